@@ -1,0 +1,228 @@
+"""The hardware-agnostic cost model: T(b) = max(t0, c + a*b), fitted robustly and judged on points left out.
+
+One functional form for every device, only its coefficients measured (BOA, doi 10.1007/s11227-019-02845-2,
+states the principle; the form with the knee and this fitting procedure are ours):
+
+    a   seconds a sample       a >= 0: more samples never take less time
+    c   seconds an iteration   c >= 0: launching work takes time; T(0) < 0 would promise work for nothing
+    t0  seconds at the least   batches too small to fill the device all take this long (0: no knee)
+
+With a >= 0 the model is nondecreasing, which is all that the exact planner asks for.
+
+Fitted is the relative error, T(b)/t - 1, under a soft L1 loss: a slow point of 1 s must not outvote a quick
+one of 1 ms, and one interrupted measurement must not tilt the line. A knee is another parameter and another
+way to be wrong: it is taken only if it stands on two batches on each side and predicts batches that it has
+not seen clearly better than the plain line does. What it cannot tell apart it does not guess: a last point
+above a plateau may be a line that begins or a disturbed measurement, and is left outside the trusted range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.errors import InputError
+from pyps.formats import Fit, Point
+
+TRUST_TOLERANCE = 0.10  # a measured batch that the model misses by more is not to be trusted
+KNEE_GAIN = 0.8  # a knee must cut the line's left-out loss to this share: below it is noise
+NOISE_FLOOR, NOISE_CEILING = 1e-3, 0.05  # relative scatter that the loss calls ordinary
+KNEE_MIN_BATCHES = 4  # two on the plateau, two on the line
+KNEE_STARTS = 2  # the most promising splits are refined
+LEFT_OUT_LIMIT = 24  # batches left out in turn; of more, this many evenly spread ones
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """T(x) = max(t0, c + a*x), in normalised batches and times."""
+
+    t0: float
+    c: float
+    a: float
+
+    def __call__(self, x: Vector) -> Vector:
+        return np.maximum(self.t0, self.c + self.a * x)
+
+
+def fit_points(points: Sequence[tuple[int, float]]) -> Fit:
+    """Fit T(b) = max(t0, c + a*b) to measured (batch in samples, seconds of one iteration).
+
+    In the result fixed_seconds is c, per_sample_seconds is a and floor_seconds is t0 (0 without a knee).
+    Several measurements of one batch count as their median. Two distinct batches give the line through them
+    and a leave_one_out_error of None. r2 is taken over the batches' medians; leave_one_out_error is the
+    median relative error at a batch that was left out; trusted_min_batch and trusted_max_batch enclose the
+    measured batches that the model meets within 10 %.
+    Raises InputError for fewer than two distinct batches, a batch below 1, seconds not finite and positive.
+    """
+    batches, seconds = _medians(points)
+    b_scale, t_scale = float(batches[-1]), float(np.median(seconds))
+    x, y = batches / b_scale, seconds / t_scale
+
+    line, line_misses = _fit_and_leave_out(x, y, _fit_line)
+    curve, misses = line, line_misses
+    if len(x) >= KNEE_MIN_BATCHES and (knee := _fit_knee(x, y)) is not None:
+        knee, knee_misses = _fit_and_leave_out(x, y, lambda u, v: _fit_knee(u, v) or _fit_line(u, v))
+        if _soft_l1(knee_misses, NOISE_CEILING) < KNEE_GAIN * _soft_l1(line_misses, NOISE_CEILING):
+            curve, misses = knee, knee_misses
+    low, high = _trusted(batches, np.abs(curve(x) / y - 1))
+    return Fit(
+        kind="knee" if curve is not line else "affine",
+        fixed_seconds=curve.c * t_scale,
+        per_sample_seconds=curve.a * t_scale / b_scale,
+        floor_seconds=curve.t0 * t_scale,
+        r2=_r2(y, curve(x)),
+        leave_one_out_error=float(np.median(np.abs(misses))) if len(misses) else None,
+        trusted_min_batch=low,
+        trusted_max_batch=high,
+    )
+
+
+def fit_profile_points(points: Sequence[Point]) -> Fit:
+    """fit_points over a profile's points; several seconds of one batch count as their median."""
+    return fit_points([(p.batch, s) for p in points for s in point_seconds(p)])
+
+
+def point_seconds(point: Point) -> list[float]:
+    """All measurements of a point, in seconds."""
+    return list(point.seconds) if isinstance(point.seconds, list) else [point.seconds]
+
+
+def predict_seconds(fit: Fit, batch: float) -> float:
+    """T(batch) in seconds; a table is interpolated linearly, level before its first batch and
+    continued at its last slope after its last."""
+    if fit.kind != "table":
+        return max(fit.floor_seconds, fit.fixed_seconds + fit.per_sample_seconds * batch)
+    table = fit.table or []
+    batches, seconds = [b for b, _ in table], [s for _, s in table]
+    if batch <= batches[-1] or len(table) == 1:
+        return float(np.interp(batch, batches, seconds))
+    slope = (seconds[-1] - seconds[-2]) / (batches[-1] - batches[-2])
+    return seconds[-1] + slope * (batch - batches[-1])
+
+
+def _medians(points: Sequence[tuple[int, float]]) -> tuple[Vector, Vector]:
+    """Distinct batches, ascending, and the median seconds of each."""
+    by_batch: dict[int, list[float]] = {}
+    for index, (batch, seconds) in enumerate(points):
+        field = f"point {index + 1}"
+        if isinstance(batch, bool) or batch != int(batch) or batch < 1:
+            raise InputError("points", field, f"batch {batch!r}", "a whole number of at least 1")
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise InputError("points", field, f"{seconds!r} seconds", "a finite positive number")
+        by_batch.setdefault(int(batch), []).append(float(seconds))
+    if len(by_batch) < 2:
+        found = f"{len(by_batch)} distinct batch{'' if len(by_batch) == 1 else 'es'}"
+        raise InputError("points", "batch", found, "at least 2: one batch does not determine a slope")
+    batches = sorted(by_batch)
+    return np.array(batches, float), np.array([np.median(by_batch[b]) for b in batches])
+
+
+def _fit_and_leave_out(
+    x: Vector, y: Vector, fit: Callable[[Vector, Vector], _Curve]
+) -> tuple[_Curve, Vector]:
+    """The fit to all points, and its relative error at each batch when fitted without that batch.
+
+    With two batches nothing can be left out (the errors are empty).
+    """
+    if len(x) < 3:
+        return fit(x, y), np.empty(0)
+    left_out = np.unique(np.linspace(0, len(x) - 1, min(len(x), LEFT_OUT_LIMIT)).round().astype(int))
+    misses = []
+    for i in left_out:
+        without = fit(np.delete(x, i), np.delete(y, i))
+        misses.append(float(without(x[i : i + 1])[0] / y[i] - 1))
+    return fit(x, y), np.array(misses)
+
+
+def _fit_line(x: Vector, y: Vector) -> _Curve:
+    """The best c + a*x with c, a >= 0; exactly the line through the points where two points allow it."""
+    start = _theil_sen(x, y)
+    if len(x) == 2 and start.c > 0:
+        return start
+    return _refine(x, y, start, knee=False)
+
+
+def _fit_knee(x: Vector, y: Vector) -> _Curve | None:
+    """The best max(t0, c + a*x), or None if no start keeps two batches on the plateau and two on the line."""
+    starts = []
+    for split in range(2, len(x) - 1):
+        line = _theil_sen(x[split:], y[split:])
+        starts.append(_Curve(float(np.median(y[:split])), line.c, line.a))
+    starts.sort(key=lambda curve: _soft_l1(curve(x) / y - 1, NOISE_CEILING))
+    best, best_loss = None, math.inf
+    for start in starts[:KNEE_STARTS]:
+        curve = _refine(x, y, start, knee=True)
+        on_plateau = int(np.count_nonzero(curve.c + curve.a * x < curve.t0))
+        loss = _soft_l1(curve(x) / y - 1, NOISE_CEILING)
+        if 2 <= on_plateau <= len(x) - 2 and loss < best_loss:
+            best, best_loss = curve, loss
+    return best
+
+
+def _theil_sen(x: Vector, y: Vector) -> _Curve:
+    """A start that one outlier cannot move: the median slope of all pairs, then the median intercept."""
+    if len(x) > 64:  # pairs grow with the square; neighbours far apart carry the slope
+        pick = np.linspace(0, len(x) - 1, 64).round().astype(int)
+        x, y = x[pick], y[pick]
+    i, j = np.triu_indices(len(x), 1)
+    slope = max(0.0, float(np.median((y[j] - y[i]) / (x[j] - x[i]))))
+    return _Curve(0.0, max(0.0, float(np.median(y - slope * x))), slope)
+
+
+def _refine(x: Vector, y: Vector, start: _Curve, *, knee: bool) -> _Curve:
+    """Minimise the soft L1 of T(x)/y - 1 with coefficients >= 0; the loss's scale is the start's scatter."""
+    from scipy.optimize import least_squares
+
+    def residuals(p: Vector) -> Vector:
+        line = p[-2] + p[-1] * x
+        model: Vector = np.maximum(p[0], line) if knee else line
+        return model / y - 1
+
+    def jacobian(p: Vector) -> Vector:
+        on_line = (p[-2] + p[-1] * x >= p[0]) if knee else np.ones(len(x), bool)
+        columns = [on_line / y, on_line * x / y]
+        return np.column_stack([~on_line / y, *columns] if knee else columns)
+
+    p0 = np.array([start.t0, start.c, start.a] if knee else [start.c, start.a])
+    scatter = 1.4826 * float(np.median(np.abs(residuals(p0))))  # the normal's sigma from the MAD
+    solution = least_squares(
+        residuals,
+        p0,
+        jac=jacobian,
+        bounds=(0.0, np.inf),
+        loss="soft_l1",
+        f_scale=min(max(scatter, NOISE_FLOOR), NOISE_CEILING),
+        xtol=1e-12,
+        ftol=1e-12,
+        gtol=1e-12,
+    )
+    t0, c, a = solution.x if knee else (0.0, *solution.x)
+    # The solver stops just inside a bound: what is left there is zero.
+    return _Curve(*(float(v) if v > 1e-9 else 0.0 for v in (t0, c, a)))
+
+
+def _soft_l1(relative_errors: Vector, scale: float) -> float:
+    """Mean soft L1 loss: quadratic below `scale`, linear above, so that one outlier does not decide."""
+    return float(np.mean(np.sqrt(1 + (relative_errors / scale) ** 2) - 1))
+
+
+def _r2(y: Vector, predicted: Vector) -> float:
+    """1 - residual over total sum of squares; where all y are equal, 1 if met exactly and else 0."""
+    residual, total = float(np.sum((y - predicted) ** 2)), float(np.sum((y - y.mean()) ** 2))
+    if total <= 1e-24:
+        return 1.0 if residual <= 1e-18 else 0.0
+    return 1.0 - residual / total
+
+
+def _trusted(batches: Vector, errors: Vector) -> tuple[int, int]:
+    """First and last measured batch met within the tolerance; the best-met one twice if there is none."""
+    met = np.flatnonzero(errors <= TRUST_TOLERANCE)
+    if not len(met):
+        met = np.array([int(np.argmin(errors))])
+    return int(batches[met[0]]), int(batches[met[-1]])

@@ -1,0 +1,266 @@
+"""From a model to a profile: which batches to run, in which order, and what to make of the times.
+
+First every size is climbed to once, in ascending order: that warms up, weighs the memory, and finds the
+limit. Then the sizes are timed in rounds, each round in another fixed order, with one untimed step before
+each timed one: a machine that drifts or is interrupted disturbs all sizes alike instead of bending the curve.
+All seconds are kept; the fit uses each size's median.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from pyps.errors import InputError
+from pyps.formats import MAX_BATCH, Device, Memory, ModelInfo, Point, Profile
+from pyps.models import TrainingTask, load_task, require_torch
+from pyps.profiler.fit import fit_profile_points
+from pyps.profiler.stepper import OutOfMemoryError, Stepper, make_stepper, resolve_device
+
+REPEATS = 7  # timed steps a batch size: an odd number, so that the median is one of them
+MAX_STEP_SECONDS = 1.0  # a ladder without an end stops before a step lasts longer than this
+LADDER_MIN, LADDER_MAX = 8, 10  # sizes; the curve has three coefficients
+LIMIT_HALVINGS = 4  # the memory limit is found to 1/16 of its octave
+
+Notify = Callable[[str], None]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the climb learned of one batch size."""
+
+    batch: int
+    seconds: float
+    peak_bytes: int
+
+
+def profile_model(
+    model: str | TrainingTask,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    max_batch: int | None = None,
+    batches: Sequence[int] | None = None,
+    repeats: int = REPEATS,
+    throttle: float | None = None,
+    threads: int | None = None,
+    max_step_seconds: float = MAX_STEP_SECONDS,
+    notify: Notify = warnings.warn,
+    progress: Progress | None = None,
+) -> Profile:
+    """Time real training steps of a model on a device and fit T(b) = max(t0, c + a*b).
+
+    model is a built-in's name, "module:factory" or a TrainingTask; name is what the profile calls it. Sizes
+    are `batches`, or a ladder up to max_batch, or up to what memory or max_step_seconds allow. throttle
+    emulates a device that many times slower. threads sets torch's for the time of the measurement. notify
+    gets sentences on what limits the result; progress gets (steps done, steps in all).
+    Raises InputError on a wrong argument, model or device, PypsError without torch.
+    """
+    sizes = _check_arguments(max_batch, batches, repeats, throttle, threads)
+    require_torch()
+    where = name or (model if isinstance(model, str) else type(model.model).__name__)
+    target = resolve_device(device)
+    with _threads(threads):
+        task = load_task(model) if isinstance(model, str) else model
+        stepper = make_stepper(task, target, throttle, where)
+        probes = climb(stepper, sizes, max_step_seconds, notify)
+        seconds = time_in_rounds(stepper, [p.batch for p in probes], repeats, progress)
+        _report_overrun(stepper, notify)
+    points = [Point(batch=p.batch, seconds=seconds[p.batch], peak_bytes=p.peak_bytes) for p in probes]
+    parameters = sum(p.numel() for p in task.model.parameters())
+    return Profile(
+        device=Device(
+            name=stepper.name, kind=stepper.kind, throttle=throttle or 1.0, emulated=throttle is not None
+        ),
+        model=ModelInfo(name=where, parameters=parameters or None),
+        points=points,
+        max_batch=_cap(max_batch, sizes, probes),
+        memory=memory_model(probes, stepper.budget_bytes),
+        fit=fit_profile_points(points),
+    )
+
+
+def ladder(max_batch: int) -> list[int]:
+    """8 to 10 batch sizes from 1 to max_batch, roughly geometric (all of them where there are fewer)."""
+    if max_batch <= LADDER_MIN:
+        return list(range(1, max_batch + 1))
+    sizes = min(max(round(math.log2(max_batch)) + 1, LADDER_MIN), LADDER_MAX)
+    return sorted({round(b) for b in np.geomspace(1, max_batch, sizes)})
+
+
+def climb(
+    stepper: Stepper, sizes: Sequence[int] | None, max_step_seconds: float, notify: Notify
+) -> list[Probe]:
+    """Run every size once, ascending, until memory ends; without sizes, double until memory or patience ends.
+
+    Raises InputError if fewer than two sizes fit.
+    """
+    probes: list[Probe] = []
+    for batch in sizes if sizes is not None else (2**k for k in count()):
+        if batch > MAX_BATCH or (sizes is None and probes and 2 * probes[-1].seconds > max_step_seconds):
+            break
+        probe = _probe(stepper, batch) if _expected_bytes(probes, batch) <= stepper.budget_bytes else None
+        if probe is None:
+            if sizes is None:
+                probes += _approach_limit(stepper, probes, batch)
+            _say_limit(stepper, probes, batch, notify)
+            break
+        probes.append(probe)
+    if len(probes) < 2:
+        found = f"memory for {len(probes)} of the batch sizes ({stepper.budget_bytes:,} bytes)"
+        raise InputError("batches", "", found, "room for two sizes: smaller batches or model")
+    return _thinned(probes) if sizes is None else probes
+
+
+def time_in_rounds(
+    stepper: Stepper, batches: Sequence[int], repeats: int, progress: Progress | None = None
+) -> dict[int, list[float]]:
+    """Seconds of `repeats` steps of every batch size, interleaved; the order is fixed by a seed."""
+    seconds: dict[int, list[float]] = {batch: [] for batch in batches}
+    order, shuffle = list(batches), random.Random(0).shuffle
+    done = 0
+    for _ in range(repeats):
+        shuffle(order)
+        for batch in order:
+            data = stepper.prepare(batch)
+            stepper.step(data)  # caches, allocator and clock settle on this size again
+            seconds[batch].append(stepper.timed_step(data, batch))
+            del data
+            done += 1
+            if progress is not None:
+                progress(done, repeats * len(batches))
+    return seconds
+
+
+def memory_model(probes: Sequence[Probe], budget_bytes: int) -> Memory | None:
+    """fixed + per sample * b, an upper bound of every peak measured; None where memory does not grow.
+
+    The slope is the median over pairs of sizes, the intercept the least that lies above all points.
+    """
+    b = np.array([p.batch for p in probes], float)
+    peak = np.array([p.peak_bytes for p in probes], float)
+    i, j = np.triu_indices(len(b), 1)
+    slope = float(np.median((peak[j] - peak[i]) / (b[j] - b[i])))
+    if slope <= 0:
+        return None
+    fixed = max(0, math.ceil(float(np.max(peak - slope * b))))
+    return Memory(fixed_bytes=fixed, bytes_per_sample=slope, budget_bytes=budget_bytes)
+
+
+def _probe(stepper: Stepper, batch: int) -> Probe | None:
+    """One warm-up step that weighs the memory, then one timed; None if they do not fit."""
+    try:
+        data = stepper.prepare(batch)
+        peak = stepper.peak_bytes(data)
+        return Probe(batch, stepper.timed_step(data, batch), peak)
+    except OutOfMemoryError:
+        return None
+
+
+def _expected_bytes(probes: Sequence[Probe], batch: int) -> float:
+    """Peak memory of a larger batch, continued in a line from the last two; 0 where nothing is known.
+
+    On a CPU nothing else stops a step before the machine runs out and the kernel kills a process.
+    """
+    if len(probes) < 2:
+        return 0.0
+    before, last = probes[-2], probes[-1]
+    slope = max(0.0, (last.peak_bytes - before.peak_bytes) / (last.batch - before.batch))
+    return last.peak_bytes + slope * (batch - last.batch)
+
+
+def _approach_limit(stepper: Stepper, probes: Sequence[Probe], failed: int) -> list[Probe]:
+    """The largest size found between the last that fits and one that does not, if any."""
+    best: list[Probe] = []
+    fits = probes[-1].batch if probes else 0
+    for _ in range(LIMIT_HALVINGS):
+        middle = (fits + failed) // 2
+        if middle == fits:
+            break
+        inside = _expected_bytes(probes, middle) <= stepper.budget_bytes
+        probe = _probe(stepper, middle) if inside else None
+        if probe is None:
+            failed = middle
+        else:
+            fits, best = middle, [probe]
+    return best
+
+
+def _say_limit(stepper: Stepper, probes: Sequence[Probe], failed: int, notify: Notify) -> None:
+    fits = probes[-1].batch if probes else 0
+    notify(
+        f"memory limits the batch: {fits} fits and {failed} does not ({stepper.budget_bytes / 2**30:.1f} GiB)"
+    )
+
+
+def _thinned(probes: list[Probe]) -> list[Probe]:
+    """At most LADDER_MAX of them, evenly spread, with the first and the last."""
+    if len(probes) <= LADDER_MAX:
+        return probes
+    return [probes[i] for i in sorted({round(k) for k in np.linspace(0, len(probes) - 1, LADDER_MAX)})]
+
+
+def _cap(max_batch: int | None, sizes: Sequence[int] | None, probes: Sequence[Probe]) -> int:
+    """The largest batch a plan may use: what was asked for if all of it ran, else the largest that ran."""
+    largest = probes[-1].batch
+    everything_ran = sizes is not None and largest == sizes[-1]
+    return max_batch if max_batch is not None and everything_ran else largest
+
+
+def _report_overrun(stepper: Stepper, notify: Notify) -> None:
+    throttle = getattr(stepper, "throttle", None)
+    if throttle is not None and throttle.overruns:
+        notify(
+            f"{throttle.overruns} of {throttle.spans} throttled steps took longer than their target, "
+            f"{throttle.overrun_seconds:.3f} s in all: this machine is too busy for a throttle of "
+            f"{throttle.factor:g}"
+        )
+
+
+def _check_arguments(
+    max_batch: int | None,
+    batches: Sequence[int] | None,
+    repeats: int,
+    throttle: float | None,
+    threads: int | None,
+) -> list[int] | None:
+    """The sizes to run, ascending; None where the end is to be found. Raises InputError."""
+    for field, value in (("max_batch", max_batch), ("repeats", repeats), ("threads", threads)):
+        if value is not None and value < 1:
+            raise InputError("profile", field, str(value), "a whole number of at least 1")
+    if throttle is not None and not (math.isfinite(throttle) and throttle >= 1):
+        raise InputError("profile", "throttle", str(throttle), "a finite factor of at least 1")
+    if batches is None:
+        if max_batch is not None and not 2 <= max_batch <= MAX_BATCH:
+            raise InputError("profile", "max_batch", str(max_batch), f"2 to {MAX_BATCH} (a fit takes two)")
+        return ladder(max_batch) if max_batch is not None else None
+    sizes = sorted(set(batches))
+    low, high = (sizes[0], sizes[-1]) if sizes else (0, 0)
+    if low < 1 or high > MAX_BATCH or len(sizes) < 2:
+        expected = f"two or more different batches from 1 to {MAX_BATCH}"
+        raise InputError("profile", "batches", ",".join(map(str, batches)) or "none", expected)
+    if max_batch is not None and high > max_batch:
+        raise InputError("profile", "batches", str(high), f"at most max_batch = {max_batch}")
+    return sizes
+
+
+@contextmanager
+def _threads(threads: int | None) -> Iterator[None]:
+    """Set torch's thread count for a while; None leaves it."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        yield
+    finally:
+        torch.set_num_threads(before)

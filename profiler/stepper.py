@@ -1,0 +1,245 @@
+"""One device running one task's training steps: how a step is made, timed, and weighed in memory.
+
+A step is zero_grad, forward, loss, backward, optimizer step. Batches are made and moved outside the timed
+part. On CUDA the seconds come from events around the step, read once the device has finished it; on a CPU
+from the wall clock. A throttled step is one span of pyps.throttle.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pyps.errors import InputError
+from pyps.models import TrainingTask
+from pyps.throttle import Throttle
+
+if TYPE_CHECKING:
+    import torch
+
+CPU_MEMORY_SHARE = 0.8  # of what the machine has free; the rest stays for the page cache and the neighbours
+PROC_SELF = Path("/proc/self")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class OutOfMemoryError(Exception):
+    """A step did not fit into the device's memory."""
+
+
+class Stepper(Protocol):
+    """What the measurement needs of a device; a test can stand in for it."""
+
+    name: str
+    kind: str
+    budget_bytes: int
+
+    def prepare(self, batch: int) -> Any:
+        """A batch of that many samples, on the device."""
+        ...
+
+    def step(self, data: Any) -> None:
+        """One finished training step, untimed. Raises OutOfMemoryError."""
+        ...
+
+    def timed_step(self, data: Any, batch: int) -> float:
+        """Seconds of one training step. Raises OutOfMemoryError."""
+        ...
+
+    def peak_bytes(self, data: Any) -> int:
+        """Peak memory of one training step, in bytes. Raises OutOfMemoryError."""
+        ...
+
+
+def resolve_device(name: str) -> torch.device:
+    """`cpu` or `cuda:N` as a torch device that exists. Raises InputError."""
+    import torch
+
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
+        raise InputError("device", "", repr(name), "cpu or cuda:N")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        found = f"{name!r}, but torch {torch.__version__} sees no CUDA device"
+        raise InputError("device", "", found, "cpu, or a CUDA build of torch and a visible GPU")
+    index = int(name.partition(":")[2] or 0)
+    if index >= (count := torch.cuda.device_count()):
+        raise InputError("device", "", repr(name), f"cuda:N with N below {count}, the number of GPUs")
+    return torch.device("cuda", index)
+
+
+def make_stepper(task: TrainingTask, device: torch.device, throttle: float | None, where: str) -> Stepper:
+    """The stepper of a device; `where` names the model in error messages."""
+    kind = CudaStepper if device.type == "cuda" else CpuStepper
+    return kind(task, device, throttle, where)
+
+
+class _TaskStepper:
+    """The training step itself, the same on every device."""
+
+    def __init__(self, task: TrainingTask, device: torch.device, where: str) -> None:
+        self._task, self._device, self._where = task, device, where
+        self._model = task.model.to(device).train()
+        self._optimizer = task.make_optimizer()
+
+    def prepare(self, batch: int) -> Any:
+        """(inputs, targets) on the device. Raises InputError if make_batch fails, OutOfMemoryError."""
+        return self._guarded(f"make_batch({batch})", lambda: _to(self._task.make_batch(batch), self._device))
+
+    def _train(self, data: Any) -> None:
+        inputs, targets = data
+        self._optimizer.zero_grad(set_to_none=True)
+        loss: Any = self._task.loss(self._model(inputs), targets)
+        loss.backward()
+        self._optimizer.step()
+
+    def _guarded(self, what: str, action: Any) -> Any:
+        """Run a part of the user's task; its errors become ours and say where they come from."""
+        try:
+            return action()
+        except Exception as error:
+            if _is_out_of_memory(error):
+                raise OutOfMemoryError(what) from None
+            found = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise InputError(self._where, what, found, "a training step that runs") from error
+
+
+class CpuStepper(_TaskStepper):
+    """Steps on this machine's CPU; memory is the resident set of this process."""
+
+    kind = "cpu"
+
+    def __init__(self, task: TrainingTask, device: torch.device, throttle: float | None, where: str) -> None:
+        super().__init__(task, device, where)
+        import torch
+
+        threads = torch.get_num_threads()
+        self.name = f"{_cpu_name()}, {threads} thread{'' if threads == 1 else 's'}"
+        self.throttle = None if throttle is None else Throttle(throttle)
+        self.budget_bytes = _resident_bytes() + int(CPU_MEMORY_SHARE * _available_bytes())
+
+    def step(self, data: Any) -> None:
+        self._guarded("training step", lambda: self._train(data))
+
+    def timed_step(self, data: Any, batch: int) -> float:
+        if self.throttle is not None:
+            with self.throttle.span(batch) as span:
+                self.step(data)
+            return span.lasted_seconds
+        start = time.perf_counter()
+        self.step(data)
+        return time.perf_counter() - start
+
+    def peak_bytes(self, data: Any) -> int:
+        gc.collect()
+        peaks_reset = _reset_peak_resident()
+        self.step(data)
+        return _peak_resident_bytes() if peaks_reset else _resident_bytes()
+
+
+class CudaStepper(_TaskStepper):
+    """Steps on a CUDA device; memory is what torch's allocator reserved there."""
+
+    kind = "cuda"
+
+    def __init__(self, task: TrainingTask, device: torch.device, throttle: float | None, where: str) -> None:
+        super().__init__(task, device, where)
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self.name = str(torch.cuda.get_device_name(device))
+        # The thread only launches kernels: the work is the wall time of a synchronised span.
+        self.throttle = None if throttle is None else Throttle(throttle, work_clock=time.perf_counter)
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        self.budget_bytes = int(free_bytes) + int(torch.cuda.memory_reserved(device))
+
+    def step(self, data: Any) -> None:
+        self._guarded("training step", lambda: self._train_and_wait(data))
+
+    def timed_step(self, data: Any, batch: int) -> float:
+        if self.throttle is not None:
+            with self.throttle.span(batch) as span:
+                self.step(data)
+            return span.lasted_seconds
+        with self._cuda.device(self._device):
+            begin, end = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
+            begin.record()
+            self._guarded("training step", lambda: self._train(data))
+            end.record()
+            end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def peak_bytes(self, data: Any) -> int:
+        gc.collect()
+        self._cuda.empty_cache()
+        self._cuda.reset_peak_memory_stats(self._device)
+        self.step(data)
+        return int(self._cuda.max_memory_reserved(self._device))
+
+    def _train_and_wait(self, data: Any) -> None:
+        self._train(data)
+        self._cuda.synchronize(self._device)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _to(data: Any, device: torch.device) -> Any:
+    """The same tensors, tuples, lists and dicts on a device."""
+    if hasattr(data, "to"):
+        return data.to(device)
+    if isinstance(data, dict):
+        return {key: _to(value, device) for key, value in data.items()}
+    if isinstance(data, tuple | list):
+        return type(data)(_to(value, device) for value in data)
+    return data
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else f"{platform.machine()} CPU"
+
+
+def _resident_bytes() -> int:
+    pages = int((PROC_SELF / "statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _reset_peak_resident() -> bool:
+    """Let the kernel forget this process's peak; False where it may not be asked to (some containers)."""
+    try:
+        (PROC_SELF / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_resident_bytes() -> int:
+    found = re.search(r"^VmHWM:\s*(\d+) kB", (PROC_SELF / "status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else _resident_bytes()
+
+
+def _available_bytes() -> int:
+    """Memory that this process may still take: the machine's, or its control group's where that is less."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used))

@@ -1,0 +1,234 @@
+"""`pyps-profile`: measure a device and write its profile, or import measurements made elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
+
+from pyps.errors import InputError
+from pyps.formats import Fit, Profile, encode, write_json
+from pyps.profiler.fit import fit_profile_points, point_seconds, predict_seconds
+from pyps.profiler.measure import MAX_STEP_SECONDS, REPEATS, profile_model
+from pyps.profiler.plot import describe_fit, matplotlib_present, plot_profile
+from pyps.profiler.points_csv import import_points
+
+DEFAULT_OUTPUT = Path("profile.json")
+
+
+class _ModelOrCommand(TyperGroup):
+    """A group whose first argument may be a model: `pyps-profile mlp` is `pyps-profile measure mlp`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = ["measure", *(args or ["--help"])]
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+
+class _Measure(TyperCommand):
+    """The command that is meant where none is named; its usage line shows the short form."""
+
+    def get_usage(self, ctx: Any) -> str:
+        return super().get_usage(ctx).replace(" measure ", " ", 1)
+
+
+app = typer.Typer(
+    cls=_ModelOrCommand,
+    add_completion=False,
+    no_args_is_help=False,
+    help="Measure a device: time a model's training steps, fit T(b), write a profile.",
+)
+
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Profile to write; default profile.json (nothing with --json)."),
+]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Picture to write; default beside the profile, as PNG.")
+]
+NoPlot = Annotated[bool, typer.Option("--no-plot", help="No picture.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the profile as JSON, alone, on stdout.")]
+
+
+@app.command("measure", cls=_Measure)
+def measure(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help="mlp, cnn, transformer, digits_mlp, digits_cnn, or module:factory of a TrainingTask.",
+        ),
+    ],
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    max_batch: Annotated[
+        int | None, typer.Option(help="Largest batch; default: as memory and patience allow.")
+    ] = None,
+    batches: Annotated[str | None, typer.Option(help="Exactly these batches, as in 1,2,4,8.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps a batch.")] = REPEATS,
+    max_step_seconds: Annotated[
+        float, typer.Option(help="Without --max-batch: stop before a step takes longer.")
+    ] = MAX_STEP_SECONDS,
+    throttle: Annotated[
+        float | None, typer.Option(metavar="F", help="Emulate a device F times slower; the profile says so.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
+    output: Output = None,
+    plot: Plot = None,
+    no_plot: NoPlot = False,
+    as_json: Json = False,
+) -> None:
+    """Time real training steps of MODEL over a ladder of batch sizes and fit T(b) = max(t0, c + a*b).
+
+    For measurements made elsewhere: pyps-profile import CSV (see pyps-profile import --help).
+    """
+    files = _output_files(output, plot, no_plot, as_json)
+    with _progress() as advance:
+        profile = profile_model(
+            model,
+            device=device,
+            max_batch=max_batch,
+            batches=None if batches is None else _parse_batches(batches),
+            repeats=repeats,
+            throttle=throttle,
+            threads=threads,
+            max_step_seconds=max_step_seconds,
+            notify=_note,
+            progress=advance,
+        )
+    _finish(profile, *files, as_json)
+
+
+@app.command("import")
+def import_csv(
+    csv_file: Annotated[
+        Path, typer.Argument(metavar="CSV", show_default=False, help="Rows under a header batch,seconds.")
+    ],
+    max_batch: Annotated[
+        int | None, typer.Option(help="Largest batch that fits that device; default: unknown.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The device's name; default: the file's.")] = None,
+    model: Annotated[str, typer.Option(help="What was trained there.")] = "imported",
+    output: Output = None,
+    plot: Plot = None,
+    no_plot: NoPlot = False,
+    as_json: Json = False,
+) -> None:
+    """Make a profile of measurements made elsewhere: a CSV file with the columns batch,seconds."""
+    files = _output_files(output, plot, no_plot, as_json)
+    profile = import_points(csv_file, max_batch=max_batch, name=name, model=model)
+    _finish(profile, *files, as_json)
+
+
+def _parse_batches(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"-?\d{1,12}", part) for part in parts):
+        raise InputError("--batches", "", repr(text), "whole numbers with commas between, as in 1,2,4,8")
+    return [int(part) for part in parts]
+
+
+def _output_files(
+    output: Path | None, plot: Path | None, no_plot: bool, as_json: bool
+) -> tuple[Path | None, Path | None]:
+    """Where profile and picture go; refused now rather than after minutes of measuring."""
+    if output is None and not as_json:
+        output = DEFAULT_OUTPUT
+    if plot is not None and no_plot:
+        raise InputError("--plot", "", "--no-plot as well", "one of the two")
+    if plot is None and output is not None and not no_plot and matplotlib_present():
+        plot = output.with_suffix(".png")
+    if plot is not None and not matplotlib_present():
+        raise InputError("--plot", "", "no matplotlib", "it installed: pip install 'pyps-train[plot]'")
+    if plot is not None and plot == output:
+        raise InputError("--plot", "", f"{plot}, the profile's own name", "another file")
+    for option, path in (("--output", output), ("--plot", plot)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise InputError(option, "", f"{path}, a folder", "a file to write")
+        if not os.access(path.parent, os.W_OK):
+            raise InputError(option, "", f"{path.parent}, not a writable folder", "a folder that exists")
+    return output, plot
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of steps on stderr if that is a terminal, else nothing."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("timing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("timing", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _finish(profile: Profile, output: Path | None, plot: Path | None, as_json: bool) -> None:
+    """Write and show: the profile, its picture, and the table or the JSON."""
+    if output is not None:
+        write_json(output, profile)
+    if plot is not None:
+        plot_profile(profile, plot)
+    if as_json:
+        sys.stdout.write(encode(profile).decode())
+    else:
+        _show(profile)
+    for path in (output, plot):
+        if path is not None:
+            _note(f"wrote {path}")
+
+
+def _note(text: str) -> None:
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+
+def _show(profile: Profile) -> None:
+    """The table of points beside the fit, and what to trust, on stdout."""
+    fit = profile.fit or fit_profile_points(profile.points)
+    emulated = f" (emulated: throttle {profile.device.throttle:g})" if profile.device.emulated else ""
+    table = Table(title=f"{profile.model.name} on {profile.device.name}{emulated}")
+    for heading in ("batch", "median ms", "spread", "samples/s", "fitted ms", "error"):
+        table.add_column(heading, justify="right")
+    for point in profile.points:
+        seconds = point_seconds(point)
+        median = float(np.median(seconds))
+        fitted = predict_seconds(fit, point.batch)
+        low, high = np.percentile(seconds, [25, 75])
+        table.add_row(
+            str(point.batch),
+            f"{median * 1e3:.3f}",
+            f"{(high - low) / median:.1%}" if len(seconds) > 1 else "-",
+            f"{point.batch / median:,.1f}",
+            f"{fitted * 1e3:.3f}",
+            f"{fitted / median - 1:+.1%}",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for line in _verdict(fit, profile):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _verdict(fit: Fit, profile: Profile) -> list[str]:
+    left_out = fit.leave_one_out_error
+    r2 = "-" if fit.r2 is None else f"{fit.r2:.4f}"
+    error = "not defined for two batches" if left_out is None else f"{left_out:.1%} (median)"
+    lines = [f"{describe_fit(fit)}   R2 {r2}   leave-one-out error {error}"]
+    if fit.trusted_min_batch > profile.points[0].batch:
+        lines.append(f"do not trust below b = {fit.trusted_min_batch}: the model misses it by more than 10 %")
+    lines.append(f"do not trust beyond b = {fit.trusted_max_batch}")
+    if profile.max_batch is not None:
+        lines.append(f"largest batch: {profile.max_batch}")
+    return lines
