@@ -10,7 +10,8 @@ states the principle; the form with the knee and this fitting procedure are ours
 With a >= 0 the model is nondecreasing, which is all that the exact planner asks for.
 
 Fitted is the relative error, T(b)/t - 1, under a soft L1 loss: a slow point of 1 s must not outvote a quick
-one of 1 ms, and one interrupted measurement must not tilt the line. A knee is another parameter and another
+one of 1 ms, and one interrupted measurement must not tilt the line (it is the measured time that divides:
+an interruption only ever adds time, and so weighs less). A knee is another parameter and another
 way to be wrong: it is taken only if it stands on two batches on each side and predicts batches that it has
 not seen clearly better than the plain line does. What it cannot tell apart it does not guess: a last point
 above a plateau may be a line that begins or a disturbed measurement, and is left outside the trusted range.

@@ -64,7 +64,7 @@ def profile_model(
     gets sentences on what limits the result; progress gets (steps done, steps in all).
     Raises InputError on a wrong argument, model or device, PypsError without torch.
     """
-    sizes = _check_arguments(max_batch, batches, repeats, throttle, threads)
+    sizes = _check_arguments(max_batch, batches, repeats, throttle, threads, max_step_seconds)
     require_torch()
     where = name or (model if isinstance(model, str) else type(model.model).__name__)
     target = resolve_device(device)
@@ -231,6 +231,7 @@ def _check_arguments(
     repeats: int,
     throttle: float | None,
     threads: int | None,
+    max_step_seconds: float,
 ) -> list[int] | None:
     """The sizes to run, ascending; None where the end is to be found. Raises InputError."""
     for field, value in (("max_batch", max_batch), ("repeats", repeats), ("threads", threads)):
@@ -238,6 +239,8 @@ def _check_arguments(
             raise InputError("profile", field, str(value), "a whole number of at least 1")
     if throttle is not None and not (math.isfinite(throttle) and throttle >= 1):
         raise InputError("profile", "throttle", str(throttle), "a finite factor of at least 1")
+    if not max_step_seconds > 0:
+        raise InputError("profile", "max_step_seconds", str(max_step_seconds), "a positive number")
     if batches is None:
         if max_batch is not None and not 2 <= max_batch <= MAX_BATCH:
             raise InputError("profile", "max_batch", str(max_batch), f"2 to {MAX_BATCH} (a fit takes two)")

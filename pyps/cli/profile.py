@@ -145,22 +145,28 @@ def _output_files(
     """Where profile and picture go; refused now rather than after minutes of measuring."""
     if output is None and not as_json:
         output = DEFAULT_OUTPUT
+    _check_writable("--output", output)
     if plot is not None and no_plot:
         raise InputError("--plot", "", "--no-plot as well", "one of the two")
-    if plot is None and output is not None and not no_plot and matplotlib_present():
-        plot = output.with_suffix(".png")
     if plot is not None and not matplotlib_present():
         raise InputError("--plot", "", "no matplotlib", "it installed: pip install 'pyps-train[plot]'")
     if plot is not None and plot == output:
         raise InputError("--plot", "", f"{plot}, the profile's own name", "another file")
-    for option, path in (("--output", output), ("--plot", plot)):
-        if path is None:
-            continue
-        if path.is_dir():
-            raise InputError(option, "", f"{path}, a folder", "a file to write")
-        if not os.access(path.parent, os.W_OK):
-            raise InputError(option, "", f"{path.parent}, not a writable folder", "a folder that exists")
+    if plot is None and output is not None and not no_plot and matplotlib_present():
+        plot = output.with_suffix(".png")
+        if plot == output:
+            plot = output.with_suffix(".plot.png")
+    _check_writable("--plot", plot)
     return output, plot
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(option, "", f"{path}, a folder", "a file to write")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(option, "", f"{path.parent}, not a writable folder", "a folder that exists")
 
 
 @contextmanager

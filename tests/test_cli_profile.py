@@ -1,0 +1,175 @@
+"""pyps-profile from its arguments to its files, exit codes and words."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import pyps.cli.profile as command
+from pyps.cli import main_profile
+from pyps.formats import Profile, read_profile
+
+CSV = "batch,seconds\n128,0.08181\n167,0.10494\n"
+QUICK = ["--batches", "1,8,64", "--repeats", "2", "--threads", "1"]
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+class Shell:
+    """Runs pyps-profile in an empty folder, as a user would."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *arguments: str) -> Done:
+        self._monkeypatch.setattr(sys, "argv", ["pyps-profile", *arguments])
+        code: object = 0
+        try:
+            code = main_profile()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = self._capsys.readouterr()
+        assert "Traceback" not in out + err
+        return Done(code if isinstance(code, int) else 0, out, err)
+
+
+@pytest.fixture
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    return Shell(capsys, monkeypatch)
+
+
+def files() -> list[str]:
+    return sorted(p.name for p in Path().iterdir())
+
+
+def test_a_model_is_measured_and_written(shell: Shell) -> None:
+    done = shell("digits_mlp", *QUICK, "--throttle", "2", "-o", "p.json")
+    assert done.code == 0, done.err
+    assert files() == ["p.json", "p.png"]
+    profile = read_profile("p.json")
+    assert [p.batch for p in profile.points] == [1, 8, 64]
+    assert (profile.device.throttle, profile.device.emulated) == (2.0, True)
+    for text in (
+        "digits_mlp on",
+        "throttle 2",
+        "samples/s",
+        "T(b) = ",
+        "R2",
+        "leave-one-out",
+        "do not trust beyond",
+    ):
+        assert text in done.out
+    assert "wrote p.json" in done.err
+
+
+def test_measure_may_be_said_and_options_may_come_first(shell: Shell) -> None:
+    for arguments in (["measure", "digits_mlp", *QUICK], [*QUICK, "digits_mlp"]):
+        done = shell(*arguments, "--no-plot")
+        assert done.code == 0, done.err
+        assert files() == ["profile.json"]
+        Path("profile.json").unlink()
+
+
+def test_json_stands_alone_on_stdout_and_no_file_is_written(shell: Shell) -> None:
+    Path("points.csv").write_text(CSV)
+    done = shell("import", "points.csv", "--max-batch", "512", "--json")
+    assert done.code == 0, done.err
+    profile = json.loads(done.out)
+    assert (profile["schema"], profile["max_batch"]) == ("pyps.profile/1", 512)
+    assert files() == ["points.csv"]
+
+
+def test_import_writes_a_profile_and_its_picture(shell: Shell) -> None:
+    Path("points.csv").write_text(CSV)
+    done = shell(
+        "import", "points.csv", "--max-batch", "512", "--name", "m40", "-o", "m40.json", "--plot", "x.png"
+    )
+    assert done.code == 0, done.err
+    assert files() == ["m40.json", "points.csv", "x.png"]
+    profile = read_profile("m40.json")
+    assert (profile.device.name, profile.max_batch) == ("m40", 512)
+    assert "not defined for two batches" in done.out
+
+
+def test_help_names_both_ways(shell: Shell) -> None:
+    for arguments in (["--help"], []):
+        done = shell(*arguments)
+        assert done.code == 0
+        for text in ("pyps-profile [OPTIONS]", "MODEL", "--max-batch", "--throttle", "pyps-profile import"):
+            assert text in done.out
+    assert "CSV" in shell("import", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnet9000"], "model: found 'resnet9000'; expected a built-in model"),
+        (["no_such_module_here:make"], "No module named 'no_such_module_here'"),
+        (["pyps.models:absent"], "factory: found no 'absent'"),
+        (["mlp", "--device", "tpu"], "device: found 'tpu'"),
+        (["mlp", "--max-batch", "-4"], "max_batch: found -4"),
+        (["mlp", "--batches", "1,-4"], "batches: found 1,-4"),
+        (["mlp", "--batches", "1,two"], "--batches: found '1,two'"),
+        (["mlp", "--batches", ""], "--batches: found ''"),
+        (["mlp", "--throttle", "0.5"], "throttle: found 0.5"),
+        (["mlp", "-o", "absent/p.json"], "--output: found absent, not a writable folder"),
+        (["mlp", "-o", "."], "--output: found ., a folder"),
+        (["mlp", "--plot", "p.png", "--no-plot"], "--plot: found --no-plot as well"),
+        (["mlp", "-o", "p", "--plot", "p"], "--plot: found p, the profile's own name"),
+        (["mlp", "--bogus"], "--bogus"),
+        (["mlp", "--repeats", "x"], "--repeats"),
+        (["import"], "CSV"),
+        (["import", "absent.csv"], "absent.csv: found no such file or directory"),
+    ],
+)
+def test_wrong_use_is_one_message_exit_2_and_no_file(
+    shell: Shell, arguments: list[str], message: str
+) -> None:
+    done = shell(*arguments)
+    assert done.code == 2
+    assert message in done.err
+    assert done.out == ""
+    assert files() == []
+
+
+def test_a_damaged_csv_names_its_line(shell: Shell) -> None:
+    Path("points.csv").write_text(CSV + "-3,0.1\n")
+    done = shell("import", "points.csv")
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "points.csv: line 4: batch: found '-3'" in done.err
+    assert files() == ["points.csv"]
+
+
+def test_a_gpu_that_is_not_there(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = shell("mlp", "--device", "cuda:0")
+    assert done.code == 2
+    assert "sees no CUDA device" in done.err
+
+
+def test_an_interrupt_leaves_the_old_profile_alone(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("p.json").write_text("the old one")
+
+    def interrupted(*_: object, **__: object) -> Profile:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "profile_model", interrupted)
+    done = shell("mlp", "-o", "p.json")
+    assert done.code != 0
+    assert Path("p.json").read_text() == "the old one"
+    assert files() == ["p.json"]

@@ -1,0 +1,74 @@
+"""Measurements made elsewhere: what is accepted, and what is refused with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyps.errors import InputError
+from pyps.profiler import import_points
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "v100.csv"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_rows_become_points_with_a_fit(tmp_path: Path) -> None:
+    path = write(tmp_path, "batch,seconds\n64,0.1\n1,0.01\n16,0.03\n")
+    profile = import_points(path, max_batch=128)
+    assert [(p.batch, p.seconds) for p in profile.points] == [(1, 0.01), (16, 0.03), (64, 0.1)]
+    assert (profile.device.name, profile.device.kind, profile.device.emulated) == ("v100", "imported", False)
+    assert profile.max_batch == 128
+    assert profile.fit is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeffbatch,seconds\r\n1,0.5\r\n\r\n2,1.0\r\n2,3.0\r\n",
+        '\n Seconds , note, BATCH \n0.5,"a, b",1\n\n1.0,,2\n3.0,x,2\n\n',
+        "batch,seconds\n1,5e-1\n,\n2,1.0\n2,3.0",
+    ],
+)
+def test_accepts_what_spreadsheets_write(tmp_path: Path, text: str) -> None:
+    profile = import_points(write(tmp_path, text), name="mine", model="resnet")
+    assert [(p.batch, p.seconds) for p in profile.points] == [(1, 0.5), (2, [1.0, 3.0])]
+    assert (profile.device.name, profile.model.name, profile.max_batch) == ("mine", "resnet", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1: found an empty file"),
+        ("1,0.5\n2,0.6\n", "line 1: found '1,0.5'; expected a header with the columns batch,seconds"),
+        ("batch,batch,seconds\n", "line 1: found 'batch,batch,seconds'"),
+        ("batch,seconds\n1,0.5\n\n-2,0.6\n", "line 4: batch: found '-2'"),
+        ("batch,seconds\n1.5,0.5\n", "line 2: batch: found '1.5'"),
+        ("batch,seconds\n99999999999,0.5\n", "line 2: batch: found '99999999999'"),
+        ("batch,seconds\n\u0663,0.5\n", "line 2: batch: found '\u0663'"),
+        ("batch,seconds\n1,nan\n", "line 2: seconds: found 'nan'"),
+        ("batch,seconds\n1,0\n", "line 2: seconds: found '0'"),
+        ("batch,seconds\n1,fast\n", "line 2: seconds: found 'fast'"),
+        ("batch,seconds\n1\n", "line 2: found '1'; expected 2 columns"),
+        ("batch,seconds\n1,0.5\n1,0.6\n", "batch: found 1 distinct batch;"),
+        ("batch,seconds\n1,0.5\n300,0.6\n", "batch: found 300; expected at most the max_batch given, 256"),
+        (b"batch,seconds\n\xff\xfe1,0.5\n", "found byte 0xff at offset 14; expected UTF-8 text"),
+    ],
+)
+def test_refuses_with_file_and_line(tmp_path: Path, text: str | bytes, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(InputError) as refused:
+        import_points(path, max_batch=256)
+    assert str(refused.value).startswith(str(path))
+    assert message in str(refused.value)
+
+
+def test_refuses_what_is_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.csv", tmp_path):
+        with pytest.raises(InputError, match="expected a readable CSV file"):
+            import_points(path)
+    with pytest.raises(InputError, match="max_batch: found 0"):
+        import_points(write(tmp_path, "batch,seconds\n1,1\n2,2\n"), max_batch=0)
