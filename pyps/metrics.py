@@ -22,12 +22,12 @@ Span = tuple[SpanKind, float, float]
 class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """One training step of one worker.
 
-    `first` and `samples` are the claimed range of sample positions, `batch` the planned batch, `round`, `plan`
-    and `version` the store's counters, `sources` the gradients that went into the version. `loss` is the mean
-    over the worker's samples. `spans` are (kind, begin, end) in seconds of CLOCK_MONOTONIC, which every process
-    of the machine shares. `overrun_seconds` is how much later than asked the throttle ended. `skipped`: the
-    worker gave no gradient (a GradScaler found inf); `rejected`: the store did not take it (the policy refused
-    it, or the worker was fenced). In both cases the parameters did not change by it.
+    `first` and `samples` are the claimed range of sample positions, `batch` the planned batch, `round`,
+    `plan` and `version` the store's counters, `sources` the gradients that went into the version. `loss` is
+    the mean over the worker's samples. `spans` are (kind, begin, end) in seconds of CLOCK_MONOTONIC, which
+    every process of the machine shares. `overrun_seconds` is how much later than asked the throttle ended.
+    `skipped`: the worker gave no gradient (a GradScaler found inf); `rejected`: the store did not take it
+    (the policy refused it, or the worker was fenced). In both cases the parameters did not change by it.
     """
 
     rank: int
@@ -75,7 +75,8 @@ class RecordWriter:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """The records of one file, in order; a last line without its newline is a killed worker's and is left out.
+    """The records of one file, in order; a last line without its newline is a killed worker's and is left
+    out.
 
     Raises InputError, naming the line, if any other line is not a record.
     """

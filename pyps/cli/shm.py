@@ -1,0 +1,64 @@
+"""`pyps shm ls|gc`: the shared-memory segments on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pyps.segments import Segment, collect_garbage, folder, segments
+
+app = typer.Typer(no_args_is_help=True, help="List and clean up shared-memory segments.")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on standard output.")]
+
+
+@app.command("ls")
+def list_segments(json: Json = False) -> None:
+    """List the segments in PYPS_SHM_DIR (default /dev/shm): size, memory held, and whether they are in use."""
+    found = segments()
+    if json:
+        _print_json({"folder": str(folder()), "segments": [_plain(s) for s in found]})
+    elif not found:
+        typer.echo(f"no segments in {folder()}")
+    else:
+        Console().print(_table(found))
+
+
+@app.command("gc")
+def remove_unused(json: Json = False) -> None:
+    """Remove the segments that no live process holds; others are left alone."""
+    removed, kept = collect_garbage()
+    if json:
+        _print_json({"removed": [_plain(s) for s in removed], "kept": [_plain(s) for s in kept]})
+        return
+    freed = sum(s.resident_bytes for s in removed)
+    typer.echo(f"removed {len(removed)} ({_size(freed)} freed), kept {len(kept)}")
+    for segment in kept:
+        typer.echo(f"kept {segment.name}: {segment.detail or segment.state}")
+
+
+def _plain(segment: Segment) -> dict[str, object]:
+    return {**asdict(segment), "in_use": segment.in_use}
+
+
+def _print_json(value: object) -> None:
+    typer.echo(msgspec.json.encode(value).decode())
+
+
+def _table(found: list[Segment]) -> Table:
+    table = Table("name", "state", box=None, header_style="bold")
+    table.add_column("size", justify="right")
+    table.add_column("memory", justify="right")
+    for s in found:
+        state = s.state if not s.detail else f"{s.state}: {s.detail}"
+        table.add_row(Text(s.name), Text(state), _size(s.bytes), _size(s.resident_bytes))
+    return table
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,296 @@
+"""The only importer of pyps._native: C codes become exceptions here, C structs become values.
+
+Everything above sees names, numbers, arrays and the dataclasses of pyps.values. A `Pointer` is opaque; the C
+rules (one thread at a time, one process) are kept by pyps.Store, which holds it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps._native import ffi, lib
+from pyps.errors import InvalidArgument, StoreError
+from pyps.values import (
+    Claim,
+    Config,
+    Flat,
+    Hyper,
+    Layout,
+    Member,
+    MemberState,
+    Optimizer,
+    PushResult,
+    RankCounters,
+    Role,
+    Status,
+    Tensor,
+)
+
+NANOSECOND = 1e-9
+MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
+MAX_DIMENSIONS = 8
+F32 = 0  # PYPS_F32, the one element type
+STORE_TIMEOUT = -1.0  # C: the store's round_timeout_seconds
+ERRORS = {kind.code: kind for kind in StoreError.__subclasses__()}
+
+Pointer = NewType("Pointer", object)
+
+
+def check(what: str, rc: int) -> None:
+    """Raise the exception that belongs to a C return code, with the C core's message. 0 passes."""
+    if rc == 0:
+        return
+    message = ffi.string(lib.pyps_error_message()).decode(errors="replace")
+    code = ffi.string(lib.pyps_error_name(rc)).decode()
+    raise ERRORS.get(code, StoreError)(what, message or code)
+
+
+def abi_version() -> int:
+    return lib.pyps_abi_version()
+
+
+def isa() -> str:
+    """The kernels in use: "scalar" or "avx2" (PYPS_ISA overrides)."""
+    return ffi.string(lib.pyps_isa()).decode()
+
+
+def create(name: str, config: Config) -> Pointer:
+    """Make a segment, ready to use."""
+    what = f"create {name!r}"
+    tensors = ffi.new("pyps_tensor[]", max(1, len(config.tensors)))
+    for k, tensor in enumerate(config.tensors):
+        _fill_tensor(what, tensors[k], tensor)
+    keep = [ffi.from_buffer("float[]", a) if a.size else ffi.NULL for a in config.initial]
+    initial = ffi.new("float *[]", max(1, len(keep)))
+    for k, data in enumerate(keep):
+        initial[k] = data
+    batches = _u32_array(what, "batches", config.batches)
+    c = ffi.new("pyps_config *")
+    c.size = ffi.sizeof("pyps_config")
+    for field in ("chunk_params", "max_participants", "snapshot_spares", "areas", "groups"):
+        setattr(c, field, _unsigned(what, field, getattr(config, field), 32))
+    c.optimizer, c.policy = int(config.optimizer), config.policy
+    c.ranks, c.tensors = len(config.batches), len(config.tensors)
+    c.samples = _unsigned(what, "samples", config.samples, 64)
+    c.round_timeout_seconds = config.round_timeout_seconds
+    c.batches, c.tensor, c.initial = batches, tensors, initial
+    out = ffi.new("pyps_store **")
+    check(what, lib.pyps_create(_segment(what, name), c, out))
+    return _owned(out)
+
+
+def open_segment(name: str) -> Pointer:
+    """Map an existing segment."""
+    out = ffi.new("pyps_store **")
+    what = f"open {name!r}"
+    check(what, lib.pyps_open(_segment(what, name), out))
+    return _owned(out)
+
+
+def close(store: Pointer) -> None:
+    """Leave and unmap now; without it both happen when the last view of the segment is gone."""
+    ffi.release(store)
+
+
+def unlink(name: str, force: bool = False) -> None:
+    """Remove a segment's name; Busy while any process has it open, unless forced."""
+    what = f"unlink {name!r}"
+    check(what, lib.pyps_unlink(_segment(what, name), int(force)))
+
+
+def probe(name: str) -> int:
+    """The segment's size in bytes if no process has it open; raises Busy if one does, or why it is not
+    ours.
+    """
+    size = ffi.new("uint64_t *")
+    what = f"probe {name!r}"
+    check(what, lib.pyps_probe(_segment(what, name), size))
+    return int(size[0])
+
+
+def get_layout(store: Pointer) -> Layout:
+    c = ffi.new("pyps_layout *")
+    check("layout", lib.pyps_get_layout(store, c))
+    return Layout(
+        segment_bytes=c.segment_bytes, flat_elements=c.flat_elements, parameters=c.parameters,
+        chunks=c.chunks, chunk_params=c.chunk_params, max_participants=c.max_participants,
+        areas=c.areas, groups=c.groups, tensors=c.tensors, ranks=c.ranks,
+        optimizer=Optimizer(c.optimizer), policy=c.policy, states=c.states,
+    )  # fmt: skip
+
+
+def get_tensor(store: Pointer, index: int) -> Tensor:
+    c = ffi.new("pyps_tensor *")
+    check(f"tensor {index}", lib.pyps_get_tensor(store, index, c))
+    shape = tuple(int(c.shape[k]) for k in range(c.ndim))
+    return Tensor(ffi.string(c.name).decode(), shape, c.group, c.offset, c.elements)
+
+
+def join(store: Pointer, role: Role, rank: int) -> int:
+    out = ffi.new("int *")
+    check(f"join as rank {rank}" if rank >= 0 else "join", lib.pyps_join(store, int(role), rank, out))
+    return int(out[0])
+
+
+def leave(store: Pointer) -> None:
+    check("leave", lib.pyps_leave(store))
+
+
+def rejoin(store: Pointer) -> None:
+    check("rejoin", lib.pyps_rejoin(store))
+
+
+def reap(store: Pointer) -> int:
+    dead = ffi.new("uint32_t *")
+    check("reap", lib.pyps_reap(store, dead))
+    return int(dead[0])
+
+
+def start(store: Pointer, timeout: float) -> Claim:
+    c = ffi.new("pyps_claim *")
+    check("start", lib.pyps_start(store, timeout, c))
+    return Claim(c.first, c.count, c.batch, c.round, c.plan, c.wait_nanoseconds * NANOSECOND)
+
+
+def pull(store: Pointer, flat: Flat) -> int:
+    version = ffi.new("uint64_t *")
+    check("pull", lib.pyps_pull(store, ffi.from_buffer("float[]", flat, require_writable=True), version))
+    return int(version[0])
+
+
+def stage(store: Pointer, timeout: float) -> int:
+    area = ffi.new("uint32_t *")
+    check("stage", lib.pyps_stage(store, timeout, area))
+    return int(area[0])
+
+
+class Mapping:
+    """Some floats of a segment as NumPy sees them; keeps the segment mapped as long as any array needs it."""
+
+    def __init__(self, store: Pointer, address: int, elements: int) -> None:
+        self.store = store
+        data = {"shape": (elements,), "typestr": np.dtype(np.float32).str, "data": (address, False)}
+        self.__array_interface__ = {**data, "version": 3}
+
+
+def staging(store: Pointer, area: int, elements: int) -> tuple[Flat, weakref.ref[Mapping]]:
+    """A zero-copy array over a staging area, and a reference that is dead once no array uses it any more."""
+    pointer = lib.pyps_staging(store, _unsigned("staging", "area", area, 32))
+    if pointer == ffi.NULL:
+        raise InvalidArgument("staging", f"area: found {area}; expected an area of a joined worker")
+    mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), elements)
+    return np.asarray(mapping), weakref.ref(mapping)
+
+
+def push(
+    store: Pointer, area: int, samples: int, hyper: Sequence[Hyper], scale: float, timeout: float
+) -> PushResult:
+    c = ffi.new("pyps_push_args *")
+    constants = ffi.new("pyps_hyper[]", max(1, len(hyper)))
+    for k, group in enumerate(hyper):
+        h = constants[k]
+        h.lr, h.weight_decay, h.momentum, h.dampening = (
+            group.lr, group.weight_decay, group.momentum, group.dampening,
+        )  # fmt: skip
+        h.beta1, h.beta2 = group.betas
+        h.eps, h.nesterov = group.eps, int(group.nesterov)
+    c.size, c.area = ffi.sizeof("pyps_push_args"), _unsigned("push", "area", area, 32)
+    c.samples = _unsigned("push", "samples", samples, 32)
+    c.scale, c.timeout_seconds, c.hyper = scale, timeout, constants
+    r = ffi.new("pyps_push_result *")
+    check("push", lib.pyps_push(store, c, r))
+    return PushResult(r.version, r.staleness, r.sources, r.samples, r.wait_nanoseconds * NANOSECOND)
+
+
+def snapshot(
+    store: Pointer, flat: Flat, state: Sequence[Flat], steps: NDArray[np.uint64], timeout: float
+) -> int:
+    """Fill the arrays with one version's parameters, states and steps a chunk; the version."""
+    keep = [ffi.from_buffer("float[]", array) for array in state]
+    states = ffi.new("float *[]", keep) if keep else ffi.NULL
+    version = ffi.new("uint64_t *")
+    c_flat, c_steps = ffi.from_buffer("float[]", flat), ffi.from_buffer("uint64_t[]", steps)
+    check("snapshot", lib.pyps_snapshot(store, c_flat, states, c_steps, timeout, version))
+    return int(version[0])
+
+
+def get_status(store: Pointer) -> Status:
+    c = ffi.new("pyps_status *")
+    check("status", lib.pyps_get_status(store, c))
+    return Status(
+        c.sequence, c.version, c.round, c.plan, c.handed_out, c.lost, c.active, bool(c.opened)
+    )  # fmt: skip
+
+
+def get_members(store: Pointer, capacity: int) -> list[Member]:
+    c, count = ffi.new("pyps_member[]", capacity), ffi.new("uint32_t *")
+    check("members", lib.pyps_get_members(store, c, capacity, count))
+    return [
+        Member(
+            id=m.id, state=MemberState(m.state), role=Role(m.role), rank=m.rank if m.rank >= 0 else None,
+            pid=m.pid, clock=m.clock, pulled=m.pulled, claim_first=m.claim_first,
+            claim_count=m.claim_count, staged=bool(m.staged),
+        )
+        for m in (c[k] for k in range(min(count[0], capacity)))
+    ]  # fmt: skip
+
+
+def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
+    c = ffi.new("pyps_rank[]", ranks)
+    check("ranks", lib.pyps_get_ranks(store, c, ranks))
+    return [
+        RankCounters(r.batch, r.pushes, r.samples, r.skipped, r.returned, r.staleness_sum, r.staleness_max)
+        for r in (c[k] for k in range(ranks))
+    ]
+
+
+def replan(store: Pointer, batches: Sequence[int]) -> None:
+    check("replan", lib.pyps_replan(store, _u32_array("replan", "batches", batches), len(batches)))
+
+
+def wait(store: Pointer, sequence: int, timeout: float) -> None:
+    check("wait", lib.pyps_wait(store, _unsigned("wait", "sequence", sequence, 64), timeout))
+
+
+def _owned(out: Any) -> Pointer:
+    return Pointer(ffi.gc(out[0], lib.pyps_close))
+
+
+def _segment(what: str, name: str) -> bytes:
+    data = name.encode()
+    if b"\0" in data:
+        raise InvalidArgument(what, "name: found a NUL; expected letters, digits, '.', '_' or '-'")
+    return data
+
+
+def _unsigned(what: str, field: str, value: int, bits: int) -> int:
+    value = int(value)
+    if not 0 <= value < 1 << bits:
+        raise InvalidArgument(what, f"{field}: found {value}; expected 0 to {(1 << bits) - 1}")
+    return value
+
+
+def _u32_array(what: str, field: str, values: Sequence[int]) -> Any:
+    return ffi.new("uint32_t[]", [_unsigned(what, f"{field}[{k}]", v, 32) for k, v in enumerate(values)] or 1)
+
+
+def _fill_tensor(what: str, c: Any, tensor: Tensor) -> None:
+    name = tensor.name.encode()
+    if not 0 < len(name) <= MAX_NAME_BYTES or b"\0" in name:
+        raise InvalidArgument(
+            what, f"tensor name: found {tensor.name!r}; expected 1 to {MAX_NAME_BYTES} bytes without NUL"
+        )
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        found = f"{len(tensor.shape)} dimensions"
+        raise InvalidArgument(
+            what, f"tensor {tensor.name!r}: found {found}; expected at most {MAX_DIMENSIONS}"
+        )
+    c.name, c.dtype, c.ndim = name, F32, len(tensor.shape)
+    c.group = _unsigned(what, f"tensor {tensor.name!r}: group", tensor.group, 32)
+    for k, size in enumerate(tensor.shape):
+        c.shape[k] = size

@@ -1,0 +1,78 @@
+"""Which segments there are, who holds them, and removing those that nobody does."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyps import native
+from pyps.errors import Busy, InputError, SegmentNotFound, StoreError
+
+PREFIX = "pyps-"
+DEFAULT_FOLDER = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One segment file; `state` is "free", "in use", or the C name of why it cannot be one of ours.
+
+    `bytes` is the length of the file, `resident_bytes` what of it holds memory.
+    """
+
+    name: str
+    bytes: int
+    resident_bytes: int
+    state: str
+    detail: str = ""
+
+    @property
+    def in_use(self) -> bool:
+        return self.state == "in use"
+
+
+def folder() -> Path:
+    """Where segments lie: PYPS_SHM_DIR, or /dev/shm. Raises InputError if that is not a folder."""
+    path = Path(os.environ.get("PYPS_SHM_DIR") or DEFAULT_FOLDER)
+    if not path.is_dir():
+        raise InputError("environment", "PYPS_SHM_DIR", f"no folder at {path}", "a folder of a tmpfs")
+    return path
+
+
+def segments() -> list[Segment]:
+    """All of them, by name."""
+    found = (inspect(path) for path in sorted(folder().glob(PREFIX + "*")))
+    return [segment for segment in found if segment is not None]
+
+
+def inspect(path: Path) -> Segment | None:
+    """What one file is; None if it has gone meanwhile."""
+    name = path.name.removeprefix(PREFIX)
+    try:
+        status = path.lstat()
+        native.probe(name)
+        state, detail = "free", ""
+    except (FileNotFoundError, SegmentNotFound):
+        return None
+    except Busy:
+        state, detail = "in use", ""
+    except StoreError as error:
+        state, detail = error.code, error.message
+    return Segment(name, status.st_size, status.st_blocks * 512, state, detail)
+
+
+def collect_garbage() -> tuple[list[Segment], list[Segment]]:
+    """Remove every segment that no live process holds: (removed, kept). What is not ours is kept."""
+    removed, kept = [], []
+    for segment in segments():
+        if segment.state != "free":
+            kept.append(segment)
+            continue
+        try:
+            native.unlink(segment.name)
+            removed.append(segment)
+        except SegmentNotFound:
+            pass  # somebody else removed it
+        except StoreError:
+            kept.append(segment)  # opened since we looked
+    return removed, kept

@@ -1,0 +1,146 @@
+"""What a worker is told about its run: by the launcher through the environment, or by arguments.
+
+    PYPS_STORE          the segment's name               PYPS_POLICY          bsp or asp
+    PYPS_RANK           this worker's rank in the store  PYPS_ROUND_TIMEOUT   seconds
+    PYPS_PLAN           path of plan.json                PYPS_SEED            of the order of samples
+    PYPS_SAMPLES        sample positions in all          PYPS_RUN_DIR         where step records go
+    PYPS_THROTTLE       {"factor": F} or {"fit": {...}}, to emulate a slower device; may be empty
+
+Ranks in the store count the plan's workers that have a batch: those that are left out have none.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pyps.errors import InputError
+from pyps.formats import Fit, Plan, read_plan
+from pyps.policy import BSP, Policy, policy_named
+from pyps.throttle import Throttle
+
+ENVIRONMENT = "environment"
+
+
+class ThrottleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to emulate a slower device: x times slower, or as slow as a fitted cost model says."""
+
+    factor: float | None = None
+    fit: Fit | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One worker's run; `launched`: by `pyps run`, which then also removes the segment."""
+
+    store: str
+    rank: int
+    batches: tuple[int, ...]  # empty: not told
+    policy: Policy
+    samples: int
+    seed: int
+    run_dir: Path | None
+    throttle: ThrottleSpec | None
+    launched: bool
+
+    def planned_batches(self) -> tuple[int, ...]:
+        """The batch of each rank. Raises InputError where nobody told."""
+        if not self.batches:
+            raise InputError(
+                "join", "batches", "nothing", "the planned batch of each rank, for rank 0 to create"
+            )
+        return self.batches
+
+    def make_throttle(self, *, on_gpu: bool) -> Throttle | None:
+        """The throttle asked for; on a GPU, whose work costs the thread nothing, wall time is multiplied."""
+        if self.throttle is None:
+            return None
+        if self.throttle.fit is not None:
+            return Throttle.from_fit(self.throttle.fit)
+        clock = time.perf_counter if on_gpu else time.thread_time
+        return Throttle(self.throttle.factor or 1.0, work_clock=clock)
+
+
+def store_batches(plan: Plan) -> tuple[int, ...]:
+    """The batch of each store rank: the plan's workers in order, without those that are left out."""
+    return tuple(worker.batch for worker in plan.workers if worker.batch > 0)
+
+
+def read_settings(
+    store: str | None,
+    rank: int | None,
+    batches: Sequence[int] | None,
+    policy: Policy | str | None,
+    samples: int | None,
+    seed: int | None,
+    run_dir: str | Path | None,
+) -> Settings:
+    """From the launcher's environment, with arguments before it; with `store` given, from arguments alone.
+
+    Raises InputError, naming the variable or argument that is missing or wrong.
+    """
+    env: Mapping[str, str] = os.environ if store is None else {}
+    name = store or env.get("PYPS_STORE")
+    if not name:
+        expected = (
+            "a run: start the script with `pyps run`, or call pyps.join(store=..., rank=..., batches=...)"
+        )
+        raise InputError(ENVIRONMENT, "PYPS_STORE", "nothing", expected)
+    return Settings(
+        store=name,
+        rank=rank if rank is not None else _integer(env, "PYPS_RANK"),
+        batches=tuple(batches) if batches is not None else _plan_batches(env),
+        policy=_policy(policy, env),
+        samples=samples if samples is not None else _integer(env, "PYPS_SAMPLES", 0),
+        seed=seed if seed is not None else _integer(env, "PYPS_SEED", 0),
+        run_dir=Path(d) if (d := run_dir or env.get("PYPS_RUN_DIR")) else None,
+        throttle=_throttle(env),
+        launched=store is None,
+    )
+
+
+def _integer(env: Mapping[str, str], variable: str, default: int | None = None) -> int:
+    text = env.get(variable, "")
+    if text == "" and default is not None:
+        return default
+    if not text.isascii() or not text.isdigit():
+        where, field = (ENVIRONMENT, variable) if env else ("join", variable.removeprefix("PYPS_").lower())
+        raise InputError(where, field, repr(text) if text else "nothing", "a whole number of at least 0")
+    return int(text)
+
+
+def _plan_batches(env: Mapping[str, str]) -> tuple[int, ...]:
+    path = env.get("PYPS_PLAN")
+    return store_batches(read_plan(path)) if path else ()
+
+
+def _policy(policy: Policy | str | None, env: Mapping[str, str]) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    text = env.get("PYPS_ROUND_TIMEOUT") or str(BSP().round_timeout_seconds)
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise InputError(
+            ENVIRONMENT, "PYPS_ROUND_TIMEOUT", repr(text), "seconds, a positive number"
+        ) from None
+    return policy_named(policy or env.get("PYPS_POLICY") or BSP.name, seconds)
+
+
+def _throttle(env: Mapping[str, str]) -> ThrottleSpec | None:
+    text = env.get("PYPS_THROTTLE")
+    if not text:
+        return None
+    expected = '{"factor": F} or {"fit": {...}}'
+    try:
+        spec = msgspec.json.decode(text, type=ThrottleSpec)
+    except msgspec.DecodeError as error:
+        raise InputError(ENVIRONMENT, "PYPS_THROTTLE", f"{text[:60]!r} ({error})", expected) from None
+    if (spec.factor is None) == (spec.fit is None):
+        raise InputError(ENVIRONMENT, "PYPS_THROTTLE", repr(text[:60]), expected)
+    return spec

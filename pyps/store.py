@@ -1,0 +1,358 @@
+"""pyps.Store: one named segment as a Python object, with views instead of copies.
+
+Lifetime of views. A staging area is seen through NumPy arrays (and torch tensors over them) that keep the
+segment mapped: close() while some are alive leaves the store at once and unmaps when the last of them dies,
+so a forgotten view is never a crash. After leave() or close() the area is no longer this worker's: arrays
+still held by the store turn read-only, and every operation raises a typed error.
+
+Threads share a Store safely: its calls run one after another. A forked child must open the store itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
+
+import numpy as np
+
+from pyps import native
+from pyps.errors import Busy, Forked, InputError, InvalidArgument, SnapshotCancelled, StoreClosed, StoreError
+from pyps.policy import BSP, Policy, policy_named
+from pyps.values import (
+    Claim,
+    Config,
+    Flat,
+    Hyper,
+    Layout,
+    Member,
+    Optimizer,
+    PushResult,
+    RankCounters,
+    Role,
+    Snapshot,
+    Status,
+    Tensor,
+    as_f32,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A staging area: `flat` is a zero-copy fp32 array [flat_elements] to be filled with the mean
+    gradient.
+    """
+
+    index: int
+    flat: Flat
+    layout: tuple[Tensor, ...]
+
+    def __getitem__(self, name: str) -> Flat:
+        """The zero-copy view of one tensor, in its shape."""
+        return self.tensors()[name]
+
+    def tensors(self) -> dict[str, Flat]:
+        """Zero-copy views of all tensors, by name."""
+        return split(self.flat, self.layout)
+
+    def torch(self) -> torch.Tensor:
+        """A zero-copy torch tensor over `flat`."""
+        import torch
+
+        return torch.from_numpy(self.flat)
+
+
+def split(flat: Flat, layout: Iterable[Tensor]) -> dict[str, Flat]:
+    """Views of a flat vector by tensor name, each in its tensor's shape; nothing is copied."""
+    return {t.name: flat[t.offset : t.offset + t.elements].reshape(t.shape) for t in layout}
+
+
+class Store:
+    """A parameter store; make one with `create` or `open`, use it as a context manager.
+
+    Errors: every method raises a StoreError whose class says what happened (pyps.errors), StoreClosed after
+    close(), Forked in a forked child. Timeouts are in seconds; None means the policy's round_timeout_seconds.
+    """
+
+    def __init__(self, name: str, pointer: native.Pointer, *, unlinks: bool) -> None:
+        self.name = name
+        self.rank: int | None = None
+        self._pointer: native.Pointer | None = pointer
+        self._unlinks = unlinks
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._areas: dict[int, Area] = {}
+        self._views: list[weakref.ref[native.Mapping]] = []
+        self.layout: Layout = self._call(native.get_layout)
+        self.tensors: tuple[Tensor, ...] = tuple(
+            self._call(native.get_tensor, index) for index in range(self.layout.tensors)
+        )
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        tensors: Mapping[str, Any],
+        *,
+        batches: Sequence[int],
+        optimizer: Optimizer | str = Optimizer.SGD,
+        policy: Policy | str | None = None,
+        groups: Mapping[str, int] | None = None,
+        samples: int = 0,
+        chunk_params: int = 0,
+        max_participants: int = 0,
+        snapshot_spares: int = 0,
+        areas: int = 0,
+        keep: bool = False,
+    ) -> Self:
+        """Make a segment and open it; the creator's close() removes the segment's name, unless `keep`.
+
+        `tensors`: name -> initial values (array or torch tensor of real numbers; kept as fp32). `batches`:
+        the planned batch of each rank. `optimizer`: "sgd", "momentum" or "adamw". `policy`: a pyps.BSP or
+        ASP, or their name. `groups`: name -> index of its parameter group (default: all 0). `samples`:
+        sample positions to hand out in all, 0 without end. `chunk_params`, `max_participants`,
+        `snapshot_spares`, `areas` (per worker): 0 takes the C core's default. Raises InputError,
+        SegmentExists, OutOfSpace, InvalidArgument.
+        """
+        group_of = dict(groups or {})
+        if unknown := group_of.keys() - tensors.keys():
+            raise InputError(f"store {name!r}", "groups", repr(min(unknown)), "names of tensors")
+        initial = {
+            key: as_f32(f"store {name!r}", f"tensors[{key!r}]", value) for key, value in tensors.items()
+        }
+        rules = policy_named(policy) if isinstance(policy, str) else policy or BSP()
+        config = Config(
+            tensors=tuple(Tensor(key, a.shape, group_of.get(key, 0)) for key, a in initial.items()),
+            initial=tuple(initial.values()),
+            batches=tuple(batches),
+            groups=max(group_of.values(), default=0) + 1,
+            optimizer=_optimizer(optimizer),
+            policy=rules.number,
+            round_timeout_seconds=rules.round_timeout_seconds,
+            samples=samples,
+            chunk_params=chunk_params,
+            max_participants=max_participants,
+            snapshot_spares=snapshot_spares,
+            areas=areas,
+        )
+        return cls(name, native.create(name, config), unlinks=not keep)
+
+    @classmethod
+    def open(cls, name: str) -> Self:
+        """Open an existing segment, trusting nothing in it.
+
+        Raises SegmentNotFound, NotReady, SegmentCorrupt, OtherABI, NotOurs, UnknownPolicy.
+        """
+        return cls(name, native.open_segment(name), unlinks=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._pointer is None
+
+    def close(self) -> None:
+        """Leave, unmap (when the last view is gone), and remove the name if this Store created it.
+        Idempotent.
+
+        In a forked child the handle is only dropped.
+        """
+        if os.getpid() != self._pid:
+            self._pointer = None
+            return
+        with self._lock:
+            pointer, self._pointer = self._pointer, None
+            if pointer is None:
+                return
+            joined = self.rank is not None
+            self._retire()
+            if not any(view() for view in self._views):
+                native.close(pointer)
+            elif joined:
+                with suppress(StoreError):
+                    native.leave(pointer)  # unmapped when the last view dies
+            if self._unlinks:
+                native.unlink(self.name, force=True)
+
+    def join(self, rank: int | None = None, role: Role | Literal["worker", "observer"] = "worker") -> int:
+        """Become a participant; the rank, -1 for an observer. None: the lowest rank that no live worker has.
+
+        A dead worker's rank is inherited. Raises Busy if a live process has the rank, StoreFull.
+        """
+        kind = Role[role.upper()] if isinstance(role, str) else role
+        self.rank = self._call(native.join, kind, -1 if rank is None else rank)
+        return self.rank
+
+    def leave(self) -> None:
+        """Stop participating: claimed samples go back, staging areas are given up."""
+        self._call(native.leave)
+        with self._lock:
+            self._retire()
+
+    def rejoin(self) -> None:
+        """After Fenced: active again with the same rank. Areas must be staged anew."""
+        self._call(native.rejoin)
+
+    def reap(self) -> int:
+        """Take the dead out and complete their admitted pushes; how many there were."""
+        return self._call(native.reap)
+
+    def start(self, timeout: float | None = None) -> Claim:
+        """Claim the next samples, waiting as the policy says. Raises Ended, Fenced, TimedOut."""
+        return self._call(native.start, _seconds(timeout))
+
+    def pull(self, out: Flat | None = None, *, strict: bool = False) -> tuple[Flat, int]:
+        """Copy the parameters to `out` (fp32 [flat_elements], contiguous; new if None): (flat, version).
+
+        Each chunk is whole; while others push, chunks may be of different versions, the oldest of which is
+        reported. strict=True copies one single version (see `snapshot`).
+        """
+        if out is None:
+            out = np.empty(self.layout.flat_elements, np.float32)
+        if out.shape != (self.layout.flat_elements,) or out.dtype != np.float32 or not out.flags.c_contiguous:
+            expected = f"contiguous float32 [{self.layout.flat_elements}]"
+            raise InvalidArgument("pull", f"out: found {out.dtype} {list(out.shape)}; expected {expected}")
+        if not out.flags.writeable:
+            raise InvalidArgument("pull", "out: found a read-only array; expected one to write to")
+        if not strict:
+            return out, self._call(native.pull, out)
+        return out, self._snapshot_into(out, (), np.empty(self.layout.chunks, np.uint64), None)
+
+    def stage(self, timeout: float | None = None) -> Area:
+        """A staging area of this worker that nobody reads any more, its contents undefined. Raises Fenced."""
+        return self.staging(self._call(native.stage, _seconds(timeout)))
+
+    def staging(self, area: int) -> Area:
+        """The zero-copy view of a staging area; it may only be written between stage() and push()."""
+        with self._lock:
+            if area not in self._areas:
+                flat, view = self._call(native.staging, area, self.layout.flat_elements)
+                self._views = [v for v in self._views if v()] + [view]
+                self._areas[area] = Area(area, flat, self.tensors)
+            elif self._pointer is None:
+                raise StoreClosed("staging", "the store is closed")
+            return self._areas[area]
+
+    def push(
+        self,
+        area: Area | int,
+        samples: int,
+        hyper: Hyper | Sequence[Hyper],
+        scale: float = 1.0,
+        timeout: float | None = None,
+    ) -> PushResult:
+        """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
+
+        `hyper`: one for all parameter groups, or one each. The gradient is multiplied by `scale`. samples=0
+        skips the step. Raises Fenced, PushRejected, TimedOut, InvalidArgument.
+        """
+        constants = (hyper,) * self.layout.groups if isinstance(hyper, Hyper) else tuple(hyper)
+        if len(constants) != self.layout.groups:
+            expected = f"{self.layout.groups}, one for each parameter group"
+            raise InvalidArgument("push", f"hyper: found {len(constants)}; expected {expected}")
+        if not math.isfinite(scale):
+            raise InvalidArgument("push", f"scale: found {scale}; expected a finite number")
+        index = area.index if isinstance(area, Area) else area
+        return self._call(native.push, index, samples, constants, scale, _seconds(timeout))
+
+    def snapshot(self, timeout: float | None = None) -> Snapshot:
+        """Parameters, optimizer state and step counts of exactly one version, while pushes go on.
+
+        Waits for another reader's snapshot, and begins again if pushers had to cancel it, until the timeout:
+        then Busy or SnapshotCancelled.
+        """
+        size = self.layout.flat_elements
+        parameters = np.empty(size, np.float32)
+        state = tuple(np.empty(size, np.float32) for _ in range(self.layout.states))
+        steps = np.empty(self.layout.chunks, np.uint64)
+        version = self._snapshot_into(parameters, state, steps, timeout)
+        return Snapshot(version, parameters, state, steps, self.views(parameters))
+
+    def views(self, flat: Flat) -> dict[str, Flat]:
+        """Views of a pulled (or any flat) vector by tensor name, each in its shape."""
+        return split(flat, self.tensors)
+
+    def status(self) -> Status:
+        return self._call(native.get_status)
+
+    def members(self) -> list[Member]:
+        """Every participant slot that was ever used, in slot order."""
+        return [m for m in self._call(native.get_members, self.layout.max_participants) if m.id]
+
+    def ranks(self) -> list[RankCounters]:
+        """What each rank has done, in rank order."""
+        return self._call(native.get_ranks, self.layout.ranks)
+
+    def replan(self, batches: Sequence[int]) -> None:
+        """Change the planned batch of every rank, from the next claims on."""
+        self._call(native.replan, batches)
+
+    def wait(self, sequence: int, timeout: float | None = None) -> None:
+        """Sleep until the view is later than `sequence` (see `status`). Raises TimedOut."""
+        self._call(native.wait, sequence, _seconds(timeout))
+
+    def _snapshot_into(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float | None) -> int:
+        deadline = time.monotonic() + (60.0 if timeout is None else timeout)
+        while True:
+            sequence = self.status().sequence
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                return self._call(native.snapshot, flat, state, steps, left)
+            except (Busy, SnapshotCancelled) as error:
+                left = deadline - time.monotonic()
+                if left <= 0.0:
+                    raise
+                if isinstance(error, Busy):
+                    self.wait(sequence, left)  # the other reader's end is an event of the view
+
+    def _retire(self) -> None:
+        for area in self._areas.values():
+            area.flat.flags.writeable = False
+        self._areas.clear()
+        self.rank = None
+
+    @overload
+    def _call(self, function: Callable[[native.Pointer], T]) -> T: ...
+    @overload
+    def _call(self, function: Callable[..., T], *arguments: Any) -> T: ...
+    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        what = function.__name__.removeprefix("get_")
+        if os.getpid() != self._pid:
+            raise Forked(what, f"opened by process {self._pid}, used by its child {os.getpid()}")
+        with self._lock:
+            if self._pointer is None:
+                raise StoreClosed(what, "the store is closed")
+            return function(self._pointer, *arguments)
+
+
+def _seconds(timeout: float | None) -> float:
+    if timeout is None:
+        return native.STORE_TIMEOUT
+    if not timeout >= 0.0:
+        raise InvalidArgument("timeout", f"found {timeout}; expected at least 0, or None")
+    return float(timeout)
+
+
+def _optimizer(value: Optimizer | str) -> Optimizer:
+    if isinstance(value, Optimizer):
+        return value
+    if value.upper() not in Optimizer.__members__:
+        names = ", ".join(name.lower() for name in Optimizer.__members__)
+        raise InputError("store", "optimizer", repr(value), f"one of {names}")
+    return Optimizer[value.upper()]

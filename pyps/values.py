@@ -1,0 +1,210 @@
+"""What goes into and comes out of the store, as plain frozen values; the numbers are those of csrc/pyps.h."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.errors import InputError
+
+Flat = NDArray[np.float32]  # one fp32 number for each parameter, chunk padding included
+
+
+class Optimizer(IntEnum):
+    """The step that the store itself takes; the formulas are those of torch.optim.SGD and AdamW."""
+
+    SGD = 0
+    MOMENTUM = 1
+    ADAMW = 2
+
+
+class Role(IntEnum):
+    """Workers push; observers only look."""
+
+    WORKER = 0
+    OBSERVER = 1
+
+
+class MemberState(IntEnum):
+    """Of a participant slot. Fenced: alive, but too late; its next push is refused until it rejoins."""
+
+    EMPTY = 0
+    ACTIVE = 1
+    FENCED = 2
+    LEFT = 3
+    DEAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """One parameter group's constants for one step, named and meant as in torch.optim.
+
+    `weight_decay` is L2 for SGD and momentum, decoupled for AdamW. Raises InputError on a value that is not
+    finite or not in torch's range.
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("lr", "weight_decay", "momentum", "eps"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise InputError("hyper", field, repr(value), "a finite number of at least 0")
+        if not math.isfinite(self.dampening):
+            raise InputError("hyper", "dampening", repr(self.dampening), "a finite number")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise InputError("hyper", "betas", repr(self.betas), "two numbers in [0, 1)")
+        if self.nesterov and (self.momentum <= 0.0 or self.dampening != 0.0):
+            raise InputError("hyper", "nesterov", "True", "False, or momentum above 0 and dampening 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named part of the flat vector: `elements` numbers from `offset` on, of this shape, row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+    offset: int = 0
+    elements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All that a store is made from; 0 means the C core's default. See pyps.Store.create."""
+
+    tensors: tuple[Tensor, ...]
+    initial: tuple[NDArray[np.float32], ...]  # one for each tensor, contiguous
+    batches: tuple[int, ...]
+    groups: int
+    optimizer: Optimizer
+    policy: int
+    round_timeout_seconds: float
+    samples: int
+    chunk_params: int
+    max_participants: int
+    snapshot_spares: int
+    areas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The store's fixed sizes. flat_elements is the length of the flat vector, chunk padding included."""
+
+    segment_bytes: int
+    flat_elements: int
+    parameters: int
+    chunks: int
+    chunk_params: int
+    max_participants: int
+    areas: int
+    groups: int
+    tensors: int
+    ranks: int
+    optimizer: Optimizer
+    policy: int
+    states: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`count` sample positions from `first` on, in the endless sequence of epochs, to be learnt from now."""
+
+    first: int
+    count: int
+    batch: int
+    round: int
+    plan: int
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """Which version the push became (0: everybody skipped), how stale it was, and what went into the
+    version.
+    """
+
+    version: int
+    staleness: int
+    sources: int
+    samples: int
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All of one version: flat parameters, the optimizer's state vectors (flat too), and steps a chunk.
+
+    `tensors` maps names to views into `parameters`.
+    """
+
+    version: int
+    parameters: Flat
+    state: tuple[Flat, ...]
+    steps: NDArray[np.uint64]
+    tensors: dict[str, Flat]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A participant; rank is None for observers. `staged`: its gradient waits for the round to close."""
+
+    id: int
+    state: MemberState
+    role: Role
+    rank: int | None
+    pid: int
+    clock: int
+    pulled: int
+    claim_first: int
+    claim_count: int
+    staged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankCounters:
+    """What a rank has done, whoever held it; pushes and samples count what was admitted."""
+
+    batch: int
+    pushes: int
+    samples: int
+    skipped: int
+    returned: int
+    staleness_sum: int
+    staleness_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The store's counters; `sequence` counts every event, `opened` is True once every rank has joined."""
+
+    sequence: int
+    version: int
+    round: int
+    plan: int
+    handed_out: int
+    lost: int
+    active: int
+    opened: bool
+
+
+def as_f32(where: str, field: str, value: Any) -> NDArray[np.float32]:
+    """A contiguous fp32 copy-if-needed of an array or tensor of real numbers. Raises InputError."""
+    if hasattr(value, "detach"):  # a torch tensor, without importing torch
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu":
+        raise InputError(where, field, f"an array of {array.dtype}", "real numbers")
+    return np.asarray(array, dtype=np.float32, order="C")
