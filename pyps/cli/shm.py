@@ -19,7 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on standard
 
 @app.command("ls")
 def list_segments(json: Json = False) -> None:
-    """List the segments in PYPS_SHM_DIR (default /dev/shm): size, memory held, and whether they are in use."""
+    """List the segments in PYPS_SHM_DIR (default /dev/shm): size, memory held, and whether in use."""
     found = segments()
     if json:
         _print_json({"folder": str(folder()), "segments": [_plain(s) for s in found]})
