@@ -1,0 +1,61 @@
+# Every command works from a fresh clone with python3 (and its venv module), a C compiler and make.
+#
+#   make demo      four unlike devices, profiled, planned and trained; the results go to demo-out/
+#   make test      lint, then every test
+#   make lint      formatting, style and types
+#   make bench     the benchmarks, each beside its rival in the same run
+#   make torture   the store's processes killed and stopped 5,000 times
+#   make clean     removes what the other commands made
+
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP := $(PY) -m pip install -q -c constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+CORE := $(wildcard csrc/*.c csrc/*.h) csrc/build_ffi.py setup.py
+C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h)
+
+.PHONY: demo test lint bench torture clean
+.DELETE_ON_ERROR:
+
+demo: .venv/core
+	$(PY) examples/demo.py
+
+test: lint
+	$(PY) -m pytest
+
+lint: .venv/core
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/clang-format --dry-run --Werror $(C_FILES)
+	@# The packages as they are installed, out of links: mypy reads no package-dir mapping.
+	@rm -rf build/typed && mkdir -p build/typed/pyps
+	@ln -s $(CURDIR)/pyps/* $(CURDIR)/solver $(CURDIR)/profiler build/typed/pyps/
+	cd build/typed && ../../.venv/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p pyps
+
+bench: .venv/core
+	for file in benchmarks/*.py; do $(PY) $$file || exit 1; done
+
+torture: .venv/core
+	$(PY) tests/c/torture.py --kills 5000
+
+clean:
+	rm -rf .venv build dist demo-out bench-out *.egg-info pyps/_native.c pyps/_native.abi3.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment, once for each change of what it is made from. Torch comes first and by itself, pinned: left to
+# the resolver, a newer one could come, and with it gigabytes of CUDA.
+.venv/installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON); pyps needs Python 3.11 or newer" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $$($(PYTHON) --version) is too old; pyps needs Python 3.11 or newer (make PYTHON=...)" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(PIP) $(shell grep '^torch==' constraints.txt)
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+# The C core again when it changed.
+.venv/core: .venv/installed $(CORE)
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@

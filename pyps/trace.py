@@ -1,0 +1,87 @@
+"""A run as a picture to walk about in: trace.json in the Chrome trace event format, for ui.perfetto.dev.
+
+One track a rank, with its compute, push, pull and wait slices; what happened to processes stands as marks.
+Times are microseconds from the first event on. The format: "Trace Event Format" (Duvall and others, Google).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyps.lineup import Place
+from pyps.metrics import StepRecord
+from pyps.runlog import Event
+
+MICROSECONDS = 1e6
+PROCESS = (
+    1  # one process group in the viewer; tracks count from 1, for Perfetto keeps thread 0 for the idle task
+)
+SUPERVISOR_TRACK = 0x7FFF
+
+
+def make_trace(
+    places: Sequence[Place], records: Sequence[StepRecord], events: Sequence[Event]
+) -> dict[str, Any]:
+    """The trace as plain data, ready for JSON."""
+    begins = [r.spans[0][1] for r in records if r.spans] + [e.seconds for e in events]
+    origin = min(begins, default=0.0)
+    rows = [_name("process_name", 0, "pyps run"), _name("thread_name", SUPERVISOR_TRACK, "supervisor")]
+    rows.append(_sort_index(SUPERVISOR_TRACK, -1))
+    for place in places:
+        rows.append(
+            _name("thread_name", place.rank + 1, f"rank {place.rank}: {place.name}, b = {place.batch}")
+        )
+        rows.append(_sort_index(place.rank + 1, place.rank))
+    for record in records:
+        rows += _slices(record, origin)
+    rows += [_mark(event, origin) for event in events]
+    return {"displayTimeUnit": "ms", "traceEvents": rows}
+
+
+def _slices(record: StepRecord, origin: float) -> list[dict[str, Any]]:
+    about = {
+        "step": record.step,
+        "round": record.round,
+        "version": record.version,
+        "staleness": record.staleness,
+        "samples": record.samples,
+        "loss": record.loss,
+        "pid": record.pid,
+    }
+    return [
+        {
+            "ph": "X",
+            "name": kind,
+            "cat": "rejected" if record.rejected else "step",
+            "pid": PROCESS,
+            "tid": record.rank + 1,
+            "ts": (begin - origin) * MICROSECONDS,
+            "dur": max(0.0, end - begin) * MICROSECONDS,
+            "args": about,
+        }
+        for kind, begin, end in record.spans
+    ]
+
+
+def _mark(event: Event, origin: float) -> dict[str, Any]:
+    """An instant event, on the rank's track or, for the whole run, on the supervisor's."""
+    return {
+        "ph": "i",
+        "s": "t",
+        "name": event.kind,
+        "cat": "process",
+        "pid": PROCESS,
+        "tid": SUPERVISOR_TRACK if event.rank is None else event.rank + 1,
+        "ts": (event.seconds - origin) * MICROSECONDS,
+        "args": {"pid": event.pid, "version": event.version, "detail": event.detail},
+    }
+
+
+def _name(kind: str, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": track, "args": {"name": name}}
+
+
+def _sort_index(track: int, index: int) -> dict[str, Any]:
+    about = {"sort_index": index}
+    return {"ph": "M", "name": "thread_sort_index", "pid": PROCESS, "tid": track, "args": about}
