@@ -16,13 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Plan, read_plan
 from pyps.policy import BSP, Policy, policy_named
-from pyps.throttle import Throttle
+
+if TYPE_CHECKING:
+    from pyps.throttle import Throttle
 
 ENVIRONMENT = "environment"
 
@@ -60,6 +63,8 @@ class Settings:
         """The throttle asked for; on a GPU, whose work costs the thread nothing, wall time is multiplied."""
         if self.throttle is None:
             return None
+        from pyps.throttle import Throttle
+
         if self.throttle.fit is not None:
             return Throttle.from_fit(self.throttle.fit)
         clock = time.perf_counter if on_gpu else time.thread_time

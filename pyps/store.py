@@ -15,8 +15,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
@@ -274,8 +274,9 @@ class Store:
     def snapshot(self, timeout: float | None = None) -> Snapshot:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.
 
-        Waits for another reader's snapshot, and begins again if pushers had to cancel it, until the timeout:
-        then Busy or SnapshotCancelled.
+        Anybody may take one; who has not joined is an observer meanwhile. Waits for another reader's
+        snapshot, and begins again if pushers had to cancel it, until the timeout: then Busy or
+        SnapshotCancelled.
         """
         size = self.layout.flat_elements
         parameters = np.empty(size, np.float32)
@@ -308,11 +309,15 @@ class Store:
         self._call(native.wait, sequence, _seconds(timeout))
 
     def _snapshot_into(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float | None) -> int:
-        deadline = time.monotonic() + (60.0 if timeout is None else timeout)
+        with self._participating():
+            return self._snapshot_until(flat, state, steps, 60.0 if timeout is None else timeout)
+
+    def _snapshot_until(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
         while True:
             sequence = self.status().sequence
+            left = max(0.0, deadline - time.monotonic())
             try:
-                left = max(0.0, deadline - time.monotonic())
                 return self._call(native.snapshot, flat, state, steps, left)
             except (Busy, SnapshotCancelled) as error:
                 left = deadline - time.monotonic()
@@ -320,6 +325,20 @@ class Store:
                     raise
                 if isinstance(error, Busy):
                     self.wait(sequence, left)  # the other reader's end is an event of the view
+
+    @contextmanager
+    def _participating(self) -> Iterator[None]:
+        """Reading needs a participant's place: an observer's, for as long as it takes, if there is no
+        other.
+        """
+        if self.rank is not None:
+            yield
+            return
+        self.join(role=Role.OBSERVER)
+        try:
+            yield
+        finally:
+            self.leave()
 
     def _retire(self) -> None:
         for area in self._areas.values():
