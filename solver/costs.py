@@ -1,0 +1,219 @@
+"""What a batch costs on one worker, T(b) in seconds, and its inverse: the largest b with T(b) <= t.
+
+    Line(c, a, t0)    T(b) = max(t0, c + a*b)    affine with t0 = 0; a knee where small batches do not fill it
+    Table(points)     linear between measured points, flat before the first, infinite after the last
+
+Both are nondecreasing in b >= 1, also in floating point: each operation rounds monotonically. That is all the
+exact solver asks of a cost. `Costs` holds many workers as arrays and computes bit for bit what the scalar
+types compute. A worker that is left out (b = 0) costs nothing, which is the caller's business.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Index = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """T(b) = max(floor, fixed + per_sample * b): t0, c and a of the affine and the knee form.
+
+    Raises ValueError unless all are finite, per_sample and floor are nonnegative and T(1) > 0.
+    """
+
+    fixed_seconds: float
+    per_sample_seconds: float
+    floor_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        c, a, t0 = self.fixed_seconds, self.per_sample_seconds, self.floor_seconds
+        if not all(map(math.isfinite, (c, a, t0))) or a < 0 or t0 < 0 or max(t0, c + a) <= 0:
+            raise ValueError(f"not a cost: {self}")
+
+    def seconds(self, batch: int) -> float:
+        """T(batch), batch >= 1."""
+        return max(self.floor_seconds, self.fixed_seconds + self.per_sample_seconds * batch)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Monotone measured points (batch, seconds), batches strictly rising. Raises ValueError otherwise."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        batches, seconds = [b for b, _ in self.points], [s for _, s in self.points]
+        rising = all(x < y for x, y in itertools.pairwise(batches))
+        monotone = all(x <= y for x, y in itertools.pairwise(seconds))
+        if not self.points or batches[0] < 1 or not rising or not monotone:
+            raise ValueError(f"not a monotone table: {self.points}")
+        if not all(math.isfinite(s) and s > 0 for s in seconds):
+            raise ValueError(f"not positive, finite seconds: {seconds}")
+
+    def seconds(self, batch: int) -> float:
+        """T(batch), batch >= 1; infinite past the last point."""
+        right = bisect_right(self.points, batch, key=lambda point: point[0])
+        if right == 0:
+            return self.points[0][1]
+        b0, s0 = self.points[right - 1]
+        if right == len(self.points):
+            return s0 if batch == b0 else math.inf
+        b1, s1 = self.points[right]
+        return min(s1, s0 + (s1 - s0) * ((batch - b0) / (b1 - b0)))
+
+
+Cost = Line | Table
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Many workers' costs: lines in c, a, t0; tables as rows [start, stop) of the knots (empty: a line).
+
+    All arrays have one entry a worker, except the knots, which may be shared.
+    """
+
+    c: Floats
+    a: Floats
+    t0: Floats
+    start: Ints
+    stop: Ints
+    knot_batch: Ints
+    knot_seconds: Floats
+
+    @staticmethod
+    def stack(costs: Sequence[Cost]) -> Costs:
+        """Arrays of a sequence of scalar costs, in their order; equal tables share their knots."""
+        lines = [cost if isinstance(cost, Line) else Line(0.0, 0.0, 1.0) for cost in costs]
+        knots: list[tuple[int, float]] = []
+        places: dict[Table, int] = {}
+        for cost in costs:
+            if isinstance(cost, Table) and cost not in places:
+                places[cost] = len(knots)
+                knots.extend(cost.points)
+        start = [places[cost] if isinstance(cost, Table) else 0 for cost in costs]
+        length = [len(cost.points) if isinstance(cost, Table) else 0 for cost in costs]
+        return Costs(
+            c=np.array([line.fixed_seconds for line in lines], float),
+            a=np.array([line.per_sample_seconds for line in lines], float),
+            t0=np.array([line.floor_seconds for line in lines], float),
+            start=np.array(start, np.int64),
+            stop=np.array(start, np.int64) + np.array(length, np.int64),
+            knot_batch=np.array([b for b, _ in knots], np.int64),
+            knot_seconds=np.array([s for _, s in knots], float),
+        )
+
+    @staticmethod
+    def lines(c: npt.ArrayLike, a: npt.ArrayLike, t0: npt.ArrayLike = 0.0) -> Costs:
+        """Lines straight from arrays (broadcast together). Raises ValueError as Line does."""
+        arrays = np.broadcast_arrays(np.asarray(c, float), np.asarray(a, float), np.asarray(t0, float))
+        c_, a_, t0_ = (np.atleast_1d(x).astype(float) for x in arrays)
+        good = np.isfinite(c_) & (a_ >= 0) & np.isfinite(a_) & (t0_ >= 0) & np.isfinite(t0_)
+        good &= np.maximum(t0_, c_ + a_) > 0
+        if not good.all():
+            raise ValueError(f"not a cost: worker {int(np.argmin(good))}")
+        none = np.zeros(len(c_), np.int64)
+        return Costs(c_, a_, t0_, none, none, np.empty(0, np.int64), np.empty(0))
+
+    def __len__(self) -> int:
+        return len(self.c)
+
+    def take(self, index: Index) -> Costs:
+        """The costs of the workers at `index` (repeats allowed)."""
+        c, a, t0, start, stop = (x[index] for x in (self.c, self.a, self.t0, self.start, self.stop))
+        return Costs(c, a, t0, start, stop, self.knot_batch, self.knot_seconds)
+
+    def keys(self) -> tuple[npt.NDArray[Any], ...]:
+        """Sort keys that depend on each cost alone, whatever order the costs were stacked in."""
+        rows = list(zip(self.start.tolist(), self.stop.tolist(), strict=True))
+        contents = {(i, j): (*self.knot_batch[i:j], *self.knot_seconds[i:j]) for i, j in set(rows)}
+        rank = {row: k for k, row in enumerate(sorted(contents, key=contents.__getitem__))}
+        return self.t0, self.a, self.c, np.array([rank[row] for row in rows], np.int64)
+
+    def last_batch(self, cap: Ints) -> Ints:
+        """The largest batch up to `cap` whose time is defined: a table says nothing past its end."""
+        if not len(self.knot_batch):
+            return cap
+        last = self.knot_batch[np.maximum(self.stop - 1, 0)]
+        return np.where(self.stop > self.start, np.minimum(cap, last), cap)
+
+    def seconds(self, batch: Ints) -> Floats:
+        """T_i(batch_i) for each worker, batch >= 1."""
+        with np.errstate(over="ignore"):
+            times = np.maximum(self.t0, self.c + self.a * batch)
+        if len(self.knot_batch):
+            rows = np.flatnonzero(self.stop > self.start)
+            times[rows] = self._table_seconds(rows, batch[rows])
+        return times
+
+    def largest_batch(self, t: float, cap: Ints) -> Ints:
+        """The largest b in 0..cap with T_i(b) <= t for each worker (0: not even one sample fits); exact."""
+        guess = np.floor(np.clip(self.real_batch(t, cap), 0, cap)).astype(np.int64)
+        fits = (guess == 0) | (self.seconds(np.maximum(guess, 1)) <= t)
+        above = (guess == cap) | (self.seconds(guess + 1) > t)
+        wrong = np.flatnonzero(~(fits & above))
+        if len(wrong):
+            guess[wrong] = self.take(wrong)._search(t, cap[wrong])
+        return guess
+
+    def real_batch(self, t: float, cap: Ints) -> Floats:
+        """The largest real b in [0, cap] with T_i(b) <= t, up to rounding; tables linear between points."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            real = np.where(self.a > 0, (t - self.c) / self.a, np.where(self.c <= t, np.inf, 0.0))
+        real = np.where(self.t0 <= t, np.clip(real, 0, cap), 0.0)
+        if len(self.knot_batch):
+            rows = np.flatnonzero(self.stop > self.start)
+            real[rows] = np.minimum(self._table_batch(rows, t), cap[rows])
+        return real
+
+    def _search(self, t: float, cap: Ints) -> Ints:
+        """largest_batch by bisection, for the few whose line is too flat for its inverse to guess well."""
+        low, high = np.zeros(len(self), np.int64), cap + 1
+        while (high - low > 1).any():
+            middle = np.maximum((low + high) // 2, 1)
+            fits = self.seconds(middle) <= t
+            open_ = high - low > 1
+            low = np.where(open_ & fits, middle, low)
+            high = np.where(open_ & ~fits, middle, high)
+        return low
+
+    def _table_seconds(self, rows: Ints, batch: Ints) -> Floats:
+        row = self._row_of(rows, batch, self.knot_batch)
+        left, right = np.maximum(row, self.start[rows]), np.minimum(row + 1, self.stop[rows] - 1)
+        b0, b1 = self.knot_batch[left], self.knot_batch[right]
+        s0, s1 = self.knot_seconds[left], self.knot_seconds[right]
+        between = np.minimum(s1, s0 + (s1 - s0) * ((batch - b0) / np.maximum(b1 - b0, 1)))
+        return np.where(
+            row < self.start[rows],
+            s0,
+            np.where(batch > self.knot_batch[self.stop[rows] - 1], np.inf, between),
+        )
+
+    def _table_batch(self, rows: Ints, t: float) -> Floats:
+        row = self._row_of(rows, np.full(len(rows), t), self.knot_seconds)
+        left, right = np.maximum(row, self.start[rows]), np.minimum(row + 1, self.stop[rows] - 1)
+        b0, b1 = self.knot_batch[left], self.knot_batch[right]
+        s0, s1 = self.knot_seconds[left], self.knot_seconds[right]
+        rise = np.where(s1 > s0, s1 - s0, 1.0)
+        return np.where(row < self.start[rows], 0.0, b0 + (b1 - b0) * np.clip((t - s0) / rise, 0, 1))
+
+    def _row_of(self, rows: Ints, value: npt.NDArray[Any], knots: npt.NDArray[Any]) -> Ints:
+        """The last knot <= value in each worker's rows, start - 1 if none: a binary search in all at once."""
+        low, high = self.start[rows] - 1, self.stop[rows]
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            inside = high - low > 1
+            go = inside & (knots[np.maximum(middle, 0)] <= value)
+            low = np.where(go, middle, low)
+            high = np.where(inside & ~go, middle, high)
+        return low

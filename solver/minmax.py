@@ -1,0 +1,301 @@
+"""The exact batch split: every worker as much as it can finish by the earliest time at which all is done.
+
+    min  max_{i: b_i > 0} T_i(b_i)    s.t.  sum b_i = B,  b_i in {0} or [low_i, cap_i],  b_i a multiple of q_i
+
+with T_i nondecreasing and b_i = 0 barred for required workers. This is BOA's min-max integer program (Yang,
+Kang, Youn, J. Supercomputing 76, 2020); how to solve it exactly is ours:
+
+Whether B can be done by time t is monotone in t, and the answer is one of the values T_i(b), so t is bisected
+until the values left can be listed, and then these are: exact to the last bit, no tolerance (`_earliest`).
+
+Where all quanta are equal and all minima fit together, "by time t" asks whether the workers' largest batches
+sum to B or more (`_split_by_order`). Where quanta differ, or minima exclude one another, it asks whether one
+integer from each of several sets sums to B, which pyps.solver.sums answers exactly (`_split_by_sums`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps.errors import Infeasible
+from pyps.solver.costs import Costs, Floats, Ints
+from pyps.solver.sums import Choice, nearest_sums, sums_to
+
+NO_CAP = 2**31 - 1
+LIST_AT_MOST = 1024  # candidate times; sorting so few is cheaper than another pass over the workers
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One instance; arrays have one entry a worker, batches are in samples.
+
+    low binds only a worker that is used; required workers are used; batches are multiples of quantum.
+    """
+
+    costs: Costs
+    global_batch: int
+    low: Ints
+    cap: Ints
+    quantum: Ints
+    required: Bools
+
+    @staticmethod
+    def of(
+        costs: Costs,
+        global_batch: int,
+        *,
+        low: npt.ArrayLike = 1,
+        cap: npt.ArrayLike = NO_CAP,
+        quantum: npt.ArrayLike = 1,
+        required: npt.ArrayLike = False,
+    ) -> Problem:
+        """A Problem in which a scalar stands for all workers. Raises ValueError for values out of range."""
+        n = len(costs)
+        lows, caps, quanta = (np.broadcast_to(np.asarray(x, np.int64), n) for x in (low, cap, quantum))
+        in_range = all(((x >= 0) & (x <= NO_CAP)).all() for x in (lows, caps, quanta))
+        if not n or not 1 <= global_batch <= NO_CAP or not in_range or (quanta < 1).any():
+            raise ValueError(
+                f"not a problem: {n} workers, B = {global_batch}, or a bound outside 0..{NO_CAP}"
+            )
+        return Problem(
+            costs, global_batch, lows, caps, quanta, np.broadcast_to(np.asarray(required, bool), n)
+        )
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Batches (sum = global batch; 0 = left out), their predicted seconds (0 where left out), and the max."""
+
+    batches: Ints
+    seconds: Floats
+    iteration_seconds: float
+
+
+def solve(problem: Problem) -> Solution:
+    """The optimum of the program above. Raises Infeasible with the reason and the nearest feasible B.
+
+    Deterministic: permuting the workers gives the same times and the same multiset of batches.
+    """
+    bounds = _rounded(problem)
+    _check_range(bounds)
+    cap = np.minimum(bounds.cap, problem.global_batch // bounds.quantum * bounds.quantum)
+    tight = replace(bounds, cap=np.where(cap < bounds.low, 0, cap))
+    used = tight.cap > 0
+    quanta = tight.quantum[used]
+    binding = used & (tight.required | (tight.low > tight.quantum))
+    if (quanta != quanta[:1]).any() or int(tight.low[binding].sum()) > problem.global_batch:
+        batches = _split_by_sums(tight)
+    else:
+        fits = len(quanta) and int(tight.cap.sum()) >= problem.global_batch
+        batches = _split_by_order(tight) if fits and problem.global_batch % quanta[0] == 0 else None
+    if batches is None:
+        raise _refusal(bounds, "no batches within the minima, maxima and quanta of the workers sum to it")
+    seconds = times(problem.costs, batches)
+    return Solution(batches, seconds, float(seconds.max()))
+
+
+def times(costs: Costs, batches: Ints) -> Floats:
+    """T_i(b_i) in seconds, and 0 where b_i = 0: a worker that is left out holds nobody up."""
+    return np.where(batches > 0, costs.seconds(np.maximum(batches, 1)), 0.0)
+
+
+def _rounded(problem: Problem) -> Problem:
+    """Bounds as multiples of the quantum, at least one quantum if used; cap 0 for who can take no batch."""
+    q = problem.quantum
+    low = -(-np.maximum(problem.low, 1) // q) * q
+    cap = problem.costs.largest_batch(np.finfo(float).max, problem.costs.last_batch(problem.cap)) // q * q
+    shut = cap < low
+    if (shut & problem.required).any():
+        k = int(np.argmax(shut & problem.required))
+        raise Infeasible(
+            f"required worker {k} can take no batch: at least {low[k]}, at most {cap[k]}, in steps of {q[k]}",
+            "lower its minimum or quantum, raise its maximum, or do not require it",
+        )
+    return replace(problem, low=low, cap=np.where(shut, 0, cap))
+
+
+def _check_range(problem: Problem) -> None:
+    least, most = int(problem.low[problem.required].sum()), int(problem.cap.sum())
+    if problem.global_batch > most:
+        nearest = f"the largest feasible global batch is {most}" if most else "no worker can take any batch"
+        raise Infeasible(f"global batch {problem.global_batch}: the workers' maxima sum to {most}", nearest)
+    if problem.global_batch < least:
+        raise Infeasible(
+            f"global batch {problem.global_batch}: the minima of the required workers sum to {least}",
+            f"the smallest feasible global batch is {least}",
+        )
+
+
+def _refusal(bounds: Problem, reason: str) -> Infeasible:
+    choices, _ = _choices(bounds, bounds.cap)
+    nearest = " or ".join(map(str, nearest_sums(choices, bounds.global_batch)))
+    text = f"the nearest feasible global batch is {nearest}" if nearest else ""
+    return Infeasible(f"global batch {bounds.global_batch}: {reason}", text)
+
+
+def _most(problem: Problem, t: float) -> Ints:
+    """Each worker's largest allowed batch with T_i <= t, 0 if none; a required worker's least anyway."""
+    batch = problem.costs.largest_batch(t, problem.cap)
+    batch -= batch % problem.quantum
+    return np.where(batch < problem.low, np.where(problem.required, problem.low, 0), batch)
+
+
+def _earliest(problem: Problem, enough: Callable[[Ints], bool]) -> float | None:
+    """The smallest t for which enough(_most(t)), which is monotone in t; None if there is none.
+
+    t is bisected, every other time where the sum of the batches is expected to meet B, until few values of T
+    lie between; among these it is bisected again.
+    """
+    slow, shigh = 0.0, float(times(problem.costs, problem.cap).max())
+    below, above = _most(problem, slow), _most(problem, shigh)
+    if enough(below):
+        return slow
+    if not enough(above):
+        return None
+    by_sum = True
+    while _count_between(problem, below, above) > LIST_AT_MOST:
+        total_below, total_above = int(below.sum()), int(above.sum())
+        share = (problem.global_batch - total_below) / max(total_above - total_below, 1) if by_sum else 0.5
+        t = slow + (shigh - slow) * min(max(share, 0.0), 1.0)
+        by_sum = not by_sum
+        if not slow < t < shigh:
+            t = slow + (shigh - slow) / 2
+            if not slow < t < shigh:
+                return shigh
+        batch = _most(problem, t)
+        if enough(batch):
+            shigh, above = t, batch
+        else:
+            slow, below = t, batch
+    candidates = np.unique(_times_between(problem, below, above))
+    low, high = -1, len(candidates) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if enough(_most(problem, float(candidates[middle]))):
+            high = middle
+        else:
+            low = middle
+    return float(candidates[high])
+
+
+def _first_above(problem: Problem, below: Ints) -> Ints:
+    """Each worker's next allowed batch."""
+    return np.maximum(below + problem.quantum, problem.low)
+
+
+def _count_between(problem: Problem, below: Ints, above: Ints) -> int:
+    steps = (above - _first_above(problem, below)) // problem.quantum + 1
+    return int(np.where(above > below, steps, 0).sum())
+
+
+def _times_between(problem: Problem, below: Ints, above: Ints) -> Floats:
+    """T_i of every allowed batch above below_i and up to above_i."""
+    first = _first_above(problem, below)
+    count = np.where(above > below, (above - first) // problem.quantum + 1, 0)
+    owner = np.repeat(np.arange(len(count)), count)
+    position = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    return problem.costs.take(owner).seconds(first[owner] + position * problem.quantum[owner])
+
+
+def _split_by_order(problem: Problem) -> Ints:
+    """The optimum where one quantum divides B, B is within range and the binding minima fit together.
+
+    All that is done strictly before t, and of what ends exactly at t, to each in proportion, what is missing.
+    """
+    total = problem.global_batch
+    t = _earliest(problem, lambda batch: int(batch.sum()) >= total)
+    if t is None:
+        raise ValueError("the caps sum to less than the global batch")
+    full = _most(problem, t)
+    used = full > 0
+    gap = ~problem.required & (problem.low > problem.quantum)
+    if (used & gap).any():
+        # Below their minimum lies only 0: hold those that are used to it, let the others go, share out again.
+        low, cap = np.where(gap & ~used, 0, problem.low), np.where(gap & ~used, 0, problem.cap)
+        return _split_by_order(replace(problem, low=low, cap=cap, required=problem.required | (used & gap)))
+    under = _most(problem, math.nextafter(t, -math.inf))
+    quantum = int(problem.quantum[used][0]) if used.any() else 1
+    missing = (total - int(under.sum())) // quantum
+    return under + quantum * _share(missing, (full - under) // quantum, np.lexsort((full, under)))
+
+
+def _share(missing: int, spare: Ints, order: Ints) -> Ints:
+    """`missing` units in proportion to the spare ones, never above them; remainders one each, in `order`."""
+    given = missing * spare // max(int(spare.sum()), 1)
+    rest = missing - int(given.sum())
+    open_ = order[(given < spare)[order]]
+    given[open_[:rest]] += 1
+    return given
+
+
+def _split_by_sums(problem: Problem) -> Ints | None:
+    """The optimum for any quanta and minima; None where no batches sum to B.
+
+    Sums settle t, who is used and what each quantum's workers do together; these then share by order.
+    """
+    order = _canonical_order(problem)
+    problem = _at(problem, order)
+    total = problem.global_batch
+
+    def enough(batch: Ints) -> bool:
+        return int(batch.sum()) >= total and sums_to(_choices(problem, batch)[0], total) is not None
+
+    t = _earliest(problem, enough)
+    if t is None:
+        return None
+    choices, owners = _choices(problem, _most(problem, t))
+    values = sums_to(choices, total) or []
+    batches = np.zeros(len(order), np.int64)
+    for quantum in np.unique(problem.quantum):
+        picked = [
+            (owner, choice, value)
+            for owner, choice, value in zip(owners, choices, values, strict=True)
+            if problem.quantum[owner[0]] == quantum and value
+        ]
+        if not picked:
+            continue
+        members = np.concatenate([owner for owner, _, _ in picked])
+        group = _at(problem, members)
+        held = np.concatenate([np.full(len(owner), choice.skip) for owner, choice, _ in picked])
+        share = sum(value for _, _, value in picked)
+        group = replace(group, global_batch=share, required=group.required | held)
+        batches[order[members]] = _split_by_order(group)
+    return batches
+
+
+def _choices(problem: Problem, most: Ints) -> tuple[list[Choice], list[Ints]]:
+    """The sets that the batches come from, and whose they are: one a quantum for those without a gap between
+    0 and their minimum (or without a 0), whose sums have none either; one each for the others."""
+    choices, owners = [], []
+    gapless = problem.required | (problem.low <= problem.quantum)
+    for quantum in np.unique(problem.quantum):
+        members = np.flatnonzero(gapless & (problem.quantum == quantum) & (most > 0))
+        if len(members):
+            least = int(problem.low[members][problem.required[members]].sum())
+            choices.append(Choice(least, int(most[members].sum()), int(quantum)))
+            owners.append(members)
+    for k in np.flatnonzero(~gapless & (most > 0)):
+        choices.append(Choice(int(problem.low[k]), int(most[k]), int(problem.quantum[k]), skip=True))
+        owners.append(np.array([k]))
+    return choices, owners
+
+
+def _at(problem: Problem, index: Ints) -> Problem:
+    low, cap, quantum, required = (
+        x[index] for x in (problem.low, problem.cap, problem.quantum, problem.required)
+    )
+    return Problem(problem.costs.take(index), problem.global_batch, low, cap, quantum, required)
+
+
+def _canonical_order(problem: Problem) -> Ints:
+    """Workers by what they are, not by where they stand: equal ones alone keep their order."""
+    costs = problem.costs
+    keys = (*costs.keys(), problem.required, problem.low, problem.cap, problem.quantum)
+    return np.lexsort(keys)
