@@ -345,11 +345,15 @@ class Worker:
                 first=claim.first, samples=claim.count, batch=claim.batch,
                 version=result.version if result else step.version,
                 staleness=result.staleness if result else 0, sources=result.sources if result else 0,
-                loss=None if loss is None else float(loss), spans=step.spans,
+                loss=_number(loss), spans=step.spans,
                 overrun_seconds=throttled.overrun_seconds if throttled else 0.0,
                 skipped=not finite, rejected=result is None,
             )
         )  # fmt: skip
+
+
+def _number(loss: Any) -> float | None:
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None
 
 
 def _close_if_alive(worker: weakref.ref[Worker]) -> None:
