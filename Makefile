@@ -19,7 +19,7 @@ C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h)
 .DELETE_ON_ERROR:
 
 demo: .venv/core
-	$(PY) examples/demo.py
+	$(PY) examples/digits/demo.py
 
 test: lint
 	$(PY) -m pytest

@@ -45,9 +45,13 @@ OnTick = Callable[[Status | None], None]
 
 
 class TrainingFailed(PypsError):  # noqa: N818 - what happened, as in pyps.errors
-    """A worker died more often than it may be restarted; the text has its last words."""
+    """A worker died more often than it may be restarted; `words` are the last lines of its stderr."""
 
     exit_code = 1
+
+    def __init__(self, message: str, words: tuple[str, ...] = ()) -> None:
+        self.words = words
+        super().__init__(f"{message}: {words[-1].strip()}" if words else message)
 
 
 class Interrupted(PypsError):  # noqa: N818
@@ -188,7 +192,7 @@ class Crew:
             if self._signal:
                 continue
             if not joined or self._restarts[rank] >= self.job.max_restarts:
-                raise TrainingFailed(self._last_words(child, joined))
+                raise TrainingFailed(self._obituary(child, joined), tuple(child.tail))
             backoff = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** self._restarts[rank])
             self._restarts[rank] += 1
             self._due[rank] = time.monotonic() + backoff
@@ -205,14 +209,13 @@ class Crew:
         self._selector.unregister(child.pidfd)
         child.close()
 
-    def _last_words(self, child: Child, joined: bool) -> str:
+    def _obituary(self, child: Child, joined: bool) -> str:
         name = self.job.places[child.rank].name
         restarts = self._restarts[child.rank]
         why = f"after {restarts} restart{'s' * (restarts != 1)}" if joined else "before it had joined the run"
         if child.code == 0:
             why += " (the script has to call pyps.join() and worker.attach())"
-        words = "\n".join(f"  {line}" for line in child.tail) or "  (nothing on stderr)"
-        return f"rank {child.rank} ({name}): {child.verdict()} {why}; its last words:\n{words}"
+        return f"rank {child.rank} ({name}): {child.verdict()} {why}"
 
     def _observe(self) -> None:
         """Look at the store: who joined, how far it is, and a snapshot where one is due."""

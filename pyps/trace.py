@@ -14,28 +14,35 @@ from pyps.metrics import StepRecord
 from pyps.runlog import Event
 
 MICROSECONDS = 1e6
-PROCESS = (
-    1  # one process group in the viewer; tracks count from 1, for Perfetto keeps thread 0 for the idle task
-)
-SUPERVISOR_TRACK = 0x7FFF
+TRACKS = 100_000  # of one process; counted from 1, for Perfetto keeps thread 0 for the idle task
+SUPERVISOR_TRACK = TRACKS - 1
 
 
 def make_trace(
-    places: Sequence[Place], records: Sequence[StepRecord], events: Sequence[Event]
+    places: Sequence[Place],
+    records: Sequence[StepRecord],
+    events: Sequence[Event],
+    *,
+    process: int = 1,
+    title: str = "pyps run",
 ) -> dict[str, Any]:
-    """The trace as plain data, ready for JSON."""
+    """The trace as plain data, ready for JSON.
+
+    `process` (from 1) and `title` tell runs apart whose traceEvents are put into one file.
+    """
     begins = [r.spans[0][1] for r in records if r.spans] + [e.seconds for e in events]
     origin = min(begins, default=0.0)
-    rows = [_name("process_name", 0, "pyps run"), _name("thread_name", SUPERVISOR_TRACK, "supervisor")]
+    rows = [_name("process_name", 0, title), _name("thread_name", SUPERVISOR_TRACK, "supervisor")]
     rows.append(_sort_index(SUPERVISOR_TRACK, -1))
     for place in places:
-        rows.append(
-            _name("thread_name", place.rank + 1, f"rank {place.rank}: {place.name}, b = {place.batch}")
-        )
+        label = f"rank {place.rank}: {place.name}, b = {place.batch}"
+        rows.append(_name("thread_name", place.rank + 1, label))
         rows.append(_sort_index(place.rank + 1, place.rank))
     for record in records:
         rows += _slices(record, origin)
     rows += [_mark(event, origin) for event in events]
+    first = (process - 1) * TRACKS  # viewers want track numbers that no other process has
+    rows = [{**row, "pid": process, "tid": first + row["tid"]} for row in rows]
     return {"displayTimeUnit": "ms", "traceEvents": rows}
 
 
@@ -54,7 +61,6 @@ def _slices(record: StepRecord, origin: float) -> list[dict[str, Any]]:
             "ph": "X",
             "name": kind,
             "cat": "rejected" if record.rejected else "step",
-            "pid": PROCESS,
             "tid": record.rank + 1,
             "ts": (begin - origin) * MICROSECONDS,
             "dur": max(0.0, end - begin) * MICROSECONDS,
@@ -71,7 +77,6 @@ def _mark(event: Event, origin: float) -> dict[str, Any]:
         "s": "t",
         "name": event.kind,
         "cat": "process",
-        "pid": PROCESS,
         "tid": SUPERVISOR_TRACK if event.rank is None else event.rank + 1,
         "ts": (event.seconds - origin) * MICROSECONDS,
         "args": {"pid": event.pid, "version": event.version, "detail": event.detail},
@@ -79,9 +84,9 @@ def _mark(event: Event, origin: float) -> dict[str, Any]:
 
 
 def _name(kind: str, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": track, "args": {"name": name}}
+    return {"ph": "M", "name": kind, "tid": track, "args": {"name": name}}
 
 
 def _sort_index(track: int, index: int) -> dict[str, Any]:
     about = {"sort_index": index}
-    return {"ph": "M", "name": "thread_sort_index", "pid": PROCESS, "tid": track, "args": about}
+    return {"ph": "M", "name": "thread_sort_index", "tid": track, "args": about}

@@ -32,7 +32,7 @@ PLACES = [Place(k, f"device-{k}", b, ROUND_SECONDS, None) for k, b in enumerate(
 
 
 def record(rank: int, step: int, version: int, begin: float, **changes: object) -> StepRecord:
-    """A step of 2 s: rank 0 computes for 1.5 s, rank 1 for 1 s; 0.1 s of pull, 0.25 s of push, the rest waits."""
+    """A step of 2 s: rank 0 computes for 1.5 s, rank 1 for 1 s; 0.1 s of pull, 0.25 s of push, else wait."""
     compute = (1.5, 1.0)[rank]
     spans: list[Span] = [
         ("wait", begin, begin),

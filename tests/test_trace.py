@@ -116,5 +116,13 @@ def test_a_loss_that_is_not_a_number_does_not_spoil_the_file(tmp_path: Path) -> 
     check_format(json.loads(encode(make_trace(PLACES, read_records(tmp_path / "worker-0-1.jsonl"), []))))
 
 
+def test_runs_in_one_file_share_no_track() -> None:
+    one, other = (make_trace(PLACES, RECORDS, EVENTS, process=p, title=f"run {p}") for p in (1, 2))
+    tracks = [{e["tid"] for e in whole["traceEvents"] if e["ph"] != "M"} for whole in (one, other)]
+    assert len(tracks[0]) == len(tracks[1]) == 3
+    assert not tracks[0] & tracks[1]
+    assert {e["pid"] for e in other["traceEvents"]} == {2}
+
+
 def test_nothing_happened() -> None:
     check_format(json.loads(encode(make_trace(PLACES, [], []))))

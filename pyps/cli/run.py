@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from pyps.crew import TrainingFailed
 from pyps.errors import InputError
 from pyps.formats import encode
 from pyps.policy import policy_named
@@ -60,7 +62,7 @@ def run_command(
     """
     total = _total(samples, epochs, dataset_size)
     rules = policy_named(policy, round_timeout)
-    with _Screen(total, quiet_stdout=as_json) as screen:
+    with _Screen(total, quiet_stdout=as_json) as screen, _last_words():
         report = run(
             plan,
             script,
@@ -80,6 +82,18 @@ def run_command(
         sys.stdout.write(encode(report).decode())
     else:
         show(report)
+
+
+@contextmanager
+def _last_words() -> Iterator[None]:
+    """Show the end of a failed worker's stderr by itself: above, it is mixed with the others'."""
+    try:
+        yield
+    except TrainingFailed as failure:
+        console = Console(stderr=True, highlight=False)
+        for line in failure.words:
+            console.print(Text(f"  {line}"), soft_wrap=True)
+        raise
 
 
 def _total(samples: int | None, epochs: float | None, dataset_size: int | None) -> int:

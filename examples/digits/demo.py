@@ -1,0 +1,271 @@
+"""The whole way on one machine: four unlike devices profiled, planned, and trained on in three ways.
+
+The devices are emulated: each lasts as long as its own profile says, on a CPU thread that is faster. What
+they compute, the store, and the accuracies are real. Everything is written to demo-out/. Exits 1 if a bar is
+missed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import data
+import numpy as np
+import picture
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pyps.formats import Plan, read_plan, write_json
+from pyps.lineup import Place
+from pyps.metrics import StepRecord, read_run
+from pyps.models import digits_cnn
+from pyps.profiler import profile_model
+from pyps.report import Report, read_report, version_times
+from pyps.runlog import read_events
+from pyps.trace import make_trace
+
+HERE = Path(__file__).resolve().parent
+OUT = Path("demo-out")
+DEVICES = {"fast": 1.0, "good": 1.4, "fair": 2.0, "slow": 2.9}  # time of a step, relative to the first
+LEAST_SLOWDOWN = 2.5  # of the first device; four of them must fit on two cores
+STEP_SECONDS = 0.090  # of the planned iteration: so long that the emulation, not the cores, sets the pace
+GLOBAL_BATCH = 256
+PROFILED = "8,32,64,96,128,160"
+ITERATIONS = 180
+SEED = 1
+WINDOW_ITERATIONS = 4.2  # of the equal split: what the picture shows of each run
+TARGET = 0.95
+LEAST_SPEEDUP, MOST_ERROR, MOST_IMAGES = 1.7, 0.10, 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: what it is called, its options of `pyps run`, and how many versions make an
+    iteration.
+    """
+
+    key: str
+    title: str
+    options: tuple[str, ...]
+    versions: int
+
+
+WAYS = (
+    Way("even", "BSP, equal batches", ("--policy", "bsp", "--even"), 1),
+    Way("boa", "BSP, planned batches", ("--policy", "bsp"), 1),
+    Way("asp", "ASP, planned batches", ("--policy", "asp"), len(DEVICES)),
+)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Held-out accuracy of one version: its training time since the first step began, and images right."""
+
+    seconds: float
+    samples: int
+    right: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way's run: its report, its step records, and the accuracy of its snapshots; the last is final."""
+
+    way: Way
+    report: Report
+    records: list[StepRecord]
+    curve: list[Accuracy]
+
+    def seconds_to_target(self) -> float | None:
+        return next((a.seconds for a in self.curve if a.right >= TARGET * data.HELD_OUT), None)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A bar: what was measured, and what it has to be."""
+
+    what: str
+    found: float
+    bar: str
+    passed: bool
+
+
+def main() -> int:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    torch.set_num_threads(1)
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir()
+    base = base_slowdown()
+    console.print(
+        f"four emulated devices: {', '.join(f'{n} {base * f:.1f}x' for n, f in DEVICES.items())} slower"
+    )
+    profile_devices(base)
+    pyps("pyps-plan", OUT / "cluster.toml", "-o", OUT / "plan.json")
+    plan = read_plan(OUT / "plan.json")
+    results = [train(way) for way in WAYS]
+    checks = check(results)
+    console.print(table(results))
+    for item in checks:
+        console.print(
+            f"{'ok    ' if item.passed else 'MISSED'} {item.what}: {item.found:.3g} (bar: {item.bar})"
+        )
+    write(plan, results, checks)
+    console.print(f"wrote plan.json, report.json, report.png and trace.json in {OUT}/")
+    return 0 if all(item.passed for item in checks) else 1
+
+
+def base_slowdown() -> float:
+    """How much slower the first device is than this machine, so that the planned iteration lasts
+    STEP_SECONDS.
+    """
+    point = profile_model("digits_cnn", batches=[8, 64], repeats=5, threads=1).points[1]
+    even_seconds = float(np.median(point.seconds)) * GLOBAL_BATCH / len(DEVICES) / point.batch
+    mean_speed = sum(1 / f for f in DEVICES.values()) / len(DEVICES)
+    return max(LEAST_SLOWDOWN, round(STEP_SECONDS / (even_seconds / mean_speed), 1))
+
+
+def profile_devices(base: float) -> None:
+    """A profile of each emulated device, measured, and the cluster file that names them."""
+    lines = [f"[job]\nglobal_batch = {GLOBAL_BATCH}\n"]
+    for name, factor in DEVICES.items():
+        slowdown = f"{base * factor:.3f}"
+        sizes = ("--batches", PROFILED, "--repeats", "3", "--threads", "1")
+        pyps("pyps-profile", "digits_cnn", *sizes, "--throttle", slowdown, "-o", OUT / f"{name}.json")
+        lines.append(f'[[worker]]\nname = "{name}"\nprofile = "{name}.json"\n')
+    (OUT / "cluster.toml").write_text("\n".join(lines))
+
+
+def train(way: Way) -> Result:
+    """One run through the store by four processes, and the accuracy of its snapshots, computed afterwards."""
+    folder = OUT / way.key
+    pyps(
+        "pyps", "run", "--plan", OUT / "plan.json", "--throttle-from", OUT / "cluster.toml", *way.options,
+        "--samples", ITERATIONS * GLOBAL_BATCH, "--seed", SEED, "--run-dir", folder,
+        "--snapshot-every", 3 * way.versions, HERE / "train.py",
+    )  # fmt: skip
+    records = read_run(folder)
+    return Result(way, read_report(folder / "report.json"), records, accuracies(folder, records))
+
+
+def accuracies(folder: Path, records: list[StepRecord]) -> list[Accuracy]:
+    """Every snapshot's, and the final parameters': when its version was done, of how many samples it is."""
+    began = min(begin for r in records for kind, begin, _ in r.spans if kind == "compute")
+    done: dict[int, tuple[float, int]] = {}
+    latest, total = began, 0
+    for version, (seconds, samples) in sorted(version_times(records).items()):
+        latest, total = max(latest, seconds), total + samples
+        done[version] = (latest - began, total)
+    _, (images, labels) = data.load()
+    model = digits_cnn().model
+    curve: dict[int, Accuracy] = {}
+    for path in [*sorted((folder / "snapshots").glob("*.npz")), folder / "parameters.npz"]:
+        arrays = np.load(path)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(torch.from_numpy(arrays[name]))
+            right = int((model(images).argmax(1) == labels).sum())
+        version = int(arrays["pyps.version"])
+        curve[version] = Accuracy(*done[version], right)
+    return [curve[version] for version in sorted(curve)]
+
+
+def check(results: list[Result]) -> list[Check]:
+    """What the demo promises."""
+    even, boa, _ = results
+    speedup = even.report.iteration_seconds.median / boa.report.iteration_seconds.median
+    error = abs((boa.report.ratio or math.inf) - 1.0)
+    apart = abs(even.curve[-1].right - boa.curve[-1].right)
+    samples = {r.curve[-1].samples for r in results}
+    return [
+        Check("equal batches' iteration time over the planned ones'", speedup, f">= {LEAST_SPEEDUP}",
+              speedup >= LEAST_SPEEDUP),
+        Check("planned batches' iteration time, off the plan's prediction by", error, f"<= {MOST_ERROR}",
+              error <= MOST_ERROR),
+        Check(f"images of {data.HELD_OUT} between equal and planned batches", apart, f"<= {MOST_IMAGES}",
+              apart <= MOST_IMAGES and samples == {ITERATIONS * GLOBAL_BATCH}),
+    ]  # fmt: skip
+
+
+def table(results: list[Result]) -> Table:
+    """The three ways beside each other."""
+    samples = ITERATIONS * GLOBAL_BATCH
+    view = Table(title=f"{samples} samples of scikit-learn's digits; iteration = {GLOBAL_BATCH} samples")
+    view.add_column("way")
+    for heading in (
+        "batches",
+        "iteration",
+        "predicted",
+        "ratio",
+        f"to {TARGET:.0%}",
+        "final accuracy",
+        "idle",
+    ):
+        view.add_column(heading, justify="right")
+    for result in results:
+        report, final, target = result.report, result.curve[-1], result.seconds_to_target()
+        times = report.iteration_seconds
+        view.add_row(
+            result.way.title,
+            " ".join(str(rank.batch) for rank in report.ranks),
+            f"{times.median * 1e3:.1f} ms (IQR {(times.high - times.low) * 1e3:.1f})",
+            f"{(report.predicted_iteration_seconds or 0) * 1e3:.1f} ms",
+            f"{report.ratio or math.nan:.3f}",
+            "never" if target is None else f"{target:.1f} s",
+            f"{final.right / data.HELD_OUT:.1%} ({final.right})",
+            f"{report.idle_share:.1%}",
+        )
+    return view
+
+
+def write(plan: Plan, results: list[Result], checks: list[Check]) -> None:
+    """report.json, report.png and trace.json of all three runs; plan.json is there already."""
+    runs = [
+        {"way": r.way.title, "report": r.report, "seconds_to_target": r.seconds_to_target(),
+         "accuracy": [asdict(a) for a in r.curve]}
+        for r in results
+    ]  # fmt: skip
+    whole = {
+        "schema": "pyps.demo/1",
+        "devices": DEVICES,
+        "speedup_predicted": plan.speedup_over_even,
+        "checks": [asdict(item) for item in checks],
+        "held_out_images": data.HELD_OUT,
+        "runs": runs,
+    }
+    write_json(OUT / "report.json", whole)
+    rows = []
+    for k, r in enumerate(results, start=1):
+        events = read_events(OUT / r.way.key / "run.jsonl")
+        places = [Place(p.rank, p.name, p.batch, p.predicted_seconds, None) for p in r.report.ranks]
+        rows += make_trace(places, r.records, events, process=k, title=r.way.title)["traceEvents"]
+    (OUT / "trace.json").write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}))
+    panels = [
+        picture.Panel(
+            f"{r.way.title}: {r.report.iteration_seconds.median * 1e3:.0f} ms an iteration",
+            r.records,
+            [rank.name for rank in r.report.ranks],
+            [(a.seconds, 100.0 * a.right / data.HELD_OUT) for a in r.curve],
+        )
+        for r in results
+    ]
+    window = WINDOW_ITERATIONS * results[0].report.iteration_seconds.median
+    picture.draw(OUT / "report.png", panels, window, 100.0 * TARGET)
+
+
+def pyps(program: str, *arguments: object) -> None:
+    """Run one of pyps's own commands, as a user would, and show it."""
+    command = [program, *map(str, arguments)]
+    print("$", " ".join(command), flush=True)
+    done = subprocess.run([str(Path(sys.executable).parent / program), *command[1:]])
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

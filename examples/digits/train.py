@@ -1,0 +1,35 @@
+"""Trains a small CNN on the digits, as one worker of a run: pyps run --plan plan.json train.py."""
+
+from __future__ import annotations
+
+import data
+import torch
+
+import pyps
+from pyps.models import digits_cnn
+
+LEARNING_RATE = 0.1  # for an update of REFERENCE samples, at the beginning
+REFERENCE = 256
+MOMENTUM = 0.9
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    (images, labels), _ = data.load()
+    model = digits_cnn(seed=0).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    with pyps.join() as worker:
+        worker.attach(model, optimizer)
+        synchronous = worker.settings.policy.name == "bsp"
+        for inputs, targets in worker.batches((images, labels)):
+            # One rule for every policy: in proportion to the update's samples, falling to zero in a line.
+            samples = sum(worker.settings.batches) if synchronous else len(targets)
+            left = 1.0 - worker.claim.first / worker.settings.samples
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * left * samples / REFERENCE
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            worker.step(loss)
+
+
+if __name__ == "__main__":
+    main()
