@@ -130,8 +130,15 @@ class Costs:
 
     def take(self, index: Index) -> Costs:
         """The costs of the workers at `index` (repeats allowed)."""
-        c, a, t0, start, stop = (x[index] for x in (self.c, self.a, self.t0, self.start, self.stop))
-        return Costs(c, a, t0, start, stop, self.knot_batch, self.knot_seconds)
+        return Costs(
+            self.c[index],
+            self.a[index],
+            self.t0[index],
+            self.start[index],
+            self.stop[index],
+            self.knot_batch,
+            self.knot_seconds,
+        )
 
     def keys(self) -> tuple[npt.NDArray[Any], ...]:
         """Sort keys that depend on each cost alone, whatever order the costs were stacked in."""
@@ -160,8 +167,18 @@ class Costs:
         """The largest b in 0..cap with T_i(b) <= t for each worker (0: not even one sample fits); exact."""
         guess = np.floor(np.clip(self.real_batch(t, cap), 0, cap)).astype(np.int64)
         fits = (guess == 0) | (self.seconds(np.maximum(guess, 1)) <= t)
-        above = (guess == cap) | (self.seconds(guess + 1) > t)
-        wrong = np.flatnonzero(~(fits & above))
+        more = fits & (guess < cap) & (self.seconds(guess + 1) <= t)
+        wrong = np.flatnonzero(~fits | more)
+        if len(wrong):
+            few = self.take(wrong)
+            guess[wrong] = few._nudged(t, guess[wrong] + np.where(fits[wrong], 1, -1), cap[wrong])
+        return guess
+
+    def _nudged(self, t: float, guess: Ints, cap: Ints) -> Ints:
+        """largest_batch from a guess that rounding put one beside it; where that is not so, by bisection."""
+        fits = (guess == 0) | (self.seconds(np.maximum(guess, 1)) <= t)
+        more = (guess < cap) & (self.seconds(guess + 1) <= t)
+        wrong = np.flatnonzero(~fits | more)
         if len(wrong):
             guess[wrong] = self.take(wrong)._search(t, cap[wrong])
         return guess
@@ -209,11 +226,9 @@ class Costs:
 
     def _row_of(self, rows: Ints, value: npt.NDArray[Any], knots: npt.NDArray[Any]) -> Ints:
         """The last knot <= value in each worker's rows, start - 1 if none: a binary search in all at once."""
-        low, high = self.start[rows] - 1, self.stop[rows]
-        while (high - low > 1).any():
-            middle = (low + high) // 2
-            inside = high - low > 1
-            go = inside & (knots[np.maximum(middle, 0)] <= value)
-            low = np.where(go, middle, low)
-            high = np.where(inside & ~go, middle, high)
-        return low
+        row, stop, end = self.start[rows] - 1, self.stop[rows], len(knots) - 1
+        step = 1 << int((stop - row).max(initial=1)).bit_length()
+        while step := step >> 1:
+            ahead = row + step
+            row = np.where((ahead < stop) & (knots[np.minimum(ahead, end)] <= value), ahead, row)
+        return row

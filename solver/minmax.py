@@ -124,20 +124,20 @@ def _rounded(problem: Problem) -> Problem:
 def _check_range(problem: Problem) -> None:
     least, most = int(problem.low[problem.required].sum()), int(problem.cap.sum())
     if problem.global_batch > most:
-        nearest = f"the largest feasible global batch is {most}" if most else "no worker can take any batch"
-        raise Infeasible(f"global batch {problem.global_batch}: the workers' maxima sum to {most}", nearest)
+        nearest = f"the largest feasible global_batch is {most}" if most else "no worker can take any batch"
+        raise Infeasible(f"global_batch {problem.global_batch}: the workers' maxima sum to {most}", nearest)
     if problem.global_batch < least:
         raise Infeasible(
-            f"global batch {problem.global_batch}: the minima of the required workers sum to {least}",
-            f"the smallest feasible global batch is {least}",
+            f"global_batch {problem.global_batch}: the minima of the required workers sum to {least}",
+            f"the smallest feasible global_batch is {least}",
         )
 
 
 def _refusal(bounds: Problem, reason: str) -> Infeasible:
     choices, _ = _choices(bounds, bounds.cap)
     nearest = " or ".join(map(str, nearest_sums(choices, bounds.global_batch)))
-    text = f"the nearest feasible global batch is {nearest}" if nearest else ""
-    return Infeasible(f"global batch {bounds.global_batch}: {reason}", text)
+    text = f"the nearest feasible global_batch is {nearest}" if nearest else ""
+    return Infeasible(f"global_batch {bounds.global_batch}: {reason}", text)
 
 
 def _most(problem: Problem, t: float) -> Ints:
@@ -187,7 +187,8 @@ def _earliest(problem: Problem, enough: Callable[[Ints], bool]) -> float | None:
 
 def _first_above(problem: Problem, below: Ints) -> Ints:
     """Each worker's next allowed batch."""
-    return np.maximum(below + problem.quantum, problem.low)
+    following: Ints = np.maximum(below + problem.quantum, problem.low)
+    return following
 
 
 def _count_between(problem: Problem, below: Ints, above: Ints) -> int:
@@ -288,10 +289,14 @@ def _choices(problem: Problem, most: Ints) -> tuple[list[Choice], list[Ints]]:
 
 
 def _at(problem: Problem, index: Ints) -> Problem:
-    low, cap, quantum, required = (
-        x[index] for x in (problem.low, problem.cap, problem.quantum, problem.required)
+    return replace(
+        problem,
+        costs=problem.costs.take(index),
+        low=problem.low[index],
+        cap=problem.cap[index],
+        quantum=problem.quantum[index],
+        required=problem.required[index],
     )
-    return Problem(problem.costs.take(index), problem.global_batch, low, cap, quantum, required)
 
 
 def _canonical_order(problem: Problem) -> Ints:

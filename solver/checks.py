@@ -1,0 +1,193 @@
+"""The same program in two other forms, as independent checks, and what its bounds are worth.
+
+`milp` states the integer program in PuLP and has HiGHS solve it, with no gap allowed; it knows nothing of
+how pyps.solver.minmax solves it. `prices` states the relaxation over the workers in use as a linear program
+in cvxpy, whose dual values say which worker or bound holds the iteration up, and by how much.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pyps.errors import Infeasible, PypsError
+from pyps.solver.costs import Costs, Floats
+from pyps.solver.minmax import Problem, times
+
+HIGHS_TOLERANCE = 1e-6  # relative; HiGHS meets constraints to 1e-6 of the scaled program
+
+
+@dataclass(frozen=True)
+class Piece:
+    """T(b) = intercept + slope * b on low <= b <= high: seconds, seconds a sample, samples."""
+
+    low: int
+    high: int
+    intercept: float
+    slope: float
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The relaxed optimum, and what a change is worth, in seconds of the iteration.
+
+    per_sample: one more sample in the global batch. share: how far each worker's cost holds the iteration up
+    (they sum to 1). cap: one more sample under a worker's maximum saves this much; low: so does one less of
+    its minimum.
+    """
+
+    iteration_seconds: float
+    per_sample: float
+    share: Floats
+    cap: Floats
+    low: Floats
+
+
+def milp(problem: Problem, *, time_limit_seconds: float | None = None) -> tuple[list[int], float]:
+    """Batches and iteration seconds by HiGHS, exact to its tolerances. Raises Infeasible, PypsError."""
+    import pulp
+
+    program = pulp.LpProblem("minmax", pulp.LpMinimize)
+    t = program.add_variable("t", lowBound=0)
+    program += t
+    scale = _time_scale(problem)
+    steps = [_worker_steps(program, t, problem, k, scale) for k in range(len(problem.costs))]
+    quanta = [int(q) for q in problem.quantum]
+    program += pulp.lpSum(q * u for q, u in zip(quanta, steps, strict=True)) == problem.global_batch
+    program.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit_seconds))
+    status = pulp.LpStatus[program.status]
+    if status == "Infeasible":
+        raise Infeasible(f"global_batch {problem.global_batch}: HiGHS finds no split")
+    if status != "Optimal":
+        raise PypsError(f"HiGHS ended without an answer: {status}")
+    found = [round(u.value()) * q for q, u in zip(quanta, steps, strict=True)]
+    return found, float(times(problem.costs, np.array(found, np.int64)).max())
+
+
+def _worker_steps(program: Any, t: Any, problem: Problem, k: int, scale: float) -> Any:
+    """Add worker k to a PuLP program: a binary for each piece, of which one is used. Its batch in quanta."""
+    import pulp
+
+    quantum, low = int(problem.quantum[k]), int(problem.low[k])
+    cap = int(min(problem.costs.last_batch(problem.cap)[k], problem.global_batch))
+    is_line = problem.costs.start[k] == problem.costs.stop[k]
+    chosen, batches = [], []
+    for j, piece in enumerate(_pieces(problem.costs, k, cap)):
+        z = program.add_variable(f"z{k}_{j}", cat="Binary")
+        b = program.add_variable(f"b{k}_{j}", lowBound=0)
+        program += b >= max(piece.low, low) * z
+        program += b <= piece.high * z
+        program += t >= piece.intercept / scale * z + piece.slope / scale * b
+        if is_line and problem.costs.t0[k] > 0:
+            program += t >= float(problem.costs.t0[k]) / scale * z
+        chosen.append(z)
+        batches.append(b)
+    if problem.required[k] and not chosen:
+        raise Infeasible(f"required worker {k} can take no batch")
+    if chosen:
+        program += pulp.lpSum(chosen) == 1 if problem.required[k] else pulp.lpSum(chosen) <= 1
+    steps = program.add_variable(f"u{k}", 0, cap // quantum, cat="Integer")
+    program += quantum * steps == pulp.lpSum(batches)
+    return steps
+
+
+def agreement(problem: Problem, batches: Sequence[int]) -> str:
+    """One line that says that HiGHS confirms a split. Raises PypsError if it finds a better one, or none."""
+    ours = float(times(problem.costs, np.array(batches, np.int64)).max())
+    _, theirs = milp(problem)
+    if abs(theirs - ours) > HIGHS_TOLERANCE * ours:
+        raise PypsError(f"HiGHS disagrees: {theirs!r} s against {ours!r} s; please report this cluster")
+    return f"checked: HiGHS finds the same optimum, {theirs:.6g} s"
+
+
+def prices(problem: Problem, batches: Sequence[int]) -> Prices:
+    """The relaxation over the workers used in `batches`, solved by cvxpy, and its dual values.
+
+    Tables count with their lower convex hull. Workers out of use have price 0.
+    Raises PypsError if the solver ends without an optimum.
+    """
+    cp: Any = importlib.import_module("cvxpy")
+    used = np.flatnonzero(np.asarray(batches) > 0)
+    scale = _time_scale(problem)
+    cap = problem.costs.last_batch(np.minimum(problem.cap, problem.global_batch))[used]
+    low = np.maximum(problem.low[used], 1)
+    t, b = cp.Variable(), cp.Variable(len(used))
+    owner, intercept, slope = [], [], []
+    for k, worker in enumerate(used):
+        for c, a in _convex(problem.costs, int(worker), int(cap[k])):
+            owner.append(k)
+            intercept.append(c / scale)
+            slope.append(a / scale)
+    in_time = np.array(intercept) + cp.multiply(np.array(slope), b[np.array(owner)]) <= t
+    all_done, under, over = problem.global_batch <= cp.sum(b), b <= cap, b >= low
+    program = cp.Problem(cp.Minimize(t), [in_time, all_done, under, over])
+    program.solve(solver=cp.CLARABEL)
+    if program.status != cp.OPTIMAL:
+        raise PypsError(f"cvxpy ended without an optimum: {program.status}")
+
+    def spread(values: Floats, index: Sequence[int] | None = None) -> Floats:
+        out = np.zeros(len(batches))
+        np.add.at(out, used if index is None else used[np.array(index)], np.abs(values))
+        return out
+
+    return Prices(
+        iteration_seconds=float(t.value) * scale,
+        per_sample=float(abs(all_done.dual_value)) * scale,
+        share=spread(in_time.dual_value, owner),
+        cap=spread(under.dual_value) * scale,
+        low=spread(over.dual_value) * scale,
+    )
+
+
+def _time_scale(problem: Problem) -> float:
+    """Seconds near the optimum, so that solvers with absolute tolerances see numbers near 1."""
+    share = np.full(len(problem.costs), max(1, problem.global_batch // len(problem.costs)), np.int64)
+    cap = problem.costs.last_batch(problem.cap)
+    return float(np.median(problem.costs.seconds(np.clip(share, 1, np.maximum(cap, 1)))))
+
+
+def _pieces(costs: Costs, k: int, cap: int) -> list[Piece]:
+    """Where worker k's cost is a straight line (a knee's floor apart), up to its cap."""
+    start, stop = int(costs.start[k]), int(costs.stop[k])
+    if start == stop:
+        return [Piece(1, cap, float(costs.c[k]), float(costs.a[k]))] if cap >= 1 else []
+    knots = [
+        (int(b), float(s))
+        for b, s in zip(costs.knot_batch[start:stop], costs.knot_seconds[start:stop], strict=True)
+    ]
+    pieces = [Piece(1, min(knots[0][0], cap), knots[0][1], 0.0)]
+    for (b0, s0), (b1, s1) in itertools.pairwise(knots):
+        if b0 < cap:
+            slope = (s1 - s0) / (b1 - b0)
+            pieces.append(Piece(b0, min(b1, cap), s0 - slope * b0, slope))
+    return pieces
+
+
+def _convex(costs: Costs, k: int, cap: int) -> list[tuple[float, float]]:
+    """Lines (intercept, slope) whose maximum is worker k's cost, or a table's lower convex hull."""
+    start, stop = int(costs.start[k]), int(costs.stop[k])
+    if start == stop:
+        return [(float(costs.c[k]), float(costs.a[k])), (float(costs.t0[k]), 0.0)]
+    points = [(1, float(costs.knot_seconds[start]))] if costs.knot_batch[start] > 1 else []
+    points += [
+        (int(b), float(s))
+        for b, s in zip(costs.knot_batch[start:stop], costs.knot_seconds[start:stop], strict=True)
+    ]
+    hull: list[tuple[int, float]] = []
+    for b, s in points:
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], (b, s)):
+            hull.pop()
+        hull.append((b, s))
+    lines = [
+        (s - _slope((b, s), after) * b, _slope((b, s), after)) for (b, s), after in itertools.pairwise(hull)
+    ]
+    return lines or [(hull[0][1], 0.0)]
+
+
+def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
