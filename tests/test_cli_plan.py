@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -169,6 +170,17 @@ def test_an_output_that_cannot_be_written_is_refused(shell: Shell) -> None:
     done = shell("cluster.toml", "-o", "no/such/plan.json")
     assert done.code == 2
     assert "no/such/plan.json" in done.err
+
+
+def test_a_full_disk_behind_stdout_is_no_traceback(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        done = shell("cluster.toml", "--json")
+        patch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert done.code == 2
+    assert "No space left" in done.err
 
 
 @pytest.mark.parametrize("arguments", [["--nonsense"], [], ["nope"], ["plan"], ["plan", "a", "b"]])

@@ -49,6 +49,9 @@ def _call(name: str, program: str, arguments: Sequence[str]) -> None:
     except PypsError as error:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:  # of the machine, not of the program: a full disk, a terminal that went away
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(PypsError.exit_code)
 
 
 def _overview() -> typer.Typer:
