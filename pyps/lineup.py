@@ -16,6 +16,7 @@ from pyps.errors import InputError
 from pyps.formats import Fit, Plan, PlanWorker, read_cluster, read_profile
 from pyps.profiler.fit import fit_profile_points, predict_seconds
 from pyps.settings import ThrottleSpec
+from pyps.solver.plan import even_batches
 
 FROM_PLAN = "plan"
 
@@ -84,8 +85,7 @@ def even_plan(plan: Plan, where: str, fits: Sequence[Fit | None] = ()) -> Plan:
     if not plan.even_split.feasible or plan.even_split.seconds is None or n > B:
         raise InputError(where, "even_split.feasible", "false", "an even split within all bounds")
     workers = []
-    for k, worker in enumerate(plan.workers):
-        batch = B // n + (k < B % n)
+    for k, (worker, batch) in enumerate(zip(plan.workers, even_batches(B, n), strict=True)):
         fit = fits[k] if fits else None
         seconds = predict_seconds(fit, batch) if fit is not None else 0.0
         workers.append(_with_batch(worker, batch, B, seconds))

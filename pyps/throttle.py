@@ -21,7 +21,6 @@ from functools import partial
 
 from pyps.errors import InputError
 from pyps.formats import Fit
-from pyps.profiler.fit import predict_seconds
 
 NANOSECOND = 1e-9
 
@@ -57,6 +56,8 @@ class Throttle:
     @classmethod
     def from_fit(cls, fit: Fit) -> Throttle:
         """A throttle whose span of batch b lasts exactly the fit's T(b) seconds, if the work fits into it."""
+        from pyps.profiler.fit import predict_seconds  # here: the profiler's package imports this module
+
         throttle = cls(1.0)
         throttle._model_seconds = partial(predict_seconds, fit)
         return throttle

@@ -74,10 +74,11 @@ SLOW = """
 SLEEPS = """
 import os, subprocess, sys, time
 from pathlib import Path
-mine = Path(os.environ["PYPS_RUN_DIR"])
-loader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-note = mine / f"pid-{os.environ['PYPS_RANK']}"
-note.with_suffix(".tmp").write_text(f"{os.getpid()} {loader.pid}")
+pids = [os.getpid()]
+if sys.argv[1:] == ["with-a-child"]:
+    pids.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+note = Path(os.environ["PYPS_RUN_DIR"]) / f"pid-{os.environ['PYPS_RANK']}"
+note.with_suffix(".tmp").write_text(" ".join(map(str, pids)))
 note.with_suffix(".tmp").rename(note)
 time.sleep(600)
 """
@@ -194,7 +195,7 @@ def test_a_killed_worker_comes_back_and_every_sample_is_accounted_for(
 
 def test_a_script_that_raises_ends_the_run_with_its_last_words(shm: Path, plan: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [PYPS, "run", "--plan", plan, "--samples", str(SAMPLES), "--max-restarts", "1", "--run-dir",
+        [PYPS, "run", "--plan", plan, "--samples", "0", "--max-restarts", "1", "--run-dir",
          tmp_path / "out", script(tmp_path, RAISES)],
         capture_output=True, text=True,
     )  # fmt: skip
@@ -260,7 +261,7 @@ def test_workers_do_not_outlive_a_killed_supervisor(shm: Path, plan: Path, tmp_p
         notes = [tmp_path / "out" / f"pid-{rank}" for rank in (0, 1)]
         until(lambda: all(note.exists() for note in notes))
         process.kill()
-    pids = [int(note.read_text().split()[0]) for note in notes]
+    pids = [int(note.read_text()) for note in notes]
     until(lambda: not any(map(alive, pids)))
 
 
@@ -273,8 +274,9 @@ def test_an_exception_in_the_supervisor_ends_the_workers_and_their_children(
         if all(note.exists() for note in notes):
             raise ZeroDivisionError
 
+    path = script(tmp_path, text=SLEEPS)
     with pytest.raises(ZeroDivisionError):
-        run(plan, script(tmp_path, text=SLEEPS), samples=0, run_dir=tmp_path / "out", on_tick=fail)
+        run(plan, path, args=["with-a-child"], samples=0, run_dir=tmp_path / "out", on_tick=fail)
     pids = [int(pid) for note in notes for pid in note.read_text().split()]
     assert len(pids) == 4
     until(lambda: not any(map(alive, pids)))
@@ -360,7 +362,7 @@ def test_a_folder_that_holds_a_run_is_refused(plan: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("global_batch", 9, ("global_batch", "8")),
+        ("global_batch", 9, ("workers[0].weight", "0.625", "global_batch")),
         ("schema", "pyps.plan/2", ("schema", "pyps.plan/2", "pyps.plan/1")),
         ("iteration_seconds", -1.0, ("iteration_seconds", "-1.0")),
     ],

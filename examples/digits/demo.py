@@ -35,9 +35,9 @@ HERE = Path(__file__).resolve().parent
 OUT = Path("demo-out")
 DEVICES = {"fast": 1.0, "good": 1.4, "fair": 2.0, "slow": 2.9}  # time of a step, relative to the first
 LEAST_SLOWDOWN = 2.5  # of the first device; four of them must fit on two cores
-STEP_SECONDS = 0.090  # of the planned iteration: so long that the emulation, not the cores, sets the pace
+STEP_SECONDS = 0.100  # of the planned iteration: so long that the emulation, not the cores, sets the pace
 GLOBAL_BATCH = 256
-PROFILED = "8,32,64,96,128,160"
+PROFILED = "16,32,64,96,128,144"
 ITERATIONS = 180
 SEED = 1
 WINDOW_ITERATIONS = 4.2  # of the equal split: what the picture shows of each run
@@ -131,13 +131,31 @@ def base_slowdown() -> float:
 
 
 def profile_devices(base: float) -> None:
-    """A profile of each emulated device, measured, and the cluster file that names them."""
+    """A profile of each emulated device, measured, and the cluster file that names them.
+
+    Measured together, as they will train together: what else the machine does meets all of them alike.
+    """
     lines = [f"[job]\nglobal_batch = {GLOBAL_BATCH}\n"]
+    measuring = {}
     for name, factor in DEVICES.items():
-        slowdown = f"{base * factor:.3f}"
-        sizes = ("--batches", PROFILED, "--repeats", "3", "--threads", "1")
-        pyps("pyps-profile", "digits_cnn", *sizes, "--throttle", slowdown, "-o", OUT / f"{name}.json")
+        options = (
+            "--batches",
+            PROFILED,
+            "--repeats",
+            "7",
+            "--threads",
+            "1",
+            "--throttle",
+            f"{base * factor:.2f}",
+        )
+        command = show("pyps-profile", "digits_cnn", *options, "-o", OUT / f"{name}.json")
+        measuring[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         lines.append(f'[[worker]]\nname = "{name}"\nprofile = "{name}.json"\n')
+    for name, process in measuring.items():
+        said, complaint = process.communicate()
+        if process.returncode:
+            sys.exit(complaint)
+        print(f"{name}:", next(line for line in said.splitlines() if line.startswith("T(b)")))
     (OUT / "cluster.toml").write_text("\n".join(lines))
 
 
@@ -258,11 +276,16 @@ def write(plan: Plan, results: list[Result], checks: list[Check]) -> None:
     picture.draw(OUT / "report.png", panels, window, 100.0 * TARGET)
 
 
+def show(program: str, *arguments: object) -> list[str]:
+    """One of pyps's own commands, printed as a user would type it; the command to run."""
+    words = [str(argument) for argument in arguments]
+    print("$", program, *words, flush=True)
+    return [str(Path(sys.executable).parent / program), *words]
+
+
 def pyps(program: str, *arguments: object) -> None:
-    """Run one of pyps's own commands, as a user would, and show it."""
-    command = [program, *map(str, arguments)]
-    print("$", " ".join(command), flush=True)
-    done = subprocess.run([str(Path(sys.executable).parent / program), *command[1:]])
+    """Run a command and let it speak; end with its exit code if it fails."""
+    done = subprocess.run(show(program, *arguments))
     if done.returncode:
         sys.exit(done.returncode)
 
