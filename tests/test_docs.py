@@ -39,7 +39,7 @@ def commands(page: Path) -> list[str]:
     for block in blocks(page, "console"):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
-                found += [part.strip() for part in line[2:].split("&&")]
+                found += [part.strip() for part in line[2:].partition(" # ")[0].split("&&")]
     return found
 
 

@@ -58,9 +58,9 @@ class Way:
 
 
 WAYS = (
-    Way("even", "BSP, equal batches", ("--policy", "bsp", "--even"), 1),
-    Way("boa", "BSP, planned batches", ("--policy", "bsp"), 1),
-    Way("asp", "ASP, planned batches", ("--policy", "asp"), len(DEVICES)),
+    Way("even", "BSP, equal", ("--policy", "bsp", "--even"), 1),
+    Way("boa", "BSP, planned", ("--policy", "bsp"), 1),
+    Way("asp", "ASP, planned", ("--policy", "asp"), len(DEVICES)),
 )
 
 
@@ -97,26 +97,25 @@ class Check:
 
 
 def main() -> int:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     torch.set_num_threads(1)
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
     base = base_slowdown()
-    console.print(
-        f"four emulated devices: {', '.join(f'{n} {base * f:.1f}x' for n, f in DEVICES.items())} slower"
-    )
+    print(f"four emulated devices: {', '.join(f'{n} {base * f:.1f}x' for n, f in DEVICES.items())} slower")
     profile_devices(base)
     pyps("pyps-plan", OUT / "cluster.toml", "-o", OUT / "plan.json")
     plan = read_plan(OUT / "plan.json")
     results = [train(way) for way in WAYS]
     checks = check(results)
-    console.print(table(results))
+    result = Console(highlight=False, record=True, width=None if sys.stdout.isatty() else 110)
+    result.print(table(results))
     for item in checks:
-        console.print(
+        result.print(
             f"{'ok    ' if item.passed else 'MISSED'} {item.what}: {item.found:.3g} (bar: {item.bar})"
         )
+    (OUT / "report.txt").write_text(result.export_text())
     write(plan, results, checks)
-    console.print(f"wrote plan.json, report.json, report.png and trace.json in {OUT}/")
+    print(f"wrote plan.json, report.json, report.png and trace.json in {OUT}/")
     return 0 if all(item.passed for item in checks) else 1
 
 
@@ -214,16 +213,9 @@ def table(results: list[Result]) -> Table:
     """The three ways beside each other."""
     samples = ITERATIONS * GLOBAL_BATCH
     view = Table(title=f"{samples} samples of scikit-learn's digits; iteration = {GLOBAL_BATCH} samples")
-    view.add_column("way")
-    for heading in (
-        "batches",
-        "iteration",
-        "predicted",
-        "ratio",
-        f"to {TARGET:.0%}",
-        "final accuracy",
-        "idle",
-    ):
+    view.add_column("policy, batches")
+    times_columns = ("iteration", "quartiles", "predicted", "ratio", f"to {TARGET:.0%}")
+    for heading in ("batches", *times_columns, "accuracy", "idle"):
         view.add_column(heading, justify="right")
     for result in results:
         report, final, target = result.report, result.curve[-1], result.seconds_to_target()
@@ -231,7 +223,8 @@ def table(results: list[Result]) -> Table:
         view.add_row(
             result.way.title,
             " ".join(str(rank.batch) for rank in report.ranks),
-            f"{times.median * 1e3:.1f} ms (IQR {(times.high - times.low) * 1e3:.1f})",
+            f"{times.median * 1e3:.1f} ms",
+            f"{times.low * 1e3:.1f}-{times.high * 1e3:.1f}",
             f"{(report.predicted_iteration_seconds or 0) * 1e3:.1f} ms",
             f"{report.ratio or math.nan:.3f}",
             "never" if target is None else f"{target:.1f} s",

@@ -85,7 +85,14 @@ def _accuracy(axis: Axes, panels: Sequence[Panel], target: float) -> None:
     for panel, (grey, style, marker) in zip(panels, LINES, strict=True):
         seconds, accuracy = zip(*panel.curve, strict=True)
         axis.plot(
-            seconds, accuracy, style, color=grey, marker=marker, markersize=3, markevery=4, label=panel.title
+            seconds,
+            accuracy,
+            style,
+            color=grey,
+            marker=marker,
+            markersize=3,
+            markevery=4,
+            label=panel.title.partition(":")[0],
         )
     axis.axhline(target, color="0.7", linewidth=0.8)
     axis.text(axis.get_xlim()[1], target, f"{target:.0f} % ", ha="right", va="bottom", fontsize=8)

@@ -158,8 +158,9 @@ def show(report: Report) -> None:
     """The report as a table on stdout."""
     console = Console(highlight=False)
     emulated = ", emulated devices" if report.emulated else ""
-    table = Table(title=f"{report.policy}{', equal batches' if report.even else ''}{emulated}")
-    phases = ("compute ms", "push ms", "pull ms", "wait ms")
+    batches = ", equal batches" if report.even else ""
+    table = Table(title=f"{report.policy}{batches}{emulated}; median ms a step")
+    phases = ("compute", "push", "pull", "wait")
     for heading in ("rank", "batch", "steps", "samples", *phases, "idle"):
         table.add_column(heading, justify="left" if heading == "rank" else "right")
     for r in report.ranks:
