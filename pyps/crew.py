@@ -44,7 +44,7 @@ OnLine = Callable[[int, str, bool], None]  # (rank, line, whether of stderr)
 OnTick = Callable[[Status | None], None]
 
 
-class TrainingFailed(PypsError):  # noqa: N818 - what happened, as in pyps.errors
+class TrainingFailed(PypsError):
     """A worker died more often than it may be restarted; `words` are the last lines of its stderr."""
 
     exit_code = 1
@@ -54,7 +54,7 @@ class TrainingFailed(PypsError):  # noqa: N818 - what happened, as in pyps.error
         super().__init__(f"{message}: {words[-1].strip()}" if words else message)
 
 
-class Interrupted(PypsError):  # noqa: N818
+class Interrupted(PypsError):
     """A signal asked the run to end; `exit_code` is 128 + the signal, as a shell has it."""
 
     def __init__(self, number: int) -> None:
