@@ -213,7 +213,7 @@ def table(results: list[Result]) -> Table:
     """The three ways beside each other."""
     samples = ITERATIONS * GLOBAL_BATCH
     view = Table(title=f"{samples} samples of scikit-learn's digits; iteration = {GLOBAL_BATCH} samples")
-    view.add_column("policy, batches")
+    view.add_column("way", no_wrap=True)
     times_columns = ("iteration", "quartiles", "predicted", "ratio", f"to {TARGET:.0%}")
     for heading in ("batches", *times_columns, "accuracy", "idle"):
         view.add_column(heading, justify="right")
