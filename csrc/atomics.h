@@ -1,0 +1,49 @@
+/* atomics.h: every memory order of the store, in one place.
+ *
+ * Three strengths are enough. `relaxed` for hints and counters, `acquire`/`release` for handing plain memory
+ * from one process to another, and `seq_cst` for the one pattern that needs a total order, the hazard:
+ *
+ *     reader                         writer that wants the buffer back
+ *     (R1) hazard = buffer           (W1) word = other buffer
+ *     (R2) read word again           (W2) read every hazard
+ *
+ * In the total order either R1 is before W2, and the writer sees the hazard, or W2 is before R1, hence W1 is
+ * before R2, and the reader sees that the word has moved and lets go. There are no fences: every order belongs
+ * to an access, which thread sanitizers and readers both follow.
+ */
+#ifndef PYPS_ATOMICS_H
+#define PYPS_ATOMICS_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef _Atomic uint64_t a64;
+typedef _Atomic uint32_t a32;
+
+/* Lock-free and address-free, or a process that maps the segment elsewhere would not see the same atom. */
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "needs lock-free 32 and 64-bit atomics");
+_Static_assert(sizeof(a64) == 8 && sizeof(a32) == 4, "atomics must have the layout of the plain types");
+
+static inline uint64_t load_relaxed(const a64 *p) { return atomic_load_explicit(p, memory_order_relaxed); }
+static inline uint64_t load_acquire(const a64 *p) { return atomic_load_explicit(p, memory_order_acquire); }
+static inline uint64_t load_seq(const a64 *p) { return atomic_load_explicit(p, memory_order_seq_cst); }
+static inline void store_relaxed(a64 *p, uint64_t v) { atomic_store_explicit(p, v, memory_order_relaxed); }
+static inline void store_release(a64 *p, uint64_t v) { atomic_store_explicit(p, v, memory_order_release); }
+static inline void store_seq(a64 *p, uint64_t v) { atomic_store_explicit(p, v, memory_order_seq_cst); }
+
+/* On success seq_cst, so that what was written before is visible to whoever reads the new word. */
+static inline bool cas_seq(a64 *p, uint64_t expected, uint64_t desired) {
+    return atomic_compare_exchange_strong_explicit(p, &expected, desired, memory_order_seq_cst,
+                                                   memory_order_relaxed);
+}
+
+static inline uint32_t load32_acquire(const a32 *p) { return atomic_load_explicit(p, memory_order_acquire); }
+static inline void store32_release(a32 *p, uint32_t v) { atomic_store_explicit(p, v, memory_order_release); }
+static inline uint32_t load32_seq(const a32 *p) { return atomic_load_explicit(p, memory_order_seq_cst); }
+static inline void add32_seq(a32 *p, uint32_t v) { atomic_fetch_add_explicit(p, v, memory_order_seq_cst); }
+static inline uint64_t add64_relaxed(a64 *p, uint64_t v) {
+    return atomic_fetch_add_explicit(p, v, memory_order_relaxed);
+}
+
+#endif

@@ -1,0 +1,35 @@
+"""cffi API-mode build of pyps._native: the cdef is the marked part of csrc/pyps.h, so the two cannot drift."""
+
+import re
+from pathlib import Path
+
+from cffi import FFI
+
+CSRC = Path("csrc")  # setuptools runs this from the repository root
+
+
+def cdef() -> str:
+    """The part of pyps.h between the two cffi markers, without preprocessor lines and PYPS_API."""
+    text = (CSRC / "pyps.h").read_text(encoding="utf-8")
+    marked = re.search(r"/\* cffi: begin \*/(.*)/\* cffi: end \*/", text, re.S)
+    if marked is None:
+        raise SystemExit("csrc/pyps.h: the cffi markers are missing")
+    lines = [line for line in marked.group(1).splitlines() if not line.lstrip().startswith("#")]
+    return "\n".join(lines).replace("PYPS_API ", "")
+
+
+ffi = FFI()
+ffi.cdef(cdef())
+ffi.set_source(
+    "pyps._native",
+    '#include "pyps.h"',
+    sources=[str(path) for path in sorted(CSRC.glob("*.c"))],
+    depends=[str(path) for path in sorted(CSRC.glob("*.h"))],
+    include_dirs=[str(CSRC)],
+    extra_compile_args=[
+        "-std=c11", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
+        "-Wall", "-Wextra", "-D_GNU_SOURCE",
+    ],
+    libraries=["m", "pthread"],
+    py_limited_api=True,
+)  # fmt: skip

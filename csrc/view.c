@@ -1,0 +1,232 @@
+/* view.c: the pure steps of membership, starting, pulling, planning and snapshots. Rounds and pushes are in
+ * view_round.c, the hand-out of samples in view_samples.c. */
+#include "view.h"
+
+#include <string.h>
+
+#include "error.h"
+#include "policy.h"
+
+struct places { size_t members, ranks, tickets, sources, ranges, bytes; };
+
+static struct places places(uint32_t participants, uint32_t ranks, uint32_t areas) {
+    struct places p;
+    p.members = sizeof(struct view);
+    p.ranks = p.members + participants * sizeof(struct member);
+    p.tickets = p.ranks + ranks * sizeof(struct rank);
+    p.sources = p.tickets + (size_t)participants * areas * sizeof(struct ticket);
+    p.ranges = p.sources + participants * sizeof(struct source);
+    p.bytes = p.ranges + 2 * (size_t)participants * sizeof(struct range);
+    return p;
+}
+
+static void *at(const struct view *v, size_t offset) { return (char *)(uintptr_t)v + offset; }
+static struct places places_of(const struct view *v) { return places(v->participants, v->ranks, v->areas); }
+
+size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t areas) {
+    return places(participants, ranks, areas).bytes;
+}
+struct member *view_member(const struct view *v, uint32_t slot) {
+    return (struct member *)at(v, places_of(v).members) + slot;
+}
+struct rank *view_rank(const struct view *v, uint32_t rank) {
+    return (struct rank *)at(v, places_of(v).ranks) + rank;
+}
+struct ticket *view_ticket(const struct view *v, uint64_t number) {
+    return (struct ticket *)at(v, places_of(v).tickets) + number % v->tickets;
+}
+struct source *view_sources(const struct view *v) { return at(v, places_of(v).sources); }
+struct range *view_ranges(const struct view *v) { return at(v, places_of(v).ranges); }
+
+void view_init(struct view *v, uint32_t participants, uint32_t ranks, uint32_t areas, uint32_t policy,
+               uint64_t samples, uint64_t round_timeout, const uint32_t *batches) {
+    memset(v, 0, view_bytes(participants, ranks, areas));
+    v->participants = participants, v->ranks = ranks, v->areas = areas, v->policy = policy;
+    v->tickets = participants * areas, v->ranges = 2 * participants;
+    v->limit = samples, v->round_timeout = round_timeout;
+    for (uint32_t slot = 0; slot < participants; slot++) view_member(v, slot)->rank = -1;
+    for (uint32_t rank = 0; rank < ranks; rank++) view_rank(v, rank)->total.batch = batches[rank];
+}
+
+static enum verdict refuse(struct outcome *out, int code) {
+    out->code = code;
+    return STEP_REFUSED;
+}
+
+static enum verdict join(struct view *v, const struct event *e, struct outcome *out) {
+    struct member *m = view_member(v, e->slot);
+    if (m->state == PYPS_ACTIVE || m->state == PYPS_FENCED || m->staged)
+        return refuse(out, fail(PYPS_EBUSY, "slot %u is still in use", e->slot));
+    int32_t rank = e->rank;
+    if (e->role == PYPS_WORKER) {
+        for (uint32_t r = 0; rank < 0 && r < v->ranks; r++)
+            if (!view_rank(v, r)->slot_plus_1) rank = (int32_t)r;
+        if (rank < 0) return refuse(out, fail(PYPS_EFULL, "rank: all %u planned ranks have a live worker", v->ranks));
+        if ((uint32_t)rank >= v->ranks)
+            return refuse(out, fail(PYPS_EINVAL, "rank: found %d; expected 0 to %u", rank, v->ranks - 1));
+        uint32_t holder = view_rank(v, (uint32_t)rank)->slot_plus_1;
+        if (holder)
+            return refuse(out, fail(PYPS_EBUSY, "rank %d: held by live process %u", rank, view_member(v, holder - 1)->pid));
+        view_rank(v, (uint32_t)rank)->slot_plus_1 = e->slot + 1;
+        view_rank(v, (uint32_t)rank)->joined = 1;
+        v->active++;
+    }
+    *m = (struct member){.id = e->id, .state = PYPS_ACTIVE, .role = e->role, .rank = rank, .pid = e->pid};
+    out->rank = rank;
+    if (!v->opened) {
+        v->opened = 1;
+        for (uint32_t r = 0; r < v->ranks; r++) v->opened &= view_rank(v, r)->joined;
+    }
+    return STEP_COMMIT;
+}
+
+static enum verdict leave(struct view *v, const struct event *e) {
+    struct member *m = view_member(v, e->slot);
+    if (m->id != e->id || (m->state != PYPS_ACTIVE && m->state != PYPS_FENCED)) return STEP_UNCHANGED;
+    if (!m->staged) samples_return(v, e->slot, 0);
+    if (m->rank >= 0) {
+        v->active -= m->state == PYPS_ACTIVE;
+        view_rank(v, (uint32_t)m->rank)->slot_plus_1 = 0;
+    }
+    if (v->snapshot_active && v->snapshot_slot == e->slot) v->snapshot_active = 0;
+    m->state = e->state;
+    return STEP_COMMIT;
+}
+
+static enum verdict rejoin(struct view *v, const struct event *e) {
+    struct member *m = view_member(v, e->slot);
+    if (m->state == PYPS_ACTIVE) return STEP_UNCHANGED;
+    m->state = PYPS_ACTIVE;
+    v->active++;
+    return STEP_COMMIT;
+}
+
+static enum verdict start(struct view *v, const struct event *e, struct outcome *out) {
+    struct member *m = view_member(v, e->slot);
+    const struct policy *policy = policy_find(v->policy);
+    enum verdict verdict = STEP_UNCHANGED;
+    if (!v->opened || m->staged) return STEP_WAIT;
+    if (!m->claim_count) {
+        if (!samples_left(v)) return v->outstanding ? STEP_WAIT : refuse(out, PYPS_EEND);
+        if (policy->by_round || policy->on_start(v, e->slot) == START_WAIT) return STEP_WAIT;
+        samples_take(v, e->slot, e->now);
+        verdict = STEP_COMMIT;
+    } else if (policy->on_start(v, e->slot) == START_WAIT) {
+        return STEP_WAIT;
+    }
+    out->claim = (pyps_claim){.first = m->claim_first, .count = m->claim_count, .plan = v->plan};
+    out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
+    out->claim.round = policy->by_round ? v->round : m->clock;
+    return verdict;
+}
+
+/* Live members that have kept others waiting for longer than the round timeout are out until they rejoin. */
+static enum verdict tick(struct view *v, const struct event *e) {
+    enum verdict verdict = STEP_UNCHANGED;
+    if (e->waited < v->round_timeout) return verdict;
+    for (uint32_t slot = 0; slot < v->participants; slot++) {
+        struct member *m = view_member(v, slot);
+        if (m->state != PYPS_ACTIVE || !m->claim_count || m->staged) continue;
+        if (e->now - m->claim_since < v->round_timeout) continue;
+        samples_return(v, slot, 0);
+        m->state = PYPS_FENCED;
+        v->active--;
+        verdict = STEP_COMMIT;
+    }
+    return verdict;
+}
+
+static enum verdict snapshot_begin(struct view *v, const struct event *e, struct outcome *out) {
+    if (v->snapshot_active) return STEP_WAIT;
+    v->snapshot++, v->snapshot_active = 1;
+    v->snapshot_version = v->version, v->snapshot_slot = e->slot;
+    out->snapshot = v->snapshot, out->version = v->version;
+    return STEP_COMMIT;
+}
+
+static enum verdict snapshot_end(struct view *v, const struct event *e) {
+    if (!v->snapshot_active || v->snapshot != e->snapshot) return STEP_UNCHANGED;
+    v->snapshot_active = 0;
+    return STEP_COMMIT;
+}
+
+static enum verdict replan(struct view *v, const struct event *e) {
+    for (uint32_t r = 0; r < v->ranks; r++) view_rank(v, r)->total.batch = e->batches[r];
+    v->plan++;
+    return STEP_COMMIT;
+}
+
+static enum verdict pull(struct view *v, const struct event *e) {
+    struct member *m = view_member(v, e->slot);
+    if (m->pulled == e->version) return STEP_UNCHANGED;
+    m->pulled = e->version;
+    return STEP_COMMIT;
+}
+
+/* Events that only the slot's present, unfenced member may cause. */
+static bool needs_member(enum event_kind kind) {
+    return kind == EVENT_START || kind == EVENT_PULL || kind == EVENT_PUSH || kind == EVENT_REJOIN ||
+           kind == EVENT_SNAPSHOT_BEGIN;
+}
+
+static int member_code(const struct view *v, const struct event *e) {
+    const struct member *m = view_member(v, e->slot);
+    if (m->id != e->id || m->state == PYPS_LEFT || m->state == PYPS_DEAD)
+        return fail(PYPS_EFENCED, "this participant was taken for dead at view %llu; join again",
+                    (unsigned long long)v->sequence);
+    if (m->state == PYPS_FENCED && e->kind != EVENT_REJOIN)
+        return fail(PYPS_EFENCED, "rank %d was later than the round timeout and is fenced; rejoin", m->rank);
+    return PYPS_OK;
+}
+
+static enum verdict step(struct view *v, const struct event *e, struct outcome *out) {
+    switch (e->kind) {
+    case EVENT_JOIN: return join(v, e, out);
+    case EVENT_LEAVE: return leave(v, e);
+    case EVENT_REJOIN: return rejoin(v, e);
+    case EVENT_START: return start(v, e, out);
+    case EVENT_PULL: return pull(v, e);
+    case EVENT_PUSH: return push_step(v, e, out);
+    case EVENT_TICK: return tick(v, e);
+    case EVENT_REPLAN: return replan(v, e);
+    case EVENT_SNAPSHOT_BEGIN: return snapshot_begin(v, e, out);
+    case EVENT_SNAPSHOT_END:
+    case EVENT_SNAPSHOT_CANCEL: return snapshot_end(v, e);
+    case EVENT_NONE: break;
+    }
+    return STEP_UNCHANGED;
+}
+
+enum verdict view_step(struct view *v, const struct event *e, struct outcome *out) {
+    *out = (struct outcome){.rank = -1};
+    if (needs_member(e->kind)) {
+        int code = member_code(v, e);
+        if (code) return refuse(out, code);
+    }
+    enum verdict verdict = step(v, e, out);
+    if (verdict != STEP_COMMIT) return verdict;
+    round_settle(v, e->now);
+    v->sequence++, v->now = e->now;
+    v->event_kind = e->kind, v->event_slot = e->slot, v->event_id = e->id;
+    return STEP_COMMIT;
+}
+
+bool view_valid(const struct view *v, const struct view *expected) {
+    if (v->participants != expected->participants || v->ranks != expected->ranks || v->areas != expected->areas ||
+        v->tickets != expected->tickets || v->ranges != expected->ranges || v->policy != expected->policy)
+        return false;
+    if (v->returned > v->ranges || v->round_sources > v->participants || v->snapshot_slot >= v->participants)
+        return false;
+    for (uint32_t i = 0; i < v->participants; i++) {
+        const struct member *m = view_member(v, i);
+        if (m->rank < -1 || m->rank >= (int32_t)v->ranks || m->staged_area >= v->areas) return false;
+        if ((m->claim_count || m->staged) && m->rank < 0) return false;
+        if (i < v->round_sources && (view_sources(v)[i].slot >= v->participants || view_sources(v)[i].area >= v->areas))
+            return false;
+    }
+    for (uint32_t r = 0; r < v->ranks; r++)
+        if (view_rank(v, r)->slot_plus_1 > v->participants) return false;
+    for (uint32_t t = 0; t < v->tickets; t++)
+        if (view_ticket(v, t)->slot >= v->participants || view_ticket(v, t)->area >= v->areas) return false;
+    return true;
+}
