@@ -8,8 +8,8 @@
  *     (R2) read word again           (W2) read every hazard
  *
  * In the total order either R1 is before W2, and the writer sees the hazard, or W2 is before R1, hence W1 is
- * before R2, and the reader sees that the word has moved and lets go. There are no fences: every order belongs
- * to an access, which thread sanitizers and readers both follow.
+ * before R2, and the reader sees that the word has moved and lets go. There are no fences: every order
+ * belongs to an access, which thread sanitizers and readers both follow.
  */
 #ifndef PYPS_ATOMICS_H
 #define PYPS_ATOMICS_H
@@ -22,7 +22,8 @@ typedef _Atomic uint64_t a64;
 typedef _Atomic uint32_t a32;
 
 /* Lock-free and address-free, or a process that maps the segment elsewhere would not see the same atom. */
-_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "needs lock-free 32 and 64-bit atomics");
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,
+               "needs lock-free 32 and 64-bit atomics");
 _Static_assert(sizeof(a64) == 8 && sizeof(a32) == 4, "atomics must have the layout of the plain types");
 
 static inline uint64_t load_relaxed(const a64 *p) { return atomic_load_explicit(p, memory_order_relaxed); }

@@ -6,11 +6,11 @@
  *   publish  held -> published a CAS on the chunk's word names it; then the owner word says nobody again
  *   displace published -> free nothing is written: the chunk's word names another buffer now
  *
- * "Free" is a scan, not a flag: nobody holds it, the word of the chunk it was last claimed for does not name it,
- * no live snapshot saves it, no hazard names it. The generation makes the scan and the claim one: had anybody
- * claimed it in between, the CAS fails, and without a claim it cannot have been published again. Because the
- * owner word carries the chunk, a holder that dies between the two writes of "publish" leaves nothing to guess:
- * its holder field is cleared, and the chunk's word says whether the buffer is in use.
+ * "Free" is a scan, not a flag: nobody holds it, the word of the chunk it was last claimed for does not name
+ * it, no live snapshot saves it, no hazard names it. The generation makes the scan and the claim one: had
+ * anybody claimed it in between, the CAS fails, and without a claim it cannot have been published again.
+ * Because the owner word carries the chunk, a holder that dies between the two writes of "publish" leaves
+ * nothing to guess: its holder field is cleared, and the chunk's word says whether the buffer is in use.
  */
 #include "store.h"
 
@@ -18,7 +18,8 @@
 #define VIEW_SCANS 1000u
 
 float *buffer_floats(const pyps_store *s, uint32_t buffer, uint32_t vector) {
-    uint8_t *start = s->base + s->layout.buffers + buffer * s->layout.buffer_stride + sizeof(struct chunk_header);
+    uint8_t *start =
+        s->base + s->layout.buffers + buffer * s->layout.buffer_stride + sizeof(struct chunk_header);
     return (float *)(void *)start + (size_t)vector * s->geometry.chunk_params;
 }
 
@@ -38,13 +39,14 @@ bool ticket_is_read(const pyps_store *s, uint64_t ticket) {
     return hazarded(s, offsetof(struct slot, ticket_hazard), ticket);
 }
 
-/* Does a snapshot that may still be read save this buffer? The snapshot of a later view than this handle has seen
- * counts as alive. */
+/* Does a snapshot that may still be read save this buffer? The snapshot of a later view than this handle has
+ * seen counts as alive. */
 static bool saved_alive(pyps_store *s, uint32_t chunk, uint32_t buffer) {
     uint64_t saved = load_acquire(&s->saved[chunk]);
     if (saved_state(saved) != SAVED_BUFFER || word_buffer(saved) != buffer) return false;
     if (view_load_snapshot(s)) return true;
-    return saved_snapshot(saved) > s->snapshot || (saved_snapshot(saved) == s->snapshot && s->snapshot_active);
+    return saved_snapshot(saved) > s->snapshot ||
+           (saved_snapshot(saved) == s->snapshot && s->snapshot_active);
 }
 
 static bool try_claim(pyps_store *s, uint32_t buffer, uint32_t chunk) {
@@ -88,8 +90,8 @@ static int wait_for_spare(pyps_store *s, uint32_t chunk) {
         int rc = view_load_snapshot(s);
         if (rc) return rc;
         if (!s->snapshot_active)
-            return fail(PYPS_EFULL, "no free buffer for chunk %u: %u are held; the segment may be damaged", chunk,
-                        s->layout.buffer_count - s->geometry.chunks);
+            return fail(PYPS_EFULL, "no free buffer for chunk %u: %u are held; the segment may be damaged",
+                        chunk, s->layout.buffer_count - s->geometry.chunks);
         struct event e = event_of(s, EVENT_SNAPSHOT_CANCEL);
         e.snapshot = s->snapshot;
         struct outcome out;
@@ -105,7 +107,8 @@ int buffer_claim(pyps_store *s, uint32_t chunk) {
         /* Left from a lost CAS: only its chunk changes, before it could be published there. */
         uint64_t owner = load_relaxed(&s->owners[s->private_buffer]);
         if (owner_chunk(owner) != chunk)
-            store_seq(&s->owners[s->private_buffer], owner_make(owner_generation(owner), holder_of(s), chunk));
+            store_seq(&s->owners[s->private_buffer],
+                      owner_make(owner_generation(owner), holder_of(s), chunk));
         return PYPS_OK;
     }
     s->private_buffer = find_free(s, chunk);
@@ -140,7 +143,9 @@ int view_claim(pyps_store *s) {
         if (word_buffer(load_seq(&s->header->view)) == buffer) continue;
         if (hazarded(s, offsetof(struct slot, view_hazard), buffer + UINT64_C(1))) continue;
         FAILPOINT("view.scanned");
-        if (!cas_seq(&s->view_owners[buffer], owner, owner_make(owner_generation(owner) + 1, holder_of(s), 0))) continue;
+        if (!cas_seq(&s->view_owners[buffer], owner,
+                     owner_make(owner_generation(owner) + 1, holder_of(s), 0)))
+            continue;
         s->private_view = buffer;
         s->view_scan = buffer + 1;
         return PYPS_OK;

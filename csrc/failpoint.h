@@ -1,4 +1,5 @@
-/* failpoint.h: named places where a test can kill or stop the process. Compiled in with -DPYPS_FAILPOINTS only. */
+/* failpoint.h: named places where a test can kill or stop the process. Compiled in with -DPYPS_FAILPOINTS
+ * only. */
 #ifndef PYPS_FAILPOINT_H
 #define PYPS_FAILPOINT_H
 

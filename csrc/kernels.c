@@ -33,7 +33,8 @@ unsigned kernels_states(unsigned optimizer) {
     return optimizer < sizeof states / sizeof *states ? states[optimizer] : 0;
 }
 
-struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *h, float scale, uint64_t steps) {
+struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *h, float scale,
+                                        uint64_t steps) {
     struct step_constants k = {.scale = scale, .lr = h->lr, .weight_decay = h->weight_decay};
     k.momentum = h->momentum;
     k.undamped = steps == 0 ? 1.0f : 1.0f - h->dampening;

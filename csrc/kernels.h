@@ -32,8 +32,8 @@ struct step_constants {
     float nesterov; /* momentum if Nesterov, else 0 */
     float shrink;   /* AdamW: 1 - lr * weight_decay */
     float beta2;
-    float fresh1;        /* 1 - beta1 */
-    float fresh2;        /* 1 - beta2 */
+    float fresh1;          /* 1 - beta1 */
+    float fresh2;          /* 1 - beta2 */
     float root_correction; /* sqrt(1 - beta2^t) */
     float eps;
 };
@@ -59,6 +59,7 @@ const struct kernels *kernels_chosen(void);
 unsigned kernels_states(unsigned optimizer);
 
 /* `steps` optimizer steps have been applied to the chunk before this one. */
-struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *hyper, float scale, uint64_t steps);
+struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *hyper, float scale,
+                                        uint64_t steps);
 
 #endif

@@ -1,8 +1,9 @@
-/* kernels_scalar.c: the specification of the arithmetic. The compiler may vectorise it; the bits are the same. */
+/* kernels_scalar.c: the specification of the arithmetic. The compiler may vectorise it; the bits are the
+ * same. */
 #include <math.h>
 
-#define WIDTH        1
-#define VEC          float
+#define WIDTH 1
+#define VEC   float
 #define TARGET
 #define LOAD(p)      (*(p))
 #define STORE(p, x)  (*(p) = (x))

@@ -71,8 +71,7 @@ TARGET static void NAME(weigh)(float *sum, const float *x, float weight, size_t 
 
 TARGET static void NAME(weigh_add)(float *sum, const float *x, float weight, size_t length) {
     size_t i = 0;
-    for (; i + WIDTH <= length; i += WIDTH)
-        STORE(sum + i, ADD(LOAD(sum + i), MUL(SET(weight), LOAD(x + i))));
+    for (; i + WIDTH <= length; i += WIDTH) STORE(sum + i, ADD(LOAD(sum + i), MUL(SET(weight), LOAD(x + i))));
     for (; i < length; i++) sum[i] = sum[i] + weight * x[i];
 }
 

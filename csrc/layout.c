@@ -17,7 +17,10 @@ static int out_of_range(const char *field, uint64_t found, uint64_t low, uint64_
 }
 
 static int check(const struct geometry *g) {
-    const struct { const char *field; uint64_t found, low, high; } rules[] = {
+    const struct {
+        const char *field;
+        uint64_t found, low, high;
+    } rules[] = {
         {"chunk_params", g->chunk_params, 1024, 1u << 24},
         {"chunks", g->chunks, 1, OWNER_CHUNK_NONE - 1},
         {"max_participants", g->max_participants, 1, MAX_PARTICIPANTS},
@@ -68,7 +71,8 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->buffers = at = round_up(at, PAGE), at += l->buffer_count * l->buffer_stride;
     l->staging = at = round_up(at, PAGE), at += (uint64_t)g->max_participants * g->areas * l->area_stride;
     l->bytes = at;
-    if (at > (uint64_t)1 << 46) return fail(PYPS_EINVAL, "chunks: found %u; the segment would pass 64 TiB", g->chunks);
+    if (at > (uint64_t)1 << 46)
+        return fail(PYPS_EINVAL, "chunks: found %u; the segment would pass 64 TiB", g->chunks);
     return PYPS_OK;
 }
 

@@ -12,7 +12,7 @@
 #include "atomics.h"
 #include "pyps.h"
 
-#define SEGMENT_MAGIC "pyps\r\n\x1a"  /* 7 bytes and NUL: text-mode damage shows */
+#define SEGMENT_MAGIC "pyps\r\n\x1a" /* 7 bytes and NUL: text-mode damage shows */
 #define ENDIAN_MARK   UINT32_C(0x01020304)
 #define SPARES_A_SLOT 2u /* one being written, one being read by others: see buffers.c */
 #define NONE          UINT32_MAX

@@ -27,39 +27,40 @@ extern "C" {
 
 enum {
     PYPS_OK = 0,
-    PYPS_EINVAL = -1,    /* an argument is wrong */
-    PYPS_ESYS = -2,      /* a system call failed; the message has its errno */
-    PYPS_EEXIST = -3,    /* a segment of that name exists */
-    PYPS_ENOENT = -4,    /* no segment of that name */
-    PYPS_ENOSPC = -5,    /* the file system that holds segments is full */
-    PYPS_ECORRUPT = -6,  /* not a pyps segment, truncated, or damaged */
-    PYPS_EABI = -7,      /* a pyps segment of another ABI or byte order */
-    PYPS_EPERM = -8,     /* another user's segment, or one that others may write */
-    PYPS_EFULL = -9,     /* no free participant slot, rank or buffer */
+    PYPS_EINVAL = -1,   /* an argument is wrong */
+    PYPS_ESYS = -2,     /* a system call failed; the message has its errno */
+    PYPS_EEXIST = -3,   /* a segment of that name exists */
+    PYPS_ENOENT = -4,   /* no segment of that name */
+    PYPS_ENOSPC = -5,   /* the file system that holds segments is full */
+    PYPS_ECORRUPT = -6, /* not a pyps segment, truncated, or damaged */
+    PYPS_EABI = -7,     /* a pyps segment of another ABI or byte order */
+    PYPS_EPERM = -8,    /* another user's segment, or one that others may write */
+    PYPS_EFULL = -9,    /* no free participant slot, rank or buffer */
     PYPS_ETIMEDOUT = -10,
-    PYPS_EFENCED = -11,  /* this participant was too late and is out; rejoin */
-    PYPS_ESTALE = -12,   /* the snapshot was cancelled so that pushes could go on */
+    PYPS_EFENCED = -11,   /* this participant was too late and is out; rejoin */
+    PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes could go on */
     PYPS_EREJECTED = -13, /* the policy refused the push; the parameters are unchanged */
-    PYPS_EFORKED = -14,  /* the handle belongs to another process */
+    PYPS_EFORKED = -14,   /* the handle belongs to another process */
     PYPS_ENOTREADY = -15, /* the segment is still being created */
-    PYPS_EBUSY = -16,    /* in use: a rank by a live process, a snapshot by another reader, a segment by anyone */
-    PYPS_EEND = -17,     /* every sample has been handed out and accounted for */
-    PYPS_EPOLICY = -18   /* the segment's policy is not known to this library */
+    PYPS_EBUSY =
+        -16,         /* in use: a rank by a live process, a snapshot by another reader, a segment by anyone */
+    PYPS_EEND = -17, /* every sample has been handed out and accounted for */
+    PYPS_EPOLICY = -18 /* the segment's policy is not known to this library */
 };
 
-enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2 };                  /* optimizers */
-enum { PYPS_BSP = 0, PYPS_ASP = 1 };                                       /* policies */
-enum { PYPS_F32 = 0 };                                                     /* element types */
-enum { PYPS_WORKER = 0, PYPS_OBSERVER = 1 };                               /* roles */
+enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2 };                                /* optimizers */
+enum { PYPS_BSP = 0, PYPS_ASP = 1 };                                                     /* policies */
+enum { PYPS_F32 = 0 };                                                                   /* element types */
+enum { PYPS_WORKER = 0, PYPS_OBSERVER = 1 };                                             /* roles */
 enum { PYPS_EMPTY = 0, PYPS_ACTIVE = 1, PYPS_FENCED = 2, PYPS_LEFT = 3, PYPS_DEAD = 4 }; /* member states */
 
 typedef struct pyps_store pyps_store;
 
 typedef struct {
-    char name[160];    /* UTF-8, NUL-terminated, unique in the store */
-    uint32_t dtype;    /* PYPS_F32 */
-    uint32_t group;    /* index of its parameter group */
-    uint32_t ndim;     /* at most 8 */
+    char name[160]; /* UTF-8, NUL-terminated, unique in the store */
+    uint32_t dtype; /* PYPS_F32 */
+    uint32_t group; /* index of its parameter group */
+    uint32_t ndim;  /* at most 8 */
     uint32_t reserved;
     uint64_t shape[8];
     uint64_t offset;   /* out: first element in the flat vector */
@@ -82,12 +83,13 @@ typedef struct {
     uint32_t size;
     uint32_t chunk_params;     /* parameters a chunk; 0: 65536; a multiple of 1024 */
     uint32_t max_participants; /* 0: 64; at most 1000 */
-    uint32_t snapshot_spares;  /* buffers that only a strict snapshot needs; 0: one for each chunk, at most 64 */
-    uint32_t areas;            /* staging areas a worker, 1 to 4; 0: 2 */
-    uint32_t optimizer;        /* PYPS_SGD ... */
-    uint32_t policy;           /* PYPS_BSP ... */
-    uint32_t ranks;            /* planned workers: ranks 0 .. ranks-1; no step starts before all have joined once */
-    uint32_t groups;           /* parameter groups, at least 1 */
+    uint32_t
+        snapshot_spares; /* buffers that only a strict snapshot needs; 0: one for each chunk, at most 64 */
+    uint32_t areas;      /* staging areas a worker, 1 to 4; 0: 2 */
+    uint32_t optimizer;  /* PYPS_SGD ... */
+    uint32_t policy;     /* PYPS_BSP ... */
+    uint32_t ranks;      /* planned workers: ranks 0 .. ranks-1; no step starts before all have joined once */
+    uint32_t groups;     /* parameter groups, at least 1 */
     uint32_t tensors;
     uint64_t samples;             /* sample positions to hand out in all; 0: without end */
     double round_timeout_seconds; /* after it a live member that holds others up is fenced; 0: 60 */
@@ -97,54 +99,54 @@ typedef struct {
 } pyps_config;
 
 typedef struct {
-    uint64_t segment_bytes;  /* size of the file, holes included */
-    uint64_t flat_elements;  /* length of the flat vector: chunks * chunk_params */
-    uint64_t parameters;     /* elements of all tensors */
+    uint64_t segment_bytes; /* size of the file, holes included */
+    uint64_t flat_elements; /* length of the flat vector: chunks * chunk_params */
+    uint64_t parameters;    /* elements of all tensors */
     uint32_t chunks, chunk_params, max_participants, areas, groups, tensors, ranks;
     uint32_t optimizer, policy, states; /* states: state vectors beside the parameters (0, 1 or 2) */
 } pyps_layout;
 
 typedef struct {
-    uint64_t first;  /* position of the first sample in the endless sequence of epochs */
-    uint32_t count;  /* samples to take; may be fewer than the planned batch */
-    uint32_t batch;  /* the planned batch */
-    uint64_t round;  /* the round this claim belongs to (synchronous policies), else the member's clock */
-    uint64_t plan;   /* how many times the plan has changed */
+    uint64_t first; /* position of the first sample in the endless sequence of epochs */
+    uint32_t count; /* samples to take; may be fewer than the planned batch */
+    uint32_t batch; /* the planned batch */
+    uint64_t round; /* the round this claim belongs to (synchronous policies), else the member's clock */
+    uint64_t plan;  /* how many times the plan has changed */
     uint64_t wait_nanoseconds; /* how long this call waited */
 } pyps_claim;
 
 typedef struct {
     uint32_t size;
-    uint32_t area;      /* the staging area that holds the mean gradient of the samples */
-    uint32_t samples;   /* how many samples it is the mean of; 0: skip this step, the claim counts as skipped */
-    float scale;        /* the gradient is multiplied by it (e.g. 1 / loss scale); finite */
+    uint32_t area;    /* the staging area that holds the mean gradient of the samples */
+    uint32_t samples; /* how many samples it is the mean of; 0: skip this step, the claim counts as skipped */
+    float scale;      /* the gradient is multiplied by it (e.g. 1 / loss scale); finite */
     double timeout_seconds;
     const pyps_hyper *hyper; /* [groups] */
 } pyps_push_args;
 
 typedef struct {
-    uint64_t version;   /* the ticket; 0 if the step was skipped by all */
-    uint64_t staleness; /* versions admitted between this worker's pull and its push */
-    uint32_t sources;   /* gradients that went into the ticket */
-    uint32_t samples;   /* samples that went into the ticket */
+    uint64_t version;          /* the ticket; 0 if the step was skipped by all */
+    uint64_t staleness;        /* versions admitted between this worker's pull and its push */
+    uint32_t sources;          /* gradients that went into the ticket */
+    uint32_t samples;          /* samples that went into the ticket */
     uint64_t wait_nanoseconds; /* how long this call waited for others */
 } pyps_push_result;
 
 typedef struct {
-    uint64_t id;        /* 64-bit, never reused; 0: no member was ever here */
-    uint32_t state;     /* PYPS_EMPTY ... */
+    uint64_t id;    /* 64-bit, never reused; 0: no member was ever here */
+    uint32_t state; /* PYPS_EMPTY ... */
     uint32_t role;
-    int32_t rank;       /* -1 for observers */
+    int32_t rank; /* -1 for observers */
     uint32_t pid;
-    uint64_t clock;     /* its pushes admitted */
-    uint64_t pulled;    /* the version it last pulled */
+    uint64_t clock;  /* its pushes admitted */
+    uint64_t pulled; /* the version it last pulled */
     uint64_t claim_first;
     uint32_t claim_count;
-    uint32_t staged;    /* 1: its gradient waits for the round to close */
+    uint32_t staged; /* 1: its gradient waits for the round to close */
 } pyps_member;
 
 typedef struct {
-    uint32_t batch;         /* planned batch */
+    uint32_t batch; /* planned batch */
     uint32_t reserved;
     uint64_t pushes;        /* admitted */
     uint64_t samples;       /* in admitted pushes */
@@ -155,20 +157,20 @@ typedef struct {
 } pyps_rank;
 
 typedef struct {
-    uint64_t sequence;  /* of the view: how many events have happened */
-    uint64_t version;   /* admitted tickets */
-    uint64_t round;     /* rounds closed */
-    uint64_t plan;      /* times re-planned */
+    uint64_t sequence;   /* of the view: how many events have happened */
+    uint64_t version;    /* admitted tickets */
+    uint64_t round;      /* rounds closed */
+    uint64_t plan;       /* times re-planned */
     uint64_t handed_out; /* samples handed out, returned ones not counted twice */
-    uint64_t lost;      /* returned ranges that did not fit the list of ranges to hand out again */
-    uint32_t active;    /* active workers */
-    uint32_t opened;    /* 1 once every rank has joined */
+    uint64_t lost;       /* returned ranges that did not fit the list of ranges to hand out again */
+    uint32_t active;     /* active workers */
+    uint32_t opened;     /* 1 once every rank has joined */
 } pyps_status;
 
 PYPS_API uint32_t pyps_abi_version(void);
-PYPS_API const char *pyps_error_name(int code);    /* "PYPS_EINVAL" ...; never NULL */
-PYPS_API const char *pyps_error_message(void);     /* of this thread's last failure; valid until its next call */
-PYPS_API const char *pyps_isa(void);               /* the kernels in use: "scalar", "avx2" */
+PYPS_API const char *pyps_error_name(int code); /* "PYPS_EINVAL" ...; never NULL */
+PYPS_API const char *pyps_error_message(void);  /* of this thread's last failure; valid until its next call */
+PYPS_API const char *pyps_isa(void);            /* the kernels in use: "scalar", "avx2" */
 
 /* Segments. A name is 1 to 200 letters, digits, '.', '_' or '-'; the file is PYPS_SHM_DIR (default /dev/shm)
  * "/pyps-" name. Create makes a ready store or nothing. Unlink refuses (PYPS_EBUSY) while any process has the

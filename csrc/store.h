@@ -8,23 +8,23 @@
  *   push   A worker fills a staging area of its own. One view CAS admits it: the push has the next ticket and
  *          will be applied, by its owner or by anyone else. Before that CAS it never happened.
  *   apply  Every chunk applies tickets in order (apply.c). A chunk's word is {last ticket, buffer}. To apply
- *          ticket k: see the word at k - 1, hazard its buffer, write parameters and state into a private spare,
- *          CAS the word to {k, spare}. Whoever loses that CAS finds the ticket applied; nothing is done twice.
+ *          ticket k: see the word at k - 1, hazard its buffer, write parameters and state into a private
+ * spare, CAS the word to {k, spare}. Whoever loses that CAS finds the ticket applied; nothing is done twice.
  *          Parameters are therefore a function of the order of admission alone.
  *   help   Who needs a chunk that is behind applies the missing tickets itself from their staging. A staging
  *          area is immutable from admission until every chunk holds its ticket and no ticket hazard names it.
  *          It carries all that apply reads, so the helper's own settings never matter.
  *   pull   Hazard, copy, clear, chunk by chunk (pull.c). Never torn: a published buffer is immutable.
- *   reuse  A buffer is free when nobody holds it, neither its chunk's word nor a live snapshot names it, and no
- *          hazard does (buffers.c). With two spares a participant somebody's stop or death delays no one: each
+ *   reuse  A buffer is free when nobody holds it, neither its chunk's word nor a live snapshot names it, and
+ * no hazard does (buffers.c). With two spares a participant somebody's stop or death delays no one: each
  *          participant pins at most one buffer by its hazard and holds at most one in private.
- *   death  A participant is dead when its lock byte is free or its process is gone (participant.c). Its admitted
- *          pushes are completed, its claims returned, what it held released. A *stopped* process is not dead:
+ *   death  A participant is dead when its lock byte is free or its process is gone (participant.c). Its
+ * admitted pushes are completed, its claims returned, what it held released. A *stopped* process is not dead:
  *          it keeps its buffers, and if it delays a round it is fenced: its next admission is refused.
  *
- * What may be stale, and why that is harmless: hints of free buffers (a claim checks), the cached ticket (tickets
- * are immutable), a pinned view (a decision on it is thrown away by the lost CAS), waiter counts (a wake-up too
- * many, or a slice of the deadline lost).
+ * What may be stale, and why that is harmless: hints of free buffers (a claim checks), the cached ticket
+ * (tickets are immutable), a pinned view (a decision on it is thrown away by the lost CAS), waiter counts (a
+ * wake-up too many, or a slice of the deadline lost).
  */
 #ifndef PYPS_STORE_H
 #define PYPS_STORE_H
@@ -42,10 +42,10 @@
 #include "wait.h"
 #include "words.h"
 
-#define STALE 1 /* not an error: look again */
-#define WAIT_SLICE_NANOSECONDS  UINT64_C(50000000) /* how often a waiter looks for the dead */
-#define STALL_NANOSECONDS       UINT64_C(500000)   /* a predecessor this long on one chunk is helped */
-#define SNAPSHOT_GRACE_SECONDS  1.0                /* out of spares for so long, a pusher cancels the snapshot */
+#define STALE                  1                  /* not an error: look again */
+#define WAIT_SLICE_NANOSECONDS UINT64_C(50000000) /* how often a waiter looks for the dead */
+#define STALL_NANOSECONDS      UINT64_C(500000)   /* a predecessor this long on one chunk is helped */
+#define SNAPSHOT_GRACE_SECONDS 1.0 /* out of spares for so long, a pusher cancels the snapshot */
 
 struct pyps_store {
     int fd;
@@ -60,16 +60,18 @@ struct pyps_store {
     struct slot *slots;
     a64 *words, *saved, *owners, *view_owners;
 
-    struct chunk { uint32_t group, length; } *chunks; /* [geometry.chunks] derived at attach */
+    struct chunk {
+        uint32_t group, length;
+    } *chunks; /* [geometry.chunks] derived at attach */
 
     uint32_t slot; /* NONE: not joined */
     uint64_t id;
     int role, rank;
     uint32_t private_view, private_buffer; /* held by this handle, or NONE */
-    uint32_t hints[4]; /* buffers that were lately displaced here; NONE if empty */
-    uint32_t scan, view_scan; /* where the next search for a free one starts */
-    uint64_t area_ticket[MAX_AREAS]; /* last ticket admitted from each area; 0: none */
-    bool area_staged[MAX_AREAS];     /* handed to the caller or waiting in a round */
+    uint32_t hints[4];                     /* buffers that were lately displaced here; NONE if empty */
+    uint32_t scan, view_scan;              /* where the next search for a free one starts */
+    uint64_t area_ticket[MAX_AREAS];       /* last ticket admitted from each area; 0: none */
+    bool area_staged[MAX_AREAS];           /* handed to the caller or waiting in a round */
     bool in_round; /* a gradient is staged into `round` and its outcome not yet returned */
     uint64_t round, pulled;
     uint64_t complete; /* every chunk has been seen at this version or later */
@@ -94,8 +96,6 @@ void unlock_slot(pyps_store *s, uint32_t slot);
 
 /* segment.c */
 int allocate(pyps_store *s, uint64_t offset, uint64_t bytes); /* backs a hole with memory; PYPS_ENOSPC */
-void handles_add(pyps_store *s);
-void handles_remove(pyps_store *s);
 
 /* view_store.c: a copy of the present view for reading, and the commit of an event */
 int view_copy(pyps_store *s, struct view *out);
@@ -105,14 +105,16 @@ uint32_t view_sequence_word(const pyps_store *s);
 void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds);
 struct event event_of(const pyps_store *s, enum event_kind kind);
 /* Commits `e`, waiting while the verdict is STEP_WAIT: reaps the dead, and after the round timeout ticks. */
-int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *out, uint64_t *waited);
-/* Into s->ticket, s->sources and s->snapshot*. STALE: the ring has moved on, so every chunk holds that ticket. */
+int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *out,
+                        uint64_t *waited);
+/* Into s->ticket, s->sources and s->snapshot*. STALE: the ring has moved on, so every chunk holds that
+ * ticket. */
 int view_load_ticket(pyps_store *s, uint64_t number);
-int view_load_snapshot(pyps_store *s); /* s->snapshot* alone */
+int view_load_snapshot(pyps_store *s);                          /* s->snapshot* alone */
 const struct view *view_pin(pyps_store *s, uint64_t *word_out); /* NULL: PYPS_ECORRUPT, message set */
 void view_unpin(pyps_store *s);
-/* Sleeps until the view moves on from `seen` or a slice of `deadline` has passed, then takes out the dead and, once
- * `since` lies a round timeout back, fences the late. PYPS_ETIMEDOUT at the deadline. */
+/* Sleeps until the view moves on from `seen` or a slice of `deadline` has passed, then takes out the dead
+ * and, once `since` lies a round timeout back, fences the late. PYPS_ETIMEDOUT at the deadline. */
 int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t deadline);
 
 /* buffers.c */
@@ -130,8 +132,12 @@ void chunk_unpin(pyps_store *s);
 /* apply.c */
 struct area_header *area_header(const pyps_store *s, uint32_t slot, uint32_t area);
 float *area_data(const pyps_store *s, uint32_t slot, uint32_t area);
-int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version); /* applies tickets up to version, as needed */
-int chunks_complete(pyps_store *s, uint64_t version);               /* all chunks, following whoever is at it */
-bool ticket_is_read(const pyps_store *s, uint64_t ticket);          /* some hazard names it */
+int chunk_advance(pyps_store *s, uint32_t chunk,
+                  uint64_t version); /* applies tickets up to version, as needed */
+/* Brings every chunk to `version`, following whoever is at it; `own` is the ticket that nobody but us is at,
+ * or 0. */
+int chunks_follow(pyps_store *s, uint64_t version, uint64_t own);
+int chunks_complete(pyps_store *s, uint64_t version);      /* the same, at once if it has been seen before */
+bool ticket_is_read(const pyps_store *s, uint64_t ticket); /* some hazard names it */
 
 #endif

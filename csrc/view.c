@@ -7,7 +7,9 @@
 #include "error.h"
 #include "policy.h"
 
-struct places { size_t members, ranks, tickets, sources, ranges, bytes; };
+struct places {
+    size_t members, ranks, tickets, sources, ranges, bytes;
+};
 
 static struct places places(uint32_t participants, uint32_t ranks, uint32_t areas) {
     struct places p;
@@ -61,12 +63,14 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
     if (e->role == PYPS_WORKER) {
         for (uint32_t r = 0; rank < 0 && r < v->ranks; r++)
             if (!view_rank(v, r)->slot_plus_1) rank = (int32_t)r;
-        if (rank < 0) return refuse(out, fail(PYPS_EFULL, "rank: all %u planned ranks have a live worker", v->ranks));
+        if (rank < 0)
+            return refuse(out, fail(PYPS_EFULL, "rank: all %u planned ranks have a live worker", v->ranks));
         if ((uint32_t)rank >= v->ranks)
             return refuse(out, fail(PYPS_EINVAL, "rank: found %d; expected 0 to %u", rank, v->ranks - 1));
         uint32_t holder = view_rank(v, (uint32_t)rank)->slot_plus_1;
         if (holder)
-            return refuse(out, fail(PYPS_EBUSY, "rank %d: held by live process %u", rank, view_member(v, holder - 1)->pid));
+            return refuse(out, fail(PYPS_EBUSY, "rank %d: held by live process %u", rank,
+                                    view_member(v, holder - 1)->pid));
         view_rank(v, (uint32_t)rank)->slot_plus_1 = e->slot + 1;
         view_rank(v, (uint32_t)rank)->joined = 1;
         v->active++;
@@ -181,18 +185,29 @@ static int member_code(const struct view *v, const struct event *e) {
 
 static enum verdict step(struct view *v, const struct event *e, struct outcome *out) {
     switch (e->kind) {
-    case EVENT_JOIN: return join(v, e, out);
-    case EVENT_LEAVE: return leave(v, e);
-    case EVENT_REJOIN: return rejoin(v, e);
-    case EVENT_START: return start(v, e, out);
-    case EVENT_PULL: return pull(v, e);
-    case EVENT_PUSH: return push_step(v, e, out);
-    case EVENT_TICK: return tick(v, e);
-    case EVENT_REPLAN: return replan(v, e);
-    case EVENT_SNAPSHOT_BEGIN: return snapshot_begin(v, e, out);
+    case EVENT_JOIN:
+        return join(v, e, out);
+    case EVENT_LEAVE:
+        return leave(v, e);
+    case EVENT_REJOIN:
+        return rejoin(v, e);
+    case EVENT_START:
+        return start(v, e, out);
+    case EVENT_PULL:
+        return pull(v, e);
+    case EVENT_PUSH:
+        return push_step(v, e, out);
+    case EVENT_TICK:
+        return tick(v, e);
+    case EVENT_REPLAN:
+        return replan(v, e);
+    case EVENT_SNAPSHOT_BEGIN:
+        return snapshot_begin(v, e, out);
     case EVENT_SNAPSHOT_END:
-    case EVENT_SNAPSHOT_CANCEL: return snapshot_end(v, e);
-    case EVENT_NONE: break;
+    case EVENT_SNAPSHOT_CANCEL:
+        return snapshot_end(v, e);
+    case EVENT_NONE:
+        break;
     }
     return STEP_UNCHANGED;
 }
@@ -212,8 +227,9 @@ enum verdict view_step(struct view *v, const struct event *e, struct outcome *ou
 }
 
 bool view_valid(const struct view *v, const struct view *expected) {
-    if (v->participants != expected->participants || v->ranks != expected->ranks || v->areas != expected->areas ||
-        v->tickets != expected->tickets || v->ranges != expected->ranges || v->policy != expected->policy)
+    if (v->participants != expected->participants || v->ranks != expected->ranks ||
+        v->areas != expected->areas || v->tickets != expected->tickets || v->ranges != expected->ranges ||
+        v->policy != expected->policy)
         return false;
     if (v->returned > v->ranges || v->round_sources > v->participants || v->snapshot_slot >= v->participants)
         return false;
@@ -221,7 +237,8 @@ bool view_valid(const struct view *v, const struct view *expected) {
         const struct member *m = view_member(v, i);
         if (m->rank < -1 || m->rank >= (int32_t)v->ranks || m->staged_area >= v->areas) return false;
         if ((m->claim_count || m->staged) && m->rank < 0) return false;
-        if (i < v->round_sources && (view_sources(v)[i].slot >= v->participants || view_sources(v)[i].area >= v->areas))
+        if (i < v->round_sources &&
+            (view_sources(v)[i].slot >= v->participants || view_sources(v)[i].area >= v->areas))
             return false;
     }
     for (uint32_t r = 0; r < v->ranks; r++)

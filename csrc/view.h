@@ -1,8 +1,8 @@
 /* view.h: everything that is decided together, and the pure steps that decide it.
  *
  * The view is one small block of plain memory, published by one CAS (view_store.c). An event takes a private
- * copy from view to view'; it reads nothing but the copy and the event, time included, so that the sequence of
- * views can be replayed, and a simulator runs the same functions in place. A lost CAS decides again.
+ * copy from view to view'; it reads nothing but the copy and the event, time included, so that the sequence
+ * of views can be replayed, and a simulator runs the same functions in place. A lost CAS decides again.
  */
 #ifndef PYPS_VIEW_H
 #define PYPS_VIEW_H
@@ -18,12 +18,12 @@
 enum event_kind {
     EVENT_NONE,
     EVENT_JOIN,
-    EVENT_LEAVE,   /* by itself, or by whoever found it dead */
+    EVENT_LEAVE, /* by itself, or by whoever found it dead */
     EVENT_REJOIN,
-    EVENT_START,   /* claims samples */
+    EVENT_START, /* claims samples */
     EVENT_PULL,
-    EVENT_PUSH,    /* admits a ticket, or stages into the round, or skips */
-    EVENT_TICK,    /* somebody waited too long: live members that hold others up are fenced */
+    EVENT_PUSH, /* admits a ticket, or stages into the round, or skips */
+    EVENT_TICK, /* somebody waited too long: live members that hold others up are fenced */
     EVENT_REPLAN,
     EVENT_SNAPSHOT_BEGIN,
     EVENT_SNAPSHOT_END,
@@ -33,29 +33,30 @@ enum event_kind {
 struct event {
     enum event_kind kind;
     uint32_t slot;
-    uint64_t now;     /* nanoseconds */
-    uint64_t id;      /* the member it speaks of; another one in that slot makes it void */
-    uint32_t role;    /* join */
-    int32_t rank;     /* join; -1: any */
-    uint32_t pid;     /* join */
-    uint32_t state;   /* leave: PYPS_LEFT or PYPS_DEAD */
-    uint32_t area;    /* push */
-    uint32_t samples; /* push */
-    uint64_t version; /* pull: what was pulled; push into a round: every chunk holds it */
-    uint64_t waited;  /* tick: how long, nanoseconds */
-    uint64_t snapshot; /* end, cancel */
+    uint64_t now;            /* nanoseconds */
+    uint64_t id;             /* the member it speaks of; another one in that slot makes it void */
+    uint32_t role;           /* join */
+    int32_t rank;            /* join; -1: any */
+    uint32_t pid;            /* join */
+    uint32_t state;          /* leave: PYPS_LEFT or PYPS_DEAD */
+    uint32_t area;           /* push */
+    uint32_t samples;        /* push */
+    uint64_t version;        /* pull: what was pulled; push into a round: every chunk holds it */
+    uint64_t waited;         /* tick: how long, nanoseconds */
+    uint64_t snapshot;       /* end, cancel */
     const uint32_t *batches; /* replan: [ranks] */
 };
 
-/* What a step comes to. WAIT: nothing changed, ask again after another event. REFUSED: outcome.code says why. */
+/* What a step comes to. WAIT: nothing changed, ask again after another event. REFUSED: outcome.code says why.
+ */
 enum verdict { STEP_COMMIT, STEP_UNCHANGED, STEP_WAIT, STEP_REFUSED };
 
 struct outcome {
     int code;
-    uint64_t ticket;    /* push admitted at once */
-    uint64_t round;     /* push staged: into this round */
+    uint64_t ticket; /* push admitted at once */
+    uint64_t round;  /* push staged: into this round */
     uint64_t staleness;
-    int32_t rank;       /* join */
+    int32_t rank;               /* join */
     uint64_t snapshot, version; /* snapshot begin */
     pyps_claim claim;
 };
@@ -130,7 +131,8 @@ enum verdict view_step(struct view *view, const struct event *event, struct outc
 
 /* The parts of a step that have files of their own. */
 void samples_take(struct view *view, uint32_t slot, uint64_t now); /* claims up to the rank's batch */
-void samples_return(struct view *view, uint32_t slot, uint32_t keep); /* gives back all but the first `keep` */
+void samples_return(struct view *view, uint32_t slot,
+                    uint32_t keep); /* gives back all but the first `keep` */
 bool samples_left(const struct view *view);
 void round_settle(struct view *view, uint64_t now); /* closes and opens rounds as far as the policy says */
 enum verdict push_step(struct view *view, const struct event *event, struct outcome *out);

@@ -41,8 +41,8 @@ enum verdict push_step(struct view *v, const struct event *e, struct outcome *ou
     struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
     if (m->staged || e->samples > m->claim_count || !m->claim_count) {
-        out->code = fail(PYPS_EINVAL, "samples: found %u; expected at most the %u that this worker claimed", e->samples,
-                         m->staged ? 0 : m->claim_count);
+        out->code = fail(PYPS_EINVAL, "samples: found %u; expected at most the %u that this worker claimed",
+                         e->samples, m->staged ? 0 : m->claim_count);
         return STEP_REFUSED;
     }
     /* One round record is enough because no round closes before every chunk holds the last one's ticket: the

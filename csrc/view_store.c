@@ -57,12 +57,15 @@ int view_copy(pyps_store *s, struct view *out) {
     return copy_pinned(s, out, &word);
 }
 
-static a32 *futex_word(const pyps_store *s) { return (a32 *)(void *)&s->header->view; } /* low half: little endian */
+static a32 *futex_word(const pyps_store *s) {
+    return (a32 *)(void *)&s->header->view;
+} /* low half: little endian */
 
 uint32_t view_sequence_word(const pyps_store *s) { return load32_acquire(futex_word(s)); }
 
 void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds) {
-    /* The waiter counts itself, then the kernel compares the word; the committer CASes, then reads the count. */
+    /* The waiter counts itself, then the kernel compares the word; the committer CASes, then reads the count.
+     */
     add32_seq(&s->header->view_waiters, 1);
     word_wait(futex_word(s), seen, nanoseconds);
     add32_seq(&s->header->view_waiters, -1u);
@@ -89,7 +92,8 @@ int view_commit(pyps_store *s, const struct event *e, struct outcome *out, enum 
 /* A peer found dead is taken out; one that merely took too long is fenced by a tick. */
 int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t deadline) {
     uint64_t now = now_nanoseconds();
-    if (now >= deadline) return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - since) / 1e9);
+    if (now >= deadline)
+        return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - since) / 1e9);
     view_wait(s, seen, deadline - now < WAIT_SLICE_NANOSECONDS ? deadline - now : WAIT_SLICE_NANOSECONDS);
     if (view_sequence_word(s) != seen) return PYPS_OK;
     int rc = reap_dead(s, NULL);
@@ -102,11 +106,13 @@ int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t deadl
     return view_commit(s, &tick, &out, &verdict);
 }
 
-int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *out, uint64_t *waited) {
+int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *out,
+                        uint64_t *waited) {
     uint64_t since = now_nanoseconds();
     for (;;) {
         enum verdict verdict;
-        uint32_t seen = view_sequence_word(s); /* before deciding, so that no change in between is slept through */
+        uint32_t seen =
+            view_sequence_word(s); /* before deciding, so that no change in between is slept through */
         e->now = now_nanoseconds();
         int rc = view_commit(s, e, out, &verdict);
         *waited = now_nanoseconds() - since;
@@ -131,9 +137,11 @@ int view_load_snapshot(pyps_store *s) {
 
 static bool ticket_possible(const pyps_store *s, const struct ticket *t) {
     if (t->kind == TICKET_PUSH) return t->slot < s->geometry.max_participants && t->area < s->geometry.areas;
-    if (t->kind != TICKET_ROUND || !s->source_count || s->source_count > s->geometry.max_participants) return false;
+    if (t->kind != TICKET_ROUND || !s->source_count || s->source_count > s->geometry.max_participants)
+        return false;
     for (uint32_t i = 0; i < s->source_count; i++)
-        if (s->sources[i].slot >= s->geometry.max_participants || s->sources[i].area >= s->geometry.areas) return false;
+        if (s->sources[i].slot >= s->geometry.max_participants || s->sources[i].area >= s->geometry.areas)
+            return false;
     return true;
 }
 
@@ -146,14 +154,16 @@ static int load_ticket_from(pyps_store *s, const struct view *v, uint64_t number
     s->source_count = ticket.kind == TICKET_ROUND ? v->round_sources : 0;
     memcpy(s->sources, view_sources(v), s->source_count * sizeof *s->sources);
     if (!ticket_possible(s, &ticket))
-        return fail(PYPS_ECORRUPT, "ticket %llu: names staging that does not exist", (unsigned long long)number);
+        return fail(PYPS_ECORRUPT, "ticket %llu: names staging that does not exist",
+                    (unsigned long long)number);
     s->ticket = ticket;
     keep_snapshot(s, v);
     return PYPS_OK;
 }
 
-/* A cached ticket stays right, for tickets are immutable. Its snapshot may be out of date: one that has ended since
- * costs a needless save; one that began since is at this ticket or later, and does not want what it displaces. */
+/* A cached ticket stays right, for tickets are immutable. Its snapshot may be out of date: one that has ended
+ * since costs a needless save; one that began since is at this ticket or later, and does not want what it
+ * displaces. */
 int view_load_ticket(pyps_store *s, uint64_t number) {
     if (s->ticket.number == number) return PYPS_OK;
     uint64_t word;

@@ -21,7 +21,8 @@ uint64_t deadline_after(double seconds) {
 }
 
 void word_wait(const a32 *word, uint32_t seen, uint64_t nanoseconds) {
-    struct timespec t = {.tv_sec = (time_t)(nanoseconds / 1000000000u), .tv_nsec = (long)(nanoseconds % 1000000000u)};
+    struct timespec t = {.tv_sec = (time_t)(nanoseconds / 1000000000u),
+                         .tv_nsec = (long)(nanoseconds % 1000000000u)};
     syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0);
 }
 

@@ -1,0 +1,244 @@
+/* participant.c: joining, leaving, and telling the dead from the slow.
+ *
+ * Slot i's byte of the file is write-locked by whoever is in it; the kernel takes the lock back with the
+ * process. The same byte makes reclaiming exclusive: whoever reclaims a dead one's slot holds its lock, and
+ * if that reclaimer dies the lock is free again. A reclaimer that is stopped keeps only a dead one's slot,
+ * which nobody waits for.
+ */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "segment.h"
+#include "store.h"
+
+#define READER_GRACE_NANOSECONDS UINT64_C(20000000)
+
+int store_usable(pyps_store *s, bool joined) {
+    if (!s) return fail(PYPS_EINVAL, "store: found NULL");
+    if (!s->process)
+        return fail(PYPS_EFORKED,
+                    "this handle belongs to the parent process; open the store again after fork");
+    if (joined && s->slot == NONE) return fail(PYPS_EINVAL, "not a participant; join first");
+    return PYPS_OK;
+}
+
+int lock_slot(pyps_store *s, uint32_t slot) { return byte_lock(s->fd, F_WRLCK, slot); }
+void unlock_slot(pyps_store *s, uint32_t slot) { byte_lock(s->fd, F_UNLCK, slot); }
+
+static uint64_t pid_namespace(void) {
+    struct stat status;
+    return stat("/proc/self/ns/pid", &status) ? 0 : (uint64_t)status.st_ino;
+}
+
+/* Start time of a process in ticks since boot; 0 if it is gone or a zombie. */
+static uint64_t start_time(uint64_t pid) {
+    char path[64], line[1024];
+    snprintf(path, sizeof path, "/proc/%llu/stat", (unsigned long long)pid);
+    FILE *file = fopen(path, "re");
+    if (!file) return 0;
+    size_t length = fread(line, 1, sizeof line - 1, file);
+    fclose(file);
+    line[length] = 0;
+    char *after = strrchr(line, ')'); /* the name before it may hold anything */
+    char state = 0;
+    unsigned long long started = 0;
+    if (!after ||
+        sscanf(after + 1, " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu",
+               &state, &started) != 2)
+        return 0;
+    return state == 'Z' || state == 'X' ? 0 : started;
+}
+
+bool slot_is_dead(pyps_store *s, uint32_t slot) {
+    const struct slot *other = &s->slots[slot];
+    if (slot == s->slot || !load_acquire(&other->id)) return false;
+    if (!byte_locked(s->fd, slot)) return true;
+    if (load_acquire(&other->pid_namespace) != pid_namespace()) return false;
+    return start_time(load_acquire(&other->process)) != load_acquire(&other->start_time);
+}
+
+static int commit_leave(pyps_store *s, uint32_t slot, uint64_t id, uint32_t state, bool *changed) {
+    struct event e = event_of(s, EVENT_LEAVE);
+    struct outcome out;
+    enum verdict verdict = STEP_UNCHANGED;
+    e.slot = slot, e.id = id, e.state = state;
+    int rc = view_commit(s, &e, &out, &verdict);
+    *changed = !rc && verdict == STEP_COMMIT;
+    return rc;
+}
+
+static int present_version(pyps_store *s, uint64_t *version) {
+    uint64_t word;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    *version = v->version;
+    view_unpin(s);
+    return PYPS_OK;
+}
+
+static void clear_slot(pyps_store *s, uint32_t slot) {
+    struct slot *t = &s->slots[slot];
+    store_seq(&t->chunk_hazard, 0), store_seq(&t->view_hazard, 0), store_seq(&t->ticket_hazard, 0);
+    buffers_release(s, slot + 1);
+}
+
+/* With the dead one's lock held: its admitted pushes are completed, what it pinned or held is let go. */
+static int reclaim(pyps_store *s, uint32_t slot, uint64_t id) {
+    uint64_t version;
+    int rc = present_version(s, &version);
+    if (rc || (rc = chunks_complete(s, version))) return rc;
+    if (load_acquire(&s->slots[slot].id) != id) return PYPS_OK;
+    clear_slot(s, slot);
+    FAILPOINT("reclaim.cleared");
+    store_seq(&s->slots[slot].id, 0);
+    return PYPS_OK;
+}
+
+int reap_dead(pyps_store *s, uint32_t *dead_out) {
+    uint32_t dead = 0;
+    int rc = PYPS_OK;
+    for (uint32_t slot = 0; slot < s->geometry.max_participants && !rc; slot++) {
+        uint64_t id = load_acquire(&s->slots[slot].id);
+        bool changed;
+        if (!slot_is_dead(s, slot)) continue;
+        if ((rc = commit_leave(s, slot, id, PYPS_DEAD, &changed))) break;
+        dead += changed;
+        if (lock_slot(s, slot)) continue; /* somebody else is at it, or a fork of the dead keeps the lock */
+        if (load_acquire(&s->slots[slot].id) == id) rc = reclaim(s, slot, id);
+        unlock_slot(s, slot);
+    }
+    if (dead_out) *dead_out = dead;
+    return rc;
+}
+
+int pyps_reap(pyps_store *s, uint32_t *dead_out) {
+    int rc = store_usable(s, true);
+    return rc ? rc : reap_dead(s, dead_out);
+}
+
+/* A helper may still read what this slot's last owner staged, for a ticket complete by now. Those who begin
+ * to read later read later tickets, so it is enough that each hazard seen now changes once. */
+static bool readers_gone(const pyps_store *s, uint64_t version) {
+    uint64_t deadline = now_nanoseconds() + READER_GRACE_NANOSECONDS;
+    for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
+        uint64_t seen = load_seq(&s->slots[slot].ticket_hazard);
+        if (slot == s->slot || !seen || seen > version) continue;
+        while (load_seq(&s->slots[slot].ticket_hazard) == seen) {
+            if (now_nanoseconds() >= deadline) return false;
+            word_wait(&s->header->progress, load32_acquire(&s->header->progress), 100000);
+        }
+    }
+    return true;
+}
+
+/* PYPS_EBUSY: this slot's staging is still needed; take another one. */
+static int take_over(pyps_store *s) {
+    struct slot *slot = &s->slots[s->slot];
+    uint64_t id = load_acquire(&slot->id), version, word;
+    bool changed;
+    clear_slot(s, s->slot);
+    int rc = id ? commit_leave(s, s->slot, id, PYPS_DEAD, &changed) : PYPS_OK;
+    if (rc || (rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
+    store_seq(&slot->id, 0);
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    bool staged = !view_valid(v, s->reference) || view_member(v, s->slot)->staged;
+    view_unpin(s);
+    return staged || !readers_gone(s, version) ? PYPS_EBUSY : PYPS_OK;
+}
+
+static int back_with_memory(pyps_store *s, int role) {
+    uint32_t first = s->layout.common_buffers + SPARES_A_SLOT * s->slot;
+    uint64_t area_bytes = s->geometry.areas * s->layout.area_stride;
+    int rc = allocate(s, s->layout.buffers + first * s->layout.buffer_stride,
+                      SPARES_A_SLOT * s->layout.buffer_stride);
+    if (!rc && role == PYPS_WORKER) rc = allocate(s, s->layout.staging + s->slot * area_bytes, area_bytes);
+    for (uint32_t b = first; !rc && b < first + SPARES_A_SLOT; b++) {
+        uint64_t owner = load_acquire(&s->owners[b]);
+        if (owner_holder(owner) == HOLDER_ABSENT)
+            cas_seq(&s->owners[b], owner, owner_make(0, HOLDER_NOBODY, OWNER_CHUNK_NONE));
+        s->hints[b - first] = b;
+    }
+    return rc;
+}
+
+static void forget(pyps_store *s) {
+    s->slot = s->private_view = s->private_buffer = NONE;
+    s->id = 0, s->rank = -1, s->in_round = false, s->complete = 0, s->ticket.number = 0;
+    memset(s->area_ticket, 0, sizeof s->area_ticket);
+    memset(s->area_staged, 0, sizeof s->area_staged);
+}
+
+static int enter(pyps_store *s, int role, int rank) {
+    struct slot *slot = &s->slots[s->slot];
+    int rc = back_with_memory(s, role);
+    if (rc) return rc;
+    s->id = add64_relaxed(&s->header->next_id, 1), s->role = role;
+    store_relaxed(&slot->process, (uint64_t)getpid());
+    store_relaxed(&slot->start_time, start_time((uint64_t)getpid()));
+    store_relaxed(&slot->pid_namespace, pid_namespace());
+    store_release(&slot->id, s->id);
+    FAILPOINT("join.entered");
+    if ((rc = reap_dead(s, NULL))) return rc; /* a dead worker's rank is free */
+    struct event e = event_of(s, EVENT_JOIN);
+    struct outcome out;
+    enum verdict verdict;
+    e.role = (uint32_t)role, e.rank = role == PYPS_WORKER ? rank : -1, e.pid = (uint32_t)getpid();
+    rc = view_commit(s, &e, &out, &verdict);
+    s->rank = out.rank;
+    return rc;
+}
+
+static void vacate(pyps_store *s) {
+    clear_slot(s, s->slot);
+    store_seq(&s->slots[s->slot].id, 0);
+    unlock_slot(s, s->slot);
+    forget(s);
+}
+
+int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
+    int rc = store_usable(s, false);
+    if (rc) return rc;
+    if (s->slot != NONE) return fail(PYPS_EINVAL, "this handle has joined already");
+    if (role != PYPS_WORKER && role != PYPS_OBSERVER)
+        return fail(PYPS_EINVAL, "role: found %d; expected 0 or 1", role);
+    for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
+        if (lock_slot(s, slot)) continue;
+        forget(s);
+        s->slot = slot;
+        rc = take_over(s);
+        if (!rc) rc = enter(s, role, rank);
+        else if (rc == PYPS_EBUSY) {
+            vacate(s);
+            continue;
+        }
+        if (rc) vacate(s);
+        else if (rank_out) *rank_out = s->rank;
+        return rc;
+    }
+    return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
+}
+
+int pyps_leave(pyps_store *s) {
+    int rc = store_usable(s, true);
+    if (rc) return rc;
+    bool changed;
+    rc = commit_leave(s, s->slot, s->id, PYPS_LEFT, &changed);
+    vacate(s);
+    return rc;
+}
+
+int pyps_rejoin(pyps_store *s) {
+    int rc = store_usable(s, true);
+    if (rc) return rc;
+    struct event e = event_of(s, EVENT_REJOIN);
+    struct outcome out;
+    enum verdict verdict;
+    if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
+    memset(s->area_staged, 0, sizeof s->area_staged);
+    return PYPS_OK;
+}
