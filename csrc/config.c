@@ -25,6 +25,22 @@ static int check_tensor(const pyps_config *config, uint32_t index, pyps_tensor *
     return PYPS_OK;
 }
 
+static int by_name(const void *a, const void *b) {
+    return strcmp((*(const pyps_tensor *const *)a)->name, (*(const pyps_tensor *const *)b)->name);
+}
+
+static int check_names(const pyps_tensor *tensors, uint32_t count) {
+    const pyps_tensor **sorted = malloc(count * sizeof *sorted);
+    int rc = sorted ? PYPS_OK : fail(PYPS_ENOSPC, "out of memory for %u tensors", count);
+    for (uint32_t t = 0; sorted && t < count; t++) sorted[t] = &tensors[t];
+    if (sorted) qsort(sorted, count, sizeof *sorted, by_name);
+    for (uint32_t t = 1; !rc && t < count; t++)
+        if (!strcmp(sorted[t - 1]->name, sorted[t]->name))
+            rc = fail(PYPS_EINVAL, "tensor %s: found twice; expected unique names", sorted[t]->name);
+    free(sorted);
+    return rc;
+}
+
 /* Groups follow one another, each from a chunk's start; tensors of a group are packed in their given order.
  */
 static int place(struct geometry *g, pyps_tensor *tensors, struct group *groups) {
@@ -84,6 +100,7 @@ int config_geometry(const pyps_config *c, struct geometry *g, pyps_tensor **tens
         (*tensors)[t] = c->tensor[t];
         rc = check_tensor(c, t, &(*tensors)[t]);
     }
+    if (!rc) rc = check_names(*tensors, c->tensors);
     if (!rc) rc = place(g, *tensors, *groups);
     if (rc) free(*tensors), free(*groups);
     g->snapshot_spares = or_default(c->snapshot_spares, g->chunks < 64 ? g->chunks : 64);

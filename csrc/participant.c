@@ -115,11 +115,6 @@ int reap_dead(pyps_store *s, uint32_t *dead_out) {
     return rc;
 }
 
-int pyps_reap(pyps_store *s, uint32_t *dead_out) {
-    int rc = store_usable(s, true);
-    return rc ? rc : reap_dead(s, dead_out);
-}
-
 /* A helper may still read what this slot's last owner staged, for a ticket complete by now. Those who begin
  * to read later read later tickets, so it is enough that each hazard seen now changes once. */
 static bool readers_gone(const pyps_store *s, uint64_t version) {
@@ -200,27 +195,43 @@ static void vacate(pyps_store *s) {
     forget(s);
 }
 
+/* Locks and clears a slot that nobody is in: an empty one if there is any, else a dead one's. PYPS_EFULL if
+ * all are in use. */
+static int find_slot(pyps_store *s) {
+    uint32_t count = s->geometry.max_participants;
+    for (uint32_t i = 0; i < 2 * count; i++) {
+        uint32_t slot = i % count;
+        if ((i < count && load_acquire(&s->slots[slot].id)) || lock_slot(s, slot)) continue;
+        forget(s);
+        s->slot = slot;
+        int rc = take_over(s);
+        if (!rc) return PYPS_OK;
+        vacate(s);
+        if (rc != PYPS_EBUSY) return rc;
+    }
+    return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
+}
+
+int guest_enter(pyps_store *s, bool *guest) {
+    int rc = store_usable(s, false);
+    *guest = !rc && s->slot == NONE;
+    return *guest ? find_slot(s) : rc;
+}
+
+void guest_leave(pyps_store *s, bool guest) {
+    if (guest && s->slot != NONE) vacate(s);
+}
+
 int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
     int rc = store_usable(s, false);
     if (rc) return rc;
     if (s->slot != NONE) return fail(PYPS_EINVAL, "this handle has joined already");
     if (role != PYPS_WORKER && role != PYPS_OBSERVER)
         return fail(PYPS_EINVAL, "role: found %d; expected 0 or 1", role);
-    for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
-        if (lock_slot(s, slot)) continue;
-        forget(s);
-        s->slot = slot;
-        rc = take_over(s);
-        if (!rc) rc = enter(s, role, rank);
-        else if (rc == PYPS_EBUSY) {
-            vacate(s);
-            continue;
-        }
-        if (rc) vacate(s);
-        else if (rank_out) *rank_out = s->rank;
-        return rc;
-    }
-    return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
+    if ((rc = find_slot(s))) return rc;
+    if ((rc = enter(s, role, rank))) vacate(s);
+    else if (rank_out) *rank_out = s->rank;
+    return rc;
 }
 
 int pyps_leave(pyps_store *s) {
@@ -241,4 +252,12 @@ int pyps_rejoin(pyps_store *s) {
     if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
     memset(s->area_staged, 0, sizeof s->area_staged);
     return PYPS_OK;
+}
+
+int pyps_reap(pyps_store *s, uint32_t *dead_out) {
+    bool guest;
+    int rc = guest_enter(s, &guest);
+    if (!rc) rc = reap_dead(s, dead_out);
+    guest_leave(s, guest);
+    return rc;
 }

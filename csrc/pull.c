@@ -4,9 +4,12 @@
 
 #include "store.h"
 
+/* The unused end of a group's last chunk reads as zeros. */
 static void copy_vector(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
-    memcpy(flat + (uint64_t)chunk * s->geometry.chunk_params, buffer_floats(s, buffer, vector),
-           s->chunks[chunk].length * sizeof *flat);
+    uint32_t length = s->chunks[chunk].length;
+    flat += (uint64_t)chunk * s->geometry.chunk_params;
+    memcpy(flat, buffer_floats(s, buffer, vector), length * sizeof *flat);
+    memset(flat + length, 0, (s->geometry.chunk_params - length) * sizeof *flat);
 }
 
 int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {

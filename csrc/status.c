@@ -36,10 +36,12 @@ int pyps_get_tensor(pyps_store *s, uint32_t index, pyps_tensor *out) {
 
 /* A checked private copy of the present view; the caller frees it. */
 static int present(pyps_store *s, struct view **out) {
-    int rc = store_usable(s, true);
+    bool guest;
+    int rc = guest_enter(s, &guest);
     if (rc) return rc;
-    if (!(*out = view_allocate(s))) return PYPS_ENOSPC;
-    if ((rc = view_copy(s, *out))) free(*out);
+    if (!(*out = view_allocate(s))) rc = PYPS_ENOSPC;
+    else if ((rc = view_copy(s, *out))) free(*out);
+    guest_leave(s, guest);
     return rc;
 }
 
@@ -107,7 +109,7 @@ int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count) {
 }
 
 int pyps_wait(pyps_store *s, uint64_t sequence, double timeout_seconds) {
-    int rc = store_usable(s, true);
+    int rc = store_usable(s, false);
     if (rc) return rc;
     uint64_t deadline = deadline_after(timeout_seconds < 0 ? 3600 : timeout_seconds);
     for (;;) {

@@ -89,6 +89,10 @@ static inline uint32_t holder_of(const pyps_store *s) { return s->slot + 1; }
 
 /* participant.c */
 int store_usable(pyps_store *s, bool joined); /* PYPS_OK, or PYPS_EFORKED, PYPS_EINVAL */
+/* An unjoined handle borrows a free slot's hazards to read the view; no event tells of it. No-ops once
+ * joined. */
+int guest_enter(pyps_store *s, bool *guest);
+void guest_leave(pyps_store *s, bool guest);
 bool slot_is_dead(pyps_store *s, uint32_t slot);
 int reap_dead(pyps_store *s, uint32_t *dead_out);
 int lock_slot(pyps_store *s, uint32_t slot); /* PYPS_OK, PYPS_EBUSY or PYPS_ESYS */

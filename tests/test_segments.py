@@ -304,6 +304,7 @@ def test_the_rank_of_a_killed_worker_is_inherited(shm: Path) -> None:
 def test_gc_takes_only_what_nobody_holds(shm: Path) -> None:
     Store.create("dead", TENSORS, batches=[1], keep=True).close()
     (shm / "pyps-foreign").write_bytes(b"something else")
+    (shm / "pyps-foreign").chmod(0o600)
     (shm / "unrelated").write_bytes(b"")
     with Store.create("live", TENSORS, batches=[1]):
         assert {s.name: s.state for s in segments()} == {
