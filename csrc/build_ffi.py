@@ -1,4 +1,4 @@
-"""cffi API-mode build of pyps._native: the cdef is the marked part of csrc/pyps.h, so the two cannot drift."""
+"""cffi API-mode build of pyps._native: the cdef is the marked part of pyps.h, so the two cannot drift."""
 
 import re
 from pathlib import Path

@@ -42,10 +42,9 @@ enum {
     PYPS_EREJECTED = -13, /* the policy refused the push; the parameters are unchanged */
     PYPS_EFORKED = -14,   /* the handle belongs to another process */
     PYPS_ENOTREADY = -15, /* the segment is still being created */
-    PYPS_EBUSY =
-        -16,         /* in use: a rank by a live process, a snapshot by another reader, a segment by anyone */
-    PYPS_EEND = -17, /* every sample has been handed out and accounted for */
-    PYPS_EPOLICY = -18 /* the segment's policy is not known to this library */
+    PYPS_EBUSY = -16,     /* a live process holds it */
+    PYPS_EEND = -17,      /* every sample has been handed out and accounted for */
+    PYPS_EPOLICY = -18    /* the segment's policy is not known to this library */
 };
 
 enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2 };                                /* optimizers */

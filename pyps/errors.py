@@ -30,7 +30,7 @@ class InputError(PypsError):
 
 
 class Infeasible(PypsError):
-    """No assignment satisfies the constraints: the reason, and the smallest change that would make one exist."""
+    """No assignment satisfies the constraints: the reason, and the smallest change that would help."""
 
     exit_code = 3
 
