@@ -34,24 +34,8 @@ def test_no_push_is_lost_or_doubled_whoever_dies_where(program: Path, policy: st
 def test_every_instruction_set_has_the_scalar_bits(tmp_path: Path) -> None:
     program = tmp_path / "kernels"
     sources = [*sorted((C.parent.parent / "csrc").glob("kernels*.c")), C / "kernels.c"]
-    subprocess.run(
-        [
-            "cc",
-            "-std=c11",
-            "-O3",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "-D_GNU_SOURCE",
-            "-ffp-contract=off",
-            *map(str, sources),
-            "-o",
-            str(program),
-            "-lm",
-            "-lpthread",
-        ],
-        check=True,
-    )
+    command = ["cc", *torture.FLAGS, *map(str, sources), "-o", str(program), "-lm", "-lpthread"]
+    subprocess.run(command, check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stdout.strip() in ("scalar", "avx2")

@@ -27,7 +27,7 @@ def build(folder: Path) -> Path:
     """Compile the whole core and torture.c into `folder`; the program's path."""
     program = folder / "torture"
     sources = [*sorted((ROOT / "csrc").glob("*.c")), ROOT / "tests" / "c" / "torture.c"]
-    command = ["cc", *FLAGS, *map(str, sources), "-o", str(program), "-lm", "-lpthread"]
+    command = ["cc", *FLAGS, "-DPYPS_FAILPOINTS", *map(str, sources), "-o", str(program), "-lm", "-lpthread"]
     subprocess.run(command, check=True)
     return program
 
