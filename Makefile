@@ -37,7 +37,7 @@ bench: .venv/core
 	for file in benchmarks/*.py; do $(PY) $$file || exit 1; done
 
 torture: .venv/core
-	$(PY) tests/c/torture.py --kills 5000
+	$(PY) tests/c/torture.py --faults 5000
 
 clean:
 	rm -rf .venv build dist demo-out bench-out *.egg-info pyps/_native.c pyps/_native.abi3.so

@@ -15,7 +15,8 @@
 #include "segment.h"
 #include "store.h"
 
-#define READER_GRACE_NANOSECONDS UINT64_C(20000000)
+#define READER_GRACE_NANOSECONDS UINT64_C(20000000) /* how long helpers are given to finish reading */
+#define READER_SLICE_NANOSECONDS UINT64_C(100000)
 
 int store_usable(pyps_store *s, bool joined) {
     if (!s) return fail(PYPS_EINVAL, "store: found NULL");
@@ -115,35 +116,43 @@ int reap_dead(pyps_store *s, uint32_t *dead_out) {
     return rc;
 }
 
-/* A helper may still read what this slot's last owner staged, for a ticket complete by now. Those who begin
- * to read later read later tickets, so it is enough that each hazard seen now changes once. */
-static bool readers_gone(const pyps_store *s, uint64_t version) {
-    uint64_t deadline = now_nanoseconds() + READER_GRACE_NANOSECONDS;
-    for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
-        uint64_t seen = load_seq(&s->slots[slot].ticket_hazard);
-        if (slot == s->slot || !seen || seen > version) continue;
-        while (load_seq(&s->slots[slot].ticket_hazard) == seen) {
-            if (now_nanoseconds() >= deadline) return false;
-            word_wait(&s->header->progress, load32_acquire(&s->header->progress), 100000);
-        }
+/* Names this process as the slot's owner. From here on, should it die, the slot is a dead one's, and whoever
+ * reaps lets go of the hazards and buffers that it holds as a helper even before it is a member. */
+static void sign(pyps_store *s) {
+    struct slot *slot = &s->slots[s->slot];
+    s->id = add64_relaxed(&s->header->next_id, 1);
+    store_relaxed(&slot->process, (uint64_t)getpid());
+    store_relaxed(&slot->start_time, start_time((uint64_t)getpid()));
+    store_relaxed(&slot->pid_namespace, pid_namespace());
+    store_release(&slot->id, s->id);
+}
+
+/* Is any staging of this slot still needed: by a round that has not closed, or by a helper in the middle of a
+ * ticket that is complete by now? */
+static bool staging_is_needed(pyps_store *s, const struct member *before) {
+    bool needed = before->staged;
+    for (uint32_t area = 0; area < s->geometry.areas; area++) {
+        s->area_ticket[area] = before->area_ticket[area];
+        needed |= s->area_ticket[area] && ticket_is_read(s, s->area_ticket[area]);
     }
-    return true;
+    return needed;
 }
 
 /* PYPS_EBUSY: this slot's staging is still needed; take another one. */
 static int take_over(pyps_store *s) {
-    struct slot *slot = &s->slots[s->slot];
-    uint64_t id = load_acquire(&slot->id), version, word;
+    uint64_t id = load_acquire(&s->slots[s->slot].id), version, word;
     bool changed;
     clear_slot(s, s->slot);
     int rc = id ? commit_leave(s, s->slot, id, PYPS_DEAD, &changed) : PYPS_OK;
-    if (rc || (rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
-    store_seq(&slot->id, 0);
+    if (rc) return rc;
+    sign(s);
+    FAILPOINT("join.signed");
+    if ((rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    bool staged = !view_valid(v, s->reference) || view_member(v, s->slot)->staged;
+    bool needed = !view_valid(v, s->reference) || staging_is_needed(s, view_member(v, s->slot));
     view_unpin(s);
-    return staged || !readers_gone(s, version) ? PYPS_EBUSY : PYPS_OK;
+    return needed ? PYPS_EBUSY : PYPS_OK;
 }
 
 static int back_with_memory(pyps_store *s, int role) {
@@ -169,14 +178,9 @@ static void forget(pyps_store *s) {
 }
 
 static int enter(pyps_store *s, int role, int rank) {
-    struct slot *slot = &s->slots[s->slot];
     int rc = back_with_memory(s, role);
     if (rc) return rc;
-    s->id = add64_relaxed(&s->header->next_id, 1), s->role = role;
-    store_relaxed(&slot->process, (uint64_t)getpid());
-    store_relaxed(&slot->start_time, start_time((uint64_t)getpid()));
-    store_relaxed(&slot->pid_namespace, pid_namespace());
-    store_release(&slot->id, s->id);
+    s->role = role;
     FAILPOINT("join.entered");
     if ((rc = reap_dead(s, NULL))) return rc; /* a dead worker's rank is free */
     struct event e = event_of(s, EVENT_JOIN);
@@ -195,10 +199,10 @@ static void vacate(pyps_store *s) {
     forget(s);
 }
 
-/* Locks and clears a slot that nobody is in: an empty one if there is any, else a dead one's. PYPS_EFULL if
- * all are in use. */
-static int find_slot(pyps_store *s) {
+/* One look at every slot: the empty ones, then the dead ones'. PYPS_EBUSY: one has staging that is needed. */
+static int try_slots(pyps_store *s) {
     uint32_t count = s->geometry.max_participants;
+    int result = PYPS_EFULL;
     for (uint32_t i = 0; i < 2 * count; i++) {
         uint32_t slot = i % count;
         if ((i < count && load_acquire(&s->slots[slot].id)) || lock_slot(s, slot)) continue;
@@ -208,7 +212,20 @@ static int find_slot(pyps_store *s) {
         if (!rc) return PYPS_OK;
         vacate(s);
         if (rc != PYPS_EBUSY) return rc;
+        result = PYPS_EBUSY;
     }
+    return result;
+}
+
+/* Locks and clears a slot that nobody is in; PYPS_EFULL if there is none. */
+static int find_slot(pyps_store *s) {
+    uint64_t deadline = now_nanoseconds() + READER_GRACE_NANOSECONDS;
+    int rc = try_slots(s);
+    while (rc == PYPS_EBUSY && now_nanoseconds() < deadline) {
+        word_wait(&s->header->progress, load32_acquire(&s->header->progress), READER_SLICE_NANOSECONDS);
+        rc = try_slots(s);
+    }
+    if (rc != PYPS_EFULL && rc != PYPS_EBUSY) return rc;
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
 }
 

@@ -72,10 +72,11 @@ static int finish_round(pyps_store *s, uint32_t area, pyps_push_result *out) {
     uint64_t word, ticket = 0;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    if (view_valid(v, s->reference)) ticket = view_member(v, s->slot)->ticket;
+    bool valid = view_valid(v, s->reference);
+    if (valid) ticket = view_member(v, s->slot)->ticket;
     uint64_t version = v->version;
     view_unpin(s);
-    if (ticket > version)
+    if (!valid || ticket > version)
         return fail(PYPS_ECORRUPT, "ticket %llu: not admitted yet", (unsigned long long)ticket);
     out->version = ticket;
     if (ticket && (rc = view_load_ticket(s, ticket)) == PYPS_OK) {

@@ -75,7 +75,9 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
         view_rank(v, (uint32_t)rank)->joined = 1;
         v->active++;
     }
-    *m = (struct member){.id = e->id, .state = PYPS_ACTIVE, .role = e->role, .rank = rank, .pid = e->pid};
+    struct member joined = {.id = e->id, .state = PYPS_ACTIVE, .role = e->role, .rank = rank, .pid = e->pid};
+    memcpy(joined.area_ticket, m->area_ticket, sizeof joined.area_ticket);
+    *m = joined;
     out->rank = rank;
     if (!v->opened) {
         v->opened = 1;

@@ -73,6 +73,7 @@ struct member {
     uint32_t claim_count; /* 0: holds no samples */
     uint32_t staged;      /* 1: waits for the round to close */
     uint32_t staged_area, staged_samples;
+    uint64_t area_ticket[MAX_AREAS]; /* the slot's: last ticket of each staging area, whoever was in it */
 };
 
 struct rank {

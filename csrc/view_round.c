@@ -4,8 +4,9 @@
 #include "policy.h"
 #include "view.h"
 
-static void claim_done(struct view *v, struct member *m, uint64_t ticket) {
+static void claim_done(struct view *v, struct member *m, uint32_t area, uint64_t ticket) {
     m->claim_count = 0, m->staged = 0, m->ticket = ticket;
+    if (ticket) m->area_ticket[area] = ticket;
     m->clock++;
     v->outstanding--;
 }
@@ -20,7 +21,7 @@ static void count_push(struct view *v, const struct member *m, uint32_t samples,
 
 static void skip(struct view *v, struct member *m) {
     view_rank(v, (uint32_t)m->rank)->total.skipped += m->claim_count;
-    claim_done(v, m, 0);
+    claim_done(v, m, 0, 0);
 }
 
 static void admit(struct view *v, const struct event *e, float scale, struct outcome *out) {
@@ -34,7 +35,7 @@ static void admit(struct view *v, const struct event *e, float scale, struct out
                                                   .samples = e->samples,
                                                   .scale = scale};
     count_push(v, m, e->samples, out->staleness);
-    claim_done(v, m, v->version);
+    claim_done(v, m, e->area, v->version);
 }
 
 enum verdict push_step(struct view *v, const struct event *e, struct outcome *out) {
@@ -99,7 +100,7 @@ static void close_round(struct view *v) {
     for (uint32_t i = 0; i < v->round_sources; i++) {
         struct member *m = view_member(v, view_sources(v)[i].slot);
         count_push(v, m, m->staged_samples, 0);
-        claim_done(v, m, v->version);
+        claim_done(v, m, m->staged_area, v->version);
     }
 }
 

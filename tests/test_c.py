@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 C = Path(__file__).parent / "c"
-FAULTS = 100  # under each policy; `make torture` has 5,000
+FAULTS = 100  # in each case; `make torture` has 5,000
 
 spec = importlib.util.spec_from_file_location("torture", C / "torture.py")
 assert spec is not None
@@ -24,11 +24,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("policy", ["asp", "bsp"])
-def test_no_push_is_lost_or_doubled_whoever_dies_where(program: Path, policy: str) -> None:
-    done = torture.torture(program, policy, FAULTS, seed=2026)
+@pytest.mark.parametrize(("policy", "optimizer"), [("asp", "adamw"), ("bsp", "sgd"), ("bsp", "momentum")])
+def test_no_push_is_lost_or_doubled_whoever_dies_where(program: Path, policy: str, optimizer: str) -> None:
+    done = torture.torture(program, policy, optimizer, FAULTS, seed=2026)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{policy}: {FAULTS} faults survived" in done.stdout
+    assert f"{policy} {optimizer}: {FAULTS} faults survived" in done.stdout
 
 
 def test_every_instruction_set_has_the_scalar_bits(tmp_path: Path) -> None:

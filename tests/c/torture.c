@@ -1,23 +1,33 @@
-/* torture.c: workers that are killed and stopped at every failpoint of the store, and the sum that must come
- * out.
+/* torture.c: workers that are killed and stopped at every failpoint of the store, and the parameters that
+ * must come out.
  *
- * Usage: torture POLICY KILLS SEED. Every push adds the same whole-number gradient, lr is 1, so after V
- * tickets parameter i is exactly -V * (i % 7 + 1), whoever died where: a push lost, doubled or torn would
- * show in its bits.
+ * Usage: torture POLICY OPTIMIZER FAULTS SEED. Every push has the same gradient, so the parameters at version
+ * V are those after V optimizer steps, whoever died where: a push lost, doubled or torn would show in their
+ * bits. `expected` takes those steps with the scalar kernels alone.
+ *
+ * A worker draws a fault and how many failpoints it passes before it. A stop is short, or longer than the
+ * round timeout, so that the worker wakes up fenced; then the worker goes on to its next fault, or is killed
+ * as it is.
  */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "../../csrc/store.h"
 
-#define WORKERS    3
-#define PARAMETERS 4000
-#define POINTS     32
+#define WORKERS               3
+#define PARAMETERS            4000
+#define FLAT                  8192
+#define PERIOD                7 /* parameter i's gradient is i % PERIOD + 1 */
+#define POINTS                64
+#define ROUND_TIMEOUT_SECONDS 0.1
+#define SHORT_STOP            UINT64_C(5000000)   /* nanoseconds */
+#define LONG_STOP             UINT64_C(250000000) /* nanoseconds; past the round timeout */
 
 static struct shared {
     _Atomic int finish;
@@ -26,8 +36,22 @@ static struct shared {
     char names[POINTS][32];
 } *shared;
 
-static long countdown; /* failpoints left until this process's fault; 0: none is due */
+static unsigned optimizer;
+static const pyps_hyper hypers[] = {
+    [PYPS_SGD] = {.lr = 1},
+    [PYPS_MOMENTUM] = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.001f, .nesterov = 1},
+    [PYPS_ADAMW] = {.lr = 0.001f, .beta1 = 0.9f, .beta2 = 0.999f, .eps = 1e-8f, .weight_decay = 0.01f},
+};
+static const char *const optimizers[] = {
+    [PYPS_SGD] = "sgd", [PYPS_MOMENTUM] = "momentum", [PYPS_ADAMW] = "adamw"};
+
+static long countdown; /* failpoints left until this process's next fault; 0: none is due */
 static int fault;
+
+static void draw_fault(void) {
+    countdown = 1 + rand() % 400;
+    fault = rand() % 3 ? SIGKILL : SIGSTOP;
+}
 
 static void record(const char *name) {
     unsigned hash = 5381;
@@ -45,12 +69,46 @@ void pyps_failpoint(const char *name) {
     if (!countdown || --countdown) return;
     record(name);
     raise(fault);
+    draw_fault(); /* it was a stop, and it is over */
 }
 
 static void must(int rc, const char *what) {
     if (!rc) return;
     fprintf(stderr, "%s: %s: %s\n", what, pyps_error_name(rc), pyps_error_message());
-    _exit(1);
+    exit(1);
+}
+
+/* The first PERIOD parameters after `version` steps; goes on from the version it was last asked for. */
+static const float *expected(uint64_t version) {
+    static float vectors[2][1 + MAX_STATES][PERIOD], gradient[PERIOD];
+    static uint64_t at;
+    if (version < at) memset(vectors, 0, sizeof vectors), at = 0;
+    for (int i = 0; i < PERIOD; i++) gradient[i] = (float)(i + 1);
+    for (; at < version; at++) {
+        struct step step = {.gradient = gradient, .length = PERIOD};
+        for (unsigned v = 0; v <= MAX_STATES; v++)
+            step.old[v] = vectors[at % 2][v], step.new[v] = vectors[(at + 1) % 2][v];
+        struct step_constants constants = kernels_constants(optimizer, &hypers[optimizer], 1, at);
+        kernels_scalar.update[optimizer](&step, &constants);
+    }
+    return vectors[at % 2][0];
+}
+
+static void check(const float *flat, uint64_t version) {
+    const float *right = expected(version);
+    for (int i = 0; i < PARAMETERS; i++)
+        if (memcmp(&flat[i], &right[i % PERIOD], sizeof *flat)) {
+            fprintf(stderr, "snapshot of version %llu: parameter %d: found %.9g; expected %.9g\n",
+                    (unsigned long long)version, i, (double)flat[i], (double)right[i % PERIOD]);
+            exit(1);
+        }
+}
+
+/* Whether the call succeeded; a fenced worker has rejoined. */
+static bool done(pyps_store *s, int rc, const char *what) {
+    if (rc == PYPS_EFENCED) must(pyps_rejoin(s), "rejoin");
+    else must(rc, what);
+    return !rc;
 }
 
 static void push_once(pyps_store *s, float *flat) {
@@ -58,130 +116,142 @@ static void push_once(pyps_store *s, float *flat) {
     pyps_push_result result;
     uint64_t version;
     uint32_t area;
-    pyps_hyper hyper = {.lr = 1};
-    int rc = pyps_start(s, 20, &claim);
-    if (rc == PYPS_EFENCED || rc == PYPS_ETIMEDOUT) {
-        if (rc == PYPS_EFENCED) must(pyps_rejoin(s), "rejoin");
-        return;
-    }
-    must(rc, "start");
-    if ((rc = pyps_pull(s, flat, &version)) == PYPS_EFENCED) {
-        must(pyps_rejoin(s), "rejoin");
-        return;
-    }
-    must(rc, "pull");
+    int rc = pyps_start(s, 1, &claim);
+    if (rc == PYPS_ETIMEDOUT || !done(s, rc, "start")) return;
+    if (!done(s, pyps_pull(s, flat, &version), "pull")) return;
     must(pyps_stage(s, 20, &area), "stage");
     float *gradient = pyps_staging(s, area);
-    for (int i = 0; i < PARAMETERS; i++) gradient[i] = (float)(i % 7 + 1);
+    for (int i = 0; i < PARAMETERS; i++) gradient[i] = (float)(i % PERIOD + 1);
     pyps_push_args args = {.size = sizeof args,
                            .area = area,
                            .samples = claim.count,
                            .scale = 1,
                            .timeout_seconds = 20,
-                           .hyper = &hyper};
-    rc = pyps_push(s, &args, &result);
-    if (rc == PYPS_EFENCED) must(pyps_rejoin(s), "rejoin");
-    else must(rc, "push");
-    if (!rc) shared->acknowledged++;
+                           .hyper = &hypers[optimizer]};
+    if (done(s, pyps_push(s, &args, &result), "push")) shared->acknowledged++;
+}
+
+static void snapshot_once(pyps_store *s, float *flat) {
+    uint64_t version;
+    int rc = pyps_snapshot(s, flat, NULL, NULL, 5, &version);
+    if (rc == PYPS_ESTALE || rc == PYPS_ETIMEDOUT) return;
+    if (done(s, rc, "snapshot")) check(flat, version);
 }
 
 static void work(int rank, unsigned seed) {
+    static float flat[FLAT];
     pyps_store *s;
-    static float flat[8192];
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     srand(seed);
-    fault = rand() % 3 ? SIGKILL : SIGSTOP;
-    countdown = 1 + rand() % 400;
+    draw_fault();
     must(pyps_open("torture", &s), "open");
     must(pyps_join(s, PYPS_WORKER, rank, NULL), "join");
     while (!shared->finish) {
         push_once(s, flat);
-        uint64_t version;
-        if (rand() % 8 == 0) {
-            int rc = pyps_snapshot(s, flat, NULL, NULL, 5, &version);
-            if (rc == PYPS_EFENCED) must(pyps_rejoin(s), "rejoin");
-            else if (rc && rc != PYPS_ESTALE && rc != PYPS_ETIMEDOUT) must(rc, "snapshot");
-            for (int i = 0; !rc && i < PARAMETERS; i++)
-                if (flat[i] != -(float)version * (float)(i % 7 + 1)) must(PYPS_ECORRUPT, "snapshot is torn");
-        }
+        if (rand() % 8 == 0) snapshot_once(s, flat);
     }
     must(pyps_leave(s), "leave");
-    _exit(0);
+    exit(0);
 }
 
-static pid_t spawn(int rank, unsigned seed) {
-    pid_t pid = fork();
-    if (!pid) work(rank, seed);
-    return pid;
+struct child {
+    pid_t pid;
+    uint64_t resume_at; /* 0: it is not stopped */
+    int with;           /* the signal that ends the stop */
+};
+
+static void spawn(struct child *children, int rank, unsigned seed) {
+    children[rank] = (struct child){.pid = fork()};
+    if (!children[rank].pid) work(rank, seed);
 }
 
-/* Runs until so many faults have been survived; returns how many were kills. */
-static int torment(int faults, unsigned seed, pid_t *pids) {
-    int kills = 0;
-    for (int rank = 0; rank < WORKERS; rank++) pids[rank] = spawn(rank, seed++);
-    for (int done = 0; done < faults; done++) {
+/* Ends the stops that have lasted long enough. */
+static void resume(struct child *children) {
+    for (int rank = 0; rank < WORKERS; rank++) {
+        struct child *c = &children[rank];
+        if (!c->resume_at || now_nanoseconds() < c->resume_at) continue;
+        c->resume_at = 0;
+        kill(c->pid, c->with);
+    }
+    usleep(300);
+}
+
+static int rank_of(const struct child *children, pid_t pid) {
+    int rank = 0;
+    while (children[rank].pid != pid) rank++;
+    return rank;
+}
+
+/* Runs until so many faults have been survived; returns how many workers were killed. */
+static unsigned torment(int faults, unsigned seed) {
+    struct child children[WORKERS];
+    unsigned kills = 0;
+    srand(seed);
+    for (int rank = 0; rank < WORKERS; rank++) spawn(children, rank, seed++);
+    for (int survived = 0, running = WORKERS; running;) {
         int status;
-        pid_t pid = waitpid(-1, &status, WUNTRACED);
-        int rank = 0;
-        while (rank < WORKERS && pids[rank] != pid) rank++;
-        if (WIFSTOPPED(status)) {
-            usleep(20000);
-            kill(pid, SIGCONT);
-            /* Its one fault is over; the next generation of it is killed from outside, wherever it is then.
-             */
-            usleep(20000);
-            kill(pid, SIGKILL);
-            waitpid(pid, &status, 0);
-        } else if (!WIFSIGNALED(status)) {
+        pid_t pid = waitpid(-1, &status, WUNTRACED | WNOHANG);
+        if (!pid) {
+            resume(children);
+            continue;
+        }
+        int rank = rank_of(children, pid);
+        if (WIFEXITED(status) && (WEXITSTATUS(status) || !shared->finish)) {
             fprintf(stderr, "rank %d failed by itself\n", rank);
             exit(1);
         }
-        kills++;
-        pids[rank] = spawn(rank, seed++);
-    }
-    shared->finish = 1;
-    for (int rank = 0; rank < WORKERS; rank++) {
-        int status;
-        while (waitpid(pids[rank], &status, WUNTRACED) > 0 && WIFSTOPPED(status)) kill(pids[rank], SIGCONT);
+        if (!WIFEXITED(status) && ++survived >= faults) shared->finish = 1;
+        kills += WIFSIGNALED(status);
+        if (WIFSTOPPED(status)) {
+            children[rank].resume_at = now_nanoseconds() + (rand() % 16 ? SHORT_STOP : LONG_STOP);
+            children[rank].with = rand() % 4 ? SIGCONT : SIGKILL;
+        } else if (shared->finish) {
+            children[rank] = (struct child){0};
+            running--;
+        } else {
+            spawn(children, rank, seed++);
+        }
     }
     return kills;
 }
 
-static void verify(pyps_store *s, int kills) {
-    static float flat[8192];
-    uint64_t version;
-    uint32_t dead;
-    must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "observer");
-    must(pyps_reap(s, &dead), "reap");
-    must(pyps_snapshot(s, flat, NULL, NULL, 5, &version), "final snapshot");
-    for (int i = 0; i < PARAMETERS; i++)
-        if (flat[i] != -(float)version * (float)(i % 7 + 1)) {
-            fprintf(stderr, "parameter %d: found %g; expected %g\n", i, (double)flat[i],
-                    -(double)version * (i % 7 + 1));
-            exit(1);
-        }
+/* Buffers that neither a chunk nor anybody alive has: there must be none once the dead have been reaped. */
+static uint32_t buffers_lost(const pyps_store *s) {
     uint32_t held = 0;
     for (uint32_t b = 0; b < s->layout.buffer_count; b++) {
         uint32_t holder = owner_holder(load_acquire(&s->owners[b]));
         held += holder != HOLDER_NOBODY && holder != HOLDER_ABSENT && holder != s->slot + 1;
     }
-    unsigned long acknowledged = shared->acknowledged;
-    int asp = s->geometry.policy == PYPS_ASP;
-    if (held || (asp && (version < acknowledged || version > acknowledged + (unsigned)kills + WORKERS))) {
-        fprintf(stderr, "%u buffers lost; %llu tickets, %lu acknowledged, %d kills\n", held,
+    return held;
+}
+
+static void verify(pyps_store *s, int faults, unsigned kills) {
+    static float flat[FLAT];
+    uint64_t version;
+    must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "observer");
+    must(pyps_reap(s, NULL), "reap");
+    must(pyps_snapshot(s, flat, NULL, NULL, 5, &version), "final snapshot");
+    check(flat, version);
+    unsigned long acknowledged = shared->acknowledged, lost = buffers_lost(s);
+    bool asp = s->geometry.policy == PYPS_ASP;
+    if (lost || (asp && (version < acknowledged || version > acknowledged + kills + WORKERS))) {
+        fprintf(stderr, "%lu buffers lost; %llu tickets, %lu acknowledged, %u kills\n", lost,
                 (unsigned long long)version, acknowledged, kills);
         exit(1);
     }
-    printf("%s: %d faults survived, %llu tickets, %lu acknowledged:", s->policy->name, kills,
-           (unsigned long long)version, acknowledged);
+    printf("%s %s: %d faults survived, %u of them kills; %llu tickets, %lu acknowledged:", s->policy->name,
+           optimizers[optimizer], faults, kills, (unsigned long long)version, acknowledged);
     for (int i = 0; i < POINTS; i++)
         if (shared->faults[i]) printf(" %s %lu", shared->names[i], shared->faults[i]);
     printf("\n");
 }
 
 int main(int argc, char **argv) {
-    if (argc != 4) return 2;
-    int faults = atoi(argv[2]);
-    alarm(60 + (unsigned)faults);
+    if (argc != 5) return 2;
+    while (strcmp(optimizers[optimizer], argv[2]))
+        if (++optimizer == sizeof optimizers / sizeof *optimizers) return 2;
+    int faults = atoi(argv[3]);
+    alarm(60 + (unsigned)faults / 2);
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
     uint32_t batches[WORKERS] = {2, 2, 2};
@@ -191,15 +261,15 @@ int main(int argc, char **argv) {
                           .ranks = WORKERS,
                           .groups = 1,
                           .tensors = 1,
+                          .optimizer = optimizer,
                           .policy = strcmp(argv[1], "asp") ? PYPS_BSP : PYPS_ASP,
-                          .round_timeout_seconds = 0.3,
+                          .round_timeout_seconds = ROUND_TIMEOUT_SECONDS,
                           .batches = batches,
                           .tensor = &tensor};
     pyps_store *s;
-    pid_t pids[WORKERS];
     must(pyps_create("torture", &config, &s), "create");
-    int kills = torment(faults, (unsigned)atoi(argv[3]), pids);
-    verify(s, kills);
+    unsigned kills = torment(faults, (unsigned)atoi(argv[4]));
+    verify(s, faults, kills);
     must(pyps_close(s), "close");
     must(pyps_unlink("torture", 0), "unlink");
     return 0;

@@ -1,8 +1,9 @@
-"""Builds the store with failpoints and torments it: python tests/c/torture.py --kills 5000 [--seed 1]."""
+"""Builds the store with failpoints and torments it: python tests/c/torture.py --faults 5000 [--seed 1]."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -32,11 +33,13 @@ def build(folder: Path) -> Path:
     return program
 
 
-def torture(program: Path, policy: str, kills: int, seed: int) -> subprocess.CompletedProcess[str]:
+def torture(
+    program: Path, policy: str, optimizer: str, faults: int, seed: int
+) -> subprocess.CompletedProcess[str]:
     """Run one torture in a segment folder of its own, which must be empty afterwards."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
         environment = {**os.environ, "PYPS_SHM_DIR": shm}
-        command = [str(program), policy, str(kills), str(seed)]
+        command = [str(program), policy, optimizer, str(faults), str(seed)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         left = os.listdir(shm)
     if left and done.returncode == 0:
@@ -45,18 +48,19 @@ def torture(program: Path, policy: str, kills: int, seed: int) -> subprocess.Com
 
 
 def main() -> int:
-    """Half the faults under each policy; exit code 1 at the first that the store did not survive."""
+    """Equal parts under each policy and optimizer; exit code 1 at the first that the store did not survive."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=5000)
+    parser.add_argument("--faults", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    cases = list(itertools.product(("asp", "bsp"), ("sgd", "momentum", "adamw")))
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
-        for policy in ("asp", "bsp"):
-            done = torture(program, policy, options.kills // 2, options.seed)
+        for policy, optimizer in cases:
+            done = torture(program, policy, optimizer, -(-options.faults // len(cases)), options.seed)
             print(done.stdout, done.stderr, sep="", end="", flush=True)
             if done.returncode:
-                print(f"{policy}: failed with {done.returncode}")
+                print(f"{policy} {optimizer}: failed with {done.returncode}")
                 return 1
     return 0
 
