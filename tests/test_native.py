@@ -82,7 +82,7 @@ GOOD = {"w": np.zeros(3)}
         (errors.InvalidArgument, "batches", {"batches": [-1]}),
         (errors.InvalidArgument, "batches", {"batches": [2**32]}),
         (errors.InvalidArgument, "batch", {"batches": [0]}),
-        (errors.InvalidArgument, "", {"batches": []}),
+        (errors.InvalidArgument, "ranks", {"batches": []}),
         (errors.InvalidArgument, "samples", {"samples": -1}),
         (errors.InvalidArgument, "chunk_params", {"chunk_params": 1000}),
         (errors.InvalidArgument, "chunk_params", {"chunk_params": 2**40}),

@@ -48,7 +48,7 @@ def torture(
 
 
 def main() -> int:
-    """Equal parts under each policy and optimizer; exit code 1 at the first that the store did not survive."""
+    """Equal parts under each policy and optimizer; exit code 1 at the first not survived."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
