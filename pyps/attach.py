@@ -191,6 +191,7 @@ class Binding:
                 self._copied.append((p, place, view))
         self._area: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor | None] = []
 
     @property
     def on_gpu(self) -> bool:
@@ -213,6 +214,27 @@ class Binding:
         for p, _, _ in self._copied:
             p.grad = None
 
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [p.grad for p, _ in self._direct] + [p.grad for p, _, _ in self._copied]
+
+    def weigh(self, factor: float) -> None:
+        """Multiply the gradients accumulated so far."""
+        with torch.no_grad():
+            for gradient in self._gradients():
+                if gradient is not None:
+                    gradient.mul_(factor)
+
+    def keep(self) -> None:
+        """More micro-batches follow: these gradients must be the ones that are added to."""
+        self._kept = self._gradients()
+
+    def check_kept(self) -> None:
+        """Raise InputError if a gradient that was kept is another object now, as after zero_grad()."""
+        for before, now in zip(self._kept, self._gradients(), strict=False):
+            if before is not None and before is not now:
+                found = "gradients cleared between the micro-batches of one batch"
+                raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
+
     def collect(self) -> None:
         """Bring every gradient that is not already a view of the area there; a missing one counts as zero."""
         if self._area is None:
@@ -225,7 +247,7 @@ class Binding:
 
     def release(self) -> None:
         """Let go of the area: `.grad` is None until the next `fill`."""
-        self._area, self._views = None, []
+        self._area, self._views, self._kept = None, [], []
         for p, _ in self._direct:
             p.grad = None
         for p, _, _ in self._copied:

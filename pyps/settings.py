@@ -44,6 +44,7 @@ class Settings:
     store: str
     rank: int
     batches: tuple[int, ...]  # empty: not told
+    micro_batch: int  # at most so many samples are computed at once; 0: the whole batch
     policy: Policy
     samples: int
     seed: int
@@ -76,6 +77,11 @@ def store_batches(plan: Plan) -> tuple[int, ...]:
     return tuple(worker.batch for worker in plan.workers if worker.batch > 0)
 
 
+def _micro_batch(plan: Plan | None, rank: int) -> int:
+    micro = [worker.micro_batch for worker in plan.workers if worker.batch > 0] if plan else []
+    return micro[rank] if rank < len(micro) else 0
+
+
 def read_settings(
     store: str | None,
     rank: int | None,
@@ -84,6 +90,7 @@ def read_settings(
     samples: int | None,
     seed: int | None,
     run_dir: str | Path | None,
+    micro_batch: int | None = None,
 ) -> Settings:
     """From the launcher's environment, with arguments before it; with `store` given, from arguments alone.
 
@@ -96,10 +103,16 @@ def read_settings(
             "a run: start the script with `pyps run`, or call pyps.join(store=..., rank=..., batches=...)"
         )
         raise InputError(ENVIRONMENT, "PYPS_STORE", "nothing", expected)
+    if rank is None:
+        rank = _integer(env, "PYPS_RANK")
+    plan = read_plan(path) if (path := env.get("PYPS_PLAN")) else None
+    if micro_batch is not None and micro_batch < 1:
+        raise InputError("join", "micro_batch", str(micro_batch), "at least 1")
     return Settings(
         store=name,
-        rank=rank if rank is not None else _integer(env, "PYPS_RANK"),
-        batches=tuple(batches) if batches is not None else _plan_batches(env),
+        rank=rank,
+        batches=tuple(batches) if batches is not None else store_batches(plan) if plan else (),
+        micro_batch=micro_batch if micro_batch is not None else _micro_batch(plan, rank),
         policy=_policy(policy, env),
         samples=samples if samples is not None else _integer(env, "PYPS_SAMPLES", 0),
         seed=seed if seed is not None else _integer(env, "PYPS_SEED", 0),
@@ -117,11 +130,6 @@ def _integer(env: Mapping[str, str], variable: str, default: int | None = None) 
         where, field = (ENVIRONMENT, variable) if env else ("join", variable.removeprefix("PYPS_").lower())
         raise InputError(where, field, repr(text) if text else "nothing", "a whole number of at least 0")
     return int(text)
-
-
-def _plan_batches(env: Mapping[str, str]) -> tuple[int, ...]:
-    path = env.get("PYPS_PLAN")
-    return store_batches(read_plan(path)) if path else ()
 
 
 def _policy(policy: Policy | str | None, env: Mapping[str, str]) -> Policy:

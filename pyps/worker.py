@@ -60,24 +60,30 @@ def join(
     samples: int | None = None,
     seed: int | None = None,
     run_dir: str | Path | None = None,
+    micro_batch: int | None = None,
 ) -> Worker:
     """This process's part of a run. Under `pyps run` without arguments; else at least store, rank and
     batches.
 
     An argument goes before what the launcher set. `batches` is the planned batch of each rank, `samples` the
-    sample positions of the whole run (0: without end). Raises InputError, naming what is missing.
+    sample positions of the whole run (0: without end), `micro_batch` the most samples to compute at once
+    (None: as the plan says). Raises InputError, naming what is missing.
     """
-    return Worker(read_settings(store, rank, batches, policy, samples, seed, run_dir))
+    return Worker(read_settings(store, rank, batches, policy, samples, seed, run_dir, micro_batch))
 
 
 class _Step:
-    """What is known of the step under way."""
+    """What is known of the step under way: a claim, computed in one micro-batch or several."""
 
     def __init__(self, claim: Claim, area: Area, version: int, spans: list[Span]) -> None:
         self.claim, self.area, self.version, self.spans = claim, area, version, spans
         self.began = time.monotonic()
         self.throttle: AbstractContextManager[ThrottleSpan] | None = None
         self.throttled: ThrottleSpan | None = None
+        self.overrun_seconds = 0.0
+        self.micro = 0  # samples of the micro-batch under way; 0: step() has been called for it
+        self.micro_before = 0  # of the last one that began
+        self.left = claim.count  # samples of later micro-batches
 
 
 class Worker:
@@ -145,39 +151,56 @@ class Worker:
         """Batch after batch of this worker's samples until the run's are used up; step() after each.
 
         `dataset`: a map-style dataset, or a tuple of tensors (indexed at once). Which samples a position
-        means depends on the seed alone. At the end the model holds the run's final parameters. Raises
-        InputError if a batch is asked for before step().
+        means depends on the seed alone. Where the plan splits this rank's batch, each micro-batch comes by
+        itself. At the end the model holds the run's final parameters. Raises InputError if a batch is asked
+        for before step().
         """
         length, fetch = fetcher(dataset, collate)
         while (step := self._begin()) is not None:
-            chosen = indices(step.claim.first, step.claim.count, length, self.settings.seed)
-            batch = fetch(chosen)
-            step.began = time.monotonic()
-            if self._throttle is not None:
-                step.throttle = self._throttle.span(batch=step.claim.count)
-                step.throttled = step.throttle.__enter__()
-            yield batch
-            if self._step is not None:
-                raise InputError(
-                    "worker", "batches", "no step() since the last batch", "step() after each batch"
-                )
+            while step.left:
+                first = step.claim.first + step.claim.count - step.left
+                self._begin_micro_batch(step)
+                batch = fetch(indices(first, step.micro, length, self.settings.seed))
+                step.began = time.monotonic()
+                if self._throttle is not None:
+                    step.throttle = self._throttle.span(batch=step.micro)
+                    step.throttled = step.throttle.__enter__()
+                yield batch
+                if self._step is step and step.micro:
+                    raise InputError(
+                        "worker", "batches", "no step() since the last batch", "step() after each batch"
+                    )
         self.refresh()
 
+    @property
+    def accumulating(self) -> bool:
+        """Whether more micro-batches of this step follow: a GradScaler's update() and a learning-rate
+        schedule's step() wait until none do.
+        """
+        return self._step is not None and self._step.left > 0
+
     def step(self, loss: Any = None, scaler: Any = None) -> PushResult | None:
-        """Push the gradient, the mean over the claimed samples; None if it was skipped or dropped.
+        """Push the gradient, the mean over the claimed samples; None if it was skipped or dropped, or while
+        micro-batches of it are still to come.
 
         `loss` (a number or a scalar tensor) is only recorded. `scaler`: a torch.amp.GradScaler; gradients are
         unscaled, and the step is skipped if they are not finite; call scaler.update() after. A worker that
         was fenced meanwhile rejoins and drops this gradient.
         """
         step, (_, attachment, binding) = self._step, self._require()
-        if step is None:
+        if step is None or not step.micro:
             raise InputError("worker", "step", "no batch", "step() once after each batch of batches()")
-        finite = self._finish_gradients(attachment, binding, scaler)
-        if step.throttle is not None:
+        binding.check_kept()
+        finite = not step.left and self._finish_gradients(attachment, binding, scaler)
+        if step.throttle is not None and step.throttled is not None:
             step.throttle.__exit__(None, None, None)
+            step.overrun_seconds += step.throttled.overrun_seconds
         pushed_at = time.monotonic()
         step.spans.append(("compute", step.began, pushed_at))
+        if step.left:
+            step.micro = 0
+            binding.keep()
+            return None
         self._step = None
         result = self._push(step, attachment, finite)
         self._account(step, result, finite, loss, pushed_at)
@@ -270,6 +293,18 @@ class Worker:
         self._step = _Step(claim, area, version, spans)
         return self._step
 
+    def _begin_micro_batch(self, step: _Step) -> None:
+        """The next micro-batch of at most the planned size.
+
+        Each backward adds the mean over its micro-batch, so what is there is first brought to the new one's
+        weight: after the last, of m samples, the sum times m / b is the mean over all b samples.
+        """
+        before, step.micro = step.micro_before, min(step.left, self.settings.micro_batch or step.left)
+        step.left -= step.micro
+        if before and before != step.micro:
+            self._require()[2].weigh(before / step.micro)
+        step.micro_before = step.micro
+
     def _claim(self) -> Claim:
         """start(), patient for as long as not every rank has joined for the first time."""
         deadline = time.monotonic() + ATTACH_TIMEOUT_SECONDS
@@ -315,7 +350,8 @@ class Worker:
     def _push(self, step: _Step, attachment: Attachment, finite: bool) -> PushResult | None:
         samples = step.claim.count if finite else 0
         try:
-            return self.store.push(step.area, samples, hyper_of(attachment))
+            share = step.micro / step.claim.count  # see _begin_micro_batch
+            return self.store.push(step.area, samples, hyper_of(attachment), scale=share)
         except Fenced:
             self.fenced += 1
             self.store.rejoin()
@@ -338,7 +374,7 @@ class Worker:
         step.spans.append(("push" if finite else "skip", pushed_at, done))
         if self._records is None:
             return
-        claim, throttled = step.claim, step.throttled
+        claim = step.claim
         self._records.write(
             StepRecord(
                 rank=self.rank, pid=os.getpid(), step=self._count, round=claim.round, plan=claim.plan,
@@ -346,7 +382,7 @@ class Worker:
                 version=result.version if result else step.version,
                 staleness=result.staleness if result else 0, sources=result.sources if result else 0,
                 loss=_number(loss), spans=step.spans,
-                overrun_seconds=throttled.overrun_seconds if throttled else 0.0,
+                overrun_seconds=step.overrun_seconds,
                 skipped=not finite, rejected=result is None,
             )
         )  # fmt: skip

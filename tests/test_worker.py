@@ -200,10 +200,63 @@ def plan_with(batches: list[int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("micro_batch", [1, 4, 5, 9, 10, 64])
+def test_micro_batches_make_the_whole_batch(shm: Path, micro_batch: int) -> None:
+    model, whole = make_model(), make_model()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    sizes: list[int] = []
+    with join("run", 0, batches=[10], samples=25, seed=5, micro_batch=micro_batch) as worker:
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for x, y in worker.batches((X, Y)):
+            sizes.append(len(x))
+            backward(loss_of(model, x, y))
+            assert (worker.step() is None) == worker.accumulating
+        assert (worker.steps, worker.skipped) == (3, 0)
+    assert sizes == [min(micro_batch, b - at) for b in (10, 10, 5) for at in range(0, b, micro_batch)]
+    for first, count in ((0, 10), (10, 10), (20, 5)):
+        rows = torch.from_numpy(indices(first, count, SAMPLES, 5))
+        optimizer.zero_grad()
+        backward(loss_of(whole, X[rows], Y[rows]))
+        optimizer.step()
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2 * RELATIVE, atol=RELATIVE)
+
+
+def clear_between(worker: Worker, model: nn.Module) -> None:
+    for x, y in worker.batches((X, Y)):
+        model.zero_grad()
+        backward(loss_of(model, x, y))
+        worker.step()
+
+
+def forget_a_step(worker: Worker, model: nn.Module) -> None:
+    for index, (x, y) in enumerate(worker.batches((X, Y))):
+        backward(loss_of(model, x, y))
+        if index == 0:
+            worker.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"), [(clear_between, "zero_grad"), (forget_a_step, r"no step\(\) since")]
+)
+def test_misuse_of_micro_batches_is_said(
+    shm: Path, loop: Callable[[Worker, nn.Module], None], said: str
+) -> None:
+    model = make_model()
+    with join("run", 0, batches=[10], samples=20, seed=5, micro_batch=5) as worker:
+        worker.attach(model)
+        with pytest.raises(InputError, match=said):
+            loop(worker, model)
+    with pytest.raises(InputError, match="micro_batch"):
+        join("run", 0, batches=[10], micro_batch=0)
+
+
 @pytest.mark.parametrize("policy", ["bsp", "asp"])
 def test_processes_under_a_launcher(shm: Path, tmp_path: Path, policy: str) -> None:
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_with([7, 0, 3])))  # the second is left out: store ranks 0 and 1
+    drawn = plan_with([7, 0, 4])  # the second is left out: store ranks 0 and 1
+    drawn["workers"][2] |= {"micro_batch": 2, "accumulation": 2}
+    plan.write_text(json.dumps(drawn))
     common = {
         "PYPS_STORE": "launched", "PYPS_PLAN": str(plan), "PYPS_POLICY": policy, "PYPS_SEED": "3",
         "PYPS_RUN_DIR": str(tmp_path / "run"), "PYPS_SAMPLES": "120", "PYPS_ROUND_TIMEOUT": "30",
