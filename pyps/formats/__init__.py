@@ -1,0 +1,92 @@
+"""The files that pass between the parts: profile, cluster and plan, typed, versioned and checked.
+
+profile.json  (pyps.profile/1)  one device: what was measured, and the cost model fitted to it
+cluster.toml                    which devices there are, and the global batch
+plan.json     (pyps.plan/1)     who computes how much
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from pyps.errors import InputError
+from pyps.formats.cluster import Cluster, Job, WorkerGroup, check_cluster
+from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_text, typed, write_json
+from pyps.formats.kinds import MAX_BATCH
+from pyps.formats.plan import PLAN_SCHEMA, EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule, check_plan
+from pyps.formats.profile import PROFILE_SCHEMA, Device, Fit, Memory, ModelInfo, Point, Profile, check_profile
+
+__all__ = [
+    "FORMATS",
+    "MAX_BATCH",
+    "MAX_FILE_BYTES",
+    "PLAN_SCHEMA",
+    "PROFILE_SCHEMA",
+    "Cluster",
+    "Device",
+    "EvenSplit",
+    "Fit",
+    "HpsEstimate",
+    "Job",
+    "Memory",
+    "ModelInfo",
+    "Plan",
+    "PlanWorker",
+    "Point",
+    "Profile",
+    "R2spSchedule",
+    "WorkerGroup",
+    "encode",
+    "read_cluster",
+    "read_plan",
+    "read_profile",
+    "schema",
+    "write_json",
+]
+
+FORMATS: dict[str, type[Struct]] = {"profile": Profile, "cluster": Cluster, "plan": Plan}
+
+
+def read_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read and check a pyps.profile/1 file. Raises InputError."""
+    raw = read_json(path, PROFILE_SCHEMA)
+    return typed(str(path), raw, Profile, check_profile)
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read and check a pyps.plan/1 file. Raises InputError."""
+    raw = read_json(path, PLAN_SCHEMA)
+    return typed(str(path), raw, Plan, check_plan)
+
+
+def read_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """Read and check a cluster file (TOML); its profiles must exist and come back as resolved paths.
+
+    Raises InputError.
+    """
+    where = str(path)
+    try:
+        raw = tomllib.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(where, "", f"text that is not TOML ({error})", "a cluster file in TOML") from None
+    cluster = typed(where, raw, Cluster, check_cluster)
+    groups = []
+    for k, group in enumerate(cluster.worker):
+        profile = Path(path).parent / group.profile
+        if not profile.is_file():
+            raise InputError(where, f"worker[{k}].profile", f"no file at {profile}", "the path of a profile")
+        groups.append(msgspec.structs.replace(group, profile=str(profile)))
+    return msgspec.structs.replace(cluster, worker=groups)
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The JSON schema of "profile", "cluster" or "plan"."""
+    if name not in FORMATS:
+        raise InputError("schema", "name", repr(name), f"one of {', '.join(FORMATS)}")
+    return msgspec.json.schema(FORMATS[name])

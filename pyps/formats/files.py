@@ -1,0 +1,155 @@
+"""Files in and out.
+
+Reading trusts nothing: what is missing, damaged, of another version, misspelt or out of range is an
+InputError that names the file, the field, what was found and what would be right. Writing is atomic.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from pyps.errors import InputError
+
+MAX_FILE_BYTES = 1 << 28
+T = TypeVar("T", bound=Struct)
+
+
+def encode(value: Any) -> bytes:
+    """Indented JSON of a format's value or of plain data. Raises InputError on NaN and infinity."""
+    refuse_non_finite("", msgspec.to_builtins(value))
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as JSON, entirely or not at all: a temporary file beside it, fsync, rename.
+
+    Raises InputError where the place cannot be written or is not a plain file.
+    """
+    target, data = Path(path), encode(value)
+    if target.exists() and not target.is_file():
+        raise InputError(str(path), "", "something that is not a plain file", "a file name to write to")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError(str(path), "", error.strerror or str(error), "a place to write to") from None
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    where = str(path)
+    try:
+        with open(path, "rb") as file:
+            if stat.S_ISDIR(os.fstat(file.fileno()).st_mode):
+                raise IsADirectoryError(0, "a directory")
+            data = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        raise InputError(where, "", found.lower(), "a readable file") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise InputError(where, "", f"more than {MAX_FILE_BYTES} bytes", "a smaller file")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise InputError(where, "", found, "UTF-8 text") from None
+
+
+def read_json(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
+    where = str(path)
+    try:
+        raw = msgspec.json.decode(read_text(path).encode())
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InputError(where, "", f"damaged JSON ({error})", f"a {expected} file") from None
+    if not isinstance(raw, dict):
+        raise InputError(where, "", _shown(raw), f"a JSON object with schema {expected!r}")
+    found = raw.get("schema")
+    if found != expected:
+        raise InputError(where, "schema", "nothing" if found is None else _shown(found), repr(expected))
+    return raw
+
+
+def typed(where: str, raw: dict[str, Any], kind: type[T], check: Callable[[str, T], None]) -> T:
+    refuse_non_finite(where, raw)
+    try:
+        value = msgspec.convert(raw, kind)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise _explain(where, raw, kind, str(error)) from None
+    check(where, value)
+    return value
+
+
+def refuse_non_finite(where: str, raw: Any) -> None:
+    for place, value in _leaves(raw, ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(where, place, str(value), "a finite number")
+
+
+def _leaves(raw: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(raw, dict):
+        for key, value in raw.items():
+            yield from _leaves(value, f"{place}.{key}" if place else str(key))
+    elif isinstance(raw, list | tuple):
+        for k, value in enumerate(raw):
+            yield from _leaves(value, f"{place}[{k}]")
+    else:
+        yield place, raw
+
+
+def _explain(where: str, raw: Any, kind: type[Struct], message: str) -> InputError:
+    """Turn "Expected `int` >= 1 - at `$.points[3].batch`" (msgspec) into field, found and expected."""
+    problem, _, place = message.partition(" - at ")
+    place = place.strip("`").removeprefix("$").removeprefix(".")
+    if unknown := re.match(r"Object contains unknown field `(.*)`", problem):
+        return _unknown_key(where, place, unknown[1], kind)
+    if missing := re.match(r"Object missing required field `(.*)`", problem):
+        field = f"{place}.{missing[1]}" if place else missing[1]
+        return InputError(where, field, "nothing", "a value: this field is required")
+    expected = problem.partition(", got ")[0].replace("`", "").removeprefix("Expected ")
+    if problem.startswith("Invalid enum value"):
+        expected = "a value that the format knows"
+    return InputError(where, place, _shown(_at(raw, place)), expected)
+
+
+def _unknown_key(where: str, place: str, key: str, kind: type[Struct]) -> InputError:
+    fields = _fields_at(kind, place)
+    near = difflib.get_close_matches(key, fields, n=1)
+    expected = f"{near[0]!r}" if near else f"one of {', '.join(fields)}"
+    return InputError(where, f"{place}.{key}" if place else key, "an unknown key", expected)
+
+
+def _fields_at(kind: type[Struct], place: str) -> list[str]:
+    """The field names of the struct that lies at a place such as `worker[2]` of a format."""
+    node: Any = msgspec.inspect.type_info(kind)
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", place):
+        node = node.item_type if index else next(field.type for field in node.fields if field.name == name)
+        if isinstance(node, msgspec.inspect.UnionType):
+            node = next(t for t in node.types if not isinstance(t, msgspec.inspect.NoneType))
+    return [field.name for field in node.fields]
+
+
+def _at(raw: Any, place: str) -> Any:
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
+        raw = raw[int(index)] if index else raw[name]
+    return raw
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"an object with {', '.join(map(str, value)) or 'no fields'}"[:80]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,17 @@
+"""The kinds of numbers and names that every format shares, and their limits."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_BATCH = 2**31 - 1  # keeps every product of two batches inside 64 bits
+
+Batch = Annotated[int, Meta(ge=1, le=MAX_BATCH)]
+Share = Annotated[int, Meta(ge=0, le=MAX_BATCH)]
+Seconds = Annotated[float, Meta(gt=0)]
+Elapsed = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Factor = Annotated[float, Meta(ge=1)]

@@ -1,0 +1,94 @@
+"""pyps.profile/1: one device, what was measured on it, and the cost model fitted to that."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from pyps.errors import InputError
+from pyps.formats.kinds import Batch, Bytes, Elapsed, Factor, Name, Seconds
+
+PROFILE_SCHEMA = "pyps.profile/1"
+
+
+class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was timed; `emulated`: a throttle (that many times slower) stands for the hardware."""
+
+    name: Name
+    kind: str = "cpu"
+    throttle: Factor = 1.0
+    emulated: bool = False
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The network that was trained while timing."""
+
+    name: Name
+    parameters: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One batch size: the seconds of one training step, or of several, and the peak memory in bytes."""
+
+    batch: Batch
+    seconds: Seconds | Annotated[list[Seconds], Meta(min_length=1)]
+    peak_bytes: Bytes | None = None
+
+
+class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory model: a batch b needs fixed_bytes + bytes_per_sample * b, within budget_bytes."""
+
+    fixed_bytes: Bytes
+    bytes_per_sample: Annotated[float, Meta(gt=0)]
+    budget_bytes: Bytes
+
+
+class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cost model T(b) = max(t0, c + a*b), or a monotone table of (batch, seconds).
+
+    leave_one_out_error is the median relative error of predicting each point from the others.
+    """
+
+    kind: Literal["affine", "knee", "table"]
+    fixed_seconds: float = 0.0
+    per_sample_seconds: Elapsed = 0.0
+    floor_seconds: Elapsed = 0.0
+    r2: float | None = None
+    leave_one_out_error: Elapsed | None = None
+    trusted_min_batch: Batch
+    trusted_max_batch: Batch
+    table: Annotated[list[tuple[Batch, Seconds]], Meta(min_length=1)] | None = None
+
+
+class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measurements of one device with one model; `fit` is optional: whoever plans fits when it is absent."""
+
+    schema: Literal["pyps.profile/1"] = "pyps.profile/1"
+    device: Device
+    model: ModelInfo
+    points: Annotated[list[Point], Meta(min_length=1)]
+    max_batch: Batch | None = None
+    memory: Memory | None = None
+    fit: Fit | None = None
+
+
+def check_profile(where: str, profile: Profile) -> None:
+    fit = profile.fit
+    if fit is None:
+        return
+    if fit.trusted_max_batch < fit.trusted_min_batch:
+        raise InputError(
+            where, "fit.trusted_max_batch", str(fit.trusted_max_batch), f"at least {fit.trusted_min_batch}"
+        )
+    if fit.kind == "table":
+        if fit.table is None:
+            raise InputError(where, "fit.table", "nothing", 'a list of [batch, seconds], as kind is "table"')
+        for k in range(1, len(fit.table)):
+            (batch, seconds), (next_batch, next_seconds) = fit.table[k - 1], fit.table[k]
+            if next_batch <= batch:
+                raise InputError(where, f"fit.table[{k}][0]", str(next_batch), f"a batch above {batch}")
+            if next_seconds < seconds:
+                raise InputError(where, f"fit.table[{k}][1]", str(next_seconds), f"at least {seconds}")
+    elif max(fit.floor_seconds, fit.fixed_seconds + fit.per_sample_seconds) <= 0:
+        raise InputError(where, "fit.fixed_seconds", str(fit.fixed_seconds), "a positive time for one sample")
