@@ -8,16 +8,29 @@
 
 static const struct kernels *chosen;
 
-static const struct kernels *best(void) {
+static bool supported(const struct kernels *k) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) return &kernels_avx2;
+    if (k == &kernels_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (k == &kernels_avx512) return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
 #endif
-    return &kernels_scalar;
+#if defined(__aarch64__)
+    if (k == &kernels_neon) return true; /* every 64-bit Arm has it */
+#endif
+    return k == &kernels_scalar;
 }
 
+/* The best one first. What PYPS_ISA names is used if it is here, else the best. */
 static void choose(void) {
+    static const struct kernels *const all[] = {
+#if defined(__x86_64__)
+        &kernels_avx512, &kernels_avx2,
+#elif defined(__aarch64__)
+        &kernels_neon,
+#endif
+        &kernels_scalar};
     const char *wanted = getenv("PYPS_ISA");
-    chosen = wanted && strcmp(wanted, kernels_scalar.name) == 0 ? &kernels_scalar : best();
+    for (size_t i = sizeof all / sizeof *all; i-- > 0;)
+        if (supported(all[i]) && (!chosen || !wanted || strcmp(wanted, chosen->name))) chosen = all[i];
 }
 
 const struct kernels *kernels_chosen(void) {
@@ -29,20 +42,28 @@ const struct kernels *kernels_chosen(void) {
 const char *pyps_isa(void) { return kernels_chosen()->name; }
 
 unsigned kernels_states(unsigned optimizer) {
-    static const unsigned states[] = {[PYPS_SGD] = 0, [PYPS_MOMENTUM] = 1, [PYPS_ADAMW] = 2};
-    return optimizer < sizeof states / sizeof *states ? states[optimizer] : 0;
+    static const unsigned states[] = {[PYPS_SGD] = 0, [PYPS_MOMENTUM] = 1, [PYPS_ADAMW] = 2,
+                                      [PYPS_ADAM] = 2, [PYPS_ADAGRAD] = 1};
+    return optimizer < OPTIMIZERS ? states[optimizer] : 0;
 }
 
 struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *h, float scale,
                                         uint64_t steps) {
     struct step_constants k = {.scale = scale, .lr = h->lr, .weight_decay = h->weight_decay};
+    k.clip = h->clip > 0 ? h->clip : INFINITY;
     k.momentum = h->momentum;
     k.undamped = steps == 0 ? 1.0f : 1.0f - h->dampening;
     k.nesterov = h->nesterov ? h->momentum : 0.0f;
-    if (optimizer == PYPS_ADAMW) {
-        double t = (double)steps + 1;
+    double t = (double)steps + 1;
+    if (optimizer == PYPS_ADAGRAD) {
+        k.lr = (float)((double)h->lr / (1 + (t - 1) * (double)h->lr_decay));
+        k.eps = h->eps;
+    }
+    if (optimizer == PYPS_ADAMW || optimizer == PYPS_ADAM) {
+        bool decoupled = optimizer == PYPS_ADAMW;
         k.lr = (float)((double)h->lr / (1 - pow((double)h->beta1, t)));
-        k.shrink = (float)(1 - (double)h->lr * (double)h->weight_decay);
+        k.shrink = decoupled ? (float)(1 - (double)h->lr * (double)h->weight_decay) : 1.0f;
+        if (decoupled) k.weight_decay = 0;
         k.beta2 = h->beta2;
         k.fresh1 = (float)(1 - (double)h->beta1);
         k.fresh2 = (float)(1 - (double)h->beta2);

@@ -9,8 +9,9 @@
 
 #include <stddef.h>
 
-#include "pyps.h"
+#include "codec.h"
 
+enum { OPTIMIZERS = PYPS_ADAGRAD + 1 };
 enum { MAX_STATES = 2 }; /* state vectors an optimizer may keep beside the parameters */
 
 /* One parameter's way from old to new: parameters and states are read from `old` and written to `new`, which
@@ -25,12 +26,13 @@ struct step {
 /* Constants of one step on one chunk, derived from pyps_hyper and the chunk's step count in one place. */
 struct step_constants {
     float scale;        /* the gradient is multiplied by it first */
-    float lr;           /* AdamW: lr / (1 - beta1^t) */
-    float weight_decay; /* SGD, momentum: added as weight_decay * parameter */
+    float clip;         /* then held within [-clip, clip]; infinite: no bound */
+    float lr;           /* Adam, AdamW: lr / (1 - beta1^t); Adagrad: lr / (1 + (t - 1) lr_decay) */
+    float weight_decay; /* added as weight_decay * parameter; AdamW: 0 */
     float momentum;
     float undamped; /* 1 - dampening; 1 on the first step, as torch does */
     float nesterov; /* momentum if Nesterov, else 0 */
-    float shrink;   /* AdamW: 1 - lr * weight_decay */
+    float shrink;   /* AdamW: 1 - lr * weight_decay; Adam: 1 */
     float beta2;
     float fresh1;          /* 1 - beta1 */
     float fresh2;          /* 1 - beta2 */
@@ -40,19 +42,26 @@ struct step_constants {
 
 struct kernels {
     const char *name;
-    void (*update[3])(const struct step *step, const struct step_constants *constants); /* by optimizer */
+    void (*update[OPTIMIZERS])(const struct step *step, const struct step_constants *constants); /* by optimizer */
     /* sum[i] = weight * x[i], or += for the second */
     void (*weigh)(float *sum, const float *x, float weight, size_t length);
     void (*weigh_add)(float *sum, const float *x, float weight, size_t length);
     void (*divide)(float *x, float divisor, size_t length);
+    /* A copy that goes past the caches: for what is not read again soon. */
+    void (*stream)(float *to, const float *from, size_t length);
+    bool (*encode)(struct encoding *e); /* false: stopped at a value that is not finite */
+    void (*decode)(uint32_t codec, float *out, const uint8_t *codes, const float *scales, size_t count);
 };
 
 extern const struct kernels kernels_scalar;
 #if defined(__x86_64__)
-extern const struct kernels kernels_avx2;
+extern const struct kernels kernels_avx2, kernels_avx512;
+#elif defined(__aarch64__)
+extern const struct kernels kernels_neon;
 #endif
 
-/* The table in use: the best this processor has, or PYPS_ISA=scalar|avx2. Chosen once. */
+/* The table in use: the best this processor has, or PYPS_ISA=scalar|avx2|avx512|neon if it
+ * has that. Chosen once. */
 const struct kernels *kernels_chosen(void);
 
 /* How many state vectors an optimizer keeps; 0 for an unknown one, which callers have refused before. */

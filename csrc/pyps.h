@@ -44,12 +44,17 @@ enum {
     PYPS_ENOTREADY = -15, /* the segment is still being created */
     PYPS_EBUSY = -16,     /* a live process holds it */
     PYPS_EEND = -17,      /* every sample has been handed out and accounted for */
+    PYPS_ENONFINITE = -19, /* a value to encode is NaN or infinite, and the policy is to refuse */
     PYPS_EPOLICY = -18    /* the segment's policy is not known to this library */
 };
 
-enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2 };                                /* optimizers */
+enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2, PYPS_ADAM = 3, PYPS_ADAGRAD = 4 }; /* optimizers */
 enum { PYPS_BSP = 0, PYPS_ASP = 1 };                                                     /* policies */
-enum { PYPS_F32 = 0 };                                                                   /* element types */
+/* Codecs: how gradients and parameters travel. Tensors themselves are PYPS_F32. */
+enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, PYPS_NF4 = 5 };
+enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
+/* What an encoder does with NaN and infinities: refuse, send zeros for their block, send zeros for them. */
+enum { PYPS_NONFINITE_ERROR = 0, PYPS_NONFINITE_SKIP = 1, PYPS_NONFINITE_ZERO = 2 };
 enum { PYPS_WORKER = 0, PYPS_OBSERVER = 1 };                                             /* roles */
 enum { PYPS_EMPTY = 0, PYPS_ACTIVE = 1, PYPS_FENCED = 2, PYPS_LEFT = 3, PYPS_DEAD = 4 }; /* member states */
 
@@ -69,12 +74,14 @@ typedef struct {
 /* One parameter group's constants for one step; a staged push carries them. The formulas are torch's. */
 typedef struct {
     float lr;
-    float weight_decay; /* L2 for SGD and momentum, decoupled for AdamW */
+    float weight_decay; /* decoupled for AdamW, else L2 */
     float momentum;
     float dampening;
     float beta1;
     float beta2;
     float eps;
+    float lr_decay;    /* Adagrad */
+    float clip;        /* every element of the scaled gradient is held within [-clip, clip]; 0: no bound */
     uint32_t nesterov; /* 0 or 1 */
 } pyps_hyper;
 
@@ -132,6 +139,24 @@ typedef struct {
 } pyps_push_result;
 
 typedef struct {
+    uint32_t size;
+    uint32_t codec;
+    uint32_t rounding;     /* PYPS_NEAREST, or for int8, int4 and nf4 PYPS_STOCHASTIC */
+    uint32_t nonfinite;    /* PYPS_NONFINITE_ERROR ... */
+    float scale;           /* values are multiplied by it first; finite */
+    uint32_t reserved;
+    uint64_t seed, first;  /* noise depends on the seed and on the index of a value, values[0]'s being `first`,
+                              a multiple of 256 */
+    const float *residual; /* [count] added to the scaled values; NULL: none */
+    float *residual_out;   /* [count] what the code did not carry: sum - decoded; NULL: dropped */
+} pyps_encode_args;
+
+typedef struct {
+    uint64_t nonfinite;      /* values that were NaN or infinite */
+    uint64_t blocks_skipped; /* blocks sent as zeros for that; their residual is as before */
+} pyps_encode_result;
+
+typedef struct {
     uint64_t id;    /* 64-bit, never reused; 0: no member was ever here */
     uint32_t state; /* PYPS_EMPTY ... */
     uint32_t role;
@@ -169,7 +194,15 @@ typedef struct {
 PYPS_API uint32_t pyps_abi_version(void);
 PYPS_API const char *pyps_error_name(int code); /* "PYPS_EINVAL" ...; never NULL */
 PYPS_API const char *pyps_error_message(void);  /* of this thread's last failure; valid until its next call */
-PYPS_API const char *pyps_isa(void);            /* the kernels in use: "scalar", "avx2" */
+PYPS_API const char *pyps_isa(void);            /* the kernels in use: "scalar", "avx2", "avx512" or "neon" */
+
+/* Codecs, on arrays of the caller's; no store is needed. Encoded data is all codes, then all scales (fp32), and
+ * begins at a multiple of 4. `bytes` must be pyps_encoded_bytes(), which is 0 for an unknown codec. An encode
+ * that fails with PYPS_ENONFINITE leaves `out` and `residual_out` undefined and `residual` as it was. */
+PYPS_API uint64_t pyps_encoded_bytes(uint32_t codec, uint64_t count);
+PYPS_API int pyps_encode(const pyps_encode_args *args, const float *values, uint64_t count, void *out,
+                         uint64_t bytes, pyps_encode_result *result);
+PYPS_API int pyps_decode(uint32_t codec, const void *data, uint64_t bytes, float *out, uint64_t count);
 
 /* Segments. A name is 1 to 200 letters, digits, '.', '_' or '-'; the file is PYPS_SHM_DIR (default /dev/shm)
  * "/pyps-" name. Create makes a ready store or nothing. Unlink refuses (PYPS_EBUSY) while any process has the

@@ -1,4 +1,6 @@
-/* kernels.c: every instruction set gives the scalar's bits, for every length up to 130 and any alignment. */
+/* kernels.c: the chosen instruction set gives the scalar's bits: every optimizer for every length up to 130 and
+ * any alignment, every codec for lengths around its blocks with every rounding, residual and policy. */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,7 +29,9 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
                         .dampening = 0.1f,
                         .beta1 = 0.9f,
                         .beta2 = 0.99f,
-                        .eps = 1e-8f};
+                        .eps = 1e-8f,
+                        .lr_decay = 0.01f,
+                        .clip = rand() % 2 ? 0.0f : 2.0f};
     hyper.nesterov = rand() % 2;
     struct step_constants constants = kernels_constants(optimizer, &hyper, 0.5f, (uint64_t)(rand() % 3));
     for (int side = 0; side < 2; side++) {
@@ -36,7 +40,7 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
             step.old[v] = old[v] + at, step.new[v] = new[side][v] + at;
         (side ? b : a)->update[optimizer](&step, &constants);
         float *sum = new[side][2] + at; /* the round's reduction, where the optimizer has no second state */
-        if (optimizer == PYPS_ADAMW) continue;
+        if (kernels_states(optimizer) == 2) continue;
         (side ? b : a)->weigh(sum, gradient + at, 3.0f, length);
         (side ? b : a)->weigh_add(sum, old[0] + at, 7.0f, length);
         (side ? b : a)->divide(sum, 10.0f, length);
@@ -44,10 +48,70 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
     return memcmp(new[0], new[1], sizeof new[0]);
 }
 
+static void fill(float *x, size_t length, int kind) {
+    for (size_t i = 0; i < length; i++) {
+        x[i] = number();
+        if (kind == 1) x[i] = (float)(rand() - RAND_MAX / 2) * 1e-42f;
+        if (kind == 2 && i / 64 % 2) x[i] = 0;
+        if (kind == 3 && rand() % 100 == 0) x[i] = rand() % 2 ? NAN : -INFINITY;
+        if (kind == 4) x[i] = (float)(rand() % 255 - 127) / 2; /* ties */
+        if (kind == 5) x[i] = (float)(rand() - RAND_MAX / 2) * 1e-7f; /* around the least fp16 */
+    }
+}
+
+#define RUN 1100
+static struct encoded {
+    uint8_t codes[4 * RUN];
+    float scales[RUN], residual[RUN], decoded[RUN];
+    uint64_t bad, skipped, at, done;
+} results[2];
+
+static int codecs_differ(const struct kernels *a, const struct kernels *b, uint32_t codec, size_t length,
+                         int kind) {
+    static float values[RUN + 4], residual[RUN + 4];
+    size_t at = (size_t)rand() % 4;
+    fill(values, RUN + 4, kind), fill(residual, RUN + 4, kind == 3 ? 0 : kind);
+    memset(results, 0, sizeof results);
+    struct encoding e = {.codec = codec,
+                         .stochastic = codec >= PYPS_INT8 && rand() % 2,
+                         .nonfinite = (uint32_t)(rand() % 3),
+                         .scale = rand() % 2 ? 1.0f : 0.3f,
+                         .seed = (uint64_t)rand() << 32 | (uint64_t)rand(),
+                         .first = 256 * (uint64_t)rand(),
+                         .values = values + at,
+                         .residual = rand() % 2 ? residual + at : NULL,
+                         .count = length};
+    int keep = rand() % 2;
+    for (int side = 0; side < 2; side++) {
+        struct encoded *r = &results[side];
+        struct encoding mine = e;
+        mine.codes = r->codes, mine.scales = r->scales, mine.residual_out = keep ? r->residual : NULL;
+        r->done = (side ? b : a)->encode(&mine);
+        r->bad = mine.bad, r->skipped = mine.skipped, r->at = mine.at;
+        if (r->done) (side ? b : a)->decode(codec, r->decoded, r->codes, r->scales, length);
+        else memset(r->codes, 0, sizeof r->codes + sizeof r->scales + sizeof r->residual);
+    }
+    return memcmp(&results[0], &results[1], sizeof results[0]);
+}
+
+static int noisy_codes_differ(const struct kernels *chosen) {
+    static uint8_t codes[2 * RUN];
+    static float scales[RUN], out[2][RUN];
+    for (uint32_t codec = PYPS_BF16; codec <= PYPS_NF4; codec++)
+        for (int round = 0; round < 200; round++) { /* what no encoder wrote: infinities, NaN, -128 */
+            for (size_t i = 0; i < sizeof codes; i++) codes[i] = (uint8_t)rand();
+            for (size_t i = 0; i < RUN; i++) scales[i] = number();
+            kernels_scalar.decode(codec, out[0], codes, scales, RUN);
+            chosen->decode(codec, out[1], codes, scales, RUN);
+            if (memcmp(out[0], out[1], sizeof out[0])) return printf("decode of codec %u differs\n", codec);
+        }
+    return 0;
+}
+
 int main(void) {
     const struct kernels *chosen = kernels_chosen();
     srand(1);
-    for (unsigned optimizer = PYPS_SGD; optimizer <= PYPS_ADAMW; optimizer++)
+    for (unsigned optimizer = PYPS_SGD; optimizer < OPTIMIZERS; optimizer++)
         for (size_t length = 0; length <= 130; length++)
             for (size_t at = 0; at < 4; at++)
                 if (differ(&kernels_scalar, chosen, optimizer, length, at)) {
@@ -55,6 +119,15 @@ int main(void) {
                            length, at, chosen->name);
                     return 1;
                 }
+    for (uint32_t codec = PYPS_F32; codec < CODECS; codec++)
+        for (size_t length = 0; length <= RUN; length += length % 256 < 66 ? 1 : 29)
+            for (int kind = 0; kind < 6; kind++)
+                if (codecs_differ(&kernels_scalar, chosen, codec, length, kind)) {
+                    printf("codec %u, length %zu, values %d: %s differs from scalar\n", codec, length, kind,
+                           chosen->name);
+                    return 1;
+                }
+    if (noisy_codes_differ(chosen)) return 1;
     printf("%s\n", chosen->name);
     return 0;
 }
