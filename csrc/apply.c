@@ -6,7 +6,7 @@
 
 #include "store.h"
 
-#define BLOCK 1024u /* floats of a reduced gradient at a time: stays in the first-level cache */
+#define BLOCK 1024u /* floats at a time: what is decoded or reduced stays in the first-level cache */
 
 static uint8_t *area_start(const pyps_store *s, uint32_t slot, uint32_t area) {
     return s->base + s->layout.staging + ((uint64_t)slot * s->geometry.areas + area) * s->layout.area_stride;
@@ -26,10 +26,10 @@ static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) 
     const struct kernels *kernels = kernels_chosen();
     for (uint32_t i = 0; i < s->source_count; i++) {
         const struct source *from = &s->sources[i];
-        float scale = area_header(s, from->slot, from->area)->scale;
+        float block[BLOCK], scale = area_header(s, from->slot, from->area)->scale;
         float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
-        (i ? kernels->weigh_add : kernels->weigh)(sum, area_data(s, from->slot, from->area) + at, weight,
-                                                  length);
+        const float *gradient = area_gradient(s, from->slot, from->area, at, length, block);
+        (i ? kernels->weigh_add : kernels->weigh)(sum, gradient, weight, length);
     }
     if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
 }
@@ -43,7 +43,8 @@ static struct step step_on(const pyps_store *s, uint32_t old, uint32_t new, uint
     return step;
 }
 
-/* Fills the private buffer with the chunk's next version. */
+/* Fills the private buffer with the chunk's next version, and the copy of an exchange with its parameters:
+ * they are the same whoever publishes them. */
 static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
     const struct ticket *ticket = &s->ticket;
     bool round = ticket->kind == TICKET_ROUND;
@@ -56,25 +57,21 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
     struct step_constants constants =
         kernels_constants(s->geometry.optimizer, &staged->hyper[s->chunks[chunk].group],
                           round ? 1.0f : staged->scale * ticket->scale, before->steps);
-    void (*update)(const struct step *, const struct step_constants *) =
-        kernels_chosen()->update[s->geometry.optimizer];
+    const struct kernels *kernels = kernels_chosen();
+    bool stream = s->stream_to && ticket->number == s->stream_ticket;
 
     *buffer_header(s, s->private_buffer) =
         (struct chunk_header){.version = ticket->number, .steps = before->steps + 1};
-    if (!round) {
-        struct step step = step_on(s, old, s->private_buffer, 0, length);
-        step.gradient = area_data(s, slot, area) + at;
-        update(&step, &constants);
-        return;
-    }
-    float sum[BLOCK];
     for (uint32_t from = 0; from < length; from += BLOCK) {
+        float gradient[BLOCK];
         uint32_t block = length - from < BLOCK ? length - from : BLOCK;
-        reduce(s, sum, at + from, block);
         struct step step = step_on(s, old, s->private_buffer, from, block);
-        step.gradient = sum;
-        update(&step, &constants);
+        if (round) reduce(s, gradient, at + from, block);
+        step.gradient = round ? gradient : area_gradient(s, slot, area, at + from, block, gradient);
+        kernels->update[s->geometry.optimizer](&step, &constants);
+        if (stream) kernels->stream(s->stream_to + at + from, step.new[0], block);
     }
+    if (stream) s->streamed[chunk] = ticket->number;
 }
 
 /* A snapshot at exactly the version that is about to be displaced gets the buffer before the word moves, so

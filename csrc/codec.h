@@ -22,7 +22,7 @@
 #include "pyps.h"
 
 #define CODECS        6u
-#define BLOCK_MAX     256u                 /* the largest block of any codec, and what non-finite values cost */
+#define BLOCK_MAX     256u /* the largest block of any codec, and what non-finite values cost */
 #define INFINITE_BITS UINT32_C(0x7f800000) /* of fp32: from here on upwards a magnitude is not finite */
 #define TINY_BITS     UINT32_C(0x0da24260) /* 1e-30f: below it a block's scale is 0 */
 #define F16_MAX       65504.0f
@@ -42,7 +42,8 @@ struct encoding {
     float *scales;
     size_t count;
 
-    uint64_t bad, skipped, at; /* out: non-finite values, blocks skipped, flat index of the value that stopped it */
+    uint64_t bad, skipped,
+        at; /* out: non-finite values, blocks skipped, flat index of the value that stopped it */
 };
 
 extern const float nf4_codebook[16];
@@ -55,8 +56,13 @@ uint64_t codec_scales(uint32_t codec, uint64_t count); /* how many */
 /* A block whose largest magnitude is not finite, by the policy: false to stop. What is to be coded goes to
  * `v`, the bits of its largest magnitude to `top`. x and r (NULL: none) are the block's values and residual,
  * index the place of x[0]. */
-bool encoding_mend(struct encoding *e, const float *x, const float *r, float *v, size_t n,
-                   uint64_t index, uint32_t *top);
+bool encoding_mend(struct encoding *e, const float *x, const float *r, float *v, size_t n, uint64_t index,
+                   uint32_t *top);
+
+/* PYPS_OK, or PYPS_EINVAL with the field that is wrong; `what` leads the message. */
+int codec_check_args(const char *what, const pyps_encode_args *args);
+
+int codec_check_data(const char *what, uint32_t codec, uint64_t count, const void *data, uint64_t bytes);
 
 /* With checked arguments. PYPS_ENONFINITE if the policy is to stop; then nothing but `codes` and
  * `residual_out` has changed. */

@@ -1,5 +1,5 @@
-/* codec_template.h: encode and decode over an abstract vector; see kernels_template.h for the float operations.
- * A file per instruction set defines besides
+/* codec_template.h: encode and decode over an abstract vector; see kernels_template.h for the float
+ * operations. A file per instruction set defines besides
  *
  *     IVEC, ISET, LANES             32-bit lanes, broadcast, {0, 1, 2, ...}
  *     IAND, IOR, IXOR, IADD, ISUB   bits, wrapping sums and differences
@@ -14,9 +14,9 @@
  *     GET_SHORTS, PUT_SHORTS        WIDTH 16-bit units; the same
  *     TO_HALF, FROM_HALF            fp16 in the low 16 bits of the lanes
  *
- * The noise of stochastic rounding is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011) with the seed as key:
- * of the 64 values from index 64 g on, value l + 16 j takes word j of counter 16 g + l. It depends on seed and
- * index alone.
+ * The noise of stochastic rounding is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011) with the seed as
+ * key: of the 64 values from index 64 g on, value l + 16 j takes word j of counter 16 g + l. It depends on
+ * seed and index alone.
  */
 #include "codec.h"
 
@@ -95,7 +95,8 @@ INLINE void NAME(settle)(float *residual, size_t i, VEC v, VEC decoded) {
     if (residual) STORE(residual + i, SUB(v, decoded));
 }
 
-INLINE void NAME(code_int8)(uint8_t *codes, float *out, const float *v, float amax, float scale, const float *u) {
+INLINE void NAME(code_int8)(uint8_t *codes, float *out, const float *v, float amax, float scale,
+                            const float *u) {
     float inverse = 127.0f / amax;
     for (size_t i = 0; i < 256; i += WIDTH) {
         IVEC q = NAME(linear)(LOAD(v + i), inverse, 127.0f, u ? u + i : NULL);
@@ -104,7 +105,8 @@ INLINE void NAME(code_int8)(uint8_t *codes, float *out, const float *v, float am
     }
 }
 
-INLINE void NAME(code_int4)(uint8_t *codes, float *out, const float *v, float amax, float scale, const float *u) {
+INLINE void NAME(code_int4)(uint8_t *codes, float *out, const float *v, float amax, float scale,
+                            const float *u) {
     float inverse = 7.0f / amax;
     for (size_t i = 0; i < 32; i += WIDTH) {
         IVEC low = NAME(linear)(LOAD(v + i), inverse, 7.0f, u ? u + i : NULL);
@@ -115,7 +117,8 @@ INLINE void NAME(code_int4)(uint8_t *codes, float *out, const float *v, float am
     }
 }
 
-INLINE void NAME(code_nf4)(uint8_t *codes, float *out, const float *v, float amax, float scale, const float *u) {
+INLINE void NAME(code_nf4)(uint8_t *codes, float *out, const float *v, float amax, float scale,
+                           const float *u) {
     float inverse = 1.0f / amax;
     for (size_t i = 0; i < 32; i += WIDTH) {
         IVEC low = NAME(nf4)(LOAD(v + i), inverse, u ? u + i : NULL);
@@ -212,12 +215,14 @@ INLINE bool NAME(code_run)(struct encoding *e, uint32_t codec, size_t n) {
     float unused;
     uint64_t at = 0, block = 0;
     for (; at + n <= e->count; at += n, block++)
-        if (!NAME(code_block)(e, codec, n, e->first + at, e->values + at, e->residual ? e->residual + at : NULL,
+        if (!NAME(code_block)(e, codec, n, e->first + at, e->values + at,
+                              e->residual ? e->residual + at : NULL,
                               e->residual_out ? e->residual_out + at : NULL, e->codes + block * block_bytes,
                               scaled ? e->scales + block : &unused))
             return false;
     if (at == e->count) return true;
-    return NAME(code_last)(e, codec, n, at, e->codes + block * block_bytes, scaled ? e->scales + block : &unused);
+    return NAME(code_last)(e, codec, n, at, e->codes + block * block_bytes,
+                           scaled ? e->scales + block : &unused);
 }
 
 TARGET static bool NAME(encode)(struct encoding *e) {
@@ -264,8 +269,8 @@ INLINE void NAME(read_block)(uint32_t codec, float *out, const uint8_t *codes, f
     }
 }
 
-INLINE void NAME(read_run)(uint32_t codec, float *out, const uint8_t *codes, const float *scales, size_t count,
-                           size_t n) {
+INLINE void NAME(read_run)(uint32_t codec, float *out, const uint8_t *codes, const float *scales,
+                           size_t count, size_t n) {
     const bool scaled = codec >= PYPS_INT8;
     const size_t block_bytes = NAME(block_bytes)(codec, n);
     size_t at = 0, block = 0;

@@ -42,8 +42,8 @@ const struct kernels *kernels_chosen(void) {
 const char *pyps_isa(void) { return kernels_chosen()->name; }
 
 unsigned kernels_states(unsigned optimizer) {
-    static const unsigned states[] = {[PYPS_SGD] = 0, [PYPS_MOMENTUM] = 1, [PYPS_ADAMW] = 2,
-                                      [PYPS_ADAM] = 2, [PYPS_ADAGRAD] = 1};
+    static const unsigned states[] = {
+        [PYPS_SGD] = 0, [PYPS_MOMENTUM] = 1, [PYPS_ADAMW] = 2, [PYPS_ADAM] = 2, [PYPS_ADAGRAD] = 1};
     return optimizer < OPTIMIZERS ? states[optimizer] : 0;
 }
 

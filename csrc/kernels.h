@@ -42,7 +42,8 @@ struct step_constants {
 
 struct kernels {
     const char *name;
-    void (*update[OPTIMIZERS])(const struct step *step, const struct step_constants *constants); /* by optimizer */
+    void (*update[OPTIMIZERS])(const struct step *step,
+                               const struct step_constants *constants); /* by optimizer */
     /* sum[i] = weight * x[i], or += for the second */
     void (*weigh)(float *sum, const float *x, float weight, size_t length);
     void (*weigh_add)(float *sum, const float *x, float weight, size_t length);

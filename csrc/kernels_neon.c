@@ -55,8 +55,12 @@
         (hi) = vuzp2q_u32(vreinterpretq_u32_u64(below_), vreinterpretq_u32_u64(above_));                     \
     } while (0)
 
-static inline float32x4_t neon_lower(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
-static inline float32x4_t neon_upper(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+static inline float32x4_t neon_lower(float32x4_t a, float32x4_t b) {
+    return vbslq_f32(vcltq_f32(a, b), a, b);
+}
+static inline float32x4_t neon_upper(float32x4_t a, float32x4_t b) {
+    return vbslq_f32(vcgtq_f32(a, b), a, b);
+}
 
 static inline uint32x4_t neon_get_bytes(const uint8_t *p) {
     uint32_t four;

@@ -26,7 +26,7 @@ static int check(const struct geometry *g) {
         {"max_participants", g->max_participants, 1, MAX_PARTICIPANTS},
         {"snapshot_spares", g->snapshot_spares, 1, 1u << 20},
         {"areas", g->areas, 1, MAX_AREAS},
-        {"optimizer", g->optimizer, PYPS_SGD, PYPS_ADAMW},
+        {"optimizer", g->optimizer, PYPS_SGD, PYPS_ADAGRAD},
         {"ranks", g->ranks, 1, g->max_participants},
         {"groups", g->groups, 1, 4096},
         {"tensors", g->tensors, 1, 1u << 20},
@@ -57,7 +57,10 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->buffer_stride = round_up(sizeof(struct chunk_header) + 4 * floats, PAGE) + 5 * 64;
     l->view_stride = round_up(view_bytes(g->max_participants, g->ranks, g->areas), 64);
     l->area_data = round_up(sizeof(struct area_header) + g->groups * sizeof(pyps_hyper), 64) + 3 * 64;
-    l->area_stride = round_up(l->area_data + 4 * (uint64_t)g->chunks * g->chunk_params, PAGE);
+    uint64_t flat = (uint64_t)g->chunks * g->chunk_params;
+    l->area_codes = round_up(l->area_data + 4 * flat, PAGE);
+    l->area_stride = l->area_codes + round_up(2 * flat, PAGE); /* halves are the longest codes */
+    l->residual_stride = round_up(4 * flat, PAGE) + 5 * 64;
 
     uint64_t at = PAGE;
     l->tensors = at, at += round_up(g->tensors * (uint64_t)sizeof(pyps_tensor), 64);
@@ -70,6 +73,7 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->views = at, at += l->view_count * l->view_stride;
     l->buffers = at = round_up(at, PAGE), at += l->buffer_count * l->buffer_stride;
     l->staging = at = round_up(at, PAGE), at += (uint64_t)g->max_participants * g->areas * l->area_stride;
+    l->residuals = at, at += 2 * (uint64_t)g->max_participants * l->residual_stride;
     l->bytes = at;
     if (at > (uint64_t)1 << 46)
         return fail(PYPS_EINVAL, "chunks: found %u; the segment would pass 64 TiB", g->chunks);

@@ -1,10 +1,11 @@
 /* layout.h: where everything lies in a segment. Offsets follow from the geometry alone, so an attach computes
  * them again and trusts no offset it reads.
  *
- *     header | tensors | groups | slots | words | saved | owners | view owners | views | buffers | staging
+ *     header | tensors | groups | slots | words | saved | owners | view owners | views | buffers | staging |
+ *     residuals
  *
  * The file is as long as all of that for max_participants; spares and staging of a slot are holes until
- * somebody joins there.
+ * somebody joins there, the codes of its staging and its residuals until it pushes encoded.
  */
 #ifndef PYPS_LAYOUT_H
 #define PYPS_LAYOUT_H
@@ -68,13 +69,14 @@ struct chunk_header {
 /* In front of every staging area; groups hyper constants follow it. Immutable from admission on. */
 struct area_header {
     float scale;
-    uint32_t samples;
+    uint32_t samples, codec, reserved;
     pyps_hyper hyper[];
 };
 
 struct layout {
-    uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, bytes;
-    uint64_t view_stride, buffer_stride, area_stride, area_data;
+    uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
+        bytes;
+    uint64_t view_stride, buffer_stride, area_stride, area_data, area_codes, residual_stride;
     uint32_t buffer_count, view_count, states, common_buffers; /* common: not belonging to a slot */
 };
 

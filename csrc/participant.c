@@ -138,8 +138,17 @@ static bool staging_is_needed(pyps_store *s, const struct member *before) {
     return needed;
 }
 
-/* PYPS_EBUSY: this slot's staging is still needed; take another one. */
-static int take_over(pyps_store *s) {
+/* Does a rank's residual lie here? A new worker would put its own in that place (encoded.c). */
+static bool holds_residual(const pyps_store *s, const struct view *v) {
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        uint32_t residual = view_rank(v, r)->residual;
+        if (residual && (residual - 1) / 2 == s->slot) return true;
+    }
+    return false;
+}
+
+/* PYPS_EBUSY: this slot's staging is still needed, or a residual in it; take another one. */
+static int take_over(pyps_store *s, bool spare_residuals) {
     uint64_t id = load_acquire(&s->slots[s->slot].id), version, word;
     bool changed;
     clear_slot(s, s->slot);
@@ -150,17 +159,19 @@ static int take_over(pyps_store *s) {
     if ((rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    bool needed = !view_valid(v, s->reference) || staging_is_needed(s, view_member(v, s->slot));
+    bool needed = !view_valid(v, s->reference) || staging_is_needed(s, view_member(v, s->slot)) ||
+                  (spare_residuals && holds_residual(s, v));
     view_unpin(s);
     return needed ? PYPS_EBUSY : PYPS_OK;
 }
 
 static int back_with_memory(pyps_store *s, int role) {
     uint32_t first = s->layout.common_buffers + SPARES_A_SLOT * s->slot;
-    uint64_t area_bytes = s->geometry.areas * s->layout.area_stride;
     int rc = allocate(s, s->layout.buffers + first * s->layout.buffer_stride,
                       SPARES_A_SLOT * s->layout.buffer_stride);
-    if (!rc && role == PYPS_WORKER) rc = allocate(s, s->layout.staging + s->slot * area_bytes, area_bytes);
+    for (uint32_t area = 0; !rc && role == PYPS_WORKER && area < s->geometry.areas; area++)
+        rc = allocate(s, s->layout.staging + (s->slot * s->geometry.areas + area) * s->layout.area_stride,
+                      s->layout.area_codes);
     for (uint32_t b = first; !rc && b < first + SPARES_A_SLOT; b++) {
         uint64_t owner = load_acquire(&s->owners[b]);
         if (owner_holder(owner) == HOLDER_ABSENT)
@@ -175,6 +186,7 @@ static void forget(pyps_store *s) {
     s->id = 0, s->rank = -1, s->in_round = false, s->complete = 0, s->ticket.number = 0;
     memset(s->area_ticket, 0, sizeof s->area_ticket);
     memset(s->area_staged, 0, sizeof s->area_staged);
+    s->codes_backed = 0, s->residuals_backed = false;
 }
 
 static int enter(pyps_store *s, int role, int rank) {
@@ -199,16 +211,17 @@ static void vacate(pyps_store *s) {
     forget(s);
 }
 
-/* One look at every slot: the empty ones, then the dead ones'. PYPS_EBUSY: one has staging that is needed. */
+/* One look at every slot: the empty ones, then the dead ones', and only then those with another's residual.
+ * PYPS_EBUSY: one has staging that is needed. */
 static int try_slots(pyps_store *s) {
     uint32_t count = s->geometry.max_participants;
     int result = PYPS_EFULL;
-    for (uint32_t i = 0; i < 2 * count; i++) {
+    for (uint32_t i = 0; i < 3 * count; i++) {
         uint32_t slot = i % count;
         if ((i < count && load_acquire(&s->slots[slot].id)) || lock_slot(s, slot)) continue;
         forget(s);
         s->slot = slot;
-        int rc = take_over(s);
+        int rc = take_over(s, i < 2 * count);
         if (!rc) return PYPS_OK;
         vacate(s);
         if (rc != PYPS_EBUSY) return rc;

@@ -5,38 +5,87 @@
 #include "store.h"
 
 /* The unused end of a group's last chunk reads as zeros. */
-static void copy_vector(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
+void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
     uint32_t length = s->chunks[chunk].length;
     flat += (uint64_t)chunk * s->geometry.chunk_params;
     memcpy(flat, buffer_floats(s, buffer, vector), length * sizeof *flat);
     memset(flat + length, 0, (s->geometry.chunk_params - length) * sizeof *flat);
 }
 
+int pulled(pyps_store *s, uint64_t version) {
+    s->pulled = version;
+    if (s->role != PYPS_WORKER) return PYPS_OK;
+    struct event e = event_of(s, EVENT_PULL);
+    e.version = version;
+    struct outcome outcome;
+    enum verdict verdict;
+    return view_commit(s, &e, &outcome, &verdict);
+}
+
+/* In a synchronous run everybody computes on the same version. */
+static int round_complete(pyps_store *s) {
+    if (!s->policy->by_round) return PYPS_OK;
+    uint64_t word;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    uint64_t version = v->version;
+    view_unpin(s);
+    return chunks_complete(s, version);
+}
+
 int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     int rc = store_usable(s, true);
     if (rc) return rc;
     uint64_t word, oldest = UINT64_MAX;
-    if (s->policy->by_round) { /* everybody computes on the same version */
-        const struct view *v = view_pin(s, &word);
-        if (!v) return PYPS_ECORRUPT;
-        uint64_t version = v->version;
-        view_unpin(s);
-        if ((rc = chunks_complete(s, version))) return rc;
-    }
+    if ((rc = round_complete(s))) return rc;
     for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
         if ((rc = chunk_pin(s, chunk, &word))) return rc;
-        copy_vector(s, chunk, word_buffer(word), 0, flat);
+        chunk_copy(s, chunk, word_buffer(word), 0, flat);
         FAILPOINT("pull.copied");
         chunk_unpin(s);
         if (word_version(word) < oldest) oldest = word_version(word);
     }
-    *version_out = s->pulled = oldest;
-    if (s->role != PYPS_WORKER) return PYPS_OK;
-    struct event e = event_of(s, EVENT_PULL);
-    e.version = oldest;
-    struct outcome outcome;
-    enum verdict verdict;
-    return view_commit(s, &e, &outcome, &verdict);
+    *version_out = oldest;
+    return pulled(s, oldest);
+}
+
+/* Chunks begin at whole blocks. What lies between a group's last parameter and the end of its chunk is coded
+ * as zeros. */
+static int encode_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t codec, uint8_t *codes,
+                        float *scales) {
+    uint64_t length = s->chunks[chunk].length, whole = s->geometry.chunk_params;
+    struct encoding run = {.codec = codec,
+                           .scale = 1.0f,
+                           .first = chunk * whole,
+                           .values = buffer_floats(s, buffer, 0),
+                           .codes = codes,
+                           .scales = scales,
+                           .count = length};
+    uint64_t done = codec_codes(codec, length), blocks = codec_scales(codec, length);
+    int rc = encode(&run);
+    memset(codes + done, codec == PYPS_NF4 ? NF4_ZERO : 0, codec_codes(codec, whole) - done);
+    memset(scales + blocks, 0, (codec_scales(codec, whole) - blocks) * sizeof *scales);
+    return rc;
+}
+
+int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes, uint64_t *version_out) {
+    int rc = store_usable(s, true);
+    if (rc || (rc = codec_check_data("pull", codec, store_elements(s), data, bytes)) ||
+        (rc = round_complete(s)))
+        return rc;
+    uint8_t *codes = data;
+    float *scales = (float *)(void *)(codes + codec_codes(codec, store_elements(s)));
+    uint64_t word, oldest = UINT64_MAX;
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) {
+        uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
+        if ((rc = chunk_pin(s, chunk, &word))) return rc;
+        rc = encode_chunk(s, chunk, word_buffer(word), codec, codes + codec_codes(codec, at),
+                          scales + codec_scales(codec, at));
+        chunk_unpin(s);
+        if (word_version(word) < oldest) oldest = word_version(word);
+    }
+    *version_out = oldest;
+    return rc ? rc : pulled(s, oldest);
 }
 
 struct target {
@@ -47,9 +96,9 @@ struct target {
 };
 
 static void copy_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, const struct target *to) {
-    copy_vector(s, chunk, buffer, 0, to->flat);
+    chunk_copy(s, chunk, buffer, 0, to->flat);
     for (uint32_t vector = 1; to->state && vector <= s->layout.states; vector++)
-        copy_vector(s, chunk, buffer, vector, to->state[vector - 1]);
+        chunk_copy(s, chunk, buffer, vector, to->state[vector - 1]);
     if (to->steps) to->steps[chunk] = buffer_header(s, buffer)->steps;
     FAILPOINT("snapshot.copied");
 }

@@ -78,7 +78,7 @@ static int finish_round(pyps_store *s, uint32_t area, pyps_push_result *out) {
     view_unpin(s);
     if (!valid || ticket > version)
         return fail(PYPS_ECORRUPT, "ticket %llu: not admitted yet", (unsigned long long)ticket);
-    out->version = ticket;
+    out->version = s->stream_ticket = ticket;
     if (ticket && (rc = view_load_ticket(s, ticket)) == PYPS_OK) {
         out->sources = s->source_count, out->samples = s->ticket.samples;
         uint32_t share = 0, shares = s->source_count;
@@ -111,26 +111,33 @@ static int await_round(pyps_store *s, uint32_t area, uint64_t deadline, pyps_pus
     }
 }
 
-static int admit(pyps_store *s, const pyps_push_args *args, struct outcome *outcome) {
-    struct area_header *header = area_header(s, s->slot, args->area);
-    header->scale = args->scale, header->samples = args->samples;
-    memcpy(header->hyper, args->hyper, s->geometry.groups * sizeof *args->hyper);
-    FAILPOINT("push.staged");
+/* STALE: the rank's residual is another one by now. */
+static int admit_staged(pyps_store *s, struct event *e, struct outcome *outcome) {
     for (;;) {
-        struct event e = event_of(s, EVENT_PUSH);
         enum verdict verdict;
         uint64_t word;
-        e.area = args->area, e.samples = args->samples;
+        e->now = now_nanoseconds();
         if (s->policy->by_round) {
             const struct view *v = view_pin(s, &word);
             if (!v) return PYPS_ECORRUPT;
-            e.version = v->version;
+            e->version = v->version;
             view_unpin(s);
-            int rc = chunks_complete(s, e.version);
+            int rc = chunks_complete(s, e->version);
             if (rc) return rc;
         }
-        int rc = view_commit(s, &e, outcome, &verdict);
+        int rc = view_commit(s, e, outcome, &verdict);
         if (rc || verdict != STEP_WAIT) return rc;
+    }
+}
+
+static int admit(pyps_store *s, const pyps_push_args *args, struct outcome *outcome, pyps_push_result *out) {
+    for (;;) {
+        struct event e = event_of(s, EVENT_PUSH);
+        e.area = args->area, e.samples = args->samples;
+        int rc = stage_gradient(s, args, &e, out);
+        FAILPOINT("push.staged");
+        if (!rc) rc = admit_staged(s, &e, outcome);
+        if (rc != STALE) return rc;
     }
 }
 
@@ -141,7 +148,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     uint64_t deadline = deadline_of(s, args->timeout_seconds);
     struct outcome outcome;
     if (s->in_round) return await_round(s, args->area, deadline, out); /* an earlier call timed out */
-    if ((rc = admit(s, args, &outcome))) return rc;
+    if ((rc = admit(s, args, &outcome, out))) return rc;
     FAILPOINT("push.admitted");
     out->staleness = outcome.staleness;
     if (s->policy->by_round) {
@@ -151,6 +158,6 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     s->area_ticket[args->area] = outcome.ticket;
     s->area_staged[args->area] = false;
     if (!outcome.ticket) return PYPS_OK; /* skipped */
-    out->version = outcome.ticket, out->sources = 1, out->samples = args->samples;
+    out->version = s->stream_ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
     return chunks_follow(s, outcome.ticket, outcome.ticket);
 }

@@ -37,19 +37,19 @@ enum {
     PYPS_EPERM = -8,    /* another user's segment, or one that others may write */
     PYPS_EFULL = -9,    /* no free participant slot, rank or buffer */
     PYPS_ETIMEDOUT = -10,
-    PYPS_EFENCED = -11,   /* this participant was too late and is out; rejoin */
-    PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes could go on */
-    PYPS_EREJECTED = -13, /* the policy refused the push; the parameters are unchanged */
-    PYPS_EFORKED = -14,   /* the handle belongs to another process */
-    PYPS_ENOTREADY = -15, /* the segment is still being created */
-    PYPS_EBUSY = -16,     /* a live process holds it */
-    PYPS_EEND = -17,      /* every sample has been handed out and accounted for */
-    PYPS_ENONFINITE = -19, /* a value to encode is NaN or infinite, and the policy is to refuse */
-    PYPS_EPOLICY = -18    /* the segment's policy is not known to this library */
+    PYPS_EFENCED = -11,    /* this participant was too late and is out; rejoin */
+    PYPS_ESTALE = -12,     /* the snapshot was cancelled so that pushes could go on */
+    PYPS_EREJECTED = -13,  /* the policy refused the push; the parameters are unchanged */
+    PYPS_EFORKED = -14,    /* the handle belongs to another process */
+    PYPS_ENOTREADY = -15,  /* the segment is still being created */
+    PYPS_EBUSY = -16,      /* a live process holds it */
+    PYPS_EEND = -17,       /* every sample has been handed out and accounted for */
+    PYPS_EPOLICY = -18,   /* the segment's policy is not known to this library */
+    PYPS_ENONFINITE = -19 /* a value to encode is NaN or infinite, and the policy is to refuse */
 };
 
 enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2, PYPS_ADAM = 3, PYPS_ADAGRAD = 4 }; /* optimizers */
-enum { PYPS_BSP = 0, PYPS_ASP = 1 };                                                     /* policies */
+enum { PYPS_BSP = 0, PYPS_ASP = 1 };                                                       /* policies */
 /* Codecs: how gradients and parameters travel. Tensors themselves are PYPS_F32. */
 enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, PYPS_NF4 = 5 };
 enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
@@ -128,6 +128,14 @@ typedef struct {
     float scale;      /* the gradient is multiplied by it (e.g. 1 / loss scale); finite */
     double timeout_seconds;
     const pyps_hyper *hyper; /* [groups] */
+    const float *gradient;   /* [flat_elements] of the caller's; NULL: the area's own floats */
+    uint64_t seed;           /* of stochastic rounding; another one for each push */
+    uint32_t codec;          /* how it travels: encoded into the area on the way */
+    uint32_t rounding;       /* PYPS_NEAREST or PYPS_STOCHASTIC */
+    uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ... */
+    uint32_t feedback;       /* 1: what the code does not carry is added to this rank's next gradient */
+    uint32_t encoded;        /* 1: pyps_staging_codes() holds it in this codec already, scaled by nothing */
+    uint32_t reserved;
 } pyps_push_args;
 
 typedef struct {
@@ -136,17 +144,19 @@ typedef struct {
     uint32_t sources;          /* gradients that went into the ticket */
     uint32_t samples;          /* samples that went into the ticket */
     uint64_t wait_nanoseconds; /* how long this call waited for others */
+    uint64_t nonfinite;        /* values that were NaN or infinite, and were treated by the policy */
+    uint64_t blocks_skipped;   /* blocks that were sent as zeros for that */
 } pyps_push_result;
 
 typedef struct {
     uint32_t size;
     uint32_t codec;
-    uint32_t rounding;     /* PYPS_NEAREST, or for int8, int4 and nf4 PYPS_STOCHASTIC */
-    uint32_t nonfinite;    /* PYPS_NONFINITE_ERROR ... */
-    float scale;           /* values are multiplied by it first; finite */
+    uint32_t rounding;  /* PYPS_NEAREST, or for int8, int4 and nf4 PYPS_STOCHASTIC */
+    uint32_t nonfinite; /* PYPS_NONFINITE_ERROR ... */
+    float scale;        /* values are multiplied by it first; finite */
     uint32_t reserved;
-    uint64_t seed, first;  /* noise depends on the seed and on the index of a value, values[0]'s being `first`,
-                              a multiple of 256 */
+    uint64_t seed, first; /* noise depends on the seed and on the index of a value, values[0]'s being `first`,
+                             a multiple of 256 */
     const float *residual; /* [count] added to the scaled values; NULL: none */
     float *residual_out;   /* [count] what the code did not carry: sum - decoded; NULL: dropped */
 } pyps_encode_args;
@@ -178,6 +188,7 @@ typedef struct {
     uint64_t returned;      /* samples of claims that went back to be handed out again */
     uint64_t staleness_sum; /* over its admitted pushes */
     uint64_t staleness_max;
+    uint64_t residuals_dropped; /* of its predecessors, whose slot was needed */
 } pyps_rank;
 
 typedef struct {
@@ -196,9 +207,10 @@ PYPS_API const char *pyps_error_name(int code); /* "PYPS_EINVAL" ...; never NULL
 PYPS_API const char *pyps_error_message(void);  /* of this thread's last failure; valid until its next call */
 PYPS_API const char *pyps_isa(void);            /* the kernels in use: "scalar", "avx2", "avx512" or "neon" */
 
-/* Codecs, on arrays of the caller's; no store is needed. Encoded data is all codes, then all scales (fp32), and
- * begins at a multiple of 4. `bytes` must be pyps_encoded_bytes(), which is 0 for an unknown codec. An encode
- * that fails with PYPS_ENONFINITE leaves `out` and `residual_out` undefined and `residual` as it was. */
+/* Codecs, on arrays of the caller's; no store is needed. Encoded data is all codes, then all scales (fp32),
+ * and begins at a multiple of 4. `bytes` must be pyps_encoded_bytes(), which is 0 for an unknown codec. An
+ * encode that fails with PYPS_ENONFINITE leaves `out` and `residual_out` undefined and `residual` as it was.
+ */
 PYPS_API uint64_t pyps_encoded_bytes(uint32_t codec, uint64_t count);
 PYPS_API int pyps_encode(const pyps_encode_args *args, const float *values, uint64_t count, void *out,
                          uint64_t bytes, pyps_encode_result *result);
@@ -228,7 +240,18 @@ PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
  * valid until leave; the area is the caller's until it is pushed. */
 PYPS_API int pyps_stage(pyps_store *store, double timeout_seconds, uint32_t *area_out);
 PYPS_API float *pyps_staging(pyps_store *store, uint32_t area); /* NULL if not joined or out of range */
+/* Where an encoded gradient of flat_elements values may be written: pyps_encoded_bytes(codec, flat_elements)
+ * bytes. NULL as above, or if there is no memory. */
+PYPS_API void *pyps_staging_codes(pyps_store *store, uint32_t area);
 PYPS_API int pyps_push(pyps_store *store, const pyps_push_args *args, pyps_push_result *out);
+/* A push and the pull after it in one pass over the parameters: `flat` as of *version_out, which is at least
+ * out->version. After a failure `flat` may hold parts of both. */
+PYPS_API int pyps_exchange(pyps_store *store, const pyps_push_args *args, float *flat, pyps_push_result *out,
+                           uint64_t *version_out);
+/* A pull that encodes, to nearest, from the fp32 parameters: `bytes` is pyps_encoded_bytes(codec,
+ * flat_elements). PYPS_ENONFINITE if a parameter is not finite. */
+PYPS_API int pyps_pull_encoded(pyps_store *store, uint32_t codec, void *data, uint64_t bytes,
+                               uint64_t *version_out);
 
 /* A strict snapshot: parameters, state vectors and step counts of one version, while pushes go on. state is
  * [states] pointers or NULL; steps is [chunks] or NULL. */

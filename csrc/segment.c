@@ -116,10 +116,11 @@ static int bind(pyps_store *s, const struct group *groups) {
     s->view_owners = (a64 *)(void *)(s->base + s->layout.view_owners);
     s->policy = policy_find(g->policy);
     s->chunks = calloc(g->chunks, sizeof *s->chunks);
+    s->streamed = calloc(g->chunks, sizeof *s->streamed);
     s->sources = calloc(g->max_participants, sizeof *s->sources);
     s->reference = view_allocate(s);
     uint32_t *ones = calloc(g->ranks, sizeof *ones);
-    if (!s->chunks || !s->sources || !s->reference || !ones) {
+    if (!s->chunks || !s->streamed || !s->sources || !s->reference || !ones) {
         free(ones);
         return fail(PYPS_ENOSPC, "out of memory for a handle");
     }
@@ -150,7 +151,7 @@ static void destroy(pyps_store *s) {
     handles_remove(s);
     if (s->base) munmap(s->base, s->layout.bytes);
     if (s->fd >= 0) close(s->fd);
-    free(s->chunks), free(s->sources), free(s->reference), free(s);
+    free(s->chunks), free(s->streamed), free(s->sources), free(s->reference), free(s);
 }
 
 int pyps_close(pyps_store *s) {

@@ -42,7 +42,6 @@
 #include "wait.h"
 #include "words.h"
 
-#define STALE                  1                  /* not an error: look again */
 #define WAIT_SLICE_NANOSECONDS UINT64_C(50000000) /* how often a waiter looks for the dead */
 #define STALL_NANOSECONDS      UINT64_C(500000)   /* a predecessor this long on one chunk is helped */
 #define SNAPSHOT_GRACE_SECONDS 1.0 /* out of spares for so long, a pusher cancels the snapshot */
@@ -72,6 +71,11 @@ struct pyps_store {
     uint32_t scan, view_scan;              /* where the next search for a free one starts */
     uint64_t area_ticket[MAX_AREAS];       /* last ticket admitted from each area; 0: none */
     bool area_staged[MAX_AREAS];           /* handed to the caller or waiting in a round */
+    uint32_t codes_backed;                 /* bit by area: its codes have memory */
+    bool residuals_backed;
+    float *stream_to;   /* during an exchange: the caller's copy of the parameters */
+    uint64_t *streamed; /* [chunks] the ticket with which a chunk went there */
+    uint64_t stream_ticket;
     bool in_round; /* a gradient is staged into `round` and its outcome not yet returned */
     uint64_t round, pulled;
     uint64_t complete; /* every chunk has been seen at this version or later */
@@ -84,6 +88,10 @@ struct pyps_store {
 
     pyps_store *next; /* list of open handles, for fork */
 };
+
+static inline uint64_t store_elements(const pyps_store *s) {
+    return (uint64_t)s->geometry.chunks * s->geometry.chunk_params;
+}
 
 static inline uint32_t holder_of(const pyps_store *s) { return s->slot + 1; }
 
@@ -132,6 +140,18 @@ void view_published(pyps_store *s);
 /* Pins the buffer of a chunk's present word; PYPS_ECORRUPT if its index is impossible. */
 int chunk_pin(pyps_store *s, uint32_t chunk, uint64_t *word_out);
 void chunk_unpin(pyps_store *s);
+
+/* pull.c */
+void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);
+int pulled(pyps_store *s, uint64_t version); /* tells the view */
+
+/* encoded.c */
+/* `length` floats from `at` of a staged gradient: in place, or decoded into `block`. */
+const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint64_t at, size_t length,
+                           float *block);
+/* Puts all that apply will read into the area; for feedback `e` tells the residuals. Nothing has happened
+ * before `e` is committed. */
+int stage_gradient(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
 
 /* apply.c */
 struct area_header *area_header(const pyps_store *s, uint32_t slot, uint32_t area);

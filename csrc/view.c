@@ -75,6 +75,12 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
         view_rank(v, (uint32_t)rank)->joined = 1;
         v->active++;
     }
+    for (uint32_t r = 0; r < v->ranks; r++) { /* the residual of another rank that lies here is given up */
+        struct rank *other = view_rank(v, r);
+        if (!other->residual || (other->residual - 1) / 2 != e->slot || (int32_t)r == rank) continue;
+        other->residual = 0;
+        other->total.residuals_dropped++;
+    }
     struct member joined = {.id = e->id, .state = PYPS_ACTIVE, .role = e->role, .rank = rank, .pid = e->pid};
     memcpy(joined.area_ticket, m->area_ticket, sizeof joined.area_ticket);
     *m = joined;
@@ -244,7 +250,8 @@ bool view_valid(const struct view *v, const struct view *expected) {
             return false;
     }
     for (uint32_t r = 0; r < v->ranks; r++)
-        if (view_rank(v, r)->slot_plus_1 > v->participants) return false;
+        if (view_rank(v, r)->slot_plus_1 > v->participants || view_rank(v, r)->residual > 2 * v->participants)
+            return false;
     for (uint32_t t = 0; t < v->tickets; t++)
         if (view_ticket(v, t)->slot >= v->participants || view_ticket(v, t)->area >= v->areas) return false;
     return true;

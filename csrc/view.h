@@ -14,6 +14,7 @@
 #include "pyps.h"
 
 #define MAX_AREAS 4u
+#define STALE     1 /* not an error: look again */
 
 enum event_kind {
     EVENT_NONE,
@@ -33,18 +34,19 @@ enum event_kind {
 struct event {
     enum event_kind kind;
     uint32_t slot;
-    uint64_t now;            /* nanoseconds */
-    uint64_t id;             /* the member it speaks of; another one in that slot makes it void */
-    uint32_t role;           /* join */
-    int32_t rank;            /* join; -1: any */
-    uint32_t pid;            /* join */
-    uint32_t state;          /* leave: PYPS_LEFT or PYPS_DEAD */
-    uint32_t area;           /* push */
-    uint32_t samples;        /* push */
-    uint64_t version;        /* pull: what was pulled; push into a round: every chunk holds it */
-    uint64_t waited;         /* tick: how long, nanoseconds */
-    uint64_t snapshot;       /* end, cancel */
-    const uint32_t *batches; /* replan: [ranks] */
+    uint64_t now;                       /* nanoseconds */
+    uint64_t id;                        /* the member it speaks of; another one in that slot makes it void */
+    uint32_t role;                      /* join */
+    int32_t rank;                       /* join; -1: any */
+    uint32_t pid;                       /* join */
+    uint32_t state;                     /* leave: PYPS_LEFT or PYPS_DEAD */
+    uint32_t area;                      /* push */
+    uint32_t samples;                   /* push */
+    uint64_t version;                   /* pull: what was pulled; push into a round: every chunk holds it */
+    uint32_t residual_before, residual; /* push with feedback: as struct rank names them; else 0 */
+    uint64_t waited;                    /* tick: how long, nanoseconds */
+    uint64_t snapshot;                  /* end, cancel */
+    const uint32_t *batches;            /* replan: [ranks] */
 };
 
 /* What a step comes to. WAIT: nothing changed, ask again after another event. REFUSED: outcome.code says why.
@@ -80,6 +82,8 @@ struct rank {
     pyps_rank total;
     uint32_t slot_plus_1; /* of its living member; 0: none */
     uint32_t joined;      /* 1 once anybody had it */
+    uint32_t residual;    /* where its residual lies: 1 + 2 * slot + which; 0: it has none */
+    uint32_t reserved;
 };
 
 enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };

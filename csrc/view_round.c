@@ -49,6 +49,11 @@ enum verdict push_step(struct view *v, const struct event *e, struct outcome *ou
     /* One round record is enough because no round closes before every chunk holds the last one's ticket: the
      * pusher has completed version e->version, so that must still be the last. */
     if (policy->by_round && e->version != v->version) return STEP_WAIT;
+    struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    if (e->residual && rank->residual != e->residual_before) { /* a newcomer has taken its slot meanwhile */
+        out->code = STALE;
+        return STEP_REFUSED;
+    }
     out->round = v->round;
     float scale = 1.0f;
     enum push_decision decision = policy->on_push(v, e->slot, &scale);
@@ -59,6 +64,7 @@ enum verdict push_step(struct view *v, const struct event *e, struct outcome *ou
         return STEP_COMMIT;
     }
     if (e->samples) samples_return(v, e->slot, e->samples);
+    if (e->residual) rank->residual = e->residual;
     if (decision == PUSH_STAGE) {
         m->staged = 1, m->staged_area = e->area, m->staged_samples = e->samples;
     } else if (!e->samples) {

@@ -142,6 +142,11 @@ class UnknownPolicy(StoreError):
     hint = "the segment needs a pyps that knows its policy"
 
 
+class NotFinite(StoreError):
+    code = "PYPS_ENONFINITE"
+    hint = "skip the step (samples=0), or choose the policy skip or zero"
+
+
 class StoreClosed(StoreError):
     """Not from C: the Python handle has been closed."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NewType
+from typing import Any, NewType, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +17,21 @@ from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument, StoreError
 from pyps.values import (
     Claim,
+    Codec,
     Config,
+    EncodeCounts,
+    Encoding,
     Flat,
-    Hyper,
     Layout,
     Member,
     MemberState,
+    NonFinite,
     Optimizer,
+    Push,
     PushResult,
     RankCounters,
     Role,
+    Rounding,
     Status,
     Tensor,
 )
@@ -55,7 +60,7 @@ def abi_version() -> int:
 
 
 def isa() -> str:
-    """The kernels in use: "scalar" or "avx2" (PYPS_ISA overrides)."""
+    """The kernels in use: "scalar", "avx2", "avx512" or "neon" (PYPS_ISA overrides)."""
     return ffi.string(lib.pyps_isa()).decode()
 
 
@@ -170,11 +175,11 @@ def stage(store: Pointer, timeout: float) -> int:
 
 
 class Mapping:
-    """Some floats of a segment as NumPy sees them; keeps the segment mapped as long as any array needs it."""
+    """A part of a segment as NumPy sees it; keeps the segment mapped as long as any array needs it."""
 
-    def __init__(self, store: Pointer, address: int, elements: int) -> None:
+    def __init__(self, store: Pointer, address: int, elements: int, kind: type[np.generic]) -> None:
         self.store = store
-        data = {"shape": (elements,), "typestr": np.dtype(np.float32).str, "data": (address, False)}
+        data = {"shape": (elements,), "typestr": np.dtype(kind).str, "data": (address, False)}
         self.__array_interface__ = {**data, "version": 3}
 
 
@@ -183,14 +188,44 @@ def staging(store: Pointer, area: int, elements: int) -> tuple[Flat, weakref.ref
     pointer = lib.pyps_staging(store, _unsigned("staging", "area", area, 32))
     if pointer == ffi.NULL:
         raise InvalidArgument("staging", f"area: found {area}; expected an area of a joined worker")
-    mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), elements)
+    mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), elements, np.float32)
     return np.asarray(mapping), weakref.ref(mapping)
 
 
-def push(
-    store: Pointer, area: int, samples: int, hyper: Sequence[Hyper], scale: float, timeout: float
-) -> PushResult:
-    c = ffi.new("pyps_push_args *")
+def staging_codes(store: Pointer, area: int, size: int) -> tuple[NDArray[np.uint8], weakref.ref[Mapping]]:
+    """The same for the area's codes, `size` bytes."""
+    pointer = lib.pyps_staging_codes(store, _unsigned("staging", "area", area, 32))
+    if pointer == ffi.NULL:
+        raise InvalidArgument("staging", f"area: found {area}; expected one of a joined worker, and memory")
+    mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), size, np.uint8)
+    return np.asarray(mapping), weakref.ref(mapping)
+
+
+def push(store: Pointer, arguments: Push) -> PushResult:
+    c, keep = _push_args("push", arguments)
+    r = ffi.new("pyps_push_result *")
+    check("push", lib.pyps_push(store, c, r))
+    del keep
+    return _push_result(r)
+
+
+def exchange(store: Pointer, arguments: Push, flat: Flat) -> tuple[PushResult, int]:
+    c, keep = _push_args("exchange", arguments)
+    r, version = ffi.new("pyps_push_result *"), ffi.new("uint64_t *")
+    to = ffi.from_buffer("float[]", flat, require_writable=True)
+    check("exchange", lib.pyps_exchange(store, c, to, r, version))
+    del keep
+    return _push_result(r), int(version[0])
+
+
+def _push_result(r: Any) -> PushResult:
+    wait = r.wait_nanoseconds * NANOSECOND
+    return PushResult(r.version, r.staleness, r.sources, r.samples, wait, r.nonfinite, r.blocks_skipped)
+
+
+def _push_args(what: str, push: Push) -> tuple[Any, Any]:
+    """The C arguments, and what must live as long as they."""
+    c, hyper = ffi.new("pyps_push_args *"), push.hyper
     constants = ffi.new("pyps_hyper[]", max(1, len(hyper)))
     for k, group in enumerate(hyper):
         h = constants[k]
@@ -199,12 +234,59 @@ def push(
         )  # fmt: skip
         h.beta1, h.beta2 = group.betas
         h.eps, h.nesterov = group.eps, int(group.nesterov)
-    c.size, c.area = ffi.sizeof("pyps_push_args"), _unsigned("push", "area", area, 32)
-    c.samples = _unsigned("push", "samples", samples, 32)
-    c.scale, c.timeout_seconds, c.hyper = scale, timeout, constants
-    r = ffi.new("pyps_push_result *")
-    check("push", lib.pyps_push(store, c, r))
-    return PushResult(r.version, r.staleness, r.sources, r.samples, r.wait_nanoseconds * NANOSECOND)
+        h.lr_decay, h.clip = group.lr_decay, group.clip
+    c.size, c.area = ffi.sizeof("pyps_push_args"), _unsigned(what, "area", push.area, 32)
+    c.samples = _unsigned(what, "samples", push.samples, 32)
+    c.scale, c.timeout_seconds, c.hyper = push.scale, push.timeout, constants
+    gradient = ffi.NULL if push.gradient is None else ffi.from_buffer("float[]", push.gradient)
+    c.gradient, c.encoded = gradient, int(push.encoded)
+    how = push.encoding
+    c.codec, c.seed, c.feedback = how.codec, how.seed, int(how.feedback)
+    c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
+    return c, (constants, gradient)
+
+
+def _position(kinds: Any, name: str) -> int:
+    return get_args(kinds).index(name)
+
+
+def encoded_bytes(codec: Codec, count: int) -> int:
+    return int(lib.pyps_encoded_bytes(codec, _unsigned("codec", "count", count, 44)))
+
+
+def encode(
+    values: Flat,
+    how: Encoding,
+    scale: float,
+    first: int,
+    residual: Flat | None,
+    residual_out: Flat | None,
+    out: NDArray[np.uint8],
+) -> EncodeCounts:
+    c, r = ffi.new("pyps_encode_args *"), ffi.new("pyps_encode_result *")
+    c.size, c.codec, c.seed, c.scale = ffi.sizeof("pyps_encode_args"), how.codec, how.seed, scale
+    c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
+    c.first = _unsigned("encode", "first", first, 64)
+    kept = ffi.NULL if residual is None else ffi.from_buffer("float[]", residual)
+    left = ffi.NULL
+    if residual_out is not None:
+        left = ffi.from_buffer("float[]", residual_out, require_writable=True)
+    c.residual, c.residual_out = kept, left
+    data = ffi.from_buffer("char[]", out, require_writable=True)
+    check("encode", lib.pyps_encode(c, ffi.from_buffer("float[]", values), values.size, data, out.size, r))
+    return EncodeCounts(r.nonfinite, r.blocks_skipped)
+
+
+def decode(codec: Codec, data: NDArray[np.uint8], out: Flat) -> None:
+    to = ffi.from_buffer("float[]", out, require_writable=True)
+    check("decode", lib.pyps_decode(codec, ffi.from_buffer("char[]", data), data.size, to, out.size))
+
+
+def pull_encoded(store: Pointer, codec: Codec, out: NDArray[np.uint8]) -> int:
+    version = ffi.new("uint64_t *")
+    data = ffi.from_buffer("char[]", out, require_writable=True)
+    check("pull", lib.pyps_pull_encoded(store, codec, data, out.size, version))
+    return int(version[0])
 
 
 def snapshot(
@@ -244,7 +326,16 @@ def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
     c = ffi.new("pyps_rank[]", ranks)
     check("ranks", lib.pyps_get_ranks(store, c, ranks))
     return [
-        RankCounters(r.batch, r.pushes, r.samples, r.skipped, r.returned, r.staleness_sum, r.staleness_max)
+        RankCounters(
+            r.batch,
+            r.pushes,
+            r.samples,
+            r.skipped,
+            r.returned,
+            r.staleness_sum,
+            r.staleness_max,
+            r.residuals_dropped,
+        )  # fmt: skip
         for r in (c[k] for k in range(ranks))
     ]
 

@@ -17,23 +17,28 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pyps import native
+from pyps.codec import as_codec, encoded_bytes
 from pyps.errors import Busy, Forked, InputError, InvalidArgument, SnapshotCancelled, StoreClosed, StoreError
 from pyps.policy import BSP, Policy, policy_named
 from pyps.values import (
     Claim,
+    Codec,
     Config,
+    Encoding,
     Flat,
     Hyper,
     Layout,
     Member,
     Optimizer,
+    Push,
     PushResult,
     RankCounters,
     Role,
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ class Store:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._areas: dict[int, Area] = {}
+        self._drawn = 0  # pushes that were rounded stochastically
         self._views: list[weakref.ref[native.Mapping]] = []
         self.layout: Layout = self._call(native.get_layout)
         self.tensors: tuple[Tensor, ...] = tuple(
@@ -120,7 +127,7 @@ class Store:
         """Make a segment and open it; the creator's close() removes the segment's name, unless `keep`.
 
         `tensors`: name -> initial values (array or torch tensor of real numbers; kept as fp32). `batches`:
-        the planned batch of each rank. `optimizer`: "sgd", "momentum" or "adamw". `policy`: a pyps.BSP or
+        the planned batch of each rank. `optimizer`: "sgd", "momentum", "adamw", "adam" or "adagrad". `policy`: a pyps.BSP or
         ASP, or their name. `groups`: name -> index of its parameter group (default: all 0). `samples`:
         sample positions to hand out in all, 0 without end. `chunk_params`, `max_participants`,
         `snapshot_spares`, `areas` (per worker): 0 takes the C core's default. Raises InputError,
@@ -225,14 +232,21 @@ class Store:
         """
         if out is None:
             out = np.empty(self.layout.flat_elements, np.float32)
-        if out.shape != (self.layout.flat_elements,) or out.dtype != np.float32 or not out.flags.c_contiguous:
-            expected = f"contiguous float32 [{self.layout.flat_elements}]"
-            raise InvalidArgument("pull", f"out: found {out.dtype} {list(out.shape)}; expected {expected}")
-        if not out.flags.writeable:
-            raise InvalidArgument("pull", "out: found a read-only array; expected one to write to")
+        self._target("pull", out)
         if not strict:
             return out, self._call(native.pull, out)
         return out, self._snapshot_into(out, (), np.empty(self.layout.chunks, np.uint64), None)
+
+    def _vector(self, what: str, name: str, flat: NDArray[Any]) -> None:
+        size = self.layout.flat_elements
+        if flat.shape != (size,) or flat.dtype != np.float32 or not flat.flags.c_contiguous:
+            expected = f"contiguous float32 [{size}]"
+            raise InvalidArgument(what, f"{name}: found {flat.dtype} {list(flat.shape)}; expected {expected}")
+
+    def _target(self, what: str, out: Flat) -> None:
+        self._vector(what, "out", out)
+        if not out.flags.writeable:
+            raise InvalidArgument(what, "out: found a read-only array; expected one to write to")
 
     def stage(self, timeout: float | None = None) -> Area:
         """A staging area of this worker that nobody reads any more, its contents undefined. Raises Fenced."""
@@ -256,12 +270,49 @@ class Store:
         hyper: Hyper | Sequence[Hyper],
         scale: float = 1.0,
         timeout: float | None = None,
+        *,
+        encoding: Encoding | str | None = None,
+        gradient: Flat | NDArray[np.uint8] | None = None,
     ) -> PushResult:
         """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
 
         `hyper`: one for all parameter groups, or one each. The gradient is multiplied by `scale`. samples=0
-        skips the step. Raises Fenced, PushRejected, TimedOut, InvalidArgument.
+        skips the step. `encoding`: how it travels, an Encoding or a codec's name; None: as fp32.
+        `gradient`: in place of the area's: fp32 [flat_elements], or what was encoded elsewhere, with that
+        codec (uint8). Raises Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument.
         """
+        return self._call(native.push, self._push(area, samples, hyper, scale, timeout, encoding, gradient))
+
+    def exchange(
+        self,
+        area: Area | int,
+        samples: int,
+        hyper: Hyper | Sequence[Hyper],
+        out: Flat,
+        scale: float = 1.0,
+        timeout: float | None = None,
+        *,
+        encoding: Encoding | str | None = None,
+        gradient: Flat | NDArray[np.uint8] | None = None,
+    ) -> tuple[PushResult, int]:
+        """A push and the pull after it in one pass: (the push's result, the version that `out` holds).
+
+        Arguments as for push; `out` as for pull. After an error `out` may hold parts of two versions.
+        """
+        self._target("exchange", out)
+        arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient)
+        return self._call(native.exchange, arguments, out)
+
+    def _push(
+        self,
+        area: Area | int,
+        samples: int,
+        hyper: Hyper | Sequence[Hyper],
+        scale: float,
+        timeout: float | None,
+        encoding: Encoding | str | None,
+        gradient: Flat | NDArray[np.uint8] | None,
+    ) -> Push:
         constants = (hyper,) * self.layout.groups if isinstance(hyper, Hyper) else tuple(hyper)
         if len(constants) != self.layout.groups:
             expected = f"{self.layout.groups}, one for each parameter group"
@@ -269,7 +320,39 @@ class Store:
         if not math.isfinite(scale):
             raise InvalidArgument("push", f"scale: found {scale}; expected a finite number")
         index = area.index if isinstance(area, Area) else area
-        return self._call(native.push, index, samples, constants, scale, _seconds(timeout))
+        how = encoding if isinstance(encoding, Encoding) else Encoding(as_codec(encoding or Codec.F32))
+        if how.rounding == "stochastic":  # noise of its own for each rank and push
+            with self._lock:
+                self._drawn += 1
+                mixed = ((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + self._drawn) * GOLDEN
+            how = replace(how, seed=mixed % 2**64)
+        encoded = gradient is not None and gradient.dtype == np.uint8
+        if encoded:
+            size = encoded_bytes(how.codec, self.layout.flat_elements)
+            if gradient is None or gradient.shape != (size,):
+                raise InvalidArgument("push", f"gradient: found {gradient.size} bytes; expected {size}")
+            codes, view = self._call(native.staging_codes, index, size)
+            self._views = [v for v in self._views if v()] + [view]
+            codes[:] = gradient
+        elif gradient is not None:
+            self._vector("push", "gradient", gradient)
+        floats = None if encoded else gradient
+        return Push(index, samples, constants, scale, _seconds(timeout), how, floats, encoded)
+
+    def pull_encoded(
+        self, codec: Codec | str, out: NDArray[np.uint8] | None = None
+    ) -> tuple[NDArray[np.uint8], int]:
+        """The parameters encoded from fp32: (uint8 for pyps.codec.decode, version).
+
+        Raises NotFinite if a parameter is not finite.
+        """
+        kind = as_codec(codec)
+        size = encoded_bytes(kind, self.layout.flat_elements)
+        data = np.empty(size, np.uint8) if out is None else out
+        if data.dtype != np.uint8 or data.shape != (size,) or not data.flags.c_contiguous:
+            expected = f"contiguous uint8 [{size}]"
+            raise InvalidArgument("pull", f"out: found {data.dtype} {list(data.shape)}; expected {expected}")
+        return data, self._call(native.pull_encoded, kind, data)
 
     def snapshot(self, timeout: float | None = None) -> Snapshot:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,28 @@ Flat = NDArray[np.float32]  # one fp32 number for each parameter, chunk padding 
 
 
 class Optimizer(IntEnum):
-    """The step that the store itself takes; the formulas are those of torch.optim.SGD and AdamW."""
+    """The step that the store itself takes; the formulas are those of torch.optim."""
 
     SGD = 0
     MOMENTUM = 1
     ADAMW = 2
+    ADAM = 3
+    ADAGRAD = 4
+
+
+class Codec(IntEnum):
+    """How values travel; see pyps.codec."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    INT8 = 3
+    INT4 = 4
+    NF4 = 5
+
+
+Rounding = Literal["nearest", "stochastic"]
+NonFinite = Literal["error", "skip", "zero"]
 
 
 class Role(IntEnum):
@@ -44,7 +61,8 @@ class MemberState(IntEnum):
 class Hyper:
     """One parameter group's constants for one step, named and meant as in torch.optim.
 
-    `weight_decay` is L2 for SGD and momentum, decoupled for AdamW. Raises InputError on a value that is not
+    `weight_decay` is decoupled for AdamW, else L2. `clip` holds every element of the scaled gradient within
+    [-clip, clip]; 0 does not. Raises InputError on a value that is not
     finite or not in torch's range.
     """
 
@@ -55,9 +73,11 @@ class Hyper:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     nesterov: bool = False
+    lr_decay: float = 0.0
+    clip: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("lr", "weight_decay", "momentum", "eps"):
+        for field in ("lr", "weight_decay", "momentum", "eps", "lr_decay", "clip"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0.0):
                 raise InputError("hyper", field, repr(value), "a finite number of at least 0")
@@ -67,6 +87,44 @@ class Hyper:
             raise InputError("hyper", "betas", repr(self.betas), "two numbers in [0, 1)")
         if self.nesterov and (self.momentum <= 0.0 or self.dampening != 0.0):
             raise InputError("hyper", "nesterov", "True", "False, or momentum above 0 and dampening 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How a push is encoded.
+
+    `feedback`: what the code does not carry is added to the rank's next gradient. `nonfinite`: what NaN and
+    infinities lead to: "error", "skip" (their block is sent as zeros, its residual stays) or "zero" (they are
+    sent as zeros). `seed`: of stochastic rounding. Raises InputError on a combination that there is not.
+    """
+
+    codec: Codec
+    rounding: Rounding = "nearest"
+    feedback: bool = False
+    nonfinite: NonFinite = "error"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, kinds in (("rounding", Rounding), ("nonfinite", NonFinite)):
+            if getattr(self, field) not in get_args(kinds):
+                expected = f"one of {', '.join(get_args(kinds))}"
+                raise InputError("encoding", field, repr(getattr(self, field)), expected)
+        if self.rounding == "stochastic" and self.codec < Codec.INT8:
+            raise InputError(
+                "encoding", "rounding", "'stochastic'", f"'nearest' for {self.codec.name.lower()}"
+            )
+        if self.feedback and self.codec is Codec.F32:
+            raise InputError("encoding", "feedback", "True", "False: f32 carries everything")
+        if not 0 <= self.seed < 1 << 64:
+            raise InputError("encoding", "seed", str(self.seed), "0 to 2^64 - 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCounts:
+    """What was not finite: how many values, and how many blocks were skipped for that."""
+
+    nonfinite: int
+    blocks_skipped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +188,23 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class Push:
+    """One push's arguments: the area's gradient, or `gradient`, or with `encoded` the codes in the area."""
+
+    area: int
+    samples: int
+    hyper: tuple[Hyper, ...]
+    scale: float
+    timeout: float
+    encoding: Encoding
+    gradient: Flat | None
+    encoded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PushResult:
-    """Which version the push became (0: everybody skipped), how stale it was, and what went into the
-    version.
+    """Which version the push became (0: everybody skipped), how stale it was, what went into the version, and
+    what an encoder met that was not finite.
     """
 
     version: int
@@ -140,6 +212,8 @@ class PushResult:
     sources: int
     samples: int
     wait_seconds: float
+    nonfinite: int = 0
+    blocks_skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +257,7 @@ class RankCounters:
     returned: int
     staleness_sum: int
     staleness_max: int
+    residuals_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

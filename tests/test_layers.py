@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.profiler.fit"}),  # the cost model, which the throttle and the planner evaluate too
     frozenset({"pyps.values", "pyps.metrics", "pyps.throttle", "pyps.sampling", "pyps.models"}),
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
-    frozenset({"pyps.policy", "pyps.store", "pyps.segments"}),
+    frozenset({"pyps.codec", "pyps.policy", "pyps.store", "pyps.segments"}),
     frozenset(
         {
             "pyps.attach",

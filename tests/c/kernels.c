@@ -1,5 +1,5 @@
-/* kernels.c: the chosen instruction set gives the scalar's bits: every optimizer for every length up to 130 and
- * any alignment, every codec for lengths around its blocks with every rounding, residual and policy. */
+/* kernels.c: the chosen instruction set gives the scalar's bits: every optimizer for every length up to 130
+ * and any alignment, every codec for lengths around its blocks with every rounding, residual and policy. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -54,7 +54,7 @@ static void fill(float *x, size_t length, int kind) {
         if (kind == 1) x[i] = (float)(rand() - RAND_MAX / 2) * 1e-42f;
         if (kind == 2 && i / 64 % 2) x[i] = 0;
         if (kind == 3 && rand() % 100 == 0) x[i] = rand() % 2 ? NAN : -INFINITY;
-        if (kind == 4) x[i] = (float)(rand() % 255 - 127) / 2; /* ties */
+        if (kind == 4) x[i] = (float)(rand() % 255 - 127) / 2;        /* ties */
         if (kind == 5) x[i] = (float)(rand() - RAND_MAX / 2) * 1e-7f; /* around the least fp16 */
     }
 }

@@ -1,0 +1,128 @@
+/* encoded.c: a gradient that travels encoded, and what its code did not carry.
+ *
+ * What an encoder drops is kept and added to the next gradient of the same rank (error feedback: Seide et
+ * al., Interspeech 2014; Karimireddy et al., ICML 2019). Every worker's slot has two such residuals. The view
+ * names the one that belongs to each rank; an encode reads that one and writes another of its own slot, and
+ * the event that admits the push makes the view name the new one. So a push that is refused, fails or dies
+ * has changed nothing, and a successor finds its rank's residual whole, wherever it lies. A slot whose
+ * residual a rank still needs is the last that a newcomer takes; if it does, that residual is dropped, and
+ * counted.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "store.h"
+
+static uint8_t *codes_of(const pyps_store *s, uint32_t slot, uint32_t area) {
+    return (uint8_t *)(void *)area_header(s, slot, area) + s->layout.area_codes;
+}
+
+static float *scales_of(const pyps_store *s, uint32_t slot, uint32_t area, uint32_t codec) {
+    return (float *)(void *)(codes_of(s, slot, area) + codec_codes(codec, store_elements(s)));
+}
+
+/* `name` as the view has it: 1 + 2 * slot + which; within the view's bounds. */
+static float *residual_at(const pyps_store *s, uint32_t name) {
+    return (float *)(void *)(s->base + s->layout.residuals + (name - 1) * s->layout.residual_stride);
+}
+
+const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint64_t at, size_t length,
+                           float *block) {
+    uint32_t codec = area_header(s, slot, area)->codec;
+    if (codec == PYPS_F32 || codec >= CODECS) return area_data(s, slot, area) + at;
+    kernels_chosen()->decode(codec, block, codes_of(s, slot, area) + codec_codes(codec, at),
+                             scales_of(s, slot, area, codec) + codec_scales(codec, at), length);
+    return block;
+}
+
+static int back_codes(pyps_store *s, uint32_t area) {
+    if (s->codes_backed & 1u << area) return PYPS_OK;
+    uint64_t offset = (uint64_t)(codes_of(s, s->slot, area) - s->base);
+    int rc = allocate(s, offset, s->layout.area_stride - s->layout.area_codes);
+    if (!rc) s->codes_backed |= 1u << area;
+    return rc;
+}
+
+static int back_residuals(pyps_store *s) {
+    if (s->residuals_backed) return PYPS_OK;
+    int rc = allocate(s, s->layout.residuals + 2 * s->slot * s->layout.residual_stride,
+                      2 * s->layout.residual_stride);
+    s->residuals_backed = !rc;
+    return rc;
+}
+
+void *pyps_staging_codes(pyps_store *s, uint32_t area) {
+    if (store_usable(s, true) || area >= s->geometry.areas || s->role != PYPS_WORKER) return NULL;
+    return back_codes(s, area) ? NULL : codes_of(s, s->slot, area);
+}
+
+/* Which residual the rank's next gradient starts from, and which it may leave behind. */
+static int find_residuals(pyps_store *s, struct event *e) {
+    uint64_t word;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    bool valid = view_valid(v, s->reference);
+    if (valid) e->residual_before = view_rank(v, (uint32_t)s->rank)->residual;
+    view_unpin(s);
+    if (!valid) return fail(PYPS_ECORRUPT, "the view is damaged");
+    uint32_t mine = 1 + 2 * s->slot;
+    e->residual = e->residual_before == mine ? mine + 1 : mine;
+    return PYPS_OK;
+}
+
+static int check(const pyps_push_args *a) {
+    if (a->codec >= CODECS)
+        return fail(PYPS_EINVAL, "push: codec: found %u; expected PYPS_F32 to PYPS_NF4", a->codec);
+    if (a->codec == PYPS_F32 && (a->feedback || a->encoded))
+        return fail(PYPS_EINVAL, "push: codec: found PYPS_F32; it has no feedback and is not encoded");
+    if (a->encoded && (a->feedback || a->gradient))
+        return fail(PYPS_EINVAL, "push: encoded: found with feedback or gradient; expected codes alone");
+    pyps_encode_args encode = {.size = sizeof encode,
+                               .codec = a->codec,
+                               .rounding = a->rounding,
+                               .nonfinite = a->nonfinite,
+                               .scale = a->scale};
+    return codec_check_args("push", &encode);
+}
+
+static int encode_area(pyps_store *s, const pyps_push_args *a, const struct event *e, pyps_push_result *out) {
+    struct encoding run = {.codec = a->codec,
+                           .stochastic = a->rounding == PYPS_STOCHASTIC,
+                           .nonfinite = a->nonfinite,
+                           .scale = a->scale,
+                           .seed = a->seed,
+                           .values = a->gradient ? a->gradient : area_data(s, s->slot, a->area),
+                           .codes = codes_of(s, s->slot, a->area),
+                           .scales = scales_of(s, s->slot, a->area, a->codec),
+                           .count = store_elements(s)};
+    if (a->feedback) {
+        run.residual = e->residual_before ? residual_at(s, e->residual_before) : NULL;
+        run.residual_out = residual_at(s, e->residual);
+    }
+    int rc = encode(&run);
+    out->nonfinite = run.bad, out->blocks_skipped = run.skipped;
+    return rc;
+}
+
+int stage_gradient(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
+    struct area_header *header = area_header(s, s->slot, a->area);
+    int rc = check(a);
+    if (rc) return rc;
+    header->codec = a->codec, header->scale = a->scale, header->samples = a->samples;
+    memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
+    if (!a->samples) return PYPS_OK; /* the step is skipped: nothing of the gradient is looked at */
+    if (a->codec == PYPS_F32) {
+        if (a->gradient) memcpy(area_data(s, s->slot, a->area), a->gradient, 4 * store_elements(s));
+        return PYPS_OK;
+    }
+    if ((rc = back_codes(s, a->area))) return rc;
+    if (a->encoded) {
+        uint64_t scales = codec_scales(a->codec, store_elements(s));
+        return scales_finite(scales_of(s, s->slot, a->area, a->codec), scales)
+                   ? PYPS_OK
+                   : fail(PYPS_ENONFINITE, "push: area %u: found a scale that is not finite", a->area);
+    }
+    if (a->feedback && ((rc = back_residuals(s)) || (rc = find_residuals(s, e)))) return rc;
+    header->scale = 1.0f; /* the codes hold the scaled gradient */
+    return encode_area(s, a, e, out);
+}
