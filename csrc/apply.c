@@ -71,7 +71,9 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
         kernels->update[s->geometry.optimizer](&step, &constants);
         if (stream) kernels->stream(s->stream_to + at + from, step.new[0], block);
     }
-    if (stream) s->streamed[chunk] = ticket->number;
+    if (!stream) return;
+    memset(s->stream_to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream_to);
+    s->streamed[chunk] = ticket->number;
 }
 
 /* A snapshot at exactly the version that is about to be displaced gets the buffer before the word moves, so

@@ -85,22 +85,42 @@ static int check(const pyps_push_args *a) {
     return codec_check_args("push", &encode);
 }
 
-static int encode_area(pyps_store *s, const pyps_push_args *a, const struct event *e, pyps_push_result *out) {
-    struct encoding run = {.codec = a->codec,
-                           .stochastic = a->rounding == PYPS_STOCHASTIC,
-                           .nonfinite = a->nonfinite,
-                           .scale = a->scale,
-                           .seed = a->seed,
-                           .values = a->gradient ? a->gradient : area_data(s, s->slot, a->area),
-                           .codes = codes_of(s, s->slot, a->area),
-                           .scales = scales_of(s, s->slot, a->area, a->codec),
-                           .count = store_elements(s)};
-    if (a->feedback) {
-        run.residual = e->residual_before ? residual_at(s, e->residual_before) : NULL;
-        run.residual_out = residual_at(s, e->residual);
-    }
+/* Chunks begin at whole blocks. What lies between a group's last parameter and the end of its chunk is coded
+ * as zeros, whatever stands there. */
+int encode_chunk(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat) {
+    struct encoding run = *flat;
+    uint32_t codec = flat->codec;
+    uint64_t length = s->chunks[chunk].length, whole = s->geometry.chunk_params;
+    run.first = chunk * whole, run.values = values, run.count = length;
+    run.codes += codec_codes(codec, run.first), run.scales += codec_scales(codec, run.first);
+    if (run.residual) run.residual += run.first;
+    if (run.residual_out) run.residual_out += run.first;
+    run.bad = run.skipped = 0;
     int rc = encode(&run);
-    out->nonfinite = run.bad, out->blocks_skipped = run.skipped;
+    flat->bad += run.bad, flat->skipped += run.skipped;
+    uint64_t codes = codec_codes(codec, length), scales = codec_scales(codec, length);
+    memset(run.codes + codes, codec == PYPS_NF4 ? NF4_ZERO : 0, codec_codes(codec, whole) - codes);
+    memset(run.scales + scales, 0, (codec_scales(codec, whole) - scales) * sizeof *run.scales);
+    return rc;
+}
+
+static int encode_area(pyps_store *s, const pyps_push_args *a, const struct event *e, pyps_push_result *out) {
+    struct encoding flat = {.codec = a->codec,
+                            .stochastic = a->rounding == PYPS_STOCHASTIC,
+                            .nonfinite = a->nonfinite,
+                            .scale = a->scale,
+                            .seed = a->seed,
+                            .codes = codes_of(s, s->slot, a->area),
+                            .scales = scales_of(s, s->slot, a->area, a->codec)};
+    const float *values = a->gradient ? a->gradient : area_data(s, s->slot, a->area);
+    if (a->feedback) {
+        flat.residual = e->residual_before ? residual_at(s, e->residual_before) : NULL;
+        flat.residual_out = residual_at(s, e->residual);
+    }
+    int rc = PYPS_OK;
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++)
+        rc = encode_chunk(s, chunk, values + (uint64_t)chunk * s->geometry.chunk_params, &flat);
+    out->nonfinite = flat.bad, out->blocks_skipped = flat.skipped;
     return rc;
 }
 

@@ -49,38 +49,17 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     return pulled(s, oldest);
 }
 
-/* Chunks begin at whole blocks. What lies between a group's last parameter and the end of its chunk is coded
- * as zeros. */
-static int encode_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t codec, uint8_t *codes,
-                        float *scales) {
-    uint64_t length = s->chunks[chunk].length, whole = s->geometry.chunk_params;
-    struct encoding run = {.codec = codec,
-                           .scale = 1.0f,
-                           .first = chunk * whole,
-                           .values = buffer_floats(s, buffer, 0),
-                           .codes = codes,
-                           .scales = scales,
-                           .count = length};
-    uint64_t done = codec_codes(codec, length), blocks = codec_scales(codec, length);
-    int rc = encode(&run);
-    memset(codes + done, codec == PYPS_NF4 ? NF4_ZERO : 0, codec_codes(codec, whole) - done);
-    memset(scales + blocks, 0, (codec_scales(codec, whole) - blocks) * sizeof *scales);
-    return rc;
-}
-
 int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes, uint64_t *version_out) {
     int rc = store_usable(s, true);
     if (rc || (rc = codec_check_data("pull", codec, store_elements(s), data, bytes)) ||
         (rc = round_complete(s)))
         return rc;
-    uint8_t *codes = data;
-    float *scales = (float *)(void *)(codes + codec_codes(codec, store_elements(s)));
+    struct encoding flat = {.codec = codec, .scale = 1.0f, .codes = data};
+    flat.scales = (float *)(void *)(flat.codes + codec_codes(codec, store_elements(s)));
     uint64_t word, oldest = UINT64_MAX;
     for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) {
-        uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
         if ((rc = chunk_pin(s, chunk, &word))) return rc;
-        rc = encode_chunk(s, chunk, word_buffer(word), codec, codes + codec_codes(codec, at),
-                          scales + codec_scales(codec, at));
+        rc = encode_chunk(s, chunk, buffer_floats(s, word_buffer(word), 0), &flat);
         chunk_unpin(s);
         if (word_version(word) < oldest) oldest = word_version(word);
     }

@@ -37,13 +37,13 @@ enum {
     PYPS_EPERM = -8,    /* another user's segment, or one that others may write */
     PYPS_EFULL = -9,    /* no free participant slot, rank or buffer */
     PYPS_ETIMEDOUT = -10,
-    PYPS_EFENCED = -11,    /* this participant was too late and is out; rejoin */
-    PYPS_ESTALE = -12,     /* the snapshot was cancelled so that pushes could go on */
-    PYPS_EREJECTED = -13,  /* the policy refused the push; the parameters are unchanged */
-    PYPS_EFORKED = -14,    /* the handle belongs to another process */
-    PYPS_ENOTREADY = -15,  /* the segment is still being created */
-    PYPS_EBUSY = -16,      /* a live process holds it */
-    PYPS_EEND = -17,       /* every sample has been handed out and accounted for */
+    PYPS_EFENCED = -11,   /* this participant was too late and is out; rejoin */
+    PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes could go on */
+    PYPS_EREJECTED = -13, /* the policy refused the push; the parameters are unchanged */
+    PYPS_EFORKED = -14,   /* the handle belongs to another process */
+    PYPS_ENOTREADY = -15, /* the segment is still being created */
+    PYPS_EBUSY = -16,     /* a live process holds it */
+    PYPS_EEND = -17,      /* every sample has been handed out and accounted for */
     PYPS_EPOLICY = -18,   /* the segment's policy is not known to this library */
     PYPS_ENONFINITE = -19 /* a value to encode is NaN or infinite, and the policy is to refuse */
 };

@@ -149,6 +149,8 @@ int pulled(pyps_store *s, uint64_t version); /* tells the view */
 /* `length` floats from `at` of a staged gradient: in place, or decoded into `block`. */
 const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint64_t at, size_t length,
                            float *block);
+/* Encodes one chunk, of which `values` are the parameters; all else in `flat` is of the whole vector. */
+int encode_chunk(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat);
 /* Puts all that apply will read into the area; for feedback `e` tells the residuals. Nothing has happened
  * before `e` is committed. */
 int stage_gradient(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);

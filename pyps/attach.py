@@ -23,7 +23,13 @@ from pyps.errors import InputError
 from pyps.store import Area, Store
 from pyps.values import Hyper, Optimizer, Snapshot, Tensor
 
-REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable")
+KINDS = {
+    torch.optim.SGD: Optimizer.SGD,
+    torch.optim.AdamW: Optimizer.ADAMW,
+    torch.optim.Adam: Optimizer.ADAM,
+    torch.optim.Adagrad: Optimizer.ADAGRAD,
+}
+REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -75,20 +81,24 @@ def inspect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Attachment:
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> Optimizer:
-    if type(optimizer) not in (torch.optim.SGD, torch.optim.AdamW):
-        raise InputError(
-            "attach", "optimizer", type(optimizer).__name__, "torch.optim.SGD or torch.optim.AdamW"
-        )
+    if type(optimizer) not in KINDS:
+        expected = "torch.optim.SGD, AdamW, Adam or Adagrad"
+        raise InputError("attach", "optimizer", type(optimizer).__name__, expected)
     for k, group in enumerate(optimizer.param_groups):
         for option in REFUSED_OPTIONS:
-            if group.get(option):
-                raise InputError("attach", f"optimizer.param_groups[{k}].{option}", "True", "False")
-    if optimizer.state:
+            if value := group.get(option):
+                raise InputError("attach", f"optimizer.param_groups[{k}].{option}", repr(value), "False or 0")
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise InputError(
             "attach", "optimizer", "state of earlier steps", "a new one: the store keeps the state"
         )
-    if type(optimizer) is torch.optim.AdamW:
+    kind = KINDS[type(optimizer)]
+    if kind is Optimizer.ADAM and any(
+        group.get("decoupled_weight_decay") for group in optimizer.param_groups
+    ):
         return Optimizer.ADAMW
+    if kind is not Optimizer.SGD:
+        return kind
     momentum = any(group["momentum"] > 0 for group in optimizer.param_groups)
     return Optimizer.MOMENTUM if momentum else Optimizer.SGD
 
@@ -126,13 +136,14 @@ def hyper_of(attachment: Attachment) -> tuple[Hyper, ...]:
     Raises InputError if a schedule raises momentum in a store made without it.
     """
     groups = [(k, attachment.optimizer.param_groups[k]) for k in attachment.groups]
-    if attachment.kind is Optimizer.ADAMW:
+    if attachment.kind in (Optimizer.ADAMW, Optimizer.ADAM, Optimizer.ADAGRAD):
         return tuple(
             Hyper(
                 lr=float(g["lr"]),
                 weight_decay=float(g["weight_decay"]),
-                betas=(float(g["betas"][0]), float(g["betas"][1])),
+                betas=tuple(float(beta) for beta in g.get("betas", (0.9, 0.999))),
                 eps=float(g["eps"]),
+                lr_decay=float(g.get("lr_decay", 0.0)),
             )
             for _, g in groups
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NewType, get_args
 
 import numpy as np
@@ -326,17 +327,7 @@ def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
     c = ffi.new("pyps_rank[]", ranks)
     check("ranks", lib.pyps_get_ranks(store, c, ranks))
     return [
-        RankCounters(
-            r.batch,
-            r.pushes,
-            r.samples,
-            r.skipped,
-            r.returned,
-            r.staleness_sum,
-            r.staleness_max,
-            r.residuals_dropped,
-        )  # fmt: skip
-        for r in (c[k] for k in range(ranks))
+        RankCounters(*(getattr(c[k], field.name) for field in fields(RankCounters))) for k in range(ranks)
     ]
 
 

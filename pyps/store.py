@@ -127,11 +127,11 @@ class Store:
         """Make a segment and open it; the creator's close() removes the segment's name, unless `keep`.
 
         `tensors`: name -> initial values (array or torch tensor of real numbers; kept as fp32). `batches`:
-        the planned batch of each rank. `optimizer`: "sgd", "momentum", "adamw", "adam" or "adagrad". `policy`: a pyps.BSP or
-        ASP, or their name. `groups`: name -> index of its parameter group (default: all 0). `samples`:
-        sample positions to hand out in all, 0 without end. `chunk_params`, `max_participants`,
-        `snapshot_spares`, `areas` (per worker): 0 takes the C core's default. Raises InputError,
-        SegmentExists, OutOfSpace, InvalidArgument.
+        the planned batch of each rank. `optimizer`: "sgd", "momentum", "adamw", "adam" or "adagrad".
+        `policy`: a pyps.BSP or ASP, or their name. `groups`: name -> index of its parameter group
+        (default: all 0). `samples`: sample positions to hand out in all, 0 without end.
+        `chunk_params`, `max_participants`, `snapshot_spares`, `areas` (per worker): 0 takes the C core's
+        default. Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
         """
         group_of = dict(groups or {})
         if unknown := group_of.keys() - tensors.keys():

@@ -110,9 +110,7 @@ class Encoding:
                 expected = f"one of {', '.join(get_args(kinds))}"
                 raise InputError("encoding", field, repr(getattr(self, field)), expected)
         if self.rounding == "stochastic" and self.codec < Codec.INT8:
-            raise InputError(
-                "encoding", "rounding", "'stochastic'", f"'nearest' for {self.codec.name.lower()}"
-            )
+            raise InputError("encoding", "rounding", "'stochastic'", f"nearest for {self.codec.name}")
         if self.feedback and self.codec is Codec.F32:
             raise InputError("encoding", "feedback", "True", "False: f32 carries everything")
         if not 0 <= self.seed < 1 << 64:

@@ -97,7 +97,7 @@ GOOD = {"w": np.zeros(3)}
         (errors.InputError, "real numbers", {"tensors": {"w": np.array(["a"])}}),
         (errors.InputError, "'x'", {"groups": {"x": 1}}),
         (errors.InvalidArgument, "group", {"groups": {"w": -1}}),
-        (errors.InputError, "sgd, momentum, adamw", {"optimizer": "adam"}),
+        (errors.InputError, "sgd, momentum, adamw, adam, adagrad", {"optimizer": "lion"}),
         (errors.InputError, "bsp, asp", {"policy": "sync"}),
     ],
 )

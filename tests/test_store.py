@@ -80,7 +80,7 @@ def in_threads(*bodies: Callable[[], None]) -> None:
 
 
 class Reference:
-    """torch.optim's formulas in fp64 (torch documentation, SGD and AdamW: the algorithm boxes)."""
+    """torch.optim's formulas in fp64 (torch documentation, the algorithm boxes)."""
 
     def __init__(self, p: F64, kind: Optimizer, h: Hyper) -> None:
         self.p, self.kind, self.h, self.t = p.copy(), kind, h, 0
@@ -90,8 +90,17 @@ class Reference:
 
     def step(self, g: F64) -> None:
         self.t += 1
+        h = self.h
+        g = np.clip(g, -h.clip, h.clip) if h.clip else g
         if self.kind is Optimizer.ADAMW:
-            self.adamw(g)
+            self.p = self.p * (1 - h.lr * h.weight_decay)
+            self.adam(g)
+        elif self.kind is Optimizer.ADAM:
+            self.adam(g + h.weight_decay * self.p)
+        elif self.kind is Optimizer.ADAGRAD:
+            g = g + h.weight_decay * self.p
+            self.first = self.first + g * g
+            self.p = self.p - h.lr / (1 + (self.t - 1) * h.lr_decay) * g / (np.sqrt(self.first) + h.eps)
         else:
             self.sgd(g)
 
@@ -103,9 +112,8 @@ class Reference:
             g = g + h.momentum * self.first if h.nesterov else self.first
         self.p = self.p - h.lr * g
 
-    def adamw(self, g: F64) -> None:
+    def adam(self, g: F64) -> None:
         h, (b1, b2) = self.h, self.betas
-        self.p = self.p * (1 - h.lr * h.weight_decay)
         self.first = b1 * self.first + (1 - b1) * g
         self.second = b2 * self.second + (1 - b2) * g * g
         denominator = np.sqrt(self.second) / math.sqrt(1 - b2**self.t) + h.eps
@@ -120,12 +128,23 @@ CASES = {
     "nesterov": (Optimizer.MOMENTUM, Hyper(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)),
     "adamw": (Optimizer.ADAMW, Hyper(lr=0.01, weight_decay=0.02)),
     "adamw, other betas": (Optimizer.ADAMW, Hyper(lr=0.01, betas=(0.8, 0.95), eps=1e-6)),
+    "adam": (Optimizer.ADAM, Hyper(lr=0.01)),
+    "adam+decay": (Optimizer.ADAM, Hyper(lr=0.01, weight_decay=0.02, betas=(0.8, 0.95))),
+    "adagrad": (Optimizer.ADAGRAD, Hyper(lr=0.1, eps=1e-10)),
+    "adagrad+decay": (Optimizer.ADAGRAD, Hyper(lr=0.1, weight_decay=0.01, lr_decay=0.1, eps=1e-10)),
+    "clipped": (Optimizer.MOMENTUM, Hyper(lr=0.05, momentum=0.9, weight_decay=0.01, clip=0.5)),
 }
 
 
 def torch_optimizer(parameters: list[torch.Tensor], kind: Optimizer, h: Hyper) -> torch.optim.Optimizer:
     if kind is Optimizer.ADAMW:
         return torch.optim.AdamW(parameters, lr=h.lr, betas=h.betas, eps=h.eps, weight_decay=h.weight_decay)
+    if kind is Optimizer.ADAM:
+        return torch.optim.Adam(parameters, lr=h.lr, betas=h.betas, eps=h.eps, weight_decay=h.weight_decay)
+    if kind is Optimizer.ADAGRAD:
+        return torch.optim.Adagrad(
+            parameters, lr=h.lr, lr_decay=h.lr_decay, weight_decay=h.weight_decay, eps=h.eps
+        )
     return torch.optim.SGD(
         parameters, lr=h.lr, momentum=h.momentum, dampening=h.dampening,
         weight_decay=h.weight_decay, nesterov=h.nesterov,
@@ -150,6 +169,8 @@ def test_steps_are_those_of_torch(case: str, policy: str) -> None:
             for name, tensor in rivals.items():
                 tensor.grad = torch.tensor(gradient[name])
                 references[name].step(gradient[name].astype(np.float64))
+            if hyper.clip:
+                torch.nn.utils.clip_grad_value_(rivals.values(), hyper.clip)
             optimizer.step()
         flat, version = store.pull()
         snapshot = store.snapshot()
@@ -165,7 +186,7 @@ def test_steps_are_those_of_torch(case: str, policy: str) -> None:
         states, [references["weight"].first, references["weight"].second], strict=False
     ):
         assert relative(state, expected) < RELATIVE
-    assert len(states) == {Optimizer.SGD: 0, Optimizer.MOMENTUM: 1, Optimizer.ADAMW: 2}[kind]
+    assert len(states) == {"SGD": 0, "MOMENTUM": 1, "ADAMW": 2, "ADAM": 2, "ADAGRAD": 1}[kind.name]
 
 
 def test_groups_have_their_own_constants() -> None:

@@ -55,6 +55,8 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
         m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01
     ),
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, weight_decay=0.01),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01, lr_decay=0.1),
     "groups": two_groups,
 }
 
@@ -401,7 +403,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], MakeOptimizer, str]] = {
     "lazy": (lambda: nn.LazyLinear(2), sgd, "weight: found a lazy"),
     "storage": (shared_storage, sgd, "1.weight: found memory shared with 0.weight"),
     "frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), sgd, "no parameter to train"),
-    "adam": (make_model, lambda m: torch.optim.Adam(m.parameters()), "optimizer: found Adam; expected"),
+    "adadelta": (make_model, lambda m: torch.optim.Adadelta(m.parameters()), "optimizer: found Adadelta;"),
+    "accumulator": (
+        make_model, lambda m: torch.optim.Adagrad(m.parameters(), initial_accumulator_value=0.1),
+        r"\[0\].initial_accumulator_value",
+    ),
     "amsgrad": (make_model, lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), r"\[0\].amsgrad"),
     "maximize": (make_model, lambda m: sgd(m, maximize=True), r"\[0\].maximize"),
     "foreign": (
