@@ -118,8 +118,10 @@ static int encode_area(pyps_store *s, const pyps_push_args *a, const struct even
         flat.residual_out = residual_at(s, e->residual);
     }
     int rc = PYPS_OK;
-    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++)
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) {
         rc = encode_chunk(s, chunk, values + (uint64_t)chunk * s->geometry.chunk_params, &flat);
+        FAILPOINT("push.encoding");
+    }
     out->nonfinite = flat.bad, out->blocks_skipped = flat.skipped;
     return rc;
 }

@@ -33,5 +33,9 @@ int pyps_exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_p
     rc = pyps_push(s, args, out);
     s->stream_to = NULL;
     if (!rc) rc = copy_others(s, flat, out->version, version_out);
-    return rc ? rc : pulled(s, *version_out);
+    if (rc) return rc;
+    /* Fenced since: the next call says so. This one's push counts, and the caller must not take it for lost.
+     */
+    rc = pulled(s, *version_out);
+    return rc == PYPS_EFENCED ? PYPS_OK : rc;
 }

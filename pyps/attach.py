@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,13 +142,18 @@ def hyper_of(attachment: Attachment) -> tuple[Hyper, ...]:
             Hyper(
                 lr=float(g["lr"]),
                 weight_decay=float(g["weight_decay"]),
-                betas=tuple(float(beta) for beta in g.get("betas", (0.9, 0.999))),
+                betas=_betas(g),
                 eps=float(g["eps"]),
                 lr_decay=float(g.get("lr_decay", 0.0)),
             )
             for _, g in groups
         )
     return tuple(_sgd(k, g, attachment.kind) for k, g in groups)
+
+
+def _betas(group: dict[str, Any]) -> tuple[float, float]:
+    first, second = group.get("betas", (0.9, 0.999))
+    return float(first), float(second)
 
 
 def _sgd(index: int, group: dict[str, object], kind: Optimizer) -> Hyper:

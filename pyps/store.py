@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -327,17 +327,21 @@ class Store:
                 mixed = ((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + self._drawn) * GOLDEN
             how = replace(how, seed=mixed % 2**64)
         encoded = gradient is not None and gradient.dtype == np.uint8
-        if encoded:
-            size = encoded_bytes(how.codec, self.layout.flat_elements)
-            if gradient is None or gradient.shape != (size,):
-                raise InvalidArgument("push", f"gradient: found {gradient.size} bytes; expected {size}")
-            codes, view = self._call(native.staging_codes, index, size)
-            self._views = [v for v in self._views if v()] + [view]
-            codes[:] = gradient
+        floats = None
+        if gradient is not None and encoded:
+            self._stage_codes(index, how.codec, gradient)
         elif gradient is not None:
             self._vector("push", "gradient", gradient)
-        floats = None if encoded else gradient
+            floats = cast(Flat, gradient)
         return Push(index, samples, constants, scale, _seconds(timeout), how, floats, encoded)
+
+    def _stage_codes(self, area: int, codec: Codec, data: NDArray[Any]) -> None:
+        size = encoded_bytes(codec, self.layout.flat_elements)
+        if data.shape != (size,):
+            raise InvalidArgument("push", f"gradient: found {data.size} bytes; expected {size}")
+        codes, view = self._call(native.staging_codes, area, size)
+        self._views = [v for v in self._views if v()] + [view]
+        codes[:] = data
 
     def pull_encoded(
         self, codec: Codec | str, out: NDArray[np.uint8] | None = None

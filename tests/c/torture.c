@@ -3,7 +3,8 @@
  *
  * Usage: torture POLICY OPTIMIZER FAULTS SEED. Every push has the same gradient, so the parameters at version
  * V are those after V optimizer steps, whoever died where: a push lost, doubled or torn would show in their
- * bits. `expected` takes those steps with the scalar kernels alone.
+ * bits. `expected` takes those steps with the scalar kernels alone. Gradients are such that every codec
+ * carries them exactly, and each push draws one, with feedback, and whether it is an exchange.
  *
  * A worker draws a fault and how many failpoints it passes before it. A stop is short, or longer than the
  * round timeout, so that the worker wakes up fenced; then the worker goes on to its next fault, or is killed
@@ -22,8 +23,9 @@
 
 #define WORKERS               3
 #define PARAMETERS            4000
+#define CHUNK                 1024
 #define FLAT                  8192
-#define PERIOD                7 /* parameter i's gradient is i % PERIOD + 1 */
+#define PERIOD                7 /* of gradients over the parameters */
 #define POINTS                64
 #define ROUND_TIMEOUT_SECONDS 0.1
 #define SHORT_STOP            UINT64_C(5000000)   /* nanoseconds */
@@ -35,6 +37,9 @@ static struct shared {
     _Atomic unsigned long faults[POINTS]; /* by failpoint */
     char names[POINTS][32];
 } *shared;
+
+/* 889 = 7 * 127: a whole number of steps of int8 and of int4 */
+static const float pattern[PERIOD] = {889, -889, 0, 889, 0, -889, 889};
 
 static unsigned optimizer;
 static const pyps_hyper hypers[] = {
@@ -80,12 +85,11 @@ static void must(int rc, const char *what) {
 
 /* The first PERIOD parameters after `version` steps; goes on from the version it was last asked for. */
 static const float *expected(uint64_t version) {
-    static float vectors[2][1 + MAX_STATES][PERIOD], gradient[PERIOD];
+    static float vectors[2][1 + MAX_STATES][PERIOD];
     static uint64_t at;
     if (version < at) memset(vectors, 0, sizeof vectors), at = 0;
-    for (int i = 0; i < PERIOD; i++) gradient[i] = (float)(i + 1);
     for (; at < version; at++) {
-        struct step step = {.gradient = gradient, .length = PERIOD};
+        struct step step = {.gradient = pattern, .length = PERIOD};
         for (unsigned v = 0; v <= MAX_STATES; v++)
             step.old[v] = vectors[at % 2][v], step.new[v] = vectors[(at + 1) % 2][v];
         struct step_constants constants = kernels_constants(optimizer, &hypers[optimizer], 1, at);
@@ -104,12 +108,24 @@ static void check(const float *flat, uint64_t version) {
         }
 }
 
+/* Every chunk of a pull or an exchange is of one version, whichever that is. */
+static void check_whole(const float *flat) {
+    for (int i = PERIOD; i < PARAMETERS; i++)
+        if (i % CHUNK >= PERIOD && memcmp(&flat[i], &flat[i - PERIOD], sizeof *flat)) {
+            fprintf(stderr, "parameter %d: found %.9g; expected %.9g: the chunk is torn\n", i,
+                    (double)flat[i], (double)flat[i - PERIOD]);
+            exit(1);
+        }
+}
+
 /* Whether the call succeeded; a fenced worker has rejoined. */
 static bool done(pyps_store *s, int rc, const char *what) {
     if (rc == PYPS_EFENCED) must(pyps_rejoin(s), "rejoin");
     else must(rc, what);
     return !rc;
 }
+
+static const uint32_t codecs[] = {PYPS_F32, PYPS_F16, PYPS_INT8, PYPS_INT4, PYPS_NF4};
 
 static void push_once(pyps_store *s, float *flat) {
     pyps_claim claim;
@@ -119,16 +135,24 @@ static void push_once(pyps_store *s, float *flat) {
     int rc = pyps_start(s, 1, &claim);
     if (rc == PYPS_ETIMEDOUT || !done(s, rc, "start")) return;
     if (!done(s, pyps_pull(s, flat, &version), "pull")) return;
+    check_whole(flat);
     must(pyps_stage(s, 20, &area), "stage");
     float *gradient = pyps_staging(s, area);
-    for (int i = 0; i < PARAMETERS; i++) gradient[i] = (float)(i % PERIOD + 1);
+    for (int i = 0; i < PARAMETERS; i++) gradient[i] = pattern[i % PERIOD];
     pyps_push_args args = {.size = sizeof args,
                            .area = area,
                            .samples = claim.count,
                            .scale = 1,
                            .timeout_seconds = 20,
-                           .hyper = &hypers[optimizer]};
-    if (done(s, pyps_push(s, &args, &result), "push")) shared->acknowledged++;
+                           .hyper = &hypers[optimizer],
+                           .codec = codecs[rand() % 5]};
+    args.feedback = args.codec != PYPS_F32;
+    if (rand() % 2) {
+        if (done(s, pyps_push(s, &args, &result), "push")) shared->acknowledged++;
+    } else if (done(s, pyps_exchange(s, &args, flat, &result, &version), "exchange")) {
+        shared->acknowledged++;
+        check_whole(flat);
+    }
 }
 
 static void snapshot_once(pyps_store *s, float *flat) {
@@ -256,7 +280,7 @@ int main(int argc, char **argv) {
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
     uint32_t batches[WORKERS] = {2, 2, 2};
     pyps_config config = {.size = sizeof config,
-                          .chunk_params = 1024,
+                          .chunk_params = CHUNK,
                           .max_participants = 8,
                           .ranks = WORKERS,
                           .groups = 1,
