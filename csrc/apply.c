@@ -28,7 +28,8 @@ static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) 
         const struct source *from = &s->sources[i];
         float block[BLOCK], scale = area_header(s, from->slot, from->area)->scale;
         float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
-        const float *gradient = area_gradient(s, from->slot, from->area, at, length, block);
+        const float *gradient = area_gradient(s, from->slot, from->area,
+                                              area_codec(s, from->slot, from->area), at, length, block);
         (i ? kernels->weigh_add : kernels->weigh)(sum, gradient, weight, length);
     }
     if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
@@ -62,14 +63,16 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
 
     *buffer_header(s, s->private_buffer) =
         (struct chunk_header){.version = ticket->number, .steps = before->steps + 1};
-    for (uint32_t from = 0; from < length; from += BLOCK) {
+    uint32_t codec = area_codec(s, slot, area);
+    uint32_t at_a_time = round || codec != PYPS_F32 ? BLOCK : length;
+    for (uint32_t from = 0; from < length; from += at_a_time) {
         float gradient[BLOCK];
-        uint32_t block = length - from < BLOCK ? length - from : BLOCK;
+        uint32_t block = length - from < at_a_time ? length - from : at_a_time;
         struct step step = step_on(s, old, s->private_buffer, from, block);
         if (round) reduce(s, gradient, at + from, block);
-        step.gradient = round ? gradient : area_gradient(s, slot, area, at + from, block, gradient);
+        step.gradient = round ? gradient : area_gradient(s, slot, area, codec, at + from, block, gradient);
+        step.copy = stream ? s->stream_to + at + from : NULL;
         kernels->update[s->geometry.optimizer](&step, &constants);
-        if (stream) kernels->stream(s->stream_to + at + from, step.new[0], block);
     }
     if (!stream) return;
     memset(s->stream_to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream_to);

@@ -26,10 +26,15 @@ static float *residual_at(const pyps_store *s, uint32_t name) {
     return (float *)(void *)(s->base + s->layout.residuals + (name - 1) * s->layout.residual_stride);
 }
 
-const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint64_t at, size_t length,
-                           float *block) {
-    uint32_t codec = area_header(s, slot, area)->codec;
-    if (codec == PYPS_F32 || codec >= CODECS) return area_data(s, slot, area) + at;
+/* Read once from shared memory, where a hostile owner may change it. */
+uint32_t area_codec(const pyps_store *s, uint32_t slot, uint32_t area) {
+    uint32_t codec = *(volatile uint32_t *)&area_header(s, slot, area)->codec;
+    return codec < CODECS ? codec : PYPS_F32;
+}
+
+const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint32_t codec, uint64_t at,
+                           size_t length, float *block) {
+    if (codec == PYPS_F32) return area_data(s, slot, area) + at;
     kernels_chosen()->decode(codec, block, codes_of(s, slot, area) + codec_codes(codec, at),
                              scales_of(s, slot, area, codec) + codec_scales(codec, at), length);
     return block;

@@ -29,10 +29,11 @@ int pyps_exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_p
     int rc = store_usable(s, true);
     if (rc) return rc;
     memset(s->streamed, 0, s->geometry.chunks * sizeof *s->streamed);
-    s->stream_to = flat, s->stream_ticket = 0;
+    s->stream_to = (uintptr_t)flat % 16 ? NULL : flat, s->stream_ticket = 0;
     rc = pyps_push(s, args, out);
     s->stream_to = NULL;
     if (!rc) rc = copy_others(s, flat, out->version, version_out);
+    kernels_chosen()->copied();
     if (rc) return rc;
     /* Fenced since: the next call says so. This one's push counts, and the caller must not take it for lost.
      */

@@ -20,6 +20,7 @@ struct step {
     float *new[1 + MAX_STATES];
     const float *old[1 + MAX_STATES];
     const float *gradient;
+    float *copy; /* NULL, or where the new parameters go too, past the caches; a multiple of 16 */
     size_t length;
 };
 
@@ -48,8 +49,10 @@ struct kernels {
     void (*weigh)(float *sum, const float *x, float weight, size_t length);
     void (*weigh_add)(float *sum, const float *x, float weight, size_t length);
     void (*divide)(float *x, float divisor, size_t length);
-    /* A copy that goes past the caches: for what is not read again soon. */
+    /* A copy past the caches, for what will not be read again before much else: nothing is fetched that is
+     * only to be overwritten. `copied` follows the last one, before another thread may read it. */
     void (*stream)(float *to, const float *from, size_t length);
+    void (*copied)(void);
     bool (*encode)(struct encoding *e); /* false: stopped at a value that is not finite */
     void (*decode)(uint32_t codec, float *out, const uint8_t *codes, const float *scales, size_t count);
 };

@@ -8,7 +8,7 @@
 #define TARGET            __attribute__((target("avx2,f16c")))
 #define LOAD(p)           _mm256_loadu_ps(p)
 #define STORE(p, x)       _mm256_storeu_ps(p, x)
-#define STREAM(p, x)      _mm256_stream_ps(p, x)
+#define STREAM            avx2_store_past
 #define STREAM_END()      _mm_sfence()
 #define SET(x)            _mm256_set1_ps(x)
 #define ADD(a, b)         _mm256_add_ps(a, b)
@@ -53,6 +53,11 @@
         (lo) = _mm256_blend_epi32(even_, _mm256_slli_epi64(odd_, 32), 0xaa);                                 \
         (hi) = _mm256_blend_epi32(_mm256_srli_epi64(even_, 32), odd_, 0xaa);                                 \
     } while (0)
+
+TARGET static inline void avx2_store_past(float *p, __m256 x) {
+    _mm_stream_ps(p, _mm256_castps256_ps128(x));
+    _mm_stream_ps(p + 4, _mm256_extractf128_ps(x, 1));
+}
 
 /* The low 16 bits of each lane, in order. */
 TARGET static inline __m128i avx2_shorts(__m256i x) {

@@ -8,7 +8,7 @@
 #define TARGET            __attribute__((target("avx512f,avx512bw")))
 #define LOAD(p)           _mm512_loadu_ps(p)
 #define STORE(p, x)       _mm512_storeu_ps(p, x)
-#define STREAM(p, x)      _mm512_stream_ps(p, x)
+#define STREAM            avx512_store_past
 #define STREAM_END()      _mm_sfence()
 #define SET(x)            _mm512_set1_ps(x)
 #define ADD(a, b)         _mm512_add_ps(a, b)
@@ -53,6 +53,13 @@
         (lo) = _mm512_mask_blend_epi32(0xaaaa, even_, _mm512_slli_epi64(odd_, 32));                          \
         (hi) = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even_, 32), odd_);                          \
     } while (0)
+
+TARGET static inline void avx512_store_past(float *p, __m512 x) {
+    _mm_stream_ps(p, _mm512_castps512_ps128(x));
+    _mm_stream_ps(p + 4, _mm512_extractf32x4_ps(x, 1));
+    _mm_stream_ps(p + 8, _mm512_extractf32x4_ps(x, 2));
+    _mm_stream_ps(p + 12, _mm512_extractf32x4_ps(x, 3));
+}
 
 #include "kernels_tail.h"
 #include "kernels_template.h"

@@ -3,6 +3,7 @@
     do {                                                                                                     \
         struct step rest = *s;                                                                               \
         rest.gradient += i, rest.length -= i;                                                                \
+        if (rest.copy) rest.copy += i;                                                                       \
         for (int t = 0; t < 1 + MAX_STATES; t++)                                                             \
             if (rest.new[t]) rest.new[t] += i, rest.old[t] += i;                                             \
         if (rest.length) kernels_scalar.member(&rest, k);                                                    \

@@ -4,11 +4,15 @@
 
 #include "store.h"
 
+#define STREAM_BYTES (UINT64_C(16) << 20) /* a copy that no cache of one core holds goes past them */
+
 /* The unused end of a group's last chunk reads as zeros. */
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
     uint32_t length = s->chunks[chunk].length;
     flat += (uint64_t)chunk * s->geometry.chunk_params;
-    memcpy(flat, buffer_floats(s, buffer, vector), length * sizeof *flat);
+    const float *from = buffer_floats(s, buffer, vector);
+    if (store_elements(s) * sizeof *flat < STREAM_BYTES) memcpy(flat, from, length * sizeof *flat);
+    else kernels_chosen()->stream(flat, from, length);
     memset(flat + length, 0, (s->geometry.chunk_params - length) * sizeof *flat);
 }
 
@@ -45,6 +49,7 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
         chunk_unpin(s);
         if (word_version(word) < oldest) oldest = word_version(word);
     }
+    kernels_chosen()->copied();
     *version_out = oldest;
     return pulled(s, oldest);
 }
@@ -138,6 +143,7 @@ int pyps_snapshot(pyps_store *s, float *flat, float *const *state, uint64_t *ste
     s->ticket.number = 0; /* our cached view is older than our snapshot */
     struct target to = {flat, state, steps, outcome.snapshot, outcome.version};
     for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) rc = snapshot_chunk(s, chunk, &to);
+    kernels_chosen()->copied();
     struct event end = event_of(s, EVENT_SNAPSHOT_END);
     end.snapshot = outcome.snapshot;
     int ended = view_commit(s, &end, &ignored, &verdict);

@@ -147,8 +147,9 @@ int pulled(pyps_store *s, uint64_t version); /* tells the view */
 
 /* encoded.c */
 /* `length` floats from `at` of a staged gradient: in place, or decoded into `block`. */
-const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint64_t at, size_t length,
-                           float *block);
+const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint32_t codec, uint64_t at,
+                           size_t length, float *block);
+uint32_t area_codec(const pyps_store *s, uint32_t slot, uint32_t area);
 /* Encodes one chunk, of which `values` are the parameters; all else in `flat` is of the whole vector. */
 int encode_chunk(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat);
 /* Puts all that apply will read into the area; for feedback `e` tells the residuals. Nothing has happened
