@@ -33,8 +33,15 @@ lint: .venv/core
 	@ln -s $(CURDIR)/pyps/* $(CURDIR)/solver $(CURDIR)/profiler build/typed/pyps/
 	cd build/typed && ../../.venv/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p pyps
 
-bench: .venv/core
-	for file in benchmarks/*.py; do $(PY) $$file || exit 1; done
+bench: .venv/bench
+	$(PY) benchmarks/core.py --docs
+	$(PY) benchmarks/peers.py --docs
+	$(PY) benchmarks/pulls.py --docs
+	$(PY) benchmarks/solver.py
+
+.venv/bench: .venv/core
+	$(PIP) -e '.[bench]'
+	@touch $@
 
 torture: .venv/core
 	$(PY) tests/c/torture.py --faults 5000

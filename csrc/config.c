@@ -83,7 +83,7 @@ int config_geometry(const pyps_config *c, struct geometry *g, pyps_tensor **tens
     int rc = check(c);
     if (rc) return rc;
     double timeout = c->round_timeout_seconds > 0 ? c->round_timeout_seconds : 60;
-    *g = (struct geometry){.chunk_params = or_default(c->chunk_params, 65536),
+    *g = (struct geometry){.chunk_params = or_default(c->chunk_params, 32768),
                            .max_participants = or_default(c->max_participants, 64),
                            .areas = or_default(c->areas, 2),
                            .optimizer = c->optimizer,

@@ -87,7 +87,7 @@ typedef struct {
 
 typedef struct {
     uint32_t size;
-    uint32_t chunk_params;     /* parameters a chunk; 0: 65536; a multiple of 1024 */
+    uint32_t chunk_params;     /* parameters a chunk; 0: 32768; a multiple of 1024 */
     uint32_t max_participants; /* 0: 64; at most 1000 */
     uint32_t
         snapshot_spares; /* buffers that only a strict snapshot needs; 0: one for each chunk, at most 64 */

@@ -21,7 +21,7 @@ from pyps import native
 from pyps.errors import InputError, InvalidArgument
 from pyps.values import Codec, EncodeCounts, Encoding, Flat
 
-__all__ = ["Codec", "EncodeCounts", "Encoding", "as_codec", "decode", "encode", "encoded_bytes"]
+__all__ = ["Codec", "EncodeCounts", "Encoding", "as_codec", "decode", "encode", "encoded_bytes", "fed_back"]
 
 
 def as_codec(codec: Codec | str) -> Codec:
@@ -32,6 +32,12 @@ def as_codec(codec: Codec | str) -> Codec:
         names = ", ".join(name.lower() for name in Codec.__members__)
         raise InputError("codec", "name", repr(codec), f"one of {names}")
     return Codec[codec.upper()]
+
+
+def fed_back(codec: Codec | str) -> Encoding:
+    """The encoding of a training run: to nearest, with error feedback unless nothing is lost."""
+    kind = as_codec(codec)
+    return Encoding(kind, feedback=kind is not Codec.F32)
 
 
 def encoded_bytes(codec: Codec | str, count: int) -> int:

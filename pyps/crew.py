@@ -30,7 +30,7 @@ from pyps.policy import Policy
 from pyps.report import Totals
 from pyps.runlog import EventLog
 from pyps.store import Store
-from pyps.values import Snapshot, Status
+from pyps.values import Codec, Snapshot, Status
 
 TICK_SECONDS = 0.05
 REAP_SECONDS = 1.0  # how often the store is asked for dead members that are not this crew's children
@@ -38,7 +38,18 @@ GRACE_SECONDS = 5.0  # between the polite signal, SIGTERM and SIGKILL
 BACKOFF_SECONDS = 0.2  # before the first restart of a rank; doubled for each further one
 MAX_BACKOFF_SECONDS = 5.0
 SNAPSHOT_SECONDS = 5.0  # patience for one snapshot; a missed one is left out
-OUR_VARIABLES = ("STORE", "RANK", "PLAN", "POLICY", "RUN_DIR", "SAMPLES", "SEED", "ROUND_TIMEOUT", "THROTTLE")
+OUR_VARIABLES = (
+    "STORE",
+    "RANK",
+    "PLAN",
+    "POLICY",
+    "RUN_DIR",
+    "SAMPLES",
+    "SEED",
+    "ROUND_TIMEOUT",
+    "CODEC",
+    "THROTTLE",
+)
 
 OnLine = Callable[[int, str, bool], None]  # (rank, line, whether of stderr)
 OnTick = Callable[[Status | None], None]
@@ -73,6 +84,7 @@ class Job:
     policy: Policy
     samples: int
     seed: int
+    codec: Codec
     run_dir: Path
     max_restarts: int
     snapshot_every: int
@@ -88,6 +100,7 @@ class Job:
             "PYPS_RUN_DIR": str(self.run_dir),
             "PYPS_SAMPLES": str(self.samples),
             "PYPS_SEED": str(self.seed),
+            "PYPS_CODEC": self.codec.name.lower(),
             "PYPS_ROUND_TIMEOUT": repr(self.policy.round_timeout_seconds),
             "PYTHONUNBUFFERED": "1",
         }

@@ -4,6 +4,7 @@
     PYPS_RANK           this worker's rank in the store  PYPS_ROUND_TIMEOUT   seconds
     PYPS_PLAN           path of plan.json                PYPS_SEED            of the order of samples
     PYPS_SAMPLES        sample positions in all          PYPS_RUN_DIR         where step records go
+    PYPS_CODEC          how gradients travel: f32, int8 ...
     PYPS_THROTTLE       {"factor": F} or {"fit": {...}}, to emulate a slower device; may be empty
 
 Ranks in the store count the plan's workers that have a batch: those that are left out have none.
@@ -20,9 +21,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pyps.codec import fed_back
 from pyps.errors import InputError
 from pyps.formats import Fit, Plan, read_plan
 from pyps.policy import BSP, Policy, policy_named
+from pyps.values import Codec, Encoding
 
 if TYPE_CHECKING:
     from pyps.throttle import Throttle
@@ -50,6 +53,7 @@ class Settings:
     seed: int
     run_dir: Path | None
     throttle: ThrottleSpec | None
+    encoding: Encoding
     launched: bool
 
     def planned_batches(self) -> tuple[int, ...]:
@@ -91,6 +95,7 @@ def read_settings(
     seed: int | None,
     run_dir: str | Path | None,
     micro_batch: int | None = None,
+    codec: Codec | str | None = None,
 ) -> Settings:
     """From the launcher's environment, with arguments before it; with `store` given, from arguments alone.
 
@@ -118,6 +123,7 @@ def read_settings(
         seed=seed if seed is not None else _integer(env, "PYPS_SEED", 0),
         run_dir=Path(d) if (d := run_dir or env.get("PYPS_RUN_DIR")) else None,
         throttle=_throttle(env),
+        encoding=fed_back(codec if codec is not None else env.get("PYPS_CODEC") or Codec.F32),
         launched=store is None,
     )
 

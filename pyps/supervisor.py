@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pyps.codec import as_codec
 from pyps.crew import Crew, Interrupted, Job, OnLine, OnTick
 from pyps.errors import InputError
 from pyps.formats import Plan, read_plan, write_json
@@ -26,6 +27,7 @@ from pyps.report import Outcome, Report, make_report
 from pyps.runlog import EventLog
 from pyps.sampling import MAX_SEED
 from pyps.trace import make_trace
+from pyps.values import Codec
 
 MAX_RESTARTS = 3
 MAX_COUNT = 2**63 - 1
@@ -40,6 +42,7 @@ def run(
     samples: int,
     args: Sequence[str] = (),
     seed: int = 0,
+    codec: Codec | str = Codec.F32,
     run_dir: str | os.PathLike[str] | None = None,
     throttle_from: str | os.PathLike[str] | None = None,
     even: bool = False,
@@ -51,7 +54,8 @@ def run(
     """Run `script` once for each rank of the plan until `samples` positions are trained; the report.
 
     samples: sample positions in all; 0: until the script ends by itself. run_dir: a folder without a run in
-    it; None: pyps-runs/<time>-<pid>. throttle_from: "plan" or a cluster file, to emulate its devices (see
+    it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error
+    feedback. throttle_from: "plan" or a cluster file, to emulate its devices (see
     pyps.lineup). even: equal batches instead of the plan's, for comparison. max_restarts: of each rank, after
     it has joined; a worker that dies before ends the run. snapshot_every: versions between snapshots, 0:
     none. on_line, on_tick: called with each line that a worker prints, and about 20 times a second.
@@ -81,6 +85,7 @@ def run(
         policy=rules,
         samples=samples,
         seed=seed,
+        codec=as_codec(codec),
         run_dir=folder,
         max_restarts=max_restarts,
         snapshot_every=snapshot_every,

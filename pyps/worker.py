@@ -30,6 +30,7 @@ from pyps.errors import (
     Ended,
     Fenced,
     InputError,
+    NotFinite,
     NotReady,
     PushRejected,
     SegmentExists,
@@ -41,7 +42,7 @@ from pyps.policy import Policy
 from pyps.sampling import fetcher, indices
 from pyps.settings import Settings, read_settings
 from pyps.store import Area, Store
-from pyps.values import Claim, PushResult
+from pyps.values import Claim, Codec, PushResult
 
 if TYPE_CHECKING:
     from pyps.throttle import Span as ThrottleSpan
@@ -61,15 +62,17 @@ def join(
     seed: int | None = None,
     run_dir: str | Path | None = None,
     micro_batch: int | None = None,
+    codec: Codec | str | None = None,
 ) -> Worker:
     """This process's part of a run. Under `pyps run` without arguments; else at least store, rank and
     batches.
 
     An argument goes before what the launcher set. `batches` is the planned batch of each rank, `samples` the
     sample positions of the whole run (0: without end), `micro_batch` the most samples to compute at once
-    (None: as the plan says). Raises InputError, naming what is missing.
+    (None: as the plan says), `codec` how gradients travel: what it does not carry is added to this rank's
+    next gradient. Raises InputError, naming what is missing.
     """
-    return Worker(read_settings(store, rank, batches, policy, samples, seed, run_dir, micro_batch))
+    return Worker(read_settings(store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec))
 
 
 class _Step:
@@ -125,10 +128,11 @@ class Worker:
     ) -> None:
         """Put the model's parameters in the store (rank 0), or check that they are those there (the others).
 
-        `optimizer`: torch.optim.SGD or AdamW without earlier steps; None: SGD with torch's defaults. Its
-        groups' options are read again at every step, so schedules work. Its own step() is refused. A
-        parameter without a gradient in a step counts as having a gradient of zero (it decays, its momentum
-        goes on). Raises InputError for what cannot be trained here, TimedOut if rank 0 does not come.
+        `optimizer`: torch.optim.SGD, AdamW, Adam or Adagrad without earlier steps; None: SGD with torch's
+        defaults. Its groups' options are read again at every step, so schedules work. Its own step() is
+        refused. A parameter without a gradient in a step counts as having a gradient of zero (it decays, its
+        momentum goes on). Raises InputError for what cannot be trained here, TimedOut if rank 0 does not
+        come.
         """
         if self._attached is not None:
             raise InputError("attach", "model", "a second one", "one model for each worker")
@@ -351,12 +355,16 @@ class Worker:
         samples = step.claim.count if finite else 0
         try:
             share = step.micro / step.claim.count  # see _begin_micro_batch
-            return self.store.push(step.area, samples, hyper_of(attachment), scale=share)
+            encoding = self.settings.encoding
+            return self.store.push(step.area, samples, hyper_of(attachment), share, encoding=encoding)
         except Fenced:
             self.fenced += 1
             self.store.rejoin()
         except PushRejected:
             self.rejected += 1
+        except NotFinite:
+            self.skipped += 1
+            self.store.push(step.area, 0, hyper_of(attachment))  # the claim was still ours
         return None
 
     def _account(

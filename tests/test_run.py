@@ -28,6 +28,7 @@ from pyps.report import read_report
 from pyps.runlog import read_events
 from pyps.settings import ThrottleSpec, read_settings
 from pyps.supervisor import run
+from pyps.values import Codec, Encoding
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 BATCHES = (5, 3)
@@ -445,7 +446,8 @@ def test_the_worker_reads_what_the_supervisor_wrote(
     """The environment is a contract between two modules; both ends of it are held here."""
     monkeypatch.setenv("PYPS_THROTTLE", '{"factor": 99}')
     place = Place(1, "device-1", 3, None, spec)
-    job = Job("a-name", ("python",), (place,), plan, BSP(round_timeout_seconds=7.5), 80, 11, tmp_path, 3, 0)
+    rules = BSP(round_timeout_seconds=7.5)
+    job = Job("a-name", ("python",), (place,), plan, rules, 80, 11, Codec.INT8, tmp_path, 3, 0)
     env = job.environment(place)
     for name in ("PYPS_THROTTLE",):
         monkeypatch.delenv(name)
@@ -459,7 +461,8 @@ def test_the_worker_reads_what_the_supervisor_wrote(
         80,
         11,
     )
-    assert found.policy == BSP(round_timeout_seconds=7.5)
+    assert found.policy == rules
+    assert found.encoding == Encoding(Codec.INT8, feedback=True)
     assert (found.run_dir, found.throttle, found.launched) == (tmp_path, spec, True)
     assert (env.get("OMP_NUM_THREADS") == "1") == (
         spec is not None or os.environ.get("OMP_NUM_THREADS") == "1"

@@ -47,6 +47,10 @@ def run_command(
     ] = None,
     even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the plan's.")] = False,
     seed: Annotated[int, typer.Option(help="Of the order of samples.")] = 0,
+    codec: Annotated[
+        str,
+        typer.Option(help="How gradients travel: f32, bf16, f16, int8, int4, nf4."),
+    ] = "f32",
     run_dir: Annotated[Path | None, typer.Option(help="Default: pyps-runs/<time>-<pid>.")] = None,
     round_timeout: Annotated[float, typer.Option(help="Seconds that one worker may hold up others.")] = 60.0,
     max_restarts: Annotated[int, typer.Option(help="Of each rank, after it has joined.")] = MAX_RESTARTS,
@@ -70,6 +74,7 @@ def run_command(
             samples=total,
             args=args or (),
             seed=seed,
+            codec=codec,
             run_dir=run_dir,
             throttle_from=throttle_from,
             even=even,

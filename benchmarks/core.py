@@ -1,0 +1,315 @@
+"""Every operation of the C core against memcpy, in one run, beside torch, bitsandbytes and NumPy.
+
+    python benchmarks/core.py [--parameters 25000000] [--rounds 9] [--docs]
+
+One thread, interleaved rounds, medians with the range. A ratio is the time over that of memcpy of the same
+fp32 array; bytes are what an operation must read and write of each parameter. With --docs the table and its
+picture go to docs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from record import DOCS, machine, milliseconds, seconds_of, table, write_section
+
+from pyps import Hyper, Store
+from pyps.codec import Codec, decode, encode, encoded_bytes
+
+Call = Callable[[], object]
+HYPER = Hyper(lr=1e-3)
+REPEATS = 5  # calls in a row where two threads are at it
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`prepare` does what is not timed and returns the call that is. bar: the largest ratio to memcpy."""
+
+    name: str
+    bytes_a_parameter: float
+    prepare: Callable[[], Call]
+    bar: float | None = None
+    against: str | None = None  # the operation of ours that does the same
+
+
+def always(call: Call) -> Callable[[], Call]:
+    return lambda: call
+
+
+def codecs(x: Any) -> Iterator[Operation]:
+    """Encoding to arrays, and decoding back."""
+    n = x.size
+    residual, rest, out = np.full(n, 1e-3, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)
+    for codec, bar in ((Codec.INT8, 0.75), (Codec.INT4, 0.85), (Codec.NF4, None), (Codec.BF16, None)):
+        data = np.zeros(encoded_bytes(codec, n), np.uint8)
+        size, name = data.size / n, codec.name.lower()
+        yield Operation(f"encode {name}", 4 + size, always(lambda c=codec, d=data: encode(x, c, out=d)), bar)
+        if codec in (Codec.INT8, Codec.INT4):
+            feedback = {"residual": residual, "residual_out": rest}
+            call = partial(encode, x, codec, out=data, **feedback)
+            yield Operation(f"encode {name}, feedback", 12 + size, always(call), 1.8)
+        yield Operation(f"decode {name}", 4 + size, always(lambda c=codec, d=data: decode(d, c, n, out)))
+
+
+@contextmanager
+def stores(n: int) -> Iterator[dict[str, Store]]:
+    """One store for each optimizer, joined."""
+    initial, made = {"w": np.zeros(n, np.float32)}, {}
+    try:
+        for name in ("sgd", "momentum", "adamw", "adagrad"):
+            store = Store.create(
+                f"bench-{os.getpid()}-{name}", initial, batches=[1], optimizer=name, policy="asp",
+                max_participants=2,
+            )  # fmt: skip
+            made[name] = store
+            store.join()
+        yield made
+    finally:
+        for store in made.values():
+            store.close()
+
+
+def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operation]:
+    """Pulls, pushes and exchanges. A gradient is staged before the clock starts, as a trainer's is."""
+    sgd = made["sgd"]
+    flat = np.zeros(sgd.layout.flat_elements, np.float32)
+    padded = np.zeros_like(flat)
+    padded[: gradient.size] = gradient
+    data = {codec: encode(padded, codec)[0] for codec in (Codec.INT8, Codec.INT4)}
+    quantized = np.zeros_like(data[Codec.INT8])
+
+    def staged(store: Store, call: Callable[[Any], object]) -> Call:
+        store.start()
+        area = store.stage()
+        area.flat.fill(1e-3)
+        return lambda: call(area)
+
+    def push(name: str) -> Callable[[], Call]:
+        store = made[name]
+        return lambda: staged(store, lambda area: store.push(area, 1, HYPER))
+
+    def coded(codec: Codec, exchange: bool = False) -> Callable[[], Call]:
+        """The codes lie in the area already: the call decodes and applies them."""
+
+        def prepare() -> Call:
+            sgd.start()
+            arguments = sgd._push(sgd.stage(), 1, HYPER, 1.0, None, codec.name, data[codec])
+            if exchange:
+                return lambda: sgd._call(native.exchange, arguments, flat)
+            return lambda: sgd._call(native.push, arguments)
+
+        return prepare
+
+    from pyps import native
+
+    yield Operation("pull", 8, always(lambda: sgd.pull(flat)))
+    yield Operation("pull int8", 5, always(lambda: sgd.pull_encoded(Codec.INT8, quantized)))
+    yield Operation("SGD push", 12, push("sgd"), 1.6)
+    yield Operation("momentum push", 20, push("momentum"))
+    yield Operation("AdamW push", 28, push("adamw"), 3.2)
+    yield Operation("Adagrad push", 20, push("adagrad"))
+    yield Operation("int8 decode + SGD push", 9, coded(Codec.INT8), 1.05)
+    yield Operation("int4 decode + SGD push", 8.5, coded(Codec.INT4))
+    yield Operation(
+        "exchange, SGD", 16, lambda: staged(sgd, lambda area: sgd.exchange(area, 1, HYPER, flat)), 1.3
+    )
+    yield Operation("exchange, int8 + SGD", 13, coded(Codec.INT8, exchange=True))
+
+
+def rivals(x: Any) -> Iterator[Operation]:
+    """The same work by torch, bitsandbytes (if installed) and plain NumPy."""
+    import torch
+
+    torch.set_num_threads(1)
+    for name, kind, size in (("SGD", torch.optim.SGD, 12), ("AdamW", torch.optim.AdamW, 28)):
+        for how in ("fused", "foreach"):
+            parameter = torch.nn.Parameter(torch.zeros(x.size))
+            parameter.grad = torch.full((x.size,), 1e-3)
+            optimizer = kind([parameter], lr=1e-3, **{how: True})  # type: ignore[arg-type]
+            prepare = partial(stepping, optimizer, parameter.grad)
+            yield Operation(f"torch {name}, {how}", size, prepare, against=f"{name} push")
+    weights, gradient = np.zeros(x.size, np.float32), np.full(x.size, 1e-3, np.float32)
+    yield Operation(
+        "NumPy SGD", 12, always(lambda: np.subtract(weights, np.float32(1e-3) * gradient, out=weights)),
+        against="SGD push",
+    )  # fmt: skip
+    yield Operation("NumPy int8", 5, always(lambda: numpy_int8(x)), against="encode int8")
+    try:
+        from bitsandbytes import functional
+    except ImportError:
+        print("bitsandbytes is not installed: its rows are left out")
+        return
+    tensor = torch.from_numpy(x)
+    yield Operation(
+        "bitsandbytes int8, blocks of 256", 5,
+        always(lambda: functional.quantize_blockwise(tensor, blocksize=256)), against="encode int8",
+    )  # fmt: skip
+    yield Operation(
+        "bitsandbytes NF4, blocks of 64", 4.5625,
+        always(lambda: functional.quantize_4bit(tensor, quant_type="nf4", blocksize=64)),
+        against="encode nf4",
+    )  # fmt: skip
+
+
+def stepping(optimizer: Any, gradient: Any) -> Call:
+    """A gradient that was written just now, as for our pushes."""
+    gradient.fill_(1e-3)
+    return optimizer.step  # type: ignore[no-any-return]
+
+
+def numpy_int8(x: Any) -> tuple[Any, Any]:
+    """The codec's formula as one writes it in NumPy."""
+    blocks = x[: x.size // 256 * 256].reshape(-1, 256)
+    top = np.abs(blocks).max(axis=1, keepdims=True)
+    return np.rint(blocks * (127 / top)).astype(np.int8), top / 127
+
+
+def two_at_once(rounds: int, call: Callable[[int], object]) -> tuple[float, float]:
+    """Median seconds of one thread's calls, and of two threads' calls at the same time, interleaved."""
+
+    def work(k: int, gate: threading.Barrier) -> None:
+        gate.wait()
+        for _ in range(REPEATS):
+            call(k)
+        gate.wait()
+
+    times: dict[int, list[float]] = {1: [], 2: []}
+    for number in range(rounds + 1):
+        for count, found in times.items():
+            gate = threading.Barrier(count + 1)
+            threads = [threading.Thread(target=work, args=(k, gate)) for k in range(count)]
+            for thread in threads:
+                thread.start()
+            gate.wait()
+            seconds = seconds_of(gate.wait)
+            for thread in threads:
+                thread.join()
+            if number:
+                found.append(seconds / REPEATS)
+    return statistics.median(times[1]), statistics.median(times[2])
+
+
+def concurrent(n: int, rounds: int) -> list[tuple[str, float, float]]:
+    """Name, one thread's time, and how many times its throughput two threads reach."""
+    found = []
+    x = [np.random.default_rng(k).standard_normal(n).astype(np.float32) for k in range(2)]
+    data = [np.zeros(encoded_bytes("int8", n), np.uint8) for _ in range(2)]
+    copies = [np.zeros(n, np.float32) for _ in range(2)]
+    name = f"bench-{os.getpid()}-two"
+    with (
+        Store.create(
+            name, {"w": np.zeros(n, np.float32)}, batches=[1, 1], policy="asp", max_participants=4
+        ) as one,
+        Store.open(name) as other,
+    ):
+        workers = (one, other)
+        flats = [np.zeros(one.layout.flat_elements, np.float32) for _ in workers]
+        for store in workers:
+            store.join()
+
+        def push(k: int) -> None:
+            workers[k].start()
+            workers[k].push(workers[k].stage(), 1, HYPER)
+
+        for label, call in (
+            ("memcpy", lambda k: np.copyto(copies[k], x[k])),
+            ("encode int8", lambda k: encode(x[k], "int8", out=data[k])),
+            ("pull", lambda k: workers[k].pull(flats[k])),
+            ("SGD push", push),
+        ):
+            alone, together = two_at_once(rounds, call)
+            found.append((label, alone, 2 * alone / together))
+    return found
+
+
+def measure(operations: list[Operation], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each operation, interleaved; two rounds to warm up are dropped."""
+    times: dict[str, list[float]] = {operation.name: [] for operation in operations}
+    for number in range(rounds + 2):
+        for operation in operations:
+            seconds = seconds_of(operation.prepare())
+            if number >= 2:
+                times[operation.name].append(seconds)
+    return times
+
+
+def rows(operations: list[Operation], times: dict[str, list[float]], n: int) -> list[list[str]]:
+    memcpy = statistics.median(times["memcpy"])
+    lines = [["operation", "bytes", "ms (range)", "GB/s", "x memcpy", "bar"]]
+    for operation in operations:
+        seconds = statistics.median(times[operation.name])
+        note = f"<= {operation.bar:.2f}" if operation.bar else ""
+        if operation.against:
+            note = f"{seconds / statistics.median(times[operation.against]):.2f} x our {operation.against}"
+        lines.append(
+            [
+                operation.name, f"{operation.bytes_a_parameter:.4g}", milliseconds(times[operation.name]),
+                f"{operation.bytes_a_parameter * n / seconds / 1e9:.1f}", f"{seconds / memcpy:.2f}", note,
+            ]
+        )  # fmt: skip
+    return lines
+
+
+def draw(operations: list[Operation], times: dict[str, list[float]]) -> None:
+    """A bar for each operation: its time over memcpy's; ours dark, others' light, the bars as ticks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    memcpy = statistics.median(times["memcpy"])
+    shown = list(reversed(operations))
+    ratios = [statistics.median(times[o.name]) / memcpy for o in shown]
+    figure, axes = pyplot.subplots(figsize=(8, 0.27 * len(shown) + 1))
+    axes.barh([o.name for o in shown], ratios, color=["0.75" if o.against else "0.25" for o in shown])
+    for k, operation in enumerate(shown):
+        if operation.bar:
+            axes.plot([operation.bar] * 2, [k - 0.45, k + 0.45], color="tab:orange", linewidth=2)
+    axes.set_xscale("log")
+    axes.axvline(1.0, color="0.5", linewidth=0.8)
+    axes.set_xlabel("time over memcpy's (log); light: others; orange: our bar")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(DOCS / "images" / "core.png", dpi=120)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=int, default=25_000_000)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    n = options.parameters
+    x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    copy = np.zeros_like(x)
+    with stores(n) as made:
+        ours = [
+            Operation("memcpy", 8, always(lambda: np.copyto(copy, x))),
+            *codecs(x),
+            *store_operations(made, x),
+        ]
+        times = measure(ours, options.rounds)
+    theirs = list(rivals(x))
+    times |= measure(theirs, max(1, options.rounds // 2))
+    both = concurrent(n, options.rounds)
+    lines = [["two threads at once", "one alone, ms", "throughput of two"]]
+    lines += [[name, f"{1e3 * alone:.1f}", f"{ratio:.2f} x one"] for name, alone, ratio in both]
+    text = f"{machine()}; {n:,} fp32 parameters.\n\n{table(rows(ours + theirs, times, n))}\n\n{table(lines)}"
+    print(text)
+    if options.docs:
+        draw(ours + theirs, times)
+        write_section("core", text)
+
+
+if __name__ == "__main__":
+    main()

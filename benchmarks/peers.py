@@ -1,0 +1,209 @@
+"""A push and a pull beside gloo, torch rpc and a Ray actor: python benchmarks/peers.py [--docs].
+
+Ours: one worker pushes its gradient and takes the SGD step in the store (an exchange; and as two calls, push
+and pull). gloo: the gradient is sent to a process that steps and sends the parameters back. rpc and Ray: a
+call of a server object with the gradient, which steps and returns the parameters. All on one machine, each
+process with one thread; servers step in place with w -= lr * g. Rounds are interleaved; medians with the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from record import machine, milliseconds, seconds_of, table, write_section
+
+from pyps import Hyper, Store
+
+LR = 1e-3
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def ours(n: int) -> Iterator[dict[str, Callable[[], float]]]:
+    with Store.create(
+        f"peers-{os.getpid()}", {"w": np.zeros(n, np.float32)}, batches=[1], policy="asp", max_participants=2
+    ) as store:
+        store.join()
+        flat = np.zeros(store.layout.flat_elements, np.float32)
+
+        def staged() -> Any:
+            store.start()
+            area = store.stage()
+            area.flat.fill(1e-3)
+            return area
+
+        def exchange() -> float:
+            area = staged()
+            return seconds_of(lambda: store.exchange(area, 1, Hyper(lr=LR), flat))
+
+        def push_and_pull() -> float:
+            area = staged()
+            return seconds_of(lambda: (store.push(area, 1, Hyper(lr=LR)), store.pull(flat)))
+
+        yield {"pyps exchange": exchange, "pyps push + pull": push_and_pull}
+
+
+def gloo_server(n: int, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    weights, gradient, more = torch.zeros(n), torch.zeros(n), torch.zeros(1)
+    while True:
+        dist.recv(more, 0)
+        if not more:
+            break
+        dist.recv(gradient, 0)
+        weights.sub_(gradient, alpha=LR)
+        dist.send(weights, 0)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def gloo(n: int) -> Iterator[dict[str, Callable[[], float]]]:
+    import torch
+    import torch.distributed as dist
+
+    port = free_port()
+    server = multiprocessing.get_context("spawn").Process(target=gloo_server, args=(n, port))
+    server.start()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+    gradient, weights = torch.full((n,), 1e-3), torch.zeros(n)
+
+    def turn() -> float:
+        dist.send(torch.ones(1), 1)
+        return seconds_of(lambda: (dist.send(gradient, 1), dist.recv(weights, 1)))
+
+    yield {"gloo send + recv": turn}
+    dist.send(torch.zeros(1), 1)
+    dist.destroy_process_group()
+    server.join(30)
+
+
+WEIGHTS: list[Any] = []
+
+
+def rpc_step(gradient: Any) -> Any:
+    """On the rpc server."""
+    import torch
+
+    if not WEIGHTS:
+        WEIGHTS.append(torch.zeros_like(gradient))
+    return WEIGHTS[0].sub_(gradient, alpha=LR)
+
+
+def rpc_process(name: str, rank: int, port: int, n: int, pipe: Connection) -> None:
+    """The server, or the client that times a call whenever it is asked to."""
+    import torch
+    import torch.distributed.rpc as rpc
+
+    torch.set_num_threads(1)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=120)
+    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+    if name == "client":
+        gradient = torch.full((n,), 1e-3)
+        while pipe.recv():
+            pipe.send(seconds_of(lambda: rpc.rpc_sync("server", rpc_step, args=(gradient,))))
+    rpc.shutdown()
+
+
+@contextmanager
+def torch_rpc(n: int) -> Iterator[dict[str, Callable[[], float]]]:
+    port, context = free_port(), multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    processes = [
+        context.Process(target=rpc_process, args=(name, rank, port, n, theirs))
+        for rank, name in enumerate(("server", "client"))
+    ]
+    for process in processes:
+        process.start()
+
+    def turn() -> float:
+        mine.send(True)
+        return float(mine.recv())
+
+    yield {"torch rpc": turn}
+    mine.send(False)
+    for process in processes:
+        process.join(30)
+
+
+@contextmanager
+def ray_actor(n: int) -> Iterator[dict[str, Callable[[], float]]]:
+    try:
+        import ray
+    except ImportError:
+        print("Ray is not installed: its row is left out")
+        yield {}
+        return
+    store = int(min(4 * 16 * n, 4 << 30))
+    options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(num_cpus=2, object_store_memory=store, **options)
+
+    class Server:
+        def __init__(self) -> None:
+            self.weights = np.zeros(n, np.float32)
+
+        def step(self, gradient: Any) -> Any:
+            self.weights -= np.float32(LR) * gradient
+            return self.weights
+
+    actor = ray.remote(Server).remote()
+    gradient, weights = np.full(n, 1e-3, np.float32), np.zeros(n, np.float32)
+
+    def turn() -> float:
+        """The result is copied: what Ray returns is a read-only view of its own memory."""
+        return seconds_of(lambda: np.copyto(weights, ray.get(actor.step.remote(gradient))))
+
+    yield {"Ray actor": turn}
+    ray.shutdown()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=int, default=25_000_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    n = options.parameters
+    source, copy = np.ones(n, np.float32), np.zeros(n, np.float32)
+
+    def memcpy_twice() -> float:
+        return seconds_of(lambda: (np.copyto(copy, source), np.copyto(source, copy)))
+
+    with ours(n) as a, gloo(n) as b, torch_rpc(n) as c, ray_actor(n) as d:
+        turns = {"memcpy, twice": memcpy_twice, **a, **b, **c, **d}
+        times: dict[str, list[float]] = {name: [] for name in turns}
+        for number in range(options.rounds + 2):
+            for name, turn in turns.items():
+                seconds = turn()
+                if number >= 2:
+                    times[name].append(seconds)
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    best = medians["pyps push + pull"]
+    rows = [["push + pull of the same parameters", "ms (range)", "x pyps push + pull"]]
+    rows += [[name, milliseconds(times[name]), f"{medians[name] / best:.2f}"] for name in times]
+    text = f"{machine()}; {n:,} fp32 parameters.\n\n{table(rows)}"
+    print(text)
+    if options.docs:
+        write_section("peers", text)
+
+
+if __name__ == "__main__":
+    main()

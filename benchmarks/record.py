@@ -1,0 +1,71 @@
+"""What every benchmark does with its figures: medians with their range, the machine and the date, and a
+section of docs/benchmarks.md between two markers.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Wall seconds of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def milliseconds(times: list[float]) -> str:
+    """The median and the range, as text."""
+    low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
+    return f"{middle:.1f} ({low:.1f} to {high:.1f})"
+
+
+def machine() -> str:
+    """Processor, cores, kernels and date: what the figures below it hold for."""
+    from pyps import native
+
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith(("model name", "CPU part"))
+    ]
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"{names[0] if names else platform.machine()}, {cores} cores, {native.isa()} kernels, "
+        f"{datetime.now(UTC):%Y-%m-%d}"
+    )
+
+
+def table(rows: list[list[str]]) -> str:
+    """A Markdown table, aligned so that a terminal shows it as well; the first row is the heading."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+
+    def line(cells: list[str]) -> str:
+        padded = [
+            c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = (
+        "|" + "|".join("-" * (w + 2) if k == 0 else "-" * (w + 1) + ":" for k, w in enumerate(widths)) + "|"
+    )
+    return "\n".join([line(rows[0]), rule, *(line(row) for row in rows[1:])])
+
+
+def write_section(name: str, text: str) -> None:
+    """Put `text` between this section's markers in docs/benchmarks.md."""
+    page = DOCS / "benchmarks.md"
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{page}: the markers of section {name} are missing")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
