@@ -3,7 +3,7 @@
 Ours: one worker pushes its gradient and takes the SGD step in the store (an exchange; and as two calls, push
 and pull). gloo: the gradient is sent to a process that steps and sends the parameters back. rpc and Ray: a
 call of a server object with the gradient, which steps and returns the parameters. All on one machine, each
-process with one thread; servers step in place with w -= lr * g. Rounds are interleaved; medians with the range.
+process with one thread; servers step in place with w -= lr * g. Rounds are interleaved; medians with range.
 """
 
 from __future__ import annotations

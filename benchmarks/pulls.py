@@ -1,8 +1,8 @@
 """Pulls while four writers push without pause: python benchmarks/pulls.py [--pulls 1000000] [--docs].
 
 Every push adds one to every parameter, so a chunk of version v holds v everywhere: a chunk of two values is
-torn, and a chunk older than the version that the pull reports is a lie. Prints how long a pull takes alone and
-under the pushes, at the median, the 99.9th percentile and the worst, and how many pushes there were meanwhile.
+torn, and one older than the version that the pull reports is a lie. Prints how long a pull takes alone and
+under the pushes, at the median, the 99.9th percentile and the worst, and how many pushes came meanwhile.
 The parameters stay below 2^24, where fp32 counts exactly: the store is made anew before.
 """
 
