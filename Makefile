@@ -12,8 +12,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install -q -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-CORE := $(wildcard csrc/*.c csrc/*.h) csrc/build_ffi.py setup.py
-C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h)
+CORE := $(wildcard csrc/*.c csrc/*.h csrc/packaging/*) csrc/build_ffi.py setup.py
+C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h examples/c/*.c)
 
 .PHONY: demo test lint bench torture clean
 .DELETE_ON_ERROR:
@@ -47,7 +47,7 @@ torture: .venv/core
 	$(PY) tests/c/torture.py --faults 5000
 
 clean:
-	rm -rf .venv build dist demo-out bench-out *.egg-info pyps/_native.c pyps/_native.abi3.so
+	rm -rf .venv build dist demo-out bench-out *.egg-info pyps/_native.c pyps/_native.abi3.so pyps/lib pyps/include
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

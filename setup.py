@@ -1,11 +1,26 @@
-"""Builds the C core (csrc) as pyps._native; everything else is declared in pyproject.toml."""
+"""Builds the C core (csrc) once, as pyps._native and as a library for others; all else is in pyproject.toml.
+
+pyps/_native.abi3.so                   the cffi extension
+pyps/lib/libpyps.so.1, libpyps.a       the same objects; libpyps.so leads the linker to the first
+pyps/lib/pkgconfig, pyps/lib/cmake     how build systems find them
+pyps/include/pyps.h
+"""
 
 import platform
+import shutil
 import sys
+from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_ext import build_ext
 
 MACHINES = ("x86_64", "amd64", "aarch64", "arm64")
+CSRC = Path("csrc")
+TEMPLATES = {
+    "pyps.pc": "lib/pkgconfig",
+    "pypsConfig.cmake": "lib/cmake/pyps",
+    "pypsConfigVersion.cmake": "lib/cmake/pyps",
+}
 
 if not sys.platform.startswith("linux") or platform.machine().lower() not in MACHINES:
     sys.exit(
@@ -13,7 +28,49 @@ if not sys.platform.startswith("linux") or platform.machine().lower() not in MAC
         "The store needs futexes, OFD locks and POSIX shared memory as Linux has them."
     )
 
+
+class BuildCore(build_ext):
+    """Compiles csrc/*.c, links the extension and the libraries from the objects."""
+
+    def run(self):
+        super().run()
+        self.install_library(Path("pyps") if self.inplace else Path(self.build_lib, "pyps"))
+
+    def build_extension(self, ext):
+        self.core = self.compiler.compile(
+            [str(path) for path in sorted(CSRC.glob("*.c"))],
+            output_dir=self.build_temp,
+            include_dirs=[str(CSRC)],
+            extra_postargs=ext.extra_compile_args,
+            depends=ext.depends,
+        )
+        ext.extra_objects = [*ext.extra_objects, *self.core]
+        super().build_extension(ext)
+
+    def install_library(self, package):
+        lib, include = package / "lib", package / "include"
+        include.mkdir(parents=True, exist_ok=True)
+        lib.mkdir(exist_ok=True)
+        shutil.copyfile(CSRC / "pyps.h", include / "pyps.h")
+        self.compiler.create_static_lib(self.core, "pyps", output_dir=str(lib))
+        script = CSRC / "packaging" / "libpyps.map"
+        self.compiler.link_shared_object(
+            self.core,
+            str(lib / "libpyps.so.1"),
+            libraries=["m", "pthread"],
+            extra_postargs=["-Wl,-soname,libpyps.so.1", f"-Wl,--version-script={script}", "-Wl,-z,defs"],
+        )
+        # A wheel holds no links: a linker script says where -lpyps leads.
+        (lib / "libpyps.so").write_text("INPUT(libpyps.so.1)\n", encoding="utf-8")
+        for name, folder in TEMPLATES.items():
+            text = (CSRC / "packaging" / f"{name}.in").read_text(encoding="utf-8")
+            (package / folder).mkdir(parents=True, exist_ok=True)
+            filled = text.replace("@VERSION@", self.distribution.get_version())
+            (package / folder / name).write_text(filled, encoding="utf-8")
+
+
 setup(
     cffi_modules=["csrc/build_ffi.py:ffi"],
+    cmdclass={"build_ext": BuildCore},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -23,7 +23,6 @@ ffi.cdef(cdef())
 ffi.set_source(
     "pyps._native",
     '#include "pyps.h"',
-    sources=[str(path) for path in sorted(CSRC.glob("*.c"))],
     depends=[str(path) for path in sorted(CSRC.glob("*.h"))],
     include_dirs=[str(CSRC)],
     extra_compile_args=[

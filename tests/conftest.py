@@ -1,14 +1,18 @@
-"""What tests of the store share: a folder of segments of their own that must be empty again at the end."""
+"""What tests share: a folder of segments of their own that must be empty at the end, and the built wheel."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -24,3 +28,22 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder)
     assert not left, f"segments left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of what git would give: the source folder gets no build products."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True,
+    ).stdout.decode()  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "-w", str(out), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = out.glob("*.whl")
+    return built

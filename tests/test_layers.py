@@ -36,6 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"pyps.cli"}),
+    frozenset({"pyps.__main__"}),
     frozenset({"pyps"}),  # the front: names loaded when first used
 )
 HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
