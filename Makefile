@@ -5,6 +5,7 @@
 #   make lint      formatting, style and types
 #   make bench     the benchmarks, each beside its rival in the same run
 #   make torture   the store's processes killed and stopped 5,000 times
+#   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
 #   make clean     removes what the other commands made
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.c csrc/*.h csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test lint bench torture clean
+.PHONY: demo test lint bench torture sanitize clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -45,6 +46,10 @@ bench: .venv/bench
 
 torture: .venv/core
 	$(PY) tests/c/torture.py --faults 5000
+
+sanitize:
+	$(PYTHON) tests/c/programs.py address --faults 300
+	$(PYTHON) tests/c/programs.py thread
 
 clean:
 	rm -rf .venv build dist demo-out bench-out *.egg-info pyps/_native.c pyps/_native.abi3.so pyps/lib pyps/include

@@ -83,9 +83,12 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
  * that whoever sees the word moved also sees the save. */
 static void save_for_snapshot(pyps_store *s, uint32_t chunk, uint64_t word) {
     if (!s->snapshot_active || word_version(word) != s->snapshot_version) return;
-    uint64_t saved = load_acquire(&s->saved[chunk]);
-    if (saved_snapshot(saved) >= s->snapshot) return;
-    cas_seq(&s->saved[chunk], saved, saved_make(s->snapshot, SAVED_BUFFER, word_buffer(word)));
+    for (;;) { /* who comes between has saved it too, or speaks of an earlier snapshot */
+        uint64_t saved = load_acquire(&s->saved[chunk]);
+        if (saved_snapshot(saved) >= s->snapshot) return;
+        FAILPOINT("apply.saving");
+        if (cas_seq(&s->saved[chunk], saved, saved_make(s->snapshot, SAVED_BUFFER, word_buffer(word)))) break;
+    }
     FAILPOINT("apply.saved");
 }
 

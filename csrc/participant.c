@@ -27,6 +27,12 @@ int store_usable(pyps_store *s, bool joined) {
     return PYPS_OK;
 }
 
+int store_works(pyps_store *s) {
+    int rc = store_usable(s, true);
+    return rc || s->role == PYPS_WORKER ? rc
+                                        : fail(PYPS_EINVAL, "an observer takes no steps; join as a worker");
+}
+
 int lock_slot(pyps_store *s, uint32_t slot) { return byte_lock(s->fd, F_WRLCK, slot); }
 void unlock_slot(pyps_store *s, uint32_t slot) { byte_lock(s->fd, F_UNLCK, slot); }
 

@@ -95,6 +95,7 @@ static int copy_saved(pyps_store *s, uint32_t chunk, const struct target *to) {
     if (saved_snapshot(saved) != to->snapshot || saved_state(saved) != SAVED_BUFFER ||
         buffer >= s->layout.buffer_count)
         return fail(PYPS_ESTALE, "snapshot at version %llu: cancelled", (unsigned long long)to->version);
+    FAILPOINT("snapshot.found");
     store_seq(&s->slots[s->slot].chunk_hazard, buffer + UINT64_C(1));
     int rc = view_load_snapshot(s);
     if (!rc && (!s->snapshot_active || s->snapshot != to->snapshot))
@@ -120,11 +121,12 @@ static int snapshot_chunk(pyps_store *s, uint32_t chunk, const struct target *to
     int rc = copy_present(s, chunk, to, &done);
     if (!rc && !done) rc = copy_saved(s, chunk, to);
     if (rc) return rc;
-    uint64_t saved = load_acquire(&s->saved[chunk]);
-    /* DONE: pushers need not save, and a saved buffer is free. One lost CAS means that it was saved just now.
+    /* DONE: pushers need not save, and a saved buffer is free. What a later snapshot has saved is not ours.
      */
-    if (!cas_seq(&s->saved[chunk], saved, saved_make(to->snapshot, SAVED_DONE, 0)))
-        cas_seq(&s->saved[chunk], load_acquire(&s->saved[chunk]), saved_make(to->snapshot, SAVED_DONE, 0));
+    uint64_t saved = load_acquire(&s->saved[chunk]);
+    while (saved_snapshot(saved) <= to->snapshot &&
+           !cas_seq(&s->saved[chunk], saved, saved_make(to->snapshot, SAVED_DONE, 0)))
+        saved = load_acquire(&s->saved[chunk]);
     return PYPS_OK;
 }
 

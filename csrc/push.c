@@ -10,7 +10,7 @@ static uint64_t deadline_of(const pyps_store *s, double timeout_seconds) {
 }
 
 int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
-    int rc = store_usable(s, true);
+    int rc = store_works(s);
     if (rc) return rc;
     struct event e = event_of(s, EVENT_START);
     struct outcome outcome;
@@ -24,7 +24,7 @@ int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
 }
 
 int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *area_out) {
-    int rc = store_usable(s, true);
+    int rc = store_works(s);
     if (rc) return rc;
     uint64_t deadline = deadline_of(s, timeout_seconds);
     uint32_t staged = 0;
@@ -142,7 +142,7 @@ static int admit(pyps_store *s, const pyps_push_args *args, struct outcome *outc
 }
 
 int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) {
-    int rc = store_usable(s, true);
+    int rc = store_works(s);
     if (rc || (rc = check_args(s, args))) return rc;
     *out = (pyps_push_result){0};
     uint64_t deadline = deadline_of(s, args->timeout_seconds);

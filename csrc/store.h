@@ -97,6 +97,7 @@ static inline uint32_t holder_of(const pyps_store *s) { return s->slot + 1; }
 
 /* participant.c */
 int store_usable(pyps_store *s, bool joined); /* PYPS_OK, or PYPS_EFORKED, PYPS_EINVAL */
+int store_works(pyps_store *s);               /* the same, and that it has joined as a worker */
 /* An unjoined handle borrows a free slot's hazards to read the view; no event tells of it. No-ops once
  * joined. */
 int guest_enter(pyps_store *s, bool *guest);

@@ -4,47 +4,24 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-FLAGS = [
-    "-std=c11",
-    "-O2",
-    "-g",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-D_GNU_SOURCE",
-    "-DPYPS_FAILPOINTS",
-    "-ffp-contract=off",
-]
+import programs
 
 
 def build(folder: Path) -> Path:
     """Compile the whole core and torture.c into `folder`; the program's path."""
-    program = folder / "torture"
-    sources = [*sorted((ROOT / "csrc").glob("*.c")), ROOT / "tests" / "c" / "torture.c"]
-    command = ["cc", *FLAGS, "-DPYPS_FAILPOINTS", *map(str, sources), "-o", str(program), "-lm", "-lpthread"]
-    subprocess.run(command, check=True)
-    return program
+    return programs.build(folder, "torture")
 
 
 def torture(
     program: Path, policy: str, optimizer: str, faults: int, seed: int
 ) -> subprocess.CompletedProcess[str]:
     """Run one torture in a segment folder of its own, which must be empty afterwards."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
-        environment = {**os.environ, "PYPS_SHM_DIR": shm}
-        command = [str(program), policy, optimizer, str(faults), str(seed)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        left = os.listdir(shm)
-    if left and done.returncode == 0:
-        return subprocess.CompletedProcess(command, 1, done.stdout, f"segments left: {left}")
-    return done
+    return programs.run(program, policy, optimizer, str(faults), str(seed))
 
 
 def main() -> int:

@@ -1,0 +1,61 @@
+/* common.h: what the C tests of the store share: a small store, a push, and ends that say why. */
+#ifndef PYPS_TESTS_COMMON_H
+#define PYPS_TESTS_COMMON_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../csrc/store.h"
+
+static inline void must(int rc, const char *what) {
+    if (!rc) return;
+    fprintf(stderr, "%s: %s: %s\n", what, pyps_error_name(rc), pyps_error_message());
+    exit(1);
+}
+
+#define CHECK(condition, ...)                                                                                \
+    do {                                                                                                     \
+        if (condition) break;                                                                                \
+        fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);                                                      \
+        fprintf(stderr, __VA_ARGS__);                                                                        \
+        fputc('\n', stderr);                                                                                 \
+        exit(1);                                                                                             \
+    } while (0)
+
+/* A store of one tensor of zeros, `parameters` long, in chunks of 1024, with plain SGD unless changed. */
+static inline pyps_config small_config(const pyps_tensor *tensor, const uint32_t *batches, uint32_t ranks,
+                                       uint32_t policy) {
+    return (pyps_config){.size = sizeof(pyps_config),
+                         .chunk_params = 1024,
+                         .max_participants = 8,
+                         .ranks = ranks,
+                         .groups = 1,
+                         .tensors = 1,
+                         .policy = policy,
+                         .round_timeout_seconds = 60,
+                         .batches = batches,
+                         .tensor = tensor};
+}
+
+/* One push of a gradient that is `value` everywhere, with SGD's lr 1; start's claim in full. */
+static inline int push_value(pyps_store *s, float value, uint32_t codec, pyps_push_result *out) {
+    static const pyps_hyper hyper = {.lr = 1};
+    pyps_claim claim;
+    uint32_t area;
+    int rc = pyps_start(s, 10, &claim);
+    if (rc || (rc = pyps_stage(s, 10, &area))) return rc;
+    float *gradient = pyps_staging(s, area);
+    for (uint64_t i = 0; i < store_elements(s); i++) gradient[i] = value;
+    pyps_push_args args = {.size = sizeof args,
+                           .area = area,
+                           .samples = claim.count,
+                           .scale = 1,
+                           .timeout_seconds = 10,
+                           .codec = codec,
+                           .feedback = codec != PYPS_F32,
+                           .hyper = &hyper};
+    return pyps_push(s, &args, out);
+}
+
+#endif

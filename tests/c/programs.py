@@ -1,0 +1,108 @@
+"""The C test programs: built from the whole core with failpoints, plain or under a sanitizer, and run.
+
+    python tests/c/programs.py address|thread [--faults 300]
+
+builds every program under that sanitizer and runs it: AddressSanitizer with UndefinedBehaviorSanitizer, or
+ThreadSanitizer. Any report ends the program that caused it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+C = Path(__file__).resolve().parent
+CSRC = C.parents[1] / "csrc"
+FLAGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-ffp-contract=off")
+UNDEFINED = "undefined,float-cast-overflow,float-divide-by-zero"
+SANITIZERS: Mapping[str, tuple[str, ...]] = {
+    "none": ("-O2",),
+    "address": ("-O1", f"-fsanitize=address,{UNDEFINED}", "-fno-sanitize-recover=all"),
+    "thread": ("-O1", "-fsanitize=thread"),
+}
+# A worker that is killed frees nothing, and one that exits under torture has its memory reachable.
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0:exitcode=99",
+    "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99",
+    "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1",
+}
+PROTOCOL = ("late-reader", "late-reader-meets-saver", "observer-steps")
+
+
+def compile_core(folder: Path, flags: Iterable[str], compiler: Iterable[str] = ("cc",)) -> list[Path]:
+    """The core's objects, compiled with these flags into `folder` unless they are there."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        sources = [str(path) for path in sorted(CSRC.glob("*.c"))]
+        subprocess.run([*compiler, *flags, "-c", *sources], check=True, cwd=folder)
+    return sorted(folder.glob("*.o"))
+
+
+def build(folder: Path, name: str, sanitizer: str = "none", *, compiler: Iterable[str] = ("cc",)) -> Path:
+    """Compile tests/c/NAME.c with the whole core into `folder`; the program's path."""
+    program = folder / f"{name}-{sanitizer}"
+    flags = [*FLAGS, *SANITIZERS[sanitizer], "-DPYPS_FAILPOINTS"]
+    if name == "kernels":  # the arithmetic alone, without the store and its failpoints
+        inputs = [*sorted(CSRC.glob("kernels*.c")), CSRC / "codec.c", CSRC / "error.c"]
+    else:
+        inputs = compile_core(folder / f"core-{sanitizer}", flags, compiler)
+    command = [*compiler, *flags, str(C / f"{name}.c"), *map(str, inputs), "-o", str(program)]
+    subprocess.run([*command, "-lm", "-lpthread"], check=True)
+    return program
+
+
+def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run in a segment folder of its own, which must be empty afterwards."""
+    command = [str(program), *arguments]
+    if program.name.endswith("-thread") and shutil.which("setarch"):
+        # its shadow memory has fixed places that an address randomized over 32 bits may hit
+        command = ["setarch", platform.machine(), "-R", *command]
+    parent = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=parent) as shm:
+        every = {**os.environ, **ENVIRONMENT, "PYPS_SHM_DIR": shm, **environment}
+        done = subprocess.run(command, env=every, capture_output=True, text=True, check=False)
+        left = os.listdir(shm)
+    if left and done.returncode == 0:
+        return subprocess.CompletedProcess(command, 1, done.stdout, f"segments left: {left}")
+    return done
+
+
+def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
+    """Each program with its arguments. ThreadSanitizer sees threads alone, so no torture of processes."""
+    commands = [("protocol", name) for name in PROTOCOL]
+    if sanitizer == "thread":
+        return commands
+    torture = [
+        ("torture", policy, optimizer, str(faults), "1")
+        for policy, optimizer in (("asp", "adamw"), ("bsp", "momentum"))
+    ]
+    return [("kernels",), *commands, *torture]
+
+
+def main() -> int:
+    """Run the suite; exit code 1 at the first failure, with what it wrote."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sanitizer", choices=sorted(SANITIZERS))
+    parser.add_argument("--faults", type=int, default=300)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        built: dict[str, Path] = {}
+        for name, *arguments in suite(options.sanitizer, options.faults):
+            if name not in built:
+                built[name] = build(Path(folder), name, options.sanitizer)
+            done = run(built[name], *arguments)
+            print(name, *arguments, "ok" if done.returncode == 0 else done.stdout + done.stderr, flush=True)
+            if done.returncode:
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+/* protocol.c: interleavings of the store that need somebody to stand still at one exact place.
+ *
+ * Usage: protocol NAME. A `stalled` thread stops at a failpoint until it is let go; the main thread acts for
+ * the others meanwhile. Every store has one chunk and every push adds -1 to all parameters, so the parameters
+ * of version V are -V.
+ */
+#include <pthread.h>
+#include <semaphore.h>
+#include <unistd.h>
+
+#include "common.h"
+
+#define PARAMETERS 1000
+#define FLAT       1024
+
+struct stalled {
+    pthread_t thread;
+    sem_t arrived, go;
+    const char *point; /* stops there once */
+    pyps_store *store;
+    int rc;
+    uint64_t version;
+    float flat[FLAT];
+};
+
+static _Thread_local struct stalled *self;
+
+void pyps_failpoint(const char *name) {
+    if (!self || !self->point || strcmp(self->point, name)) return;
+    self->point = NULL;
+    sem_post(&self->arrived);
+    sem_wait(&self->go);
+}
+
+static void *run_snapshot(void *argument) {
+    self = argument;
+    self->rc = pyps_snapshot(self->store, self->flat, NULL, NULL, 10, &self->version);
+    return NULL;
+}
+
+static void *run_push(void *argument) {
+    self = argument;
+    pyps_push_result result = {0};
+    self->rc = push_value(self->store, 1, PYPS_F32, &result);
+    self->version = result.version;
+    return NULL;
+}
+
+/* Returns when `s` stands at the failpoint. */
+static void stall(struct stalled *s, pyps_store *store, void *(*body)(void *), const char *point) {
+    *s = (struct stalled){.store = store, .point = point};
+    sem_init(&s->arrived, 0, 0), sem_init(&s->go, 0, 0);
+    CHECK(!pthread_create(&s->thread, NULL, body, s), "no thread");
+    sem_wait(&s->arrived);
+}
+
+static void let_go(struct stalled *s) {
+    sem_post(&s->go);
+    pthread_join(s->thread, NULL);
+}
+
+static pyps_store *joined(int role) {
+    pyps_store *s;
+    must(pyps_open("protocol", &s), "open");
+    must(pyps_join(s, role, -1, NULL), "join");
+    return s;
+}
+
+static void push(pyps_store *s) {
+    pyps_push_result result;
+    must(push_value(s, 1, PYPS_F32, &result), "push");
+}
+
+/* What a pusher does when the snapshot keeps it waiting for longer than the grace. */
+static void cancel_snapshot(pyps_store *s) {
+    must(view_load_snapshot(s), "load");
+    CHECK(s->snapshot_active, "no snapshot to cancel");
+    struct event e = event_of(s, EVENT_SNAPSHOT_CANCEL);
+    struct outcome out;
+    enum verdict verdict;
+    e.snapshot = s->snapshot;
+    must(view_commit(s, &e, &out, &verdict), "cancel");
+}
+
+static void check_snapshot(const struct stalled *s, const char *who, uint64_t version) {
+    CHECK(!s->rc, "%s: %s", who, pyps_error_name(s->rc));
+    CHECK(s->version == version, "%s: found version %llu; expected %llu", who, (unsigned long long)s->version,
+          (unsigned long long)version);
+    for (int i = 0; i < PARAMETERS; i++)
+        CHECK(s->flat[i] == -(float)version, "%s: parameter %d: found %g; expected %g", who, i,
+              (double)s->flat[i], -(double)version);
+}
+
+/* A cancelled snapshot's reader wakes up late and says that it is done with a chunk. The next snapshot has
+ * saved that chunk meanwhile, its reader has found where, and has not pinned it yet: it must still get it. */
+static void late_reader(pyps_store *worker) {
+    static struct stalled first, second;
+    pyps_store *a = joined(PYPS_OBSERVER), *b = joined(PYPS_OBSERVER);
+    push(worker);
+    stall(&first, a, run_snapshot, "snapshot.copied");
+    cancel_snapshot(worker);
+    stall(&second, b, run_snapshot, "snapshot.begun");
+    push(worker); /* saves version 1 for the second */
+    second.point = "snapshot.found", sem_post(&second.go);
+    sem_wait(&second.arrived);
+    let_go(&first);
+    for (int i = 0; i < 8; i++) push(worker); /* reuse whatever is free */
+    let_go(&second);
+    check_snapshot(&first, "the cancelled one had its chunk already", 1);
+    check_snapshot(&second, "the second", 1);
+    must(pyps_close(a), "close"), must(pyps_close(b), "close");
+}
+
+/* The same reader wakes up while a pusher saves for the next snapshot: the save must not be lost. */
+static void late_reader_meets_saver(pyps_store *worker) {
+    static struct stalled first, second, pusher;
+    pyps_store *a = joined(PYPS_OBSERVER), *b = joined(PYPS_OBSERVER);
+    push(worker);
+    stall(&first, a, run_snapshot, "snapshot.copied");
+    cancel_snapshot(worker);
+    stall(&second, b, run_snapshot, "snapshot.begun");
+    stall(&pusher, worker, run_push, "apply.saving");
+    let_go(&first);
+    let_go(&pusher);
+    CHECK(!pusher.rc && pusher.version == 2, "push: %s", pyps_error_name(pusher.rc));
+    for (int i = 0; i < 8; i++) push(worker);
+    let_go(&second);
+    check_snapshot(&second, "the second", 1);
+    must(pyps_close(a), "close"), must(pyps_close(b), "close");
+}
+
+/* Only workers step: an observer has no rank and no staging. */
+static void observer_steps(pyps_store *worker) {
+    pyps_store *s = joined(PYPS_OBSERVER);
+    pyps_claim claim;
+    uint32_t area;
+    pyps_push_args args = {.size = sizeof args};
+    pyps_push_result result;
+    (void)worker;
+    CHECK(pyps_start(s, 0, &claim) == PYPS_EINVAL, "an observer may start");
+    CHECK(pyps_stage(s, 0, &area) == PYPS_EINVAL, "an observer may stage");
+    CHECK(pyps_push(s, &args, &result) == PYPS_EINVAL, "an observer may push");
+    must(pyps_close(s), "close");
+}
+
+static const struct {
+    const char *name;
+    void (*body)(pyps_store *worker);
+} tests[] = {
+    {"late-reader", late_reader},
+    {"late-reader-meets-saver", late_reader_meets_saver},
+    {"observer-steps", observer_steps},
+};
+
+static void run(size_t test) {
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    uint32_t batches[] = {1};
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    pyps_store *s;
+    must(pyps_create("protocol", &config, &s), "create");
+    must(pyps_join(s, PYPS_WORKER, 0, NULL), "join");
+    tests[test].body(s);
+    must(pyps_close(s), "close");
+    must(pyps_unlink("protocol", 0), "unlink");
+}
+
+int main(int argc, char **argv) {
+    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof *tests; i++)
+        if (!strcmp(tests[i].name, argv[1])) {
+            alarm(60);
+            run(i);
+            return 0;
+        }
+    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) puts(tests[i].name);
+    return argc == 1 ? 0 : 2;
+}

@@ -1,0 +1,67 @@
+"""The C programs under sanitizers: the store's interleavings, the kernels, a short torture of processes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import programs
+import pytest
+
+
+def usable(sanitizer: str, folder: Path) -> bool:
+    """Whether the compiler has this sanitizer's library, and the machine lets it run."""
+    source, program = folder / "empty.c", folder / "empty"
+    source.write_text("int main(void) { return 0; }\n", encoding="utf-8")
+    command = ["cc", *programs.SANITIZERS[sanitizer], str(source), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return built and subprocess.run([str(program)], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sanitized")
+    if not usable("address", path):
+        pytest.skip("the C compiler has no address sanitizer")
+    return path
+
+
+def test_the_sanitizers_would_say_so(folder: Path, tmp_path: Path) -> None:
+    """A read after free, a shift too far and a float too large for an int all end the program."""
+    source = tmp_path / "wrong.c"
+    source.write_text(
+        """
+        #include <stdlib.h>
+        int main(int argc, char **argv) {
+            int which = atoi(argv[1]), *array = calloc(4, sizeof *array);
+            volatile float large = 1e20f * (float)argc;
+            if (which == 0) { free(array); return array[argc]; }
+            if (which == 1) return 1 << (30 + argc);
+            return (int)large;
+        }
+        """,
+        encoding="utf-8",
+    )
+    program = tmp_path / "wrong"
+    subprocess.run(["cc", *programs.SANITIZERS["address"], str(source), "-o", str(program)], check=True)
+    for which, said in ((0, "heap-use-after-free"), (1, "shift"), (2, "outside the range")):
+        done = programs.run(program, str(which))
+        assert done.returncode != 0
+        assert said in done.stderr
+
+
+@pytest.mark.parametrize("name", programs.PROTOCOL)
+def test_somebody_stands_still_at_the_worst_place(folder: Path, name: str) -> None:
+    done = programs.run(programs.build(folder, "protocol", "address"), name)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_and_codecs_are_clean(folder: Path) -> None:
+    done = programs.run(programs.build(folder, "kernels", "address"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("policy", "optimizer"), [("asp", "momentum"), ("bsp", "adamw")])
+def test_torture_is_clean(folder: Path, policy: str, optimizer: str) -> None:
+    done = programs.run(programs.build(folder, "torture", "address"), policy, optimizer, "40", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
