@@ -17,7 +17,7 @@ TEXT = (Path(__file__).parent.parent / "docs" / "store.md").read_text()
 def test_the_examples_run() -> None:
     names: dict[str, Any] = {}
     examples = re.findall(r"```python\n(.*?)```", TEXT, re.S)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for example in examples:
         exec(compile(example, "docs/store.md", "exec"), names)
 
