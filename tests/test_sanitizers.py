@@ -15,7 +15,15 @@ def usable(sanitizer: str, folder: Path) -> bool:
     source.write_text("int main(void) { return 0; }\n", encoding="utf-8")
     command = ["cc", *programs.SANITIZERS[sanitizer], str(source), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    return built and subprocess.run([str(program)], capture_output=True, check=False).returncode == 0
+    return built and programs.run(program.rename(f"{program}-{sanitizer}")).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def threads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("threads")
+    if not usable("thread", path):
+        pytest.skip("the C compiler has no thread sanitizer, or it cannot run here")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +73,39 @@ def test_kernels_and_codecs_are_clean(folder: Path) -> None:
 def test_torture_is_clean(folder: Path, policy: str, optimizer: str) -> None:
     done = programs.run(programs.build(folder, "torture", "address"), policy, optimizer, "40", "7")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("policy", ["asp", "bsp"])
+@pytest.mark.parametrize("isa", ["", "scalar"])
+def test_participants_as_threads_of_one_mapping_race_nowhere(threads: Path, policy: str, isa: str) -> None:
+    done = programs.run(programs.build(threads, "threads", "thread"), policy, "400", PYPS_ISA=isa)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{policy}: version " in done.stdout
+
+
+@pytest.mark.parametrize("name", programs.PROTOCOL)
+def test_the_worst_places_race_nowhere(threads: Path, name: str) -> None:
+    done = programs.run(programs.build(threads, "protocol", "thread"), name)
+    assert done.returncode == 0, done.stderr
+
+
+MUTATIONS = {
+    "a buffer is free without a look at the hazards": (
+        "buffers.c",
+        "if (hazarded(s, offsetof(struct slot, chunk_hazard), buffer + UINT64_C(1))) return false;",
+        "",
+    ),
+    "staging is free without a look at the hazards": (
+        "push.c",
+        "if (s->area_ticket[area] && ticket_is_read(s, s->area_ticket[area])) continue;",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_hazard_left_out_is_a_race_that_is_found(threads: Path, tmp_path: Path, what: str) -> None:
+    csrc = programs.mutated(tmp_path, *MUTATIONS[what])
+    done = programs.run(programs.build(tmp_path, "threads", "thread", csrc=csrc), "asp", "4000")
+    assert done.returncode == 99, done.stdout + done.stderr
+    assert "data race" in done.stderr

@@ -36,26 +36,45 @@ ENVIRONMENT = {
 PROTOCOL = ("late-reader", "late-reader-meets-saver", "observer-steps")
 
 
-def compile_core(folder: Path, flags: Iterable[str], compiler: Iterable[str] = ("cc",)) -> list[Path]:
+def compile_core(
+    folder: Path, flags: Iterable[str], compiler: Iterable[str] = ("cc",), csrc: Path = CSRC
+) -> list[Path]:
     """The core's objects, compiled with these flags into `folder` unless they are there."""
     if not folder.exists():
         folder.mkdir(parents=True)
-        sources = [str(path) for path in sorted(CSRC.glob("*.c"))]
+        sources = [str(path) for path in sorted(csrc.glob("*.c"))]
         subprocess.run([*compiler, *flags, "-c", *sources], check=True, cwd=folder)
     return sorted(folder.glob("*.o"))
 
 
-def build(folder: Path, name: str, sanitizer: str = "none", *, compiler: Iterable[str] = ("cc",)) -> Path:
-    """Compile tests/c/NAME.c with the whole core into `folder`; the program's path."""
+def build(
+    folder: Path,
+    name: str,
+    sanitizer: str = "none",
+    *,
+    compiler: Iterable[str] = ("cc",),
+    csrc: Path = CSRC,
+) -> Path:
+    """Compile tests/c/NAME.c with the core, or another copy of it, into `folder`; the program's path."""
     program = folder / f"{name}-{sanitizer}"
     flags = [*FLAGS, *SANITIZERS[sanitizer], "-DPYPS_FAILPOINTS"]
-    if name == "kernels":  # the arithmetic alone, without the store and its failpoints
-        inputs = [*sorted(CSRC.glob("kernels*.c")), CSRC / "codec.c", CSRC / "error.c"]
-    else:
-        inputs = compile_core(folder / f"core-{sanitizer}", flags, compiler)
+    inputs = compile_core(folder / f"core-{sanitizer}", flags, compiler, csrc)
+    if name == "kernels":  # the arithmetic alone: its test defines no failpoint
+        inputs = [o for o in inputs if o.stem.startswith("kernels") or o.stem in ("codec", "error")]
     command = [*compiler, *flags, str(C / f"{name}.c"), *map(str, inputs), "-o", str(program)]
     subprocess.run([*command, "-lm", "-lpthread"], check=True)
     return program
+
+
+def mutated(folder: Path, file: str, old: str, new: str) -> Path:
+    """A copy of the core in `folder` with one text in one file replaced."""
+    copy = folder / "csrc"
+    shutil.copytree(CSRC, copy)
+    text = (copy / file).read_text(encoding="utf-8")
+    if text.count(old) != 1:
+        raise ValueError(f"{file}: found {text.count(old)} times; expected once: {old!r}")
+    (copy / file).write_text(text.replace(old, new), encoding="utf-8")
+    return copy
 
 
 def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -78,7 +97,8 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
     """Each program with its arguments. ThreadSanitizer sees threads alone, so no torture of processes."""
     commands = [("protocol", name) for name in PROTOCOL]
     if sanitizer == "thread":
-        return commands
+        rounds = str(10 * faults)
+        return [*commands, ("threads", "asp", rounds), ("threads", "bsp", rounds)]
     torture = [
         ("torture", policy, optimizer, str(faults), "1")
         for policy, optimizer in (("asp", "adamw"), ("bsp", "momentum"))
