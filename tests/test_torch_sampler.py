@@ -1,0 +1,302 @@
+"""The rounds of an epoch: every sample once, whatever the split, the tail, the ranks and who fetches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyps.errors import InputError
+from pyps.formats import EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule, write_json
+from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.schedule import pieces, read_split, round_sizes, share
+from pyps.torch.stream import UnevenIterableDataset
+
+torch.set_num_threads(1)
+SPLITS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
+
+
+def crew(length: int, split: list[int], **options: Any) -> list[UnevenBatchSampler]:
+    """The samplers of all ranks."""
+    return [UnevenBatchSampler(length, split, rank, **options) for rank in range(len(split))]
+
+
+def drawn(samplers: list[UnevenBatchSampler]) -> list[list[list[int]]]:
+    """By rank, the batches of the epoch."""
+    return [list(sampler) for sampler in samplers]
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.data(), SPLITS, st.integers(0, 300), st.booleans())
+def test_an_epoch_is_every_sample_once(data: Any, split: list[int], more: int, drop_last: bool) -> None:
+    parts = [data.draw(st.integers(1, min(b, 4))) for b in split]
+    length = sum(parts) + more
+    samplers = crew(length, split, accumulate=parts, seed=3, drop_last=drop_last)
+    epoch = drawn(samplers)
+    for sampler, batches, part in zip(samplers, epoch, parts, strict=True):
+        assert len(batches) == len(sampler) == sampler.rounds * part
+        assert all(batches)
+    seen = Counter(k for batches in epoch for batch in batches for k in batch)
+    assert set(seen.values()) <= {1}
+    whole = length // sum(split) * sum(split) if drop_last else length
+    assert len(seen) == whole
+    assert drop_last or set(seen) == set(range(length))
+    full = length // sum(split) - 2
+    for batches, batch, part in zip(epoch, split, parts, strict=True):
+        for number in range(full):
+            assert sum(map(len, batches[number * part : (number + 1) * part])) == batch
+
+
+@settings(derandomize=True, deadline=None)
+@given(SPLITS, st.integers(0, 500))
+def test_a_share_is_near_its_proportion_and_everybody_has_one(split: list[int], more: int) -> None:
+    size = len(split) + more
+    given_out = share(size, tuple(split))
+    assert sum(given_out) == size
+    assert min(given_out) >= 1
+    low = sum(1 for b in split if size * b < sum(split))
+    for batch, mine in zip(split, given_out, strict=True):
+        exact = size * batch / sum(split)
+        assert exact - 1 - low < mine < max(exact, 1) + 1
+
+
+@settings(derandomize=True, deadline=None)
+@given(SPLITS, st.integers(0, 500))
+def test_rounds_sum_to_the_epoch_and_serve_all(split: list[int], more: int) -> None:
+    samples, total = len(split) + more, sum(split)
+    sizes = round_sizes(samples, tuple(split))
+    assert sum(sizes) == samples
+    assert min(sizes) >= len(split)
+    assert max(sizes) < total + len(split)
+    assert all(size == total for size in sizes[:-2])
+
+
+def test_the_tail_as_an_example() -> None:
+    assert round_sizes(150, (48, 16)) == [64, 64, 22]
+    assert share(22, (48, 16)) == (17, 5)  # 16.5 and 5.5: the tie goes to the lower rank
+    assert round_sizes(129, (48, 16)) == [64, 33, 32]  # one sample left over cannot be shared by two
+    assert round_sizes(5, (1, 1)) == [2, 3]
+    assert round_sizes(129, (48, 16), drop_last=True) == [64, 64]
+    assert pieces(10, 17, 3) == [(10, 13), (13, 15), (15, 17)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.data(), SPLITS, st.integers(0, 400))
+def test_a_state_goes_on_with_other_ranks_and_another_plan(data: Any, split: list[int], more: int) -> None:
+    length = 10 + more
+    samplers = crew(max(length, len(split)), split, seed=1)
+    length = samplers[0].length
+    for sampler in samplers:
+        sampler.set_epoch(2)
+    stop = data.draw(st.integers(0, samplers[0].rounds))
+    changed = data.draw(st.permutations(split))
+    seen: list[int] = []
+    walks = [iter(sampler) for sampler in samplers]
+    edge = data.draw(st.integers(0, stop))
+    for number in range(stop):
+        if number == edge:
+            for sampler in samplers:
+                sampler.replan(changed)
+        for walk in walks:
+            seen += next(walk)
+    states = [sampler.state_dict() for sampler in samplers]
+    assert all(state == states[0] for state in states)
+    after = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    rest = crew(length, after, seed=9)
+    left = length - len(seen)
+    if 0 < left < len(after):
+        with pytest.raises(InputError, match="samples left"):
+            rest[0].load_state_dict(states[0])
+        return
+    for sampler in rest:
+        sampler.load_state_dict(states[0])
+    seen += [k for batches in drawn(rest) for batch in batches for k in batch]
+    assert sorted(seen) == list(range(length))
+
+
+def test_a_replan_waits_for_its_round() -> None:
+    samplers = crew(100, [6, 4])
+    for sampler in samplers:
+        sampler.replan([3, 7], 0, 5)
+        sampler.replan([5, 5], 1, 0)
+    sizes = [[len(batch) for batch in batches] for batches in drawn(samplers)]
+    assert sizes == [[6] * 5 + [3] * 5, [4] * 5 + [7] * 5]
+    for sampler in samplers:
+        sampler.set_epoch(1)
+    assert [[len(batch) for batch in batches] for batches in drawn(samplers)] == [[5] * 10, [5] * 10]
+
+
+def test_a_replan_keeps_the_global_batch_and_the_past() -> None:
+    sampler = UnevenBatchSampler(100, [6, 4], 0, accumulate=2)
+    with pytest.raises(InputError, match=r"sum to 11.*10"):
+        sampler.replan([7, 4])
+    with pytest.raises(InputError, match=r"batches\[1\].*at least 2"):
+        sampler.replan([9, 1])
+    walk = iter(sampler)
+    next(walk), next(walk), next(walk)
+    with pytest.raises(InputError, match="handed out"):
+        sampler.replan([5, 5], 0, 1)
+    assert sampler.split == (6, 4)
+
+
+def test_epochs_differ_and_the_seed_decides() -> None:
+    first = [list(UnevenBatchSampler(50, [10], 0, seed=seed)) for seed in (0, 0, 1)]
+    assert first[0] == first[1] != first[2]
+    sampler = UnevenBatchSampler(50, [10], 0)
+    before = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != before
+    in_order = UnevenBatchSampler(50, [10], 0, shuffle=False)
+    assert [k for batch in in_order for k in batch] == list(range(50))
+
+
+def test_the_same_epoch_again_is_a_whole_one_after_a_resumed_part() -> None:
+    sampler = UnevenBatchSampler(50, [10], 0)
+    sampler.load_state_dict(sampler.state_dict() | {"position": 30})
+    assert [sum(map(len, sampler)) for _ in range(3)] == [20, 50, 50]
+
+
+def test_loader_workers_fetch_ahead_and_change_nothing() -> None:
+    dataset = TensorDataset(torch.arange(103))
+    values = []
+    for rank in range(2):
+        sampler = UnevenBatchSampler(dataset, [7, 3], rank)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        assert len(loader) == 11
+        for number, (batch,) in enumerate(loader):
+            values += batch.tolist()
+            if number == 2:
+                state = sampler.state_dict(rounds=3)
+                assert sampler.drawn > 3
+                assert state["position"] == 30
+    assert sorted(values) == list(range(103))
+
+
+class Lines:
+    """A stream that can only be read from its beginning; a deliberate one: its epochs differ."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch * 1000, self.epoch * 1000 + self.length))
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.data(), SPLITS, st.integers(0, 200), st.booleans())
+def test_a_stream_is_every_sample_once(data: Any, split: list[int], more: int, drop_last: bool) -> None:
+    parts = [data.draw(st.integers(1, min(b, 3))) for b in split]
+    length = sum(parts) + more
+    streams = [
+        UnevenIterableDataset(Lines(length), split, rank, accumulate=parts, collate=list, drop_last=drop_last)
+        for rank in range(len(split))
+    ]
+    epoch = [list(stream) for stream in streams]
+    for batches, batch, part in zip(epoch, split, parts, strict=True):
+        assert len(batches) % part == 0
+        assert len(batches) // part == len(epoch[0]) // parts[0]
+        for number in range(len(batches) // part - 1):
+            assert sum(map(len, batches[number * part : (number + 1) * part])) == batch
+    seen = sorted(k for batches in epoch for batch in batches for k in batch)
+    assert seen == list(range(length // sum(split) * sum(split) if drop_last else length))
+
+
+def double(value: int) -> int:
+    return value * 2
+
+
+def test_a_stream_through_loader_workers_is_in_order_and_resumes() -> None:
+    alone = UnevenIterableDataset(Lines(59), [6, 4], 1, transform=double, accumulate=2)
+    alone.set_epoch(3)
+    expected = [batch.tolist() for batch in alone]
+    shared = UnevenIterableDataset(Lines(59), [6, 4], 1, transform=double, accumulate=2)
+    shared.set_epoch(3)
+    loader = DataLoader(shared, batch_size=None, num_workers=2)
+    assert [batch.tolist() for batch in loader] == expected
+    assert expected[0] == [6012, 6014]
+    state = shared.state_dict(rounds=2)
+    again = UnevenIterableDataset(Lines(59), [6, 4], 1, transform=double, accumulate=2)
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == expected[4:]
+
+
+def test_a_stream_refuses_what_cannot_be() -> None:
+    with pytest.raises(InputError, match=r"2 samples.*at least 3"):
+        list(UnevenIterableDataset(Lines(2), [5, 3, 1], 0))
+    stream = UnevenIterableDataset(Lines(20), [5, 3], 0, collate=list)
+    walk = iter(stream)
+    assert len(next(walk)) == 5
+    stream.replan([2, 6])
+    assert len(next(walk)) == 2
+    with pytest.raises(InputError, match="sum to 9"):
+        stream.replan([5, 4])
+
+
+def plan(batches: list[int]) -> Plan:
+    workers = [
+        PlanWorker(rank=k, name=f"gpu{k}", batch=b, micro_batch=b, accumulation=1, weight=b / sum(batches),
+                   predicted_seconds=0.1)
+        for k, b in enumerate(batches)
+    ]  # fmt: skip
+    turns = R2spSchedule(feasible=None, period_seconds=1, gap_seconds=1, order=[0], offsets_seconds=[0])
+    return Plan(
+        global_batch=sum(batches), iteration_seconds=1, lower_bound_seconds=1,
+        even_split=EvenSplit(feasible=False), speedup_over_even=None, workers=workers, r2sp=turns,
+        hps=HpsEstimate(), warnings=[],
+    )  # fmt: skip
+
+
+def test_a_plan_file_gives_the_ranks_that_it_uses(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    write_json(file, plan([5, 0, 3]))
+    assert read_split(file) == read_split(str(file)) == read_split(plan([5, 0, 3])) == (5, 3)
+    assert UnevenBatchSampler(16, file, 1).batch == 3
+    with pytest.raises(InputError, match=r"2 with a batch \(it leaves out gpu1\).*3, as many"):
+        read_split(file, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": []}, "none"),
+        ({"plan": [4, 0]}, r"batches\[1\].*0.*from 1"),
+        ({"plan": [4, True]}, r"batches\[1\].*True"),
+        ({"rank": 2}, "rank.*2.*0 to 1"),
+        ({"dataset": 0}, "no samples"),
+        ({"dataset": 1}, "1 samples left.*at least 2"),
+        ({"seed": -1}, "seed.*-1"),
+        ({"accumulate": 3}, "accumulate.*1 up to the rank's batch"),
+        ({"accumulate": [1]}, "accumulate.*each of 2 ranks"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        UnevenBatchSampler(**({"dataset": 20, "plan": [4, 2], "rank": 0} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": 21}, "length.*21.*20"),
+        ({"shuffle": False}, "shuffle.*False.*True"),
+        ({"epoch": -1}, "epoch"),
+        ({"position": 21}, "position.*21.*0 to 20"),
+        ({"position": 19}, "1 samples left"),
+    ],
+)
+def test_a_state_that_is_refused_changes_nothing(change: dict[str, Any], message: str) -> None:
+    sampler = UnevenBatchSampler(20, [4, 2], 0)
+    before = sampler.state_dict()
+    with pytest.raises(InputError, match=message):
+        sampler.load_state_dict(before | change)
+    assert sampler.state_dict() == before
