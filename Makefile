@@ -47,6 +47,10 @@ bench: .venv/bench
 torture: .venv/core
 	$(PY) tests/c/torture.py --faults 5000
 
+fuzz:
+	$(PYTHON) tests/c/libfuzzer.py attach
+	$(PYTHON) tests/c/libfuzzer.py decode
+
 sanitize:
 	$(PYTHON) tests/c/programs.py address --faults 300
 	$(PYTHON) tests/c/programs.py thread
