@@ -1,0 +1,67 @@
+"""The model of the chunk protocol, tests/spin/chunk.pml, searched to its last state; and its mutants."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+MODEL = Path(__file__).parent / "spin" / "chunk.pml"
+MEGABYTES = 1024  # a search that wants more stops, short of its states
+DEPTH = 10_000
+
+pytestmark = pytest.mark.skipif(not shutil.which("spin"), reason="needs spin, the model checker")
+
+
+def search(folder: Path, **macros: object) -> tuple[int, int, str]:
+    """Search the whole model with these macros, in `folder`: the errors, the states, what the search wrote."""
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
+    subprocess.run(["spin", *defines, "-a", str(MODEL)], cwd=folder, check=True, capture_output=True)
+    # no partial order reduction: it does not know that a process may be killed at any step
+    flags = ["-O2", "-w", "-DSAFETY", "-DNOREDUCE", f"-DMEMLIM={MEGABYTES}"]
+    subprocess.run(["cc", *flags, "pan.c", "-o", "pan"], cwd=folder, check=True)
+    command = ["./pan", f"-m{DEPTH}"]
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    errors, states = re.search(r"errors: (\d+)", said), re.search(r"(\d+) states, stored", said)
+    assert errors, said
+    assert states, said
+    return int(errors[1]), int(states[1]), said
+
+
+@pytest.mark.parametrize(
+    ("chunks", "pushes", "expected"),
+    [(1, 2, 3_975_410), (2, 1, 1_634_665)],  # another number of states is another protocol
+)
+def test_no_interleaving_and_no_death_breaks_the_protocol(
+    tmp_path: Path, chunks: int, pushes: int, expected: int
+) -> None:
+    errors, states, said = search(tmp_path, CHUNKS=chunks, PUSHES=pushes)
+    assert (errors, states) == (0, expected), said
+    assert "max search depth too small" not in said
+    assert "Search not completed" not in said
+
+
+TORN = "holds["  # a buffer that is read does not hold what its word says
+MUTANTS = {
+    "NO_RECHECK": (1, 2, TORN),
+    "NO_HAZARDS": (1, 2, TORN),
+    "NO_GENERATION": (1, 2, TORN),
+    "NO_COMPARE": (1, 2, "words["),  # a version is doubled
+    "NO_CHUNK": (2, 1, TORN),
+    "NO_COMPLETION": (1, 2, "admitted"),  # a push is lost
+    "NO_RELEASE": (1, 2, "owners["),  # a buffer is lost
+    "STOPPED": (1, 2, TORN),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_fault_in_the_protocol_is_found(tmp_path: Path, mutant: str) -> None:
+    chunks, pushes, violated = MUTANTS[mutant]
+    errors, _, said = search(tmp_path, CHUNKS=chunks, PUSHES=pushes, MUTANT=mutant)
+    assert errors == 1, said
+    found = re.search(r"assertion violated (.*) \(at depth", said)
+    assert found, said
+    assert violated in found[1]
