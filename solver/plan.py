@@ -43,7 +43,7 @@ def members_of(cluster: Cluster, profiles: Sequence[Profile]) -> list[Member]:
 
 def cost_of(fit: Fit) -> Cost:
     """The cost model that a fit describes."""
-    if fit.kind == "table":
+    if fit.kind in ("convex", "table"):
         return Table(tuple(fit.table or ()))
     return Line(fit.fixed_seconds, fit.per_sample_seconds, fit.floor_seconds if fit.kind == "knee" else 0.0)
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, encode, read_cluster, read_profile, write_json
-from pyps.profiler.fit import fit_profile_points
+from pyps.profiler.select import select_fit
 from pyps.solver.plan import even_batches, even_split, make_plan, problem_of
 
 ROWS_AT_MOST = 64  # of a terminal's patience; the plan file has them all
@@ -71,7 +71,7 @@ def _fitted(path: str) -> Profile:
     if profile.fit is not None:
         return profile
     try:
-        return msgspec.structs.replace(profile, fit=fit_profile_points(profile.points))
+        return msgspec.structs.replace(profile, fit=select_fit(profile.points))
     except InputError as error:
         raise InputError(path, "points", error.found, error.expected) from None
 

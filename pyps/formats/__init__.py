@@ -20,7 +20,18 @@ from pyps.formats.cluster import Cluster, Job, WorkerGroup, check_cluster
 from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_text, typed, write_json
 from pyps.formats.kinds import MAX_BATCH
 from pyps.formats.plan import PLAN_SCHEMA, EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule, check_plan
-from pyps.formats.profile import PROFILE_SCHEMA, Device, Fit, Memory, ModelInfo, Point, Profile, check_profile
+from pyps.formats.profile import (
+    PROFILE_SCHEMA,
+    Device,
+    Fit,
+    Link,
+    Memory,
+    ModelInfo,
+    Parts,
+    Point,
+    Profile,
+    check_profile,
+)
 
 __all__ = [
     "FORMATS",
@@ -34,8 +45,10 @@ __all__ = [
     "Fit",
     "HpsEstimate",
     "Job",
+    "Link",
     "Memory",
     "ModelInfo",
+    "Parts",
     "Plan",
     "PlanWorker",
     "Point",
