@@ -7,7 +7,8 @@
  *   - A copy or an update of a whole buffer is no step: it lasts from the step before it to the one after it,
  *     and both look at what the buffers hold: a version, or the mark of the worker that is writing.
  *   - Admission, a CAS on the view, is one step. A search may try any buffer next: hints decide no more.
- *   - There are two spares, not two for each slot: they are reused the sooner, and a search may have to wait.
+ *   - There are two spares or three, not two for each slot, so that they are reused the sooner. With two, a
+ *     search may wait for what the dead one has, so for ever; with three and one push for the living alone.
  *   - Memory is sequentially consistent. atomics.h argues why the store may be seen so.
  *
  * Snapshots, staging and the buffers of views are left out.
@@ -18,6 +19,9 @@
 #endif
 #ifndef PUSHES
 #define PUSHES 2 /* by both workers together */
+#endif
+#ifndef SPARES
+#define SPARES 2
 #endif
 
 /* -DMUTANT=NO_RECHECK and so on: a protocol with one fault. */
@@ -36,7 +40,7 @@
 
 #define WORKERS 2 /* in slots 0 and 1 */
 #define SLOTS   4
-#define BUFFERS (CHUNKS + 2)
+#define BUFFERS (CHUNKS + SPARES)
 #define NONE    7
 
 /* words.h */
@@ -58,9 +62,10 @@ byte admitted;    /* the view's version */
 byte dead = NONE; /* the slot whose process is gone */
 bool locked;      /* that slot's byte; it stays so, for a slot is reclaimed once */
 
-/* Not shared: nobody but assertions looks at another's. */
+/* Not shared: only assertions look at another's. */
 byte private_buffer[WORKERS];
-chan kill = [0] of { byte };
+
+chan kill = [0] of { byte }; /* who takes it from here is dead, and its memory gone, in one step */
 
 #define WRITTEN_BY(slot) (100 + (slot))
 
@@ -241,8 +246,8 @@ proctype observer(byte me) {
     } unless { atomic { kill?eval(me) -> dead = me; chunk = 0; word = 0 } }
 }
 
-/* Nobody can take a step any more: every admitted push is in every chunk once, nothing is pinned, and each
- * buffer is its living holder's, or its chunk's, or free. */
+/* When nobody can take a step any more, every admitted push is in every chunk once, nothing is pinned, and
+ * each buffer is its living holder's, or its chunk's, or free. */
 inline check_end() {
     d_step {
         for (i : 0 .. SLOTS - 1) {
@@ -278,7 +283,7 @@ init {
         run observer(2);
         run observer(3)
     }
-    if /* one of each kind is enough: its like may be at every other place */
+    if /* one of each kind is enough: the two are alike */
     :: kill!0
     :: kill!2
     :: MUTANT == STOPPED -> dead = 2
