@@ -133,7 +133,9 @@ def _echo() -> None:
 
 def _fitted(via: str, seconds: dict[int, list[float]]) -> Link:
     fit = fit_points([(size, value) for size, values in seconds.items() for value in values])
-    per_byte = max(fit.per_sample_seconds, 1e-15)  # so fast that it does not show
+    largest = max(seconds)
+    at_least = largest / float(np.median(seconds[largest]))  # where the slope is lost in the noise
+    per_byte = fit.per_sample_seconds or 1 / at_least
     return Link(via=via, latency_seconds=fit.fixed_seconds, bytes_per_second=1 / per_byte)
 
 

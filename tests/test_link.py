@@ -10,7 +10,7 @@ import pytest
 from pyps import link
 from pyps.errors import InputError
 
-SIZES = (4096, 65536, 1 << 20)
+SIZES = (4096, 65536, 1 << 20, 1 << 23)
 
 
 def test_the_way_to_the_store(shm: Path) -> None:

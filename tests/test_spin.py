@@ -31,7 +31,7 @@ def search(folder: Path, **macros: object) -> tuple[int, int, str]:
     return int(errors[1]), int(states[1]), said
 
 
-SIZES = {  # another number of states is another protocol
+SIZES = {  # as Spin 6.5.2 counts states: another number is another protocol
     "buffers are reused": ({"PUSHES": 2}, 3_975_410),
     "a buffer goes from chunk to chunk": ({"CHUNKS": 2, "PUSHES": 1}, 1_634_665),
     "nobody waits for the dead": ({"PUSHES": 1, "SPARES": 3}, 180_391),
@@ -42,7 +42,9 @@ SIZES = {  # another number of states is another protocol
 def test_no_interleaving_and_no_death_breaks_the_protocol(tmp_path: Path, size: str) -> None:
     macros, expected = SIZES[size]
     errors, states, said = search(tmp_path, **macros)
-    assert (errors, states) == (0, expected), said
+    assert errors == 0, said
+    version = subprocess.run(["spin", "-V"], capture_output=True, text=True, check=True).stdout
+    assert states == expected or "Version 6.5.2" not in version, said
     assert "max search depth too small" not in said
     assert "Search not completed" not in said
 
