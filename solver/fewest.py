@@ -2,8 +2,8 @@
 
 Workers of one quantum and one minimum form a class. Of a class, j workers do best with the j largest maxima,
 and together they can take every multiple of the quantum from j minima to the sum of these maxima. So only the
-counts per class are searched, deepest first from the greedy choice, and branches whose greedy completion falls
-short of the total are cut. Whether the chosen classes' sums meet the total is asked of pyps.solver.sums.
+counts per class are searched, deepest first from the greedy choice, and a branch whose greedy completion
+falls short of the total is cut. Whether the chosen classes' sums meet the total pyps.solver.sums says.
 """
 
 from __future__ import annotations

@@ -147,13 +147,13 @@ def most_by(problem: Problem, t: float) -> Ints:
     return np.where(batch < problem.low, np.where(problem.required, problem.low, 0), batch)
 
 
-def earliest(problem: Problem, enough: Callable[[Ints], bool]) -> float | None:
-    """The smallest t for which enough(most_by(t)), which is monotone in t; None if there is none.
+def earliest(problem: Problem, enough: Callable[[Ints], bool], latest: float = math.inf) -> float | None:
+    """The smallest t <= latest for which enough(most_by(t)), which is monotone in t; None if there is none.
 
     t is bisected, every other time where the sum of the batches is expected to meet B, until few values of T
     lie between; among these it is bisected again.
     """
-    slow, shigh = 0.0, float(times(problem.costs, problem.cap).max())
+    slow, shigh = 0.0, min(latest, float(times(problem.costs, problem.cap).max()))
     below, above = most_by(problem, slow), most_by(problem, shigh)
     if enough(below):
         return slow
