@@ -18,18 +18,9 @@ import numpy as np
 from pyps.errors import Infeasible, PypsError
 from pyps.solver.costs import Costs, Floats
 from pyps.solver.minmax import Problem, times
+from pyps.solver.program import SolverName, build, time_scale
 
 HIGHS_TOLERANCE = 1e-6  # relative; HiGHS meets constraints to 1e-6 of the scaled program
-
-
-@dataclass(frozen=True)
-class Piece:
-    """T(b) = intercept + slope * b on low <= b <= high: seconds, seconds a sample, samples."""
-
-    low: int
-    high: int
-    intercept: float
-    slope: float
 
 
 @dataclass(frozen=True)
@@ -48,52 +39,15 @@ class Prices:
     low: Floats
 
 
-def milp(problem: Problem, *, time_limit_seconds: float | None = None) -> tuple[list[int], float]:
-    """Batches and iteration seconds by HiGHS, exact to its tolerances. Raises Infeasible, PypsError."""
-    import pulp
-
-    program = pulp.LpProblem("minmax", pulp.LpMinimize)
-    t = program.add_variable("t", lowBound=0)
-    program += t
-    scale = _time_scale(problem)
-    steps = [_worker_steps(program, t, problem, k, scale) for k in range(len(problem.costs))]
-    quanta = [int(q) for q in problem.quantum]
-    program += pulp.lpSum(q * u for q, u in zip(quanta, steps, strict=True)) == problem.global_batch
-    program.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit_seconds))
-    status = pulp.LpStatus[program.status]
-    if status == "Infeasible":
-        raise Infeasible(f"global_batch {problem.global_batch}: HiGHS finds no split")
-    if status != "Optimal":
-        raise PypsError(f"HiGHS ended without an answer: {status}")
-    found = [round(u.value()) * q for q, u in zip(quanta, steps, strict=True)]
-    return found, float(times(problem.costs, np.array(found, np.int64)).max())
-
-
-def _worker_steps(program: Any, t: Any, problem: Problem, k: int, scale: float) -> Any:
-    """Add worker k to a PuLP program: a binary for each piece, of which one is used. Its batch in quanta."""
-    import pulp
-
-    quantum, low = int(problem.quantum[k]), int(problem.low[k])
-    cap = int(min(problem.costs.last_batch(problem.cap)[k], problem.global_batch))
-    is_line = problem.costs.start[k] == problem.costs.stop[k]
-    chosen, batches = [], []
-    for j, piece in enumerate(_pieces(problem.costs, k, cap)):
-        z = program.add_variable(f"z{k}_{j}", cat="Binary")
-        b = program.add_variable(f"b{k}_{j}", lowBound=0)
-        program += b >= max(piece.low, low) * z
-        program += b <= piece.high * z
-        program += t >= piece.intercept / scale * z + piece.slope / scale * b
-        if is_line and problem.costs.t0[k] > 0:
-            program += t >= float(problem.costs.t0[k]) / scale * z
-        chosen.append(z)
-        batches.append(b)
-    if problem.required[k] and not chosen:
-        raise Infeasible(f"required worker {k} can take no batch")
-    if chosen:
-        program += pulp.lpSum(chosen) == 1 if problem.required[k] else pulp.lpSum(chosen) <= 1
-    steps = program.add_variable(f"u{k}", 0, cap // quantum, cat="Integer")
-    program += quantum * steps == pulp.lpSum(batches)
-    return steps
+def milp(
+    problem: Problem, *, time_limit_seconds: float | None = None, solver: SolverName = "HiGHS"
+) -> tuple[list[int], float]:
+    """Batches and iteration seconds by HiGHS or CBC, exact to its tolerances. Raises Infeasible, PypsError."""
+    program = build(problem)
+    if not program.minimise(program.t, solver, time_limit_seconds):
+        raise Infeasible(f"global_batch {problem.global_batch}: {solver} finds no split")
+    found = program.batches()
+    return found.tolist(), float(times(problem.costs, found).max())
 
 
 def agreement(problem: Problem, batches: Sequence[int]) -> str:
@@ -113,7 +67,7 @@ def prices(problem: Problem, batches: Sequence[int]) -> Prices:
     """
     cp: Any = importlib.import_module("cvxpy")
     used = np.flatnonzero(np.asarray(batches) > 0)
-    scale = _time_scale(problem)
+    scale = time_scale(problem)
     cap = problem.costs.last_batch(np.minimum(problem.cap, problem.global_batch))[used]
     low = np.maximum(problem.low[used], 1)
     t, b = cp.Variable(), cp.Variable(len(used))
@@ -142,30 +96,6 @@ def prices(problem: Problem, batches: Sequence[int]) -> Prices:
         cap=spread(under.dual_value) * scale,
         low=spread(over.dual_value) * scale,
     )
-
-
-def _time_scale(problem: Problem) -> float:
-    """Seconds near the optimum, so that solvers with absolute tolerances see numbers near 1."""
-    share = np.full(len(problem.costs), max(1, problem.global_batch // len(problem.costs)), np.int64)
-    cap = problem.costs.last_batch(problem.cap)
-    return float(np.median(problem.costs.seconds(np.clip(share, 1, np.maximum(cap, 1)))))
-
-
-def _pieces(costs: Costs, k: int, cap: int) -> list[Piece]:
-    """Where worker k's cost is a straight line (a knee's floor apart), up to its cap."""
-    start, stop = int(costs.start[k]), int(costs.stop[k])
-    if start == stop:
-        return [Piece(1, cap, float(costs.c[k]), float(costs.a[k]))] if cap >= 1 else []
-    knots = [
-        (int(b), float(s))
-        for b, s in zip(costs.knot_batch[start:stop], costs.knot_seconds[start:stop], strict=True)
-    ]
-    pieces = [Piece(1, min(knots[0][0], cap), knots[0][1], 0.0)]
-    for (b0, s0), (b1, s1) in itertools.pairwise(knots):
-        if b0 < cap:
-            slope = (s1 - s0) / (b1 - b0)
-            pieces.append(Piece(b0, min(b1, cap), s0 - slope * b0, slope))
-    return pieces
 
 
 def _convex(costs: Costs, k: int, cap: int) -> list[tuple[float, float]]:

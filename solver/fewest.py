@@ -98,8 +98,8 @@ def _most_of(classes: list[_Class], count: int, best: Ints) -> int:
 def _greedy(classes: list[_Class], count: int) -> list[int]:
     """How many of each class the `count` largest maxima hold."""
     sizes = [np.diff(c.reach) for c in classes]
-    owner = np.concatenate([np.full(len(s), k) for k, s in enumerate(sizes)] or [np.empty(0)])
-    value = np.concatenate(sizes or [np.empty(0)])
+    owner = np.repeat(np.arange(len(sizes)), [len(s) for s in sizes])
+    value = np.array([m for s in sizes for m in s], np.int64)
     top = owner[np.argsort(-value, kind="stable")[:count]]
     return [int((top == k).sum()) for k in range(len(classes))]
 

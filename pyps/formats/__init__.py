@@ -16,10 +16,35 @@ import msgspec
 from msgspec import Struct
 
 from pyps.errors import InputError
-from pyps.formats.cluster import Cluster, Job, WorkerGroup, check_cluster
+from pyps.formats.cluster import (
+    Cluster,
+    GoodputInfo,
+    Job,
+    Limits,
+    Quantization,
+    Shared,
+    SyncCost,
+    WorkerGroup,
+    check_cluster,
+)
 from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_text, typed, write_json
-from pyps.formats.kinds import MAX_BATCH
-from pyps.formats.plan import PLAN_SCHEMA, EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule, check_plan
+from pyps.formats.kinds import MAX_BATCH, Bits
+from pyps.formats.plan import (
+    PLAN_SCHEMA,
+    CostEstimate,
+    EvenSplit,
+    Forecast,
+    GoodputEstimate,
+    HpsEstimate,
+    HpsWorker,
+    NoiseForecast,
+    Plan,
+    PlanWorker,
+    R2spRemedies,
+    R2spSchedule,
+    SyncEstimate,
+    check_plan,
+)
 from pyps.formats.profile import PROFILE_SCHEMA, Device, Fit, Memory, ModelInfo, Point, Profile, check_profile
 
 __all__ = [
@@ -28,19 +53,32 @@ __all__ = [
     "MAX_FILE_BYTES",
     "PLAN_SCHEMA",
     "PROFILE_SCHEMA",
+    "Bits",
     "Cluster",
+    "CostEstimate",
     "Device",
     "EvenSplit",
     "Fit",
+    "Forecast",
+    "GoodputEstimate",
+    "GoodputInfo",
     "HpsEstimate",
+    "HpsWorker",
     "Job",
+    "Limits",
     "Memory",
     "ModelInfo",
+    "NoiseForecast",
     "Plan",
     "PlanWorker",
     "Point",
     "Profile",
+    "Quantization",
+    "R2spRemedies",
     "R2spSchedule",
+    "Shared",
+    "SyncCost",
+    "SyncEstimate",
     "WorkerGroup",
     "encode",
     "read_cluster",
