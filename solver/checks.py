@@ -17,6 +17,7 @@ import numpy as np
 
 from pyps.errors import Infeasible, PypsError
 from pyps.solver.costs import Costs, Floats
+from pyps.solver.coupled import Coupled, by_milp, valued
 from pyps.solver.minmax import Problem, times
 from pyps.solver.program import SolverName, build, time_scale
 
@@ -42,7 +43,7 @@ class Prices:
 def milp(
     problem: Problem, *, time_limit_seconds: float | None = None, solver: SolverName = "HiGHS"
 ) -> tuple[list[int], float]:
-    """Batches and iteration seconds by HiGHS or CBC, exact to its tolerances. Raises Infeasible, PypsError."""
+    """Batches and iteration seconds, exact to the solver's tolerances. Raises Infeasible, PypsError."""
     program = build(problem)
     if not program.minimise(program.t, solver, time_limit_seconds):
         raise Infeasible(f"global_batch {problem.global_batch}: {solver} finds no split")
@@ -50,10 +51,13 @@ def milp(
     return found.tolist(), float(times(problem.costs, found).max())
 
 
-def agreement(problem: Problem, batches: Sequence[int]) -> str:
+def agreement(coupled: Coupled, batches: Sequence[int]) -> str:
     """One line that says that HiGHS confirms a split. Raises PypsError if it finds a better one, or none."""
-    ours = float(times(problem.costs, np.array(batches, np.int64)).max())
-    _, theirs = milp(problem)
+    ours = valued(coupled, np.array(batches, np.int64)).iteration_seconds
+    if coupled.loose and coupled.sync.kind == "none":
+        _, theirs = milp(coupled.problem)
+    else:
+        theirs = by_milp(coupled).iteration_seconds
     if abs(theirs - ours) > HIGHS_TOLERANCE * ours:
         raise PypsError(f"HiGHS disagrees: {theirs!r} s against {ours!r} s; please report this cluster")
     return f"checked: HiGHS finds the same optimum, {theirs:.6g} s"

@@ -1,81 +1,22 @@
 """From a cluster and its profiles to a plan: who computes how much, and what that is worth.
 
-A worker's cap is the least of what the cluster file, the profile and its memory model allow. The even split
-beside the plan is the same batch for everyone, the first ranks taking what is over.
+The even split beside the plan is the same batch for everyone, the first ranks taking what is over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from pyps.errors import Infeasible, InputError
-from pyps.formats import MAX_BATCH, Cluster, EvenSplit, Fit, Plan, PlanWorker, Profile, WorkerGroup
-from pyps.solver.costs import Cost, Costs, Line, Table
-from pyps.solver.minmax import Problem, Solution, solve, times
-from pyps.solver.relaxed import relaxed_seconds
+from pyps.formats import Cluster, CostEstimate, EvenSplit, Plan, PlanWorker, Profile, SyncEstimate
+from pyps.solver.coupled import Coupled, Split, solve_coupled, valued
+from pyps.solver.members import Member, coupled_of, members_of, needs
+from pyps.solver.minmax import Problem
+from pyps.solver.relaxed import subset_bound
 from pyps.solver.schedule import hps_estimate, r2sp_schedule, transfer_seconds
 
 FIT_ERROR_WORTH_A_WARNING = 0.05
-
-
-@dataclass(frozen=True)
-class Member:
-    """One rank: its group in the cluster file, its profile, and the fit in that profile."""
-
-    name: str
-    group: WorkerGroup
-    profile: Profile
-    fit: Fit
-
-
-def members_of(cluster: Cluster, profiles: Sequence[Profile]) -> list[Member]:
-    """The ranks in file order; profiles has one entry a group. Raises InputError where a fit is missing."""
-    members = []
-    for group, profile in zip(cluster.worker, profiles, strict=True):
-        if profile.fit is None:
-            raise InputError(group.profile, "fit", "nothing", "a fitted cost model")
-        members += [Member(name, group, profile, profile.fit) for name in group.worker_names()]
-    return members
-
-
-def cost_of(fit: Fit) -> Cost:
-    """The cost model that a fit describes."""
-    if fit.kind == "table":
-        return Table(tuple(fit.table or ()))
-    return Line(fit.fixed_seconds, fit.per_sample_seconds, fit.floor_seconds if fit.kind == "knee" else 0.0)
-
-
-def cap_of(group: WorkerGroup, profile: Profile) -> int:
-    """The largest batch that the cluster file, the profile and the memory model all allow; 0 if none."""
-    caps = [cap for cap in (group.max_batch, profile.max_batch) if cap is not None]
-    if memory := profile.memory:
-        caps.append(max(0, int((memory.budget_bytes - memory.fixed_bytes) // memory.bytes_per_sample)))
-    return min([MAX_BATCH, *caps])
-
-
-def problem_of(cluster: Cluster, profiles: Sequence[Profile]) -> Problem:
-    """The integer program of a cluster. Raises Infeasible naming a required worker that can take no batch."""
-    members = members_of(cluster, profiles)
-    for k, (group, profile) in enumerate(zip(cluster.worker, profiles, strict=True)):
-        cap, quantum = cap_of(group, profile), group.quantum
-        least = -(-(group.min_batch or 1) // quantum) * quantum
-        if group.required and cap // quantum * quantum < least:
-            raise Infeasible(
-                f"worker[{k}] {group.name!r} is required, but its batch must be at least {least} "
-                f"and at most {cap} in steps of {quantum}",
-                "lower min_batch or quantum, raise max_batch, or do not require it",
-            )
-    return Problem.of(
-        Costs.stack([cost_of(member.fit) for member in members]),
-        cluster.job.global_batch,
-        low=[member.group.min_batch or 1 for member in members],
-        cap=[cap_of(member.group, member.profile) for member in members],
-        quantum=[member.group.quantum for member in members],
-        required=[member.group.required for member in members],
-    )
 
 
 def even_batches(global_batch: int, count: int) -> list[int]:
@@ -83,50 +24,79 @@ def even_batches(global_batch: int, count: int) -> list[int]:
     return [global_batch // count + (k < global_batch % count) for k in range(count)]
 
 
-def even_split(problem: Problem) -> tuple[EvenSplit, list[float]]:
-    """Whether an even split keeps every bound, its iteration time, and each worker's seconds."""
+def even_split(coupled: Coupled) -> tuple[EvenSplit, list[float]]:
+    """Whether an even split keeps every bound, its iteration time, and each worker's compute seconds."""
+    problem = coupled.problem
     batch = np.array(even_batches(problem.global_batch, len(problem.costs)), np.int64)
     cap = problem.costs.last_batch(problem.cap)
     within = (batch >= np.maximum(problem.low, 1)) & (batch <= cap) & (batch % problem.quantum == 0)
-    seconds = times(problem.costs, batch)
-    if not within.all():
-        return EvenSplit(feasible=False), seconds.tolist()
-    return EvenSplit(feasible=True, seconds=float(seconds.max())), seconds.tolist()
+    split = valued(coupled, batch)
+    kept = all(limit.need[batch > 0].sum() <= limit.at_most for limit in coupled.limits)
+    if not (within.all() and kept):
+        return EvenSplit(feasible=False), split.seconds.tolist()
+    return EvenSplit(feasible=True, seconds=split.iteration_seconds), split.seconds.tolist()
 
 
 def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
     """The plan for a cluster, with one fitted profile a group. Raises Infeasible, InputError."""
-    members, problem = members_of(cluster, profiles), problem_of(cluster, profiles)
-    solution = solve(problem)
-    even, _ = even_split(problem)
-    workers = [_planned(rank, member, solution, problem) for rank, member in enumerate(members)]
+    members, coupled = members_of(cluster, profiles), coupled_of(cluster, profiles)
+    split = solve_coupled(coupled)
+    return plan_of(cluster, members, coupled, split)
+
+
+def plan_of(cluster: Cluster, members: Sequence[Member], coupled: Coupled, split: Split) -> Plan:
+    """The plan that a split makes, with everything that follows from it."""
+    problem = coupled.problem
+    even, _ = even_split(coupled)
+    workers = [_planned(rank, member, split, problem) for rank, member in enumerate(members)]
     used = [worker.rank for worker in workers if worker.batch]
     compute = [workers[rank].predicted_seconds for rank in used]
     transfers = [_transfer(members[rank]) for rank in used]
     r2sp = r2sp_schedule(used, compute, transfers)
     return Plan(
         global_batch=problem.global_batch,
-        iteration_seconds=solution.iteration_seconds,
-        lower_bound_seconds=relaxed_seconds(problem, solution.iteration_seconds),
+        iteration_seconds=split.iteration_seconds,
+        lower_bound_seconds=subset_bound(problem, coupled.sync, split.iteration_seconds),
         even_split=even,
-        speedup_over_even=even.seconds / solution.iteration_seconds if even.seconds else None,
+        speedup_over_even=even.seconds / split.iteration_seconds if even.seconds else None,
         workers=workers,
         r2sp=r2sp,
         hps=hps_estimate(compute, transfers),
-        warnings=[*_warnings(members, workers), *_link_warning(r2sp.feasible, compute, transfers)],
+        warnings=[
+            *_warnings(members, workers, coupled.loose),
+            *_link_warning(r2sp.feasible, compute, transfers),
+        ],
+        sync=SyncEstimate(kind=coupled.sync.kind, seconds=split.sync_seconds) if cluster.sync else None,
+        cost=cost_estimate(members, split),
     )
 
 
-def _planned(rank: int, member: Member, solution: Solution, problem: Problem) -> PlanWorker:
-    batch = int(solution.batches[rank])
+def cost_estimate(members: Sequence[Member], split: Split) -> CostEstimate | None:
+    """Price and power of the workers in use; None where the cluster file states neither for all."""
+    used = split.batches > 0
+    price, watts = needs(members, "price_per_hour"), needs(members, "watts")
+    if price is None and watts is None:
+        return None
+    hourly = None if price is None else float(price[used].sum())
+    samples_per_hour = 3600 * int(split.batches.sum()) / split.iteration_seconds
+    return CostEstimate(
+        price_per_hour=hourly,
+        price_per_million_samples=None if hourly is None else 1e6 * hourly / samples_per_hour,
+        watts=None if watts is None else float(watts[used].sum()),
+    )
+
+
+def _planned(rank: int, member: Member, split: Split, problem: Problem) -> PlanWorker:
+    batch = int(split.batches[rank])
+    micro = batch if problem.costs.micro is None else min(batch, int(problem.costs.micro[rank]))
     return PlanWorker(
         rank=rank,
         name=member.name,
         batch=batch,
-        micro_batch=batch,
-        accumulation=1,
+        micro_batch=micro,
+        accumulation=-(-batch // micro) if micro else 1,
         weight=batch / problem.global_batch,
-        predicted_seconds=float(solution.seconds[rank]),
+        predicted_seconds=float(split.seconds[rank] + split.link_seconds[rank]),
         fit_error=member.fit.leave_one_out_error,
         throttle=member.profile.device.throttle,
     )
@@ -137,7 +107,7 @@ def _transfer(member: Member) -> float | None:
     return transfer_seconds(member.profile.model.parameters, group.bandwidth, group.latency)
 
 
-def _warnings(members: Sequence[Member], workers: Sequence[PlanWorker]) -> list[str]:
+def _warnings(members: Sequence[Member], workers: Sequence[PlanWorker], loose: bool) -> list[str]:
     """What a reader should know before trusting the plan; one line a group, not a rank."""
     lines: list[str] = []
     for member, worker in zip(members, workers, strict=True):
@@ -150,7 +120,8 @@ def _warnings(members: Sequence[Member], workers: Sequence[PlanWorker]) -> list[
         if member.profile.device.emulated:
             lines.append(f"{name}: emulated, {member.profile.device.throttle:g} times slower by a throttle")
         if not batch:
-            lines.append(f"{worker.name}: left out, the others finish sooner without it")
+            why = "the others finish sooner without it" if loose else "as the limits or the time ask"
+            lines.append(f"{worker.name}: left out, {why}")
     models = {member.profile.model.name for member in members}
     if len(models) > 1:
         lines.append(f"the profiles are of different models: {', '.join(sorted(models))}")

@@ -5,8 +5,8 @@ Worker k's cost is a few straight pieces; a binary for each says which one its b
     min t    t >= intercept_j z_kj + slope_j b_kj + extra_k      low_j z_kj <= b_kj <= high_j z_kj
              sum_j z_kj = used_k in {0, 1}   (1: required)       sum_kj b_kj = B,   sum_j b_kj = quantum_k u_k
 
-extra_k is whatever the caller adds to a worker's time. Times are scaled to be near 1, as the solvers' tolerances
-are absolute: their answers are exact to about 1e-6.
+extra_k is whatever the caller adds to a worker's time. Times are scaled to be near 1, as the tolerances of
+the solvers are absolute: their answers are exact to about 1e-6.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass
 class Program:
-    """A PuLP model and its parts: t (in units of `scale` seconds), and a term a worker for each of the others.
+    """A PuLP model and its parts: t (in units of `scale` seconds), the others with a term for each worker.
 
     used: 0 or 1. batch: samples. steps: quanta. extra: what else a worker's time holds, at least 0, or None.
     """
@@ -128,27 +128,24 @@ def time_scale(problem: Problem) -> float:
 
 
 def pieces(costs: Costs, k: int, cap: int) -> list[Piece]:
-    """Where worker k's cost is a straight line (its floor apart), up to its cap, micro-batch after micro-batch."""
+    """Where worker k's cost is a straight line (its floor apart), up to its cap, in every micro-batch."""
     if costs.micro is None:
         return _at_once(costs, k, cap)
     micro = int(costs.micro[k])
     first = _at_once(costs, k, min(micro, cap))
     whole = float(costs.take(np.array([k])).seconds(np.array([micro]))[0]) if cap > micro else 0.0
-    found = []
-    for full in range(-(-cap // micro) if cap > 0 else 0):
-        before, left = full * micro, cap - full * micro
-        for p in first:
-            if p.low <= left:
-                found.append(
-                    Piece(
-                        p.low + before,
-                        min(p.high, left) + before,
-                        p.intercept + full * whole - p.slope * before,
-                        p.slope,
-                        p.floor + full * whole if p.floor > 0 else 0.0,
-                    )
-                )
-    return found
+    return [
+        Piece(
+            p.low + full * micro,
+            min(p.high + full * micro, cap),
+            p.intercept + full * (whole - p.slope * micro),
+            p.slope,
+            p.floor + full * whole if p.floor > 0 else 0.0,
+        )
+        for full in range(-(-cap // micro) if cap > 0 else 0)
+        for p in first
+        if p.low + full * micro <= cap
+    ]
 
 
 def _at_once(costs: Costs, k: int, cap: int) -> list[Piece]:

@@ -158,7 +158,10 @@ class _Search:
         members = np.flatnonzero(allowed)
         problem = at_index(self.bounds, members)
         t = earliest(problem, _enough(problem, count), self._to_beat(limit))
-        if t is None or t + limit >= self.best_seconds:
+        if t is None:
+            return False
+        t = max(t, self.least_seconds)
+        if t + limit >= self.best_seconds:
             return False
         self.best_seconds, self.winner = t + limit, (count, members, t)
         return True

@@ -9,7 +9,8 @@ import pytest
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Device, Fit, Job, Memory, ModelInfo, Plan, Point, Profile, WorkerGroup
-from pyps.solver.plan import cap_of, cost_of, even_batches, make_plan, problem_of
+from pyps.solver.members import cap_of, cost_of, problem_of
+from pyps.solver.plan import even_batches, make_plan
 from pyps.solver.schedule import hps_estimate, r2sp_schedule, transfer_seconds
 
 PARAMETERS = 1_000_000

@@ -16,7 +16,8 @@ from rich.text import Text
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, encode, read_cluster, read_profile, write_json
 from pyps.profiler.fit import fit_profile_points
-from pyps.solver.plan import even_batches, even_split, make_plan, problem_of
+from pyps.solver.members import coupled_of
+from pyps.solver.plan import even_batches, even_split, make_plan
 
 ROWS_AT_MOST = 64  # of a terminal's patience; the plan file has them all
 
@@ -86,7 +87,7 @@ def _not_an_input(output: Path | None, cluster: Path, read: Cluster) -> None:
 def _checked(cluster: Cluster, profiles: list[Profile], plan: Plan) -> str:
     from pyps.solver.checks import agreement
 
-    return agreement(problem_of(cluster, profiles), [worker.batch for worker in plan.workers])
+    return agreement(coupled_of(cluster, profiles), [worker.batch for worker in plan.workers])
 
 
 def _show(cluster: Cluster, profiles: list[Profile], plan: Plan, note: str, output: Path | None) -> None:
@@ -114,7 +115,7 @@ def _table(cluster: Cluster, profiles: list[Profile], plan: Plan) -> Table:
     table.add_column("worker")
     for title in ("even", "time", "planned", "time", "weight"):
         table.add_column(title, justify="right")
-    _, even_seconds = even_split(problem_of(cluster, profiles))
+    _, even_seconds = even_split(coupled_of(cluster, profiles))
     even = even_batches(plan.global_batch, len(plan.workers))
     for worker in plan.workers[:ROWS_AT_MOST]:
         table.add_row(
