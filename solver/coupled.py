@@ -125,7 +125,8 @@ def program_of(coupled: Coupled, without: Limit | None = None, total: bool = Tru
     model, used = program.model, program.used
     for limit in coupled.limits:
         if limit is not without:
-            model += needed(program, limit) <= limit.at_most
+            unit = limit.at_most or 1.0
+            model += needed(program, limit, unit) <= limit.at_most / unit
     for group in coupled.together:
         for k in group[1:]:
             model += used[int(k)] == used[int(group[0])]
@@ -138,10 +139,11 @@ def program_of(coupled: Coupled, without: Limit | None = None, total: bool = Tru
     return program, pulp.lpSum([program.t, sync])
 
 
-def needed(program: Program, limit: Limit) -> Any:
+def needed(program: Program, limit: Limit, unit: float = 1.0) -> Any:
+    """What the workers in use need together, in units of `unit`."""
     import pulp
 
-    return pulp.lpSum(float(x) * z for x, z in zip(limit.need, program.used, strict=True))
+    return pulp.lpSum(float(x) / unit * z for x, z in zip(limit.need, program.used, strict=True))
 
 
 def _add_resources(program: Program, coupled: Coupled) -> None:
