@@ -19,7 +19,7 @@ from pyps.errors import Infeasible, PypsError
 from pyps.solver.costs import Costs, Floats
 from pyps.solver.coupled import Coupled, by_milp, valued
 from pyps.solver.minmax import Problem, times
-from pyps.solver.program import SolverName, build, time_scale
+from pyps.solver.program import SolverName, build, pieces, time_scale
 
 HIGHS_TOLERANCE = 1e-6  # relative; HiGHS meets constraints to 1e-6 of the scaled program
 
@@ -66,7 +66,7 @@ def agreement(coupled: Coupled, batches: Sequence[int]) -> str:
 def prices(problem: Problem, batches: Sequence[int]) -> Prices:
     """The relaxation over the workers used in `batches`, solved by cvxpy, and its dual values.
 
-    Tables count with their lower convex hull. Workers out of use have price 0.
+    Tables and accumulated costs count with their lower convex hull. Workers out of use have price 0.
     Raises PypsError if the solver ends without an optimum.
     """
     cp: Any = importlib.import_module("cvxpy")
@@ -103,17 +103,14 @@ def prices(problem: Problem, batches: Sequence[int]) -> Prices:
 
 
 def _convex(costs: Costs, k: int, cap: int) -> list[tuple[float, float]]:
-    """Lines (intercept, slope) whose maximum is worker k's cost, or a table's lower convex hull."""
-    start, stop = int(costs.start[k]), int(costs.stop[k])
-    if start == stop:
-        return [(float(costs.c[k]), float(costs.a[k])), (float(costs.t0[k]), 0.0)]
-    points = [(1, float(costs.knot_seconds[start]))] if costs.knot_batch[start] > 1 else []
-    points += [
-        (int(b), float(s))
-        for b, s in zip(costs.knot_batch[start:stop], costs.knot_seconds[start:stop], strict=True)
-    ]
+    """Lines (intercept, slope) whose maximum is worker k's cost, or its lower convex hull."""
+    parts = pieces(costs, k, cap)
+    if costs.start[k] == costs.stop[k] and len(parts) == 1:
+        return [(parts[0].intercept, parts[0].slope), (parts[0].floor, 0.0)]
+    ends = sorted({batch for part in parts for batch in (part.low, part.high)})
+    seconds = costs.take(np.full(len(ends), k)).seconds(np.array(ends, np.int64)).tolist()
     hull: list[tuple[int, float]] = []
-    for b, s in points:
+    for b, s in zip(ends, seconds, strict=True):
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], (b, s)):
             hull.pop()
         hull.append((b, s))

@@ -15,8 +15,8 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
 from pyps.solver.coupled import Coupled, Limit, Resource
+from pyps.solver.links import BYTES_PER_PARAMETER, Link, link_of
 from pyps.solver.minmax import Problem
-from pyps.solver.schedule import BYTES_PER_PARAMETER, transfer_seconds
 from pyps.solver.sync import Sync
 
 
@@ -28,6 +28,11 @@ class Member:
     group: WorkerGroup
     profile: Profile
     fit: Fit
+
+    @property
+    def link(self) -> Link | None:
+        """Its way to the store; None where the cluster file or the profile lacks a figure."""
+        return link_of(self.profile.model.parameters, self.group.bandwidth, self.group.latency)
 
 
 def members_of(cluster: Cluster, profiles: Sequence[Profile]) -> list[Member]:
@@ -164,6 +169,7 @@ def _resources(cluster: Cluster, members: Sequence[Member]) -> list[Resource]:
             member = members[int(k)]
             if shared.bandwidth is not None:
                 parameters = _parameters(member.group, member.profile.model.parameters)
-                seconds[k] = transfer_seconds(parameters, shared.bandwidth, shared.latency)
+                link = link_of(parameters, shared.bandwidth, shared.latency)
+                seconds[k] = link.seconds() if link else 0.0
         found.append(Resource(shared.name, mine, seconds, shared.samples_per_second))
     return found

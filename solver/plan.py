@@ -6,17 +6,35 @@ The even split beside the plan is the same batch for everyone, the first ranks t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 
-from pyps.formats import Cluster, CostEstimate, EvenSplit, Plan, PlanWorker, Profile, SyncEstimate
+from pyps.errors import Infeasible, InputError
+from pyps.formats import (
+    MAX_BATCH,
+    Cluster,
+    CostEstimate,
+    EvenSplit,
+    GoodputInfo,
+    NoiseForecast,
+    Plan,
+    PlanWorker,
+    Profile,
+    R2spSchedule,
+    SyncEstimate,
+)
 from pyps.solver.coupled import Coupled, Split, solve_coupled, valued
-from pyps.solver.members import Member, coupled_of, members_of, needs
+from pyps.solver.goodput import Worth, best_batch
+from pyps.solver.hps import hps_estimate
+from pyps.solver.links import Link
+from pyps.solver.members import Member, cost_of, coupled_of, members_of, needs
 from pyps.solver.minmax import Problem
+from pyps.solver.noise import forecast, noise_of
+from pyps.solver.r2sp import r2sp_schedule, remedies
 from pyps.solver.relaxed import subset_bound
-from pyps.solver.schedule import hps_estimate, r2sp_schedule, transfer_seconds
-
-FIT_ERROR_WORTH_A_WARNING = 0.05
+from pyps.solver.warnings import link_warnings, warnings_of
 
 
 def even_batches(global_batch: int, count: int) -> list[int]:
@@ -38,21 +56,47 @@ def even_split(coupled: Coupled) -> tuple[EvenSplit, list[float]]:
 
 
 def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
-    """The plan for a cluster, with one fitted profile a group. Raises Infeasible, InputError."""
-    members, coupled = members_of(cluster, profiles), coupled_of(cluster, profiles)
-    split = solve_coupled(coupled)
-    return plan_of(cluster, members, coupled, split)
+    """The plan for a cluster, with one fitted profile a group. Raises Infeasible, InputError, PypsError.
+
+    Where the job names a quantile, all times are those of this quantile, and `noise` has the fitted ones.
+    """
+    members, fitted = members_of(cluster, profiles), coupled_of(cluster, profiles)
+    quantile = cluster.job.quantile
+    if quantile is None:
+        return plan_of(cluster, members, fitted, solve_coupled(fitted))
+    noise = [noise_of(member.profile.points, cost_of(member.fit)) for member in members]
+    robust = coupled_of(cluster, profiles, [one.factor(quantile) for one in noise])
+    splits = solve_coupled(fitted), solve_coupled(robust)
+    made = plan_of(cluster, members, robust, splits[1])
+    nominal, chosen = (forecast(fitted, robust, split.batches, noise) for split in splits)
+    return msgspec.structs.replace(
+        made, noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=chosen)
+    )
+
+
+def best_global_batch(cluster: Cluster, profiles: Sequence[Profile]) -> int:
+    """The global batch of highest goodput, by the cluster's noise scale. Raises InputError without one."""
+    info = _goodput_info(cluster)
+    most = info.max_batch or MAX_BATCH
+    return best_batch(coupled_of(cluster, profiles), Worth(info.noise_scale, info.base_batch), most)[0]
+
+
+def _goodput_info(cluster: Cluster) -> GoodputInfo:
+    if cluster.goodput is None:
+        raise InputError("the cluster file", "goodput", "nothing", "noise_scale and base_batch, in samples")
+    return cluster.goodput
 
 
 def plan_of(cluster: Cluster, members: Sequence[Member], coupled: Coupled, split: Split) -> Plan:
     """The plan that a split makes, with everything that follows from it."""
-    problem = coupled.problem
+    problem, worth = coupled.problem, cluster.goodput
     even, _ = even_split(coupled)
     workers = [_planned(rank, member, split, problem) for rank, member in enumerate(members)]
     used = [worker.rank for worker in workers if worker.batch]
     compute = [workers[rank].predicted_seconds for rank in used]
-    transfers = [_transfer(members[rank]) for rank in used]
-    r2sp = r2sp_schedule(used, compute, transfers)
+    links = [members[rank].link for rank in used]
+    r2sp = _turns(coupled, members, used, compute)
+    goodput = Worth(worth.noise_scale, worth.base_batch) if worth else None
     return Plan(
         global_batch=problem.global_batch,
         iteration_seconds=split.iteration_seconds,
@@ -61,14 +105,35 @@ def plan_of(cluster: Cluster, members: Sequence[Member], coupled: Coupled, split
         speedup_over_even=even.seconds / split.iteration_seconds if even.seconds else None,
         workers=workers,
         r2sp=r2sp,
-        hps=hps_estimate(compute, transfers),
-        warnings=[
-            *_warnings(members, workers, coupled.loose),
-            *_link_warning(r2sp.feasible, compute, transfers),
-        ],
+        hps=hps_estimate(used, compute, links, cluster.quantization.error_budget),
+        warnings=warnings_of(members, workers, coupled.loose) + link_warnings(r2sp, compute, links),
         sync=SyncEstimate(kind=coupled.sync.kind, seconds=split.sync_seconds) if cluster.sync else None,
         cost=cost_estimate(members, split),
+        goodput=goodput.estimate(problem.global_batch, split.iteration_seconds) if goodput else None,
     )
+
+
+def _turns(
+    coupled: Coupled, members: Sequence[Member], used: Sequence[int], compute: Sequence[float]
+) -> R2spSchedule:
+    """The ring, and where it does not fit, what would make it fit."""
+    links = [members[rank].link for rank in used]
+    ring = r2sp_schedule(used, compute, links)
+    known = [link for link in links if link is not None]
+    if ring.feasible is not False:
+        return ring
+
+    def at(batch: int) -> tuple[list[float], list[Link]] | None:
+        try:
+            split = solve_coupled(replace(coupled, problem=replace(coupled.problem, global_batch=batch)))
+        except Infeasible:
+            return None
+        ranks = np.flatnonzero(split.batches > 0).tolist()
+        others = [link for rank in ranks if (link := members[rank].link) is not None]
+        return [float(split.seconds[rank]) for rank in ranks], others
+
+    found = remedies(compute, known, coupled.problem.global_batch, at if coupled.loose else None)
+    return msgspec.structs.replace(ring, remedies=found)
 
 
 def cost_estimate(members: Sequence[Member], split: Split) -> CostEstimate | None:
@@ -100,41 +165,3 @@ def _planned(rank: int, member: Member, split: Split, problem: Problem) -> PlanW
         fit_error=member.fit.leave_one_out_error,
         throttle=member.profile.device.throttle,
     )
-
-
-def _transfer(member: Member) -> float | None:
-    group = member.group
-    return transfer_seconds(member.profile.model.parameters, group.bandwidth, group.latency)
-
-
-def _warnings(members: Sequence[Member], workers: Sequence[PlanWorker], loose: bool) -> list[str]:
-    """What a reader should know before trusting the plan; one line a group, not a rank."""
-    lines: list[str] = []
-    for member, worker in zip(members, workers, strict=True):
-        fit, name, batch = member.fit, member.group.name, worker.batch
-        low, high = fit.trusted_min_batch, fit.trusted_max_batch
-        if batch and not low <= batch <= high:
-            lines.append(f"{name}: batch {batch} is outside {low}..{high}, where its fit is trusted")
-        if batch and (fit.leave_one_out_error or 0.0) > FIT_ERROR_WORTH_A_WARNING:
-            lines.append(f"{name}: the fit misses left-out points by {fit.leave_one_out_error:.1%} (median)")
-        if member.profile.device.emulated:
-            lines.append(f"{name}: emulated, {member.profile.device.throttle:g} times slower by a throttle")
-        if not batch:
-            why = "the others finish sooner without it" if loose else "as the limits or the time ask"
-            lines.append(f"{worker.name}: left out, {why}")
-    models = {member.profile.model.name for member in members}
-    if len(models) > 1:
-        lines.append(f"the profiles are of different models: {', '.join(sorted(models))}")
-    return list(dict.fromkeys(lines))
-
-
-def _link_warning(
-    feasible: bool | None, compute: Sequence[float], transfers: Sequence[float | None]
-) -> list[str]:
-    if feasible is not False:
-        return []
-    total = sum(x or 0.0 for x in transfers)
-    alone = max(t + (x or 0.0) for t, x in zip(compute, transfers, strict=True))
-    return [
-        f"r2sp: transfers take {total:.4g} s of a {alone:.4g} s iteration: the link binds, not the workers"
-    ]
