@@ -25,9 +25,9 @@ PRICED_AT_MOST = 5000  # workers; beyond, a linear program of this size takes mi
 class Role:
     """One group of like workers with like batches: what binds it, and what that is worth in seconds.
 
-    binds: "holds the others up", "at its maximum", "at its minimum", "waits" or "left out". waits_seconds: for
-    the slowest, every iteration. share: how far the group holds the iteration up, of 1. bound_worth: saved
-    for one more sample of room in each worker.
+    binds: "holds the others up", "at its maximum", "at its minimum", "waits" or "left out". waits_seconds:
+    for the slowest, every iteration. share: how far the group holds the iteration up, of 1. bound_worth:
+    saved for one more sample of room in a worker.
     """
 
     name: str
@@ -139,8 +139,10 @@ def _bound_sentence(plan: Plan) -> str:
 
 
 def _names(roles: Sequence[Role]) -> str:
-    parts = [f"{role.name} ({role.workers} workers)" if role.workers > 1 else role.name for role in roles]
-    parts = list(dict.fromkeys(parts))
+    counts: dict[str, int] = {}
+    for role in roles:
+        counts[role.name] = counts.get(role.name, 0) + role.workers
+    parts = [f"{name} ({count} workers)" if count > 1 else name for name, count in counts.items()]
     if len(parts) > NAMED_AT_MOST:
         parts = [*parts[: NAMED_AT_MOST - 1], f"{len(parts) - NAMED_AT_MOST + 1} more groups"]
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -31,7 +31,7 @@ from pyps.solver.hps import hps_estimate
 from pyps.solver.links import Link
 from pyps.solver.members import Member, cost_of, coupled_of, members_of, needs
 from pyps.solver.minmax import Problem
-from pyps.solver.noise import forecast, noise_of
+from pyps.solver.noise import Noise, forecast, noise_of
 from pyps.solver.r2sp import r2sp_schedule, remedies
 from pyps.solver.relaxed import subset_bound
 from pyps.solver.warnings import link_warnings, warnings_of
@@ -60,25 +60,44 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
 
     Where the job names a quantile, all times are those of this quantile, and `noise` has the fitted ones.
     """
-    members, fitted = members_of(cluster, profiles), coupled_of(cluster, profiles)
+    members, program = members_of(cluster, profiles), program_for(cluster, profiles)
+    split = solve_coupled(program)
+    made = plan_of(cluster, members, program, split)
     quantile = cluster.job.quantile
     if quantile is None:
-        return plan_of(cluster, members, fitted, solve_coupled(fitted))
-    noise = [noise_of(member.profile.points, cost_of(member.fit)) for member in members]
-    robust = coupled_of(cluster, profiles, [one.factor(quantile) for one in noise])
-    splits = solve_coupled(fitted), solve_coupled(robust)
-    made = plan_of(cluster, members, robust, splits[1])
-    nominal, chosen = (forecast(fitted, robust, split.batches, noise) for split in splits)
-    return msgspec.structs.replace(
-        made, noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=chosen)
+        return made
+    fitted, noise = coupled_of(cluster, profiles), _noise(members)
+    nominal, robust = (
+        forecast(fitted, program, batches, noise)
+        for batches in (solve_coupled(fitted).batches, split.batches)
     )
+    return msgspec.structs.replace(
+        made, noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=robust)
+    )
+
+
+def program_for(cluster: Cluster, profiles: Sequence[Profile]) -> Coupled:
+    """The program that a cluster's plan solves: by the fitted times, or by the job's quantile of them."""
+    quantile = cluster.job.quantile
+    if quantile is None:
+        return coupled_of(cluster, profiles)
+    factors = [one.factor(quantile) for one in _noise(members_of(cluster, profiles))]
+    return coupled_of(cluster, profiles, factors)
+
+
+def _noise(members: Sequence[Member]) -> list[Noise]:
+    cache: dict[int, Noise] = {}
+    for member in members:
+        if id(member.profile) not in cache:
+            cache[id(member.profile)] = noise_of(member.profile.points, cost_of(member.fit))
+    return [cache[id(member.profile)] for member in members]
 
 
 def best_global_batch(cluster: Cluster, profiles: Sequence[Profile]) -> int:
     """The global batch of highest goodput, by the cluster's noise scale. Raises InputError without one."""
     info = _goodput_info(cluster)
     most = info.max_batch or MAX_BATCH
-    return best_batch(coupled_of(cluster, profiles), Worth(info.noise_scale, info.base_batch), most)[0]
+    return best_batch(program_for(cluster, profiles), Worth(info.noise_scale, info.base_batch), most)[0]
 
 
 def _goodput_info(cluster: Cluster) -> GoodputInfo:

@@ -36,6 +36,7 @@ def r2sp_schedule(
         period_seconds=period,
         gap_seconds=gap,
         order=[ranks[k] for k in by_ready],
+        turn_seconds=[turns[k] for k in by_ready] if complete else [],
         offsets_seconds=_offsets([turns[k] for k in by_ready] if complete else [0.0] * len(ranks), period),
     )
 

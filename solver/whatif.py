@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats import Cluster, Plan, WorkerGroup
+from pyps.formats import Cluster, Plan, WorkerGroup, check_cluster
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def outcome_of(plan: Plan) -> Outcome:
 def changed(
     cluster: Cluster, add: Mapping[str, int], drop: Mapping[str, int | None], new: Sequence[WorkerGroup] = ()
 ) -> Cluster:
-    """The cluster with so many workers more and fewer in its groups (drop None: the whole group), and new groups.
+    """The cluster with so many workers more and fewer in its groups (drop None: all of it), and new groups.
 
     Raises InputError for a name that no group has, for more dropped than there are, or if nobody is left.
     """
@@ -58,7 +58,9 @@ def changed(
             groups.append(msgspec.structs.replace(group, count=count))
     if not (groups or new):
         raise InputError("--drop", "", "every worker", "somebody left to compute")
-    return msgspec.structs.replace(cluster, worker=[*groups, *new])
+    whole = msgspec.structs.replace(cluster, worker=[*groups, *new])
+    check_cluster("the changed cluster", whole)
+    return whole
 
 
 def verdict(before: Outcome, after: Outcome) -> str:

@@ -80,6 +80,7 @@ __all__ = [
     "SyncCost",
     "SyncEstimate",
     "WorkerGroup",
+    "check_cluster",
     "encode",
     "read_cluster",
     "read_plan",

@@ -54,7 +54,8 @@ class R2spSchedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Turns in the ring `order` (ranks); feasible is null where no bandwidth is known.
 
     gap_seconds is period / N. The offsets are that far apart where every transfer fits into its gap, else
-    each turn is as long as its transfer and an equal share of what is left of the period.
+    each turn is as long as its transfer and an equal share of what is left of the period. turn_seconds: the
+    transfers, in the same order; empty where feasible is null.
     """
 
     feasible: bool | None
@@ -62,6 +63,7 @@ class R2spSchedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gap_seconds: Seconds
     order: list[Share]
     offsets_seconds: list[Elapsed]
+    turn_seconds: list[Elapsed] = []
     remedies: R2spRemedies | None = None
 
 
