@@ -61,7 +61,8 @@ def _timeline(
     for row, (time, batch) in enumerate(zip(seconds, batches, strict=True)):
         time = 1e3 * (time if math.isfinite(time) else end)
         axes.barh(row, time, **COMPUTE)
-        axes.barh(row, max(0.0, 1e3 * end - time), left=time, **WAIT)
+        if batch:
+            axes.barh(row, max(0.0, 1e3 * end - time), left=time, **WAIT)
         if sync and batch:
             axes.barh(row, 1e3 * sync, left=1e3 * end, **SYNC)
         label = str(batch) if batch else "out"
