@@ -195,7 +195,7 @@ class Costs:
 
     def largest_batch(self, t: float, cap: Ints) -> Ints:
         """The largest b in 0..cap with T_i(b) <= t for each worker (0: not even one sample fits); exact."""
-        guess = np.floor(np.clip(self.real_batch(t, cap), 0, cap)).astype(np.int64)
+        guess = np.clip(self.real_batch(t, cap), 0, cap).astype(np.int64)
         fits = (guess == 0) | (self.seconds(np.maximum(guess, 1)) <= t)
         more = fits & (guess < cap) & (self.seconds(guess + 1) <= t)
         wrong = np.flatnonzero(~fits | more)
@@ -216,20 +216,21 @@ class Costs:
     def real_batch(self, t: float, cap: Ints) -> Floats:
         """The largest real b in [0, cap] with T_i(b) <= t, up to rounding; tables linear between points."""
         if self.micro is None:
-            return self._real_at_once(np.full(len(self), t), cap)
+            return self._real_at_once(t, cap)
         whole = self._at_once(self.micro)
         with np.errstate(invalid="ignore", over="ignore"):
             full = np.where(np.isfinite(whole), np.minimum(t // whole, cap // self.micro + 1), 0)
             rest = self._real_at_once(t - full * whole, self.micro)
         return np.clip(full * self.micro + rest, 0, cap)
 
-    def _real_at_once(self, t: Floats, cap: Ints) -> Floats:
+    def _real_at_once(self, t: Floats | float, cap: Ints) -> Floats:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             real = np.where(self.a > 0, (t - self.c) / self.a, np.where(self.c <= t, np.inf, 0.0))
         real = np.where(self.t0 <= t, np.clip(real, 0, cap), 0.0)
         if len(self.knot_batch):
             rows = np.flatnonzero(self.stop > self.start)
-            real[rows] = np.minimum(self._table_batch(rows, t[rows]), cap[rows])
+            by = t[rows] if isinstance(t, np.ndarray) else np.full(len(rows), t)
+            real[rows] = np.minimum(self._table_batch(rows, by), cap[rows])
         return real
 
     def _search(self, t: float, cap: Ints) -> Ints:

@@ -29,6 +29,8 @@ from pyps.solver.sums import Choice, nearest_sums, sums_to
 NO_CAP = 2**31 - 1
 LIST_AT_MOST = 1024  # candidate times; sorting so few is cheaper than another pass over the workers
 
+AIM_PAST = LIST_AT_MOST // 4
+
 Bools = npt.NDArray[np.bool_]
 
 
@@ -143,15 +145,15 @@ def refusal_of(bounds: Problem, reason: str) -> Infeasible:
 def most_by(problem: Problem, t: float) -> Ints:
     """Each worker's largest allowed batch with T_i <= t, 0 if none; a required worker's least anyway."""
     batch = problem.costs.largest_batch(t, problem.cap)
-    batch -= batch % problem.quantum
+    if (problem.quantum > 1).any():
+        batch -= batch % problem.quantum
     return np.where(batch < problem.low, np.where(problem.required, problem.low, 0), batch)
 
 
 def earliest(problem: Problem, enough: Callable[[Ints], bool], latest: float = math.inf) -> float | None:
     """The smallest t <= latest for which enough(most_by(t)), which is monotone in t; None if there is none.
 
-    t is bisected, every other time where the sum of the batches is expected to meet B, until few values of T
-    lie between; among these it is bisected again.
+    The bracket of t is narrowed until few values of T lie in it; among these it is bisected.
     """
     slow, shigh = 0.0, min(latest, float(times(problem.costs, problem.cap).max()))
     below, above = most_by(problem, slow), most_by(problem, shigh)
@@ -159,30 +161,63 @@ def earliest(problem: Problem, enough: Callable[[Ints], bool], latest: float = m
         return slow
     if not enough(above):
         return None
-    by_sum = True
-    while _count_between(problem, below, above) > LIST_AT_MOST:
-        total_below, total_above = int(below.sum()), int(above.sum())
-        share = (problem.global_batch - total_below) / max(total_above - total_below, 1) if by_sum else 0.5
-        t = slow + (shigh - slow) * min(max(share, 0.0), 1.0)
-        by_sum = not by_sum
-        if not slow < t < shigh:
-            t = slow + (shigh - slow) / 2
-            if not slow < t < shigh:
-                return shigh
-        batch = most_by(problem, t)
-        if enough(batch):
-            shigh, above = t, batch
-        else:
-            slow, below = t, batch
+    below, above, shigh = _narrowed(problem, enough, (below, above), slow, shigh)
+    if _count_between(problem, below, above) > LIST_AT_MOST:
+        return shigh
     candidates = np.unique(_times_between(problem, below, above))
     low, high = -1, len(candidates) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        if enough(most_by(problem, float(candidates[middle]))):
+        if enough(_most_between(problem, below, above, float(candidates[middle]))):
             high = middle
         else:
             low = middle
     return float(candidates[high])
+
+
+def _narrowed(
+    problem: Problem, enough: Callable[[Ints], bool], ends: tuple[Ints, Ints], slow: float, shigh: float
+) -> tuple[Ints, Ints, float]:
+    """Batches below and above the answer with few values of T between, or none in floating point, and the
+    time of the latter.
+
+    Two steps of three are regula falsi on the sum of the batches, which B is expected to meet, with the
+    Illinois rule (an end that stays counts half), aimed a little past B so that the other end moves next; the
+    third halves, whatever `enough` asks for.
+    """
+    below, above = ends
+    missing = float(problem.global_batch - int(below.sum()))
+    excess = float(int(above.sum()) - problem.global_batch)
+    moved_up: bool | None = None
+    step = 0
+    while _count_between(problem, below, above) > LIST_AT_MOST:
+        aim = 0 if moved_up is None else AIM_PAST if moved_up else -AIM_PAST
+        share = (missing + aim) / max(missing + excess, 1) if step % 3 < 2 else 0.5
+        t = slow + (shigh - slow) * share
+        if not slow < t < shigh:
+            t = slow + (shigh - slow) / 2
+            if not slow < t < shigh:
+                break
+        batch = _most_between(problem, below, above, t)
+        up = not enough(batch)
+        if up:
+            slow, below, missing = t, batch, float(problem.global_batch - int(batch.sum()))
+            excess = excess / 2 if moved_up is True else excess
+        else:
+            shigh, above, excess = t, batch, float(int(batch.sum()) - problem.global_batch)
+            missing = missing / 2 if moved_up is False else missing
+        moved_up, step = up, step + 1
+    return below, above, shigh
+
+
+def _most_between(problem: Problem, below: Ints, above: Ints, t: float) -> Ints:
+    """most_by(t) for a t between those of `below` and `above`: only those who differ have to be asked."""
+    open_ = np.flatnonzero(above > below)
+    if 2 * len(open_) > len(below):
+        return most_by(problem, t)
+    batch = below.copy()
+    batch[open_] = most_by(at_index(problem, open_), t)
+    return batch
 
 
 def _first_above(problem: Problem, below: Ints) -> Ints:
