@@ -133,9 +133,11 @@ def _time_sentence(plan: Plan) -> str:
 
 def _bound_sentence(plan: Plan) -> str:
     gain = 1 - plan.lower_bound_seconds / plan.iteration_seconds
+    if plan.sync:
+        return "No choice of workers and batches within the bounds is faster."
     if gain < WORTH_NAMING:
-        return "No split of these workers can be faster."
-    return f"Even with divisible samples and no minima at most {gain:.1%} could be gained."
+        return "No split can be faster, even of divisible samples."
+    return f"No split is faster; were samples divisible and minima gone, at most {gain:.1%} could be gained."
 
 
 def _names(roles: Sequence[Role]) -> str:

@@ -30,7 +30,7 @@ from pyps.solver.goodput import Worth, best_batch
 from pyps.solver.hps import hps_estimate
 from pyps.solver.links import Link
 from pyps.solver.members import Member, cost_of, coupled_of, members_of, needs
-from pyps.solver.minmax import Problem
+from pyps.solver.minmax import Problem, at_index, solve
 from pyps.solver.noise import Noise, forecast, noise_of
 from pyps.solver.r2sp import r2sp_schedule, remedies
 from pyps.solver.relaxed import subset_bound
@@ -142,16 +142,17 @@ def _turns(
     if ring.feasible is not False:
         return ring
 
+    same = at_index(coupled.problem, np.array(used))
+
     def at(batch: int) -> tuple[list[float], list[Link]] | None:
         try:
-            split = solve_coupled(replace(coupled, problem=replace(coupled.problem, global_batch=batch)))
+            split = solve(replace(same, global_batch=batch))
         except Infeasible:
             return None
-        ranks = np.flatnonzero(split.batches > 0).tolist()
-        others = [link for rank in ranks if (link := members[rank].link) is not None]
-        return [float(split.seconds[rank]) for rank in ranks], others
+        kept = np.flatnonzero(split.batches > 0).tolist()
+        return split.seconds[kept].tolist(), [known[k] for k in kept]
 
-    found = remedies(compute, known, coupled.problem.global_batch, at if coupled.loose else None)
+    found = remedies(compute, known, coupled.problem.global_batch, at)
     return msgspec.structs.replace(ring, remedies=found)
 
 
