@@ -195,7 +195,7 @@ class Costs:
 
     def largest_batch(self, t: float, cap: Ints) -> Ints:
         """The largest b in 0..cap with T_i(b) <= t for each worker (0: not even one sample fits); exact."""
-        guess = np.clip(self.real_batch(t, cap), 0, cap).astype(np.int64)
+        guess = np.maximum(np.minimum(self.real_batch(t, cap), cap), 0).astype(np.int64)
         fits = (guess == 0) | (self.seconds(np.maximum(guess, 1)) <= t)
         more = fits & (guess < cap) & (self.seconds(guess + 1) <= t)
         wrong = np.flatnonzero(~fits | more)
@@ -226,7 +226,7 @@ class Costs:
     def _real_at_once(self, t: Floats | float, cap: Ints) -> Floats:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             real = np.where(self.a > 0, (t - self.c) / self.a, np.where(self.c <= t, np.inf, 0.0))
-        real = np.where(self.t0 <= t, np.clip(real, 0, cap), 0.0)
+        real = np.where(self.t0 <= t, np.maximum(np.minimum(real, cap), 0.0), 0.0)
         if len(self.knot_batch):
             rows = np.flatnonzero(self.stop > self.start)
             by = t[rows] if isinstance(t, np.ndarray) else np.full(len(rows), t)

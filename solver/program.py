@@ -65,7 +65,8 @@ class Program:
         if status == "Infeasible":
             return False
         if status != "Optimal" or self.model.sol_status != pulp.LpSolutionOptimal:
-            raise PypsError(f"{solver} ended without an answer: {status}")
+            why = f"no proof within {time_limit:g} s" if time_limit is not None else status.lower()
+            raise PypsError(f"{solver} ended without an answer: {why}")
         return True
 
     def batches(self) -> Ints:
