@@ -61,7 +61,7 @@ def fit_points(points: Sequence[tuple[int, float]]) -> Fit:
     measured batches that the model meets within 10 %.
     Raises InputError for fewer than two distinct batches, a batch below 1, seconds not finite and positive.
     """
-    batches, seconds = _medians(points)
+    batches, seconds = medians_of(points)
     b_scale, t_scale = float(batches[-1]), float(np.median(seconds))
     x, y = batches / b_scale, seconds / t_scale
 
@@ -69,24 +69,28 @@ def fit_points(points: Sequence[tuple[int, float]]) -> Fit:
     curve, misses = line, line_misses
     if len(x) >= KNEE_MIN_BATCHES and (knee := _fit_knee(x, y)) is not None:
         knee, knee_misses = _fit_and_leave_out(x, y, lambda u, v: _fit_knee(u, v) or _fit_line(u, v))
-        if _soft_l1(knee_misses, NOISE_CEILING) < KNEE_GAIN * _soft_l1(line_misses, NOISE_CEILING):
+        if soft_l1(knee_misses, NOISE_CEILING) < KNEE_GAIN * soft_l1(line_misses, NOISE_CEILING):
             curve, misses = knee, knee_misses
-    low, high = _trusted(batches, np.abs(curve(x) / y - 1))
+    low, high = trusted_range(batches, np.abs(curve(x) / y - 1))
     return Fit(
         kind="knee" if curve is not line else "affine",
         fixed_seconds=curve.c * t_scale,
         per_sample_seconds=curve.a * t_scale / b_scale,
         floor_seconds=curve.t0 * t_scale,
-        r2=_r2(y, curve(x)),
+        r2=r2_of(y, curve(x)),
         leave_one_out_error=float(np.median(np.abs(misses))) if len(misses) else None,
         trusted_min_batch=low,
         trusted_max_batch=high,
     )
 
 
-def fit_profile_points(points: Sequence[Point]) -> Fit:
-    """fit_points over a profile's points; several seconds of one batch count as their median."""
-    return fit_points([(p.batch, s) for p in points for s in point_seconds(p)])
+def refitted(kind: str, batches: Vector, seconds: Vector) -> Callable[[float], float]:
+    """T of the same kind, "affine" or "knee", fitted to other measurements of distinct, ascending batches."""
+    b_scale, t_scale = float(batches[-1]), float(np.median(seconds))
+    x, y = batches / b_scale, seconds / t_scale
+    knee = _fit_knee(x, y) if kind == "knee" and len(x) >= KNEE_MIN_BATCHES else None
+    curve = knee or _fit_line(x, y)
+    return lambda batch: float(curve(np.array([batch / b_scale]))[0]) * t_scale
 
 
 def point_seconds(point: Point) -> list[float]:
@@ -97,7 +101,7 @@ def point_seconds(point: Point) -> list[float]:
 def predict_seconds(fit: Fit, batch: float) -> float:
     """T(batch) in seconds; a table is interpolated linearly, level before its first batch and
     continued at its last slope after its last."""
-    if fit.kind != "table":
+    if fit.kind in ("affine", "knee"):
         return max(fit.floor_seconds, fit.fixed_seconds + fit.per_sample_seconds * batch)
     table = fit.table or []
     batches, seconds = [b for b, _ in table], [s for _, s in table]
@@ -107,7 +111,7 @@ def predict_seconds(fit: Fit, batch: float) -> float:
     return seconds[-1] + slope * (batch - batches[-1])
 
 
-def _medians(points: Sequence[tuple[int, float]]) -> tuple[Vector, Vector]:
+def medians_of(points: Sequence[tuple[int, float]]) -> tuple[Vector, Vector]:
     """Distinct batches, ascending, and the median seconds of each."""
     by_batch: dict[int, list[float]] = {}
     for index, (batch, seconds) in enumerate(points):
@@ -155,12 +159,12 @@ def _fit_knee(x: Vector, y: Vector) -> _Curve | None:
     for split in range(2, len(x) - 1):
         line = _theil_sen(x[split:], y[split:])
         starts.append(_Curve(float(np.median(y[:split])), line.c, line.a))
-    starts.sort(key=lambda curve: _soft_l1(curve(x) / y - 1, NOISE_CEILING))
+    starts.sort(key=lambda curve: soft_l1(curve(x) / y - 1, NOISE_CEILING))
     best, best_loss = None, math.inf
     for start in starts[:KNEE_STARTS]:
         curve = _refine(x, y, start, knee=True)
         on_plateau = int(np.count_nonzero(curve.c + curve.a * x < curve.t0))
-        loss = _soft_l1(curve(x) / y - 1, NOISE_CEILING)
+        loss = soft_l1(curve(x) / y - 1, NOISE_CEILING)
         if 2 <= on_plateau <= len(x) - 2 and loss < best_loss:
             best, best_loss = curve, loss
     return best
@@ -208,12 +212,12 @@ def _refine(x: Vector, y: Vector, start: _Curve, *, knee: bool) -> _Curve:
     return _Curve(*(float(v) if v > 1e-9 else 0.0 for v in (t0, c, a)))
 
 
-def _soft_l1(relative_errors: Vector, scale: float) -> float:
+def soft_l1(relative_errors: Vector, scale: float) -> float:
     """Mean soft L1 loss: quadratic below `scale`, linear above, so that one outlier does not decide."""
     return float(np.mean(np.sqrt(1 + (relative_errors / scale) ** 2) - 1))
 
 
-def _r2(y: Vector, predicted: Vector) -> float:
+def r2_of(y: Vector, predicted: Vector) -> float:
     """1 - residual over total sum of squares; where all y are equal, 1 if met exactly and else 0."""
     residual, total = float(np.sum((y - predicted) ** 2)), float(np.sum((y - y.mean()) ** 2))
     if total <= 1e-24:
@@ -221,7 +225,7 @@ def _r2(y: Vector, predicted: Vector) -> float:
     return 1.0 - residual / total
 
 
-def _trusted(batches: Vector, errors: Vector) -> tuple[int, int]:
+def trusted_range(batches: Vector, errors: Vector) -> tuple[int, int]:
     """First and last measured batch met within the tolerance; the best-met one twice if there is none."""
     met = np.flatnonzero(errors <= TRUST_TOLERANCE)
     if not len(met):

@@ -1,9 +1,11 @@
 """From a model to a profile: which batches to run, in which order, and what to make of the times.
 
-First every size is climbed to once, in ascending order: that warms up, weighs the memory, and finds the
-limit. Then the sizes are timed in rounds, each round in another fixed order, with one untimed step before
-each timed one: a machine that drifts or is interrupted disturbs all sizes alike instead of bending the curve.
-All seconds are kept; the fit uses each size's median.
+First every size is climbed to once, in ascending order: that weighs the memory and finds the limit. Then the
+middle size runs until its steps agree with one another: caches, allocator and clocks have settled. Then the
+sizes are timed in rounds, each round in another fixed order, with one untimed step before each timed one: a
+machine that drifts or is interrupted disturbs all sizes alike instead of bending the curve. Rounds go on
+until every size's median is known well enough, or there have been too many. All seconds are kept; the fit
+uses each size's median.
 """
 
 from __future__ import annotations
@@ -19,13 +21,25 @@ from itertools import count
 import numpy as np
 
 from pyps.errors import InputError
-from pyps.formats import MAX_BATCH, Device, Memory, ModelInfo, Point, Profile
+from pyps.formats import MAX_BATCH, Device, Memory, ModelInfo, Parts, Point, Profile
 from pyps.models import TrainingTask, load_task, require_torch
-from pyps.profiler.fit import fit_profile_points
-from pyps.profiler.stepper import OutOfMemoryError, Stepper, make_stepper, resolve_device
+from pyps.profiler.clocks import gpu_clocks
+from pyps.profiler.select import select_fit
+from pyps.profiler.stepper import (
+    PARTS,
+    OutOfMemoryError,
+    StepOptions,
+    Stepper,
+    make_stepper,
+    resolve_device,
+)
 
-REPEATS = 7  # timed steps a batch size: an odd number, so that the median is one of them
+REPEATS = 7  # timed steps a batch size at least: an odd number, so that the median is one of them
+MAX_REPEATS = 31
+MEDIAN_ERROR = 0.01  # a median is known well enough with this relative standard error
+SETTLED, SETTLE_STEPS, SETTLE_LIMIT = 0.05, 3, 40  # so many steps in a row this alike; at most so many steps
 MAX_STEP_SECONDS = 1.0  # a ladder without an end stops before a step lasts longer than this
+PARTS_REPEATS = 3
 LADDER_MIN, LADDER_MAX = 8, 10  # sizes; the curve has three coefficients
 LIMIT_HALVINGS = 4  # the memory limit is found to 1/16 of its octave
 
@@ -53,6 +67,8 @@ def profile_model(
     throttle: float | None = None,
     threads: int | None = None,
     max_step_seconds: float = MAX_STEP_SECONDS,
+    options: StepOptions = StepOptions(),  # noqa: B008 - frozen
+    memory_budget: int | None = None,
     notify: Notify = warnings.warn,
     progress: Progress | None = None,
 ) -> Profile:
@@ -60,7 +76,8 @@ def profile_model(
 
     model is a built-in's name, "module:factory" or a TrainingTask; name is what the profile calls it. Sizes
     are `batches`, or a ladder up to max_batch, or up to what memory or max_step_seconds allow. throttle
-    emulates a device that many times slower. threads sets torch's for the time of the measurement. notify
+    emulates a device that many times slower. threads sets torch's for the time of the measurement. options:
+    how a step is taken. memory_budget: bytes that a step may use, if less than what is free. notify
     gets sentences on what limits the result; progress gets (steps done, steps in all).
     Raises InputError on a wrong argument, model or device, PypsError without torch.
     """
@@ -70,21 +87,42 @@ def profile_model(
     target = resolve_device(device)
     with _threads(threads):
         task = load_task(model) if isinstance(model, str) else model
-        stepper = make_stepper(task, target, throttle, where)
+        stepper = make_stepper(task, target, throttle, where, options)
+        if memory_budget is not None:
+            stepper.budget_bytes = min(stepper.budget_bytes, memory_budget)
         probes = climb(stepper, sizes, max_step_seconds, notify)
-        seconds = time_in_rounds(stepper, [p.batch for p in probes], repeats, progress)
+        batches = [p.batch for p in probes]
+        if not settle(stepper, batches[len(batches) // 2]):
+            notify(
+                f"the device does not settle: steps still differ by over {SETTLED:.0%} after {SETTLE_LIMIT}"
+            )
+        with gpu_clocks(target) as clocks:
+            seconds = time_in_rounds(stepper, batches, repeats, progress)
+        parts = {batch: time_parts(stepper, batch) for batch in batches}
         _report_overrun(stepper, notify)
-    points = [Point(batch=p.batch, seconds=seconds[p.batch], peak_bytes=p.peak_bytes) for p in probes]
+    for reason in clocks:
+        notify(f"the GPU ran below its clocks while it was timed: {reason}")
+    points = [
+        Point(batch=p.batch, seconds=seconds[p.batch], peak_bytes=p.peak_bytes, parts=parts[p.batch])
+        for p in probes
+    ]
     parameters = sum(p.numel() for p in task.model.parameters())
     return Profile(
         device=Device(
             name=stepper.name, kind=stepper.kind, throttle=throttle or 1.0, emulated=throttle is not None
         ),
-        model=ModelInfo(name=where, parameters=parameters or None),
+        model=ModelInfo(
+            name=where,
+            parameters=parameters or None,
+            autocast=options.autocast,  # type: ignore[arg-type]
+            accumulate=options.accumulate,
+            compiled=options.compile,
+        ),
         points=points,
         max_batch=_cap(max_batch, sizes, probes),
         memory=memory_model(probes, stepper.budget_bytes),
-        fit=fit_profile_points(points),
+        fit=select_fit(points),
+        clocks=clocks or None,
     )
 
 
@@ -123,21 +161,53 @@ def climb(
 def time_in_rounds(
     stepper: Stepper, batches: Sequence[int], repeats: int, progress: Progress | None = None
 ) -> dict[int, list[float]]:
-    """Seconds of `repeats` steps of every batch size, interleaved; the order is fixed by a seed."""
+    """Seconds of the steps of every batch size, interleaved; the order is fixed by a seed.
+
+    `repeats` of each; then, up to MAX_REPEATS, of those whose median is not known to MEDIAN_ERROR.
+    """
     seconds: dict[int, list[float]] = {batch: [] for batch in batches}
     order, shuffle = list(batches), random.Random(0).shuffle
-    done = 0
-    for _ in range(repeats):
+    done, most = 0, max(repeats, MAX_REPEATS)
+    for number in range(most):
         shuffle(order)
-        for batch in order:
+        wanted = [b for b in order if number < repeats or median_error(seconds[b]) > MEDIAN_ERROR]
+        for batch in wanted:
             data = stepper.prepare(batch)
             stepper.step(data)  # caches, allocator and clock settle on this size again
             seconds[batch].append(stepper.timed_step(data, batch))
             del data
             done += 1
             if progress is not None:
-                progress(done, repeats * len(batches))
+                progress(done, max(done, repeats * len(batches)))
     return seconds
+
+
+def median_error(seconds: Sequence[float]) -> float:
+    """The relative standard error of a median, from the scatter that outliers cannot move.
+
+    sigma = 1.4826 MAD; a normal sample's median has the error 1.2533 sigma / sqrt(n).
+    """
+    values = np.asarray(seconds)
+    middle = float(np.median(values))
+    sigma = 1.4826 * float(np.median(np.abs(values - middle)))
+    return 1.2533 * sigma / math.sqrt(len(values)) / middle
+
+
+def settle(stepper: Stepper, batch: int) -> bool:
+    """Run steps until the last few agree; False if they never did."""
+    data = stepper.prepare(batch)
+    latest: list[float] = []
+    for _ in range(SETTLE_LIMIT):
+        latest = [*latest[1 - SETTLE_STEPS :], stepper.timed_step(data, batch)]
+        if len(latest) == SETTLE_STEPS and max(latest) <= (1 + SETTLED) * min(latest):
+            return True
+    return False
+
+
+def time_parts(stepper: Stepper, batch: int) -> Parts:
+    """The median seconds of a step's parts; parts are timed apart from whole steps, which they slow down."""
+    runs = [stepper.parts(batch) for _ in range(PARTS_REPEATS)]
+    return Parts(**{part: float(np.median([run[part] for run in runs])) for part in PARTS})
 
 
 def memory_model(probes: Sequence[Probe], budget_bytes: int) -> Memory | None:
@@ -160,6 +230,8 @@ def _probe(stepper: Stepper, batch: int) -> Probe | None:
     try:
         data = stepper.prepare(batch)
         peak = stepper.peak_bytes(data)
+        if peak > stepper.budget_bytes:
+            return None
         return Probe(batch, stepper.timed_step(data, batch), peak)
     except OutOfMemoryError:
         return None

@@ -1,19 +1,26 @@
-"""One picture of a profile: the measured times, the fitted curve, and where not to trust it.
+"""One picture of a profile: the measured times, the fitted curve with its band, and where not to trust it.
 
-Reads in grey: measurements are dots and bars, the fit is a line, the untrusted range is hatched.
+Reads in grey: measurements are dots and bars, the fit is a line, the untrusted range is hatched; batches that
+were chosen for the device are crosses on the line.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pyps.errors import InputError, PypsError
 from pyps.formats import Fit, Profile
-from pyps.profiler.fit import fit_profile_points, point_seconds, predict_seconds
+from pyps.profiler.fit import point_seconds, predict_seconds
+from pyps.profiler.select import select_fit
+
+Ints = NDArray[np.int64]
 
 
 def matplotlib_present() -> bool:
@@ -21,35 +28,57 @@ def matplotlib_present() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write the picture as PNG, entirely or not at all.
+def plot_profile(profile: Profile, path: str | os.PathLike[str], chosen: Sequence[int] = ()) -> None:
+    """Write the picture, entirely or not at all, in the format of the path's suffix (PNG, SVG or PDF).
 
-    Raises PypsError without matplotlib, InputError where the file cannot be written.
+    chosen: batches to mark on the curve. Raises PypsError without matplotlib, InputError where the file
+    cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, NullLocator
     except ImportError as error:
         message = f"matplotlib cannot be imported ({error}): pip install 'pyps-train[plot]', or --no-plot"
         raise PypsError(message) from error
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    fit = profile.fit or fit_profile_points(profile.points)
+    axes: Any = figure.subplots()
+    fit = profile.fit or select_fit(profile.points)
     batches = np.array([p.batch for p in profile.points])
+    _draw_measured(axes, profile, batches)
+    _draw_fit(axes, fit, batches)
+    if chosen:
+        seconds = [predict_seconds(fit, b) * 1e3 for b in chosen]
+        label = "chosen: " + ", ".join(map(str, chosen))
+        axes.plot(chosen, seconds, "x", color="black", markersize=9, markeredgewidth=2, label=label)
+    _label(axes, profile, batches)
+    _save(figure, Path(path))
+
+
+def _draw_measured(axes: Any, profile: Profile, batches: Ints) -> None:
     times = [np.array(point_seconds(p)) * 1e3 for p in profile.points]
     medians = np.array([np.median(t) for t in times])
     spread = np.array([[m - t.min(), t.max() - m] for m, t in zip(medians, times, strict=True)]).T
     axes.errorbar(batches, medians, yerr=spread, fmt="o", color="black", capsize=3, label="measured (range)")
 
+
+def _draw_fit(axes: Any, fit: Fit, batches: Ints) -> None:
     grid = np.geomspace(batches.min(), batches.max() * 1.25, 200)
     curve = np.array([predict_seconds(fit, b) for b in grid]) * 1e3
     axes.plot(grid, curve, "-", color="0.45", linewidth=2, label=describe_fit(fit))
-    for low, high in ((grid[0], fit.trusted_min_batch), (fit.trusted_max_batch, grid[-1])):
-        if high > low:
-            axes.axvspan(low, high, facecolor="none", edgecolor="0.8", hatch="//", linewidth=0)
+    if fit.band:
+        at, low, high = np.array(fit.band).T
+        label = "90 % of refits"
+        axes.fill_between(at, low * 1e3, high * 1e3, color="0.75", linewidth=0, label=label)
+    for low_end, high_end in ((grid[0], fit.trusted_min_batch), (fit.trusted_max_batch, grid[-1])):
+        if high_end > low_end:
+            axes.axvspan(low_end, high_end, facecolor="none", edgecolor="0.8", hatch="//", linewidth=0)
+
+
+def _label(axes: Any, profile: Profile, batches: Ints) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     axes.set(xscale="log", yscale="log", xlabel="batch (samples)", ylabel="one step (ms)")
     axes.set_xticks(batches, [str(b) for b in batches])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -59,13 +88,14 @@ def plot_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     throttled = f", throttled {profile.device.throttle:g}x" if profile.device.emulated else ""
     axes.set_title(f"{profile.model.name} on {profile.device.name}{throttled}", fontsize=10)
     axes.legend(title="hatched: not to be trusted", frameon=False)
-    _save(figure, Path(path))
 
 
 def describe_fit(fit: Fit) -> str:
     """The fitted formula in milliseconds."""
-    if fit.kind == "table":
-        return f"T(b) by a table of {len(fit.table or [])} batches"
+    if fit.kind in ("convex", "table"):
+        return f"T(b) by a {fit.kind} polygon of {len(fit.table or [])} batches".replace(
+            "table p", "monotone p"
+        )
     line = f"{fit.fixed_seconds * 1e3:.4g} + {fit.per_sample_seconds * 1e3:.4g} b"
     return (
         f"T(b) = max({fit.floor_seconds * 1e3:.4g}, {line}) ms" if fit.kind == "knee" else f"T(b) = {line} ms"
@@ -76,7 +106,8 @@ def _save(figure: object, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "xb") as file:
-            figure.savefig(file, format="png", dpi=150)  # type: ignore[attr-defined]
+            kind = target.suffix[1:].lower()
+            figure.savefig(file, format=kind if kind in ("svg", "pdf") else "png", dpi=150)  # type: ignore[attr-defined]
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

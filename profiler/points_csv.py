@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Device, ModelInfo, Point, Profile
-from pyps.profiler.fit import fit_profile_points
+from pyps.profiler.select import select_fit
 
 COLUMNS = ("batch", "seconds")
 MAX_FILE_BYTES = 1 << 26
@@ -50,7 +50,7 @@ def import_points(
         model=ModelInfo(name=model),
         points=points,
         max_batch=max_batch,
-        fit=fit_profile_points(points),
+        fit=select_fit(points),
     )
 
 

@@ -1,8 +1,9 @@
 """One device running one task's training steps: how a step is made, timed, and weighed in memory.
 
-A step is zero_grad, forward, loss, backward, optimizer step. Batches are made and moved outside the timed
-part. On CUDA the seconds come from events around the step, read once the device has finished it; on a CPU
-from the wall clock. A throttled step is one span of pyps.throttle.
+A step is zero_grad, forward, loss, backward, optimizer step; under autocast, compiled or in micro-batches if
+asked for. Batches are made and moved outside the timed part. On CUDA the seconds come from events around the
+step, read once the device has finished it; on a CPU from the wall clock. A throttled step is one span of
+pyps.throttle.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import platform
 import re
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,8 +26,20 @@ if TYPE_CHECKING:
     import torch
 
 CPU_MEMORY_SHARE = 0.8  # of what the machine has free; the rest stays for the page cache and the neighbours
+PARTS = ("data", "forward", "backward", "optimizer")
 PROC_SELF = Path("/proc/self")
 CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is taken: autocast "bf16" or "f16" (with a gradient scaler on CUDA), so many micro-batches
+    before each optimizer step, torch.compile.
+    """
+
+    autocast: str | None = None
+    accumulate: int = 1
+    compile: bool = False
 
 
 class OutOfMemoryError(Exception):
@@ -54,6 +69,10 @@ class Stepper(Protocol):
         """Peak memory of one training step, in bytes. Raises OutOfMemoryError."""
         ...
 
+    def parts(self, batch: int) -> dict[str, float]:
+        """Seconds of one step's data, forward, backward and optimizer parts. Raises OutOfMemoryError."""
+        ...
+
 
 def resolve_device(name: str) -> torch.device:
     """`cpu` or `cuda:N` as a torch device that exists. Raises InputError."""
@@ -72,30 +91,71 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def make_stepper(task: TrainingTask, device: torch.device, throttle: float | None, where: str) -> Stepper:
+def make_stepper(
+    task: TrainingTask,
+    device: torch.device,
+    throttle: float | None,
+    where: str,
+    options: StepOptions = StepOptions(),
+) -> Stepper:
     """The stepper of a device; `where` names the model in error messages."""
     kind = CudaStepper if device.type == "cuda" else CpuStepper
-    return kind(task, device, throttle, where)
+    return kind(task, device, throttle, where, options)
 
 
 class _TaskStepper:
     """The training step itself, the same on every device."""
 
-    def __init__(self, task: TrainingTask, device: torch.device, where: str) -> None:
-        self._task, self._device, self._where = task, device, where
-        self._model = task.model.to(device).train()
+    def __init__(self, task: TrainingTask, device: torch.device, where: str, options: StepOptions) -> None:
+        import torch
+
+        self._task, self._device, self._where, self._options = task, device, where, options
+        self._model: Any = task.model.to(device).train()
         self._optimizer = task.make_optimizer()
+        if options.compile:
+            self._model = torch.compile(self._model)
+        self._dtype = {None: None, "bf16": torch.bfloat16, "f16": torch.float16}[options.autocast]
+        scales = options.autocast == "f16" and device.type == "cuda"
+        self._scaler: Any = torch.amp.GradScaler(device.type, enabled=scales)
 
     def prepare(self, batch: int) -> Any:
         """(inputs, targets) on the device. Raises InputError if make_batch fails, OutOfMemoryError."""
         return self._guarded(f"make_batch({batch})", lambda: _to(self._task.make_batch(batch), self._device))
 
-    def _train(self, data: Any) -> None:
-        inputs, targets = data
+    def _train(self, data: Any, mark: Callable[[str], None] = lambda part: None) -> None:
+        """One step; `mark` is told after each part."""
+        import torch
+
         self._optimizer.zero_grad(set_to_none=True)
-        loss: Any = self._task.loss(self._model(inputs), targets)
-        loss.backward()
-        self._optimizer.step()
+        pieces = _pieces(data, self._options.accumulate)
+        for inputs, targets in pieces:
+            with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None):
+                loss: Any = self._task.loss(self._model(inputs), targets) / len(pieces)
+            mark("forward")
+            self._scaler.scale(loss).backward()
+            mark("backward")
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        mark("optimizer")
+
+    def _wait(self) -> None:
+        """Until the device has done what it was given."""
+
+    def parts(self, batch: int) -> dict[str, float]:
+        seconds = dict.fromkeys(PARTS, 0.0)
+        began = time.perf_counter()
+
+        def mark(part: str) -> None:
+            nonlocal began
+            self._wait()
+            now = time.perf_counter()
+            seconds[part] += now - began
+            began = now
+
+        data = self.prepare(batch)
+        mark("data")
+        self._guarded("training step", lambda: self._train(data, mark))
+        return seconds
 
     def _guarded(self, what: str, action: Any) -> Any:
         """Run a part of the user's task; its errors become ours and say where they come from."""
@@ -113,8 +173,15 @@ class CpuStepper(_TaskStepper):
 
     kind = "cpu"
 
-    def __init__(self, task: TrainingTask, device: torch.device, throttle: float | None, where: str) -> None:
-        super().__init__(task, device, where)
+    def __init__(
+        self,
+        task: TrainingTask,
+        device: torch.device,
+        throttle: float | None,
+        where: str,
+        options: StepOptions,
+    ) -> None:
+        super().__init__(task, device, where, options)
         import torch
 
         threads = torch.get_num_threads()
@@ -146,8 +213,15 @@ class CudaStepper(_TaskStepper):
 
     kind = "cuda"
 
-    def __init__(self, task: TrainingTask, device: torch.device, throttle: float | None, where: str) -> None:
-        super().__init__(task, device, where)
+    def __init__(
+        self,
+        task: TrainingTask,
+        device: torch.device,
+        throttle: float | None,
+        where: str,
+        options: StepOptions,
+    ) -> None:
+        super().__init__(task, device, where, options)
         import torch
 
         self._cuda: Any = torch.cuda
@@ -182,6 +256,9 @@ class CudaStepper(_TaskStepper):
 
     def _train_and_wait(self, data: Any) -> None:
         self._train(data)
+        self._wait()
+
+    def _wait(self) -> None:
         self._cuda.synchronize(self._device)
 
 
@@ -191,6 +268,17 @@ def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _pieces(data: Any, count: int) -> list[Any]:
+    """The batch in `count` parts along its first dimension, fewer if it has fewer samples."""
+    if count == 1:
+        return [data]
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    leaves, structure = tree_flatten(data)
+    chunks = [leaf.chunk(count) for leaf in leaves]
+    return [tree_unflatten(list(piece), structure) for piece in zip(*chunks, strict=True)]
 
 
 def _to(data: Any, device: torch.device) -> Any:

@@ -24,7 +24,7 @@ from pyps.errors import InputError, PypsError
 if TYPE_CHECKING:
     import torch
 
-EXPECTED_MODEL = "a built-in model ({names}) or module:factory, importable from this folder"
+EXPECTED_MODEL = "a built-in model ({names}), script.py or module:factory, importable from this folder"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ BUILTIN: dict[str, Callable[[], TrainingTask]] = {
 
 
 def load_task(name: str) -> TrainingTask:
-    """The task called `name`: a built-in, or module:factory imported with the current folder on the path.
+    """The task called `name`: a built-in, module:factory imported with the current folder on the path, or one
+    of pyps.zoo's (script.py, torchvision:NAME, transformers:NAME).
 
     Raises InputError if there is no such built-in, module or factory, if the module or the factory raises,
     or if it does not return a TrainingTask; PypsError if torch is not installed.
@@ -159,18 +160,20 @@ def load_task(name: str) -> TrainingTask:
     require_torch()
     if name in BUILTIN:
         return BUILTIN[name]()
+    if (task := _elsewhere(name)) is not None:
+        return task
     module_name, _, factory_name = name.partition(":")
     if not module_name or not factory_name:
         raise InputError("model", "", repr(name), EXPECTED_MODEL.format(names=", ".join(BUILTIN)))
     factory = _find_factory(module_name, factory_name)
     try:
-        task = factory()
+        made = factory()
     except Exception as error:
         raise InputError(name, "factory", _one_line(error), "a factory that takes no argument") from error
-    if not isinstance(task, TrainingTask):
-        found = f"a {type(task).__name__} returned"
+    if not isinstance(made, TrainingTask):
+        found = f"a {type(made).__name__} returned"
         raise InputError(name, "factory", found, "pyps.models.TrainingTask(model, make_batch, loss)")
-    return task
+    return made
 
 
 def require_torch() -> None:
@@ -180,6 +183,18 @@ def require_torch() -> None:
     except ImportError as error:
         message = f"torch cannot be imported ({error}): pip install 'pyps-train[torch]'"
         raise PypsError(message) from error
+
+
+def _elsewhere(name: str) -> TrainingTask | None:
+    """A script's task, or a library's model."""
+    from pyps import zoo
+
+    library, _, model = name.partition(":")
+    if name.endswith(".py"):
+        return zoo.script_task(name)
+    if library in zoo.LIBRARIES and model:
+        return zoo.LIBRARIES[library](model)
+    return None
 
 
 def _find_factory(module_name: str, factory_name: str) -> Callable[[], object]:

@@ -31,8 +31,20 @@ class Member:
 
     @property
     def link(self) -> Link | None:
-        """Its way to the store; None where the cluster file or the profile lacks a figure."""
-        return link_of(self.profile.model.parameters, self.group.bandwidth, self.group.latency)
+        """Its way to the store; None where the cluster file and the profile lack a figure."""
+        return link_of(self.profile.model.parameters, self.bandwidth, self.latency)
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second: of the cluster file, else as measured in the profile."""
+        measured = self.profile.link.bytes_per_second if self.profile.link else None
+        return measured if self.group.bandwidth is None else self.group.bandwidth
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds: of the cluster file, else as measured in the profile."""
+        measured = self.profile.link.latency_seconds if self.profile.link else None
+        return measured if self.group.latency is None else self.group.latency
 
 
 def members_of(cluster: Cluster, profiles: Sequence[Profile]) -> list[Member]:
@@ -47,10 +59,20 @@ def members_of(cluster: Cluster, profiles: Sequence[Profile]) -> list[Member]:
 
 def cost_of(fit: Fit, factor: float = 1.0) -> Cost:
     """The cost model that a fit describes, every time `factor` as long."""
-    if fit.kind == "table":
-        return Table(tuple((batch, factor * seconds) for batch, seconds in fit.table or ()))
+    if fit.kind in ("convex", "table"):
+        knots = list(fit.table or ()) + (_continued(fit) if fit.kind == "convex" else [])
+        return Table(tuple((batch, factor * seconds) for batch, seconds in knots))
     floor = fit.floor_seconds if fit.kind == "knee" else 0.0
     return Line(factor * fit.fixed_seconds, factor * fit.per_sample_seconds, factor * floor)
+
+
+def _continued(fit: Fit) -> list[tuple[int, float]]:
+    """A convex polygon goes on at its last slope, as its profile predicts; a table ends where it ends."""
+    table = fit.table or []
+    if len(table) < 2 or table[-1][0] == MAX_BATCH:
+        return []
+    (b0, s0), (b1, s1) = table[-2:]
+    return [(MAX_BATCH, s1 + (s1 - s0) / (b1 - b0) * (MAX_BATCH - b1))]
 
 
 def cap_of(group: WorkerGroup, profile: Profile) -> int:
@@ -121,10 +143,11 @@ def sync_of(cluster: Cluster, members: Sequence[Member]) -> Sync:
     latency, message = [], []
     for member in members:
         group, parameters = member.group, member.profile.model.parameters
-        bandwidth = group.bandwidth if group.bandwidth is not None else given.bandwidth
+        bandwidth = member.bandwidth if member.bandwidth is not None else given.bandwidth
         if bandwidth is None:
-            raise InputError(group.name, "bandwidth", "nothing", "bytes a second, here or in [sync]")
-        latency.append(group.latency if group.latency is not None else given.latency)
+            expected = "bytes a second, here, in [sync], or measured by pyps-profile link"
+            raise InputError(group.name, "bandwidth", "nothing", expected)
+        latency.append(member.latency if member.latency is not None else given.latency)
         message.append(BYTES_PER_PARAMETER * _parameters(group, parameters) / bandwidth)
     return Sync.of(given.kind, len(members), latency, message)
 

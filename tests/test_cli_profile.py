@@ -173,3 +173,82 @@ def test_an_interrupt_leaves_the_old_profile_alone(shell: Shell, monkeypatch: py
     assert done.code != 0
     assert Path("p.json").read_text() == "the old one"
     assert files() == ["p.json"]
+
+
+# What is done with profiles that are there.
+
+
+def measured(shell: Shell, name: str, *more: str) -> None:
+    assert shell("digits_mlp", *QUICK, "--no-plot", "-o", name, *more).code == 0
+
+
+def test_show_and_compare(shell: Shell) -> None:
+    measured(shell, "a.json")
+    measured(shell, "b.json", "--throttle", "2")
+    done = shell("show", "a.json", "--plot", "a.svg", "--chosen", "20")
+    assert done.code == 0, done.err
+    assert "where the time goes" in done.out
+    assert "█" in done.out
+    assert Path("a.svg").read_text().startswith("<?xml")
+    done = shell("compare", "a.json", "b.json")
+    assert done.code == 0, done.err
+    assert "second / first" in done.out
+    assert "throttle 2" in done.out
+
+
+def test_merge_pools_runs_of_one_device(shell: Shell) -> None:
+    measured(shell, "a.json")
+    measured(shell, "b.json", "--batches", "1,32")
+    done = shell("merge", "a.json", "b.json", "-o", "ab.json")
+    assert done.code == 0, done.err
+    merged, runs = read_profile("ab.json"), [read_profile("a.json"), read_profile("b.json")]
+    assert [p.batch for p in merged.points] == [1, 8, 32, 64]
+    ones = [p.points[0].seconds for p in runs]
+    assert merged.points[0].seconds == [*ones[0], *ones[1]]  # type: ignore[misc]
+    measured(shell, "c.json", "--throttle", "2")
+    done = shell("merge", "a.json", "c.json", "-o", "ac.json")
+    assert done.code == 2
+    assert "c.json" in done.err
+    assert "device" in done.err
+    assert not Path("ac.json").exists()
+
+
+def test_link_completes_a_profile(shell: Shell, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyps.link.SIZES_BYTES", (4096, 65536))
+    measured(shell, "a.json")
+    before = read_profile("a.json")
+    done = shell("link", "a.json")
+    assert done.code == 0, done.err
+    after = read_profile("a.json")
+    assert after.link is not None
+    assert after.link.via == "store"
+    assert after.points == before.points
+    assert "link by store" in shell("show", "a.json").out
+    assert shell("link", "a.json", "--via", "pigeon").code == 2
+    assert shell("link", "a.json", "--to", "x:1").code == 2
+    assert shell("link", "absent.json").code == 2
+
+
+def test_every_device_in_turn(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    done = shell("digits_mlp", *QUICK, "--all", "-o", "p.json")
+    assert done.code == 0, done.err
+    assert files() == ["p-cpu.json", "p-cpu.png"]
+    assert shell("digits_mlp", *QUICK, "--all", "--device", "cuda:0").code == 2
+
+
+def test_how_a_step_is_taken_is_in_the_profile(shell: Shell) -> None:
+    measured(shell, "a.json", "--autocast", "bf16", "--accumulate", "2")
+    model = read_profile("a.json").model
+    assert (model.autocast, model.accumulate, model.compiled) == ("bf16", 2, False)
+    assert shell("digits_mlp", *QUICK, "--autocast", "f8").code == 2
+    assert shell("digits_mlp", *QUICK, "--accumulate", "0").code == 2
+
+
+def test_a_budget_limits_the_batch(shell: Shell) -> None:
+    done = shell("cnn", *QUICK, "--memory-budget", "0.0001", "--no-plot", "-o", "a.json")
+    assert done.code == 2
+    assert "memory" in done.err
+    assert files() == []

@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
 SUBCOMMANDS = {
     "pyps": ("run", "profile", "plan", "shm"),
-    "pyps-profile": ("import",),
+    "pyps-profile": ("import", "show", "compare", "merge", "link"),
     "pyps-plan": ("what-if", "front"),
 }
 NESTED = {("pyps", "shm"): ("ls", "gc")}

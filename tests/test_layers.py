@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.errors"}),
     frozenset({"pyps.formats"}),
     frozenset({"pyps.profiler.fit"}),  # the cost model, which the throttle and the planner evaluate too
-    frozenset({"pyps.values", "pyps.metrics", "pyps.throttle", "pyps.sampling", "pyps.models"}),
+    frozenset({"pyps.values", "pyps.metrics", "pyps.throttle", "pyps.sampling", "pyps.models", "pyps.zoo"}),
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
     frozenset({"pyps.codec", "pyps.policy", "pyps.store", "pyps.segments"}),
     frozenset(
@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "pyps.children",
             "pyps.crew",
             "pyps.lineup",
+            "pyps.link",
             "pyps.report",
             "pyps.runlog",
             "pyps.settings",

@@ -139,7 +139,7 @@ def test_a_real_profile_of_the_cpu() -> None:
     profile = profile_model("digits_mlp", batches=[64, 1, 256], repeats=3, threads=1)
     assert torch.get_num_threads() == threads
     assert [p.batch for p in profile.points] == [1, 64, 256]
-    assert all(len(point_seconds(p)) == 3 and (p.peak_bytes or 0) > 0 for p in profile.points)
+    assert all(len(point_seconds(p)) >= 3 and (p.peak_bytes or 0) > 0 for p in profile.points)
     assert (profile.device.kind, profile.device.emulated, profile.device.throttle) == ("cpu", False, 1.0)
     assert (profile.model.name, profile.model.parameters) == ("digits_mlp", 85002)
     assert profile.max_batch == 256

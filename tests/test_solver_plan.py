@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pyps.errors import Infeasible, InputError
-from pyps.formats import Cluster, Device, Fit, Job, Memory, ModelInfo, Plan, Point, Profile, WorkerGroup
+from pyps.formats import Cluster, Device, Fit, Job, Link, Memory, ModelInfo, Plan, Point, Profile, WorkerGroup
 from pyps.solver.members import cap_of, cost_of, problem_of
 from pyps.solver.plan import even_batches, make_plan
 
@@ -226,3 +226,24 @@ def test_goodput_is_reported_where_the_noise_scale_is_known() -> None:
     assert made.goodput.efficiency == pytest.approx(400 / 600)
     assert made.goodput.samples_per_second == pytest.approx(300 / 0.31)
     assert made.goodput.goodput == pytest.approx(300 / 0.31 * 400 / 600)
+
+
+def test_a_convex_polygon_goes_on_and_a_table_ends() -> None:
+    bounds = {"trusted_min_batch": 1, "trusted_max_batch": 9}
+    convex = Fit(kind="convex", table=[(1, 1.0), (3, 2.0), (5, 4.0)], **bounds)
+    assert cost_of(convex).seconds(2) == 1.5
+    assert cost_of(convex).seconds(7) == pytest.approx(6.0)
+    assert cost_of(convex, 2.0).seconds(7) == pytest.approx(12.0)
+    assert cost_of(msgspec.structs.replace(convex, kind="table")).seconds(7) == float("inf")
+    alone = Fit(kind="convex", table=[(4, 1.0)], **bounds)
+    assert cost_of(alone).seconds(5) == float("inf")
+
+
+def test_a_measured_link_is_used_where_the_cluster_names_none() -> None:
+    link = Link(via="store", latency_seconds=0.0, bytes_per_second=1e8)
+    groups = [{"required": True}, {"bandwidth": 1e9, "required": True}]
+    profiles = [profile(0.001, link=link)] * 2
+    made = whole_plan(300, groups, profiles, sync={"kind": "server", "bandwidth": 1e12})
+    assert made.sync is not None
+    assert made.sync.seconds == pytest.approx(4 * 4 * PARAMETERS / 1e8)
+    assert made.r2sp.turn_seconds == pytest.approx([2 * 4 * PARAMETERS / b for b in (1e8, 1e9)])

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
-from pyps.profiler.fit import fit_profile_points
+from pyps.profiler.select import select_fit
 from pyps.solver.members import members_of, needs
 from pyps.solver.plan import best_global_batch, even_split, make_plan, program_for
 
@@ -176,7 +176,7 @@ def _fitted(path: str) -> Profile:
     if profile.fit is not None:
         return profile
     try:
-        return msgspec.structs.replace(profile, fit=fit_profile_points(profile.points))
+        return msgspec.structs.replace(profile, fit=select_fit(profile.points))
     except InputError as error:
         raise InputError(path, "points", error.found, error.expected) from None
 

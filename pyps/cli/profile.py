@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
+from pyps.cli import profile_files
+from pyps.cli.profile_views import note, show_profile
 from pyps.errors import InputError
-from pyps.formats import Fit, Profile, encode, write_json
-from pyps.profiler.fit import fit_profile_points, point_seconds, predict_seconds
+from pyps.formats import Profile, encode, write_json
 from pyps.profiler.measure import MAX_STEP_SECONDS, REPEATS, profile_model
-from pyps.profiler.plot import describe_fit, matplotlib_present, plot_profile
+from pyps.profiler.plot import matplotlib_present, plot_profile
 from pyps.profiler.points_csv import import_points
+from pyps.profiler.stepper import StepOptions
 
 DEFAULT_OUTPUT = Path("profile.json")
 
@@ -69,15 +69,21 @@ def measure(
         typer.Argument(
             metavar="MODEL",
             show_default=False,
-            help="mlp, cnn, transformer, digits_mlp, digits_cnn, or module:factory of a TrainingTask.",
+            help="mlp, cnn, transformer, digits_mlp, digits_cnn; script.py; module:factory of a "
+            "TrainingTask; torchvision:NAME; transformers:NAME.",
         ),
     ],
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    every: Annotated[
+        bool, typer.Option("--all", help="Every CUDA device in turn (the CPU if there is none), a file each.")
+    ] = False,
     max_batch: Annotated[
         int | None, typer.Option(help="Largest batch; default: as memory and patience allow.")
     ] = None,
     batches: Annotated[str | None, typer.Option(help="Exactly these batches, as in 1,2,4,8.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed steps a batch.")] = REPEATS,
+    repeats: Annotated[
+        int, typer.Option(help="Timed steps a batch at least; more where they scatter.")
+    ] = REPEATS,
     max_step_seconds: Annotated[
         float, typer.Option(help="Without --max-batch: stop before a step takes longer.")
     ] = MAX_STEP_SECONDS,
@@ -85,6 +91,12 @@ def measure(
         float | None, typer.Option(metavar="F", help="Emulate a device F times slower; the profile says so.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
+    autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches before each optimizer step.")] = 1,
+    compiled: Annotated[bool, typer.Option("--compile", help="Through torch.compile.")] = False,
+    memory_budget: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Memory that a step may use; default: what is free.")
+    ] = None,
     output: Output = None,
     plot: Plot = None,
     no_plot: NoPlot = False,
@@ -94,21 +106,26 @@ def measure(
 
     For measurements made elsewhere: pyps-profile import CSV (see pyps-profile import --help).
     """
-    files = _output_files(output, plot, no_plot, as_json)
-    with _progress() as advance:
-        profile = profile_model(
-            model,
-            device=device,
-            max_batch=max_batch,
-            batches=None if batches is None else _parse_batches(batches),
-            repeats=repeats,
-            throttle=throttle,
-            threads=threads,
-            max_step_seconds=max_step_seconds,
-            notify=_note,
-            progress=advance,
-        )
-    _finish(profile, *files, as_json)
+    options = _step_options(autocast, accumulate, compiled)
+    targets = _targets(device, every, output, plot, as_json)
+    places = [_output_files(path, plot, no_plot, as_json) for _, path in targets]
+    for (name, _), files in zip(targets, places, strict=True):
+        with _progress(name) as advance:
+            profile = profile_model(
+                model,
+                device=name,
+                max_batch=max_batch,
+                batches=None if batches is None else _parse_batches(batches),
+                repeats=repeats,
+                throttle=throttle,
+                threads=threads,
+                max_step_seconds=max_step_seconds,
+                options=options,
+                memory_budget=None if memory_budget is None else int(memory_budget * 2**30),
+                notify=note,
+                progress=advance,
+            )
+        _finish(profile, *files, as_json)
 
 
 @app.command("import")
@@ -130,6 +147,37 @@ def import_csv(
     files = _output_files(output, plot, no_plot, as_json)
     profile = import_points(csv_file, max_batch=max_batch, name=name, model=model)
     _finish(profile, *files, as_json)
+
+
+app.command("show")(profile_files.show)
+app.command("compare")(profile_files.compare)
+app.command("merge")(profile_files.merge)
+app.command("link")(profile_files.link)
+
+
+def _step_options(autocast: str | None, accumulate: int, compiled: bool) -> StepOptions:
+    if autocast not in (None, "bf16", "f16"):
+        raise InputError("--autocast", "", repr(autocast), "bf16 or f16")
+    if accumulate < 1:
+        raise InputError("--accumulate", "", str(accumulate), "a whole number of at least 1")
+    return StepOptions(autocast, accumulate, compiled)
+
+
+def _targets(
+    device: str, every: bool, output: Path | None, plot: Path | None, as_json: bool
+) -> list[tuple[str, Path | None]]:
+    """Devices, and where the profile of each goes: with --all, beside `output`, the device in its name."""
+    if not every:
+        return [(device, output)]
+    if device != "cpu":
+        raise InputError("--all", "", f"--device {device} as well", "one of the two")
+    if plot is not None:
+        raise InputError("--all", "", "--plot as well", "the pictures' own names, beside the profiles")
+    import torch
+
+    names = [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu"]
+    base = output or (None if as_json else DEFAULT_OUTPUT)
+    return [(name, base and base.with_stem(f"{base.stem}-{name.replace(':', '')}")) for name in names]
 
 
 def _parse_batches(text: str) -> list[int]:
@@ -170,13 +218,13 @@ def _check_writable(option: str, path: Path | None) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
+def _progress(device: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar of steps on stderr if that is a terminal, else nothing."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("timing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(f"timing {device}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("timing", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -191,50 +239,7 @@ def _finish(profile: Profile, output: Path | None, plot: Path | None, as_json: b
     if as_json:
         sys.stdout.write(encode(profile).decode())
     else:
-        _show(profile)
+        show_profile(profile)
     for path in (output, plot):
         if path is not None:
-            _note(f"wrote {path}")
-
-
-def _note(text: str) -> None:
-    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
-
-
-def _show(profile: Profile) -> None:
-    """The table of points beside the fit, and what to trust, on stdout."""
-    fit = profile.fit or fit_profile_points(profile.points)
-    emulated = f" (emulated: throttle {profile.device.throttle:g})" if profile.device.emulated else ""
-    table = Table(title=f"{profile.model.name} on {profile.device.name}{emulated}")
-    for heading in ("batch", "median ms", "spread", "samples/s", "fitted ms", "error"):
-        table.add_column(heading, justify="right")
-    for point in profile.points:
-        seconds = point_seconds(point)
-        median = float(np.median(seconds))
-        fitted = predict_seconds(fit, point.batch)
-        low, high = np.percentile(seconds, [25, 75])
-        table.add_row(
-            str(point.batch),
-            f"{median * 1e3:.3f}",
-            f"{(high - low) / median:.1%}" if len(seconds) > 1 else "-",
-            f"{point.batch / median:,.1f}",
-            f"{fitted * 1e3:.3f}",
-            f"{fitted / median - 1:+.1%}",
-        )
-    console = Console(highlight=False)
-    console.print(table)
-    for line in _verdict(fit, profile):
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _verdict(fit: Fit, profile: Profile) -> list[str]:
-    left_out = fit.leave_one_out_error
-    r2 = "-" if fit.r2 is None else f"{fit.r2:.4f}"
-    error = "not defined for two batches" if left_out is None else f"{left_out:.1%} (median)"
-    lines = [f"{describe_fit(fit)}   R2 {r2}   leave-one-out error {error}"]
-    if fit.trusted_min_batch > profile.points[0].batch:
-        lines.append(f"do not trust below b = {fit.trusted_min_batch}: the model misses it by more than 10 %")
-    lines.append(f"do not trust beyond b = {fit.trusted_max_batch}")
-    if profile.max_batch is not None:
-        lines.append(f"largest batch: {profile.max_batch}")
-    return lines
+            note(f"wrote {path}")

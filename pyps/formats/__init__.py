@@ -45,7 +45,18 @@ from pyps.formats.plan import (
     SyncEstimate,
     check_plan,
 )
-from pyps.formats.profile import PROFILE_SCHEMA, Device, Fit, Memory, ModelInfo, Point, Profile, check_profile
+from pyps.formats.profile import (
+    PROFILE_SCHEMA,
+    Device,
+    Fit,
+    Link,
+    Memory,
+    ModelInfo,
+    Parts,
+    Point,
+    Profile,
+    check_profile,
+)
 
 __all__ = [
     "FORMATS",
@@ -66,9 +77,11 @@ __all__ = [
     "HpsWorker",
     "Job",
     "Limits",
+    "Link",
     "Memory",
     "ModelInfo",
     "NoiseForecast",
+    "Parts",
     "Plan",
     "PlanWorker",
     "Point",

@@ -26,6 +26,26 @@ class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: Name
     parameters: Annotated[int, Meta(ge=1)] | None = None
+    autocast: Literal["bf16", "f16"] | None = None
+    accumulate: Batch = 1
+    compiled: bool = False
+
+
+class Parts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a step's seconds go; `data`, making a batch and bringing it there, comes before the step."""
+
+    data: Elapsed
+    forward: Elapsed
+    backward: Elapsed
+    optimizer: Elapsed
+
+
+class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker's way to the store or to its process group: latency, then so many bytes a second."""
+
+    via: Name
+    latency_seconds: Elapsed
+    bytes_per_second: Annotated[float, Meta(gt=0)]
 
 
 class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +54,7 @@ class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     batch: Batch
     seconds: Seconds | Annotated[list[Seconds], Meta(min_length=1)]
     peak_bytes: Bytes | None = None
+    parts: Parts | None = None
 
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,12 +66,13 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cost model T(b) = max(t0, c + a*b), or a monotone table of (batch, seconds).
+    """The cost model T(b) = max(t0, c + a*b), or a nondecreasing polygon through a table of (batch, seconds).
 
-    leave_one_out_error is the median relative error of predicting each point from the others.
+    leave_one_out_error is the median relative error of predicting each point from the others; band has
+    (batch, low, high) seconds between which 90 % of refits lie.
     """
 
-    kind: Literal["affine", "knee", "table"]
+    kind: Literal["affine", "knee", "convex", "table"]
     fixed_seconds: float = 0.0
     per_sample_seconds: Elapsed = 0.0
     floor_seconds: Elapsed = 0.0
@@ -59,6 +81,7 @@ class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trusted_min_batch: Batch
     trusted_max_batch: Batch
     table: Annotated[list[tuple[Batch, Seconds]], Meta(min_length=1)] | None = None
+    band: list[tuple[Batch, Seconds, Seconds]] | None = None
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +94,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_batch: Batch | None = None
     memory: Memory | None = None
     fit: Fit | None = None
+    link: Link | None = None
+    clocks: list[str] | None = None  # why a GPU ran below its clocks while it was timed
 
 
 def check_profile(where: str, profile: Profile) -> None:
@@ -81,9 +106,11 @@ def check_profile(where: str, profile: Profile) -> None:
         raise InputError(
             where, "fit.trusted_max_batch", str(fit.trusted_max_batch), f"at least {fit.trusted_min_batch}"
         )
-    if fit.kind == "table":
+    if fit.kind in ("convex", "table"):
         if fit.table is None:
-            raise InputError(where, "fit.table", "nothing", 'a list of [batch, seconds], as kind is "table"')
+            raise InputError(
+                where, "fit.table", "nothing", f'a list of [batch, seconds], as kind is "{fit.kind}"'
+            )
         for k in range(1, len(fit.table)):
             (batch, seconds), (next_batch, next_seconds) = fit.table[k - 1], fit.table[k]
             if next_batch <= batch:

@@ -1,0 +1,62 @@
+"""Whether a GPU ran at its clocks while it was timed, as NVML tells (pip install nvidia-ml-py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+LOOK_SECONDS = 0.2
+# nvmlClocksEventReasons*: what slows a clock down against its owner's will.
+REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+
+
+@contextmanager
+def gpu_clocks(device: torch.device) -> Iterator[list[str]]:
+    """Looks at the device meanwhile; the list holds, afterwards, every reason it was slowed down for."""
+    reasons: list[str] = []
+    nvml, handle = _nvml(device)
+    if nvml is None:
+        yield reasons
+        return
+    seen, done = 0, threading.Event()
+
+    def look() -> None:
+        nonlocal seen
+        while not done.wait(LOOK_SECONDS):
+            seen |= int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield reasons
+    finally:
+        done.set()
+        watcher.join()
+        reasons += [name for bit, name in REASONS.items() if seen & bit]
+        nvml.nvmlShutdown()
+
+
+def _nvml(device: torch.device) -> tuple[Any, Any]:
+    """NVML and its handle of a CUDA device; None where either is missing."""
+    if device.type != "cuda":
+        return None, None
+    try:
+        import pynvml
+        import torch
+
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:
+        return None, None

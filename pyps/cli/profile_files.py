@@ -1,0 +1,121 @@
+"""`pyps-profile` on profiles that are there: show one, compare two, merge several runs, add the link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pyps.cli.profile_views import note, show_comparison, show_profile
+from pyps.errors import InputError
+from pyps.formats import Memory, Profile, read_profile, write_json
+from pyps.profiler.fit import point_seconds
+from pyps.profiler.plot import plot_profile
+from pyps.profiler.select import select_fit
+
+File = Annotated[Path, typer.Argument(metavar="PROFILE", show_default=False, help="A profile's file.")]
+
+
+def show(
+    profile: File,
+    plot: Annotated[Path | None, typer.Option(help="Picture to write: PNG, SVG or PDF.")] = None,
+    chosen: Annotated[list[int] | None, typer.Option(help="A batch to mark in the picture.")] = None,
+) -> None:
+    """Show a profile: its points, a plot of characters, and what to trust."""
+    found = read_profile(profile)
+    show_profile(found, bars=True)
+    if plot is not None:
+        plot_profile(found, plot, chosen or ())
+        note(f"wrote {plot}")
+
+
+def compare(first: File, second: File) -> None:
+    """Show two profiles side by side, batch by batch."""
+    show_comparison(read_profile(first), read_profile(second))
+
+
+def merge(
+    profiles: Annotated[
+        list[Path], typer.Argument(metavar="PROFILE...", show_default=False, help="Runs of one device.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write.")],
+) -> None:
+    """Make one profile of several runs of the same device and model: all measurements, fitted together."""
+    runs = [read_profile(path) for path in profiles]
+    merged = merged_profile([str(path) for path in profiles], runs)
+    write_json(output, merged)
+    show_profile(merged)
+    note(f"wrote {output}")
+
+
+def link(
+    profile: Annotated[
+        Path | None, typer.Argument(metavar="[PROFILE]", show_default=False, help="The profile to complete.")
+    ] = None,
+    via: Annotated[
+        str, typer.Option(help="store: shared memory here. gloo: a process group over TCP.")
+    ] = "store",
+    to: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="gloo: the peer; default: one on this machine.")
+    ] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Be the peer: listen there for one probe, and end."),
+    ] = None,
+) -> None:
+    """Measure latency and bandwidth of the way to the store or to a peer; with PROFILE, add it there."""
+    from pyps import link as probes
+
+    if answer is not None:
+        probes.answer(answer)
+        return
+    if via not in ("store", "gloo"):
+        raise InputError("--via", "", repr(via), "store or gloo")
+    if to is not None and via != "gloo":
+        raise InputError("--to", "", "--via store", "--via gloo: the store is on this machine")
+    known = read_profile(profile) if profile else None
+    found = probes.probe_store() if via == "store" else probes.probe_group(to)
+    speed, latency = found.bytes_per_second / 1e9, found.latency_seconds * 1e6
+    print(f"{found.via}: {latency:.0f} us, then {speed:.2f} GB/s")
+    if profile and known:
+        write_json(profile, msgspec.structs.replace(known, link=found))
+        note(f"wrote {profile}")
+
+
+def merged_profile(names: list[str], runs: list[Profile]) -> Profile:
+    """One profile of several runs. Raises InputError if they are not of one device and model."""
+    first = runs[0]
+    for name, run in zip(names, runs, strict=True):
+        for field in ("device", "model"):
+            found, expected = getattr(run, field), getattr(first, field)
+            if found != expected:
+                raise InputError(name, field, str(found), f"{expected}, as in {names[0]}")
+    batches = sorted({p.batch for run in runs for p in run.points})
+    points = []
+    for batch in batches:
+        same = [p for run in runs for p in run.points if p.batch == batch]
+        peaks = [p.peak_bytes for p in same if p.peak_bytes is not None]
+        points.append(
+            msgspec.structs.replace(
+                same[-1],
+                seconds=[s for p in same for s in point_seconds(p)],
+                peak_bytes=max(peaks, default=None),
+            )
+        )
+    return Profile(
+        device=first.device,
+        model=first.model,
+        points=points,
+        max_batch=max((run.max_batch for run in runs if run.max_batch is not None), default=None),
+        memory=max((run.memory for run in runs if run.memory is not None), key=_at_budget, default=None),
+        fit=select_fit(points) if len(points) > 1 else None,
+        link=next((run.link for run in reversed(runs) if run.link is not None), None),
+        clocks=sorted({reason for run in runs for reason in run.clocks or ()}) or None,
+    )
+
+
+def _at_budget(memory: Memory) -> float:
+    """The more a batch needs, the safer the model: the share of the budget that one more sample takes."""
+    return memory.bytes_per_sample / memory.budget_bytes

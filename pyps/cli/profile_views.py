@@ -1,0 +1,141 @@
+"""What `pyps-profile` shows of profiles: one as a table and a plot of characters, two side by side."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from pyps.formats import Fit, Profile
+from pyps.profiler.fit import point_seconds, predict_seconds
+from pyps.profiler.plot import describe_fit
+from pyps.profiler.select import select_fit
+
+BAR_COLUMNS = 48
+
+
+def show_profile(profile: Profile, *, bars: bool = False) -> None:
+    """The table of points beside the fit, and what to trust, on stdout; `bars`: with a plot (log scale)."""
+    fit = profile.fit or select_fit(profile.points)
+    table = Table(title=title(profile))
+    for heading in ("batch", "median ms", "spread", "samples/s", "fitted ms", "error"):
+        table.add_column(heading, justify="right")
+    for point in profile.points:
+        seconds = point_seconds(point)
+        median, fitted = float(np.median(seconds)), predict_seconds(fit, point.batch)
+        low, high = np.percentile(seconds, [25, 75])
+        table.add_row(
+            str(point.batch),
+            f"{median * 1e3:.3f}",
+            f"{(high - low) / median:.1%}" if len(seconds) > 1 else "-",
+            f"{point.batch / median:,.1f}",
+            f"{fitted * 1e3:.3f}",
+            f"{fitted / median - 1:+.1%}",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    if any(point.parts for point in profile.points):
+        console.print(_parts(profile))
+    if bars:
+        console.print(_plot(profile, fit))
+    for line in verdict(fit, profile):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _parts(profile: Profile) -> Table:
+    """Which share of a step went where, its data included."""
+    table = Table(title="where the time goes")
+    for heading in ("batch", "data", "forward", "backward", "optimizer"):
+        table.add_column(heading, justify="right")
+    for point in profile.points:
+        if (parts := point.parts) is None:
+            continue
+        seconds = (parts.data, parts.forward, parts.backward, parts.optimizer)
+        whole = sum(seconds) or 1.0
+        table.add_row(str(point.batch), *(f"{s / whole:.0%}" for s in seconds))
+    return table
+
+
+def _plot(profile: Profile, fit: Fit) -> Table:
+    table = Table(title="step time, log scale; | is the fit")
+    table.add_column("batch", justify="right")
+    table.add_column("measured")
+    medians = [float(np.median(point_seconds(point))) for point in profile.points]
+    for point, median in zip(profile.points, medians, strict=True):
+        bar = _bar(median, predict_seconds(fit, point.batch), min(medians), max(medians))
+        table.add_row(str(point.batch), bar)
+    return table
+
+
+def note(text: str) -> None:
+    """A line on stderr, where it is in nobody's way."""
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+
+def title(profile: Profile) -> str:
+    """The model, how its steps were taken, and the device."""
+    how = [f"{profile.model.autocast} autocast"] if profile.model.autocast else []
+    how += [f"{profile.model.accumulate} micro-batches"] if profile.model.accumulate > 1 else []
+    how += ["compiled"] if profile.model.compiled else []
+    how += [f"emulated: throttle {profile.device.throttle:g}"] if profile.device.emulated else []
+    return f"{profile.model.name} on {profile.device.name}" + (f" ({', '.join(how)})" if how else "")
+
+
+def verdict(fit: Fit, profile: Profile) -> list[str]:
+    """How good the fit is, and where not to believe it."""
+    left_out = fit.leave_one_out_error
+    r2 = "-" if fit.r2 is None else f"{fit.r2:.4f}"
+    error = "not defined for two batches" if left_out is None else f"{left_out:.1%} (median)"
+    lines = [f"{describe_fit(fit)}   R2 {r2}   leave-one-out error {error}"]
+    if fit.band:
+        widest = max((high - low) / (high + low) for _, low, high in fit.band)
+        lines.append(f"90 % of refits to resampled steps lie within {widest:.1%} of the curve")
+    if fit.trusted_min_batch > profile.points[0].batch:
+        lines.append(f"do not trust below b = {fit.trusted_min_batch}: the model misses it by more than 10 %")
+    lines.append(f"do not trust beyond b = {fit.trusted_max_batch}")
+    if profile.max_batch is not None:
+        lines.append(f"largest batch: {profile.max_batch}")
+    if profile.link is not None:
+        link = profile.link
+        speed = link.bytes_per_second / 1e9
+        lines.append(f"link by {link.via}: {link.latency_seconds * 1e6:.0f} us, then {speed:.2f} GB/s")
+    return lines
+
+
+def show_comparison(first: Profile, second: Profile) -> None:
+    """Batch by batch, how much longer the second takes than the first; fitted where one was not measured."""
+    console = Console(highlight=False)
+    if first.model.name != second.model.name:
+        console.print(f"different models: {first.model.name} and {second.model.name}", markup=False)
+    table = Table(title=f"{first.device.name} against {second.device.name}")
+    for heading in ("batch", "first ms", "second ms", "second / first"):
+        table.add_column(heading, justify="right")
+    fits = [profile.fit or select_fit(profile.points) for profile in (first, second)]
+    measured = [
+        {point.batch: float(np.median(point_seconds(point))) for point in profile.points}
+        for profile in (first, second)
+    ]
+    for batch in sorted(measured[0].keys() | measured[1].keys()):
+        times = [
+            known.get(batch) or predict_seconds(fit, batch) for known, fit in zip(measured, fits, strict=True)
+        ]
+        marks = ["" if batch in known else " (fit)" for known in measured]
+        cells = [f"{1e3 * t:.3f}{mark}" for t, mark in zip(times, marks, strict=True)]
+        table.add_row(str(batch), *cells, f"{times[1] / times[0]:.2f} x")
+    console.print(table)
+    for name, profile, fit in zip(("first", "second"), (first, second), fits, strict=True):
+        console.print(f"{name}: {title(profile)}: {describe_fit(fit)}", markup=False, soft_wrap=True)
+
+
+def _bar(measured: float, fitted: float, low: float, high: float) -> str:
+    """A bar as long as the logarithm of the time, with the fit's mark."""
+    span = math.log(high / low) or 1.0
+
+    def place(seconds: float) -> int:
+        return min(BAR_COLUMNS, max(0, round(1 + (BAR_COLUMNS - 2) * math.log(seconds / low) / span)))
+
+    cells = ["█" if k < place(measured) else " " for k in range(BAR_COLUMNS + 1)]
+    cells[place(fitted)] = "|"
+    return "".join(cells)

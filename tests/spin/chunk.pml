@@ -1,0 +1,294 @@
+/* chunk.pml: how chunk buffers change hands, in every interleaving.
+ *
+ * Two workers push, two observers pull, and one of them may be killed between any two of its steps; a worker
+ * that lives reclaims what the dead one held. A step is one access to shared memory; names are those of csrc.
+ * Simpler than there:
+ *
+ *   - A copy or an update of a whole buffer is no step: it lasts from the step before it to the one after it,
+ *     and both look at what the buffers hold: a version, or the mark of the worker that is writing.
+ *   - Admission, a CAS on the view, is one step. A search may try any buffer next: hints decide no more.
+ *   - There are two spares or three, not two for each slot, so that they are reused the sooner. With two, a
+ *     search may wait for what the dead one has, so for ever; with three and one push for the living alone.
+ *   - Memory is sequentially consistent. atomics.h argues why the store may be seen so.
+ *
+ * Snapshots, staging and the buffers of views are left out.
+ */
+
+#ifndef CHUNKS
+#define CHUNKS 1
+#endif
+#ifndef PUSHES
+#define PUSHES 2 /* by both workers together */
+#endif
+#ifndef SPARES
+#define SPARES 2
+#endif
+
+/* -DMUTANT=NO_RECHECK and so on: a protocol with one fault. */
+#define NO_FAULT      0
+#define NO_RECHECK    1 /* a pin does not read the word again */
+#define NO_HAZARDS    2 /* a claim does not look at the hazards */
+#define NO_GENERATION 3 /* a claim does not see that somebody came between */
+#define NO_COMPARE    4 /* a word is stored over whatever it is by then */
+#define NO_CHUNK      5 /* what a lost CAS left is used for the next chunk without saying so */
+#define NO_COMPLETION 6 /* the dead one's admitted push is forgotten */
+#define NO_RELEASE    7 /* the dead one's buffer is forgotten */
+#define STOPPED       8 /* the dead one is merely slow */
+#ifndef MUTANT
+#define MUTANT NO_FAULT
+#endif
+
+#define WORKERS 2 /* in slots 0 and 1 */
+#define SLOTS   4
+#define BUFFERS (CHUNKS + SPARES)
+#define NONE    7
+
+/* words.h */
+#define word_make(version, buffer) ((version) << 3 | (buffer))
+#define word_version(word)         ((word) >> 3)
+#define word_buffer(word)          ((word) & 7)
+#define owner_make(generation, holder, chunk) ((generation) << 6 | (holder) << 3 | (chunk))
+#define owner_generation(owner)    ((owner) >> 6)
+#define owner_holder(owner)        ((owner) >> 3 & 7)
+#define owner_chunk(owner)         ((owner) & 7)
+#define HOLDER_NOBODY              0
+#define holder_of(slot)            ((slot) + 1)
+
+byte words[CHUNKS];
+short owners[BUFFERS];
+byte chunk_hazard[SLOTS]; /* a buffer + 1, or 0 */
+byte holds[BUFFERS];
+byte admitted;    /* the view's version */
+byte dead = NONE; /* the slot whose process is gone */
+bool locked;      /* that slot's byte; it stays so, for a slot is reclaimed once */
+
+/* Not shared: only assertions look at another's. */
+byte private_buffer[WORKERS];
+
+chan kill = [0] of { byte }; /* who takes it from here is dead, and its memory gone, in one step */
+
+#define WRITTEN_BY(slot) (100 + (slot))
+
+#define is_whole(word) (holds[word_buffer(word)] == word_version(word))
+
+/* chunk_pin in buffers.c, and the first look at what is pinned */
+inline chunk_pin(chunk) {
+    do
+    :: word = words[chunk];
+       chunk_hazard[me] = word_buffer(word) + 1; /* R1 of atomics.h */
+       if
+       :: atomic { words[chunk] == word || MUTANT == NO_RECHECK -> assert(is_whole(word)) } /* R2 */
+          break
+       :: else
+       fi
+    od
+}
+
+/* The last look, and chunk_unpin in buffers.c. Here and below what is not needed again is forgotten. */
+inline chunk_unpin() {
+    atomic {
+        assert(is_whole(word));
+        chunk_hazard[me] = 0;
+        word = 0
+    }
+}
+
+/* The private buffer is one's own from here on, and written from here on. */
+inline hold(generation, chunk) {
+    owners[private_buffer[me]] = owner_make(generation, holder_of(me), chunk);
+    holds[private_buffer[me]] = WRITTEN_BY(me)
+}
+
+#define unheld(b)   (b) < BUFFERS && owner_holder(owners[(b) % BUFFERS]) == HOLDER_NOBODY -> buffer = b
+#define is_named()  (owner_chunk(owner) != NONE && word_buffer(words[owner_chunk(owner) % CHUNKS]) == buffer)
+#define hazarded()  (chunk_hazard[slot % SLOTS] == buffer + 1 && MUTANT != NO_HAZARDS)
+#define unchanged() (owners[buffer] == owner || MUTANT == NO_GENERATION)
+
+/* try_claim in buffers.c, of a buffer that nobody held when its owner word was read */
+inline try_claim(chunk) {
+    if
+    :: atomic { is_named() -> buffer = 0; owner = 0 }
+    :: else ->
+       do
+       :: atomic { slot < SLOTS && !hazarded() -> slot++ } /* W2 */
+       :: atomic { slot < SLOTS && hazarded() -> buffer = 0; owner = 0; slot = 0; break }
+       :: atomic { slot == SLOTS && !unchanged() -> buffer = 0; owner = 0; slot = 0; break }
+       :: atomic {
+              slot == SLOTS && unchanged() ->
+              assert(private_buffer[1 - me] != buffer);
+              private_buffer[me] = buffer;
+              hold(owner_generation(owner) + 1, chunk);
+              buffer = 0; owner = 0; slot = 0;
+              break
+          }
+       od
+    fi
+}
+
+/* buffer_claim in buffers.c, with find_free: the buffer that a lost CAS left, or any free one */
+inline buffer_claim(chunk) {
+    do
+    :: atomic {
+           private_buffer[me] == NONE ->
+           if
+           :: unheld(0)
+           :: unheld(1)
+           :: unheld(2)
+           :: unheld(3)
+           fi;
+           owner = owners[buffer]
+       }
+       try_claim(chunk)
+    :: atomic {
+           private_buffer[me] != NONE ->
+           if
+           :: MUTANT != NO_CHUNK -> hold(owner_generation(owners[private_buffer[me]]), chunk)
+           :: else
+           fi;
+           break
+       }
+    od
+}
+
+/* release in buffers.c; one step, as no one else changes the owner word of what is held */
+inline release(b, holder) {
+    if
+    :: owner_holder(owners[b]) == holder ->
+       owners[b] = owner_make(owner_generation(owners[b]), HOLDER_NOBODY, owner_chunk(owners[b]))
+    :: else
+    fi
+}
+
+/* apply_pinned in apply.c, with buffer_published of buffers.c. The update ends with the CAS. */
+inline apply_pinned(chunk) {
+    buffer_claim(chunk);
+    if
+    :: atomic {
+           words[chunk] == word || MUTANT == NO_COMPARE ->
+           assert(word_version(words[chunk]) == word_version(word));
+           assert(holds[private_buffer[me]] == WRITTEN_BY(me));
+           holds[private_buffer[me]] = holds[word_buffer(word)] + 1;
+           words[chunk] = word_make(word_version(word) + 1, private_buffer[me])
+       }
+       d_step { release(private_buffer[me], holder_of(me)); private_buffer[me] = NONE }
+    :: else
+    fi
+}
+
+/* chunks_follow in apply.c, with chunk_advance and apply */
+inline chunks_follow() {
+    do
+    :: atomic {
+           word_version(words[chunk]) >= version ->
+           chunk++;
+           if
+           :: chunk == CHUNKS -> chunk = 0; version = 0; break
+           :: else
+           fi
+       }
+    :: word_version(words[chunk]) < version ->
+       chunk_pin(chunk);
+       if
+       :: word_version(word) < version -> apply_pinned(chunk)
+       :: else
+       fi;
+       chunk_unpin()
+    od
+}
+
+/* reclaim in participant.c. At most one buffer is the dead one's: to let go of it is one step. */
+inline reclaim() {
+    version = (MUTANT == NO_COMPLETION -> 0 : admitted);
+    chunks_follow();
+    chunk_hazard[dead] = 0;
+    d_step {
+        for (slot : 0 .. BUFFERS - 1) {
+            if
+            :: MUTANT != NO_RELEASE -> release(slot, holder_of(dead))
+            :: else
+            fi
+        }
+        slot = 0
+    }
+}
+
+/* pyps_push in push.c, and reap_dead in participant.c */
+proctype worker(byte me) {
+    byte version, chunk, word, buffer, slot;
+    short owner;
+    {
+end:    do
+        :: d_step { admitted < PUSHES -> admitted++; version = admitted }
+           chunks_follow()
+        :: d_step { dead != NONE && !locked -> locked = true }
+           reclaim()
+        od
+    } unless {
+        atomic {
+            kill?eval(me) -> dead = me;
+            version = 0; chunk = 0; word = 0; buffer = 0; slot = 0; owner = 0;
+            private_buffer[me] = NONE
+        }
+    }
+}
+
+/* pyps_pull in pull.c */
+proctype observer(byte me) {
+    byte chunk, word;
+    {
+        do
+        :: chunk == CHUNKS -> break
+        :: chunk < CHUNKS ->
+           chunk_pin(chunk);
+           chunk_unpin();
+           chunk++
+        od
+    } unless { atomic { kill?eval(me) -> dead = me; chunk = 0; word = 0 } }
+}
+
+/* When nobody can take a step any more, every admitted push is in every chunk once, nothing is pinned, and
+ * each buffer is its living holder's, or its chunk's, or free. */
+inline check_end() {
+    d_step {
+        for (i : 0 .. SLOTS - 1) {
+            assert(chunk_hazard[i] == 0)
+        }
+        for (i : 0 .. CHUNKS - 1) {
+            assert(word_version(words[i]) == admitted);
+            assert(is_whole(words[i]));
+            assert(owner_holder(owners[word_buffer(words[i])]) == HOLDER_NOBODY)
+        }
+        for (i : 0 .. BUFFERS - 1) {
+            assert(owner_holder(owners[i]) == HOLDER_NOBODY ||
+                   private_buffer[(owner_holder(owners[i]) - 1) % WORKERS] == i)
+        }
+    }
+}
+
+init {
+    byte i;
+    d_step {
+        for (i : 0 .. BUFFERS - 1) {
+            if
+            :: i < CHUNKS -> words[i % CHUNKS] = word_make(0, i); owners[i] = owner_make(0, HOLDER_NOBODY, i)
+            :: else -> owners[i] = owner_make(0, HOLDER_NOBODY, NONE); holds[i] = WRITTEN_BY(NONE)
+            fi
+        }
+        private_buffer[0] = NONE;
+        private_buffer[1] = NONE
+    }
+    atomic {
+        run worker(0);
+        run worker(1);
+        run observer(2);
+        run observer(3)
+    }
+    if /* one of each kind is enough: the two are alike */
+    :: kill!0
+    :: kill!2
+    :: MUTANT == STOPPED -> dead = 2
+    :: true
+    fi;
+    timeout;
+    check_end()
+}

@@ -1,0 +1,109 @@
+"""Which model a device's points deserve, and how far its curve may be off."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps.formats import Fit, Point
+from pyps.profiler import fit_points, predict_seconds, select_fit
+from pyps.profiler.select import convex_polygon, monotone_polygon
+
+LADDER = (1, 2, 4, 8, 16, 32, 64, 128)
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=40)
+
+
+def points(times: dict[int, float], noise: float = 0.0, repeats: int = 7, seed: int = 0) -> list[Point]:
+    luck = np.random.default_rng(seed)
+    return [
+        Point(batch=b, seconds=[t * float(np.exp(noise * luck.standard_normal())) for _ in range(repeats)])
+        for b, t in times.items()
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("kind", "curve"),
+    [
+        ("affine", lambda b: 0.01 + 0.002 * b),
+        ("knee", lambda b: max(0.08, 0.01 + 0.002 * b)),
+        ("convex", lambda b: 0.01 + 0.002 * b + 3e-5 * b * b),
+    ],
+)
+def test_the_truth_is_recognised_through_noise(kind: str, curve: object, seed: int) -> None:
+    assert callable(curve)
+    found = select_fit(points({b: curve(b) for b in LADDER}, noise=0.01, seed=seed))
+    assert found.kind == kind
+    for batch in (3, 24, 100):
+        assert predict_seconds(found, batch) == pytest.approx(curve(batch), rel=0.12)
+
+
+def test_a_device_that_gets_better_becomes_a_table() -> None:
+    """Concave: neither a line nor anything convex fits."""
+    times = {b: 0.01 * b**0.6 for b in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
+    assert select_fit(points(times)).kind == "table"
+
+
+def test_few_points_stay_a_line() -> None:
+    times = {b: 0.01 + 0.002 * b + 3e-5 * b * b for b in (1, 8, 32, 64, 128)}
+    assert select_fit(points(times)).kind in ("affine", "knee")
+
+
+def test_a_line_is_what_fit_points_says() -> None:
+    measured = points({b: 0.01 + 0.002 * b for b in LADDER}, noise=0.01)
+    plain = fit_points([(p.batch, s) for p in measured for s in p.seconds])  # type: ignore[union-attr]
+    found = select_fit(measured)
+    assert (found.fixed_seconds, found.per_sample_seconds) == (plain.fixed_seconds, plain.per_sample_seconds)
+
+
+def test_the_band_encloses_the_curve_and_widens_with_noise() -> None:
+    widths = []
+    for noise in (0.01, 0.1):
+        fit = select_fit(points({b: 0.01 + 0.002 * b for b in LADDER}, noise=noise))
+        assert fit.band is not None
+        assert [b for b, _, _ in fit.band] == list(LADDER)
+        assert all(low <= high for _, low, high in fit.band)
+        widths.append(np.mean([(high - low) / (high + low) for _, low, high in fit.band]))
+    assert widths[1] > 3 * widths[0]
+    assert select_fit(points({1: 0.1, 2: 0.2}, repeats=1)).band is None
+
+
+def test_the_band_holds_the_truth_as_often_as_it_says() -> None:
+    inside = 0
+    for seed in range(20):
+        fit = select_fit(points({b: 0.01 + 0.002 * b for b in LADDER}, noise=0.05, repeats=15, seed=seed))
+        assert fit.band is not None
+        inside += sum(low <= 0.01 + 0.002 * b <= high for b, low, high in fit.band)
+    assert inside / (20 * len(LADDER)) > 0.75
+
+
+def test_a_band_is_the_same_every_time() -> None:
+    measured = points({b: 0.01 + 0.002 * b for b in LADDER}, noise=0.05)
+    assert select_fit(measured) == select_fit(measured)
+
+
+@SETTINGS
+@given(st.lists(st.floats(1e-4, 10.0), min_size=3, max_size=10))
+def test_polygons_keep_their_promises(seconds: list[float]) -> None:
+    x, y = np.geomspace(1, 512, len(seconds)).round() + np.arange(len(seconds)), np.array(seconds)
+    convex, monotone = convex_polygon(x, y), monotone_polygon(x, y)
+    slopes = np.diff(convex) / np.diff(x)
+    tolerance = 1e-5 * y.max() / np.diff(x).min()
+    assert (slopes >= -tolerance).all()
+    assert (np.diff(slopes) >= -tolerance).all()
+    assert (np.diff(monotone) >= 0).all()
+    if (np.diff(y) >= 0).all():
+        assert monotone == pytest.approx(y)
+
+
+@SETTINGS
+@given(st.lists(st.floats(1e-4, 10.0), min_size=6, max_size=10))
+def test_any_points_give_a_nondecreasing_fit(seconds: list[float]) -> None:
+    fit = select_fit([Point(batch=2**k, seconds=s) for k, s in enumerate(seconds)])
+    assert isinstance(fit, Fit)
+    values = [predict_seconds(fit, b) for b in range(1, 2 ** len(seconds), 7)]
+    assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(values))
