@@ -8,6 +8,7 @@ this front too, as whoever beats it in both beats it in the product.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,18 +32,18 @@ class FrontPoint:
     price_per_million_samples: float
 
 
-def pareto(coupled: Coupled, price: Floats, most: int = POINTS_AT_MOST) -> list[FrontPoint]:
+def pareto(coupled: Coupled, price: Floats, most: int = POINTS_AT_MOST) -> Iterator[FrontPoint]:
     """The first `most` points of the front, the fastest first; price is that of each worker's hour.
 
     Raises Infeasible if there is none, PypsError if HiGHS stops.
     """
-    found: list[FrontPoint] = []
     split: Split | None = solve_coupled(coupled)
-    while split is not None and len(found) < most:
-        cheap = _cheapest(coupled, price, split)
-        found.append(_point(cheap, price))
-        split = _fastest(coupled, price, found[-1].price_per_hour * (1 - CHEAPER))
-    return found
+    for _ in range(most):
+        if split is None:
+            return
+        point = _point(_cheapest(coupled, price, split), price)
+        yield point
+        split = _fastest(coupled, price, point.price_per_hour * (1 - CHEAPER))
 
 
 def _point(split: Split, price: Floats) -> FrontPoint:

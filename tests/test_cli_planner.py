@@ -151,12 +151,15 @@ def test_the_front_falls(shell: Shell) -> None:
 
 
 def test_pictures_are_of_the_size_they_say(shell: Shell) -> None:
-    done = shell("cluster.toml", "--timeline", "time.png", "--ring", "ring.svg")
+    done = shell("cluster.toml", "--timeline", "time.png", "--ring", "ring.svg", "--curves", "c")
     assert done.code == 0
     assert "wrote time.png" in done.out
+    assert {path.name for path in Path("c").iterdir()} == {"fast.png", "slow.png"}
     with Image.open("time.png") as picture:
         assert min(picture.size) > 400
-        assert picture.convert("L").getextrema() == (0, 255)
+        red, green, blue = picture.convert("RGB").split()
+        assert red.tobytes() == green.tobytes() == blue.tobytes(), "colours that would be lost in grey"
+        assert red.getextrema() == (0, 255)
     assert "fast-0" in Path("ring.svg").read_text() or "<path" in Path("ring.svg").read_text()
     assert shell("cluster.toml", "--timeline", "time.gif").code == 2
     assert shell("cluster.toml", "--timeline", "fast.json").code == 2

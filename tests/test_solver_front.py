@@ -39,7 +39,7 @@ def test_equal_to_brute_force(seed: int) -> None:
             points.append((float(price[batches > 0].sum()), valued(coupled, batches).iteration_seconds))
     if not points:
         with pytest.raises(Infeasible):
-            pareto(coupled, price)
+            list(pareto(coupled, price))
         return
     front, best = [], float("inf")
     for hourly, seconds in sorted(points):
@@ -55,7 +55,7 @@ def test_equal_to_brute_force(seed: int) -> None:
 
 def test_the_price_of_samples_follows_from_the_front() -> None:
     problem = Problem.of(Costs.lines([0.1, 0.1], [0.01, 0.02]), 90)
-    points = pareto(Coupled(problem, Sync.of("none", 2)), np.array([2.0, 0.5]))
+    points = list(pareto(Coupled(problem, Sync.of("none", 2)), np.array([2.0, 0.5])))
     assert [point.price_per_hour for point in points] == [2.5, 2.0, 0.5]
     fastest = points[0]
     per_sample = fastest.price_per_hour / 3600 * fastest.split.iteration_seconds / 90
@@ -64,4 +64,4 @@ def test_the_price_of_samples_follows_from_the_front() -> None:
 
 def test_a_front_may_be_cut_short() -> None:
     problem = Problem.of(Costs.lines([0.1, 0.1], [0.01, 0.02]), 90)
-    assert len(pareto(Coupled(problem, Sync.of("none", 2)), np.array([2.0, 0.5]), most=2)) == 2
+    assert len(list(pareto(Coupled(problem, Sync.of("none", 2)), np.array([2.0, 0.5]), most=2))) == 2

@@ -66,23 +66,30 @@ def plan_command(
     ring: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Picture of R2SP's turns, PNG or SVG.")
     ] = None,
+    curves: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A picture of each profile with its batches.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the batch of every worker such that the slowest one is done as early as it can be, exactly.
 
     pyps-plan what-if CLUSTER says what workers more or fewer are worth, pyps-plan front what time costs.
     """
+    from pyps.cli.plan_view import working
+
     read = read_cluster(cluster)
     for option, path in (("--output", output), ("--timeline", timeline), ("--ring", ring)):
         _not_an_input(option, path, cluster, read)
     profiles = fitted(read)
     read = _with_options(read, profiles, cluster, global_batch, quantile)
-    plan = _planned(cluster, read, profiles)
+    with working("solving"):
+        plan = _planned(cluster, read, profiles)
     notes = [_checked(read, profiles, plan)] if check else []
     if output is not None:
         write_json(output, plan)
     _draw(read, profiles, plan, timeline, ring)
-    notes += [f"wrote {path}" for path in (output, timeline, ring) if path is not None]
+    drawn = _draw_curves(read, profiles, plan, curves) if curves is not None else []
+    notes += [f"wrote {path}" for path in (output, timeline, ring, *drawn) if path is not None]
     _print(read, profiles, plan, explain, as_json)
     for line in notes:
         typer.echo(line, err=as_json)
@@ -128,7 +135,7 @@ def front(
     as_json: Json = False,
 ) -> None:
     """The choices of workers that no other beats in time and in price, the fastest first."""
-    from pyps.cli.plan_view import show_front
+    from pyps.cli.plan_view import show_front, working
     from pyps.solver.front import pareto
 
     read = read_cluster(cluster)
@@ -141,7 +148,11 @@ def front(
         raise InputError(
             str(cluster), f"worker[{silent}].price_per_hour", "nothing", "a price for each group"
         )
-    points = pareto(program_for(read, profiles), price)
+    with working("walking the front") as say:
+        points = []
+        for point in pareto(program_for(read, profiles), price):
+            points.append(point)
+            say(f"walking the front: {len(points)} points")
     if picture is not None:
         from pyps.solver.pictures import draw_front
 
@@ -232,6 +243,23 @@ def _draw(
         draw_timeline(plan, even_split(program_for(cluster, profiles))[1], timeline)
     if ring is not None:
         draw_ring(plan, ring)
+
+
+def _draw_curves(cluster: Cluster, profiles: list[Profile], plan: Plan, folder: Path) -> list[Path]:
+    """A picture of every group's profile, with the batches that the plan gives its workers."""
+    from pyps.profiler.plot import plot_profile
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("--curves", "", error.strerror or str(error), "a folder to write to") from None
+    names = iter(plan.workers)
+    drawn = []
+    for group, profile in zip(cluster.worker, profiles, strict=True):
+        mine = [next(names).micro_batch for _ in range(group.count)]
+        drawn.append(folder / f"{Path(group.name).name}.png")
+        plot_profile(profile, drawn[-1], sorted({batch for batch in mine if batch}))
+    return drawn
 
 
 def _print(cluster: Cluster, profiles: list[Profile], plan: Plan, explain: bool, as_json: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
@@ -131,6 +132,17 @@ def show_front(points: Sequence[FrontPoint], names: Sequence[str]) -> None:
             f"{point.price_per_million_samples:.4g}", Text(used),
         )  # fmt: skip
     Console().print(table)
+
+
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with a text on stderr if that is a terminal; what it gives changes the text."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(text) as status:
+        yield lambda text: status.update(text)
 
 
 def _or_dash(value: float | None) -> str:
