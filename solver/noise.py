@@ -42,6 +42,11 @@ class Noise:
         return NormalDist().cdf(away / self.spread) if self.spread > 0 else float(away >= 0)
 
 
+def too_few(points: Sequence[Point]) -> bool:
+    """Whether there are too few timings to say anything about noise."""
+    return sum(len(p.seconds) if isinstance(p.seconds, list) else 1 for p in points) < FEWEST_TIMES
+
+
 def noise_of(points: Sequence[Point], cost: Cost) -> Noise:
     """The noise of measured points about a fitted cost; none where there are too few seconds to tell."""
     ratios = [

@@ -31,7 +31,7 @@ from pyps.solver.hps import hps_estimate
 from pyps.solver.links import Link
 from pyps.solver.members import Member, cost_of, coupled_of, members_of, needs
 from pyps.solver.minmax import Problem, at_index, solve
-from pyps.solver.noise import Noise, forecast, noise_of
+from pyps.solver.noise import Noise, forecast, noise_of, too_few
 from pyps.solver.r2sp import r2sp_schedule, remedies
 from pyps.solver.relaxed import subset_bound
 from pyps.solver.warnings import link_warnings, warnings_of
@@ -71,8 +71,13 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
         forecast(fitted, program, batches, noise)
         for batches in (solve_coupled(fitted).batches, split.batches)
     )
+    quiet = [
+        f"{m.group.name}: too few timings to know its noise" for m in members if too_few(m.profile.points)
+    ]
     return msgspec.structs.replace(
-        made, noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=robust)
+        made,
+        warnings=made.warnings + list(dict.fromkeys(quiet)),
+        noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=robust),
     )
 
 

@@ -216,6 +216,8 @@ def test_a_quantile_is_planned_for_beside_the_fitted_times() -> None:
     assert made.noise.robust.quantile_seconds == made.iteration_seconds < made.noise.nominal.quantile_seconds
     assert made.noise.nominal.seconds < made.noise.robust.seconds
     assert made.noise.robust.chance >= 0.95 - 1e-9
+    single = make_plan(msgspec.convert(raw, Cluster), [profiles[0], profile(0.001)])
+    assert "shaky: too few timings to know its noise" in single.warnings
 
 
 def test_goodput_is_reported_where_the_noise_scale_is_known() -> None:

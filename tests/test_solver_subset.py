@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from pyps.errors import Infeasible
 from pyps.solver.costs import Cost, Costs, Line, Table
 from pyps.solver.fewest import within_count
-from pyps.solver.minmax import Problem, solve, times
+from pyps.solver.minmax import Problem, at_index, solve, times
+from pyps.solver.relaxed import subset_bound
 from pyps.solver.subset import solve_subset
 from pyps.solver.sync import Kind, Sync
 
@@ -78,6 +80,7 @@ def test_equal_to_brute_force(seed: int) -> None:
         return
     found = solve_subset(problem, sync)
     assert found.iteration_seconds == pytest.approx(min(values), rel=1e-14)
+    assert subset_bound(problem, sync, found.iteration_seconds) <= min(values)
     assert tuple(found.batches) in splits(problem)
     assert found.iteration_seconds == found.seconds.max() + sync.seconds(found.batches)
 
@@ -113,6 +116,46 @@ def test_fewest_equals_brute_force(rows: list[tuple[int, int, int, bool]], total
     if found is not None:
         assert len(found) <= count
         assert set(np.flatnonzero(required)) <= set(found)
+
+
+def permuted(problem: Problem, sync: Sync, order: list[int]) -> tuple[Problem, Sync]:
+    """The same workers in another order."""
+    at = np.array(order)
+    return at_index(problem, at), Sync(sync.kind, sync.latency_seconds[at], sync.message_seconds[at])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_order_of_the_workers_and_the_unit_of_time_do_not_matter(seed: int) -> None:
+    problem, sync = random_problem(seed)
+    try:
+        found = solve_subset(problem, sync)
+    except Infeasible:
+        return
+    order = np.random.default_rng(seed).permutation(len(problem.costs)).tolist()
+    again = solve_subset(*permuted(problem, sync, order))
+    assert again.iteration_seconds == pytest.approx(found.iteration_seconds, rel=1e-14)
+    costs = problem.costs
+    longer = replace(
+        costs, c=8 * costs.c, a=8 * costs.a, t0=8 * costs.t0, knot_seconds=8 * costs.knot_seconds
+    )
+    slower = Sync(sync.kind, 8 * sync.latency_seconds, 8 * sync.message_seconds)
+    scaled = solve_subset(replace(problem, costs=longer), slower)
+    assert scaled.iteration_seconds == 8 * found.iteration_seconds
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_faster_worker_or_link_never_lengthens_the_iteration(seed: int) -> None:
+    problem, sync = random_problem(seed)
+    try:
+        found = solve_subset(problem, sync)
+    except Infeasible:
+        return
+    costs, one = problem.costs, np.arange(len(problem.costs)) == seed % len(problem.costs)
+    faster = replace(costs, c=np.where(one, costs.c / 2, costs.c), a=np.where(one, costs.a / 2, costs.a))
+    sooner = solve_subset(replace(problem, costs=faster), sync)
+    assert sooner.iteration_seconds <= found.iteration_seconds * (1 + 1e-14)
+    link = Sync(sync.kind, np.where(one, 0.0, sync.latency_seconds), sync.message_seconds)
+    assert solve_subset(problem, link).iteration_seconds <= found.iteration_seconds * (1 + 1e-14)
 
 
 def test_links_count_only_where_they_are_used() -> None:
