@@ -38,7 +38,7 @@ bench: .venv/bench
 	$(PY) benchmarks/core.py --docs
 	$(PY) benchmarks/peers.py --docs
 	$(PY) benchmarks/pulls.py --docs
-	$(PY) benchmarks/solver.py
+	$(PY) benchmarks/solver.py --docs
 
 .venv/bench: .venv/core
 	$(PIP) -e '.[bench]'
