@@ -31,6 +31,12 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where programs.build() keeps the core's objects for the whole run, one compilation a sanitizer."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of what git would give: the source folder gets no build products."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
