@@ -1,7 +1,7 @@
 """int8 and int4 of a gradient, a scale for each block, in torch operations: the same on a CPU and a GPU.
 
-    int8   blocks of 256    scale = max|x| / 127, q = round(x / scale) in -127..127, one byte int4   blocks of
-    64     scale = max|x| / 7,   q = round(x / scale) in -7..7, two to a byte, the first one low
+    int8   blocks of 256   scale = max|x| / 127   q = round(x / scale) in -127..127, one byte
+    int4   blocks of 64    scale = max|x| / 7     q = round(x / scale) in -7..7, two a byte, the first one low
 
 Scales are fp32, rounding is to the nearest, ties to even. A block whose max|x| is below 1e-30 has scale 0 and
 decodes to zeros; error feedback keeps what it held. A block with a NaN or an infinity has a NaN for a scale

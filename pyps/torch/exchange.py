@@ -25,7 +25,8 @@ def quantized_sum(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The sum over ranks of float32 [n], this rank's error [n] to add next time, and the bytes it sent.
 
-    Where a value is not finite, the sum is NaN on all ranks and the error is 0.
+    Where any rank's block holds a value that is not finite, the sum is NaN on all ranks; the error says
+    nothing there.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     length = len(values)
@@ -41,7 +42,6 @@ def quantized_sum(
     _all_gather(everything, back.view(-1), group)
     total = decode(codec, everything.view(ranks, -1), part).view(-1)[:length]
     error[rank] += mine[0] - decode(codec, back, part)[0]
-    error = torch.where(torch.isfinite(error), error, 0.0)
     return total, error.view(-1)[:length], 2 * (ranks - 1) * back.shape[1]
 
 

@@ -102,12 +102,10 @@ class WeightedHook:
         self._earlier: Any = 0.0  # w of micro-batches whose gradients wait to be reduced
         self._latest: Any = 0.0
         self._latest_waits = False
-        self._scale: Any = 1.0  # w_i / W, or its estimate, of the round under way
-        self._total: torch.Tensor | None = (
-            None  # W of the latest round: float64 [1], on the gradients' device
-        )
+        self._scale = torch.ones(())  # w_i / W, or its estimate, of the round under way
+        self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
         self._total_is: Reduced | None = None
-        self._assumed: Any = None  # the W that `_scale` was made with
+        self._assumed = torch.ones(())  # the W that `_scale` was made with
         self._lane: Any = None  # on CUDA: the stream of the quantized exchange
         ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
@@ -134,7 +132,8 @@ class WeightedHook:
         began = time.monotonic()
         elements, ranks = buffer.numel(), dist.get_world_size(self.group)
         self.traffic.fp32_bytes += 8 * elements * (ranks - 1) // ranks
-        result = self._reduce_quantized(bucket) if self.wire in CODECS else self._reduce_plain(buffer)
+        quantized = self.wire in CODECS and ranks > 1
+        result = self._reduce_quantized(bucket) if quantized else self._reduce_plain(buffer)
         if not bucket.is_last():
             self.blocked_seconds += time.monotonic() - began
         return result
@@ -152,23 +151,21 @@ class WeightedHook:
 
     def _begin(self, device: torch.device) -> None:
         """Weigh the round: sum the weights, and scale by the sum of the round before until it is there."""
-        weight = self._earlier + self._latest
+        weight = torch.as_tensor(self._earlier + self._latest, dtype=torch.float64, device=device)
         self._earlier, self._latest_waits, self.blocked_seconds = 0.0, False, 0.0
-        summed = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1).clone()
-        own = summed.clone() if device.type != "cpu" else float(summed)
-        first, self._assumed = self._total is None, self._total
-        work = dist.all_reduce(summed, group=self.group, async_op=True)
-        self._total = summed
-        if first or self.wire in CODECS:
+        total, before = weight.clone(), self._total
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        if before is None or self.wire in CODECS:
             work.wait()
-            self._assumed, self._total_is = summed, None
-            if first:
-                self._check(float(summed))
+            self._total_is = None
+            if before is None:
+                self._check(float(total))
+            self._assumed = _not_zero(total)
         else:
             self._total_is = work.get_future()
-        assumed = float(self._assumed) if device.type == "cpu" else self._assumed
-        safe = max(assumed, 1e-300) if device.type == "cpu" else assumed.clamp_min(1e-300)
-        self._scale = (own if self.reduction == "mean" else 1.0) / safe
+            self._assumed = _not_zero(before)
+        self._total = total
+        self._scale = (weight if self.reduction == "mean" else 1.0) / self._assumed
 
     def _check(self, total: float) -> None:
         if self._sampler is None or self._count is not None or self.reduction == "sum":
@@ -183,26 +180,21 @@ class WeightedHook:
 
     def _reduce_plain(self, buffer: torch.Tensor) -> Reduced:
         half = HALVES.get(self.wire)
-        if half is None:
-            buffer.mul_(self._scale)
-            message = buffer
-        else:
-            message = (buffer * self._scale).to(half)
+        message = _weigh(buffer, self._scale) if half is None else _weigh(buffer, self._scale).to(half)
         ranks = dist.get_world_size(self.group)
         self.traffic.sent_bytes += 2 * message.numel() * message.element_size() * (ranks - 1) // ranks
         done = dist.all_reduce(message, group=self.group, async_op=True).get_future()
         assumed, total, total_is = self._assumed, self._total, self._total_is
 
         def finish(_: object) -> torch.Tensor:
-            if half is not None:
+            if message is not buffer:
                 buffer.copy_(message)
             if total_is is not None and total is not None:
-                _correct(buffer, assumed, total)
+                _correct(buffer, assumed / _not_zero(total))
             return buffer
 
-        if total_is is None:
-            return done.then(finish)
-        reduced: Reduced = torch.futures.collect_all([total_is, done]).then(finish)
+        waited_for = done if total_is is None else torch.futures.collect_all([total_is, done])
+        reduced: Reduced = waited_for.then(finish)
         return reduced
 
     def _reduce_quantized(self, bucket: GradBucket) -> Reduced:
@@ -226,22 +218,30 @@ class WeightedHook:
     def _exchange(self, bucket: GradBucket, buffer: torch.Tensor) -> None:
         unit = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
         kept = self._residuals.of(bucket.parameters(), buffer)
-        values = buffer.to(torch.float32, copy=True).mul_(self._scale).add_(kept, alpha=unit)
-        # What is not finite must not stay behind: a scaler drops this step, and the errors are as they were.
-        finite = torch.isfinite(values)
+        values = _weigh(buffer.to(torch.float32, copy=True), self._scale).add_(kept, alpha=unit)
         total, error, sent = quantized_sum(CODECS[self.wire], values, self.group)
-        kept.copy_(torch.where(finite, error / unit, kept))
+        # What is not finite must not stay behind: a scaler drops this step, and the errors are as they were.
+        kept.copy_(torch.where(torch.isfinite(total), error / unit, kept))
         self.traffic.sent_bytes += sent
         buffer.copy_(total)
 
 
-def _correct(buffer: torch.Tensor, assumed: torch.Tensor, total: torch.Tensor) -> None:
-    """Bring a sum that was scaled with another W to the right one."""
+def _not_zero(total: torch.Tensor) -> torch.Tensor:
+    """W, or 1 where nobody has a target: every weight is zero then."""
+    return torch.where(total > 0, total, 1.0)
+
+
+def _weigh(buffer: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """In place. A mean over no targets is NaN, and so is its gradient: weight 0 leaves it out."""
     if buffer.device.type == "cpu":
-        if (ratio := float(assumed) / max(float(total), 1e-300)) != 1.0:
-            buffer.mul_(ratio)
-    else:
-        buffer.mul_(assumed / total.clamp_min(1e-300))
+        return buffer.mul_(scale) if scale != 0 else buffer.zero_()
+    return buffer.mul_(scale).masked_fill_(scale == 0, 0)
+
+
+def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
+    """Bring a sum that was scaled by another W to the right one; mostly they are the same."""
+    if buffer.device.type != "cpu" or ratio != 1.0:
+        buffer.mul_(ratio)
 
 
 def rows_of(batch: Any) -> int:
