@@ -5,8 +5,21 @@ model = DistributedDataParallel(model)
 weighted_hook(model)
 """
 
+from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.hook import WeightedHook, weighted_hook
+from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.scale import loss_scale
 from pyps.torch.stream import UnevenIterableDataset
 
-__all__ = ["UnevenBatchSampler", "UnevenIterableDataset", "WeightedHook", "weighted_hook"]
+__all__ = [
+    "Cause",
+    "GradientCheck",
+    "UnevenBatchSampler",
+    "UnevenIterableDataset",
+    "UnevenSyncBatchNorm",
+    "WeightedHook",
+    "check_gradient",
+    "loss_scale",
+    "weighted_hook",
+]

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from pyps.errors import InputError
 from pyps.torch.codec import INT4, INT8
 from pyps.torch.exchange import quantized_sum
+from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.residual import Residuals
 from pyps.torch.sampler import UnevenBatchSampler
 
@@ -108,6 +109,9 @@ class WeightedHook:
         self._assumed = torch.ones(())  # the W that `_scale` was made with
         self._lane: Any = None  # on CUDA: the stream of the quantized exchange
         ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        for module in ddp.module.modules():
+            if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
+                module.loss_weight = lambda: self._latest
 
     def weigh(self, weight: Any) -> None:
         """Say w_i of the micro-batch whose backward() comes next, in place of what was counted."""
