@@ -33,7 +33,7 @@ class Ranks:
         self._processes = []
         for rank in range(most):
             mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, most, str(file), theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, most, str(file), theirs))
             process.start()
             theirs.close()
             self._pipes.append(mine)

@@ -8,6 +8,7 @@ weighted_hook(model)
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.hook import WeightedHook, weighted_hook
 from pyps.torch.norm import UnevenSyncBatchNorm
+from pyps.torch.rebalance import RankState, Rebalancer, Replan
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.scale import loss_scale
 from pyps.torch.stream import UnevenIterableDataset
@@ -15,6 +16,9 @@ from pyps.torch.stream import UnevenIterableDataset
 __all__ = [
     "Cause",
     "GradientCheck",
+    "RankState",
+    "Rebalancer",
+    "Replan",
     "UnevenBatchSampler",
     "UnevenIterableDataset",
     "UnevenSyncBatchNorm",

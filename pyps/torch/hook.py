@@ -13,7 +13,8 @@ sum, and corrected once it is there, if it changed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -79,8 +80,8 @@ def weighted_hook(
 
 
 class WeightedHook:
-    """Made by weighted_hook. `traffic` counts bytes; on_start and on_ready are called when a step's forward()
-    begins, and when this rank's last gradient is there but not yet on its way.
+    """Made by weighted_hook. `traffic` counts bytes; what is in on_ready is called when this rank's last
+    gradient of a round is there but not yet on its way.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class WeightedHook:
     ) -> None:
         self.wire, self.reduction, self.scaler = wire, reduction, scaler
         self.group: dist.ProcessGroup = ddp.process_group
+        self.device: torch.device = next(ddp.parameters()).device
         self.traffic = Traffic()
-        self.on_start: list[Callable[[], None]] = []
         self.on_ready: list[Callable[[], None]] = []
         self.blocked_seconds = 0.0  # of the step under way, in reductions before the last bucket
         self._ddp, self._sampler, self._count = ddp, sampler, count
@@ -128,19 +129,23 @@ class WeightedHook:
     def reduce(self, bucket: GradBucket) -> Reduced:
         """DDP's communication hook: the bucket's weighted sum over all ranks."""
         buffer = bucket.buffer()
-        if bucket.index() == 0:
-            self._begin(buffer.device)
         if bucket.is_last():
             for observe in self.on_ready:
                 observe()
-        began = time.monotonic()
         elements, ranks = buffer.numel(), dist.get_world_size(self.group)
         self.traffic.fp32_bytes += 8 * elements * (ranks - 1) // ranks
-        quantized = self.wire in CODECS and ranks > 1
-        result = self._reduce_quantized(bucket) if quantized else self._reduce_plain(buffer)
+        if self.wire not in CODECS or ranks == 1:
+            if bucket.index() == 0:
+                self._begin(buffer.device, wait=False)
+            return self._reduce_plain(buffer)
+        began = time.monotonic()
+        with self._aside(buffer.device):
+            if bucket.index() == 0:
+                self._begin(buffer.device, wait=True)
+            done = self._reduce_quantized(bucket)
         if not bucket.is_last():
             self.blocked_seconds += time.monotonic() - began
-        return result
+        return done
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
@@ -148,18 +153,16 @@ class WeightedHook:
         if self._latest_waits:
             self._earlier = self._earlier + self._latest
         # A forward() whose backward() never came is forgotten; those under no_sync() are kept.
-        self._latest_waits = not self._ddp.require_backward_grad_sync
+        self._latest_waits, self.blocked_seconds = not self._ddp.require_backward_grad_sync, 0.0
         self._latest = self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
-        for observe in self.on_start:
-            observe()
 
-    def _begin(self, device: torch.device) -> None:
-        """Weigh the round: sum the weights, and scale by the sum of the round before until it is there."""
+    def _begin(self, device: torch.device, wait: bool) -> None:
+        """Sum the round's weights; without waiting, scale by the sum of the round before for now."""
         weight = torch.as_tensor(self._earlier + self._latest, dtype=torch.float64, device=device)
-        self._earlier, self._latest_waits, self.blocked_seconds = 0.0, False, 0.0
+        self._earlier, self._latest_waits = 0.0, False
         total, before = weight.clone(), self._total
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        if before is None or self.wire in CODECS:
+        if before is None or wait:
             work.wait()
             self._total_is = None
             if before is None:
@@ -201,22 +204,23 @@ class WeightedHook:
         reduced: Reduced = waited_for.then(finish)
         return reduced
 
-    def _reduce_quantized(self, bucket: GradBucket) -> Reduced:
-        """Blocking on a CPU; on CUDA in a stream of its own, beside the rest of the backward pass."""
-        buffer = bucket.buffer()
-        if buffer.device.type != "cuda":
-            self._exchange(bucket, buffer)
-            done: Reduced = Future()
-            done.set_result(buffer)
-            return done
+    @contextmanager
+    def _aside(self, device: torch.device) -> Iterator[None]:
+        """On CUDA, in a stream of its own beside the rest of the backward pass; on a CPU it is waited for."""
+        if device.type != "cuda":
+            yield
+            return
         if self._lane is None:
-            self._lane = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
-        self._lane.wait_stream(torch.cuda.current_stream(buffer.device))
-        done = Future(devices=[buffer.device])
+            self._lane = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lane.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._lane):
-            buffer.record_stream(self._lane)
-            self._exchange(bucket, buffer)
-            done.set_result(buffer)
+            yield
+
+    def _reduce_quantized(self, bucket: GradBucket) -> Reduced:
+        buffer = bucket.buffer()
+        done: Reduced = Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
+        self._exchange(bucket, buffer)
+        done.set_result(buffer)
         return done
 
     def _exchange(self, bucket: GradBucket, buffer: torch.Tensor) -> None:
