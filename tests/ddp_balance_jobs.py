@@ -11,9 +11,10 @@ from ddp_jobs import net, square
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from pyps.errors import Infeasible, InputError
 from pyps.solver import Line
 from pyps.throttle import sleep_until
-from pyps.torch import Rebalancer, UnevenBatchSampler, weighted_hook
+from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, weighted_hook
 from pyps.torch.decide import best_split, round_seconds
 
 BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device: enough for the emulation to hold
@@ -68,3 +69,12 @@ def balanced(
         "scalars": balance.scalars(),
         "report": balance.report(),
     }
+
+
+def agreed(group: dist.ProcessGroup, total: int, profiles: list[Any], caps: list[int | None]) -> Any:
+    """What agreed_split gives, or says."""
+    rank = dist.get_rank(group)
+    try:
+        return agreed_split(total, profiles[rank], max_batch=caps[rank], group=group)
+    except (InputError, Infeasible) as error:
+        return f"{type(error).__name__}: {error}"

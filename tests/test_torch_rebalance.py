@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
+import types
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import ClassVar, cast
 
 import ddp_balance_jobs as jobs
 import pytest
@@ -14,7 +17,9 @@ from hypothesis import strategies as st
 from ranks import Ranks
 
 from pyps.errors import Infeasible, InputError
+from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Cost, Line, Table
+from pyps.torch import Rebalancer, Replan, to_prometheus, to_tensorboard
 from pyps.torch.decide import best_split, decide, round_seconds
 from pyps.torch.refit import OnlineCost, refit, stretched
 from pyps.torch.schedule import Split
@@ -163,4 +168,82 @@ def test_between_ranks(ranks: Ranks, loaders: int) -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(InputError, match=r"window.*4.*odd"):
-        jobs.Rebalancer(None, None, window=4)  # type: ignore[arg-type]
+        Rebalancer(None, None, window=4)  # type: ignore[arg-type]
+
+
+def profile(fixed: float, each: float, most: int | None = None) -> Profile:
+    points = [Point(batch=b, seconds=fixed + each * b) for b in (8, 16, 64)]
+    return Profile(device=Device(name="x"), model=ModelInfo(name="m"), points=points, max_batch=most)
+
+
+def test_whoever_is_there_agrees_on_a_split(ranks: Ranks) -> None:
+    fast, slow = profile(0.01, 0.001), profile(0.01, 0.003)
+    nobody: list[int | None] = [None] * 4
+    assert ranks.run(2, jobs.agreed, 64, [fast, slow], nobody) == [(48, 16)] * 2
+    assert ranks.run(3, jobs.agreed, 64, [fast, slow, fast], nobody) == [(28, 9, 27)] * 3
+    assert ranks.run(2, jobs.agreed, 64, [profile(0.01, 0.001, 40), slow], nobody) == [(40, 24)] * 2
+    assert ranks.run(3, jobs.agreed, 64, [None] * 3, [None, 10, None]) == [(27, 10, 27)] * 3
+    for said in ranks.run(2, jobs.agreed, 64, [fast, None], nobody):
+        assert said.startswith("InputError: agreed_split: profile: found none on ranks [1]")
+    for said in ranks.run(2, jobs.agreed, 64, [fast, slow], [10, 20]):
+        assert said.startswith("Infeasible")
+    for said in ranks.run(3, jobs.agreed, 2, [None] * 3, nobody):
+        assert said.startswith("Infeasible: 2 samples for ranks that take 3")
+
+
+class Writer:
+    """What a SummaryWriter is asked for."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+        self.texts: list[str] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars[name] = value
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        self.texts.append(text)
+
+
+class Balanced:
+    """What an observer reads of a Rebalancer."""
+
+    steps = 7
+    history: ClassVar = [Replan(5, (0, 7), (8, 8), (10, 6), 1.0, 0.8, ("rank 1 slowed by 2.0x",))]
+
+    def scalars(self) -> dict[str, float]:
+        return {"replans": 1.0, "rank0/batch": 10.0, "rank1/batch": 6.0}
+
+
+def test_loggers() -> None:
+    writer, balance = Writer(), cast(Rebalancer, Balanced())
+    observe = to_tensorboard(writer)
+    observe(balance), observe(balance)
+    assert writer.scalars == {"pyps/replans": 1.0, "pyps/rank0/batch": 10.0, "pyps/rank1/batch": 6.0}
+    assert writer.texts == ["rank 1 slowed by 2.0x"]
+
+
+def test_prometheus_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(InputError, match="pip install prometheus-client"):
+        to_prometheus()
+
+
+def test_prometheus_gets_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
+    gauges: dict[tuple[str, str], float] = {}
+
+    class Gauge:
+        def __init__(self, name: str, text: str, labels: tuple[str, ...], registry: object) -> None:
+            self.name, self.rank = name, ""
+
+        def labels(self, rank: str) -> Gauge:
+            self.rank = rank
+            return self
+
+        def set(self, value: float) -> None:
+            gauges[self.name, self.rank] = value
+
+    fake = types.SimpleNamespace(Gauge=Gauge, REGISTRY=None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", fake)
+    to_prometheus()(cast(Rebalancer, Balanced()))
+    assert gauges == {("pyps_replans", ""): 1.0, ("pyps_batch", "0"): 10.0, ("pyps_batch", "1"): 6.0}

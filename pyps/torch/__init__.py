@@ -7,6 +7,8 @@ weighted_hook(model)
 
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.hook import WeightedHook, weighted_hook
+from pyps.torch.members import agreed_split
+from pyps.torch.metrics import to_prometheus, to_tensorboard
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.rebalance import RankState, Rebalancer, Replan
 from pyps.torch.sampler import UnevenBatchSampler
@@ -23,7 +25,10 @@ __all__ = [
     "UnevenIterableDataset",
     "UnevenSyncBatchNorm",
     "WeightedHook",
+    "agreed_split",
     "check_gradient",
     "loss_scale",
+    "to_prometheus",
+    "to_tensorboard",
     "weighted_hook",
 ]

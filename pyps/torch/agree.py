@@ -6,7 +6,7 @@ a deadline; where training steps lie between (each is a barrier), nobody ever wa
 
 from __future__ import annotations
 
-from collections import Counter
+import secrets
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from pyps.solver.costs import Cost, Line, Table
 
 DEADLINE = timedelta(seconds=60)
 Message = TypeVar("Message", bound=msgspec.Struct)
-_meetings: Counter[str] = Counter()  # by prefix, in this process
 
 
 class CostMessage(msgspec.Struct, frozen=True):
@@ -38,14 +37,15 @@ class CostMessage(msgspec.Struct, frozen=True):
 
 
 class Meeting:
-    """Numbered decisions of the ranks of a group. All ranks make their meetings in the same order."""
+    """Numbered decisions of the ranks of a group. All ranks make it together: it begins with a broadcast."""
 
     def __init__(self, purpose: str, group: dist.ProcessGroup | None = None, store: Any = None) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        prefix = f"pyps/{purpose}/{getattr(group, 'group_name', 'world')}"
-        _meetings[prefix] += 1
+        # The store may outlive a restart, and with it what was said before: no two meetings share a name.
+        name = [secrets.token_hex(8)]
+        dist.broadcast_object_list(name, src=dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
         base = store or dist.distributed_c10d._get_default_store()
-        self._store = PrefixStore(f"{prefix}/{_meetings[prefix]}", base)
+        self._store = PrefixStore(f"pyps/{purpose}/{name[0]}", base)
 
     def post(self, number: int, message: msgspec.Struct) -> None:
         """Say what this rank knows for decision `number`."""

@@ -194,15 +194,17 @@ class WeightedHook:
         assumed, total, total_is = self._assumed, self._total, self._total_is
 
         def finish(_: object) -> torch.Tensor:
+            for reduced in waited_for:
+                reduced.wait()  # raises what the reduction raised: a lost peer must not pass for a sum
             if message is not buffer:
                 buffer.copy_(message)
             if total_is is not None and total is not None:
                 _correct(buffer, assumed / _not_zero(total))
             return buffer
 
-        waited_for = done if total_is is None else torch.futures.collect_all([total_is, done])
-        reduced: Reduced = waited_for.then(finish)
-        return reduced
+        waited_for = [done] if total_is is None else [total_is, done]
+        result: Reduced = torch.futures.collect_all(waited_for).then(finish)
+        return result
 
     @contextmanager
     def _aside(self, device: torch.device) -> Iterator[None]:

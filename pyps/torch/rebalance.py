@@ -14,7 +14,7 @@ all ranks have met in a reduction, so nobody waits for a message.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -91,7 +91,8 @@ class Replan:
 
 
 class Rebalancer:
-    """See the module's text. `history` holds every Replan, `states` the ranks as of the latest window.
+    """See the module's text. `history` holds every Replan, `states` the ranks as of the latest window; those
+    in `observers` are called when the result of a window is known.
 
     profile: this device's pyps.profile/1 (a file or a Profile), with which one window is enough to know it;
     max_batch: the most that fits it, if the profile does not say. window: steps between decisions, odd;
@@ -119,6 +120,7 @@ class Rebalancer:
         self.window, self.deadband = window, deadband
         self.history: list[Replan] = []
         self.states: list[RankState] = []
+        self.observers: list[Callable[[Rebalancer], None]] = []
         self.steps = 0
         self._sampler = sampler
         self._device = OnlineCost(prior)
@@ -141,6 +143,8 @@ class Rebalancer:
             self._meeting.answer(number, self._decide(self._meeting.posted(number, _Post)))
         elif turn == 2 and number:
             self._adopt(self._meeting.answered(number, _Answer))
+            for observe in self.observers:
+                observe(self)
         self._clock.start()
 
     def scalars(self) -> dict[str, float]:
