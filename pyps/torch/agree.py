@@ -42,8 +42,9 @@ class Meeting:
     def __init__(self, purpose: str, group: dist.ProcessGroup | None = None, store: Any = None) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         # The store may outlive a restart, and with it what was said before: no two meetings share a name.
+        first = 0 if group is None else dist.get_global_rank(group, 0)
         name = [secrets.token_hex(8)]
-        dist.broadcast_object_list(name, src=dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
+        dist.broadcast_object_list(name, src=first, group=group)
         base = store or dist.distributed_c10d._get_default_store()
         self._store = PrefixStore(f"pyps/{purpose}/{name[0]}", base)
 
