@@ -13,6 +13,7 @@ all ranks have met in a reduction, so nobody waits for a message.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from pyps.torch.refit import OnlineCost
 from pyps.torch.sampler import Edge, UnevenBatchSampler
 
 WARM_UP = 2  # steps at the beginning that say nothing: allocations, the buckets of DDP
+DOUBTS = 2.0  # standard errors: a gain of less may be none
 LEAD = 2  # rounds that each rank draws between a post and the step at which the decision is read
 
 
@@ -40,6 +42,7 @@ class _Post(msgspec.Struct, frozen=True):
 
     batch: int
     seconds: float | None
+    doubt: float  # the standard error of these seconds, relative
     cost: CostMessage
     level: float
     cap: int
@@ -181,12 +184,12 @@ class Rebalancer:
         batch = self._times[-1][0] if self._times else self._sampler.batch
         seconds = [s for b, s in self._times if b == batch]
         self._times = []
-        middle = median(seconds) if len(seconds) > self.window // 2 else None
+        middle, doubt = _median(seconds) if len(seconds) > self.window // 2 else (None, 0.0)
         if middle is not None:
             self._device.observe(batch, middle)
         sampler = self._sampler
         return _Post(
-            batch, middle, CostMessage.of(self._device.cost), self._device.level, self.cap,
+            batch, middle, doubt, CostMessage.of(self._device.cost), self._device.level, self.cap,
             sampler.accumulation, sampler.epoch, self._trained, sampler.drawn, sampler.rounds,
             sampler.changing or batch != sampler.batch,
         )  # fmt: skip
@@ -203,7 +206,7 @@ class Rebalancer:
             [now / then for now, then in zip(levels, before, strict=True)],
             [post.low for post in posts],
             [post.cap for post in posts],
-            self.deadband,
+            max(self.deadband, *(DOUBTS * post.doubt for post in posts)),
             self.steps - 1,
         )
         if move is None:
@@ -222,6 +225,13 @@ class Rebalancer:
             self.steps - LEAD, answer.edge, before, tuple(answer.split), *seconds, tuple(answer.reasons)
         )
         self.history.append(change)
+
+
+def _median(seconds: Sequence[float]) -> tuple[float, float]:
+    """The median and its relative standard error, from the median deviation; as of a normal distribution."""
+    middle = median(seconds)
+    deviation = 1.4826 * median(abs(s - middle) for s in seconds)
+    return middle, 1.2533 * deviation / (middle * math.sqrt(len(seconds)))
 
 
 def _answer(states: list[RankState], move: Move, edge: Edge) -> _Answer:
