@@ -6,12 +6,11 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import Device, accuracy, digits
+from common import Device, accuracy, digits, network
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from pyps.models import digits_cnn
 from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, weighted_hook
 
 GLOBAL_BATCH = 256
@@ -23,11 +22,11 @@ def main() -> None:
     train, held_out = digits()
     sampler = UnevenBatchSampler(train, agreed_split(GLOBAL_BATCH))
     loader = DataLoader(train, batch_sampler=sampler)
-    model = DistributedDataParallel(digits_cnn().model)
+    model = DistributedDataParallel(network())
     hook = weighted_hook(model, sampler)
     device = Device(model, hook)
     balance = Rebalancer(sampler, hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for epoch in range(int(os.environ.get("EPOCHS", "10"))):
         sampler.set_epoch(epoch)
         for images, labels in loader:

@@ -6,12 +6,10 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import Device, accuracy, digits
+from common import Device, accuracy, digits, network
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-
-from pyps.models import digits_cnn
 
 GLOBAL_BATCH = 256
 
@@ -22,9 +20,9 @@ def main() -> None:
     train, held_out = digits()
     sampler = DistributedSampler(train)
     loader = DataLoader(train, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
-    model = DistributedDataParallel(digits_cnn().model)
+    model = DistributedDataParallel(network())
     device = Device(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for epoch in range(int(os.environ.get("EPOCHS", "10"))):
         sampler.set_epoch(epoch)
         for images, labels in loader:
