@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
+import runpy
+import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_SECONDS = 60.0
+PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo"]
+PRELOADED += ["torch.distributed.fsdp", "sklearn.datasets", "pyps.torch"]
 
 
 class Ranks:
@@ -26,7 +32,7 @@ class Ranks:
 
     def __init__(self, most: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pyps.torch"])
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         file = Path(self._folder.name) / "store"
         self._pipes: list[Connection] = []
@@ -93,3 +99,42 @@ def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
             pipe.send((False, function(groups[count], *arguments)))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
+
+
+def run_script(path: Path, count: int, **environment: str) -> str:
+    """What `count` ranks of a script print, started as by torchrun, but with torch imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)} | environment
+    with tempfile.NamedTemporaryFile("r") as said:
+        started = []
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
+            started.append(context.Process(target=_script, args=(str(path), own, said.name)))
+            started[-1].start()
+        try:
+            for process in started:
+                process.join(DEADLINE_SECONDS)
+        finally:
+            for process in started:
+                process.kill()
+        output = said.read()
+    assert all(process.exitcode == 0 for process in started), output
+    return output
+
+
+def _script(path: str, environment: dict[str, str], said: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    sys.path.insert(0, str(Path(path).parent))
+    with open(said, "a", buffering=1) as sys.stdout:
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except BaseException:
+            sys.stdout.write(traceback.format_exc())
+            raise

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import ddp_more_jobs as jobs
 import pytest
 import torch
@@ -16,13 +14,6 @@ from pyps.torch import UnevenSyncBatchNorm, loss_scale
 FP32, FP64_AFTER_30 = 1e-6, 1e-10
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks(4)
-    yield started
-    started.close()
 
 
 @pytest.mark.parametrize(

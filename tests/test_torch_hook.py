@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ddp_jobs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 
@@ -25,13 +24,6 @@ INT8_BYTES = 0.27
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks(4)
-    yield started
-    started.close()
-
-
 @pytest.mark.parametrize("batches", [[48, 16], [1, 3], [3, 1, 20], [31, 1, 2, 9]])
 def test_the_gradient_is_the_one_of_one_process(ranks: Ranks, batches: list[int]) -> None:
     for weighted, plain in ranks.run(len(batches), ddp_jobs.gradient_errors, batches, {}):
@@ -40,7 +32,12 @@ def test_the_gradient_is_the_one_of_one_process(ranks: Ranks, batches: list[int]
         assert min(plain) > 0.01
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the ranks are meant to be used again
+)
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=4), st.data())
 def test_whatever_the_split_and_the_micro_batches(ranks: Ranks, batches: list[int], data: Any) -> None:
     parts = [data.draw(st.integers(1, min(b, 3))) for b in batches]
