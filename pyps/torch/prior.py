@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from pyps.formats import MAX_BATCH, Profile, WorkerGroup, read_profile
-from pyps.profiler.fit import fit_profile_points
+from pyps.profiler.select import select_fit
 from pyps.solver.costs import Cost
-from pyps.solver.plan import cap_of, cost_of
+from pyps.solver.members import cap_of, cost_of
 
 
 def prior_of(profile: Profile | str | os.PathLike[str] | None) -> tuple[Cost | None, int]:
@@ -20,5 +20,5 @@ def prior_of(profile: Profile | str | os.PathLike[str] | None) -> tuple[Cost | N
         return None, MAX_BATCH
     if not isinstance(profile, Profile):
         profile = read_profile(Path(profile))
-    fit = profile.fit or fit_profile_points(profile.points)
+    fit = profile.fit or select_fit(profile.points)
     return cost_of(fit), cap_of(WorkerGroup(name="rank", profile="profile"), profile)
