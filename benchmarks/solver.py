@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -91,12 +92,14 @@ def cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def measure(some: list[Case], runs: int) -> list[list[float]]:
-    """Seconds of each case, interleaved."""
-    times: list[list[float]] = [[] for _ in some]
+def measure(some: list[Case], runs: int) -> list[tuple[list[float], list[float]]]:
+    """Seconds of each case, interleaved: by the clock, and of the processor, which others stretch less."""
+    times: list[tuple[list[float], list[float]]] = [([], []) for _ in some]
     for _ in range(runs):
-        for taken, case in zip(times, some, strict=True):
-            taken.append(seconds_of(case.call))
+        for (wall, cpu), case in zip(times, some, strict=True):
+            begin = time.process_time()
+            wall.append(seconds_of(case.call))
+            cpu.append(time.process_time() - begin)
     return times
 
 
@@ -105,7 +108,10 @@ def growth(runs: int, limit: float) -> dict[str, list[tuple[int, float]]]:
     exact = [split("lines", n, lines(n)) for n in SIZES]
     ring = [subset("ring", n) for n in SIZES if n <= 1000]
     found = {
-        name: [(c.workers, statistics.median(t)) for c, t in zip(some, measure(some, runs), strict=True)]
+        name: [
+            (c.workers, statistics.median(wall))
+            for c, (wall, _) in zip(some, measure(some, runs), strict=True)
+        ]
         for name, some in (("exact", exact), ("exact, ring", ring))
     }
     for rival in RIVALS if limit else ():
@@ -167,10 +173,12 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     some = cases()
-    rows = [["case", "workers", "ms (range)", "bar, ms"]]
-    for case, times in zip(some, measure(some, options.runs), strict=True):
+    rows = [["case", "workers", "ms (range)", "CPU ms", "bar, ms"]]
+    for case, (wall, cpu) in zip(some, measure(some, options.runs), strict=True):
         bar = f"< {case.bar:g}" if case.bar else ""
-        rows.append([case.name, f"{case.workers:,}", milliseconds(times), bar])
+        rows.append(
+            [case.name, f"{case.workers:,}", milliseconds(wall), f"{1e3 * statistics.median(cpu):.1f}", bar]
+        )
     found = growth(options.runs, options.rival_limit)
     text = f"{machine()}.\n\n{table(rows)}\n\n{table(growth_rows(found))}"
     print(text)

@@ -30,6 +30,7 @@ NO_CAP = 2**31 - 1
 LIST_AT_MOST = 1024  # candidate times; sorting so few is cheaper than another pass over the workers
 
 AIM_PAST = LIST_AT_MOST // 4
+SAMPLED = 4096  # workers that stand for all in a first estimate
 
 Bools = npt.NDArray[np.bool_]
 
@@ -162,6 +163,13 @@ def earliest(problem: Problem, enough: Callable[[Ints], bool], latest: float = m
         return slow
     if not enough(above):
         return None
+    for t in _about(problem, slow, shigh):
+        if slow < t < shigh:
+            batch = most_by(problem, t)
+            if enough(batch):
+                shigh, above = t, batch
+            else:
+                slow, below = t, batch
     below, above, shigh = _narrowed(problem, enough, (below, above), slow, shigh)
     if _count_between(problem, below, above) > LIST_AT_MOST:
         return shigh
@@ -174,6 +182,18 @@ def earliest(problem: Problem, enough: Callable[[Ints], bool], latest: float = m
         else:
             low = middle
     return float(candidates[high])
+
+
+def _about(problem: Problem, slow: float, shigh: float) -> tuple[float, ...]:
+    """Two times that are likely to enclose the answer, from some of many workers; none for few workers."""
+    n = len(problem.costs)
+    if n < 4 * SAMPLED:
+        return ()
+    some = at_index(problem, np.arange(0, n, n // SAMPLED))
+    some = replace(some, global_batch=problem.global_batch * len(some.costs) // n)
+    ends = most_by(some, slow), most_by(some, shigh)
+    t = _narrowed(some, lambda batch: int(batch.sum()) >= some.global_batch, ends, slow, shigh)[2]
+    return t * (1 - SAMPLED**-0.5), t * (1 + SAMPLED**-0.5)
 
 
 def _narrowed(

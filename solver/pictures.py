@@ -16,6 +16,7 @@ from pyps.formats import Plan
 from pyps.solver.front import FrontPoint
 
 ROWS_AT_MOST = 32  # workers on one page
+TURNS_AT_MOST = 360  # in one ring
 ENDINGS = (".png", ".svg")
 COMPUTE = {"facecolor": "0.75", "edgecolor": "black", "linewidth": 0.6}
 WAIT = {"facecolor": "white", "edgecolor": "0.6", "hatch": "...", "linewidth": 0.4}
@@ -84,15 +85,18 @@ def draw_ring(plan: Plan, path: Path_) -> None:
     axes.set_theta_direction(-1)
     turn = 2 * math.pi / ring.period_seconds
     transfers = ring.turn_seconds or [0.0] * len(ring.order)
-    for rank, start, seconds in zip(ring.order, ring.offsets_seconds, transfers, strict=True):
+    n = len(ring.order)
+    turns = list(zip(ring.order, ring.offsets_seconds, transfers, strict=True))
+    for rank, start, seconds in turns[:TURNS_AT_MOST]:
         angle = start * turn
         axes.bar(angle, 0.3, width=max(seconds * turn, 0.02), bottom=0.7, align="edge", **TURN)
-        if len(ring.order) <= ROWS_AT_MOST:
+        if n <= ROWS_AT_MOST:
             axes.text(angle, 1.12, plan.workers[rank].name, ha="center", va="center", fontsize=8)
     axes.set_ylim(0, 1.2)
     axes.set_axis_off()
+    more = f"\n(first {TURNS_AT_MOST} of {n} turns)" if n > TURNS_AT_MOST else ""
     state = {True: "every turn fits", False: "the link binds", None: "no bandwidth known"}[ring.feasible]
-    text = f"period {1e3 * ring.period_seconds:.4g} ms\ngap {1e3 * ring.gap_seconds:.4g} ms\n{state}"
+    text = f"period {1e3 * ring.period_seconds:.4g} ms\ngap {1e3 * ring.gap_seconds:.4g} ms\n{state}{more}"
     axes.text(0, 0, text, ha="center", va="center", fontsize=9)
     _save(figure, path)
 

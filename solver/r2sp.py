@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from pyps.formats import MAX_BATCH, Bits, R2spRemedies, R2spSchedule
@@ -97,10 +98,12 @@ def _larger_batch(global_batch: int, at: At) -> int | None:
 def _links_needed(compute_seconds: Sequence[float], turns: Sequence[float]) -> int:
     """How many links like this one, each for some of the workers, the longest turns dealt out first."""
     alone = max(t + x for t, x in zip(compute_seconds, turns, strict=True))
-    for count in range(math.ceil(sum(turns) / alone), len(turns)):
+    longest_first = sorted(turns, reverse=True)
+
+    def enough(count: int) -> bool:
         loads = [0.0] * count
-        for turn in sorted(turns, reverse=True):
+        for turn in longest_first:
             heapq.heapreplace(loads, loads[0] + turn)
-        if max(loads) <= alone:
-            return count
-    return len(turns)
+        return max(loads) <= alone
+
+    return bisect_left(range(len(turns)), True, lo=math.ceil(sum(turns) / alone), key=enough)

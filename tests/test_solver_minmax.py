@@ -267,3 +267,18 @@ def test_large_mixed_quanta_and_minima() -> None:
     assert (used >= low[found.batches > 0]).all()
     bound = relaxed_seconds(instance, found.iteration_seconds)
     assert found.iteration_seconds <= bound + 2 * 8 * 1e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_very_many_workers_are_split_exactly_too(seed: int) -> None:
+    luck = np.random.default_rng(seed)
+    n = 20_000
+    costs = Costs.lines(luck.uniform(0.001, 0.05, n), luck.uniform(1e-4, 5e-3, n), luck.choice([0.0, 0.1], n))
+    order = np.argsort(costs.a) if seed else np.arange(n)  # sorted ones, where a sample may mislead
+    cap = luck.integers(96, 513, n)
+    found = solve(Problem.of(costs.take(order), 64 * n, cap=cap))
+    t = found.iteration_seconds
+    assert found.batches.sum() == 64 * n
+    assert found.seconds.max() == t
+    assert costs.take(order).largest_batch(t, cap).sum() >= 64 * n
+    assert costs.take(order).largest_batch(math.nextafter(t, 0), cap).sum() < 64 * n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -249,3 +250,12 @@ def test_a_measured_link_is_used_where_the_cluster_names_none() -> None:
     assert made.sync is not None
     assert made.sync.seconds == pytest.approx(4 * 4 * PARAMETERS / 1e8)
     assert made.r2sp.turn_seconds == pytest.approx([2 * 4 * PARAMETERS / b for b in (1e8, 1e9)])
+
+
+def test_thousands_of_workers_on_a_narrow_link_are_soon_planned() -> None:
+    start = time.perf_counter()
+    made = plan(2_000_000, *(({"count": 4000, "bandwidth": 1e9}, profile(a)) for a in (0.001, 0.002, 0.005)))
+    seconds = time.perf_counter() - start
+    assert made.r2sp.remedies is not None
+    assert made.r2sp.remedies.links is not None
+    assert seconds < 30  # three where the machine is quiet; anything quadratic takes minutes

@@ -84,7 +84,8 @@ def plan_command(
     read = _with_options(read, profiles, cluster, global_batch, quantile)
     with working("solving"):
         plan = _planned(cluster, read, profiles)
-    notes = [_checked(read, profiles, plan)] if check else []
+    with working("checking with HiGHS"):
+        notes = [_checked(read, profiles, plan)] if check else []
     if output is not None:
         write_json(output, plan)
     _draw(read, profiles, plan, timeline, ring)
