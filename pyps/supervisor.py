@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pyps.balance import Balancer
 from pyps.codec import as_codec
 from pyps.crew import Crew, Interrupted, Job, OnLine, OnTick
 from pyps.errors import InputError
@@ -48,6 +49,7 @@ def run(
     even: bool = False,
     max_restarts: int = MAX_RESTARTS,
     snapshot_every: int = 0,
+    rebalance: bool = False,
     on_line: OnLine | None = None,
     on_tick: OnTick | None = None,
 ) -> Report:
@@ -58,7 +60,8 @@ def run(
     feedback. throttle_from: "plan" or a cluster file, to emulate its devices (see
     pyps.lineup). even: equal batches instead of the plan's, for comparison. max_restarts: of each rank, after
     it has joined; a worker that dies before ends the run. snapshot_every: versions between snapshots, 0:
-    none. on_line, on_tick: called with each line that a worker prints, and about 20 times a second.
+    none. rebalance: plan anew while it trains (pyps.balance). on_line, on_tick: called with each line that a
+    worker prints, and about 20 times a second.
 
     Raises InputError for what is wrong before anything starts, TrainingFailed, Interrupted; after those two
     the folder has its report too.
@@ -89,6 +92,7 @@ def run(
         run_dir=folder,
         max_restarts=max_restarts,
         snapshot_every=snapshot_every,
+        balancer=Balancer(chosen, folder) if rebalance else None,
     )
     return _supervise(job, chosen, even, on_line, on_tick)
 

@@ -29,7 +29,7 @@ from pyps.solver.coupled import Coupled, Split, solve_coupled, valued
 from pyps.solver.goodput import Worth, best_batch
 from pyps.solver.hps import hps_estimate
 from pyps.solver.links import Link
-from pyps.solver.members import Member, cost_of, coupled_of, members_of, needs
+from pyps.solver.members import Member, cap_of, cost_of, coupled_of, members_of, needs
 from pyps.solver.minmax import Problem, at_index, solve
 from pyps.solver.noise import Noise, forecast, noise_of, too_few
 from pyps.solver.r2sp import r2sp_schedule, remedies
@@ -189,4 +189,7 @@ def _planned(rank: int, member: Member, split: Split, problem: Problem) -> PlanW
         predicted_seconds=float(split.seconds[rank] + split.link_seconds[rank]),
         fit_error=member.fit.leave_one_out_error,
         throttle=member.profile.device.throttle,
+        max_batch=min(cap_of(member.group, member.profile), MAX_BATCH) or None,
+        max_accumulation=member.group.max_accumulation,
+        fit=msgspec.structs.replace(member.fit, band=None),
     )

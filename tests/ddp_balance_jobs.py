@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyps.errors import Infeasible, InputError
 from pyps.solver import Line
+from pyps.solver.decide import best_split, round_seconds
 from pyps.throttle import sleep_until
 from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, weighted_hook
-from pyps.torch.decide import best_split, round_seconds
 
 BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device: enough for the emulation to hold
 

@@ -19,9 +19,9 @@ from ranks import Ranks
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Cost, Line, Table
+from pyps.solver.decide import best_split, decide, round_seconds
+from pyps.solver.refit import OnlineCost, refit, stretched
 from pyps.torch import Rebalancer, Replan, to_prometheus, to_tensorboard
-from pyps.torch.decide import best_split, decide, round_seconds
-from pyps.torch.refit import OnlineCost, refit, stretched
 from pyps.torch.schedule import Split
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3

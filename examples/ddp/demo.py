@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pyps.solver import Line
-from pyps.torch.decide import best_split, round_seconds
+from pyps.solver.decide import best_split, round_seconds
 
 HERE = Path(__file__).resolve().parent
 PACES = (1.0, 1.4, 2.0, 2.9)

@@ -55,6 +55,9 @@ def run_command(
     round_timeout: Annotated[float, typer.Option(help="Seconds that one worker may hold up others.")] = 60.0,
     max_restarts: Annotated[int, typer.Option(help="Of each rank, after it has joined.")] = MAX_RESTARTS,
     snapshot_every: Annotated[int, typer.Option(help="Versions between snapshots; 0: none.")] = 0,
+    rebalance: Annotated[
+        bool, typer.Option("--rebalance", help="Move samples between workers that turn slower or faster.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON, alone, on stdout.")
     ] = False,
@@ -80,6 +83,7 @@ def run_command(
             even=even,
             max_restarts=max_restarts,
             snapshot_every=snapshot_every,
+            rebalance=rebalance,
             on_line=screen.line,
             on_tick=screen.tick,
         )
@@ -185,6 +189,7 @@ def summary(report: Report) -> Iterator[str]:
     if report.ratio is not None and report.predicted_iteration_seconds is not None:
         line += f", {report.ratio:.2f} times the predicted {report.predicted_iteration_seconds * 1e3:.1f} ms"
     yield line
+    yield from (f"planned anew: {why}" for why in report.replans)
     s = report.samples
     yield f"{s.trained} samples in {report.versions} versions and {report.wall_seconds:.1f} s"
     if s.skipped or s.returned or s.lost or report.restarts:

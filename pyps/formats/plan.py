@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from pyps.errors import InputError
 from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Name, Seconds, Share
+from pyps.formats.profile import Fit
 
 PLAN_SCHEMA = "pyps.plan/1"
 
@@ -24,7 +25,9 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's share: batch 0 means left out; weight = batch / global batch.
 
     The batch is computed as `accumulation` micro-batches: all of micro_batch samples, the last of the rest.
-    throttle repeats the profile's, so that a run can emulate the devices that the plan was made for.
+    max_batch is the most that it may compute at once, in at most max_accumulation micro-batches; fit is the
+    cost model it was planned with. With these a run can plan anew while it trains. throttle repeats the
+    profile's, so that a run can emulate the devices that the plan was made for.
     """
 
     rank: Share
@@ -36,6 +39,9 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     predicted_seconds: Elapsed
     fit_error: Elapsed | None = None
     throttle: Factor = 1.0
+    max_batch: Batch | None = None
+    max_accumulation: Batch = 1
+    fit: Fit | None = None
 
 
 class R2spRemedies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,12 +24,12 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile
+from pyps.solver.decide import Move, decide
+from pyps.solver.prior import prior_of
+from pyps.solver.refit import OnlineCost
 from pyps.torch.agree import CostMessage, Meeting
 from pyps.torch.clock import OwnTime
-from pyps.torch.decide import Move, decide
 from pyps.torch.hook import WeightedHook
-from pyps.torch.prior import prior_of
-from pyps.torch.refit import OnlineCost
 from pyps.torch.sampler import Edge, UnevenBatchSampler
 
 WARM_UP = 2  # steps at the beginning that say nothing: allocations, the buckets of DDP

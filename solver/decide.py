@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyps.errors import Infeasible
-from pyps.solver import Cost, Costs, Problem, solve
-from pyps.torch.schedule import Split
+from pyps.solver.costs import Cost, Costs
+from pyps.solver.minmax import Problem, solve
+
+Split = tuple[int, ...]  # samples a round, by rank
 
 WORTH_SAYING = 0.05  # a rank whose pace changed by less is no reason
 
