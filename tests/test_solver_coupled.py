@@ -152,3 +152,21 @@ def test_a_shared_link_makes_its_workers_wait_for_each_other() -> None:
     both = valued(Coupled(problem, Sync.of("none", 4), resources=(link,)), np.array([30, 30, 30, 30]))
     assert both.link_seconds.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert both.iteration_seconds == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_of_like_workers_agree_with_the_exact_solver(seed: int) -> None:
+    luck = np.random.default_rng(seed)
+    like = np.repeat(np.arange(3), 4)
+    costs = Costs.lines(luck.uniform(0.01, 0.05, 3)[like], luck.uniform(3e-4, 3e-3, 3)[like])
+    problem = Problem.of(
+        costs, 64 * 12, cap=luck.choice([96, 256], 3)[like], quantum=luck.choice([1, 8], 3)[like]
+    )
+    sync = Sync.of(KINDS[seed % 4], 12, 1e-5, luck.choice([0.001, 0.02], 3)[like])
+    exact = solve_subset(problem, sync)
+    found = by_milp(Coupled(problem, sync))
+    assert found.iteration_seconds == pytest.approx(exact.iteration_seconds, rel=TOLERANCE)
+    assert found.iteration_seconds >= exact.iteration_seconds * (1 - 1e-14)
+    price = luck.choice([0.5, 1.0, 3.0], 3)[like]
+    roomy = Coupled(problem, sync, (Limit("price_per_hour", price, float(price.sum())),))
+    assert solve_coupled(roomy).iteration_seconds == pytest.approx(exact.iteration_seconds, rel=TOLERANCE)
