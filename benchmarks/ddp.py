@@ -180,7 +180,7 @@ def trained(chosen: Any, wire: Any, seed: int) -> dict[str, Any]:
     weighted_hook(ddp, wire=wire)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=5e-4)
     draws = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    batch = 48 if dist.get_rank() == 0 else 16
+    batch = 12 if dist.get_rank() == 0 else 4
     losses, seconds = [], []
     dist.barrier()
     sent, began = sent_bytes(), time.monotonic()
@@ -193,7 +193,7 @@ def trained(chosen: Any, wire: Any, seed: int) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         seconds.append(time.monotonic() - began)
-        whole = torch.tensor([float(loss.detach()) * batch / 64], dtype=torch.float64)
+        whole = torch.tensor([float(loss.detach()) * batch / 16], dtype=torch.float64)
         dist.all_reduce(whole)
         losses.append(float(whole))
     return {"losses": losses, "seconds": seconds, "bytes": sent_bytes() - sent}
@@ -226,7 +226,7 @@ def link(chosen: Any) -> int:
         goal = smooth(plain["losses"])[-1] * 1.02
         faster.append(reached(plain, goal) / reached(few, goal))
         last.append((smooth(plain["losses"])[-1], smooth(few["losses"])[-1]))
-    print(f"{chosen.mbit:g} Mbit/s between two hosts, batches 48 and 16, {chosen.steps} steps")
+    print(f"{chosen.mbit:g} Mbit/s between two hosts, batches 12 and 4, {chosen.steps} steps")
     print("final loss of each seed, f32 and int8:", *(f"{a:.4f} {b:.4f};" for a, b in last))
     print(f"bytes of int8 over f32: {ratio:.3f} (bar: {WIRE_BYTES})")
     each = ", ".join(f"{x:.2f}" for x in faster)

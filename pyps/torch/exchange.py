@@ -33,7 +33,7 @@ def quantized_sum(
     Where any rank's block holds a value that is not finite, the sum is NaN on all ranks; the error says
     nothing there.
     """
-    pieces = [_Piece(codec, piece, group) for piece in values.split(PIECE)]
+    pieces = [_Piece(codec, piece, group) for piece in torch.split(values, PIECE)]
     for piece in pieces:
         piece.reduce()
     for piece in pieces:
