@@ -39,14 +39,13 @@ def encode(codec: Codec, values: torch.Tensor) -> torch.Tensor:
     """float32 [rows, n], n a multiple of the block -> uint8 [rows, packed_bytes(n)]: scales, then levels."""
     rows = values.shape[0]
     blocks = values.reshape(rows, -1, codec.block)
-    amax = blocks.abs().amax(dim=2)  # NaN wherever there is one
+    # Both NaN wherever there is one; no copy of absolute values.
+    amax = torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2))
     scale = torch.where(amax < TINY, 0.0, amax / codec.levels)
     scale = torch.where(torch.isfinite(amax), scale, torch.nan)
-    usable = (scale > 0).unsqueeze(2)  # false for NaN too
-    levels = torch.where(usable, blocks / torch.where(usable, scale.unsqueeze(2), 1.0), 0.0)
-    whole = (
-        levels.round_().clamp_(-codec.levels, codec.levels).to(torch.int8).view(torch.uint8).reshape(rows, -1)
-    )
+    # x / max|x| is at most 1 and a bit: no level is past the largest. A NaN's level is never looked at.
+    levels = blocks * torch.where(scale > 0, 1.0 / scale, 0.0).unsqueeze(2)
+    whole = levels.round_().to(torch.int8).view(torch.uint8).reshape(rows, -1)
     if codec.bits == 4:
         whole = (whole[:, 0::2] & 15) | (whole[:, 1::2] << 4)
     return torch.cat([scale.contiguous().view(torch.uint8), whole], dim=1)
@@ -63,6 +62,5 @@ def decode(codec: Codec, packed: torch.Tensor, values: int) -> torch.Tensor:
         levels = pair.view(torch.int8) >> 4
     else:
         levels = whole.contiguous().view(torch.int8)
-    return (levels.to(torch.float32).reshape(rows, count, codec.block) * scale.unsqueeze(2)).reshape(
-        rows, values
-    )
+    found = levels.to(torch.float32).reshape(rows, count, codec.block)
+    return found.mul_(scale.unsqueeze(2)).reshape(rows, values)

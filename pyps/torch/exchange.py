@@ -8,6 +8,9 @@ Both stages round, and both errors are fed back (Seide et al., Interspeech 2014,
 what stage 2 lost of its part to its own residual of stage 1: the next round's sum takes it up once, from rank
 j. So one residual a rank holds both, it belongs to a parameter and not to a part, and it stays right when the
 parts change. What was sent and the residuals sum to what was put in.
+
+A long vector goes in pieces, so that one is encoded while another is on its way, and all of a piece is in
+cache.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import torch.distributed as dist
 
 from pyps.torch.codec import Codec, decode, encode
 
+PIECE = 1 << 19  # values
+
 
 def quantized_sum(
     codec: Codec, values: torch.Tensor, group: dist.ProcessGroup | None = None
@@ -28,24 +33,47 @@ def quantized_sum(
     Where any rank's block holds a value that is not finite, the sum is NaN on all ranks; the error says
     nothing there.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    length = len(values)
-    part = -(-length // (ranks * codec.block)) * codec.block
-    padded = torch.nn.functional.pad(values, (0, ranks * part - length)).view(ranks, part)
-    sent = encode(codec, padded)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    error = padded - decode(codec, sent, part)
-    mine = decode(codec, received, part).sum(dim=0, keepdim=True)
-    back = encode(codec, mine)
-    everything = torch.empty(ranks * back.shape[1], dtype=torch.uint8, device=back.device)
-    _all_gather(everything, back.view(-1), group)
-    total = decode(codec, everything.view(ranks, -1), part).view(-1)[:length]
-    error[rank] += mine[0] - decode(codec, back, part)[0]
-    return total, error.view(-1)[:length], 2 * (ranks - 1) * back.shape[1]
+    pieces = [_Piece(codec, piece, group) for piece in torch.split(values, PIECE)]
+    for piece in pieces:
+        piece.reduce()
+    for piece in pieces:
+        piece.finish()
+    total, error = (torch.cat(parts) for parts in zip(*((p.total, p.error) for p in pieces), strict=True))
+    return total, error, sum(piece.sent_bytes for piece in pieces)
 
 
-def _all_gather(into: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+class _Piece:
+    """A piece on its way: made, it is being scattered; reduced, it is being gathered; then it is there."""
+
+    def __init__(self, codec: Codec, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        self._codec, self._group, self._length = codec, group, len(values)
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._part = -(-len(values) // (self._ranks * codec.block)) * codec.block
+        missing = self._ranks * self._part - len(values)
+        padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
+        padded = padded.view(self._ranks, self._part)
+        self._sent = encode(codec, padded)
+        self._received = torch.empty_like(self._sent)
+        self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
+        self.sent_bytes = 2 * (self._ranks - 1) * self._sent.shape[1]
+        self._error = padded - decode(codec, self._sent, self._part)
+
+    def reduce(self) -> None:
+        self._work.wait()
+        mine = decode(self._codec, self._received, self._part).sum(dim=0, keepdim=True)
+        back = encode(self._codec, mine)
+        self._gathered = torch.empty(self._ranks * back.shape[1], dtype=torch.uint8, device=back.device)
+        self._back = back.view(-1)
+        self._work = _all_gather(self._gathered, self._back, self._group)
+        self._error[self._rank] += mine[0] - decode(self._codec, back, self._part)[0]
+
+    def finish(self) -> None:
+        self._work.wait()
+        total = decode(self._codec, self._gathered.view(self._ranks, -1), self._part)
+        self.total, self.error = total.view(-1)[: self._length], self._error.view(-1)[: self._length]
+
+
+def _all_gather(into: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
     # Renamed in torch 2.13; before, the old name is the only one.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(into, values, group=group)
+    return gather(into, values, group=group, async_op=True)

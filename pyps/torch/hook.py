@@ -244,14 +244,17 @@ def _not_zero(total: torch.Tensor) -> torch.Tensor:
 def _weigh(buffer: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """In place. A mean over no targets is NaN, and so is its gradient: weight 0 leaves it out."""
     if buffer.device.type == "cpu":
-        return buffer.mul_(scale) if scale != 0 else buffer.zero_()
+        factor = float(scale)  # a third of the time that a float64 tensor of one takes
+        return buffer.mul_(factor) if factor else buffer.zero_()
     return buffer.mul_(scale).masked_fill_(scale == 0, 0)
 
 
 def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
     """Bring a sum that was scaled by another W to the right one; mostly they are the same."""
-    if buffer.device.type != "cpu" or ratio != 1.0:
+    if buffer.device.type != "cpu":
         buffer.mul_(ratio)
+    elif (factor := float(ratio)) != 1.0:
+        buffer.mul_(factor)
 
 
 def rows_of(batch: Any) -> int:
