@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument, StoreError
 from pyps.values import (
+    Advice,
     Claim,
     Codec,
     Config,
@@ -33,6 +34,7 @@ from pyps.values import (
     RankCounters,
     Role,
     Rounding,
+    Rules,
     Status,
     Tensor,
 )
@@ -81,6 +83,7 @@ def create(name: str, config: Config) -> Pointer:
     for field in ("chunk_params", "max_participants", "snapshot_spares", "areas", "groups"):
         setattr(c, field, _unsigned(what, field, getattr(config, field), 32))
     c.optimizer, c.policy = int(config.optimizer), config.policy
+    fill_rules(c.rules, config.rules)
     c.ranks, c.tensors = len(config.batches), len(config.tensors)
     c.samples = _unsigned(what, "samples", config.samples, 64)
     c.round_timeout_seconds = config.round_timeout_seconds
@@ -88,6 +91,17 @@ def create(name: str, config: Config) -> Pointer:
     out = ffi.new("pyps_store **")
     check(what, lib.pyps_create(_segment(what, name), c, out))
     return _owned(out)
+
+
+def fill_rules(c: Any, rules: Rules) -> None:
+    for field in fields(Rules):
+        setattr(c, field.name, getattr(rules, field.name))
+
+
+def get_rules(store: Pointer) -> Rules:
+    c = ffi.new("pyps_rules *")
+    check("rules", lib.pyps_get_rules(store, c))
+    return Rules(*(getattr(c, field.name) for field in fields(Rules)))
 
 
 def open_segment(name: str) -> Pointer:
@@ -210,6 +224,16 @@ def push(store: Pointer, arguments: Push) -> PushResult:
     return _push_result(r)
 
 
+def check_step(store: Pointer, done: int, following: int) -> Advice:
+    advice = ffi.new("int *")
+    check("check", lib.pyps_check(store, done, following, advice))
+    return Advice(advice[0])
+
+
+def offer(store: Pointer, most: int) -> None:
+    check("offer", lib.pyps_offer(store, _unsigned("offer", "most", most, 32)))
+
+
 def exchange(store: Pointer, arguments: Push, flat: Flat) -> tuple[PushResult, int]:
     c, keep = _push_args("exchange", arguments)
     r, version = ffi.new("pyps_push_result *"), ffi.new("uint64_t *")
@@ -241,10 +265,12 @@ def _push_args(what: str, push: Push) -> tuple[Any, Any]:
     c.scale, c.timeout_seconds, c.hyper = push.scale, push.timeout, constants
     gradient = ffi.NULL if push.gradient is None else ffi.from_buffer("float[]", push.gradient)
     c.gradient, c.encoded = gradient, int(push.encoded)
+    pulled = ffi.NULL if push.pulled is None else ffi.from_buffer("float[]", push.pulled)
+    c.pulled, c.square_norm = pulled, push.square_norm
     how = push.encoding
     c.codec, c.seed, c.feedback = how.codec, how.seed, int(how.feedback)
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
-    return c, (constants, gradient)
+    return c, (constants, gradient, pulled)
 
 
 def _position(kinds: Any, name: str) -> int:

@@ -29,6 +29,7 @@ from pyps.codec import as_codec, encoded_bytes
 from pyps.errors import Busy, Forked, InputError, InvalidArgument, SnapshotCancelled, StoreClosed, StoreError
 from pyps.policy import BSP, Policy, policy_named
 from pyps.values import (
+    Advice,
     Claim,
     Codec,
     Config,
@@ -42,6 +43,7 @@ from pyps.values import (
     PushResult,
     RankCounters,
     Role,
+    Rules,
     Snapshot,
     Status,
     Tensor,
@@ -128,8 +130,8 @@ class Store:
 
         `tensors`: name -> initial values (array or torch tensor of real numbers; kept as fp32). `batches`:
         the planned batch of each rank. `optimizer`: "sgd", "momentum", "adamw", "adam" or "adagrad".
-        `policy`: a pyps.BSP or ASP, or their name. `groups`: name -> index of its parameter group
-        (default: all 0). `samples`: sample positions to hand out in all, 0 without end.
+        `policy`: a pyps.BSP, ASP, ..., or its text ("ssp:bound=4"). `groups`: name -> index of its parameter
+        group (default: all 0). `samples`: sample positions to hand out in all, 0 without end.
         `chunk_params`, `max_participants`, `snapshot_spares`, `areas` (per worker): 0 takes the C core's
         default. Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
         """
@@ -153,6 +155,7 @@ class Store:
             max_participants=max_participants,
             snapshot_spares=snapshot_spares,
             areas=areas,
+            rules=rules.rules(),
         )
         return cls(name, native.create(name, config), unlinks=not keep)
 
@@ -273,15 +276,20 @@ class Store:
         *,
         encoding: Encoding | str | None = None,
         gradient: Flat | NDArray[np.uint8] | None = None,
+        pulled: Flat | None = None,
+        square_norm: float = 0.0,
     ) -> PushResult:
         """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
 
         `hyper`: one for all parameter groups, or one each. The gradient is multiplied by `scale`. samples=0
         skips the step. `encoding`: how it travels, an Encoding or a codec's name; None: as fp32.
         `gradient`: in place of the area's: fp32 [flat_elements], or what was encoded elsewhere, with that
-        codec (uint8). Raises Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument.
+        codec (uint8). `pulled`: fp32 [flat_elements], what the gradient was computed on: DCASGD needs it.
+        `square_norm`: of the gradient, for SaPS's "ringmaster"; 0: not known. Raises Fenced, PushRejected,
+        TimedOut, NotFinite, InvalidArgument.
         """
-        return self._call(native.push, self._push(area, samples, hyper, scale, timeout, encoding, gradient))
+        arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient)
+        return self._call(native.push, self._with(arguments, pulled, square_norm))
 
     def exchange(
         self,
@@ -294,6 +302,8 @@ class Store:
         *,
         encoding: Encoding | str | None = None,
         gradient: Flat | NDArray[np.uint8] | None = None,
+        pulled: Flat | None = None,
+        square_norm: float = 0.0,
     ) -> tuple[PushResult, int]:
         """A push and the pull after it in one pass: (the push's result, the version that `out` holds).
 
@@ -301,7 +311,12 @@ class Store:
         """
         self._target("exchange", out)
         arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient)
-        return self._call(native.exchange, arguments, out)
+        return self._call(native.exchange, self._with(arguments, pulled, square_norm), out)
+
+    def _with(self, arguments: Push, pulled: Flat | None, square_norm: float) -> Push:
+        if pulled is not None:
+            self._vector("push", "pulled", pulled)
+        return replace(arguments, pulled=pulled, square_norm=float(square_norm))
 
     def _push(
         self,
@@ -357,6 +372,22 @@ class Store:
             expected = f"contiguous uint8 [{size}]"
             raise InvalidArgument("pull", f"out: found {data.dtype} {list(data.shape)}; expected {expected}")
         return data, self._call(native.pull_encoded, kind, data)
+
+    def check(self, done: int, following: int) -> Advice:
+        """Between two micro-batches, `done` samples computed and `following` in the next one: what to do.
+
+        GO_ON; PUSH_NOW what there is, for the next one would come too late; or ABORT: the samples go back,
+        the area is free, start() anew. Raises Fenced.
+        """
+        return self._call(native.check_step, done, following)
+
+    def offer(self, most: int) -> None:
+        """Say how many samples fit this worker's memory at once, from the next claim on; 0: no limit."""
+        self._call(native.offer, most)
+
+    def rules(self) -> Rules:
+        """The numbers of the store's policy."""
+        return self._call(native.get_rules)
 
     def snapshot(self, timeout: float | None = None) -> Snapshot:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.

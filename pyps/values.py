@@ -136,6 +136,33 @@ class Tensor:
     elements: int = 0
 
 
+NO_BOUND = 2**32 - 1  # UINT32_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A policy's numbers, named as in pyps.h; those that it does not have are 0."""
+
+    backup: int = 0
+    splits: int = 0
+    bound: int = 0
+    extra: int = 0
+    threshold: int = 0
+    abort: int = 0
+    quantile: float = 0.0
+    strength: float = 0.0
+    slack: float = 0.0
+    patience: float = 0.0
+
+
+class Advice(IntEnum):
+    """What a worker does between two micro-batches: as PYPS_GO_ON ... in pyps.h."""
+
+    GO_ON = 0
+    PUSH_NOW = 1
+    ABORT = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """All that a store is made from; 0 means the C core's default. See pyps.Store.create."""
@@ -152,6 +179,7 @@ class Config:
     max_participants: int
     snapshot_spares: int
     areas: int
+    rules: Rules = Rules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +225,14 @@ class Push:
     encoding: Encoding
     gradient: Flat | None
     encoded: bool
+    pulled: Flat | None = None
+    square_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """Which version the push became (0: everybody skipped), how stale it was, what went into the version, and
-    what an encoder met that was not finite.
+    """Which version the push became (0: everybody skipped, or softsync still gathers), how stale it was, what
+    went into the version, and what an encoder met that was not finite.
     """
 
     version: int
