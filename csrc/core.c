@@ -110,6 +110,7 @@ int pyps_core_step(pyps_core *core, const pyps_event *given, pyps_decision *out)
                            .round = v->round,
                            .due = v->due,
                            .stir = v->stir};
+    if (o.code == STALE) out->verdict = PYPS_WAIT, out->at = e.now; /* ask again at once */
     return o.code < 0 ? o.code : PYPS_OK;
 }
 

@@ -29,6 +29,8 @@ class Policy:
 
     name: ClassVar[str]
     number: ClassVar[int]
+    turns: ClassVar[bool] = False  # a push and the pull after it are one turn
+    checks: ClassVar[bool] = False  # has something to say between micro-batches
     known: ClassVar[dict[str, type[Policy]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -83,6 +85,7 @@ class Backup(Policy):
 
     k: int = 1
 
+    checks: ClassVar[bool] = True
     name: ClassVar[str] = "backup"
     number: ClassVar[int] = 2
 
@@ -196,6 +199,7 @@ class SaPS(Policy):
     quantile: float = 0.9
     abort: bool = False
 
+    checks: ClassVar[bool] = True
     name: ClassVar[str] = "saps"
     number: ClassVar[int] = 9
 
@@ -228,6 +232,7 @@ class R2SP(Policy):
     slack: float = 1.0
     patience: float = 2.0
 
+    turns: ClassVar[bool] = True
     name: ClassVar[str] = "r2sp"
     number: ClassVar[int] = 10
 

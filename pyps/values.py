@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,6 +161,43 @@ class Advice(IntEnum):
     GO_ON = 0
     PUSH_NOW = 1
     ABORT = 2
+
+
+class Moment(IntEnum):
+    """What can happen to a view, as PYPS_ON_JOIN ... in pyps.h."""
+
+    JOIN = 1
+    LEAVE = 2
+    REJOIN = 3
+    START = 4
+    PULL = 5
+    PUSH = 6
+    TICK = 7
+    REPLAN = 8
+    CHECK = 9
+    OFFER = 10
+    GATE = 11
+
+
+class Decision(Protocol):
+    """What a step of the decision core came to: pyps_decision in pyps.h."""
+
+    verdict: int  # 0 committed, 1 unchanged, 2 wait
+    advice: int
+    rank: int
+    scale: float
+    ticket: int
+    staleness: int
+    first: int
+    count: int
+    batch: int
+    until: int
+    at: int
+    progress: int
+    version: int
+    round: int
+    due: int
+    stir: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "pyps.worker",
         }
     ),
-    frozenset({"pyps.torch"}),
+    frozenset({"pyps.simulate", "pyps.torch"}),
     frozenset({"pyps.cli"}),
     frozenset({"pyps.__main__"}),
     frozenset({"pyps"}),  # the front: names loaded when first used
@@ -44,6 +44,7 @@ HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
 # What a part must not import, wherever its layer is.
 BANNED = {
+    "pyps.simulate": ("pyps.store", "pyps.worker", "pyps.cli"),
     "pyps.torch": ("pyps.store", "pyps.native", "pyps.worker", "pyps.cli"),
     "pyps.solver": ("torch", "pyps.store", "pyps.native", "pyps.worker", "pyps.profiler.measure"),
     "pyps.profiler": ("pyps.store", "pyps.native", "pyps.worker"),

@@ -21,6 +21,7 @@ from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_text, typ
 from pyps.formats.kinds import MAX_BATCH
 from pyps.formats.plan import PLAN_SCHEMA, EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule, check_plan
 from pyps.formats.profile import PROFILE_SCHEMA, Device, Fit, Memory, ModelInfo, Point, Profile, check_profile
+from pyps.formats.simulation import Happening, Host, Jitter, Simulation
 
 __all__ = [
     "FORMATS",
@@ -32,7 +33,10 @@ __all__ = [
     "Device",
     "EvenSplit",
     "Fit",
+    "Happening",
+    "Host",
     "HpsEstimate",
+    "Jitter",
     "Job",
     "Memory",
     "ModelInfo",
@@ -41,6 +45,7 @@ __all__ = [
     "Point",
     "Profile",
     "R2spSchedule",
+    "Simulation",
     "WorkerGroup",
     "encode",
     "read_cluster",
