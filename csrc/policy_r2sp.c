@@ -48,10 +48,11 @@ static void taken(struct view *v, uint64_t now) {
 }
 
 static enum gate_decision gate(struct view *v, const struct event *e, struct outcome *out) {
-    const struct ring *r = &v->ring;
+    struct ring *r = &v->ring;
     struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
     if (rank->absent) {
         rank->absent = 0;
+        if (holder(v) == rank) r->since = e->now, set_due(v); /* or it would be late at once */
         return GATE_AGAIN;
     }
     if (holder(v) != rank || r->pushed) {

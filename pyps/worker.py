@@ -214,11 +214,11 @@ class Worker:
                 binding.keep()
                 return None
             finite = self._finish_gradients(attachment, binding, scaler)
+            step.left = 0
             if advice is Advice.ABORT:
                 self._step = None
                 self._account(step, None, True, loss, pushed_at)
                 return None
-            step.left = 0
         self._step = None
         result = self._push(step, attachment, binding, finite)
         self._account(step, result, finite, loss, pushed_at)
