@@ -3,9 +3,9 @@
  *
  * Ours: the push is gated, and the pull after it belongs to the same turn, so that between two pushes of one
  * worker every other pushes once: the staleness is N - 1 however unlike they are. The period is the slowest
- * worker's measured time from claim to gradient; the gap is period / (slack * N). A turn is counted from when
- * it should have begun, so that a late one does not shift all that follow; but half a gap stays between any
- * two. Who does not take its turn within `patience` periods is passed over until it asks for one again.
+ * worker's measured time from claim to gradient; the gap is period / (slack * N), counted from the last push:
+ * who is late shifts all that follow, which keeps the gaps even, and gives the late one time. Who does not
+ * take its turn within `patience` periods is passed over until it asks for one again.
  */
 #include "policy.h"
 
@@ -41,9 +41,9 @@ static void set_due(struct view *v) {
 
 static void taken(struct view *v, uint64_t now) {
     struct ring *r = &v->ring;
-    uint64_t schedule = r->opens + r->gap, least = now + r->gap / 2;
+    r->opens = (r->pushed ? r->since : now) + r->gap; /* from push to push */
     pass_on(v);
-    r->opens = schedule > least ? schedule : least, r->since = now;
+    r->since = now;
     set_due(v);
 }
 

@@ -41,8 +41,8 @@ static bool present(const struct view *v, const struct rank *rank) {
 }
 
 /* Work is measured in planned samples until a rank has been timed, so that the first round is the plan's. */
-static double speed(const struct rank *rank) {
-    return rank->sample_seconds > 0 ? 1 / rank->sample_seconds : rank->total.batch;
+static double speed(const struct rank *rank, bool timed) {
+    return timed ? 1 / rank->sample_seconds : rank->total.batch;
 }
 
 static bool all_timed(const struct view *v) {
@@ -52,14 +52,14 @@ static bool all_timed(const struct view *v) {
 }
 
 /* Fixes those at their limit that would pass it; what they leave is the others'. False: nobody passed. */
-static bool fix_limited(struct view *v, double *samples, double *speeds) {
+static bool fix_limited(struct view *v, double *samples, double *speeds, bool timed) {
     double left = *samples, sum = *speeds;
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
         if (!present(v, rank) || rank->share || !rank->most) continue;
-        if (left * speed(rank) / sum <= rank->most) continue;
+        if (left * speed(rank, timed) / sum <= rank->most) continue;
         rank->share = rank->most;
-        *samples -= rank->most, *speeds -= speed(rank);
+        *samples -= rank->most, *speeds -= speed(rank, timed);
     }
     return *samples < left;
 }
@@ -78,12 +78,12 @@ static void feed_empty(struct view *v) {
 }
 
 /* Whole numbers in proportion to speed that add up: each rank takes what the running sum leaves it. */
-static void spread(struct view *v, double samples, double speeds, bool over) {
+static void spread(struct view *v, double samples, double speeds, bool timed, bool over) {
     double before = 0, given = 0;
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
         if (!present(v, rank) || (rank->share && !over)) continue;
-        before += speed(rank);
+        before += speed(rank, timed);
         double share = floor(samples * before / speeds + 0.5) - given;
         given += share;
         rank->share = (uint32_t)(over ? rank->share + share : share);
@@ -100,15 +100,14 @@ static void size_tasks(struct view *v) {
         struct rank *rank = view_rank(v, r);
         rank->share = 0;
         samples += rank->total.batch;
-        if (!timed) rank->sample_seconds = 0;
-        if (present(v, rank)) speeds += speed(rank);
+        if (present(v, rank)) speeds += speed(rank, timed);
     }
     if (speeds <= 0) return;
     all = speeds;
-    while (speeds > 1e-9 * all && samples > 0 && fix_limited(v, &samples, &speeds)) continue;
+    while (speeds > 1e-9 * all && samples > 0 && fix_limited(v, &samples, &speeds, timed)) continue;
     if (samples < 1) return;
     bool over = speeds <= 1e-9 * all;
-    spread(v, samples, over ? all : speeds, over);
+    spread(v, samples, over ? all : speeds, timed, over);
 }
 
 const struct policy policy_bsp = {.name = "bsp",

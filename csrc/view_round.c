@@ -4,10 +4,12 @@
 #include "policy.h"
 #include "view.h"
 
-#define NEWEST 0.25 /* weight of the newest time in the moving averages */
+#define STEADY 32 /* pushes that a rank's time is the mean of: a ring is set by it */
+#define QUICK  8  /* and its time a sample, by which tasks are sized */
 
-static void average(double *mean, double newest) {
-    *mean = *mean > 0 ? *mean + NEWEST * (newest - *mean) : newest;
+/* A mean of everything at first, then of about the last `most`. */
+static void average(double *mean, double newest, uint64_t count, uint64_t most) {
+    *mean = *mean > 0 ? *mean + (newest - *mean) / (double)(count < most ? count : most) : newest;
 }
 
 static void time_rank(struct view *v, const struct event *e) {
@@ -15,8 +17,8 @@ static void time_rank(struct view *v, const struct event *e) {
     rank->interval = rank->pushed_at ? e->now - rank->pushed_at : 0;
     rank->pushed_at = e->now;
     if (!e->took || !e->samples) return;
-    average(&rank->step_seconds, (double)e->took * 1e-9);
-    average(&rank->sample_seconds, (double)e->took * 1e-9 / e->samples);
+    average(&rank->step_seconds, (double)e->took * 1e-9, rank->total.pushes, STEADY);
+    average(&rank->sample_seconds, (double)e->took * 1e-9 / e->samples, rank->total.pushes, QUICK);
 }
 
 /* The claim is learnt from: its member may go on as far as the policy lets it. */

@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
-SUBCOMMANDS = {"pyps": ("run", "profile", "plan", "shm"), "pyps-profile": ("import",)}
+SUBCOMMANDS = {"pyps": ("run", "profile", "plan", "simulate", "shm"), "pyps-profile": ("import",)}
 NESTED = {("pyps", "shm"): ("ls", "gc")}
 FILE_NAME = re.compile(r"# ([\w/.-]+\.\w+)\n")
 

@@ -12,11 +12,13 @@ Above = Annotated[float, Meta(gt=0)]
 
 
 class Jitter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes steps of one device unlike: a lognormal factor of mean 1, a spike (`spike_factor` times as
-    long) in a share of the steps, and a slow sine of relative amplitude `drift`.
+    """What makes steps of one device unlike: a lognormal factor of mean 1, a uniform one within 1 +-
+    `spread`, a spike (`spike_factor` times as long) in a share of the steps, and a slow sine of relative
+    amplitude `drift`.
     """
 
     sigma: Elapsed = 0.0
+    spread: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     spike_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     spike_factor: Above = 10.0
     drift: Annotated[float, Meta(ge=0, lt=1)] = 0.0

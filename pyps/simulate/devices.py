@@ -1,6 +1,6 @@
 """How long a simulated worker computes: its cost model, times what makes real devices uneven.
 
-    seconds(b, t) = (T(b) + added(t)) * lognormal * spike * drift(t) * co-tenants(t)
+    seconds(b, t) = (T(b) + added(t)) * lognormal * uniform * spike * drift(t) * co-tenants(t)
 
 Every worker draws from a stream of its own, so that nothing depends on the order of events.
 """
@@ -63,10 +63,11 @@ class Device:
         return base * factor * (1.0 + j.drift * math.sin(2.0 * math.pi * now / j.drift_seconds + self._phase))
 
     def _new_factors(self) -> list[float]:
-        """Lognormal with mean 1, and now and then a spike."""
+        """Lognormal with mean 1, uniform around 1, and now and then a spike."""
         j = self._jitter
         normal = self._draw.standard_normal(DRAWS)
         factors = np.exp(j.sigma * normal - 0.5 * j.sigma**2)
+        factors *= self._draw.uniform(1.0 - j.spread, 1.0 + j.spread, DRAWS)
         factors = np.where(self._draw.random(DRAWS) < j.spike_share, factors * j.spike_factor, factors)
         drawn: list[float] = factors.tolist()
         return drawn

@@ -62,6 +62,7 @@ class Engine:
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
         self._watches = self._watched = 0
         self._sizes = (scenario.down_bytes, scenario.up_bytes)
+        self._warm = False
         self._measure_at = self._measure_every = 0
         self._target: float | None = None
         self._reached = False
@@ -218,6 +219,10 @@ class Engine:
         if self.tally.keep_slices:
             self.tally.pushed_at.append((k, self.clock.now * 1e-9))
         self.trained += samples
+        if not self._warm and self.trained >= self.scenario.global_batch:
+            self._warm = True
+            for network in self.clock.networks:  # all pull at the very beginning
+                network.peak = network.concurrent
         self.finished_at = self.clock.now
         if d.ticket and d.round == self.rounds:  # a version of its own
             learnt = self._staged[k, area]
