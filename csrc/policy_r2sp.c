@@ -55,7 +55,11 @@ static enum gate_decision gate(struct view *v, const struct event *e, struct out
         if (holder(v) == rank) r->since = e->now, set_due(v); /* or it would be late at once */
         return GATE_AGAIN;
     }
-    if (holder(v) != rank || r->pushed) {
+    if (holder(v) == rank && r->pushed) { /* it pushes again instead of pulling: that turn is over */
+        taken(v, e->now);
+        return GATE_AGAIN;
+    }
+    if (holder(v) != rank) {
         uint64_t mine = (uint64_t)view_member(v, e->slot)->rank, place = r->turn % v->ranks;
         out->until = r->turn + (mine > place ? mine - place : v->ranks - (place - mine));
         return GATE_WAIT;

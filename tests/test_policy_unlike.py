@@ -189,6 +189,21 @@ def test_r2sp_passes_over_who_is_late_and_takes_it_back() -> None:
     assert [staleness for _, staleness, _ in drive.pushes[-3:]] == [2, 2, 2]
 
 
+def test_r2sp_does_not_wait_for_a_pull_that_never_comes() -> None:
+    drive = Drive(R2SP(slack=0.0), [1, 1])
+    for k in (0, 1):
+        drive.start(k)
+    order = []
+    for _ in range(20):
+        for k in (0, 1):
+            if k in drive.claims and drive.push(k) == COMMITTED:
+                order.append(k)
+                drive.core.step(Moment.START, k, drive.now)
+                drive.claims[k] = (0, 1)
+    assert order == [k % 2 for k in range(len(order))]
+    assert len(order) > 10
+
+
 def test_r2sp_keeps_its_gaps() -> None:
     drive = Drive(R2SP(slack=1.0), [1, 1])
     times: list[int] = []
