@@ -30,7 +30,7 @@ struct geometry {
     pyps_rules rules;
 };
 
-_Static_assert(sizeof(pyps_rules) == 6 * 4 + 4 * 8, "no padding");
+_Static_assert(sizeof(pyps_rules) == 6 * 4 + 5 * 8, "no padding");
 
 struct group {
     uint64_t elements;

@@ -38,6 +38,7 @@ static const struct policy *const policies[] = {
     [PYPS_SOFTSYNC] = &policy_softsync, [PYPS_SSP] = &policy_ssp,       [PYPS_DSSP] = &policy_dssp,
     [PYPS_DYNSGD] = &policy_dynsgd,     [PYPS_CONSGD] = &policy_consgd, [PYPS_DCASGD] = &policy_dcasgd,
     [PYPS_SAPS] = &policy_saps,         [PYPS_R2SP] = &policy_r2sp,     [PYPS_HPS] = &policy_hps,
+    [PYPS_CUSTOM] = &policy_custom,
 };
 
 const struct policy *policy_find(uint32_t number) {
@@ -52,6 +53,8 @@ static int check_number(const char *rule, double found, double low, double high)
 int policy_check(uint32_t number, const pyps_rules *r) {
     int rc = PYPS_OK;
     if (!policy_find(number)) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
+    if (number == PYPS_CUSTOM && !custom_known())
+        return fail(PYPS_EPOLICY, "policy: custom: this process has set none");
     if (number == PYPS_SOFTSYNC) rc = check_number("splits", r->splits, 1, 1e6);
     if (number == PYPS_DCASGD) rc = check_number("strength", r->strength, 0, 1e9);
     if (number == PYPS_SAPS) {

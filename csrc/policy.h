@@ -47,7 +47,9 @@ extern const struct policy policy_bsp, policy_backup, policy_softsync, policy_hp
 extern const struct policy policy_asp, policy_dynsgd, policy_consgd, policy_dcasgd; /* policy.c */
 extern const struct policy policy_ssp, policy_dssp;                                 /* policy_bounded.c */
 extern const struct policy policy_saps;                                             /* policy_saps.c */
-extern const struct policy policy_r2sp;                                             /* policy_r2sp.c */
+extern const struct policy policy_custom;                                           /* policy_custom.c */
+bool custom_known(void);                /* this process has set it */
+extern const struct policy policy_r2sp; /* policy_r2sp.c */
 
 const struct policy *policy_find(uint32_t number);          /* NULL if unknown */
 int policy_check(uint32_t number, const pyps_rules *rules); /* PYPS_OK, or the rule that is out of range */

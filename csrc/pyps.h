@@ -61,7 +61,8 @@ enum {                                                                          
        PYPS_DCASGD = 8,
        PYPS_SAPS = 9,
        PYPS_R2SP = 10,
-       PYPS_HPS = 11
+       PYPS_HPS = 11,
+       PYPS_CUSTOM = 12
 };
 enum { PYPS_FIXED = 0, PYPS_QUANTILE = 1, PYPS_RINGMASTER = 2 }; /* where SaPS's threshold comes from */
 enum { PYPS_GO_ON = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 };      /* what pyps_check advises */
@@ -112,6 +113,7 @@ typedef struct {
     double strength;    /* dcasgd: the weight of its correction */
     double slack;       /* r2sp: gap = period / (slack * workers); 0: no gaps */
     double patience;    /* r2sp: periods after which a turn that nobody takes is skipped */
+    uint64_t custom;    /* custom: which one */
 } pyps_rules;
 
 typedef struct {
@@ -365,6 +367,29 @@ PYPS_API int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decis
 PYPS_API uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *areas,
                                     uint32_t *samples, float *scales, uint32_t capacity);
 PYPS_API int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity);
+
+/* A policy of one's own, PYPS_CUSTOM: asynchronous, and asked before a step and about each gradient. Every
+ * worker's process must have set it; a store with it cannot be opened before. It is asked anywhere in a call
+ * that starts or pushes, perhaps again, and must depend on nothing but what it is given. */
+enum { PYPS_WORDS = 16 };
+
+typedef struct {
+    uint64_t custom;                  /* pyps_rules.custom */
+    uint64_t now;                     /* nanoseconds */
+    uint64_t version, staleness;      /* versions since this worker's pull */
+    uint64_t clock, slowest, fastest; /* its steps, and those of the others */
+    uint32_t rank, workers;           /* active */
+    uint32_t samples, batch;          /* held or pushed; planned */
+} pyps_sight;
+
+/* Both return 1 for yes, 0 for no (wait; drop the gradient), -1 if they failed. `words` are the policy's own;
+ * what start changes is kept if it says yes. *scale is 1. */
+typedef struct {
+    int (*start)(const pyps_sight *sight, uint64_t *words);
+    int (*push)(const pyps_sight *sight, uint64_t *words, float *scale);
+} pyps_custom;
+
+PYPS_API int pyps_set_custom(const pyps_custom *custom); /* of this process; before any store has it */
 
 /* Whether any process has the segment file open: PYPS_OK free, PYPS_EBUSY in use, else why it is not ours. */
 PYPS_API int pyps_probe(const char *name, uint64_t *bytes_out);

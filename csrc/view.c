@@ -130,7 +130,8 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     if (!m->claim_count) {
         if (!samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
         if (policy->allots || !samples_left(v)) return STEP_WAIT;
-        if (policy->on_start && policy->on_start(v, e->slot, out) == START_WAIT) return STEP_WAIT;
+        if (policy->on_start && policy->on_start(v, e->slot, out) == START_WAIT)
+            return out->code ? STEP_REFUSED : STEP_WAIT;
         samples_take(v, e->slot, e->now);
         verdict = STEP_COMMIT;
     }

@@ -165,7 +165,7 @@ struct view {
     uint64_t snapshot, snapshot_version;
     uint32_t snapshot_slot, snapshot_active;
     union {
-        uint64_t scratch[16]; /* the policy's own words */
+        uint64_t scratch[PYPS_WORDS]; /* the policy's own words */
         struct ring ring;
         struct lateness late;
     };

@@ -114,6 +114,7 @@ enum verdict push_step(struct view *v, const struct event *e, struct outcome *ou
     if (verdict != STEP_UNCHANGED) return verdict;
     out->round = v->round, out->staleness = v->version - m->pulled;
     enum push_decision decision = policy->on_push(v, e, out);
+    if (out->code) return STEP_REFUSED;
     if (decision == PUSH_REJECT) {
         samples_return(v, e->slot, 0);
         m->begun = 0;

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pyps.policy import SSP as SSP
     from pyps.policy import Backup as Backup
     from pyps.policy import ConSGD as ConSGD
+    from pyps.policy import Custom as Custom
     from pyps.policy import DynSGD as DynSGD
     from pyps.policy import SaPS as SaPS
     from pyps.policy import Softsync as Softsync
@@ -43,6 +44,7 @@ _HOME = {
     "BSP": "pyps.policy",
     "Backup": "pyps.policy",
     "ConSGD": "pyps.policy",
+    "Custom": "pyps.policy",
     "DCASGD": "pyps.policy",
     "DSSP": "pyps.policy",
     "DynSGD": "pyps.policy",

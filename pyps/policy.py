@@ -6,14 +6,21 @@ In text a policy is its name and what differs from the defaults: `ssp`, `saps:th
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import math
+import os
+import sys
+from collections.abc import MutableSequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from pyps.errors import InputError
-from pyps.values import NO_BOUND, Rules
+from pyps.native import custom
+from pyps.values import NO_BOUND, Rules, Sight
 
 Threshold = Literal["fixed", "quantile", "ringmaster"]
+CUSTOM = 12  # PYPS_CUSTOM
 COMMON = ("round_timeout_seconds",)
 
 
@@ -34,7 +41,8 @@ class Policy:
     known: ClassVar[dict[str, type[Policy]]] = {}
 
     def __init_subclass__(cls) -> None:
-        Policy.known[cls.name] = cls
+        if cls.number != CUSTOM:
+            Policy.known[cls.name] = cls
 
     def __post_init__(self) -> None:
         self._check("round_timeout_seconds", above=0.0)
@@ -253,6 +261,33 @@ class HPS(Policy):
     number: ClassVar[int] = 11
 
 
+@dataclass(frozen=True, kw_only=True)
+class Custom(Policy):
+    """A policy of one's own: a frozen dataclass in a module that workers can import, with either method.
+
+    `words` are 16 whole numbers below 2^64 that all workers share, 0 at first, the only memory there is. A
+    method may be asked again, by any worker, and must depend on nothing but itself and its arguments.
+    """
+
+    name: ClassVar[str] = "custom"
+    number: ClassVar[int] = CUSTOM
+
+    def __init_subclass__(cls) -> None:
+        cls.name = f"{cls.__module__}.{cls.__qualname__}"
+
+    def may_start(self, sight: Sight, words: MutableSequence[int]) -> bool:
+        """Whether a worker may begin a step now; words that change are kept if it may."""
+        return True
+
+    def scale(self, sight: Sight, words: MutableSequence[int]) -> float | None:
+        """What a gradient is multiplied by; None: it is dropped, its samples go back."""
+        return 1.0
+
+    def rules(self) -> Rules:
+        text = str(self).encode()
+        return Rules(custom=int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()))
+
+
 def _bound(value: float) -> int:
     return NO_BOUND if value == math.inf else int(value)
 
@@ -261,10 +296,16 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def acquaint(policy: Policy) -> None:
+    """Make a policy of one's own known to the core of this process."""
+    if isinstance(policy, Custom):
+        custom.know(policy.rules().custom, policy)
+
+
 def policy_named(text: str, round_timeout_seconds: float = 60.0) -> Policy:
     """The policy that a text says, e.g. "bsp" or "ssp:bound=4". Raises InputError with what there is."""
     name, _, rest = text.partition(":")
-    kind = Policy.known.get(name)
+    kind = Policy.known.get(name) or _imported(name)
     if kind is None:
         raise InputError("policy", "", repr(name), f"one of {', '.join(Policy.known)}")
     own = {f.name: f.default for f in fields(kind) if f.name not in COMMON and f.default is not MISSING}
@@ -275,6 +316,21 @@ def policy_named(text: str, round_timeout_seconds: float = 60.0) -> Policy:
             raise InputError(name, "", repr(item), f"key=value with one of {', '.join(own) or 'no keys'}")
         values[key] = _parsed(name, key, value, own[key])
     return kind(round_timeout_seconds=round_timeout_seconds, **values)
+
+
+def _imported(name: str) -> type[Policy] | None:
+    """The Custom at a dotted path, the current folder searched first; None if there is no such thing."""
+    module, _, qualified = name.rpartition(".")
+    if not module:
+        return None
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), qualified, None)
+    except ImportError as error:
+        raise InputError("policy", "", f"{name!r}: {error}", "module.Class of a pyps.Custom") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    return found if isinstance(found, type) and issubclass(found, Custom) else None
 
 
 def _parsed(name: str, key: str, text: str, default: object) -> object:

@@ -15,9 +15,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 
@@ -25,9 +25,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
+from pyps.area import Area, split
 from pyps.codec import as_codec, encoded_bytes
-from pyps.errors import Busy, Forked, InputError, InvalidArgument, SnapshotCancelled, StoreClosed, StoreError
-from pyps.policy import BSP, Policy, policy_named
+from pyps.errors import (
+    Busy,
+    Forked,
+    InputError,
+    InvalidArgument,
+    SnapshotCancelled,
+    StoreClosed,
+    StoreError,
+    UnknownPolicy,
+)
+from pyps.native import custom as custom_policies
+from pyps.policy import BSP, Custom, Policy, acquaint, policy_named
 from pyps.values import (
     Advice,
     Claim,
@@ -51,40 +62,10 @@ from pyps.values import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 T = TypeVar("T")
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
-
-
-@dataclass(frozen=True, slots=True)
-class Area:
-    """A staging area: `flat` is a zero-copy fp32 array [flat_elements] to be filled with the mean
-    gradient.
-    """
-
-    index: int
-    flat: Flat
-    layout: tuple[Tensor, ...]
-
-    def __getitem__(self, name: str) -> Flat:
-        """The zero-copy view of one tensor, in its shape."""
-        return self.tensors()[name]
-
-    def tensors(self) -> dict[str, Flat]:
-        """Zero-copy views of all tensors, by name."""
-        return split(self.flat, self.layout)
-
-    def torch(self) -> torch.Tensor:
-        """A zero-copy torch tensor over `flat`."""
-        import torch
-
-        return torch.from_numpy(self.flat)
-
-
-def split(flat: Flat, layout: Iterable[Tensor]) -> dict[str, Flat]:
-    """Views of a flat vector by tensor name, each in its tensor's shape; nothing is copied."""
-    return {t.name: flat[t.offset : t.offset + t.elements].reshape(t.shape) for t in layout}
 
 
 class Store:
@@ -142,6 +123,7 @@ class Store:
             key: as_f32(f"store {name!r}", f"tensors[{key!r}]", value) for key, value in tensors.items()
         }
         rules = policy_named(policy) if isinstance(policy, str) else policy or BSP()
+        acquaint(rules)
         config = Config(
             tensors=tuple(Tensor(key, a.shape, group_of.get(key, 0)) for key, a in initial.items()),
             initial=tuple(initial.values()),
@@ -206,6 +188,9 @@ class Store:
         A dead worker's rank is inherited. Raises Busy if a live process has the rank, StoreFull.
         """
         kind = Role[role.upper()] if isinstance(role, str) else role
+        custom = self.layout.policy == Custom.number and kind is Role.WORKER
+        if custom and not custom_policies.knows(self._call(native.get_rules).custom):
+            raise UnknownPolicy("join", "the store has a policy of its maker's own, which is not known here")
         self.rank = self._call(native.join, kind, -1 if rank is None else rank)
         return self.rank
 

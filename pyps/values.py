@@ -153,6 +153,23 @@ class Rules:
     strength: float = 0.0
     slack: float = 0.0
     patience: float = 0.0
+    custom: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a policy of one's own is shown: the worker it is asked about, and the others."""
+
+    now: int  # nanoseconds
+    version: int
+    staleness: int  # versions since the worker's pull
+    clock: int  # its steps
+    slowest: int  # steps of the slowest worker there is
+    fastest: int
+    rank: int
+    workers: int
+    samples: int  # held or pushed
+    batch: int  # planned
 
 
 class Advice(IntEnum):

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from pyps.area import Area
 from pyps.attach import Attachment, Binding, check_same, hyper_of, inspect
 from pyps.errors import (
     Ended,
@@ -39,10 +40,10 @@ from pyps.errors import (
     TimedOut,
 )
 from pyps.metrics import RecordWriter, Span, StepRecord, record_path
-from pyps.policy import DCASGD, R2SP, Backup, Policy, SaPS
+from pyps.policy import DCASGD, R2SP, Backup, Policy, SaPS, acquaint
 from pyps.sampling import fetcher, indices
 from pyps.settings import Settings, read_settings
-from pyps.store import Area, Store
+from pyps.store import Store
 from pyps.values import Advice, Claim, Codec, PushResult
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class Worker:
             raise InputError("attach", "model", "a second one", "one model for each worker")
         chosen = optimizer if optimizer is not None else torch.optim.SGD(model.parameters())
         attachment = inspect(model, chosen)
+        acquaint(self.settings.policy)
         self._store = store = self._open_or_create(attachment, timeout)
         atexit.register(_close_if_alive, weakref.ref(self))
         check_same(store, attachment)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pyps import native
 from pyps.errors import Ended, Fenced, PushRejected
+from pyps.native.core import Core
 from pyps.policy import (
     ASP,
     BSP,
@@ -43,7 +43,7 @@ class Drive:
             (), (), tuple(batches), 1, Optimizer.SGD, policy.number, policy.round_timeout_seconds,
             samples, 0, 0, 0, 2, policy.rules(),
         )  # fmt: skip
-        self.core = native.Core(config)
+        self.core = Core(config)
         self.now = SECOND
         self.version = self.round = 0
         self.pulled = [0] * self.n

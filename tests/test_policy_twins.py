@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from policy_drive import COMMITTED, REFUSED, WAIT, Drive, orders
 
+from pyps.area import Area
 from pyps.errors import Ended, PushRejected, TimedOut
 from pyps.policy import (
     ASP,
@@ -24,7 +25,7 @@ from pyps.policy import (
     SaPS,
     Softsync,
 )
-from pyps.store import Area, Store
+from pyps.store import Store
 from pyps.values import Hyper, PushResult
 
 BATCHES = [5, 3, 2, 7]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_drive import COMMITTED, POLICIES, REFUSED, SECOND, WAIT, Drive, orders
 
-from pyps import native
 from pyps.errors import InputError, InvalidArgument
+from pyps.native.core import Core
 from pyps.policy import (
     ASP,
     HPS,
@@ -282,8 +282,8 @@ def test_bad_numbers_are_named(text: str, message: str) -> None:
 
 
 def test_the_core_checks_rules_itself() -> None:
-    def core(policy: int, rules: Rules) -> native.Core:
-        return native.Core(Config((), (), (1,), 1, Optimizer.SGD, policy, 1.0, 0, 0, 0, 0, 0, rules))
+    def core(policy: int, rules: Rules) -> Core:
+        return Core(Config((), (), (1,), 1, Optimizer.SGD, policy, 1.0, 0, 0, 0, 0, 0, rules))
 
     with pytest.raises(InvalidArgument, match="splits: found 0"):
         core(Softsync.number, Rules())

@@ -10,10 +10,11 @@ import pytest
 import torch
 from test_worker import SAMPLES, X, Y, backward, loss_of, make_model, run_threads
 
+from pyps.area import Area
 from pyps.errors import InvalidArgument, PushRejected
 from pyps.metrics import read_run
 from pyps.policy import DCASGD, R2SP, Policy, SaPS, Softsync
-from pyps.store import Area, Store
+from pyps.store import Store
 from pyps.values import Advice, Hyper, PushResult
 from pyps.worker import Worker, join
 

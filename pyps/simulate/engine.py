@@ -10,9 +10,9 @@ import math
 from collections.abc import Generator
 from typing import Any
 
-from pyps import native
 from pyps.errors import Ended, Fenced, PushRejected, PypsError
-from pyps.policy import Policy
+from pyps.native.core import Core
+from pyps.policy import Policy, acquaint
 from pyps.simulate.clock import Clock, Life
 from pyps.simulate.devices import Device
 from pyps.simulate.network import Class, Network
@@ -48,7 +48,8 @@ class Engine:
             (), (), scenario.batches, 1, Optimizer.SGD, policy.number, policy.round_timeout_seconds,
             samples, 0, len(scenario.workers), 0, AREAS, policy.rules(),
         )  # fmt: skip
-        self.core = native.Core(config)
+        acquaint(policy)
+        self.core = Core(config)
         self.devices = [
             Device(w.cost, w.jitter, w.slowdowns, seed, k) for k, w in enumerate(scenario.workers)
         ]

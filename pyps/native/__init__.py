@@ -1,4 +1,4 @@
-"""The only importer of pyps._native: C codes become exceptions here, C structs become values.
+"""This package alone imports pyps._native: C codes become exceptions here, C structs become values.
 
 Everything above sees names, numbers, arrays and the dataclasses of pyps.values. A `Pointer` is opaque; the C
 rules (one thread at a time, one process) are kept by pyps.Store, which holds it.
@@ -21,14 +21,12 @@ from pyps.values import (
     Claim,
     Codec,
     Config,
-    Decision,
     EncodeCounts,
     Encoding,
     Flat,
     Layout,
     Member,
     MemberState,
-    Moment,
     NonFinite,
     Optimizer,
     Push,
@@ -46,6 +44,7 @@ MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
 MAX_DIMENSIONS = 8
 F32 = 0  # PYPS_F32, the one element type
 STORE_TIMEOUT = -1.0  # C: the store's round_timeout_seconds
+raised: list[BaseException] = []  # by what C called back, until the call that it was in has returned
 ERRORS = {kind.code: kind for kind in StoreError.__subclasses__()}
 
 Pointer = NewType("Pointer", object)
@@ -57,7 +56,8 @@ def check(what: str, rc: int) -> None:
         return
     message = ffi.string(lib.pyps_error_message()).decode(errors="replace")
     code = ffi.string(lib.pyps_error_name(rc)).decode()
-    raise ERRORS.get(code, StoreError)(what, message or code)
+    cause = raised.pop() if raised else None
+    raise ERRORS.get(code, StoreError)(what, message or code) from cause
 
 
 def abi_version() -> int:
@@ -79,15 +79,15 @@ def create(name: str, config: Config) -> Pointer:
     initial = ffi.new("float *[]", max(1, len(keep)))
     for k, data in enumerate(keep):
         initial[k] = data
-    batches = _u32_array(what, "batches", config.batches)
+    batches = u32_array(what, "batches", config.batches)
     c = ffi.new("pyps_config *")
     c.size = ffi.sizeof("pyps_config")
     for field in ("chunk_params", "max_participants", "snapshot_spares", "areas", "groups"):
-        setattr(c, field, _unsigned(what, field, getattr(config, field), 32))
+        setattr(c, field, unsigned(what, field, getattr(config, field), 32))
     c.optimizer, c.policy = int(config.optimizer), config.policy
     fill_rules(c.rules, config.rules)
     c.ranks, c.tensors = len(config.batches), len(config.tensors)
-    c.samples = _unsigned(what, "samples", config.samples, 64)
+    c.samples = unsigned(what, "samples", config.samples, 64)
     c.round_timeout_seconds = config.round_timeout_seconds
     c.batches, c.tensor, c.initial = batches, tensors, initial
     out = ffi.new("pyps_store **")
@@ -202,7 +202,7 @@ class Mapping:
 
 def staging(store: Pointer, area: int, elements: int) -> tuple[Flat, weakref.ref[Mapping]]:
     """A zero-copy array over a staging area, and a reference that is dead once no array uses it any more."""
-    pointer = lib.pyps_staging(store, _unsigned("staging", "area", area, 32))
+    pointer = lib.pyps_staging(store, unsigned("staging", "area", area, 32))
     if pointer == ffi.NULL:
         raise InvalidArgument("staging", f"area: found {area}; expected an area of a joined worker")
     mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), elements, np.float32)
@@ -211,7 +211,7 @@ def staging(store: Pointer, area: int, elements: int) -> tuple[Flat, weakref.ref
 
 def staging_codes(store: Pointer, area: int, size: int) -> tuple[NDArray[np.uint8], weakref.ref[Mapping]]:
     """The same for the area's codes, `size` bytes."""
-    pointer = lib.pyps_staging_codes(store, _unsigned("staging", "area", area, 32))
+    pointer = lib.pyps_staging_codes(store, unsigned("staging", "area", area, 32))
     if pointer == ffi.NULL:
         raise InvalidArgument("staging", f"area: found {area}; expected one of a joined worker, and memory")
     mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), size, np.uint8)
@@ -233,7 +233,7 @@ def check_step(store: Pointer, done: int, following: int) -> Advice:
 
 
 def offer(store: Pointer, most: int) -> None:
-    check("offer", lib.pyps_offer(store, _unsigned("offer", "most", most, 32)))
+    check("offer", lib.pyps_offer(store, unsigned("offer", "most", most, 32)))
 
 
 def exchange(store: Pointer, arguments: Push, flat: Flat) -> tuple[PushResult, int]:
@@ -262,8 +262,8 @@ def _push_args(what: str, push: Push) -> tuple[Any, Any]:
         h.beta1, h.beta2 = group.betas
         h.eps, h.nesterov = group.eps, int(group.nesterov)
         h.lr_decay, h.clip = group.lr_decay, group.clip
-    c.size, c.area = ffi.sizeof("pyps_push_args"), _unsigned(what, "area", push.area, 32)
-    c.samples = _unsigned(what, "samples", push.samples, 32)
+    c.size, c.area = ffi.sizeof("pyps_push_args"), unsigned(what, "area", push.area, 32)
+    c.samples = unsigned(what, "samples", push.samples, 32)
     c.scale, c.timeout_seconds, c.hyper = push.scale, push.timeout, constants
     gradient = ffi.NULL if push.gradient is None else ffi.from_buffer("float[]", push.gradient)
     c.gradient, c.encoded = gradient, int(push.encoded)
@@ -280,7 +280,7 @@ def _position(kinds: Any, name: str) -> int:
 
 
 def encoded_bytes(codec: Codec, count: int) -> int:
-    return int(lib.pyps_encoded_bytes(codec, _unsigned("codec", "count", count, 44)))
+    return int(lib.pyps_encoded_bytes(codec, unsigned("codec", "count", count, 44)))
 
 
 def encode(
@@ -295,7 +295,7 @@ def encode(
     c, r = ffi.new("pyps_encode_args *"), ffi.new("pyps_encode_result *")
     c.size, c.codec, c.seed, c.scale = ffi.sizeof("pyps_encode_args"), how.codec, how.seed, scale
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
-    c.first = _unsigned("encode", "first", first, 64)
+    c.first = unsigned("encode", "first", first, 64)
     kept = ffi.NULL if residual is None else ffi.from_buffer("float[]", residual)
     left = ffi.NULL
     if residual_out is not None:
@@ -360,71 +360,11 @@ def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
 
 
 def replan(store: Pointer, batches: Sequence[int]) -> None:
-    check("replan", lib.pyps_replan(store, _u32_array("replan", "batches", batches), len(batches)))
+    check("replan", lib.pyps_replan(store, u32_array("replan", "batches", batches), len(batches)))
 
 
 def wait(store: Pointer, sequence: int, timeout: float) -> None:
-    check("wait", lib.pyps_wait(store, _unsigned("wait", "sequence", sequence, 64), timeout))
-
-
-class Core:
-    """The decision core on a private view, in virtual time: see pyps.h. Times are whole nanoseconds.
-
-    A step returns the same `Decision` object each time, overwritten, which is also `last`; an event that is
-    refused raises the store's exception for it.
-    """
-
-    def __init__(self, config: Config) -> None:
-        batches = _u32_array("core", "batches", config.batches)
-        c, out = ffi.new("pyps_config *"), ffi.new("pyps_core **")
-        c.size, c.policy, c.ranks = ffi.sizeof("pyps_config"), config.policy, len(config.batches)
-        c.max_participants, c.areas = config.max_participants, config.areas
-        c.samples = _unsigned("core", "samples", config.samples, 64)
-        c.round_timeout_seconds, c.batches = config.round_timeout_seconds, batches
-        fill_rules(c.rules, config.rules)
-        check("core", lib.pyps_core_create(c, out))
-        self._core = ffi.gc(out[0], lib.pyps_core_free)
-        self._event, self._decision = ffi.new("pyps_event *"), ffi.new("pyps_decision *")
-        self.last: Decision = self._decision
-        self._step = lib.pyps_core_step
-        self._ranks = len(config.batches)
-        self._capacity = config.max_participants or self._ranks
-
-    def step(self, kind: int, slot: int, now: int, **values: Any) -> Decision:
-        """One event. `values` are fields of pyps_event; unnamed ones keep their last value."""
-        e = self._event
-        e.kind, e.slot, e.now = kind, slot, now
-        for name, value in values.items():
-            setattr(e, name, value)
-        if rc := self._step(self._core, e, self._decision):
-            check(Moment(kind).name.lower(), rc)
-        return self.last
-
-    def push(self, slot: int, now: int, area: int, samples: int, took: int, norm: float) -> Decision:
-        """A push, the most frequent of the steps that have values."""
-        e = self._event
-        e.area, e.samples, e.took, e.square_norm = area, samples, took, norm
-        return self.step(Moment.PUSH, slot, now)
-
-    def replan(self, now: int, batches: Sequence[int]) -> Decision:
-        keep = _u32_array("replan", "batches", batches)
-        decision = self.step(Moment.REPLAN, 0, now, batches=keep)
-        self._event.batches = ffi.NULL
-        return decision
-
-    def sources(self) -> list[tuple[int, int, int, float]]:
-        """Of the last round that became a version, in order: slot, area, samples, scale."""
-        n = self._capacity
-        slots, areas, samples = (ffi.new("uint32_t[]", n) for _ in range(3))
-        scales = ffi.new("float[]", n)
-        count = lib.pyps_core_sources(self._core, slots, areas, samples, scales, n)
-        return [(slots[k], areas[k], samples[k], scales[k]) for k in range(count)]
-
-    def ranks(self) -> list[RankCounters]:
-        c = ffi.new("pyps_rank[]", self._ranks)
-        check("ranks", lib.pyps_core_ranks(self._core, c, self._ranks))
-        names = [field.name for field in fields(RankCounters)]
-        return [RankCounters(*(getattr(c[k], name) for name in names)) for k in range(self._ranks)]
+    check("wait", lib.pyps_wait(store, unsigned("wait", "sequence", sequence, 64), timeout))
 
 
 def _owned(out: Any) -> Pointer:
@@ -438,15 +378,15 @@ def _segment(what: str, name: str) -> bytes:
     return data
 
 
-def _unsigned(what: str, field: str, value: int, bits: int) -> int:
+def unsigned(what: str, field: str, value: int, bits: int) -> int:
     value = int(value)
     if not 0 <= value < 1 << bits:
         raise InvalidArgument(what, f"{field}: found {value}; expected 0 to {(1 << bits) - 1}")
     return value
 
 
-def _u32_array(what: str, field: str, values: Sequence[int]) -> Any:
-    return ffi.new("uint32_t[]", [_unsigned(what, f"{field}[{k}]", v, 32) for k, v in enumerate(values)] or 1)
+def u32_array(what: str, field: str, values: Sequence[int]) -> Any:
+    return ffi.new("uint32_t[]", [unsigned(what, f"{field}[{k}]", v, 32) for k, v in enumerate(values)] or 1)
 
 
 def _fill_tensor(what: str, c: Any, tensor: Tensor) -> None:
@@ -461,6 +401,6 @@ def _fill_tensor(what: str, c: Any, tensor: Tensor) -> None:
             what, f"tensor {tensor.name!r}: found {found}; expected at most {MAX_DIMENSIONS}"
         )
     c.name, c.dtype, c.ndim = name, F32, len(tensor.shape)
-    c.group = _unsigned(what, f"tensor {tensor.name!r}: group", tensor.group, 32)
+    c.group = unsigned(what, f"tensor {tensor.name!r}: group", tensor.group, 32)
     for k, size in enumerate(tensor.shape):
         c.shape[k] = size
