@@ -293,17 +293,21 @@ bool view_valid(const struct view *v, const struct view *expected) {
     if (v->returned > v->ranges || v->round_sources > v->participants || v->staged > v->participants ||
         v->snapshot_slot >= v->participants)
         return false;
+    const struct member *members = view_member(v, 0);
+    const struct rank *ranks = view_rank(v, 0);
+    const struct ticket *tickets = view_ticket(v, 0);
     for (uint32_t i = 0; i < v->participants; i++) {
-        const struct member *m = view_member(v, i);
+        const struct member *m = &members[i];
         if (m->rank < -1 || m->rank >= (int32_t)v->ranks) return false;
         if ((m->claim_count || m->staged || m->role == PYPS_WORKER) && m->rank < 0 && m->id) return false;
-        if (i < v->round_sources && !source_valid(v, &view_sources(v)[i])) return false;
-        if (i < v->staged && !source_valid(v, &view_pending(v)[i])) return false;
     }
+    for (uint32_t i = 0; i < v->round_sources; i++)
+        if (!source_valid(v, &view_sources(v)[i])) return false;
+    for (uint32_t i = 0; i < v->staged; i++)
+        if (!source_valid(v, &view_pending(v)[i])) return false;
     for (uint32_t r = 0; r < v->ranks; r++)
-        if (view_rank(v, r)->slot_plus_1 > v->participants || view_rank(v, r)->residual > 2 * v->participants)
-            return false;
+        if (ranks[r].slot_plus_1 > v->participants || ranks[r].residual > 2 * v->participants) return false;
     for (uint32_t t = 0; t < v->tickets; t++)
-        if (view_ticket(v, t)->slot >= v->participants || view_ticket(v, t)->area >= v->areas) return false;
+        if (tickets[t].slot >= v->participants || tickets[t].area >= v->areas) return false;
     return true;
 }

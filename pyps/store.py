@@ -273,8 +273,10 @@ class Store:
         `square_norm`: of the gradient, for SaPS's "ringmaster"; 0: not known. Raises Fenced, PushRejected,
         TimedOut, NotFinite, InvalidArgument.
         """
-        arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient)
-        return self._call(native.push, self._with(arguments, pulled, square_norm))
+        more = (pulled, square_norm)
+        return self._call(
+            native.push, self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
+        )
 
     def exchange(
         self,
@@ -295,13 +297,9 @@ class Store:
         Arguments as for push; `out` as for pull. After an error `out` may hold parts of two versions.
         """
         self._target("exchange", out)
-        arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient)
-        return self._call(native.exchange, self._with(arguments, pulled, square_norm), out)
-
-    def _with(self, arguments: Push, pulled: Flat | None, square_norm: float) -> Push:
-        if pulled is not None:
-            self._vector("push", "pulled", pulled)
-        return replace(arguments, pulled=pulled, square_norm=float(square_norm))
+        more = (pulled, square_norm)
+        arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
+        return self._call(native.exchange, arguments, out)
 
     def _push(
         self,
@@ -312,6 +310,8 @@ class Store:
         timeout: float | None,
         encoding: Encoding | str | None,
         gradient: Flat | NDArray[np.uint8] | None,
+        pulled: Flat | None,
+        square_norm: float,
     ) -> Push:
         constants = (hyper,) * self.layout.groups if isinstance(hyper, Hyper) else tuple(hyper)
         if len(constants) != self.layout.groups:
@@ -333,7 +333,10 @@ class Store:
         elif gradient is not None:
             self._vector("push", "gradient", gradient)
             floats = cast(Flat, gradient)
-        return Push(index, samples, constants, scale, _seconds(timeout), how, floats, encoded)
+        if pulled is not None:
+            self._vector("push", "pulled", pulled)
+        wait, norm = _seconds(timeout), float(square_norm)
+        return Push(index, samples, constants, scale, wait, how, floats, encoded, pulled, norm)
 
     def _stage_codes(self, area: int, codec: Codec, data: NDArray[Any]) -> None:
         size = encoded_bytes(codec, self.layout.flat_elements)
