@@ -56,6 +56,7 @@ int policy_check(uint32_t number, const pyps_rules *r) {
     if (number == PYPS_CUSTOM && !custom_known())
         return fail(PYPS_EPOLICY, "policy: custom: this process has set none");
     if (number == PYPS_SOFTSYNC) rc = check_number("splits", r->splits, 1, 1e6);
+    if (number == PYPS_DSSP) rc = check_number("extra", r->extra, 0, 1e4);
     if (number == PYPS_DCASGD) rc = check_number("strength", r->strength, 0, 1e9);
     if (number == PYPS_SAPS) {
         rc = check_number("threshold", r->threshold, PYPS_FIXED, PYPS_RINGMASTER);

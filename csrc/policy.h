@@ -51,6 +51,11 @@ extern const struct policy policy_custom;                                       
 bool custom_known(void);                /* this process has set it */
 extern const struct policy policy_r2sp; /* policy_r2sp.c */
 
+/* A whole number of at most `most` from a float that may be anything, for it may come from a damaged view. */
+static inline uint64_t whole(double x, uint64_t most) {
+    return x > 0 ? x < (double)most ? (uint64_t)x : most : 0;
+}
+
 const struct policy *policy_find(uint32_t number);          /* NULL if unknown */
 int policy_check(uint32_t number, const pyps_rules *rules); /* PYPS_OK, or the rule that is out of range */
 

@@ -9,6 +9,9 @@
  */
 #include "policy.h"
 
+#define LEAST_PATIENCE 1e8 /* nanoseconds: an operating system may keep anybody waiting for less than that   \
+                            */
+
 static struct rank *holder(const struct view *v) { return view_rank(v, (uint32_t)(v->ring.turn % v->ranks)); }
 
 /* Once a cycle: how long the slowest takes, and the gap that follows. */
@@ -21,9 +24,9 @@ static void measure(struct view *v) {
         present++;
         if (rank->step_seconds > slowest) slowest = rank->step_seconds;
     }
-    v->ring.period = (uint64_t)(slowest * 1e9);
+    v->ring.period = whole(slowest * 1e9, UINT64_MAX / 4);
     bool gaps = v->rules.slack > 0 && present > 1;
-    v->ring.gap = gaps ? (uint64_t)((double)v->ring.period / (v->rules.slack * present)) : 0;
+    v->ring.gap = gaps ? whole((double)v->ring.period / (v->rules.slack * present), UINT64_MAX / 4) : 0;
 }
 
 static void pass_on(struct view *v) {
@@ -35,6 +38,7 @@ static void set_due(struct view *v) {
     const struct ring *r = &v->ring;
     uint64_t begins = r->opens > r->since ? r->opens : r->since;
     double patience = v->rules.patience * (double)r->period;
+    if (patience < LEAST_PATIENCE) patience = LEAST_PATIENCE;
     bool known = r->period && patience < (double)v->round_timeout;
     v->due = begins + (known ? (uint64_t)patience : v->round_timeout);
 }

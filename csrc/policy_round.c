@@ -86,7 +86,7 @@ static void spread(struct view *v, double samples, double speeds, bool timed, bo
         before += speed(rank, timed);
         double share = floor(samples * before / speeds + 0.5) - given;
         given += share;
-        rank->share = (uint32_t)(over ? rank->share + share : share);
+        rank->share = (uint32_t)whole(over ? rank->share + share : share, UINT32_MAX);
     }
     feed_empty(v);
 }

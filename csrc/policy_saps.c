@@ -35,7 +35,7 @@ static uint64_t bound(const struct view *v) {
     if (v->rules.threshold == PYPS_FIXED) return v->rules.bound == UINT32_MAX ? UINT64_MAX : v->rules.bound;
     double found = v->rules.threshold == PYPS_RINGMASTER ? noise_bound(v) : v->late.tracked;
     if (found < v->active) found = v->active;
-    return (uint64_t)(found > v->late.heard ? found : v->late.heard);
+    return whole(found > v->late.heard ? found : v->late.heard, UINT64_MAX / 2);
 }
 
 /* Stochastic approximation of a quantile (Robbins and Monro, 1951). */
@@ -57,7 +57,7 @@ static void shrink(struct view *v, const struct member *m, uint64_t staleness, u
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
     uint32_t held = m->claim_count;
     if (held == 1 && v->late.heard < (double)staleness) v->late.heard = (double)staleness;
-    uint64_t fits = (uint64_t)((double)held * (double)most / (double)(staleness + 1));
+    uint64_t fits = whole((double)held * (double)most / ((double)staleness + 1), UINT32_MAX);
     if (fits >= held) fits = held - 1;
     rank->share = fits ? (uint32_t)fits : 1;
 }

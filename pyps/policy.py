@@ -21,6 +21,7 @@ from pyps.values import NO_BOUND, Rules, Sight
 
 Threshold = Literal["fixed", "quantile", "ringmaster"]
 CUSTOM = 12  # PYPS_CUSTOM
+MOST_EXTRA = 10_000  # they are tried one by one
 COMMON = ("round_timeout_seconds",)
 
 
@@ -155,6 +156,8 @@ class DSSP(Policy):
         super().__post_init__()
         self._check_count("bound", 0)
         self._check_count("extra", 0)
+        if self.extra > MOST_EXTRA:
+            raise InputError(self.name, "extra", str(self.extra), f"at most {MOST_EXTRA}")
 
     def rules(self) -> Rules:
         return Rules(bound=self.bound, extra=self.extra)

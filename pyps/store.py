@@ -310,8 +310,8 @@ class Store:
         timeout: float | None,
         encoding: Encoding | str | None,
         gradient: Flat | NDArray[np.uint8] | None,
-        pulled: Flat | None,
-        square_norm: float,
+        pulled: Flat | None = None,
+        square_norm: float = 0.0,
     ) -> Push:
         constants = (hyper,) * self.layout.groups if isinstance(hyper, Hyper) else tuple(hyper)
         if len(constants) != self.layout.groups:

@@ -326,6 +326,7 @@ class Worker:
                 return None
             except Fenced:
                 self.fenced += 1
+                self._fresh = None
                 store.rejoin()
         binding.refresh()
         spans: list[Span] = [("wait", began, ready), ("pull", ready, time.monotonic())]

@@ -273,6 +273,7 @@ def test_a_policy_is_what_its_text_says(policy: Policy) -> None:
         ("saps:quantile=1.5", "0.01 to 0.999"),
         ("r2sp:slack=-1", "at least 0"),
         ("softsync:n=0", "at least 1"),
+        ("dssp:extra=100000", "at most 10000"),
         ("dcasgd:strength=nan", "at least 0"),
     ],
 )

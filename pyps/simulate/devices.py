@@ -16,7 +16,7 @@ import numpy as np
 from pyps.formats import Fit, Jitter
 from pyps.profiler.fit import predict_seconds
 
-DRAWS = 512  # at a time
+DRAWS = 128  # at a time
 
 
 @dataclass(frozen=True)

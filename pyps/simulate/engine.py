@@ -63,7 +63,7 @@ class Engine:
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
         self._watches = self._watched = 0
         self._sizes = (scenario.down_bytes, scenario.up_bytes)
-        self._warm = False
+        self._warm_at = scenario.global_batch  # samples; all pull at the very beginning
         self._measure_at = self._measure_every = 0
         self._target: float | None = None
         self._reached = False
@@ -220,9 +220,9 @@ class Engine:
         if self.tally.keep_slices:
             self.tally.pushed_at.append((k, self.clock.now * 1e-9))
         self.trained += samples
-        if not self._warm and self.trained >= self.scenario.global_batch:
-            self._warm = True
-            for network in self.clock.networks:  # all pull at the very beginning
+        if 0 < self._warm_at <= self.trained:
+            self._warm_at = 0
+            for network in self.clock.networks:
                 network.peak = network.concurrent
         self.finished_at = self.clock.now
         if d.ticket and d.round == self.rounds:  # a version of its own
