@@ -39,6 +39,7 @@ bench: .venv/bench
 	$(PY) benchmarks/peers.py --docs
 	$(PY) benchmarks/pulls.py --docs
 	$(PY) benchmarks/solver.py --docs
+	$(PY) benchmarks/simulate.py
 
 .venv/bench: .venv/core
 	$(PIP) -e '.[bench]'

@@ -20,19 +20,32 @@ float *area_data(const pyps_store *s, uint32_t slot, uint32_t area) {
     return (float *)(void *)(area_start(s, slot, area) + s->layout.area_data);
 }
 
+float *area_pulled(const pyps_store *s, uint32_t slot, uint32_t area) {
+    return (float *)(void *)(area_start(s, slot, area) + s->layout.area_pulled);
+}
+
 /* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for `length` floats from `at` of the
  * flat vector, in rank order. Multiplying by whole numbers first and dividing once rounds least. */
 static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) {
     const struct kernels *kernels = kernels_chosen();
     for (uint32_t i = 0; i < s->source_count; i++) {
         const struct source *from = &s->sources[i];
-        float block[BLOCK], scale = area_header(s, from->slot, from->area)->scale;
+        float block[BLOCK], scale = area_header(s, from->slot, from->area)->scale * from->scale;
         float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
         const float *gradient = area_gradient(s, from->slot, from->area,
                                               area_codec(s, from->slot, from->area), at, length, block);
         (i ? kernels->weigh_add : kernels->weigh)(sum, gradient, weight, length);
     }
     if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
+}
+
+/* DC-ASGD: g + lambda g g (w - w_pulled), where both gradients are the scaled ones. */
+static const float *compensated(const struct area_header *staged, float scale, const float *pulled,
+                                const struct step *step, const float *gradient, float *block) {
+    float weight = staged->compensation * scale;
+    for (size_t i = 0; i < step->length; i++)
+        block[i] = gradient[i] + weight * gradient[i] * gradient[i] * (step->old[0][i] - pulled[i]);
+    return block;
 }
 
 static struct step step_on(const pyps_store *s, uint32_t old, uint32_t new, uint32_t from, uint32_t length) {
@@ -64,13 +77,18 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
     *buffer_header(s, s->private_buffer) =
         (struct chunk_header){.version = ticket->number, .steps = before->steps + 1};
     uint32_t codec = area_codec(s, slot, area);
-    uint32_t at_a_time = round || codec != PYPS_F32 ? BLOCK : length;
+    bool corrected = s->geometry.policy == PYPS_DCASGD && staged->compensation > 0;
+    uint32_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : length;
     for (uint32_t from = 0; from < length; from += at_a_time) {
         float gradient[BLOCK];
         uint32_t block = length - from < at_a_time ? length - from : at_a_time;
         struct step step = step_on(s, old, s->private_buffer, from, block);
         if (round) reduce(s, gradient, at + from, block);
         step.gradient = round ? gradient : area_gradient(s, slot, area, codec, at + from, block, gradient);
+        if (corrected)
+            step.gradient =
+                compensated(staged, staged->scale * ticket->scale, area_pulled(s, slot, area) + at + from,
+                            &step, step.gradient, gradient);
         step.copy = stream ? s->stream_to + at + from : NULL;
         kernels->update[s->geometry.optimizer](&step, &constants);
     }

@@ -7,6 +7,11 @@ from cffi import FFI
 
 CSRC = Path("csrc")  # setuptools runs this from the repository root
 
+PYTHON_POLICY = """
+extern "Python" int pyps_python_start(const pyps_sight *sight, uint64_t *words);
+extern "Python" int pyps_python_push(const pyps_sight *sight, uint64_t *words, float *scale);
+"""
+
 
 def cdef() -> str:
     """The part of pyps.h between the two cffi markers, without preprocessor lines and PYPS_API."""
@@ -15,7 +20,7 @@ def cdef() -> str:
     if marked is None:
         raise SystemExit("csrc/pyps.h: the cffi markers are missing")
     lines = [line for line in marked.group(1).splitlines() if not line.lstrip().startswith("#")]
-    return "\n".join(lines).replace("PYPS_API ", "")
+    return "\n".join(lines).replace("PYPS_API ", "") + PYTHON_POLICY
 
 
 ffi = FFI()

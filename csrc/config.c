@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "error.h"
+#include "policy.h"
 #include "segment.h"
 
 static uint32_t or_default(uint32_t value, uint32_t instead) { return value ? value : instead; }
@@ -61,16 +62,27 @@ static int place(struct geometry *g, pyps_tensor *tensors, struct group *groups)
     return chunk ? PYPS_OK : fail(PYPS_EINVAL, "tensors: all are empty");
 }
 
+/* A caller of an earlier version knows fewer fields: the others are zeros. */
+int config_read(const pyps_config *given, pyps_config *c) {
+    size_t least = offsetof(pyps_config, rules);
+    if (given->size != sizeof *c && given->size != least)
+        return fail(PYPS_EINVAL, "config: size: found %u; expected %zu", given->size, sizeof *c);
+    *c = (pyps_config){0};
+    memcpy(c, given, given->size);
+    return policy_check(c->policy, &c->rules);
+}
+
 static int check(const pyps_config *c) {
-    if (c->size != sizeof *c)
-        return fail(PYPS_EINVAL, "config: size: found %u; expected %zu", c->size, sizeof *c);
-    if (c->policy > PYPS_ASP) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", c->policy);
     if (!c->tensors || !c->tensor || c->tensors > 1u << 20)
         return fail(PYPS_EINVAL, "tensors: found %u; expected 1 to 2^20", c->tensors);
     if (!c->groups || c->groups > 4096)
         return fail(PYPS_EINVAL, "groups: found %u; expected 1 to 4096", c->groups);
-    if (!c->ranks || !c->batches || c->ranks > 1000)
-        return fail(PYPS_EINVAL, "ranks: found %u; expected 1 to 1000", c->ranks);
+    return config_check_ranks(c);
+}
+
+int config_check_ranks(const pyps_config *c) {
+    if (!c->ranks || !c->batches || c->ranks > MOST_RANKS)
+        return fail(PYPS_EINVAL, "ranks: found %u; expected 1 to %u", c->ranks, MOST_RANKS);
     for (uint32_t r = 0; r < c->ranks; r++)
         if (!c->batches[r]) return fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
     if (!isfinite(c->round_timeout_seconds) || c->round_timeout_seconds < 0 || c->round_timeout_seconds > 1e9)
@@ -79,10 +91,16 @@ static int check(const pyps_config *c) {
     return PYPS_OK;
 }
 
-int config_geometry(const pyps_config *c, struct geometry *g, pyps_tensor **tensors, struct group **groups) {
-    int rc = check(c);
-    if (rc) return rc;
-    double timeout = c->round_timeout_seconds > 0 ? c->round_timeout_seconds : 60;
+uint64_t config_round_timeout(const pyps_config *c) {
+    return (uint64_t)((c->round_timeout_seconds > 0 ? c->round_timeout_seconds : 60) * 1e9);
+}
+
+int config_geometry(const pyps_config *given, struct geometry *g, pyps_tensor **tensors,
+                    struct group **groups) {
+    pyps_config config;
+    const pyps_config *c = &config;
+    int rc = config_read(given, &config);
+    if (rc || (rc = check(c))) return rc;
     *g = (struct geometry){.chunk_params = or_default(c->chunk_params, 32768),
                            .max_participants = or_default(c->max_participants, 64),
                            .areas = or_default(c->areas, 2),
@@ -92,7 +110,8 @@ int config_geometry(const pyps_config *c, struct geometry *g, pyps_tensor **tens
                            .groups = c->groups,
                            .tensors = c->tensors,
                            .samples = c->samples ? c->samples : UINT64_MAX,
-                           .round_timeout_nanoseconds = (uint64_t)(timeout * 1e9)};
+                           .round_timeout_nanoseconds = config_round_timeout(c),
+                           .rules = c->rules};
     *tensors = malloc(c->tensors * sizeof **tensors);
     *groups = calloc(c->groups, sizeof **groups);
     if (!*tensors || !*groups) rc = fail(PYPS_ENOSPC, "out of memory for %u tensors", c->tensors);

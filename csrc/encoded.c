@@ -43,7 +43,7 @@ const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, ui
 static int back_codes(pyps_store *s, uint32_t area) {
     if (s->codes_backed & 1u << area) return PYPS_OK;
     uint64_t offset = (uint64_t)(codes_of(s, s->slot, area) - s->base);
-    int rc = allocate(s, offset, s->layout.area_stride - s->layout.area_codes);
+    int rc = allocate(s, offset, s->layout.area_pulled - s->layout.area_codes);
     if (!rc) s->codes_backed |= 1u << area;
     return rc;
 }
@@ -75,9 +75,12 @@ static int find_residuals(pyps_store *s, struct event *e) {
     return PYPS_OK;
 }
 
-static int check(const pyps_push_args *a) {
+static int check(const pyps_store *s, const pyps_push_args *a) {
     if (a->codec >= CODECS)
         return fail(PYPS_EINVAL, "push: codec: found %u; expected PYPS_F32 to PYPS_NF4", a->codec);
+    bool corrects = s->geometry.policy == PYPS_DCASGD && s->geometry.rules.strength > 0;
+    if (corrects && !a->pulled && a->samples)
+        return fail(PYPS_EINVAL, "push: pulled: found NULL; the policy dcasgd needs what was pulled");
     if (a->codec == PYPS_F32 && (a->feedback || a->encoded))
         return fail(PYPS_EINVAL, "push: codec: found PYPS_F32; it has no feedback and is not encoded");
     if (a->encoded && (a->feedback || a->gradient))
@@ -131,13 +134,26 @@ static int encode_area(pyps_store *s, const pyps_push_args *a, const struct even
     return rc;
 }
 
+static int stage_pulled(pyps_store *s, const pyps_push_args *a) {
+    float *to = area_pulled(s, s->slot, a->area);
+    if (!(s->pulled_backed & 1u << a->area)) {
+        int rc = allocate(s, (uint64_t)((uint8_t *)to - s->base), 4 * store_elements(s));
+        if (rc) return rc;
+        s->pulled_backed |= 1u << a->area;
+    }
+    memcpy(to, a->pulled, 4 * store_elements(s));
+    return PYPS_OK;
+}
+
 int stage_gradient(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
     struct area_header *header = area_header(s, s->slot, a->area);
-    int rc = check(a);
+    int rc = check(s, a);
     if (rc) return rc;
     header->codec = a->codec, header->scale = a->scale, header->samples = a->samples;
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
+    header->compensation = (float)s->geometry.rules.strength;
     if (!a->samples) return PYPS_OK; /* the step is skipped: nothing of the gradient is looked at */
+    if (header->compensation > 0 && (rc = stage_pulled(s, a))) return rc;
     if (a->codec == PYPS_F32) {
         if (a->gradient) memcpy(area_data(s, s->slot, a->area), a->gradient, 4 * store_elements(s));
         return PYPS_OK;

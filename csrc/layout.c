@@ -3,6 +3,7 @@
 
 #include "error.h"
 #include "kernels.h"
+#include "policy.h"
 #include "view.h"
 #include "words.h"
 
@@ -36,6 +37,8 @@ static int check(const struct geometry *g) {
         int rc = out_of_range(rules[i].field, rules[i].found, rules[i].low, rules[i].high);
         if (rc) return rc;
     }
+    int rc = policy_check(g->policy, &g->rules);
+    if (rc) return rc;
     if (g->chunk_params % 1024)
         return fail(PYPS_EINVAL, "chunk_params: found %u; expected a multiple of 1024", g->chunk_params);
     return PYPS_OK;
@@ -59,7 +62,8 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->area_data = round_up(sizeof(struct area_header) + g->groups * sizeof(pyps_hyper), 64) + 3 * 64;
     uint64_t flat = (uint64_t)g->chunks * g->chunk_params;
     l->area_codes = round_up(l->area_data + 4 * flat, PAGE);
-    l->area_stride = l->area_codes + round_up(2 * flat, PAGE); /* halves are the longest codes */
+    l->area_pulled = l->area_codes + round_up(2 * flat, PAGE); /* halves are the longest codes */
+    l->area_stride = l->area_pulled + (g->policy == PYPS_DCASGD ? round_up(4 * flat, PAGE) : 0);
     l->residual_stride = round_up(4 * flat, PAGE) + 5 * 64;
 
     uint64_t at = PAGE;

@@ -27,7 +27,10 @@ struct geometry {
     uint32_t groups, tensors;
     uint64_t samples; /* UINT64_MAX: without end */
     uint64_t round_timeout_nanoseconds;
+    pyps_rules rules;
 };
+
+_Static_assert(sizeof(pyps_rules) == 6 * 4 + 5 * 8, "no padding");
 
 struct group {
     uint64_t elements;
@@ -69,14 +72,15 @@ struct chunk_header {
 /* In front of every staging area; groups hyper constants follow it. Immutable from admission on. */
 struct area_header {
     float scale;
-    uint32_t samples, codec, reserved;
+    uint32_t samples, codec;
+    float compensation; /* dcasgd: lambda; the area's last floats are then the pulled parameters */
     pyps_hyper hyper[];
 };
 
 struct layout {
     uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
         bytes;
-    uint64_t view_stride, buffer_stride, area_stride, area_data, area_codes, residual_stride;
+    uint64_t view_stride, buffer_stride, area_stride, area_data, area_codes, area_pulled, residual_stride;
     uint32_t buffer_count, view_count, states, common_buffers; /* common: not belonging to a slot */
 };
 

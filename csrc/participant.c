@@ -192,7 +192,8 @@ static void forget(pyps_store *s) {
     s->id = 0, s->rank = -1, s->in_round = false, s->complete = 0, s->ticket.number = 0;
     memset(s->area_ticket, 0, sizeof s->area_ticket);
     memset(s->area_staged, 0, sizeof s->area_staged);
-    s->codes_backed = 0, s->residuals_backed = false;
+    s->codes_backed = s->pulled_backed = s->gathered = 0, s->residuals_backed = false;
+    s->claimed_at = 0;
 }
 
 static int enter(pyps_store *s, int role, int rank) {
@@ -286,7 +287,7 @@ int pyps_rejoin(pyps_store *s) {
     struct outcome out;
     enum verdict verdict;
     if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
-    memset(s->area_staged, 0, sizeof s->area_staged);
+    for (uint32_t area = 0; area < s->geometry.areas; area++) s->area_staged[area] = s->gathered >> area & 1;
     return PYPS_OK;
 }
 

@@ -20,15 +20,36 @@ int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     if (rc) return rc;
     *out = outcome.claim;
     out->wait_nanoseconds = waited;
+    s->claimed_at = now_nanoseconds();
     return PYPS_OK;
+}
+
+/* Areas whose round has closed meanwhile, although nobody waited for that, are ordinary ones again. */
+static int forget_gathered(pyps_store *s) {
+    uint64_t word;
+    if (!s->gathered) return PYPS_OK;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    const struct member *m = view_member(v, s->slot);
+    for (uint32_t area = 0; area < s->geometry.areas; area++) {
+        if (!(s->gathered >> area & 1) || m->staged >> area & 1) continue;
+        s->gathered &= ~(1u << area);
+        s->area_ticket[area] = m->area_ticket[area];
+        s->area_staged[area] = false;
+    }
+    uint64_t version = v->version;
+    view_unpin(s);
+    return chunks_complete(s, version);
 }
 
 int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *area_out) {
     int rc = store_works(s);
     if (rc) return rc;
-    uint64_t deadline = deadline_of(s, timeout_seconds);
+    uint64_t deadline = deadline_of(s, timeout_seconds), since = now_nanoseconds();
     uint32_t staged = 0;
     for (;;) {
+        uint32_t seen_view = view_sequence_word(s);
+        if ((rc = forget_gathered(s))) return rc;
         for (uint32_t area = 0; area < s->geometry.areas; area++) {
             staged += s->area_staged[area];
             if (s->area_staged[area] || s->complete < s->area_ticket[area]) continue;
@@ -36,6 +57,11 @@ int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *area_out) {
             s->area_staged[area] = true;
             *area_out = area;
             return PYPS_OK;
+        }
+        if (staged == s->geometry.areas && s->gathered) {
+            staged = 0;
+            if ((rc = wait_for_others(s, seen_view, since, 0, deadline))) return rc;
+            continue;
         }
         if (staged == s->geometry.areas)
             return fail(PYPS_EINVAL, "stage: all %u areas are handed out; push one first", s->geometry.areas);
@@ -104,41 +130,67 @@ static int await_round(pyps_store *s, uint32_t area, uint64_t deadline, pyps_pus
         if (!v) return PYPS_ECORRUPT;
         bool closed = v->round > s->round;
         view_unpin(s);
-        int rc = closed ? PYPS_OK : wait_for_others(s, seen, since, deadline);
+        int rc = closed ? PYPS_OK : wait_for_others(s, seen, since, 0, deadline);
         out->wait_nanoseconds = now_nanoseconds() - since;
         if (rc) return rc;
         if (closed) return finish_round(s, area, out);
     }
 }
 
-/* STALE: the rank's residual is another one by now. */
-static int admit_staged(pyps_store *s, struct event *e, struct outcome *outcome) {
+/* The version that a round's gradient is staged after: complete in every chunk. */
+static int complete_version(pyps_store *s, struct event *e) {
+    uint64_t word;
+    if (!s->policy->stages) return PYPS_OK;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    e->version = v->version;
+    view_unpin(s);
+    return chunks_complete(s, e->version);
+}
+
+/* STALE: the rank's residual is another one by now, or the policy wants to be asked again. */
+static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *outcome,
+                        pyps_push_result *out) {
+    uint64_t since = now_nanoseconds();
     for (;;) {
         enum verdict verdict;
-        uint64_t word;
+        uint32_t seen = view_sequence_word(s);
         e->now = now_nanoseconds();
-        if (s->policy->by_round) {
-            const struct view *v = view_pin(s, &word);
-            if (!v) return PYPS_ECORRUPT;
-            e->version = v->version;
-            view_unpin(s);
-            int rc = chunks_complete(s, e->version);
-            if (rc) return rc;
-        }
-        int rc = view_commit(s, e, outcome, &verdict);
-        if (rc || verdict != STEP_WAIT) return rc;
+        int rc = complete_version(s, e);
+        if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
+        out->wait_nanoseconds = e->now - since;
+        if (verdict != STEP_WAIT) return PYPS_OK;
+        if (s->policy->stages) continue; /* the version has moved on */
+        if ((rc = wait_for_others(s, seen, since, outcome->at, deadline))) return rc;
     }
 }
 
-static int admit(pyps_store *s, const pyps_push_args *args, struct outcome *outcome, pyps_push_result *out) {
+static int admit(pyps_store *s, const pyps_push_args *args, uint64_t deadline, struct outcome *outcome,
+                 pyps_push_result *out) {
+    uint64_t took = s->claimed_at ? now_nanoseconds() - s->claimed_at : 0;
     for (;;) {
         struct event e = event_of(s, EVENT_PUSH);
         e.area = args->area, e.samples = args->samples;
+        e.took = took, e.square_norm = args->square_norm;
         int rc = stage_gradient(s, args, &e, out);
         FAILPOINT("push.staged");
-        if (!rc) rc = admit_staged(s, &e, outcome);
+        if (!rc) rc = admit_staged(s, &e, deadline, outcome, out);
         if (rc != STALE) return rc;
     }
+}
+
+/* Staged into a round that nobody waits for: whoever closes it completes it. */
+static int gathered(pyps_store *s, const pyps_push_args *args, const struct outcome *outcome,
+                    pyps_push_result *out) {
+    if (args->samples) s->gathered |= 1u << args->area;
+    else s->area_staged[args->area] = false;
+    out->samples = args->samples;
+    if (!outcome->ticket) return PYPS_OK;
+    out->version = s->stream_ticket = outcome->ticket;
+    int rc = view_load_ticket(s, outcome->ticket);
+    if (!rc) out->sources = s->source_count, out->samples = s->ticket.samples;
+    if (rc < 0) return rc;
+    return chunks_complete(s, outcome->ticket);
 }
 
 int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) {
@@ -148,16 +200,43 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     uint64_t deadline = deadline_of(s, args->timeout_seconds);
     struct outcome outcome;
     if (s->in_round) return await_round(s, args->area, deadline, out); /* an earlier call timed out */
-    if ((rc = admit(s, args, &outcome, out))) return rc;
+    rc = admit(s, args, deadline, &outcome, out);
+    if (rc == PYPS_EREJECTED) s->area_staged[args->area] = false; /* nobody has seen it */
+    if (rc) return rc;
     FAILPOINT("push.admitted");
     out->staleness = outcome.staleness;
-    if (s->policy->by_round) {
+    if (s->policy->awaits) {
         s->in_round = true, s->round = outcome.round;
         return await_round(s, args->area, deadline, out);
     }
+    if (s->policy->stages) return gathered(s, args, &outcome, out);
     s->area_ticket[args->area] = outcome.ticket;
     s->area_staged[args->area] = false;
     if (!outcome.ticket) return PYPS_OK; /* skipped */
     out->version = s->stream_ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
     return chunks_follow(s, outcome.ticket, outcome.ticket);
+}
+
+int pyps_check(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {
+    int rc = store_works(s);
+    if (rc) return rc;
+    struct event e = event_of(s, EVENT_CHECK);
+    struct outcome outcome;
+    enum verdict verdict;
+    e.done = done, e.next = next;
+    if ((rc = view_commit(s, &e, &outcome, &verdict))) return rc;
+    *advice_out = outcome.advice;
+    for (uint32_t area = 0; outcome.advice == PYPS_ABORT && area < s->geometry.areas; area++)
+        if (!(s->gathered >> area & 1)) s->area_staged[area] = false;
+    return PYPS_OK;
+}
+
+int pyps_offer(pyps_store *s, uint32_t most) {
+    int rc = store_works(s);
+    if (rc) return rc;
+    struct event e = event_of(s, EVENT_OFFER);
+    struct outcome outcome;
+    enum verdict verdict;
+    e.next = most;
+    return view_commit(s, &e, &outcome, &verdict);
 }

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI 1
+#define PYPS_ABI 2
 #define PYPS_API __attribute__((visibility("default")))
 
 /* cffi: begin */
@@ -49,7 +49,23 @@ enum {
 };
 
 enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2, PYPS_ADAM = 3, PYPS_ADAGRAD = 4 }; /* optimizers */
-enum { PYPS_BSP = 0, PYPS_ASP = 1 };                                                       /* policies */
+enum {                                                                                     /* policies */
+       PYPS_BSP = 0,
+       PYPS_ASP = 1,
+       PYPS_BACKUP = 2,
+       PYPS_SOFTSYNC = 3,
+       PYPS_SSP = 4,
+       PYPS_DSSP = 5,
+       PYPS_DYNSGD = 6,
+       PYPS_CONSGD = 7,
+       PYPS_DCASGD = 8,
+       PYPS_SAPS = 9,
+       PYPS_R2SP = 10,
+       PYPS_HPS = 11,
+       PYPS_CUSTOM = 12
+};
+enum { PYPS_FIXED = 0, PYPS_QUANTILE = 1, PYPS_RINGMASTER = 2 }; /* where SaPS's threshold comes from */
+enum { PYPS_GO_ON = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 };      /* what pyps_check advises */
 /* Codecs: how gradients and parameters travel. Tensors themselves are PYPS_F32. */
 enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, PYPS_NF4 = 5 };
 enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
@@ -85,6 +101,21 @@ typedef struct {
     uint32_t nesterov; /* 0 or 1 */
 } pyps_hyper;
 
+/* A policy's numbers. Each reads its own; the others are 0. */
+typedef struct {
+    uint32_t backup;    /* backup: gradients that a round does without */
+    uint32_t splits;    /* softsync: a step from every floor(workers / splits) gradients */
+    uint32_t bound;     /* ssp, dssp: steps ahead of the slowest; saps: staleness; UINT32_MAX: no bound */
+    uint32_t extra;     /* dssp: steps beyond `bound` that the fastest may get */
+    uint32_t threshold; /* saps: PYPS_FIXED ... */
+    uint32_t abort;     /* saps: 1: a worker that is too late is told at its next pyps_check */
+    double quantile;    /* saps: the share of stalenesses within the threshold */
+    double strength;    /* dcasgd: the weight of its correction */
+    double slack;       /* r2sp: gap = period / (slack * workers); 0: no gaps */
+    double patience;    /* r2sp: periods after which a turn that nobody takes is skipped */
+    uint64_t custom;    /* custom: which one */
+} pyps_rules;
+
 typedef struct {
     uint32_t size;
     uint32_t chunk_params;     /* parameters a chunk; 0: 32768; a multiple of 1024 */
@@ -102,6 +133,7 @@ typedef struct {
     const uint32_t *batches;      /* [ranks] planned batch of each rank, each at least 1 */
     const pyps_tensor *tensor;    /* [tensors] offset and elements are ignored */
     const float *const *initial;  /* [tensors] initial values, contiguous; NULL: zeros */
+    pyps_rules rules;             /* since ABI 2; a shorter `size` means zeros */
 } pyps_config;
 
 typedef struct {
@@ -136,10 +168,12 @@ typedef struct {
     uint32_t feedback;       /* 1: what the code does not carry is added to this rank's next gradient */
     uint32_t encoded;        /* 1: pyps_staging_codes() holds it in this codec already, scaled by nothing */
     uint32_t reserved;
+    const float *pulled; /* dcasgd: [flat_elements] the parameters that the gradient was computed on */
+    double square_norm;  /* saps: of the gradient, for PYPS_RINGMASTER; 0: not known */
 } pyps_push_args;
 
 typedef struct {
-    uint64_t version;          /* the ticket; 0 if the step was skipped by all */
+    uint64_t version;          /* the ticket; 0 if the step was skipped by all, or softsync still gathers */
     uint64_t staleness;        /* versions admitted between this worker's pull and its push */
     uint32_t sources;          /* gradients that went into the ticket */
     uint32_t samples;          /* samples that went into the ticket */
@@ -253,6 +287,12 @@ PYPS_API int pyps_exchange(pyps_store *store, const pyps_push_args *args, float 
 PYPS_API int pyps_pull_encoded(pyps_store *store, uint32_t codec, void *data, uint64_t bytes,
                                uint64_t *version_out);
 
+/* Between two micro-batches: `done` samples of the claim are computed, the next micro-batch has `next`. Go
+ * on, push what there is, or drop it (its samples go back) and start again. */
+PYPS_API int pyps_check(pyps_store *store, uint32_t done, uint32_t next, int *advice_out);
+/* The most samples that this worker's memory holds at once, from its next claim on; 0: no limit. */
+PYPS_API int pyps_offer(pyps_store *store, uint32_t most);
+
 /* A strict snapshot: parameters, state vectors and step counts of one version, while pushes go on. state is
  * [states] pointers or NULL; steps is [chunks] or NULL. */
 PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, uint64_t *steps,
@@ -264,6 +304,92 @@ PYPS_API int pyps_get_members(pyps_store *store, pyps_member *out, uint32_t capa
 PYPS_API int pyps_get_ranks(pyps_store *store, pyps_rank *out, uint32_t capacity);
 PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t count);
 PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds); /* until a later view */
+
+PYPS_API int pyps_get_rules(pyps_store *store, pyps_rules *out);
+
+/* The decision core alone, in virtual time: what stores decide by, on a private view. Slots are given by the
+ * caller, 0 .. max_participants-1; times are nanoseconds of any clock that does not go back. */
+enum {
+    PYPS_ON_JOIN = 1,
+    PYPS_ON_LEAVE = 2,
+    PYPS_ON_REJOIN = 3,
+    PYPS_ON_START = 4,
+    PYPS_ON_PULL = 5,
+    PYPS_ON_PUSH = 6,
+    PYPS_ON_TICK = 7,
+    PYPS_ON_REPLAN = 8,
+    PYPS_ON_CHECK = 9,
+    PYPS_ON_OFFER = 10,
+    PYPS_ON_GATE = 11 /* may a push travel now? */
+};
+enum { PYPS_COMMITTED = 0, PYPS_UNCHANGED = 1, PYPS_WAIT = 2, PYPS_REFUSED = 3 }; /* what an event came to */
+
+typedef struct {
+    uint32_t kind; /* PYPS_ON_... */
+    uint32_t slot;
+    uint64_t now;
+    int32_t rank;            /* join; -1: the lowest free one */
+    uint32_t state;          /* leave: PYPS_LEFT or PYPS_DEAD */
+    uint32_t area, samples;  /* push */
+    uint32_t done, next;     /* check: samples computed, and of the next micro-batch; offer: next */
+    uint64_t version;        /* pull: what was pulled */
+    uint64_t took;           /* push: nanoseconds from the claim to the ready gradient */
+    uint64_t waited;         /* tick: nanoseconds that somebody has waited */
+    double square_norm;      /* push: of the gradient; 0: not known */
+    const uint32_t *batches; /* replan: [ranks] */
+} pyps_event;
+
+typedef struct {
+    uint32_t verdict; /* PYPS_COMMITTED ... */
+    uint32_t advice;  /* check */
+    int32_t rank;     /* join */
+    float scale;      /* push: what the policy multiplies the gradient by */
+    uint64_t ticket;  /* push that became a version, or that closed a round that did; else 0 */
+    uint64_t staleness;
+    uint64_t first;        /* start: the claim */
+    uint32_t count, batch; /* start */
+    uint64_t until,
+        at;            /* wait: ask again when `progress` is at least `until`, and not before the time `at` */
+    uint64_t progress; /* of the policy: never goes back */
+    uint64_t version, round;
+    uint64_t due;  /* a tick then has something to do; 0: no time is known */
+    uint64_t stir; /* changes whenever waiting members should ask again whatever `until` says */
+} pyps_decision;
+
+typedef struct pyps_core pyps_core;
+
+/* From max_participants, areas, policy, rules, ranks, batches, samples and round_timeout_seconds alone. */
+PYPS_API int pyps_core_create(const pyps_config *config, pyps_core **out);
+PYPS_API void pyps_core_free(pyps_core *core); /* NULL is allowed */
+PYPS_API int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decision *out);
+/* The sources of the last round that became a version, in the order of summation: [capacity] slots, areas,
+ * samples and scales; the count. */
+PYPS_API uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *areas,
+                                    uint32_t *samples, float *scales, uint32_t capacity);
+PYPS_API int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity);
+
+/* A policy of one's own, PYPS_CUSTOM: asynchronous, and asked before a step and about each gradient. Every
+ * worker's process must have set it; a store with it cannot be opened before. It is asked anywhere in a call
+ * that starts or pushes, perhaps again, and must depend on nothing but what it is given. */
+enum { PYPS_WORDS = 16 };
+
+typedef struct {
+    uint64_t custom;                  /* pyps_rules.custom */
+    uint64_t now;                     /* nanoseconds */
+    uint64_t version, staleness;      /* versions since this worker's pull */
+    uint64_t clock, slowest, fastest; /* its steps, and those of the others */
+    uint32_t rank, workers;           /* active */
+    uint32_t samples, batch;          /* held or pushed; planned */
+} pyps_sight;
+
+/* Both return 1 for yes, 0 for no (wait; drop the gradient), -1 if they failed. `words` are the policy's own;
+ * what start changes is kept if it says yes. *scale is 1. */
+typedef struct {
+    int (*start)(const pyps_sight *sight, uint64_t *words);
+    int (*push)(const pyps_sight *sight, uint64_t *words, float *scale);
+} pyps_custom;
+
+PYPS_API int pyps_set_custom(const pyps_custom *custom); /* of this process; before any store has it */
 
 /* Whether any process has the segment file open: PYPS_OK free, PYPS_EBUSY in use, else why it is not ours. */
 PYPS_API int pyps_probe(const char *name, uint64_t *bytes_out);

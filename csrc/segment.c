@@ -100,6 +100,17 @@ static int map_failed(const char *what) {
     return fail(PYPS_ESYS, "%s in %s: %s", what, directory(), strerror(errno));
 }
 
+static struct terms terms_of(const struct geometry *g, const uint32_t *batches) {
+    return (struct terms){.participants = g->max_participants,
+                          .ranks = g->ranks,
+                          .areas = g->areas,
+                          .policy = g->policy,
+                          .rules = g->rules,
+                          .samples = g->samples,
+                          .round_timeout = g->round_timeout_nanoseconds,
+                          .batches = batches};
+}
+
 /* Pointers and derived tables, once geometry and layout are known and the file is mapped. */
 static int bind(pyps_store *s, const struct group *groups) {
     const struct geometry *g = &s->geometry;
@@ -124,8 +135,8 @@ static int bind(pyps_store *s, const struct group *groups) {
         free(ones);
         return fail(PYPS_ENOSPC, "out of memory for a handle");
     }
-    view_init(s->reference, g->max_participants, g->ranks, g->areas, g->policy, g->samples,
-              g->round_timeout_nanoseconds, ones);
+    struct terms terms = terms_of(g, ones);
+    view_init(s->reference, &terms);
     free(ones);
     for (uint32_t i = 0; i < g->groups; i++)
         for (uint32_t c = 0; c < groups[i].chunks; c++) {
@@ -182,8 +193,8 @@ static void fill(pyps_store *s, const pyps_config *config, const pyps_tensor *te
                    config->initial[t] + done, run * sizeof(float));
             done += run;
         }
-    view_init((struct view *)(void *)(s->base + s->layout.views), g->max_participants, g->ranks, g->areas,
-              g->policy, g->samples, g->round_timeout_nanoseconds, config->batches);
+    struct terms terms = terms_of(g, config->batches);
+    view_init((struct view *)(void *)(s->base + s->layout.views), &terms);
     memcpy(h->magic, SEGMENT_MAGIC, sizeof h->magic);
     h->endian = ENDIAN_MARK, h->abi = PYPS_ABI, h->bytes = s->layout.bytes, h->geometry = *g;
     h->checksum = segment_checksum(g, tensors, groups);

@@ -24,6 +24,12 @@ int pyps_get_layout(pyps_store *s, pyps_layout *out) {
     return PYPS_OK;
 }
 
+int pyps_get_rules(pyps_store *s, pyps_rules *out) {
+    int rc = store_usable(s, false);
+    if (!rc) *out = s->geometry.rules;
+    return rc;
+}
+
 int pyps_get_tensor(pyps_store *s, uint32_t index, pyps_tensor *out) {
     int rc = store_usable(s, false);
     if (rc) return rc;
@@ -78,7 +84,7 @@ int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_
                                             .pulled = m->pulled,
                                             .claim_first = m->claim_first,
                                             .claim_count = m->claim_count,
-                                            .staged = m->staged};
+                                            .staged = m->staged != 0};
     }
     free(v);
     return PYPS_OK;

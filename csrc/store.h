@@ -71,14 +71,16 @@ struct pyps_store {
     uint32_t scan, view_scan;              /* where the next search for a free one starts */
     uint64_t area_ticket[MAX_AREAS];       /* last ticket admitted from each area; 0: none */
     bool area_staged[MAX_AREAS];           /* handed to the caller or waiting in a round */
-    uint32_t codes_backed;                 /* bit by area: its codes have memory */
+    uint32_t gathered;                     /* bit by area: it waits in a round that nobody waits for */
+    uint32_t codes_backed, pulled_backed;  /* bit by area: its codes, its pulled copy have memory */
     bool residuals_backed;
     float *stream_to;   /* during an exchange: the caller's copy of the parameters */
     uint64_t *streamed; /* [chunks] the ticket with which a chunk went there */
     uint64_t stream_ticket;
     bool in_round; /* a gradient is staged into `round` and its outcome not yet returned */
     uint64_t round, pulled;
-    uint64_t complete; /* every chunk has been seen at this version or later */
+    uint64_t claimed_at; /* nanoseconds: when the claim under way was told */
+    uint64_t complete;   /* every chunk has been seen at this version or later */
 
     struct ticket ticket; /* the ticket last looked up, with the view's snapshot as of then */
     struct source *sources;
@@ -126,9 +128,10 @@ int view_load_ticket(pyps_store *s, uint64_t number);
 int view_load_snapshot(pyps_store *s);                          /* s->snapshot* alone */
 const struct view *view_pin(pyps_store *s, uint64_t *word_out); /* NULL: PYPS_ECORRUPT, message set */
 void view_unpin(pyps_store *s);
-/* Sleeps until the view moves on from `seen` or a slice of `deadline` has passed, then takes out the dead
- * and, once `since` lies a round timeout back, fences the late. PYPS_ETIMEDOUT at the deadline. */
-int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t deadline);
+/* Sleeps until the view moves on from `seen`, the time is `at` (0: no such time) or a slice of `deadline` has
+ * passed, then takes out the dead, does what is due and, once `since` lies a round timeout back, fences the
+ * late. PYPS_ETIMEDOUT at the deadline. */
+int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline);
 
 /* buffers.c */
 float *buffer_floats(const pyps_store *s, uint32_t buffer, uint32_t vector); /* 0: parameters, 1..: states */
@@ -160,6 +163,7 @@ int stage_gradient(pyps_store *s, const pyps_push_args *args, struct event *e, p
 /* apply.c */
 struct area_header *area_header(const pyps_store *s, uint32_t slot, uint32_t area);
 float *area_data(const pyps_store *s, uint32_t slot, uint32_t area);
+float *area_pulled(const pyps_store *s, uint32_t slot, uint32_t area);
 int chunk_advance(pyps_store *s, uint32_t chunk,
                   uint64_t version); /* applies tickets up to version, as needed */
 /* Brings every chunk to `version`, following whoever is at it; `own` is the ticket that nobody but us is at,

@@ -1,5 +1,5 @@
 /* view.c: the pure steps of membership, starting, pulling, planning and snapshots. Rounds and pushes are in
- * view_round.c, the hand-out of samples in view_samples.c. */
+ * view_round.c, the hand-out of samples in view_samples.c, the least clock in view_clocks.c. */
 #include "view.h"
 
 #include <string.h>
@@ -8,7 +8,7 @@
 #include "policy.h"
 
 struct places {
-    size_t members, ranks, tickets, sources, ranges, bytes;
+    size_t members, ranks, tickets, sources, pending, ranges, bytes;
 };
 
 static struct places places(uint32_t participants, uint32_t ranks, uint32_t areas) {
@@ -17,7 +17,8 @@ static struct places places(uint32_t participants, uint32_t ranks, uint32_t area
     p.ranks = p.members + participants * sizeof(struct member);
     p.tickets = p.ranks + ranks * sizeof(struct rank);
     p.sources = p.tickets + (size_t)participants * areas * sizeof(struct ticket);
-    p.ranges = p.sources + participants * sizeof(struct source);
+    p.pending = p.sources + participants * sizeof(struct source);
+    p.ranges = p.pending + participants * sizeof(struct source);
     p.bytes = p.ranges + 2 * (size_t)participants * sizeof(struct range);
     return p;
 }
@@ -38,16 +39,17 @@ struct ticket *view_ticket(const struct view *v, uint64_t number) {
     return (struct ticket *)at(v, places_of(v).tickets) + number % v->tickets;
 }
 struct source *view_sources(const struct view *v) { return at(v, places_of(v).sources); }
+struct source *view_pending(const struct view *v) { return at(v, places_of(v).pending); }
 struct range *view_ranges(const struct view *v) { return at(v, places_of(v).ranges); }
 
-void view_init(struct view *v, uint32_t participants, uint32_t ranks, uint32_t areas, uint32_t policy,
-               uint64_t samples, uint64_t round_timeout, const uint32_t *batches) {
-    memset(v, 0, view_bytes(participants, ranks, areas));
-    v->participants = participants, v->ranks = ranks, v->areas = areas, v->policy = policy;
-    v->tickets = participants * areas, v->ranges = 2 * participants;
-    v->limit = samples, v->round_timeout = round_timeout;
-    for (uint32_t slot = 0; slot < participants; slot++) view_member(v, slot)->rank = -1;
-    for (uint32_t rank = 0; rank < ranks; rank++) view_rank(v, rank)->total.batch = batches[rank];
+void view_init(struct view *v, const struct terms *t) {
+    memset(v, 0, view_bytes(t->participants, t->ranks, t->areas));
+    v->participants = t->participants, v->ranks = t->ranks, v->areas = t->areas;
+    v->policy = t->policy, v->rules = t->rules;
+    v->tickets = t->participants * t->areas, v->ranges = 2 * t->participants;
+    v->limit = t->samples, v->round_timeout = t->round_timeout;
+    for (uint32_t slot = 0; slot < v->participants; slot++) view_member(v, slot)->rank = -1;
+    for (uint32_t rank = 0; rank < v->ranks; rank++) view_rank(v, rank)->total.batch = t->batches[rank];
 }
 
 static enum verdict refuse(struct outcome *out, int code) {
@@ -73,6 +75,7 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
                                     view_member(v, holder - 1)->pid));
         view_rank(v, (uint32_t)rank)->slot_plus_1 = e->slot + 1;
         view_rank(v, (uint32_t)rank)->joined = 1;
+        view_rank(v, (uint32_t)rank)->absent = 0;
         v->active++;
     }
     for (uint32_t r = 0; r < v->ranks; r++) { /* the residual of another rank that lies here is given up */
@@ -81,9 +84,12 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
         other->residual = 0;
         other->total.residuals_dropped++;
     }
-    struct member joined = {.id = e->id, .state = PYPS_ACTIVE, .role = e->role, .rank = rank, .pid = e->pid};
+    struct member joined = {
+        .id = e->id, .state = PYPS_ACTIVE, .role = e->role, .rank = rank, .pid = e->pid, .seen = e->now};
     memcpy(joined.area_ticket, m->area_ticket, sizeof joined.area_ticket);
     *m = joined;
+    if (rank >= 0) clock_enters(v, m);
+    v->stir++;
     out->rank = rank;
     if (!v->opened) {
         v->opened = 1;
@@ -95,11 +101,12 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
 static enum verdict leave(struct view *v, const struct event *e) {
     struct member *m = view_member(v, e->slot);
     if (m->id != e->id || (m->state != PYPS_ACTIVE && m->state != PYPS_FENCED)) return STEP_UNCHANGED;
-    if (!m->staged) samples_return(v, e->slot, 0);
+    samples_return(v, e->slot, 0);
     if (m->rank >= 0) {
-        v->active -= m->state == PYPS_ACTIVE;
+        if (m->state == PYPS_ACTIVE) v->active--, clock_leaves(v, m);
         view_rank(v, (uint32_t)m->rank)->slot_plus_1 = 0;
     }
+    v->stir++;
     if (v->snapshot_active && v->snapshot_slot == e->slot) v->snapshot_active = 0;
     m->state = e->state;
     return STEP_COMMIT;
@@ -109,7 +116,8 @@ static enum verdict rejoin(struct view *v, const struct event *e) {
     struct member *m = view_member(v, e->slot);
     if (m->state == PYPS_ACTIVE) return STEP_UNCHANGED;
     m->state = PYPS_ACTIVE;
-    v->active++;
+    v->active++, v->stir++;
+    clock_enters(v, m);
     return STEP_COMMIT;
 }
 
@@ -117,32 +125,44 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
     enum verdict verdict = STEP_UNCHANGED;
-    if (!v->opened || m->staged) return STEP_WAIT;
+    out->until = policy->allots ? v->round + 1 : 0;
+    if (!v->opened || (policy->awaits && m->staged)) return STEP_WAIT;
     if (!m->claim_count) {
-        if (!samples_left(v)) return v->outstanding ? STEP_WAIT : refuse(out, PYPS_EEND);
-        if (policy->by_round || policy->on_start(v, e->slot) == START_WAIT) return STEP_WAIT;
+        if (!samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
+        if (policy->allots || !samples_left(v)) return STEP_WAIT;
+        if (policy->on_start && policy->on_start(v, e->slot, out) == START_WAIT)
+            return out->code ? STEP_REFUSED : STEP_WAIT;
         samples_take(v, e->slot, e->now);
         verdict = STEP_COMMIT;
-    } else if (policy->on_start(v, e->slot) == START_WAIT) {
-        return STEP_WAIT;
     }
+    if (!m->begun && policy->drops_late) verdict = STEP_COMMIT;
+    if (verdict == STEP_COMMIT) m->begun = 1;
     out->claim = (pyps_claim){.first = m->claim_first, .count = m->claim_count, .plan = v->plan};
     out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
-    out->claim.round = policy->by_round ? v->round : m->clock;
+    out->claim.round = policy->allots ? v->round : m->clock;
     return verdict;
+}
+
+/* Since when this member has held others up; the present: it does not. */
+static uint64_t held_up_since(const struct view *v, uint32_t slot, uint64_t now) {
+    const struct member *m = view_member(v, slot);
+    const struct policy *policy = policy_find(v->policy);
+    if (m->state != PYPS_ACTIVE || m->rank < 0) return now;
+    if (m->claim_count) return m->claim_since;
+    return policy->holds_up && policy->holds_up(v, slot) ? m->seen : now;
 }
 
 /* Live members that have kept others waiting for longer than the round timeout are out until they rejoin. */
 static enum verdict tick(struct view *v, const struct event *e) {
-    enum verdict verdict = STEP_UNCHANGED;
+    enum verdict verdict = v->due && e->now >= v->due ? STEP_COMMIT : STEP_UNCHANGED;
     if (e->waited < v->round_timeout) return verdict;
     for (uint32_t slot = 0; slot < v->participants; slot++) {
         struct member *m = view_member(v, slot);
-        if (m->state != PYPS_ACTIVE || !m->claim_count || m->staged) continue;
-        if (e->now - m->claim_since < v->round_timeout) continue;
+        if (e->now - held_up_since(v, slot, e->now) < v->round_timeout) continue;
         samples_return(v, slot, 0);
+        clock_leaves(v, m);
         m->state = PYPS_FENCED;
-        v->active--;
+        v->active--, v->stir++;
         verdict = STEP_COMMIT;
     }
     return verdict;
@@ -170,15 +190,24 @@ static enum verdict replan(struct view *v, const struct event *e) {
 
 static enum verdict pull(struct view *v, const struct event *e) {
     struct member *m = view_member(v, e->slot);
+    const struct policy *policy = policy_find(v->policy);
     if (m->pulled == e->version) return STEP_UNCHANGED;
     m->pulled = e->version;
+    if (policy->on_pull) policy->on_pull(v, e);
+    return STEP_COMMIT;
+}
+
+static enum verdict offer(struct view *v, const struct event *e) {
+    struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
+    if (rank->most == e->next) return STEP_UNCHANGED;
+    rank->most = e->next;
     return STEP_COMMIT;
 }
 
 /* Events that only the slot's present, unfenced member may cause. */
 static bool needs_member(enum event_kind kind) {
     return kind == EVENT_START || kind == EVENT_PULL || kind == EVENT_PUSH || kind == EVENT_REJOIN ||
-           kind == EVENT_SNAPSHOT_BEGIN;
+           kind == EVENT_CHECK || kind == EVENT_OFFER || kind == EVENT_GATE || kind == EVENT_SNAPSHOT_BEGIN;
 }
 
 static int member_code(const struct view *v, const struct event *e) {
@@ -209,6 +238,12 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
         return tick(v, e);
     case EVENT_REPLAN:
         return replan(v, e);
+    case EVENT_CHECK:
+        return check_step(v, e, out);
+    case EVENT_OFFER:
+        return offer(v, e);
+    case EVENT_GATE:
+        return gate_step(v, e, out);
     case EVENT_SNAPSHOT_BEGIN:
         return snapshot_begin(v, e, out);
     case EVENT_SNAPSHOT_END:
@@ -220,39 +255,59 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
     return STEP_UNCHANGED;
 }
 
+/* What follows of itself from a change. */
+static void settle(struct view *v, const struct event *e, struct outcome *out) {
+    const struct policy *policy = policy_find(v->policy);
+    uint64_t round = v->round;
+    if (needs_member(e->kind)) view_member(v, e->slot)->seen = e->now;
+    if (policy->stages) round_settle(v, e->now);
+    if (policy->settle) policy->settle(v, e->now);
+    if (e->kind != EVENT_PUSH || !policy->stages || out->code) return;
+    if (v->round != round) out->ticket = v->round_ticket;
+    else if (policy->awaits) out->until = round + 1;
+}
+
 enum verdict view_step(struct view *v, const struct event *e, struct outcome *out) {
-    *out = (struct outcome){.rank = -1};
+    *out = (struct outcome){.rank = -1, .scale = 1.0f};
     if (needs_member(e->kind)) {
         int code = member_code(v, e);
         if (code) return refuse(out, code);
     }
     enum verdict verdict = step(v, e, out);
     if (verdict != STEP_COMMIT) return verdict;
-    round_settle(v, e->now);
+    settle(v, e, out);
     v->sequence++, v->now = e->now;
     v->event_kind = e->kind, v->event_slot = e->slot, v->event_id = e->id;
     return STEP_COMMIT;
 }
 
+static bool source_valid(const struct view *v, const struct source *source) {
+    return source->slot < v->participants && source->area < v->areas;
+}
+
 bool view_valid(const struct view *v, const struct view *expected) {
     if (v->participants != expected->participants || v->ranks != expected->ranks ||
         v->areas != expected->areas || v->tickets != expected->tickets || v->ranges != expected->ranges ||
-        v->policy != expected->policy)
+        v->policy != expected->policy || memcmp(&v->rules, &expected->rules, sizeof v->rules) != 0)
         return false;
-    if (v->returned > v->ranges || v->round_sources > v->participants || v->snapshot_slot >= v->participants)
+    if (v->returned > v->ranges || v->round_sources > v->participants || v->staged > v->participants ||
+        v->snapshot_slot >= v->participants)
         return false;
+    const struct member *members = view_member(v, 0);
+    const struct rank *ranks = view_rank(v, 0);
+    const struct ticket *tickets = view_ticket(v, 0);
     for (uint32_t i = 0; i < v->participants; i++) {
-        const struct member *m = view_member(v, i);
-        if (m->rank < -1 || m->rank >= (int32_t)v->ranks || m->staged_area >= v->areas) return false;
-        if ((m->claim_count || m->staged) && m->rank < 0) return false;
-        if (i < v->round_sources &&
-            (view_sources(v)[i].slot >= v->participants || view_sources(v)[i].area >= v->areas))
-            return false;
+        const struct member *m = &members[i];
+        if (m->rank < -1 || m->rank >= (int32_t)v->ranks) return false;
+        if ((m->claim_count || m->staged || m->role == PYPS_WORKER) && m->rank < 0 && m->id) return false;
     }
+    for (uint32_t i = 0; i < v->round_sources; i++)
+        if (!source_valid(v, &view_sources(v)[i])) return false;
+    for (uint32_t i = 0; i < v->staged; i++)
+        if (!source_valid(v, &view_pending(v)[i])) return false;
     for (uint32_t r = 0; r < v->ranks; r++)
-        if (view_rank(v, r)->slot_plus_1 > v->participants || view_rank(v, r)->residual > 2 * v->participants)
-            return false;
+        if (ranks[r].slot_plus_1 > v->participants || ranks[r].residual > 2 * v->participants) return false;
     for (uint32_t t = 0; t < v->tickets; t++)
-        if (view_ticket(v, t)->slot >= v->participants || view_ticket(v, t)->area >= v->areas) return false;
+        if (tickets[t].slot >= v->participants || tickets[t].area >= v->areas) return false;
     return true;
 }

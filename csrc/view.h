@@ -16,19 +16,23 @@
 #define MAX_AREAS 4u
 #define STALE     1 /* not an error: look again */
 
-enum event_kind {
-    EVENT_NONE,
-    EVENT_JOIN,
-    EVENT_LEAVE, /* by itself, or by whoever found it dead */
-    EVENT_REJOIN,
-    EVENT_START, /* claims samples */
-    EVENT_PULL,
-    EVENT_PUSH, /* admits a ticket, or stages into the round, or skips */
-    EVENT_TICK, /* somebody waited too long: live members that hold others up are fenced */
-    EVENT_REPLAN,
-    EVENT_SNAPSHOT_BEGIN,
-    EVENT_SNAPSHOT_END,
-    EVENT_SNAPSHOT_CANCEL
+enum event_kind { /* those of virtual time have the public numbers */
+                  EVENT_NONE,
+                  EVENT_JOIN = PYPS_ON_JOIN,
+                  EVENT_LEAVE = PYPS_ON_LEAVE, /* by itself, or by whoever found it dead */
+                  EVENT_REJOIN = PYPS_ON_REJOIN,
+                  EVENT_START = PYPS_ON_START, /* claims samples */
+                  EVENT_PULL = PYPS_ON_PULL,
+                  EVENT_PUSH = PYPS_ON_PUSH, /* admits a ticket, or stages into the round, or skips */
+                  EVENT_TICK = PYPS_ON_TICK, /* somebody waited too long: live members that hold others up are
+                                                fenced */
+                  EVENT_REPLAN = PYPS_ON_REPLAN,
+                  EVENT_CHECK = PYPS_ON_CHECK, /* between micro-batches */
+                  EVENT_OFFER = PYPS_ON_OFFER, /* how many samples its memory holds */
+                  EVENT_GATE = PYPS_ON_GATE,
+                  EVENT_SNAPSHOT_BEGIN,
+                  EVENT_SNAPSHOT_END,
+                  EVENT_SNAPSHOT_CANCEL
 };
 
 struct event {
@@ -44,6 +48,9 @@ struct event {
     uint32_t samples;                   /* push */
     uint64_t version;                   /* pull: what was pulled; push into a round: every chunk holds it */
     uint32_t residual_before, residual; /* push with feedback: as struct rank names them; else 0 */
+    uint64_t took;                      /* push: from the claim to the ready gradient, nanoseconds */
+    double square_norm;                 /* push: of the gradient; 0: not known */
+    uint32_t done, next;                /* check: samples computed, and to come; offer: next */
     uint64_t waited;                    /* tick: how long, nanoseconds */
     uint64_t snapshot;                  /* end, cancel */
     const uint32_t *batches;            /* replan: [ranks] */
@@ -55,9 +62,12 @@ enum verdict { STEP_COMMIT, STEP_UNCHANGED, STEP_WAIT, STEP_REFUSED };
 
 struct outcome {
     int code;
-    uint64_t ticket; /* push admitted at once */
-    uint64_t round;  /* push staged: into this round */
+    uint64_t ticket;    /* push admitted at once, or the one that closed its round */
+    uint64_t round;     /* push staged: into this round */
+    uint64_t until, at; /* wait: for the policy's progress to be `until`, and the time to be `at` */
     uint64_t staleness;
+    float scale;                /* push: the policy's */
+    int advice;                 /* check: PYPS_GO_ON ... */
     int32_t rank;               /* join */
     uint64_t snapshot, version; /* snapshot begin */
     pyps_claim claim;
@@ -72,9 +82,11 @@ struct member {
     uint64_t ticket; /* its last gradient went into this one; 0: none yet, or the step was skipped */
     uint64_t claim_first;
     uint64_t claim_since; /* when it was claimed */
+    uint64_t seen;        /* its last event that changed the view */
     uint32_t claim_count; /* 0: holds no samples */
-    uint32_t staged;      /* 1: waits for the round to close */
-    uint32_t staged_area, staged_samples;
+    uint32_t begun;       /* 1 once it has been told of its claim */
+    uint32_t staged;      /* bit by area: waits for the round to close */
+    uint32_t reserved;
     uint64_t area_ticket[MAX_AREAS]; /* the slot's: last ticket of each staging area, whoever was in it */
 };
 
@@ -83,7 +95,13 @@ struct rank {
     uint32_t slot_plus_1; /* of its living member; 0: none */
     uint32_t joined;      /* 1 once anybody had it */
     uint32_t residual;    /* where its residual lies: 1 + 2 * slot + which; 0: it has none */
+    uint32_t share;       /* samples of its next claim, as the policy has it; 0: the planned batch */
+    uint32_t most;        /* samples that its memory holds; 0: no limit */
+    uint32_t extra;       /* dssp: steps that it may still go beyond the bound */
+    uint32_t absent;      /* r2sp: 1: its turns are passed over until it asks for one */
     uint32_t reserved;
+    uint64_t pushed_at, interval;        /* its last push, and from the one before, nanoseconds */
+    double step_seconds, sample_seconds; /* from claim to gradient, and that a sample: moving averages */
 };
 
 enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };
@@ -97,18 +115,48 @@ struct ticket {
 };
 
 struct source {
-    uint32_t slot, area, samples, reserved;
+    uint32_t slot, area, samples;
+    float scale; /* the policy's */
 };
 
 struct range {
     uint64_t first, count;
 };
 
-/* Followed by member[participants], rank[ranks], ticket[tickets], source[participants], range[ranges]. */
+struct ring {       /* r2sp */
+    uint64_t turn;  /* the turn is rank turn % ranks's; never goes back */
+    uint64_t since; /* when it began */
+    uint64_t opens; /* a push may not come earlier */
+    uint64_t period, gap;
+    uint64_t pushed; /* 1: the turn's push is in, the pull after it is not */
+};
+
+struct lateness {           /* saps */
+    double heard;           /* what a worker with one sample needs to be heard */
+    double tracked;         /* the quantile of stalenesses */
+    double n, x, y, xx, xy; /* decayed sums over pushes, of x = 1 / samples and y = |g|^2 */
+};
+
+/* All that a view is made from. */
+struct terms {
+    uint32_t participants, ranks, areas, policy;
+    pyps_rules rules;
+    uint64_t samples, round_timeout; /* nanoseconds */
+    const uint32_t *batches;         /* [ranks] */
+};
+
+/* Followed by member[participants], rank[ranks], ticket[tickets], source[participants] twice: of the last
+ * closed round, and of the open one; range[ranges]. */
 struct view {
     uint64_t sequence, version, round, plan, now;
     uint32_t participants, ranks, tickets, ranges, policy, areas;
     uint32_t opened, active, outstanding, returned;
+    uint32_t staged; /* gradients that wait for the round to close */
+    uint32_t at_floor;
+    uint64_t floor, ceiling; /* least clock of the active workers, and how many have it; greatest ever */
+    uint64_t stir;           /* changes whenever waiting members should look again, whatever they wait for */
+    uint64_t due;            /* then there is something to do even if nothing happens; 0: no such time */
+    pyps_rules rules;
     uint64_t cursor, limit; /* sample positions */
     uint64_t lost;
     uint64_t round_timeout; /* nanoseconds */
@@ -116,7 +164,11 @@ struct view {
     uint32_t round_sources, round_samples;
     uint64_t snapshot, snapshot_version;
     uint32_t snapshot_slot, snapshot_active;
-    uint64_t scratch[16]; /* the policy's own words */
+    union {
+        uint64_t scratch[PYPS_WORDS]; /* the policy's own words */
+        struct ring ring;
+        struct lateness late;
+    };
     uint32_t event_kind, event_slot;
     uint64_t event_id;
 };
@@ -125,11 +177,11 @@ size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t areas);
 struct member *view_member(const struct view *view, uint32_t slot);
 struct rank *view_rank(const struct view *view, uint32_t rank);
 struct ticket *view_ticket(const struct view *view, uint64_t number); /* its place in the ring */
-struct source *view_sources(const struct view *view);
+struct source *view_sources(const struct view *view); /* of the last closed round, in rank order */
+struct source *view_pending(const struct view *view); /* of the open one, as they came */
 struct range *view_ranges(const struct view *view);
 
-void view_init(struct view *view, uint32_t participants, uint32_t ranks, uint32_t areas, uint32_t policy,
-               uint64_t samples, uint64_t round_timeout, const uint32_t *batches);
+void view_init(struct view *view, const struct terms *terms);
 
 /* The only way a view changes. */
 enum verdict view_step(struct view *view, const struct event *event, struct outcome *out);
@@ -141,6 +193,12 @@ void samples_return(struct view *view, uint32_t slot,
 bool samples_left(const struct view *view);
 void round_settle(struct view *view, uint64_t now); /* closes and opens rounds as far as the policy says */
 enum verdict push_step(struct view *view, const struct event *event, struct outcome *out);
+enum verdict gate_step(struct view *view, const struct event *event, struct outcome *out);
+enum verdict check_step(struct view *view, const struct event *event, struct outcome *out);
+/* The least clock, kept up to date: after a worker became active, before it ceases to be, for its step. */
+void clock_enters(struct view *view, struct member *member);
+void clock_leaves(struct view *view, struct member *member);
+void clock_advances(struct view *view, struct member *member);
 
 /* False if an index in a view that came from shared memory is out of range. */
 bool view_valid(const struct view *view, const struct view *expected);

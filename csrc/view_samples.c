@@ -9,7 +9,8 @@ bool samples_left(const struct view *v) { return v->returned > 0 || v->cursor < 
 
 void samples_take(struct view *v, uint32_t slot, uint64_t now) {
     struct member *m = view_member(v, slot);
-    uint32_t batch = view_rank(v, (uint32_t)m->rank)->total.batch;
+    const struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    uint32_t batch = rank->share ? rank->share : rank->total.batch;
     struct range *r = view_ranges(v);
     uint64_t count;
     if (v->returned) {
@@ -26,7 +27,7 @@ void samples_take(struct view *v, uint32_t slot, uint64_t now) {
         v->cursor += count;
     }
     m->claim_count = (uint32_t)count;
-    m->claim_since = now;
+    m->claim_since = now, m->begun = 0;
     v->outstanding += count > 0;
 }
 
@@ -41,5 +42,6 @@ void samples_return(struct view *v, uint32_t slot, uint32_t keep) {
         v->lost += count;
     }
     m->claim_count = keep;
+    v->stir++;
     v->outstanding -= keep == 0;
 }

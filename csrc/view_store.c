@@ -89,16 +89,30 @@ int view_commit(pyps_store *s, const struct event *e, struct outcome *out, enum 
     }
 }
 
+static uint64_t present_due(pyps_store *s) {
+    uint64_t word;
+    const struct view *v = view_pin(s, &word);
+    uint64_t due = v && v->due ? v->due : UINT64_MAX;
+    view_unpin(s);
+    return due;
+}
+
+static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
 /* A peer found dead is taken out; one that merely took too long is fenced by a tick. */
-int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t deadline) {
-    uint64_t now = now_nanoseconds();
+int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline) {
+    uint64_t now = now_nanoseconds(), due = present_due(s);
     if (now >= deadline)
         return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - since) / 1e9);
-    view_wait(s, seen, deadline - now < WAIT_SLICE_NANOSECONDS ? deadline - now : WAIT_SLICE_NANOSECONDS);
+    uint64_t until = least(least(now + WAIT_SLICE_NANOSECONDS, deadline), due);
+    if (at > now) until = least(until, at);
+    if (until > now) view_wait(s, seen, until - now);
     if (view_sequence_word(s) != seen) return PYPS_OK;
+    now = now_nanoseconds();
+    if (at && now >= at && now < due) return PYPS_OK;
     int rc = reap_dead(s, NULL);
     now = now_nanoseconds();
-    if (rc || now - since < s->geometry.round_timeout_nanoseconds) return rc;
+    if (rc || (now < due && now - since < s->geometry.round_timeout_nanoseconds)) return rc;
     struct event tick = event_of(s, EVENT_TICK);
     tick.waited = now - since;
     struct outcome out;
@@ -117,7 +131,7 @@ int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struc
         int rc = view_commit(s, e, out, &verdict);
         *waited = now_nanoseconds() - since;
         if (rc || verdict != STEP_WAIT) return rc;
-        if ((rc = wait_for_others(s, seen, since, deadline))) return rc;
+        if ((rc = wait_for_others(s, seen, since, out->at, deadline))) return rc;
     }
 }
 

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from pyps.errors import StoreError as StoreError
     from pyps.policy import ASP as ASP
     from pyps.policy import BSP as BSP
+    from pyps.policy import DCASGD as DCASGD
+    from pyps.policy import DSSP as DSSP
+    from pyps.policy import HPS as HPS
+    from pyps.policy import R2SP as R2SP
+    from pyps.policy import SSP as SSP
+    from pyps.policy import Backup as Backup
+    from pyps.policy import ConSGD as ConSGD
+    from pyps.policy import Custom as Custom
+    from pyps.policy import DynSGD as DynSGD
+    from pyps.policy import SaPS as SaPS
+    from pyps.policy import Softsync as Softsync
     from pyps.store import Store as Store
     from pyps.values import Hyper as Hyper
     from pyps.values import Snapshot as Snapshot
@@ -31,6 +42,17 @@ if TYPE_CHECKING:
 _HOME = {
     "ASP": "pyps.policy",
     "BSP": "pyps.policy",
+    "Backup": "pyps.policy",
+    "ConSGD": "pyps.policy",
+    "Custom": "pyps.policy",
+    "DCASGD": "pyps.policy",
+    "DSSP": "pyps.policy",
+    "DynSGD": "pyps.policy",
+    "HPS": "pyps.policy",
+    "R2SP": "pyps.policy",
+    "SSP": "pyps.policy",
+    "SaPS": "pyps.policy",
+    "Softsync": "pyps.policy",
     "Hyper": "pyps.values",
     "Infeasible": "pyps.errors",
     "InputError": "pyps.errors",

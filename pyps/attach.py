@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from pyps.area import Area
 from pyps.errors import InputError
-from pyps.store import Area, Store
+from pyps.store import Store
 from pyps.values import Hyper, Optimizer, Snapshot, Tensor
 
 KINDS = {

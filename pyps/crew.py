@@ -98,7 +98,7 @@ class Job:
             "PYPS_STORE": self.store,
             "PYPS_RANK": str(place.rank),
             "PYPS_PLAN": str(self.plan_path),
-            "PYPS_POLICY": self.policy.name,
+            "PYPS_POLICY": str(self.policy),
             "PYPS_RUN_DIR": str(self.run_dir),
             "PYPS_SAMPLES": str(self.samples),
             "PYPS_SEED": str(self.seed),

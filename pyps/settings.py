@@ -1,6 +1,6 @@
 """What a worker is told about its run: by the launcher through the environment, or by arguments.
 
-    PYPS_STORE          the segment's name               PYPS_POLICY          bsp or asp
+    PYPS_STORE          the segment's name               PYPS_POLICY          bsp, ssp:bound=4 ...
     PYPS_RANK           this worker's rank in the store  PYPS_ROUND_TIMEOUT   seconds
     PYPS_PLAN           path of plan.json                PYPS_SEED            of the order of samples
     PYPS_SAMPLES        sample positions in all          PYPS_RUN_DIR         where step records go

@@ -15,9 +15,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 
@@ -25,10 +25,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
+from pyps.area import Area, split
 from pyps.codec import as_codec, encoded_bytes
-from pyps.errors import Busy, Forked, InputError, InvalidArgument, SnapshotCancelled, StoreClosed, StoreError
-from pyps.policy import BSP, Policy, policy_named
+from pyps.errors import (
+    Busy,
+    Forked,
+    InputError,
+    InvalidArgument,
+    SnapshotCancelled,
+    StoreClosed,
+    StoreError,
+    UnknownPolicy,
+)
+from pyps.native import custom as custom_policies
+from pyps.policy import BSP, Custom, Policy, acquaint, policy_named
 from pyps.values import (
+    Advice,
     Claim,
     Codec,
     Config,
@@ -42,6 +54,7 @@ from pyps.values import (
     PushResult,
     RankCounters,
     Role,
+    Rules,
     Snapshot,
     Status,
     Tensor,
@@ -49,40 +62,10 @@ from pyps.values import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 T = TypeVar("T")
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
-
-
-@dataclass(frozen=True, slots=True)
-class Area:
-    """A staging area: `flat` is a zero-copy fp32 array [flat_elements] to be filled with the mean
-    gradient.
-    """
-
-    index: int
-    flat: Flat
-    layout: tuple[Tensor, ...]
-
-    def __getitem__(self, name: str) -> Flat:
-        """The zero-copy view of one tensor, in its shape."""
-        return self.tensors()[name]
-
-    def tensors(self) -> dict[str, Flat]:
-        """Zero-copy views of all tensors, by name."""
-        return split(self.flat, self.layout)
-
-    def torch(self) -> torch.Tensor:
-        """A zero-copy torch tensor over `flat`."""
-        import torch
-
-        return torch.from_numpy(self.flat)
-
-
-def split(flat: Flat, layout: Iterable[Tensor]) -> dict[str, Flat]:
-    """Views of a flat vector by tensor name, each in its tensor's shape; nothing is copied."""
-    return {t.name: flat[t.offset : t.offset + t.elements].reshape(t.shape) for t in layout}
 
 
 class Store:
@@ -128,8 +111,8 @@ class Store:
 
         `tensors`: name -> initial values (array or torch tensor of real numbers; kept as fp32). `batches`:
         the planned batch of each rank. `optimizer`: "sgd", "momentum", "adamw", "adam" or "adagrad".
-        `policy`: a pyps.BSP or ASP, or their name. `groups`: name -> index of its parameter group
-        (default: all 0). `samples`: sample positions to hand out in all, 0 without end.
+        `policy`: a pyps.BSP, ASP, ..., or its text ("ssp:bound=4"). `groups`: name -> index of its parameter
+        group (default: all 0). `samples`: sample positions to hand out in all, 0 without end.
         `chunk_params`, `max_participants`, `snapshot_spares`, `areas` (per worker): 0 takes the C core's
         default. Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
         """
@@ -140,6 +123,7 @@ class Store:
             key: as_f32(f"store {name!r}", f"tensors[{key!r}]", value) for key, value in tensors.items()
         }
         rules = policy_named(policy) if isinstance(policy, str) else policy or BSP()
+        acquaint(rules)
         config = Config(
             tensors=tuple(Tensor(key, a.shape, group_of.get(key, 0)) for key, a in initial.items()),
             initial=tuple(initial.values()),
@@ -153,6 +137,7 @@ class Store:
             max_participants=max_participants,
             snapshot_spares=snapshot_spares,
             areas=areas,
+            rules=rules.rules(),
         )
         return cls(name, native.create(name, config), unlinks=not keep)
 
@@ -203,6 +188,9 @@ class Store:
         A dead worker's rank is inherited. Raises Busy if a live process has the rank, StoreFull.
         """
         kind = Role[role.upper()] if isinstance(role, str) else role
+        custom = self.layout.policy == Custom.number and kind is Role.WORKER
+        if custom and not custom_policies.knows(self._call(native.get_rules).custom):
+            raise UnknownPolicy("join", "the store has a policy of its maker's own, which is not known here")
         self.rank = self._call(native.join, kind, -1 if rank is None else rank)
         return self.rank
 
@@ -273,15 +261,22 @@ class Store:
         *,
         encoding: Encoding | str | None = None,
         gradient: Flat | NDArray[np.uint8] | None = None,
+        pulled: Flat | None = None,
+        square_norm: float = 0.0,
     ) -> PushResult:
         """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
 
         `hyper`: one for all parameter groups, or one each. The gradient is multiplied by `scale`. samples=0
         skips the step. `encoding`: how it travels, an Encoding or a codec's name; None: as fp32.
         `gradient`: in place of the area's: fp32 [flat_elements], or what was encoded elsewhere, with that
-        codec (uint8). Raises Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument.
+        codec (uint8). `pulled`: fp32 [flat_elements], what the gradient was computed on: DCASGD needs it.
+        `square_norm`: of the gradient, for SaPS's "ringmaster"; 0: not known. Raises Fenced, PushRejected,
+        TimedOut, NotFinite, InvalidArgument.
         """
-        return self._call(native.push, self._push(area, samples, hyper, scale, timeout, encoding, gradient))
+        more = (pulled, square_norm)
+        return self._call(
+            native.push, self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
+        )
 
     def exchange(
         self,
@@ -294,13 +289,16 @@ class Store:
         *,
         encoding: Encoding | str | None = None,
         gradient: Flat | NDArray[np.uint8] | None = None,
+        pulled: Flat | None = None,
+        square_norm: float = 0.0,
     ) -> tuple[PushResult, int]:
         """A push and the pull after it in one pass: (the push's result, the version that `out` holds).
 
         Arguments as for push; `out` as for pull. After an error `out` may hold parts of two versions.
         """
         self._target("exchange", out)
-        arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient)
+        more = (pulled, square_norm)
+        arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
         return self._call(native.exchange, arguments, out)
 
     def _push(
@@ -312,6 +310,8 @@ class Store:
         timeout: float | None,
         encoding: Encoding | str | None,
         gradient: Flat | NDArray[np.uint8] | None,
+        pulled: Flat | None = None,
+        square_norm: float = 0.0,
     ) -> Push:
         constants = (hyper,) * self.layout.groups if isinstance(hyper, Hyper) else tuple(hyper)
         if len(constants) != self.layout.groups:
@@ -333,7 +333,10 @@ class Store:
         elif gradient is not None:
             self._vector("push", "gradient", gradient)
             floats = cast(Flat, gradient)
-        return Push(index, samples, constants, scale, _seconds(timeout), how, floats, encoded)
+        if pulled is not None:
+            self._vector("push", "pulled", pulled)
+        wait, norm = _seconds(timeout), float(square_norm)
+        return Push(index, samples, constants, scale, wait, how, floats, encoded, pulled, norm)
 
     def _stage_codes(self, area: int, codec: Codec, data: NDArray[Any]) -> None:
         size = encoded_bytes(codec, self.layout.flat_elements)
@@ -357,6 +360,22 @@ class Store:
             expected = f"contiguous uint8 [{size}]"
             raise InvalidArgument("pull", f"out: found {data.dtype} {list(data.shape)}; expected {expected}")
         return data, self._call(native.pull_encoded, kind, data)
+
+    def check(self, done: int, following: int) -> Advice:
+        """Between two micro-batches, `done` samples computed and `following` in the next one: what to do.
+
+        GO_ON; PUSH_NOW what there is, for the next one would come too late; or ABORT: the samples go back,
+        the area is free, start() anew. Raises Fenced.
+        """
+        return self._call(native.check_step, done, following)
+
+    def offer(self, most: int) -> None:
+        """Say how many samples fit this worker's memory at once, from the next claim on; 0: no limit."""
+        self._call(native.offer, most)
+
+    def rules(self) -> Rules:
+        """The numbers of the store's policy."""
+        return self._call(native.get_rules)
 
     def snapshot(self, timeout: float | None = None) -> Snapshot:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.

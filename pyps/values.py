@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +136,87 @@ class Tensor:
     elements: int = 0
 
 
+NO_BOUND = 2**32 - 1  # UINT32_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A policy's numbers, named as in pyps.h; those that it does not have are 0."""
+
+    backup: int = 0
+    splits: int = 0
+    bound: int = 0
+    extra: int = 0
+    threshold: int = 0
+    abort: int = 0
+    quantile: float = 0.0
+    strength: float = 0.0
+    slack: float = 0.0
+    patience: float = 0.0
+    custom: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a policy of one's own is shown: the worker it is asked about, and the others."""
+
+    now: int  # nanoseconds
+    version: int
+    staleness: int  # versions since the worker's pull
+    clock: int  # its steps
+    slowest: int  # steps of the slowest worker there is
+    fastest: int
+    rank: int
+    workers: int
+    samples: int  # held or pushed
+    batch: int  # planned
+
+
+class Advice(IntEnum):
+    """What a worker does between two micro-batches: as PYPS_GO_ON ... in pyps.h."""
+
+    GO_ON = 0
+    PUSH_NOW = 1
+    ABORT = 2
+
+
+class Moment(IntEnum):
+    """What can happen to a view, as PYPS_ON_JOIN ... in pyps.h."""
+
+    JOIN = 1
+    LEAVE = 2
+    REJOIN = 3
+    START = 4
+    PULL = 5
+    PUSH = 6
+    TICK = 7
+    REPLAN = 8
+    CHECK = 9
+    OFFER = 10
+    GATE = 11
+
+
+class Decision(Protocol):
+    """What a step of the decision core came to: pyps_decision in pyps.h."""
+
+    verdict: int  # 0 committed, 1 unchanged, 2 wait
+    advice: int
+    rank: int
+    scale: float
+    ticket: int
+    staleness: int
+    first: int
+    count: int
+    batch: int
+    until: int
+    at: int
+    progress: int
+    version: int
+    round: int
+    due: int
+    stir: int
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """All that a store is made from; 0 means the C core's default. See pyps.Store.create."""
@@ -152,6 +233,7 @@ class Config:
     max_participants: int
     snapshot_spares: int
     areas: int
+    rules: Rules = Rules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +279,14 @@ class Push:
     encoding: Encoding
     gradient: Flat | None
     encoded: bool
+    pulled: Flat | None = None
+    square_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """Which version the push became (0: everybody skipped), how stale it was, what went into the version, and
-    what an encoder met that was not finite.
+    """Which version the push became (0: everybody skipped, or softsync still gathers), how stale it was, what
+    went into the version, and what an encoder met that was not finite.
     """
 
     version: int

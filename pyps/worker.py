@@ -22,9 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 
+from pyps.area import Area
 from pyps.attach import Attachment, Binding, check_same, hyper_of, inspect
 from pyps.errors import (
     Ended,
@@ -38,17 +40,18 @@ from pyps.errors import (
     TimedOut,
 )
 from pyps.metrics import RecordWriter, Span, StepRecord, record_path
-from pyps.policy import Policy
+from pyps.policy import DCASGD, R2SP, Backup, Policy, SaPS, acquaint
 from pyps.sampling import fetcher, indices
 from pyps.settings import Settings, read_settings
-from pyps.store import Area, Store
-from pyps.values import Claim, Codec, PushResult
+from pyps.store import Store
+from pyps.values import Advice, Claim, Codec, PushResult
 
 if TYPE_CHECKING:
     from pyps.throttle import Span as ThrottleSpan
     from pyps.throttle import Throttle
 
 ATTACH_TIMEOUT_SECONDS = 300.0  # others may still be importing torch and reading data
+RINGMASTER = 2  # Rules.threshold
 POLL_SECONDS = 0.02  # only while the segment does not exist yet: nothing to sleep on
 
 
@@ -87,18 +90,20 @@ class _Step:
         self.micro = 0  # samples of the micro-batch under way; 0: step() has been called for it
         self.micro_before = 0  # of the last one that began
         self.left = claim.count  # samples of later micro-batches
+        self.done = 0  # samples whose gradient is there
 
 
 class Worker:
     """Made by pyps.join(); a context manager, closed at exit otherwise.
 
-    `steps` counts the pushes that were taken, `fenced` and `rejected` the gradients that were dropped.
+    `steps` counts the pushes that were taken, `fenced`, `rejected` and `aborted` the gradients that were
+    dropped: by a deadline, by the policy when done, and by the policy before.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.rank = settings.rank
-        self.steps = self.fenced = self.rejected = self.skipped = 0
+        self.steps = self.fenced = self.rejected = self.aborted = self.skipped = 0
         self._store: Store | None = None
         self._attached: tuple[nn.Module, Attachment, Binding] | None = None
         self._step: _Step | None = None
@@ -106,6 +111,7 @@ class Worker:
         self._throttle: Throttle | None = None
         self._stepping = self._finite = False
         self._count = 0
+        self._fresh: int | None = None  # the version that an exchange has left in the model
 
     @property
     def store(self) -> Store:
@@ -138,6 +144,7 @@ class Worker:
             raise InputError("attach", "model", "a second one", "one model for each worker")
         chosen = optimizer if optimizer is not None else torch.optim.SGD(model.parameters())
         attachment = inspect(model, chosen)
+        acquaint(self.settings.policy)
         self._store = store = self._open_or_create(attachment, timeout)
         atexit.register(_close_if_alive, weakref.ref(self))
         check_same(store, attachment)
@@ -195,6 +202,7 @@ class Worker:
         if step is None or not step.micro:
             raise InputError("worker", "step", "no batch", "step() once after each batch of batches()")
         binding.check_kept()
+        step.done += step.micro
         finite = not step.left and self._finish_gradients(attachment, binding, scaler)
         if step.throttle is not None and step.throttled is not None:
             step.throttle.__exit__(None, None, None)
@@ -202,13 +210,39 @@ class Worker:
         pushed_at = time.monotonic()
         step.spans.append(("compute", step.began, pushed_at))
         if step.left:
-            step.micro = 0
-            binding.keep()
-            return None
+            advice = self._advice(step)
+            if advice is Advice.GO_ON:
+                step.micro = 0
+                binding.keep()
+                return None
+            finite = self._finish_gradients(attachment, binding, scaler)
+            step.left = 0
+            if advice is Advice.ABORT:
+                self._step = None
+                self._account(step, None, True, loss, pushed_at)
+                return None
         self._step = None
-        result = self._push(step, attachment, finite)
+        result = self._push(step, attachment, binding, finite)
         self._account(step, result, finite, loss, pushed_at)
         return result if finite else None
+
+    def _is(self, *kinds: type[Policy]) -> bool:
+        """Whether the store's policy is one of these."""
+        return self.store.layout.policy in [kind.number for kind in kinds]
+
+    def _advice(self, step: _Step) -> Advice:
+        """Between two micro-batches: whether the next one is worth computing."""
+        if not self._is(SaPS, Backup):
+            return Advice.GO_ON
+        following = min(step.left, self.settings.micro_batch or step.left)
+        try:
+            advice = self.store.check(step.done, following)
+        except Fenced:
+            self.fenced += 1
+            self.store.rejoin()
+            return Advice.ABORT
+        self.aborted += advice is Advice.ABORT
+        return advice
 
     def refresh(self) -> int:
         """Pull one single version into the model, as for an evaluation; the version."""
@@ -285,12 +319,14 @@ class Worker:
                 area = store.stage()
                 ready = time.monotonic()
                 binding.fill(area)
-                _, version = store.pull(binding.flat)
+                version = self._fresh if self._fresh is not None else store.pull(binding.flat)[1]
+                self._fresh = None
                 break
             except Ended:
                 return None
             except Fenced:
                 self.fenced += 1
+                self._fresh = None
                 store.rejoin()
         binding.refresh()
         spans: list[Span] = [("wait", began, ready), ("pull", ready, time.monotonic())]
@@ -351,12 +387,20 @@ class Worker:
         binding.release()
         self._finite = True
 
-    def _push(self, step: _Step, attachment: Attachment, finite: bool) -> PushResult | None:
-        samples = step.claim.count if finite else 0
+    def _push(self, step: _Step, attachment: Attachment, binding: Binding, finite: bool) -> PushResult | None:
+        samples = step.done if finite else 0
+        hyper, share = hyper_of(attachment), step.micro / step.done  # see _begin_micro_batch
+        encoding, norm = self.settings.encoding, self._square_norm(step.area, share)
         try:
-            share = step.micro / step.claim.count  # see _begin_micro_batch
-            encoding = self.settings.encoding
-            return self.store.push(step.area, samples, hyper_of(attachment), share, encoding=encoding)
+            if self._is(R2SP):  # push and pull are one turn
+                result, self._fresh = self.store.exchange(
+                    step.area, samples, hyper, binding.flat, share, encoding=encoding
+                )
+                return result
+            pulled = binding.flat if self._is(DCASGD) else None
+            return self.store.push(
+                step.area, samples, hyper, share, encoding=encoding, pulled=pulled, square_norm=norm
+            )
         except Fenced:
             self.fenced += 1
             self.store.rejoin()
@@ -364,8 +408,13 @@ class Worker:
             self.rejected += 1
         except NotFinite:
             self.skipped += 1
-            self.store.push(step.area, 0, hyper_of(attachment))  # the claim was still ours
+            self.store.push(step.area, 0, hyper)  # the claim was still ours
         return None
+
+    def _square_norm(self, area: Area, share: float) -> float:
+        """Of the gradient, where the policy learns from it."""
+        learns = self._is(SaPS) and self.store.rules().threshold == RINGMASTER
+        return float(np.dot(area.flat, area.flat)) * share**2 if learns else 0.0
 
     def _account(
         self, step: _Step, result: PushResult | None, finite: bool, loss: Any, pushed_at: float
@@ -386,7 +435,7 @@ class Worker:
         self._records.write(
             StepRecord(
                 rank=self.rank, pid=os.getpid(), step=self._count, round=claim.round, plan=claim.plan,
-                first=claim.first, samples=claim.count, batch=claim.batch,
+                first=claim.first, samples=step.done, batch=claim.batch,
                 version=result.version if result else step.version,
                 staleness=result.staleness if result else 0, sources=result.sources if result else 0,
                 loss=_number(loss), spans=step.spans,

@@ -20,7 +20,13 @@ def program(programs_folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("policy", "optimizer"), [("asp", "adamw"), ("bsp", "sgd"), ("bsp", "momentum")])
+CASES = [
+    ("asp", "adamw"), ("bsp", "sgd"), ("bsp", "momentum"), ("backup", "adamw"), ("ssp", "sgd"),
+    ("dssp", "momentum"), ("saps", "momentum"), ("r2sp", "adamw"), ("hps", "sgd"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "optimizer"), CASES)
 def test_no_push_is_lost_or_doubled_whoever_dies_where(program: Path, policy: str, optimizer: str) -> None:
     done = torture.torture(program, policy, optimizer, FAULTS, seed=2026)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.profiler.fit"}),  # the cost model, which the throttle and the planner evaluate too
     frozenset({"pyps.values", "pyps.metrics", "pyps.throttle", "pyps.sampling", "pyps.models", "pyps.zoo"}),
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
-    frozenset({"pyps.codec", "pyps.policy", "pyps.store", "pyps.segments"}),
+    frozenset({"pyps.area", "pyps.codec", "pyps.policy", "pyps.store", "pyps.segments"}),
     frozenset(
         {
             "pyps.attach",
@@ -37,7 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "pyps.worker",
         }
     ),
-    frozenset({"pyps.torch"}),
+    frozenset({"pyps.simulate", "pyps.torch"}),
     frozenset({"pyps.cli"}),
     frozenset({"pyps.__main__"}),
     frozenset({"pyps"}),  # the front: names loaded when first used
@@ -46,6 +46,7 @@ HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
 # What a part must not import, wherever its layer is.
 BANNED = {
+    "pyps.simulate": ("pyps.store", "pyps.worker", "pyps.cli"),
     "pyps.torch": ("pyps.store", "pyps.native", "pyps.worker", "pyps.cli"),
     "pyps.solver": ("torch", "pyps.store", "pyps.native", "pyps.worker", "pyps.profiler.measure"),
     "pyps.profiler": ("pyps.store", "pyps.native", "pyps.worker"),
@@ -146,7 +147,7 @@ def test_native_alone_imports_the_extension() -> None:
     importers = {
         name for name, path in MODULES.items() if any("_native" in i.split(".") for i in imports(name, path))
     }
-    assert importers == {"pyps.native"}
+    assert importers == {"pyps.native", "pyps.native.core", "pyps.native.custom"}
 
 
 def test_nobody_imports_the_bare_folders() -> None:

@@ -64,8 +64,10 @@ def test_torture_is_clean(folder: Path, policy: str, optimizer: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("policy", ["asp", "bsp"])
-@pytest.mark.parametrize("isa", ["", "scalar"])
+@pytest.mark.parametrize(
+    ("policy", "isa"),
+    [("asp", ""), ("asp", "scalar"), ("bsp", ""), ("bsp", "scalar"), ("r2sp", ""), ("ssp", "")],
+)
 def test_participants_as_threads_of_one_mapping_race_nowhere(threads: Path, policy: str, isa: str) -> None:
     done = programs.run(programs.build(threads, "threads", "thread"), policy, "400", PYPS_ISA=isa)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -576,7 +576,7 @@ def test_without_a_launcher_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ("PYPS_SAMPLES", "-3", "PYPS_SAMPLES: found '-3'"),
         ("PYPS_ROUND_TIMEOUT", "soon", "PYPS_ROUND_TIMEOUT: found 'soon'"),
         ("PYPS_ROUND_TIMEOUT", "-1", "round_timeout_seconds: found -1.0"),
-        ("PYPS_POLICY", "ssp", "policy: found 'ssp'; expected one of bsp, asp"),
+        ("PYPS_POLICY", "spp", "policy: found 'spp'; expected one of bsp, asp"),
         ("PYPS_THROTTLE", "{", "PYPS_THROTTLE: found"),
         ("PYPS_THROTTLE", "{}", "PYPS_THROTTLE: found"),
         ("PYPS_PLAN", "/nowhere/plan.json", "/nowhere/plan.json"),

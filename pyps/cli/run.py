@@ -18,12 +18,13 @@ from rich.text import Text
 from pyps.crew import TrainingFailed
 from pyps.errors import InputError
 from pyps.formats import encode
-from pyps.policy import policy_named
+from pyps.policy import Policy, policy_named
 from pyps.report import Report
 from pyps.supervisor import MAX_RESTARTS, run
 from pyps.values import Status
 
 app = typer.Typer(add_completion=False)
+POLICY_HELP = f"{', '.join(Policy.known)}; numbers after a colon: ssp:bound=4."
 SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
@@ -32,7 +33,7 @@ def run_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python script that calls pyps.join().")],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own.")] = None,
     plan: Annotated[Path, typer.Option(help="The plan to train by (pyps.plan/1).")] = Path("plan.json"),
-    policy: Annotated[str, typer.Option(help="bsp or asp.")] = "bsp",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "bsp",
     samples: Annotated[
         int | None, typer.Option(help="Samples to train in all; 0: as the script says.")
     ] = None,

@@ -57,6 +57,7 @@ from pyps.formats.profile import (
     Profile,
     check_profile,
 )
+from pyps.formats.simulation import Happening, Host, Jitter, Simulation
 
 __all__ = [
     "FORMATS",
@@ -73,8 +74,11 @@ __all__ = [
     "Forecast",
     "GoodputEstimate",
     "GoodputInfo",
+    "Happening",
+    "Host",
     "HpsEstimate",
     "HpsWorker",
+    "Jitter",
     "Job",
     "Limits",
     "Link",
@@ -90,6 +94,7 @@ __all__ = [
     "R2spRemedies",
     "R2spSchedule",
     "Shared",
+    "Simulation",
     "SyncCost",
     "SyncEstimate",
     "WorkerGroup",

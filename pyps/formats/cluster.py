@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from pyps.errors import InputError
 from pyps.formats.kinds import Batch, Bytes, Elapsed, Name, Seconds
+from pyps.formats.simulation import Simulation
 
 Rate = Annotated[float, Meta(gt=0)]
 Quantile = Annotated[float, Meta(gt=0, lt=1)]
@@ -102,6 +103,17 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shared: list[Shared] = []
     goodput: GoodputInfo | None = None
     quantization: Quantization = Quantization()
+    simulation: Simulation = Simulation()
+
+    def named(self, name: str) -> list[str]:
+        """The ranks' names that a name stands for: its own, or those of a group."""
+        for group in self.worker:
+            names = group.worker_names()
+            if name == group.name:
+                return names
+            if name in names:
+                return [name]
+        return []
 
 
 def check_cluster(where: str, cluster: Cluster) -> None:
@@ -120,6 +132,7 @@ def check_cluster(where: str, cluster: Cluster) -> None:
             names.add(name)
         _check_group(where, f"worker[{k}]", group, shared)
     _check_limits(where, cluster)
+    _check_simulation(where, cluster)
 
 
 def _check_group(where: str, field: str, group: WorkerGroup, shared: set[str]) -> None:
@@ -144,3 +157,22 @@ def _check_limits(where: str, cluster: Cluster) -> None:
             if getattr(group, key) is None:
                 expected = f"a number, as limits.{key} is set"
                 raise InputError(where, f"worker[{k}].{key}", "nothing", expected)
+
+
+def _check_simulation(where: str, cluster: Cluster) -> None:
+    held: set[str] = set()
+    for k, host in enumerate(cluster.simulation.host):
+        for name in host.workers:
+            _check_named(where, f"simulation.host[{k}].workers", cluster, name)
+            if twice := held & set(cluster.named(name)):
+                found = f"{min(twice)!r} a second time"
+                raise InputError(where, f"simulation.host[{k}].workers", found, "workers of no other host")
+            held |= set(cluster.named(name))
+    for k, happening in enumerate(cluster.simulation.happening):
+        _check_named(where, f"simulation.happening[{k}].worker", cluster, happening.worker)
+
+
+def _check_named(where: str, field: str, cluster: Cluster, name: str) -> None:
+    if not cluster.named(name):
+        names = ", ".join(group.name for group in cluster.worker)
+        raise InputError(where, field, repr(name), f"a worker or a group: {names}")

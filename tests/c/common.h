@@ -23,6 +23,12 @@ static inline void must(int rc, const char *what) {
         exit(1);                                                                                             \
     } while (0)
 
+static inline uint32_t policy_numbered(const char *name) {
+    uint32_t number = 0;
+    while (policy_find(number) && strcmp(policy_find(number)->name, name)) number++;
+    return number;
+}
+
 /* A store of one tensor of zeros, `parameters` long, in chunks of 1024, with plain SGD unless changed. */
 static inline pyps_config small_config(const pyps_tensor *tensor, const uint32_t *batches, uint32_t ranks,
                                        uint32_t policy) {
@@ -33,6 +39,7 @@ static inline pyps_config small_config(const pyps_tensor *tensor, const uint32_t
                          .groups = 1,
                          .tensors = 1,
                          .policy = policy,
+                         .rules = {.backup = 1, .bound = 2, .extra = 2, .slack = 1, .patience = 2},
                          .round_timeout_seconds = 60,
                          .batches = batches,
                          .tensor = tensor};

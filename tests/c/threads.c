@@ -140,7 +140,7 @@ static void verify(void) {
     must(pyps_join(first, PYPS_OBSERVER, -1, NULL), "join");
     must(pyps_snapshot(first, flat, NULL, NULL, 5, &version), "final snapshot");
     check_chunks(flat, version, true);
-    CHECK(first->geometry.policy == PYPS_BSP || version == pushes, "%lu pushes gave version %llu", pushes,
+    CHECK(first->policy->stages || version == pushes, "%lu pushes gave version %llu", pushes,
           (unsigned long long)version);
     for (uint32_t b = 0; b < first->layout.buffer_count; b++) {
         uint32_t holder = owner_holder(load_acquire(&first->owners[b]));
@@ -160,8 +160,7 @@ int main(int argc, char **argv) {
     alarm(300);
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
     uint32_t batches[] = {1, 2, 3, 4};
-    pyps_config config =
-        small_config(&tensor, batches, STEADY + 1, strcmp(argv[1], "asp") ? PYPS_BSP : PYPS_ASP);
+    pyps_config config = small_config(&tensor, batches, STEADY + 1, policy_numbered(argv[1]));
     config.max_participants = 12;
     must(pyps_create("threads", &config, &first), "create");
     for (int i = 0; i < THREADS; i++) CHECK(!pthread_create(&threads[i], NULL, bodies[i], NULL), "no thread");

@@ -11,15 +11,12 @@
  * as it is.
  */
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../../csrc/store.h"
+#include "common.h"
 
 #define WORKERS               3
 #define PARAMETERS            4000
@@ -77,12 +74,6 @@ void pyps_failpoint(const char *name) {
     draw_fault(); /* it was a stop, and it is over */
 }
 
-static void must(int rc, const char *what) {
-    if (!rc) return;
-    fprintf(stderr, "%s: %s: %s\n", what, pyps_error_name(rc), pyps_error_message());
-    exit(1);
-}
-
 /* The first PERIOD parameters after `version` steps; goes on from the version it was last asked for. */
 static const float *expected(uint64_t version) {
     static float vectors[2][1 + MAX_STATES][PERIOD];
@@ -120,6 +111,7 @@ static void check_whole(const float *flat) {
 
 /* Whether the call succeeded; a fenced worker has rejoined. */
 static bool done(pyps_store *s, int rc, const char *what) {
+    if (rc == PYPS_EREJECTED) return false;
     if (rc == PYPS_EFENCED) must(pyps_rejoin(s), "rejoin");
     else must(rc, what);
     return !rc;
@@ -257,8 +249,8 @@ static void verify(pyps_store *s, int faults, unsigned kills) {
     must(pyps_snapshot(s, flat, NULL, NULL, 5, &version), "final snapshot");
     check(flat, version);
     unsigned long acknowledged = shared->acknowledged, lost = buffers_lost(s);
-    bool asp = s->geometry.policy == PYPS_ASP;
-    if (lost || (asp && (version < acknowledged || version > acknowledged + kills + WORKERS))) {
+    bool alone = !s->policy->stages; /* a push, a ticket */
+    if (lost || (alone && (version < acknowledged || version > acknowledged + kills + WORKERS))) {
         fprintf(stderr, "%lu buffers lost; %llu tickets, %lu acknowledged, %u kills\n", lost,
                 (unsigned long long)version, acknowledged, kills);
         exit(1);
@@ -286,7 +278,8 @@ int main(int argc, char **argv) {
                           .groups = 1,
                           .tensors = 1,
                           .optimizer = optimizer,
-                          .policy = strcmp(argv[1], "asp") ? PYPS_BSP : PYPS_ASP,
+                          .policy = policy_numbered(argv[1]),
+                          .rules = {.backup = 1, .bound = 1, .extra = 2, .slack = 1, .patience = 2},
                           .round_timeout_seconds = ROUND_TIMEOUT_SECONDS,
                           .batches = batches,
                           .tensor = &tensor};

@@ -1,4 +1,4 @@
-"""The only importer of pyps._native: C codes become exceptions here, C structs become values.
+"""This package alone imports pyps._native: C codes become exceptions here, C structs become values.
 
 Everything above sees names, numbers, arrays and the dataclasses of pyps.values. A `Pointer` is opaque; the C
 rules (one thread at a time, one process) are kept by pyps.Store, which holds it.
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument, StoreError
 from pyps.values import (
+    Advice,
     Claim,
     Codec,
     Config,
@@ -33,6 +34,7 @@ from pyps.values import (
     RankCounters,
     Role,
     Rounding,
+    Rules,
     Status,
     Tensor,
 )
@@ -42,6 +44,7 @@ MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
 MAX_DIMENSIONS = 8
 F32 = 0  # PYPS_F32, the one element type
 STORE_TIMEOUT = -1.0  # C: the store's round_timeout_seconds
+raised: list[BaseException] = []  # by what C called back, until the call that it was in has returned
 ERRORS = {kind.code: kind for kind in StoreError.__subclasses__()}
 
 Pointer = NewType("Pointer", object)
@@ -53,7 +56,8 @@ def check(what: str, rc: int) -> None:
         return
     message = ffi.string(lib.pyps_error_message()).decode(errors="replace")
     code = ffi.string(lib.pyps_error_name(rc)).decode()
-    raise ERRORS.get(code, StoreError)(what, message.removeprefix(f"{what}: ") or code)
+    cause = raised.pop() if raised else None
+    raise ERRORS.get(code, StoreError)(what, message.removeprefix(f"{what}: ") or code) from cause
 
 
 def abi_version() -> int:
@@ -75,19 +79,31 @@ def create(name: str, config: Config) -> Pointer:
     initial = ffi.new("float *[]", max(1, len(keep)))
     for k, data in enumerate(keep):
         initial[k] = data
-    batches = _u32_array(what, "batches", config.batches)
+    batches = u32_array(what, "batches", config.batches)
     c = ffi.new("pyps_config *")
     c.size = ffi.sizeof("pyps_config")
     for field in ("chunk_params", "max_participants", "snapshot_spares", "areas", "groups"):
-        setattr(c, field, _unsigned(what, field, getattr(config, field), 32))
+        setattr(c, field, unsigned(what, field, getattr(config, field), 32))
     c.optimizer, c.policy = int(config.optimizer), config.policy
+    fill_rules(c.rules, config.rules)
     c.ranks, c.tensors = len(config.batches), len(config.tensors)
-    c.samples = _unsigned(what, "samples", config.samples, 64)
+    c.samples = unsigned(what, "samples", config.samples, 64)
     c.round_timeout_seconds = config.round_timeout_seconds
     c.batches, c.tensor, c.initial = batches, tensors, initial
     out = ffi.new("pyps_store **")
     check(what, lib.pyps_create(_segment(what, name), c, out))
     return _owned(out)
+
+
+def fill_rules(c: Any, rules: Rules) -> None:
+    for field in fields(Rules):
+        setattr(c, field.name, getattr(rules, field.name))
+
+
+def get_rules(store: Pointer) -> Rules:
+    c = ffi.new("pyps_rules *")
+    check("rules", lib.pyps_get_rules(store, c))
+    return Rules(*(getattr(c, field.name) for field in fields(Rules)))
 
 
 def open_segment(name: str) -> Pointer:
@@ -186,7 +202,7 @@ class Mapping:
 
 def staging(store: Pointer, area: int, elements: int) -> tuple[Flat, weakref.ref[Mapping]]:
     """A zero-copy array over a staging area, and a reference that is dead once no array uses it any more."""
-    pointer = lib.pyps_staging(store, _unsigned("staging", "area", area, 32))
+    pointer = lib.pyps_staging(store, unsigned("staging", "area", area, 32))
     if pointer == ffi.NULL:
         raise InvalidArgument("staging", f"area: found {area}; expected an area of a joined worker")
     mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), elements, np.float32)
@@ -195,7 +211,7 @@ def staging(store: Pointer, area: int, elements: int) -> tuple[Flat, weakref.ref
 
 def staging_codes(store: Pointer, area: int, size: int) -> tuple[NDArray[np.uint8], weakref.ref[Mapping]]:
     """The same for the area's codes, `size` bytes."""
-    pointer = lib.pyps_staging_codes(store, _unsigned("staging", "area", area, 32))
+    pointer = lib.pyps_staging_codes(store, unsigned("staging", "area", area, 32))
     if pointer == ffi.NULL:
         raise InvalidArgument("staging", f"area: found {area}; expected one of a joined worker, and memory")
     mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), size, np.uint8)
@@ -208,6 +224,16 @@ def push(store: Pointer, arguments: Push) -> PushResult:
     check("push", lib.pyps_push(store, c, r))
     del keep
     return _push_result(r)
+
+
+def check_step(store: Pointer, done: int, following: int) -> Advice:
+    advice = ffi.new("int *")
+    check("check", lib.pyps_check(store, done, following, advice))
+    return Advice(advice[0])
+
+
+def offer(store: Pointer, most: int) -> None:
+    check("offer", lib.pyps_offer(store, unsigned("offer", "most", most, 32)))
 
 
 def exchange(store: Pointer, arguments: Push, flat: Flat) -> tuple[PushResult, int]:
@@ -236,15 +262,17 @@ def _push_args(what: str, push: Push) -> tuple[Any, Any]:
         h.beta1, h.beta2 = group.betas
         h.eps, h.nesterov = group.eps, int(group.nesterov)
         h.lr_decay, h.clip = group.lr_decay, group.clip
-    c.size, c.area = ffi.sizeof("pyps_push_args"), _unsigned(what, "area", push.area, 32)
-    c.samples = _unsigned(what, "samples", push.samples, 32)
+    c.size, c.area = ffi.sizeof("pyps_push_args"), unsigned(what, "area", push.area, 32)
+    c.samples = unsigned(what, "samples", push.samples, 32)
     c.scale, c.timeout_seconds, c.hyper = push.scale, push.timeout, constants
     gradient = ffi.NULL if push.gradient is None else ffi.from_buffer("float[]", push.gradient)
     c.gradient, c.encoded = gradient, int(push.encoded)
+    pulled = ffi.NULL if push.pulled is None else ffi.from_buffer("float[]", push.pulled)
+    c.pulled, c.square_norm = pulled, push.square_norm
     how = push.encoding
     c.codec, c.seed, c.feedback = how.codec, how.seed, int(how.feedback)
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
-    return c, (constants, gradient)
+    return c, (constants, gradient, pulled)
 
 
 def _position(kinds: Any, name: str) -> int:
@@ -252,7 +280,7 @@ def _position(kinds: Any, name: str) -> int:
 
 
 def encoded_bytes(codec: Codec, count: int) -> int:
-    return int(lib.pyps_encoded_bytes(codec, _unsigned("codec", "count", count, 44)))
+    return int(lib.pyps_encoded_bytes(codec, unsigned("codec", "count", count, 44)))
 
 
 def encode(
@@ -267,7 +295,7 @@ def encode(
     c, r = ffi.new("pyps_encode_args *"), ffi.new("pyps_encode_result *")
     c.size, c.codec, c.seed, c.scale = ffi.sizeof("pyps_encode_args"), how.codec, how.seed, scale
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
-    c.first = _unsigned("encode", "first", first, 64)
+    c.first = unsigned("encode", "first", first, 64)
     kept = ffi.NULL if residual is None else ffi.from_buffer("float[]", residual)
     left = ffi.NULL
     if residual_out is not None:
@@ -332,11 +360,11 @@ def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
 
 
 def replan(store: Pointer, batches: Sequence[int]) -> None:
-    check("replan", lib.pyps_replan(store, _u32_array("replan", "batches", batches), len(batches)))
+    check("replan", lib.pyps_replan(store, u32_array("replan", "batches", batches), len(batches)))
 
 
 def wait(store: Pointer, sequence: int, timeout: float) -> None:
-    check("wait", lib.pyps_wait(store, _unsigned("wait", "sequence", sequence, 64), timeout))
+    check("wait", lib.pyps_wait(store, unsigned("wait", "sequence", sequence, 64), timeout))
 
 
 def _owned(out: Any) -> Pointer:
@@ -350,15 +378,15 @@ def _segment(what: str, name: str) -> bytes:
     return data
 
 
-def _unsigned(what: str, field: str, value: int, bits: int) -> int:
+def unsigned(what: str, field: str, value: int, bits: int) -> int:
     value = int(value)
     if not 0 <= value < 1 << bits:
         raise InvalidArgument(what, f"{field}: found {value}; expected 0 to {(1 << bits) - 1}")
     return value
 
 
-def _u32_array(what: str, field: str, values: Sequence[int]) -> Any:
-    return ffi.new("uint32_t[]", [_unsigned(what, f"{field}[{k}]", v, 32) for k, v in enumerate(values)] or 1)
+def u32_array(what: str, field: str, values: Sequence[int]) -> Any:
+    return ffi.new("uint32_t[]", [unsigned(what, f"{field}[{k}]", v, 32) for k, v in enumerate(values)] or 1)
 
 
 def _fill_tensor(what: str, c: Any, tensor: Tensor) -> None:
@@ -373,6 +401,6 @@ def _fill_tensor(what: str, c: Any, tensor: Tensor) -> None:
             what, f"tensor {tensor.name!r}: found {found}; expected at most {MAX_DIMENSIONS}"
         )
     c.name, c.dtype, c.ndim = name, F32, len(tensor.shape)
-    c.group = _unsigned(what, f"tensor {tensor.name!r}: group", tensor.group, 32)
+    c.group = unsigned(what, f"tensor {tensor.name!r}: group", tensor.group, 32)
     for k, size in enumerate(tensor.shape):
         c.shape[k] = size

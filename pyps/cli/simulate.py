@@ -1,0 +1,154 @@
+"""`pyps simulate`: policies on a cluster in virtual time, side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from pyps.errors import InputError
+from pyps.policy import Policy, policy_named
+from pyps.simulate import Learning, Logistic, Result, Scenario, TorchLearning, scenario_of, simulate
+from pyps.simulate.picture import draw, gantt, histogram, trace
+
+LOGISTIC = "logistic"
+DATA = 2048  # samples of a task's own batch maker
+GANTT_ITERATIONS = 3
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command("simulate")
+def simulate_command(
+    cluster: Annotated[
+        Path, typer.Argument(metavar="CLUSTER", show_default=False, help="Cluster file, TOML.")
+    ],
+    policies: Annotated[
+        str, typer.Option(help='"all", or policies with spaces between: "bsp ssp:bound=4".')
+    ] = "all",
+    iterations: Annotated[int, typer.Option(min=1, help="Global batches to train.")] = 100,
+    even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the planner's.")] = False,
+    learn: Annotated[
+        str, typer.Option(help="Real gradients: logistic (NumPy), or a torch task as in pyps profile.")
+    ] = "",
+    lr: Annotated[float, typer.Option(help="Learning rate of a whole global batch.")] = 0.1,
+    target_loss: Annotated[float | None, typer.Option(help="Stop there, and say when it was.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of jitter and order of samples.")] = 0,
+    round_timeout: Annotated[float, typer.Option(help="Seconds that one worker may hold up others.")] = 60.0,
+    show: Annotated[
+        bool, typer.Option("--show", help="Staleness and a Gantt of each policy, as text.")
+    ] = False,
+    trace_to: Annotated[
+        Path | None, typer.Option("--trace", help="Write a trace for Perfetto, JSON.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw curves, staleness, idle shares and Gantts, PNG.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, alone.")] = False,
+) -> None:
+    """Train in virtual time under each policy, with the decisions that real runs take."""
+    chosen = _policies(policies, round_timeout)
+    scenario = scenario_of(cluster, even=even)
+    results = []
+    listed = track(chosen, "policies", console=Console(stderr=True), transient=True, disable=not _watched())
+    for policy in listed:
+        learning = _learning(learn, seed)
+        results.append(
+            simulate(
+                scenario, policy, iterations=iterations, seed=seed, learning=learning, lr=lr,
+                target_loss=target_loss, slices=show or plot is not None or trace_to is not None,
+            )
+        )  # fmt: skip
+    if trace_to is not None:
+        trace_to.write_bytes(msgspec.json.encode(trace(results)))
+    if plot is not None:
+        draw(results, plot, GANTT_ITERATIONS * max(r.iteration_seconds for r in results))
+    if as_json:
+        sys.stdout.write(msgspec.json.encode([_plain(r, target_loss) for r in results]).decode() + "\n")
+    else:
+        _print(scenario, results, target_loss, show)
+
+
+def _watched() -> bool:
+    return sys.stderr.isatty()
+
+
+def _policies(text: str, round_timeout: float) -> list[Policy]:
+    names = list(Policy.known) if text.strip() == "all" else text.split()
+    if not names:
+        raise InputError("--policies", "", repr(text), f'"all", or some of {", ".join(Policy.known)}')
+    return [policy_named(name, round_timeout) for name in names]
+
+
+def _learning(name: str, seed: int) -> Learning | None:
+    """New for each policy, for a torch model keeps what was last loaded into it."""
+    if not name:
+        return None
+    if name == LOGISTIC:
+        return Logistic(seed=seed)
+    from pyps.models import load_task
+
+    task = load_task(name)
+    inputs, targets = task.make_batch(DATA)
+    return TorchLearning(task, inputs, targets, seed)
+
+
+def _plain(result: Result, target: float | None) -> dict[str, Any]:
+    plain = asdict(result)
+    del plain["slices"], plain["pushed_at"]
+    plain["staleness"] = {str(k): v for k, v in result.staleness.items()}
+    more = {"idle_share": result.idle_share, "staleness_mean": result.staleness_mean}
+    if target is not None:
+        more |= {"seconds_to_target": result.seconds_to(target)}  # type: ignore[dict-item]
+    return plain | more
+
+
+def _print(scenario: Scenario, results: Sequence[Result], target: float | None, show: bool) -> None:
+    console = Console(highlight=False)
+    learnt = bool(results[0].curve)
+    title = f"{len(scenario.workers)} workers, global batch {scenario.global_batch}"
+    table = Table(title=title, box=None, header_style="bold")
+    table.add_column("policy", overflow="fold")
+    columns = ["ms", "gain", "idle", "stale", "95%", "max", "dropped", "MB"]
+    columns += ["loss"] * learnt + ["to target"] * (target is not None)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(result.policy, *_cells(result, results[0], learnt, target, scenario.global_batch))
+    console.print(table)
+    console.print(
+        "ms and MB: of one global batch; gain: over the first; stale: versions, mean, 95 % and most"
+    )
+    for result in results if show else ():
+        console.print(f"\n{result.policy}", markup=False)
+        for line in histogram(result) + gantt(result, 0.0, GANTT_ITERATIONS * result.iteration_seconds):
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def _cells(r: Result, first: Result, learnt: bool, target: float | None, batch: int) -> list[str]:
+    iterations = r.samples / batch
+    cells = [
+        f"{1000 * r.iteration_seconds:.1f}",
+        f"{first.iteration_seconds / r.iteration_seconds:.2f}x",
+        f"{r.idle_share:.1%}",
+        f"{r.staleness_mean:.2f}",
+        str(r.staleness_quantile(0.95)),
+        str(max(r.staleness, default=0)),
+        str(r.rejected + r.aborted),
+        f"{r.moved_bytes / 1e6 / iterations:.1f}" if iterations else "-",
+    ]
+    if learnt:
+        cells.append(f"{r.loss:.4f}")
+    if target is not None:
+        reached = r.seconds_to(target)
+        cells.append(f"{reached:.2f} s" if reached is not None else "never")
+    return cells

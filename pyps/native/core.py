@@ -1,0 +1,71 @@
+"""The decision core in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from pyps._native import ffi, lib
+from pyps.native import check, fill_rules, u32_array, unsigned
+from pyps.values import Config, Decision, Moment, RankCounters
+
+
+class Core:
+    """The decision core on a private view, in virtual time: see pyps.h. Times are whole nanoseconds.
+
+    A step returns the same `Decision` object each time, overwritten, which is also `last`; an event that is
+    refused raises the store's exception for it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        batches = u32_array("core", "batches", config.batches)
+        c, out = ffi.new("pyps_config *"), ffi.new("pyps_core **")
+        c.size, c.policy, c.ranks = ffi.sizeof("pyps_config"), config.policy, len(config.batches)
+        c.max_participants, c.areas = config.max_participants, config.areas
+        c.samples = unsigned("core", "samples", config.samples, 64)
+        c.round_timeout_seconds, c.batches = config.round_timeout_seconds, batches
+        fill_rules(c.rules, config.rules)
+        check("core", lib.pyps_core_create(c, out))
+        self._core = ffi.gc(out[0], lib.pyps_core_free)
+        self._event, self._decision = ffi.new("pyps_event *"), ffi.new("pyps_decision *")
+        self.last: Decision = self._decision
+        self._step = lib.pyps_core_step
+        self._ranks = len(config.batches)
+        self._capacity = config.max_participants or self._ranks
+
+    def step(self, kind: int, slot: int, now: int, **values: Any) -> Decision:
+        """One event. `values` are fields of pyps_event; unnamed ones keep their last value."""
+        e = self._event
+        e.kind, e.slot, e.now = kind, slot, now
+        for name, value in values.items():
+            setattr(e, name, value)
+        if rc := self._step(self._core, e, self._decision):
+            check(Moment(kind).name.lower(), rc)
+        return self.last
+
+    def push(self, slot: int, now: int, area: int, samples: int, took: int, norm: float) -> Decision:
+        """A push, the most frequent of the steps that have values."""
+        e = self._event
+        e.area, e.samples, e.took, e.square_norm = area, samples, took, norm
+        return self.step(Moment.PUSH, slot, now)
+
+    def replan(self, now: int, batches: Sequence[int]) -> Decision:
+        keep = u32_array("replan", "batches", batches)
+        decision = self.step(Moment.REPLAN, 0, now, batches=keep)
+        self._event.batches = ffi.NULL
+        return decision
+
+    def sources(self) -> list[tuple[int, int, int, float]]:
+        """Of the last round that became a version, in order: slot, area, samples, scale."""
+        n = self._capacity
+        slots, areas, samples = (ffi.new("uint32_t[]", n) for _ in range(3))
+        scales = ffi.new("float[]", n)
+        count = lib.pyps_core_sources(self._core, slots, areas, samples, scales, n)
+        return [(slots[k], areas[k], samples[k], scales[k]) for k in range(count)]
+
+    def ranks(self) -> list[RankCounters]:
+        c = ffi.new("pyps_rank[]", self._ranks)
+        check("ranks", lib.pyps_core_ranks(self._core, c, self._ranks))
+        names = [field.name for field in fields(RankCounters)]
+        return [RankCounters(*(getattr(c[k], name) for name in names)) for k in range(self._ranks)]

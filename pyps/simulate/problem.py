@@ -1,0 +1,135 @@
+"""What is learnt in a simulation: gradients of real data at the parameters that a worker had pulled, or none.
+
+A step with gradients g_i of b_i samples each is
+
+    w <- w - lr * (sum b_i / B) * sum(b_i s_i g_i) / sum b_i
+
+with s_i the policy's scale and B the global batch: for a whole batch the step of plain SGD, and for a part of
+it that part of the step, so that one learning rate means the same under every policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.sampling import indices
+
+if TYPE_CHECKING:
+    from pyps.models import TrainingTask
+
+Vector = NDArray[np.float64]
+
+
+class Learning(Protocol):
+    """A model and its data. Parameters are a flat vector, never changed in place."""
+
+    def start(self) -> Vector:
+        """The first parameters."""
+        ...
+
+    def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float]:
+        """The mean gradient and loss of the samples at positions first .. first + count."""
+        ...
+
+    def loss(self, w: Vector) -> float:
+        """Of the whole data."""
+        ...
+
+
+class Logistic:
+    """Multinomial logistic regression by NumPy on data of its own: Gaussian classes, `noise` apart."""
+
+    def __init__(
+        self, samples: int = 2000, features: int = 20, classes: int = 5, noise: float = 2.0, seed: int = 0
+    ) -> None:
+        draw = np.random.default_rng(seed)
+        centres = draw.standard_normal((classes, features))
+        self._labels = draw.integers(classes, size=samples)
+        self._x = centres[self._labels] + noise * draw.standard_normal((samples, features))
+        self._shape, self._seed = (features, classes), seed
+
+    def start(self) -> Vector:
+        return np.zeros(self._shape[0] * self._shape[1])
+
+    def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float]:
+        return self._at(w, indices(first, count, len(self._labels), self._seed))
+
+    def loss(self, w: Vector) -> float:
+        return self._at(w, np.arange(len(self._labels)))[1]
+
+    def _at(self, w: Vector, rows: NDArray[np.int64]) -> tuple[Vector, float]:
+        x, y = self._x[rows], self._labels[rows]
+        scores = x @ w.reshape(self._shape)
+        scores -= scores.max(axis=1, keepdims=True)
+        p = np.exp(scores)
+        p /= p.sum(axis=1, keepdims=True)
+        picked = p[np.arange(len(y)), y]
+        p[np.arange(len(y)), y] -= 1.0
+        return (x.T @ p).ravel() / len(y), float(-np.log(picked).mean())
+
+
+class TorchLearning:
+    """A pyps.models.TrainingTask on data in memory: `inputs` and `targets` as its loss takes them."""
+
+    def __init__(self, task: TrainingTask, inputs: Any, targets: Any, seed: int = 0) -> None:
+        self._task, self._inputs, self._targets, self._seed = task, inputs, targets, seed
+        self._parameters = [p for p in task.model.parameters() if p.requires_grad]
+
+    def start(self) -> Vector:
+        flat = np.concatenate([p.detach().double().numpy().ravel() for p in self._parameters])
+        return np.asarray(flat, np.float64)
+
+    def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float]:
+        import torch
+
+        self._load(w)
+        rows = torch.from_numpy(indices(first, count, len(self._inputs), self._seed))
+        loss = self._task.loss(self._task.model(self._inputs[rows]), self._targets[rows])
+        gradients = torch.autograd.grad(loss, self._parameters)
+        return np.concatenate([g.double().numpy().ravel() for g in gradients]), float(loss.detach())
+
+    def loss(self, w: Vector) -> float:
+        import torch
+
+        self._load(w)
+        with torch.no_grad():
+            return float(self._task.loss(self._task.model(self._inputs), self._targets))
+
+    def _load(self, w: Vector) -> None:
+        import torch
+
+        at = 0
+        with torch.no_grad():
+            for p in self._parameters:
+                p.copy_(torch.from_numpy(w[at : at + p.numel()]).view(p.shape))
+                at += p.numel()
+
+
+class Model:
+    """The parameters in virtual time, as versions are made; without `learning`, nothing at all."""
+
+    def __init__(self, learning: Learning | None, lr: float, global_batch: int, compensation: float) -> None:
+        self._learning, self._lr, self._batch, self._compensation = learning, lr, global_batch, compensation
+        self.w = learning.start() if learning else np.zeros(0)
+
+    def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float] | None:
+        return self._learning.gradient(w, first, count) if self._learning else None
+
+    def step(self, sources: Sequence[tuple[Vector, Vector, int, float]]) -> None:
+        """A version from (gradient, pulled parameters, samples, scale) each, in the order of summation."""
+        if not self._learning:
+            return
+        total = np.zeros_like(self.w)
+        for g, pulled, samples, scale in sources:
+            scaled = scale * g
+            if self._compensation:
+                scaled = scaled + self._compensation * scaled * scaled * (self.w - pulled)
+            total += samples * scaled
+        self.w = self.w - self._lr / self._batch * total
+
+    def loss(self) -> float:
+        return self._learning.loss(self.w) if self._learning else float("nan")

@@ -1,0 +1,151 @@
+"""What is simulated: workers with cost models, links and mishaps; from a cluster file, or made in Python."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from pyps.errors import InputError
+from pyps.formats import Cluster, Happening, Jitter, Profile, WorkerGroup, read_cluster, read_profile
+from pyps.profiler.select import select_fit
+from pyps.simulate.devices import Slowdown, fitted
+from pyps.solver.plan import make_plan
+
+FP32_BYTES = 4
+STEADY = Jitter()
+
+
+@dataclass(frozen=True)
+class SimWorker:
+    """One rank. `cost`: seconds of a step as a function of the batch. `bandwidth` (bytes/s) and `latency` (s)
+    are of its own link; `host` names a shared one instead. `micro_batch`: at most so many samples at once; 0:
+    all. `most`: samples that its memory holds; 0: no limit.
+    """
+
+    name: str
+    batch: int
+    cost: Callable[[int], float]
+    jitter: Jitter = STEADY
+    slowdowns: tuple[Slowdown, ...] = ()
+    bandwidth: float = math.inf
+    latency: float = 0.0
+    host: str = ""
+    micro_batch: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """At `at` seconds a worker stops for `seconds`, or dies or leaves; then a successor joins after `seconds`
+    (0: never).
+    """
+
+    rank: int
+    at: float
+    kind: str  # stop, kill, leave
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A cluster in virtual time. Bytes are of one pull (`down`) and one push (`up`) of one worker."""
+
+    workers: tuple[SimWorker, ...]
+    up_bytes: float = 0.0
+    down_bytes: float = 0.0
+    server_bandwidth: float = math.inf
+    hosts: dict[str, float] = field(default_factory=dict)
+    mishaps: tuple[Mishap, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise InputError("scenario", "workers", "none", "one at least")
+        for w in self.workers:
+            if w.batch < 1:
+                raise InputError("scenario", f"{w.name}.batch", str(w.batch), "at least 1")
+            if w.host and w.host not in self.hosts:
+                raise InputError("scenario", f"{w.name}.host", repr(w.host), f"one of {sorted(self.hosts)}")
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return tuple(w.batch for w in self.workers)
+
+    @property
+    def global_batch(self) -> int:
+        return sum(self.batches)
+
+    def with_batches(self, batches: Sequence[int]) -> Scenario:
+        """The same cluster with other batches, e.g. equal ones."""
+        pairs = zip(self.workers, batches, strict=True)
+        return replace(self, workers=tuple(replace(w, batch=b) for w, b in pairs))
+
+
+def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario:
+    """The cluster of a file, each worker with the batch that the planner gives it (or an equal share).
+
+    Raises InputError, Infeasible.
+    """
+    cluster = read_cluster(path)
+    profiles = {group.name: _profile(group) for group in cluster.worker}
+    plan = make_plan(cluster, [profiles[group.name] for group in cluster.worker])
+    names = [w.name for w in plan.workers]
+    batches = {w.name: w.batch for w in plan.workers}
+    if even:
+        share, over = divmod(cluster.job.global_batch, len(names))
+        batches = {name: share + (k < over) for k, name in enumerate(names)}
+    micro = {w.name: w.micro_batch for w in plan.workers}
+    used = [name for name in names if batches[name] > 0]
+    built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
+    simulation = cluster.simulation
+    workers = tuple(
+        replace(built[name], batch=batches[name], micro_batch=0 if even else micro[name]) for name in used
+    )
+    size = _model_bytes(cluster, list(profiles.values()))
+    bandwidth = simulation.server_bandwidth
+    return Scenario(
+        workers,
+        up_bytes=size,
+        down_bytes=size,
+        server_bandwidth=bandwidth * simulation.servers if bandwidth else math.inf,
+        hosts={host.name: host.bandwidth for host in simulation.host},
+        mishaps=tuple(m for h in simulation.happening for m in _mishaps(cluster, h, used)),
+    )
+
+
+def _profile(group: WorkerGroup) -> Profile:
+    profile = read_profile(group.profile)
+    return msgspec.structs.replace(profile, fit=profile.fit or select_fit(profile.points))
+
+
+def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str, SimWorker]:
+    simulation = cluster.simulation
+    cost = fitted(profile.fit or select_fit(profile.points))
+    host_of = {n: h.name for h in simulation.host for name in h.workers for n in cluster.named(name)}
+    found = {}
+    for name in group.worker_names():
+        slow = tuple(
+            Slowdown(h.at, h.at + h.seconds if h.seconds else math.inf, h.factor, h.added)
+            for h in simulation.happening
+            if h.kind == "slow" and name in cluster.named(h.worker)
+        )
+        found[name] = SimWorker(
+            name, 1, cost, simulation.jitter, slow,
+            bandwidth=group.bandwidth or math.inf, latency=group.latency or 0.0, host=host_of.get(name, ""),
+        )  # fmt: skip
+    return found
+
+
+def _mishaps(cluster: Cluster, h: Happening, used: list[str]) -> list[Mishap]:
+    ranks = [used.index(name) for name in cluster.named(h.worker) if name in used]
+    return [] if h.kind == "slow" else [Mishap(rank, h.at, h.kind, h.seconds) for rank in ranks]
+
+
+def _model_bytes(cluster: Cluster, profiles: list[Profile]) -> float:
+    """Said, or of the largest model that a profile speaks of."""
+    if cluster.simulation.model_bytes is not None:
+        return float(cluster.simulation.model_bytes)
+    return float(FP32_BYTES * max(profile.model.parameters or 0 for profile in profiles))
