@@ -9,7 +9,7 @@
 
 /* A mean of everything at first, then of about the last `most`. */
 static void average(double *mean, double newest, uint64_t count, uint64_t most) {
-    *mean = *mean > 0 ? *mean + (newest - *mean) / (double)(count < most ? count : most) : newest;
+    *mean = *mean > 0 ? *mean + (newest - *mean) / (double)(count && count < most ? count : most) : newest;
 }
 
 static void time_rank(struct view *v, const struct event *e) {

@@ -1,7 +1,7 @@
 /* fuzz_attach.c: a segment of any bytes is an error or is used, and nothing else.
  *
- * An input is flags, then what is done to a good segment: patches of 12 bytes {place / 4, 8 bytes}, or
- * (WHOLE) bytes that take the place of the file's beginning; and (SHORT) a file that ends where the input
+ * An input is flags, then what is done to a good segment: patches of 11 bytes {region, place / 4, 8 bytes},
+ * or (WHOLE) bytes that take the place of the file's beginning; and (SHORT) a file that ends where the input
  * ends. What can be opened is joined, read, pushed to and reaped, with deadlines, as its owner would do.
  */
 #include <fcntl.h>
@@ -16,12 +16,24 @@
 
 static unsigned char *good, *damaged;
 static size_t length;
+static struct {
+    uint64_t at, bytes;
+} regions[12]; /* patches name them, so that a corpus outlives a change of the layout */
 static char folder[] = "/dev/shm/fuzz-pyps-XXXXXX";
 static char path[64];
 
 void pyps_failpoint(const char *name) { (void)name; }
 
 static void leave(void) { rmdir(folder); }
+
+static void find_regions(const pyps_store *s) {
+    const struct layout *l = &s->layout;
+    uint64_t view = l->views + word_buffer(load_seq(&s->header->view)) * l->view_stride;
+    uint64_t starts[] = {0,         l->tensors,     l->groups, l->slots,   l->words,   l->saved,
+                         l->owners, l->view_owners, l->views,  l->buffers, l->staging, l->bytes};
+    for (size_t r = 0; r < 11; r++) regions[r].at = starts[r], regions[r].bytes = starts[r + 1] - starts[r];
+    regions[11].at = view, regions[11].bytes = l->view_stride;
+}
 
 static void make_good(void) {
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {1500}};
@@ -34,6 +46,7 @@ static void make_good(void) {
     must(pyps_create("fuzz", &config, &store), "create");
     must(pyps_join(store, PYPS_WORKER, 0, NULL), "join");
     for (uint32_t codec = 0; codec < 4; codec++) must(push_value(store, 1, codec, &result), "push");
+    find_regions(store);
     struct stat status;
     CHECK(!fstat(store->fd, &status), "no size");
     length = (size_t)status.st_size;
@@ -84,10 +97,12 @@ int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size) {
     size--;
     memcpy(damaged, good, length);
     if (flags & WHOLE) memcpy(damaged, data, size < length ? size : length);
-    for (; !(flags & WHOLE) && size >= 12; data += 12, size -= 12) {
-        uint32_t place;
-        memcpy(&place, data, sizeof place);
-        memcpy(damaged + place % (length / 4 - 1) * 4, data + 4, 8);
+    for (; !(flags & WHOLE) && size >= 11; data += 11, size -= 11) {
+        uint16_t place;
+        size_t region = data[0] % (sizeof regions / sizeof *regions);
+        memcpy(&place, data + 1, sizeof place);
+        uint64_t at = regions[region].at + 4 * (uint64_t)place % regions[region].bytes;
+        memcpy(damaged + at, data + 3, at + 8 <= length ? 8 : length - at);
     }
     if (flags & SHORT && size < bytes) bytes = size;
     int fd = open(path, O_CREAT | O_TRUNC | O_RDWR | O_CLOEXEC, 0600);
