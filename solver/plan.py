@@ -26,6 +26,7 @@ from pyps.formats import (
     SyncEstimate,
 )
 from pyps.solver.coupled import Coupled, Split, solve_coupled, valued
+from pyps.solver.front import PRICE, within_budget
 from pyps.solver.goodput import Worth, best_batch
 from pyps.solver.hps import hps_estimate
 from pyps.solver.links import Link
@@ -61,7 +62,7 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
     Where the job names a quantile, all times are those of this quantile, and `noise` has the fitted ones.
     """
     members, program = members_of(cluster, profiles), program_for(cluster, profiles)
-    split = solve_coupled(program)
+    split = solved(cluster, members, program)
     made = plan_of(cluster, members, program, split)
     quantile = cluster.job.quantile
     if quantile is None:
@@ -69,7 +70,7 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
     fitted, noise = coupled_of(cluster, profiles), _noise(members)
     nominal, robust = (
         forecast(fitted, program, batches, noise)
-        for batches in (solve_coupled(fitted).batches, split.batches)
+        for batches in (solved(cluster, members, fitted).batches, split.batches)
     )
     quiet = [
         f"{m.group.name}: too few timings to know its noise" for m in members if too_few(m.profile.points)
@@ -79,6 +80,14 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
         warnings=made.warnings + list(dict.fromkeys(quiet)),
         noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=robust),
     )
+
+
+def solved(cluster: Cluster, members: Sequence[Member], program: Coupled) -> Split:
+    """The fastest split within every limit, that on the price of samples included. Raises Infeasible."""
+    budget, price = cluster.limits.price_per_million_samples, needs(members, PRICE)
+    if budget is None or price is None:
+        return solve_coupled(program)
+    return within_budget(program, price, budget)
 
 
 def program_for(cluster: Cluster, profiles: Sequence[Profile]) -> Coupled:

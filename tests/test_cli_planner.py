@@ -165,6 +165,19 @@ def test_pictures_are_of_the_size_they_say(shell: Shell) -> None:
     assert shell("cluster.toml", "--timeline", "fast.json").code == 2
 
 
+def test_a_budget_for_samples_is_kept_and_confirmed(shell: Shell) -> None:
+    text = CLUSTER.replace("600", "250")
+    free = json.loads(shell("cluster.toml", "--json", text=text).out)["cost"]["price_per_million_samples"]
+    limits = f"[limits]\nprice_per_million_samples = {0.8 * free}\n[[worker]]"
+    done = shell("cluster.toml", "--check", "-o", "plan.json", text=text.replace("[[worker]]", limits, 1))
+    assert done.code == 0
+    assert "same optimum" in done.out
+    cost = read_plan("plan.json").cost
+    assert cost is not None
+    assert cost.price_per_million_samples is not None
+    assert cost.price_per_million_samples <= 0.8 * free
+
+
 @pytest.mark.parametrize(
     ("old", "new", "way_out"),
     [
