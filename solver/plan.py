@@ -30,12 +30,14 @@ from pyps.solver.front import PRICE, within_budget
 from pyps.solver.goodput import Worth, best_batch
 from pyps.solver.hps import hps_estimate
 from pyps.solver.links import Link
-from pyps.solver.members import Member, cost_of, coupled_of, members_of, needs
+from pyps.solver.members import Member, cap_of, cost_of, coupled_of, members_of, needs
 from pyps.solver.minmax import Problem, at_index, solve
 from pyps.solver.noise import Noise, forecast, noise_of, too_few
 from pyps.solver.r2sp import r2sp_schedule, remedies
 from pyps.solver.relaxed import subset_bound
 from pyps.solver.warnings import link_warnings, warnings_of
+
+MAX_REPEATS = 1000  # micro-batches that may be proposed
 
 
 def even_batches(global_batch: int, count: int) -> list[int]:
@@ -62,7 +64,10 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
     Where the job names a quantile, all times are those of this quantile, and `noise` has the fitted ones.
     """
     members, program = members_of(cluster, profiles), program_for(cluster, profiles)
-    split = solved(cluster, members, program)
+    try:
+        split = solved(cluster, members, program)
+    except Infeasible as error:
+        raise Infeasible(error.reason, _with_micro_batches(cluster, profiles, error.nearest)) from None
     made = plan_of(cluster, members, program, split)
     quantile = cluster.job.quantile
     if quantile is None:
@@ -80,6 +85,24 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
         warnings=made.warnings + list(dict.fromkeys(quiet)),
         noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=robust),
     )
+
+
+def _with_micro_batches(cluster: Cluster, profiles: Sequence[Profile], nearest: str) -> str:
+    """The way out that a refusal names, and how many micro-batches for everyone would be one as well."""
+    caps = [cap_of(group, p) * group.count for group, p in zip(cluster.worker, profiles, strict=True)]
+    repeats = -(-cluster.job.global_batch // max(sum(caps), 1))
+    groups = [
+        msgspec.structs.replace(group, max_accumulation=max(group.max_accumulation, repeats))
+        for group in cluster.worker
+    ]
+    if groups == cluster.worker or repeats > MAX_REPEATS:
+        return nearest
+    wide = msgspec.structs.replace(cluster, worker=groups)
+    try:
+        solved(wide, members_of(wide, profiles), program_for(wide, profiles))
+    except Infeasible:
+        return nearest
+    return f"{nearest}, or allow every worker max_accumulation = {repeats}"
 
 
 def solved(cluster: Cluster, members: Sequence[Member], program: Coupled) -> Split:

@@ -181,7 +181,11 @@ def test_a_budget_for_samples_is_kept_and_confirmed(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "way_out"),
     [
-        ("= 600", "= 2000", "the largest feasible global_batch is 1024"),
+        (
+            "= 600",
+            "= 2000",
+            "is 1024, or allow every worker max_accumulation = 3",
+        ),
         ("watts = 300", "watts = 300\nquantum = 7", "the nearest feasible global_batch is"),
         ("[[worker]]", "[limits]\nwatts = 300\n[[worker]]", "raise limits.watts from 300 to 700"),
         (
