@@ -8,6 +8,7 @@ this front too, as whoever beats it in both beats it in the product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from pyps.solver.coupled import Coupled, Limit, Split, answer, needed, program_o
 
 PRICE = "price_per_hour"
 POINTS_AT_MOST = 100
+MAX_POINTS = 1_000_000
 TIME_TOLERANCE = 1e-6  # relative: what HiGHS may miss a bound on the time by
 CHEAPER = 1e-4  # relative: the next point's price is lower by this, at least; well above HiGHS' tolerance
 
@@ -44,6 +46,29 @@ def pareto(coupled: Coupled, price: Floats, most: int = POINTS_AT_MOST) -> Itera
         point = _point(_cheapest(coupled, price, split), price)
         yield point
         split = _fastest(coupled, price, point.price_per_hour * (1 - CHEAPER))
+
+
+def within_budget(coupled: Coupled, price: Floats, budget: float) -> Split:
+    """The fastest split by which a million samples cost at most `budget`: the first such point of the front.
+
+    It is optimal, as a split that is as cheap and faster would be beaten by an earlier point in time and in
+    price an hour, and so in their product. Raises Infeasible with the least budget that would do.
+    """
+    cheapest = math.inf
+    for point in pareto(coupled, price, most=MAX_POINTS):
+        if point.price_per_million_samples <= budget:
+            return point.split
+        cheapest = min(cheapest, point.price_per_million_samples)
+    raise Infeasible(
+        f"no workers compute a million samples for {budget:g}",
+        f"raise limits.price_per_million_samples from {budget:g} to {_up(cheapest):g}",
+    )
+
+
+def _up(value: float) -> float:
+    """Six digits, rounded up, so that what is printed is enough."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 5)
+    return math.ceil(value / unit) * unit
 
 
 def _point(split: Split, price: Floats) -> FrontPoint:

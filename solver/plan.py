@@ -26,6 +26,7 @@ from pyps.formats import (
     SyncEstimate,
 )
 from pyps.solver.coupled import Coupled, Split, solve_coupled, valued
+from pyps.solver.front import PRICE, within_budget
 from pyps.solver.goodput import Worth, best_batch
 from pyps.solver.hps import hps_estimate
 from pyps.solver.links import Link
@@ -35,6 +36,8 @@ from pyps.solver.noise import Noise, forecast, noise_of, too_few
 from pyps.solver.r2sp import r2sp_schedule, remedies
 from pyps.solver.relaxed import subset_bound
 from pyps.solver.warnings import link_warnings, warnings_of
+
+MAX_REPEATS = 1000  # micro-batches that may be proposed
 
 
 def even_batches(global_batch: int, count: int) -> list[int]:
@@ -61,7 +64,10 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
     Where the job names a quantile, all times are those of this quantile, and `noise` has the fitted ones.
     """
     members, program = members_of(cluster, profiles), program_for(cluster, profiles)
-    split = solve_coupled(program)
+    try:
+        split = solved(cluster, members, program)
+    except Infeasible as error:
+        raise Infeasible(error.reason, _with_micro_batches(cluster, profiles, error.nearest)) from None
     made = plan_of(cluster, members, program, split)
     quantile = cluster.job.quantile
     if quantile is None:
@@ -69,7 +75,7 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
     fitted, noise = coupled_of(cluster, profiles), _noise(members)
     nominal, robust = (
         forecast(fitted, program, batches, noise)
-        for batches in (solve_coupled(fitted).batches, split.batches)
+        for batches in (solved(cluster, members, fitted).batches, split.batches)
     )
     quiet = [
         f"{m.group.name}: too few timings to know its noise" for m in members if too_few(m.profile.points)
@@ -79,6 +85,32 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
         warnings=made.warnings + list(dict.fromkeys(quiet)),
         noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=robust),
     )
+
+
+def _with_micro_batches(cluster: Cluster, profiles: Sequence[Profile], nearest: str) -> str:
+    """The way out that a refusal names, and how many micro-batches for everyone would be one as well."""
+    caps = [cap_of(group, p) * group.count for group, p in zip(cluster.worker, profiles, strict=True)]
+    repeats = -(-cluster.job.global_batch // max(sum(caps), 1))
+    groups = [
+        msgspec.structs.replace(group, max_accumulation=max(group.max_accumulation, repeats))
+        for group in cluster.worker
+    ]
+    if groups == cluster.worker or repeats > MAX_REPEATS:
+        return nearest
+    wide = msgspec.structs.replace(cluster, worker=groups)
+    try:
+        solved(wide, members_of(wide, profiles), program_for(wide, profiles))
+    except Infeasible:
+        return nearest
+    return f"{nearest}, or allow every worker max_accumulation = {repeats}"
+
+
+def solved(cluster: Cluster, members: Sequence[Member], program: Coupled) -> Split:
+    """The fastest split within every limit, that on the price of samples included. Raises Infeasible."""
+    budget, price = cluster.limits.price_per_million_samples, needs(members, PRICE)
+    if budget is None or price is None:
+        return solve_coupled(program)
+    return within_budget(program, price, budget)
 
 
 def program_for(cluster: Cluster, profiles: Sequence[Profile]) -> Coupled:

@@ -165,10 +165,27 @@ def test_pictures_are_of_the_size_they_say(shell: Shell) -> None:
     assert shell("cluster.toml", "--timeline", "fast.json").code == 2
 
 
+def test_a_budget_for_samples_is_kept_and_confirmed(shell: Shell) -> None:
+    text = CLUSTER.replace("600", "250")
+    free = json.loads(shell("cluster.toml", "--json", text=text).out)["cost"]["price_per_million_samples"]
+    limits = f"[limits]\nprice_per_million_samples = {0.8 * free}\n[[worker]]"
+    done = shell("cluster.toml", "--check", "-o", "plan.json", text=text.replace("[[worker]]", limits, 1))
+    assert done.code == 0
+    assert "same optimum" in done.out
+    cost = read_plan("plan.json").cost
+    assert cost is not None
+    assert cost.price_per_million_samples is not None
+    assert cost.price_per_million_samples <= 0.8 * free
+
+
 @pytest.mark.parametrize(
     ("old", "new", "way_out"),
     [
-        ("= 600", "= 2000", "the largest feasible global_batch is 1024"),
+        (
+            "= 600",
+            "= 2000",
+            "is 1024, or allow every worker max_accumulation = 3",
+        ),
         ("watts = 300", "watts = 300\nquantum = 7", "the nearest feasible global_batch is"),
         ("[[worker]]", "[limits]\nwatts = 300\n[[worker]]", "raise limits.watts from 300 to 700"),
         (

@@ -10,7 +10,7 @@ import pytest
 from pyps.errors import Infeasible
 from pyps.solver.costs import Costs
 from pyps.solver.coupled import Coupled, Resource, solve_coupled, valued
-from pyps.solver.front import pareto
+from pyps.solver.front import pareto, within_budget
 from pyps.solver.minmax import Problem
 from pyps.solver.sync import Kind, Sync
 
@@ -65,3 +65,27 @@ def test_the_price_of_samples_follows_from_the_front() -> None:
 def test_a_front_may_be_cut_short() -> None:
     problem = Problem.of(Costs.lines([0.1, 0.1], [0.01, 0.02]), 90)
     assert len(list(pareto(Coupled(problem, Sync.of("none", 2)), np.array([2.0, 0.5]), most=2))) == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_budget_buys_the_fastest_split_that_it_can(seed: int) -> None:
+    coupled, price = random_case(seed)
+    problem = coupled.problem
+    points = []
+    for split in itertools.product(*(range(int(cap) + 1) for cap in problem.cap)):
+        if sum(split) == problem.global_batch:
+            seconds = valued(coupled, np.array(split)).iteration_seconds
+            hourly = float(price[np.array(split) > 0].sum())
+            points.append((seconds, 1e6 * hourly * seconds / 3600 / problem.global_batch))
+    if not points:
+        return
+    costs = sorted(cost for _, cost in points)
+    for budget in (costs[len(costs) // 4] * (1 + 1e-5), costs[-1]):
+        best = min(seconds for seconds, cost in points if cost <= budget)
+        found = within_budget(coupled, price, budget)
+        assert found.iteration_seconds == pytest.approx(best, abs=3e-6)
+    with pytest.raises(Infeasible) as refusal:
+        within_budget(coupled, price, costs[0] * 0.9)
+    enough = float(refusal.value.nearest.split()[-1])
+    assert enough == pytest.approx(costs[0], rel=1e-4)
+    assert within_budget(coupled, price, enough).batches.sum() == problem.global_batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
 from pyps.profiler.select import select_fit
+from pyps.solver.coupled import Limit
 from pyps.solver.members import members_of, needs
 from pyps.solver.plan import best_global_batch, even_split, make_plan, program_for
 
@@ -230,7 +232,13 @@ def _planned(path: Path, cluster: Cluster, profiles: list[Profile]) -> Plan:
 def _checked(cluster: Cluster, profiles: list[Profile], plan: Plan) -> str:
     from pyps.solver.checks import agreement
 
-    return agreement(program_for(cluster, profiles), [worker.batch for worker in plan.workers])
+    program, members = program_for(cluster, profiles), members_of(cluster, profiles)
+    price = needs(members, "price_per_hour")
+    if cluster.limits.price_per_million_samples is not None and price is not None and plan.cost:
+        # Of all that cost no more an hour, the plan is the fastest.
+        hourly = Limit("price_per_hour", price, plan.cost.price_per_hour or 0.0)
+        program = replace(program, limits=(*program.limits, hourly))
+    return agreement(program, [worker.batch for worker in plan.workers])
 
 
 def _draw(

@@ -60,9 +60,10 @@ class SyncCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all workers in use may need together."""
+    """What all workers in use may need together; price_per_million_samples: at the speed of the plan."""
 
     price_per_hour: Elapsed | None = None
+    price_per_million_samples: Elapsed | None = None
     watts: Elapsed | None = None
 
 
@@ -150,12 +151,14 @@ def _check_group(where: str, field: str, group: WorkerGroup, shared: set[str]) -
 
 def _check_limits(where: str, cluster: Cluster) -> None:
     """A limit on what a worker does not state would be no limit."""
-    for key in ("price_per_hour", "watts"):
-        if getattr(cluster.limits, key) is None:
+    needs = {"price_per_million_samples": "price_per_hour"}
+    for limit in cluster.limits.__struct_fields__:
+        key = needs.get(limit, limit)
+        if getattr(cluster.limits, limit) is None:
             continue
         for k, group in enumerate(cluster.worker):
             if getattr(group, key) is None:
-                expected = f"a number, as limits.{key} is set"
+                expected = f"a number, as limits.{limit} is set"
                 raise InputError(where, f"worker[{k}].{key}", "nothing", expected)
 
 
