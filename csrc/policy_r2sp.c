@@ -9,8 +9,9 @@
  */
 #include "policy.h"
 
-#define LEAST_PATIENCE 1e8 /* nanoseconds: an operating system may keep anybody waiting for less than that   \
-                            */
+#define LEAST_PATIENCE                                                                                       \
+    1e8 /* nanoseconds: an operating system may keep anybody waiting for less than that                      \
+         */
 
 static struct rank *holder(const struct view *v) { return view_rank(v, (uint32_t)(v->ring.turn % v->ranks)); }
 
