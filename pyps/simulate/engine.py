@@ -58,7 +58,7 @@ class Engine:
         self.version = self.rounds = self.trained = 0
         self.finished_at = 1
         self._left = len(self.workers)  # lives that have not ended
-        self._stir = self._due = 0
+        self._stir = self._due = self._ticks_at = 0
         self._areas = [0] * len(self.workers)  # bit by area: staged in the open round
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
         self._watches = self._watched = 0
@@ -256,9 +256,10 @@ class Engine:
             self._stir = stir
             if self.clock.parked:
                 self.clock.wake_all()
-        if due and due != self._due:
-            self._due = due
-            self.clock.call(due, lambda: self._tick(due))
+        self._due = due
+        if due and not 0 < self._ticks_at <= due:
+            self._ticks_at = due
+            self.clock.call(due, self._tick)
 
     def _close_round(self, stepped: bool) -> None:
         if not stepped:
@@ -274,9 +275,14 @@ class Engine:
 
     # Time passes, and things happen.
 
-    def _tick(self, due: int) -> None:
-        if due == self._due:
+    def _tick(self) -> None:
+        """What was due may be later by now: then so is the tick."""
+        self._ticks_at = 0
+        if self.clock.now >= self._due:
             self._note(self.core.step(Moment.TICK, 0, self.clock.now, waited=0))
+        elif self._due:
+            self._ticks_at = self._due
+            self.clock.call(self._due, self._tick)
 
     def _watch(self) -> None:
         """What waiting workers do in a store: after a round timeout, fence who holds them up."""
