@@ -4,10 +4,12 @@
     parameters python benchmarks/ddp.py link [--mbit 200]     # f32 and int8 on a shaped link between two
     hosts (needs root)
 
-`hook`: two gloo ranks on this machine; a pair is one step with plain DDP and one with the hook, in turn;
-the median of the pairs' ratios with its 95 % interval by bootstrap. `link`: two network namespaces joined
-by a veth pair that `tc tbf` shapes; bytes are the interface's own count; both wires train to the same loss,
-over some seeds. The demo of unlike devices is examples/ddp/demo.py.
+`hook`: DDP divides while it copies a gradient into its bucket; a hook's scaling is a pass of its own,
+unless gradients are views of buckets (--views yes). Two gloo ranks on this machine; a pair is one step with
+plain DDP and one with the hook, in turn; the median of the pairs' ratios with its 95 % interval by
+bootstrap. `link`: two network namespaces joined by a veth pair that `tc tbf` shapes; bytes are the
+interface's own count; both wires train to the same loss, over some seeds. The demo of unlike devices is
+examples/ddp/demo.py.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--width", type=int, default=1830, help="of the hook's model: 3 x width^2 parameters")
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--views", choices=("no", "yes"), default="no", help="gradient_as_bucket_view")
     parser.add_argument("--mbit", type=float, default=200.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
@@ -65,38 +68,45 @@ def wide(width: int) -> nn.Module:
 
 
 def hook_rank(chosen: Any) -> dict[str, Any]:
-    """Seconds of each pair: (plain, hooked)."""
-    plain, hooked = (DistributedDataParallel(wide(chosen.width)) for _ in range(2))
+    """Of each pair, (plain, hooked): seconds, and seconds of this thread's own work."""
+    views = {"gradient_as_bucket_view": chosen.views == "yes"}
+    plain, hooked = (DistributedDataParallel(wide(chosen.width), **views) for _ in range(2))
     weighted_hook(hooked)
     draws = torch.Generator().manual_seed(dist.get_rank())
     inputs = torch.randn(chosen.batch, chosen.width, generator=draws)
     targets = torch.randint(10, (chosen.batch,), generator=draws)
-    taken: list[tuple[float, float]] = []
+    taken = []
     for number in range(chosen.pairs + 2):
         pair = {}
         for model in (plain, hooked) if number % 2 else (hooked, plain):
             model.zero_grad()
             dist.barrier()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.thread_time()
             nn.functional.cross_entropy(model(inputs), targets).backward()
-            pair[model] = time.perf_counter() - began
-        taken.append((pair[plain], pair[hooked]))
+            pair[model] = time.perf_counter() - began, time.thread_time() - worked
+        taken.append(tuple(zip(pair[plain], pair[hooked], strict=True)))
     return {"pairs": taken[2:], "parameters": sum(p.numel() for p in plain.parameters())}
 
 
 def hook(chosen: Any) -> int:
     """The hook's overhead at equal batches."""
     found = launch("hook", chosen, [[], []])[0]
-    ratios = [hooked / plain for plain, hooked in found["pairs"]]
-    luck = random.Random(0)
-    drawn = sorted(median(luck.choices(ratios, k=len(ratios))) for _ in range(2000))
-    overhead, low, high = (x - 1 for x in (median(ratios), drawn[50], drawn[1949]))
-    seconds = [median(column) for column in zip(*found["pairs"], strict=True)]
+    (overhead, low, high, seconds), work = map(compared, zip(*found["pairs"], strict=True))
     size = f"{found['parameters'] / 1e6:.1f} M parameters"
-    print(f"{size}, batch {chosen.batch} on each of 2 gloo ranks, {len(ratios)} pairs")
+    print(f"{size}, batch {chosen.batch} on each of 2 gloo ranks, {chosen.pairs} pairs")
     print(f"plain DDP {seconds[0] * 1000:.1f} ms, weighted hook {seconds[1] * 1000:.1f} ms")
     print(f"overhead {overhead:+.2%} (95 % interval {low:+.2%} to {high:+.2%}; bar: {OVERHEAD:.0%})")
+    print(f"this thread's own work {work[0]:+.2%} (95 % interval {work[1]:+.2%} to {work[2]:+.2%})")
     return 0 if overhead <= OVERHEAD else 1
+
+
+def compared(pairs: Any) -> tuple[float, float, float, list[float]]:
+    """The median of hooked / plain - 1 with its 95 % interval, and the two medians."""
+    ratios = [hooked / plain for plain, hooked in pairs]
+    luck = random.Random(0)
+    drawn = sorted(median(luck.choices(ratios, k=len(ratios))) for _ in range(2000))
+    medians = [median(column) for column in zip(*pairs, strict=True)]
+    return median(ratios) - 1, drawn[50] - 1, drawn[1949] - 1, medians
 
 
 def launch(

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyps.errors import Infeasible, InputError
+from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Line
 from pyps.solver.decide import best_split, round_seconds
 from pyps.throttle import sleep_until
@@ -25,27 +26,38 @@ def pace(speed: float, slowed: bool) -> Line:
     return Line(FIXED * factor, EACH * factor)
 
 
+def profile_of(cost: Line) -> Profile:
+    points = [Point(batch=b, seconds=cost.seconds(b)) for b in (4, 16, 48)]
+    return Profile(device=Device(name="emulated"), model=ModelInfo(name="net"), points=points)
+
+
 def best_seconds(speeds: tuple[float, ...], slowed: bool) -> float:
     costs = [pace(speed, slowed and k == 0) for k, speed in enumerate(speeds)]
     return round_seconds(costs, best_split(BATCH, costs, [1] * len(costs), [BATCH] * len(costs)))
 
 
 def balanced(
-    group: dist.ProcessGroup, speeds: tuple[float, ...], slows_at: int, steps: int, loaders: int
+    group: dist.ProcessGroup,
+    speeds: tuple[float, ...],
+    slows_at: int,
+    steps: int,
+    loaders: int,
+    profiled: bool,
 ) -> dict[str, Any]:
-    """One epoch in equal batches at first; rank 0 takes twice as long from a step on."""
+    """One epoch, in equal batches at first or as profiled; rank 0 takes twice as long from a step on."""
     rank = dist.get_rank(group)
     length = BATCH * steps + 20
-    sampler = UnevenBatchSampler(length, [BATCH // len(speeds)] * len(speeds), rank)
+    cost = pace(speeds[rank], False)
+    profile = profile_of(cost) if profiled else None
+    sampler = UnevenBatchSampler(length, agreed_split(BATCH, profile, group=group), rank)
     loader = DataLoader(TensorDataset(torch.arange(length)), batch_sampler=sampler, num_workers=loaders)
     ddp = DistributedDataParallel(net(), process_group=group)
     hook = weighted_hook(ddp)
     began = 0
-    cost = pace(speeds[rank], False)
     batch = sampler.batch
     # The device is as slow as its cost says, whatever the cores are doing.
     hook.on_ready.append(lambda: sleep_until(began + round(cost.seconds(batch) * 1e9)))
-    balance = Rebalancer(sampler, hook)
+    balance = Rebalancer(sampler, hook, profile)
     seen, seconds, splits = [], [], []
     dist.barrier(group)
     began = time.monotonic_ns()

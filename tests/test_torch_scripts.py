@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,17 @@ def test_the_examples(script: str) -> None:
     assert told["steps"] >= 5
     if script == "text.py":
         assert told["last_loss"] < 0.8 * told["first_loss"]
+
+
+def test_accelerate() -> None:
+    pytest.importorskip("accelerate")
+    told = json.loads(run_script(EXAMPLES / "with_accelerate.py", 2, EPOCHS="1").splitlines()[-1])
+    assert told["batches"] == [80, 16]
+
+
+def test_lightning() -> None:
+    pytest.importorskip("lightning")
+    command = [sys.executable, str(EXAMPLES / "with_lightning.py")]
+    environment = {**os.environ, "EPOCHS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert "accuracy" in done.stdout, done.stderr

@@ -230,8 +230,13 @@ class WeightedHook:
         kept = self._residuals.of(bucket.parameters(), buffer)
         values = _weigh(buffer.to(torch.float32, copy=True), self._scale).add_(kept, alpha=unit)
         total, error, sent = quantized_sum(CODECS[self.wire], values, self.group)
-        # What is not finite must not stay behind: a scaler drops this step, and the errors are as they were.
-        kept.copy_(torch.where(torch.isfinite(total), error / unit, kept))
+        if unit != 1.0:
+            error.div_(unit)
+        if total.device.type == "cpu" and torch.isfinite(total.sum()):
+            kept.copy_(error)  # what follows takes seven passes over memory, and is hardly ever needed
+        else:
+            # What is not finite must not stay: a scaler drops this step, and the errors are as they were.
+            kept.copy_(torch.where(torch.isfinite(total), error, kept))
         self.traffic.sent_bytes += sent
         buffer.copy_(total)
 
