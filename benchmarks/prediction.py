@@ -6,6 +6,9 @@ For each model, on one CPU thread:
 2. Every other size alone is fitted, and the sizes between are predicted: the held-out half.
 3. Two devices, one emulated by doubling the step's own CPU time, profiled and planned. The plan is run by
    two processes through the store, and the median of its iterations compared with the prediction.
+
+The last column is how busy other processes kept the machine meanwhile: with more than a few per cent, the
+figures are theirs as well.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from record import machine, table, write_section
+from record import machine, others_share, table, write_section
 
 from pyps.formats import Point, read_plan
 from pyps.profiler import point_seconds, predict_seconds, profile_model, select_fit
@@ -141,9 +144,12 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
-    found = [measure(model) for model in options.models.split(",")]
-    rows = [["model", "fit", "left out", "held-out half: median, worst", "plan ms", "run ms", "run / plan"]]
-    for one in found:
+    heading = "model", "fit", "left out", "held-out half: median, worst", "plan ms", "run ms", "run / plan"
+    rows, found = [[*heading, "others"]], []
+    for model in options.models.split(","):
+        with others_share() as others:
+            one = measure(model)
+        found.append(one)
         errors = np.abs(one.held_out)
         rows.append(
             [
@@ -154,6 +160,7 @@ def main() -> None:
                 f"{1e3 * one.run.predicted_seconds:.1f}",
                 f"{1e3 * one.run.measured_seconds:.1f}",
                 f"{one.run.ratio:.3f}",
+                f"{others[0]:.0%}",
             ]
         )
     middle = statistics.median(one.left_out for one in found)

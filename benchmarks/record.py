@@ -8,7 +8,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +27,25 @@ def milliseconds(times: list[float]) -> str:
     """The median and the range, as text."""
     low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
     return f"{middle:.1f} ({low:.1f} to {high:.1f})"
+
+
+@contextmanager
+def others_share() -> Iterator[list[float]]:
+    """How busy others kept this machine meanwhile, as a share of its processors; the list holds it
+    afterwards.
+    """
+
+    def busy() -> float:
+        user, nice, system, _, _, interrupt, soft, steal = (
+            int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+        )
+        return (user + nice + system + interrupt + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+    found: list[float] = []
+    began, all_before, own_before = time.monotonic(), busy(), sum(os.times()[:4])
+    yield found
+    others = busy() - all_before - (sum(os.times()[:4]) - own_before)
+    found.append(max(0.0, others) / (time.monotonic() - began) / (os.cpu_count() or 1))
 
 
 def machine() -> str:

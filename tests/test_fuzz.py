@@ -7,7 +7,7 @@ from pathlib import Path
 import programs
 import pytest
 
-RUNS = 20_000
+RUNS = 10_000
 
 
 @pytest.fixture
