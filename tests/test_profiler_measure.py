@@ -147,14 +147,14 @@ def test_a_real_profile_of_the_cpu() -> None:
 
 
 def test_a_throttled_profile_is_slower_and_says_so() -> None:
-    """The throttle multiplies CPU time, so other processes on this machine do not matter to the ratio."""
+    """The throttle multiplies CPU time; other processes matter where it is 1, so the quickest step counts."""
 
-    def busy(factor: float) -> float:
+    def quickest(factor: float) -> float:
         profile = profile_model("digits_mlp", batches=[1, 1024], repeats=5, throttle=factor, threads=1)
         assert (profile.device.emulated, profile.device.throttle) == (True, factor)
-        return float(np.median(point_seconds(profile.points[-1])))
+        return min(point_seconds(profile.points[-1]))
 
-    assert busy(8.0) > 3.0 * busy(1.0)
+    assert quickest(8.0) > 3.0 * quickest(1.0)
 
 
 def test_a_task_of_ones_own_with_nested_batches() -> None:
