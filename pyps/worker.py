@@ -39,6 +39,7 @@ from pyps.errors import (
 )
 from pyps.metrics import RecordWriter, Span, StepRecord, record_path
 from pyps.policy import Policy
+from pyps.remote import create_store, open_store
 from pyps.sampling import fetcher, indices
 from pyps.settings import Settings, read_settings
 from pyps.store import Area, Store
@@ -249,7 +250,7 @@ class Worker:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                return Store.open(self.settings.store)
+                return open_store(self.settings.store)
             except (SegmentNotFound, NotReady):
                 if self.rank == 0:
                     try:
@@ -262,7 +263,7 @@ class Worker:
 
     def _create(self, attachment: Attachment) -> Store:
         settings = self.settings
-        return Store.create(
+        return create_store(
             settings.store,
             {entry.name: entry.parameter for entry in attachment.entries},
             batches=settings.planned_batches(),

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
 SUBCOMMANDS = {
-    "pyps": ("run", "profile", "plan", "shm"),
+    "pyps": ("run", "serve", "profile", "plan", "shm"),
     "pyps-profile": ("import", "show", "compare", "merge", "link"),
 }
 NESTED = {("pyps", "shm"): ("ls", "gc")}

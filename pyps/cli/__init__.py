@@ -19,6 +19,7 @@ COMMANDS = {
     "profile": "Measure a device: time a model's training steps, fit T(b), write a profile.",
     "plan": "Find the batch of every worker of a cluster, exactly.",
     "run": "Train a script on this machine, one process a worker, as a plan says.",
+    "serve": "Let workers on other hosts train with a store of this machine.",
     "shm": "List and clean up shared-memory segments.",
 }
 
