@@ -90,5 +90,5 @@ def parse_address(text: str) -> Address:
     if keys is None and not insecure and not is_loopback(host):
         expected = "?keys=FILE or PYPS_KEYS, as `pyps serve --keys` made it; or ?insecure=1"
         raise InputError("address", "keys", f"none, for {host}, which is not this machine", expected)
-    pull = as_codec(options.get("pull") or Codec.F32)
+    pull = as_codec(options.get("pull", Codec.F32))
     return Address(host, port, store, None if insecure else keys, pull, insecure)

@@ -103,7 +103,8 @@ class Client:
         if self._context.closed:
             return
         if not self._heart.trouble():
-            self._socket.send(encode(Bye(self._session)), zmq.NOBLOCK)
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(encode(Bye(self._session)), zmq.NOBLOCK)
             self._hang_up(GOODBYE_SECONDS)
         else:
             self._hang_up(0.0)

@@ -43,6 +43,7 @@ FORGET_SECONDS = 600.0  # what a silent worker was answered last is kept for so 
 TICK_MS = 250
 OUTLET = "inproc://replies"
 STOP = b"stop"
+DOMAIN = "pyps"  # of the keys that are let in
 
 
 @dataclass
@@ -165,10 +166,10 @@ class Server:
         if keys is not None:
             self._guard = ThreadAuthenticator(self._context)
             self._guard.start()
-            self._guard.configure_curve_callback("*", _Admission(keys.clients))
+            self._guard.configure_curve_callback(DOMAIN, _Admission(keys.clients))
             router.curve_server = True
             router.curve_publickey, router.curve_secretkey = keys.public.encode(), keys.secret.encode()
-            router.zap_domain = b"pyps"
+            router.zap_domain = DOMAIN.encode()
         try:
             router.bind(bind)
         except zmq.ZMQError as error:
