@@ -23,6 +23,7 @@ from pyps.formats import Plan, read_plan, write_json
 from pyps.lineup import Place, even_plan, line_up, throttles
 from pyps.metrics import read_run
 from pyps.policy import Policy, policy_named
+from pyps.remote.address import parse_address
 from pyps.report import Outcome, Report, make_report
 from pyps.runlog import EventLog
 from pyps.sampling import MAX_SEED
@@ -48,6 +49,8 @@ def run(
     even: bool = False,
     max_restarts: int = MAX_RESTARTS,
     snapshot_every: int = 0,
+    connect: str | None = None,
+    ranks: Sequence[int] | None = None,
     on_line: OnLine | None = None,
     on_tick: OnTick | None = None,
 ) -> Report:
@@ -58,27 +61,29 @@ def run(
     feedback. throttle_from: "plan" or a cluster file, to emulate its devices (see
     pyps.lineup). even: equal batches instead of the plan's, for comparison. max_restarts: of each rank, after
     it has joined; a worker that dies before ends the run. snapshot_every: versions between snapshots, 0:
-    none. on_line, on_tick: called with each line that a worker prints, and about 20 times a second.
+    none. connect: the address of a store that is served elsewhere (see pyps.remote); None: on this machine.
+    ranks: those to start here, of the plan's workers with a batch; None: all. on_line, on_tick: called with
+    each line that a worker prints, and about 20 times a second.
 
     Raises InputError for what is wrong before anything starts, TrainingFailed, Interrupted; after those two
     the folder has its report too.
     """
-    for name, value, most in (
-        ("samples", samples, MAX_COUNT),
-        ("seed", seed, MAX_SEED),
-        ("max_restarts", max_restarts, MAX_COUNT),
-        ("snapshot_every", snapshot_every, MAX_COUNT),
-    ):
-        if not 0 <= value <= most:
-            raise InputError("run", name, str(value), f"0 to {most}")
+    _check("seed", seed, MAX_SEED)
+    _check("samples", samples)
+    _check("max_restarts", max_restarts)
+    _check("snapshot_every", snapshot_every)
     rules = policy_named(policy) if isinstance(policy, str) else policy
     if not Path(script).is_file():
         raise InputError("run", "script", f"no file at {script}", "a Python script that calls pyps.join()")
+    if connect is not None:
+        parse_address(connect)
     chosen, places = _planned(os.fspath(plan), throttle_from, even)
+    if ranks is not None:
+        places = _some(places, ranks)
     folder = _new_folder(run_dir)
     write_json(folder / "plan.json", chosen)
     job = Job(
-        store=f"run-{os.getpid()}-{secrets.token_hex(6)}",
+        store=connect or f"run-{os.getpid()}-{secrets.token_hex(6)}",
         command=(sys.executable, os.fspath(script), *args),
         places=tuple(places),
         plan_path=folder / "plan.json",
@@ -93,6 +98,11 @@ def run(
     return _supervise(job, chosen, even, on_line, on_tick)
 
 
+def _check(name: str, value: int, most: int = MAX_COUNT) -> None:
+    if not 0 <= value <= most:
+        raise InputError("run", name, str(value), f"0 to {most}")
+
+
 def _planned(
     where: str, throttle_from: str | os.PathLike[str] | None, even: bool
 ) -> tuple[Plan, list[Place]]:
@@ -102,6 +112,15 @@ def _planned(
     if even:
         plan = even_plan(plan, where, [spec.fit if spec else None for spec in specs])
     return plan, line_up(plan, specs)
+
+
+def _some(places: list[Place], ranks: Sequence[int]) -> list[Place]:
+    """The places of these ranks. Raises InputError."""
+    known = {place.rank for place in places}
+    if not ranks or set(ranks) - known or len(set(ranks)) != len(ranks):
+        found, expected = ", ".join(map(str, ranks)), f"different ones of 0 to {len(places) - 1}"
+        raise InputError("run", "ranks", found or "none", expected)
+    return [place for place in places if place.rank in ranks]
 
 
 def _new_folder(run_dir: str | os.PathLike[str] | None) -> Path:
@@ -139,7 +158,7 @@ def _supervise(job: Job, plan: Plan, even: bool, on_line: OnLine | None, on_tick
             report = make_report(
                 job.places, records, log.events, crew.totals,
                 outcome=outcome, policy=job.policy.name, even=even, seed=job.seed,
-                global_batch=plan.global_batch, samples=job.samples,
+                global_batch=sum(place.batch for place in job.places), samples=job.samples,
                 predicted_seconds=plan.iteration_seconds, error=error,
             )  # fmt: skip
             write_json(job.run_dir / "report.json", report)

@@ -115,28 +115,43 @@ class TestTraining:
 
 
 SCRIPT = """
-import sys, torch, pyps
-from torch import nn
-torch.set_num_threads(1)
-torch.manual_seed(0)
-x, y = torch.randn(60, 6), torch.randn(60, 2)
-model = nn.Linear(6, 2)
-with pyps.join(sys.argv[1], int(sys.argv[2]), batches=[7, 3], samples=200, codec="int8") as worker:
-    worker.attach(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    for a, b in worker.batches((x, y)):
-        loss = nn.functional.mse_loss(model(a), b)
-        loss.backward()
-        worker.step(loss)
-    print(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes().hex())
+import sys, numpy as np
+from pyps.errors import Ended
+from pyps.remote import open_store
+from pyps.values import Codec, Encoding, Hyper
+
+x = np.random.default_rng(0).standard_normal((60, 6)).astype(np.float32)
+y = np.random.default_rng(1).standard_normal((60, 2)).astype(np.float32)
+how = Encoding(Codec.INT8, feedback=True)
+with open_store(sys.argv[1]) as store:
+    store.join(int(sys.argv[2]))
+    flat, _ = store.pull()
+    try:
+        while True:
+            claim = store.start()
+            store.pull(flat)
+            rows = np.arange(claim.first, claim.first + claim.count) % 60
+            error = x[rows] @ store.views(flat)["w"] - y[rows]
+            area = store.stage()
+            area["w"][:] = x[rows].T @ error / claim.count
+            store.push(area, claim.count, Hyper(lr=0.01), encoding=how)
+    except Ended:
+        print(store.pull(strict=True)[0].tobytes().hex())
 """
 
 
 def test_two_processes_over_the_link_get_what_local_ones_get(shm: Path) -> None:
-    results = []
-    with Server("model") as server:
-        for name in (server.address, "beside"):
+    results, options = [], {"batches": [7, 3], "optimizer": "adamw", "samples": 200}
+    for k in range(2):
+        with (
+            Store.create(f"model-{k}", {"w": np.ones((6, 2))}, **options) as store,
+            Server(store.name) as server,
+        ):
+            name = server.address if k else store.name
             with process(SCRIPT, name, "0") as one, process(SCRIPT, name, "1") as two:
                 results += [one.communicate(timeout=60)[0], two.communicate(timeout=60)[0]]
                 assert one.returncode == two.returncode == 0
+            assert store.status().version == 20
+            assert (server.counters.calls > 0) == bool(k)
     assert len(results[0]) > 50
     assert len(set(results)) == 1

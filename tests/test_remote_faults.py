@@ -108,7 +108,7 @@ def test_connections_that_break_all_the_time_lose_nothing(store: Store, server: 
         rng = np.random.default_rng(0)
 
         def vandal() -> None:
-            while not stop.wait(rng.uniform(0.0, 0.02)):
+            while not stop.wait(rng.uniform(0.02, 0.08)):
                 relay.cut()
 
         breaker = threading.Thread(target=vandal)
@@ -380,3 +380,13 @@ def test_the_command_serves_and_ends_in_order(store: Store) -> None:
             assert far.status().version == 0
         child.terminate()
         assert child.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_dead_workers_successor_waits_for_its_rank(store: Store, server: Server) -> None:
+    with RawClient(server.address) as dead, open_remote(server.address) as far:
+        dead.ask("hello", PROTOCOL, "model")
+        dead.ask("join", Role.WORKER, 0)
+        assert far.join(0) == 0
+        assert server.counters.silenced == 1
+        with open_remote(server.address) as third, pytest.raises(Busy):
+            third.join(0)

@@ -6,6 +6,8 @@ only looked goes on as if nothing had been.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from pyps import native
 from pyps.codec import encoded_bytes
-from pyps.errors import Fenced, InvalidArgument, PushRejected, SegmentNotFound, TimedOut
+from pyps.errors import Busy, Fenced, InvalidArgument, PushRejected, SegmentNotFound, TimedOut
 from pyps.remote.wire import PROTOCOL, VERBS, Gradient, Recipe, Welcome
 from pyps.values import (
     Claim,
@@ -144,7 +146,18 @@ class Acts:
         return Welcome(site.server, site.silence_seconds, self.layout, tuple(tensors)), ()
 
     def join(self, role: Role, rank: int) -> Reply:
-        got = native.join(self._store, role, rank)
+        """A rank whose worker has died is free only once its silence was noticed: so long one waits."""
+        deadline = time.monotonic() + 1.5 * self._site.silence_seconds
+        while True:
+            sequence = native.get_status(self._store).sequence
+            try:
+                got = native.join(self._store, role, rank)
+                break
+            except Busy:
+                if (left := deadline - time.monotonic()) <= 0.0:
+                    raise
+                with contextlib.suppress(TimedOut):
+                    native.wait(self._store, sequence, left)
         self.place, self._area, self._in_round = Place(role, got), None, False
         return got, ()
 
