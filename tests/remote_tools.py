@@ -32,15 +32,19 @@ def eventually(what: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> N
 
 
 class Relay:
-    """A TCP relay. While `deaf`, what the server says is swallowed; `cut` ends all connections."""
+    """A TCP relay. While `deaf`, what the server says is swallowed; `cut` ends all connections.
 
-    def __init__(self, address: str) -> None:
+    breaks_every: of the server's pieces one in so many is swallowed, and all connections end; 0: never.
+    """
+
+    def __init__(self, address: str, breaks_every: int = 0) -> None:
         target = parse_address(address)
         self._target = (target.host, target.port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}/{target.store}"
         self.deaf = threading.Event()
         self.swallowed = 0
+        self._breaks_every, self._pieces = breaks_every, 0
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._upstream: set[socket.socket] = set()
         self._cut = threading.Event()
@@ -85,8 +89,11 @@ class Relay:
             return
         try:
             data = one.recv(1 << 20)
+            self._pieces += one in self._upstream
             if one in self._upstream and self.deaf.is_set():
                 self.swallowed += len(data)
+            elif one in self._upstream and self._breaks_every and self._pieces % self._breaks_every == 0:
+                self._cut.set()
             elif data:
                 self._pairs[one].sendall(data)
         except OSError:
