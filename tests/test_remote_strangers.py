@@ -89,6 +89,12 @@ class TestKeys:
             monkeypatch.setenv("PYPS_KEYS", str(tmp_path / "client.key"))
             assert works(here)
 
+    def test_seal_frames_that_are_just_as_large_as_the_store(self, shm: Path, tmp_path: Path) -> None:
+        keys = make_keys(tmp_path)
+        tensors = {"w": np.zeros(MAX_HEADER_BYTES // 4 + 1)}
+        with Store.create("model", tensors, batches=[4], policy="asp"), Server("model", keys=keys) as server:
+            assert works(f"{server.address}?keys={tmp_path / 'client.key'}")
+
     def test_other_ones_do_not(self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pyps.remote.client.CONNECT_SECONDS", PATIENCE)
         ours, others = make_keys(tmp_path / "a"), make_keys(tmp_path / "b")

@@ -40,6 +40,7 @@ SILENCE_SECONDS = 10.0
 MAX_BYTES = 1 << 30  # of a frame, where the store is not there yet to say
 MAX_SESSIONS = 256
 FORGET_SECONDS = 600.0  # what a silent worker was answered last is kept for so long
+SEAL_BYTES = 256  # what encryption adds to a frame, with room
 TICK_MS = 250
 OUTLET = "inproc://replies"
 STOP = b"stop"
@@ -160,7 +161,7 @@ class Server:
 
     def _bind(self, bind: str, keys: ServerKeys | None, max_bytes: int) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        router.maxmsgsize = max(max_bytes, MAX_HEADER_BYTES)
+        router.maxmsgsize = max(max_bytes, MAX_HEADER_BYTES) + SEAL_BYTES
         router.rcvhwm = 16
         router.ipv6 = ":" in endpoint_parts(bind)[0]
         if keys is not None:
