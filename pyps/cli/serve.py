@@ -31,9 +31,6 @@ def serve_command(
     silence: Annotated[
         float, typer.Option(help="Seconds without a sign of a worker, after which it counts as dead.")
     ] = 10.0,
-    max_bytes: Annotated[
-        int | None, typer.Option(help="Of a message; default: what the store needs, 1 GiB if there is none.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON on stdout.")] = False,
 ) -> None:
     """Serve STORE until interrupted. Workers join it with pyps.join("tcp://host:port/STORE", rank=...)."""
@@ -44,9 +41,7 @@ def serve_command(
         raise InputError("serve", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
     pair = make_keys(keys) if keys is not None else None
     _end_on_signals()
-    with Server(
-        store, bind, keys=pair, insecure=insecure, silence_seconds=silence, max_bytes=max_bytes
-    ) as server:
+    with Server(store, bind, keys=pair, insecure=insecure, silence_seconds=silence) as server:
         if as_json:
             sys.stdout.write(msgspec.json.encode({"address": server.address}).decode() + "\n")
         else:

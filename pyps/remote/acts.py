@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -20,13 +19,13 @@ from numpy.typing import NDArray
 from pyps import native
 from pyps.codec import encoded_bytes
 from pyps.errors import Busy, Fenced, InvalidArgument, PushRejected, SegmentNotFound, TimedOut
+from pyps.remote.pieces import Pieces, check_size, fill
 from pyps.remote.wire import PROTOCOL, VERBS, Gradient, Recipe, Welcome
 from pyps.values import (
     Claim,
     Codec,
     Config,
     Encoding,
-    Flat,
     Layout,
     Member,
     Push,
@@ -62,7 +61,7 @@ class Place:
 class Acts:
     """One participant of the store; public methods but `do` and `close` are the verbs of pyps.remote.wire.
 
-    Not thread-safe. `numbers` is a buffer of what came with a call, or None.
+    Not thread-safe. `numbers` are the pieces of what came with a call.
     """
 
     def __init__(self, site: Site, past: Place | None) -> None:
@@ -72,9 +71,10 @@ class Acts:
         self._pointer: native.Pointer | None = None
         self._layout: Layout | None = None
         self._area: int | None = None  # handed out and not pushed
+        self._reply: Numbers = np.empty(0)
         self._in_round = False  # its push timed out while the round was open
 
-    def do(self, verb: str, arguments: msgspec.Raw, numbers: Any) -> Reply:
+    def do(self, verb: str, arguments: msgspec.Raw, numbers: Pieces) -> Reply:
         """One call. Raises StoreError as pyps.native does, or msgspec's errors for wrong arguments."""
         if verb not in VERBS:
             raise InvalidArgument("call", f"verb: found {verb[:40]!r}; expected one of {', '.join(VERBS)}")
@@ -128,12 +128,12 @@ class Acts:
         self.place = Place()
         return self._welcome()
 
-    def create(self, protocol: int, name: str, recipe: Recipe, numbers: Any) -> Reply:
+    def create(self, protocol: int, name: str, recipe: Recipe, numbers: Pieces) -> Reply:
         self._check_caller(protocol, name)
         sizes = [int(np.prod(tensor.shape, dtype=object)) for tensor in recipe.tensors]
-        values = _vector("create", numbers, sum(sizes), np.dtype(np.float32))
-        ends = np.cumsum([0, *sizes])
-        parts = tuple(values[a:b] for a, b in pairwise(ends))
+        check_size("create", numbers, 4 * sum(sizes))  # before there is memory for it
+        parts = tuple(np.empty(size, np.float32) for size in sizes)
+        fill("create", numbers, *parts)
         options = {field: getattr(recipe, field) for field in recipe.__struct_fields__}
         self._pointer = native.create(name, Config(initial=parts, **options))
         self.place = Place()
@@ -188,28 +188,34 @@ class Acts:
         claim: Claim = native.start(self._store, timeout)
         return claim, ()
 
+    def _room(self, kind: type[np.generic], size: int) -> Numbers:
+        """Memory for a reply's numbers, used again: whoever calls anew has read the reply before."""
+        if self._reply.dtype != kind or self._reply.size != size:
+            self._reply = np.empty(size, kind)
+        return self._reply
+
     def pull(self) -> Reply:
-        flat = np.empty(self.layout.flat_elements, np.float32)
+        flat = self._room(np.float32, self.layout.flat_elements)
         return native.pull(self._store, flat), (flat,)
 
     def pull_encoded(self, codec: Codec) -> Reply:
-        data = np.empty(encoded_bytes(codec, self.layout.flat_elements), np.uint8)
+        data = self._room(np.uint8, encoded_bytes(codec, self.layout.flat_elements))
         return native.pull_encoded(self._store, codec, data), (data,)
 
-    def push(self, gradient: Gradient, numbers: Any) -> Reply:
+    def push(self, gradient: Gradient, numbers: Pieces) -> Reply:
         result = self._pushed(gradient, numbers, lambda push: native.push(self._store, push))
         return result, ()
 
-    def exchange(self, gradient: Gradient, back: Codec, numbers: Any) -> Reply:
+    def exchange(self, gradient: Gradient, back: Codec, numbers: Pieces) -> Reply:
         if back is not Codec.F32:
             result = self._pushed(gradient, numbers, lambda push: native.push(self._store, push))
             version, frames = self.pull_encoded(back)
             return (result, version), frames
-        flat: Flat = np.empty(self.layout.flat_elements, np.float32)
+        flat = self._room(np.float32, self.layout.flat_elements)
         both = self._pushed(gradient, numbers, lambda push: native.exchange(self._store, push, flat))
         return both, (flat,)
 
-    def _pushed(self, g: Gradient, numbers: Any, act: Callable[[Push], Any]) -> Any:
+    def _pushed(self, g: Gradient, numbers: Pieces, act: Callable[[Push], Any]) -> Any:
         """Bring the gradient to a staging area and push it.
 
         A push whose round did not close in time is resumed by the next call: its gradient stands already.
@@ -235,19 +241,21 @@ class Acts:
         self._area, self._in_round = None, False
         return result
 
-    def _fill(self, area: int, codec: Codec, numbers: Any) -> None:
+    def _fill(self, area: int, codec: Codec, numbers: Pieces) -> None:
         elements = self.layout.flat_elements
         if codec is Codec.F32:
             flat, _ = native.staging(self._store, area, elements)
-            flat[:] = _vector("push", numbers, elements, np.dtype(np.float32))
+            fill("push", numbers, flat)
         else:
             size = encoded_bytes(codec, elements)
             codes, _ = native.staging_codes(self._store, area, size)
-            codes[:] = _vector("push", numbers, size, np.dtype(np.uint8))
+            fill("push", numbers, codes)
 
-    def snapshot(self, timeout: float) -> Reply:
+    def snapshot(self, states: int, timeout: float) -> Reply:
         layout = self.layout
-        vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + layout.states)]
+        if states not in (0, layout.states):
+            raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {layout.states}")
+        vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + states)]
         steps = np.empty(layout.chunks, np.uint64)
         version = native.snapshot(self._store, vectors[0], vectors[1:], steps, timeout)
         return version, (*vectors, steps)
@@ -271,11 +279,3 @@ class Acts:
     def wait(self, sequence: int, timeout: float) -> Reply:
         native.wait(self._store, sequence, timeout)
         return None, ()
-
-
-def _vector(what: str, numbers: Any, size: int, kind: np.dtype[Any]) -> Numbers:
-    """What came with a call, as an array; nothing is copied. Raises InvalidArgument if its size is wrong."""
-    found = 0 if numbers is None else len(numbers)
-    if found != size * kind.itemsize:
-        raise InvalidArgument(what, f"numbers: found {found} bytes; expected {size * kind.itemsize}")
-    return np.frombuffer(b"" if numbers is None else numbers, kind)

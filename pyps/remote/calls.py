@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.codec import decode, encode
-from pyps.errors import StoreError
+from pyps.codec import decode, encode, encoded_bytes
 from pyps.remote.address import Address, parse_address
 from pyps.remote.client import Client
+from pyps.remote.pieces import Pieces, fill
 from pyps.remote.wire import MAX_CALL_SECONDS, PROTOCOL, Gradient, Recipe, Welcome
 from pyps.values import (
     Claim,
@@ -60,6 +60,7 @@ class Calls:
         self._gaps = _gaps(self._welcome.tensors, self._welcome.layout.flat_elements)
         self._areas: dict[int, Flat] = {}
         self._codes: NDArray[np.uint8] | None = None
+        self._back = np.empty(0, np.uint8)
         self._residual: Flat | None = None
         self._rest: Flat | None = None  # the next residual, while a push is under way
         self._next_area = 0
@@ -72,7 +73,7 @@ class Calls:
         options = {field: getattr(config, field) for field in Recipe.__struct_fields__}
         values = np.concatenate([np.ravel(a) for a in config.initial] or [np.empty(0, np.float32)])
         create = ("create", PROTOCOL, self.address.store, Recipe(**options))
-        welcome: Welcome = self.client.call(*create, numbers=values.data)[0]
+        welcome: Welcome = self.client.call(*create, numbers=values)[0]
         return welcome
 
     def close(self) -> None:
@@ -103,16 +104,15 @@ class Calls:
 
     def pull(self, flat: Flat) -> int:
         if self.address.pull is Codec.F32:
-            version, frames = self.client.call("pull")
-            flat[:] = self._floats(frames)
+            version, found = self.client.call("pull")
         else:
-            version, frames = self.client.call("pull_encoded", self.address.pull)
-            decode(_numbers("pull", frames, np.uint8), self.address.pull, flat.size, flat)
+            version, found = self.client.call("pull_encoded", self.address.pull)
+        self._receive("pull", found, flat)
         return int(version)
 
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
-        version, frames = self.client.call("pull_encoded", codec)
-        out[:] = _numbers("pull", frames, np.uint8, out.size)
+        version, found = self.client.call("pull_encoded", codec)
+        fill("pull", found, out)
         return int(version)
 
     def stage(self, timeout: float) -> int:
@@ -140,20 +140,14 @@ class Calls:
     def exchange(self, push: Push, flat: Flat) -> tuple[PushResult, int]:
         gradient, numbers, counts = self._gradient(push)
         back = self.address.pull
-        (result, version), frames = self.client.call("exchange", gradient, back, numbers=numbers)
+        (result, version), found = self.client.call("exchange", gradient, back, numbers=numbers)
         self._admitted()
-        if back is Codec.F32:
-            flat[:] = self._floats(frames)
-        else:
-            decode(_numbers("exchange", frames, np.uint8), back, flat.size, flat)
+        self._receive("exchange", found, flat)
         return replace(result, nonfinite=counts[0], blocks_skipped=counts[1]), int(version)
 
     def snapshot(self, flat: Flat, state: Sequence[Flat], steps: NDArray[np.uint64], timeout: float) -> int:
-        version, frames = self.client.call("snapshot", _bounded(timeout))
-        flat[:] = self._floats(frames)
-        for vector, frame in zip(state, frames[1:-1], strict=False):
-            vector[:] = self._floats([frame])
-        steps[:] = _numbers("snapshot", frames[-1:], np.uint64, steps.size)
+        version, found = self.client.call("snapshot", len(state), _bounded(timeout))
+        fill("snapshot", found, flat, *state, steps)
         return int(version)
 
     def get_status(self) -> Status:
@@ -174,10 +168,18 @@ class Calls:
     def wait(self, sequence: int, timeout: float) -> None:
         self.client.call("wait", sequence, _bounded(timeout))
 
-    def _floats(self, frames: list[Any]) -> Flat:
-        return _numbers("pull", frames, np.float32, self._welcome.layout.flat_elements)
+    def _receive(self, what: str, found: Pieces, flat: Flat) -> None:
+        """Parameters, as they came back, to `flat`."""
+        if self.address.pull is Codec.F32:
+            fill(what, found, flat)
+            return
+        size = encoded_bytes(self.address.pull, flat.size)
+        if self._back.size != size:
+            self._back = np.empty(size, np.uint8)
+        fill(what, found, self._back)
+        decode(self._back, self.address.pull, flat.size, flat)
 
-    def _gradient(self, push: Push) -> tuple[Gradient, Any, tuple[int, int]]:
+    def _gradient(self, push: Push) -> tuple[Gradient, NDArray[Any] | None, tuple[int, int]]:
         """What is sent for a push: its constants, its numbers, and what was not finite among them."""
         how, scale, counts = push.encoding, push.scale, (0, 0)
         numbers: NDArray[Any] | None = None
@@ -201,7 +203,7 @@ class Calls:
             )  # fmt: skip
             scale, counts = 1.0, (found.nonfinite, found.blocks_skipped)
         gradient = Gradient(push.samples, push.hyper, scale, _bounded(push.timeout), how.codec)
-        return gradient, None if numbers is None else numbers.data, counts
+        return gradient, numbers, counts
 
     def _values(self, push: Push) -> Flat:
         return self._areas[push.area] if push.gradient is None else push.gradient
@@ -214,14 +216,6 @@ class Calls:
 
 def _bounded(timeout: float) -> float:
     return min(timeout, MAX_CALL_SECONDS)
-
-
-def _numbers(what: str, frames: list[Any], kind: type[np.generic], size: int | None = None) -> NDArray[Any]:
-    """The first frame as an array. Raises StoreError if the server sent something else."""
-    if not frames or (size is not None and len(frames[0]) != size * np.dtype(kind).itemsize):
-        found = f"{len(frames[0])} bytes" if frames else "nothing"
-        raise StoreError(what, f"the server's answer has the wrong size: {found}")
-    return np.frombuffer(frames[0], kind)
 
 
 def _gaps(tensors: Sequence[Tensor], elements: int) -> list[tuple[int, int]]:

@@ -17,11 +17,13 @@ from typing import Any
 
 import msgspec
 import zmq
+from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from pyps.errors import LinkLost, LinkRefused, StoreError
 from pyps.remote.address import Address
 from pyps.remote.keys import ClientKeys, read_client_keys
+from pyps.remote.pieces import Pieces, pieces
 from pyps.remote.wire import (
     SESSION_BYTES,
     VERBS,
@@ -85,11 +87,11 @@ class Client:
         self._connect()
         self._heart.start()
 
-    def call(self, verb: str, *arguments: Any, numbers: Any = None) -> tuple[Any, list[Any]]:
-        """The call's value, and the buffers that came with it. Raises what the call raised over there."""
+    def call(self, verb: str, *arguments: Any, numbers: NDArray[Any] | None = None) -> tuple[Any, Pieces]:
+        """The call's value, and the numbers that came with it. Raises what the call raised over there."""
         kind, self._seq = VERBS[verb], self._seq + 1
         call = encode(Call(self._session, self._seq, verb, encode_raw(arguments)))
-        reply, frames = self._converse([call] if numbers is None else [call, numbers])
+        reply, frames = self._converse([call, *pieces([] if numbers is None else [numbers])])
         if isinstance(reply, Failure):
             raise raised(reply)
         return self._value(verb, kind, reply), [frame.buffer for frame in frames]

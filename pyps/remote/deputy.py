@@ -15,6 +15,7 @@ import zmq
 
 from pyps.errors import InvalidArgument, PypsError, StoreError
 from pyps.remote.acts import Acts, Place, Site
+from pyps.remote.pieces import Pieces, pieces
 from pyps.remote.wire import Answer, Call, Failure, encode, encode_raw, failure
 
 
@@ -25,7 +26,7 @@ class Deputy(threading.Thread):
         self, context: zmq.Context[Any], outlet: str, session: bytes, site: Site, before: Deputy | None
     ) -> None:
         super().__init__(name=f"pyps-deputy-{session[:4].hex()}", daemon=True)
-        self.work: queue.SimpleQueue[tuple[Call, Any] | None] = queue.SimpleQueue()
+        self.work: queue.SimpleQueue[tuple[Call, Pieces] | None] = queue.SimpleQueue()
         self.place: Place | None = None  # what it was, once it has left
         self._context, self._outlet, self._session = context, outlet, session
         self._site, self._before = site, before
@@ -46,10 +47,10 @@ class Deputy(threading.Thread):
                 acts.close()
 
 
-def _reply(acts: Acts, call: Call, numbers: Any) -> list[Any]:
+def _reply(acts: Acts, call: Call, numbers: Pieces) -> list[Any]:
     try:
         value, frames = acts.do(call.verb, call.arguments, numbers)
-        return [encode(Answer(call.seq, encode_raw(value))), *frames]
+        return [encode(Answer(call.seq, encode_raw(value))), *pieces(frames)]
     except StoreError as error:
         return [failure(call.seq, error)]
     except (PypsError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -24,6 +24,7 @@ from pyps.remote.acts import Site
 from pyps.remote.address import Address, endpoint_parts, is_loopback
 from pyps.remote.deputy import Deputy
 from pyps.remote.keys import ServerKeys
+from pyps.remote.pieces import Pieces
 from pyps.remote.wire import (
     MAX_HEADER_BYTES,
     Bye,
@@ -37,7 +38,6 @@ from pyps.remote.wire import (
 )
 
 SILENCE_SECONDS = 10.0
-MAX_BYTES = 1 << 30  # of a frame, where the store is not there yet to say
 MAX_SESSIONS = 256
 FORGET_SECONDS = 600.0  # what a silent worker was answered last is kept for so long
 SEAL_BYTES = 256  # what encryption adds to a frame, with room
@@ -79,7 +79,7 @@ class Server:
 
     bind: tcp://host:port, port * for any free one. keys: who is let in, encrypted; without them only this
     machine's loopback is served, unless `insecure`. silence_seconds: a client not heard of for so long is
-    dead. max_bytes: of one frame; None: what the store needs, or 1 GiB while there is none.
+    dead.
 
     Raises InputError for a wrong or taken address, or one that leaves this machine in the clear.
     """
@@ -92,7 +92,6 @@ class Server:
         keys: ServerKeys | None = None,
         insecure: bool = False,
         silence_seconds: float = SILENCE_SECONDS,
-        max_bytes: int | None = None,
     ) -> None:
         check_byte_order()
         host, _ = endpoint_parts(bind)
@@ -110,7 +109,7 @@ class Server:
         self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
         self._guard: ThreadAuthenticator | None = None
         try:
-            self._router = self._bind(bind, keys, _largest(store) if max_bytes is None else max_bytes)
+            self._router = self._bind(bind, keys)
         except BaseException:
             self._end()
             raise
@@ -159,9 +158,9 @@ class Server:
         if not any(deputy.is_alive() for deputy in self._deputies):
             self._context.destroy(linger=0)  # else its sockets end with their threads
 
-    def _bind(self, bind: str, keys: ServerKeys | None, max_bytes: int) -> zmq.Socket[bytes]:
+    def _bind(self, bind: str, keys: ServerKeys | None) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        router.maxmsgsize = max(max_bytes, MAX_HEADER_BYTES) + SEAL_BYTES
+        router.maxmsgsize = MAX_HEADER_BYTES + SEAL_BYTES  # of a frame; pieces are smaller still
         router.rcvhwm = 16
         router.ipv6 = ":" in endpoint_parts(bind)[0]
         if keys is not None:
@@ -203,7 +202,7 @@ class Server:
     def _receive(self, frames: list[Any]) -> None:
         identity, *parts = frames
         self.counters.bytes_in += sum(len(part) for part in parts)
-        message = decode_request(parts[0].buffer) if 0 < len(parts) <= 2 else Malformed("too many frames")
+        message = decode_request(parts[0].buffer) if parts else Malformed("no frame")
         if isinstance(message, Malformed):
             self.counters.refused += 1
             return
@@ -211,7 +210,7 @@ class Server:
         if session is not None:
             session.heard = time.monotonic()
         if isinstance(message, Call):
-            self._take(identity.bytes, session, message, parts[1].buffer if len(parts) > 1 else None)
+            self._take(identity.bytes, session, message, [part.buffer for part in parts[1:]])
         elif isinstance(message, Bye):
             if session is not None and session.deputy is not None:
                 session.deputy.work.put(None)
@@ -219,7 +218,7 @@ class Server:
         else:
             self._send(identity.bytes, [encode(Pong(self._site.server))])
 
-    def _take(self, identity: bytes, session: Session | None, call: Call, numbers: Any) -> None:
+    def _take(self, identity: bytes, session: Session | None, call: Call, numbers: Pieces) -> None:
         """A call: a new one to the deputy, a repeated one is answered as it was, another is refused."""
         if session is None:
             if call.seq != 1:
@@ -295,15 +294,3 @@ class _Admission:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key in self._clients
-
-
-def _largest(store: str) -> int:
-    """The bytes of the largest frame that the store needs."""
-    try:
-        pointer = native.open_segment(store)
-    except SegmentNotFound:
-        return MAX_BYTES
-    try:
-        return native.get_layout(pointer).flat_elements * 4
-    finally:
-        native.close(pointer)

@@ -1,8 +1,8 @@
 """What goes over the link: which calls there are, and what each carries. One page is the whole protocol.
 
-A message is a header (msgpack, at most MAX_HEADER_BYTES) and frames of bare numbers. The calls are those of
-pyps.native, by name. Every call has a name of its own, {session, seq}: a server does each one once, and
-answers a repeated one with the same bytes again. A session has one call under way at a time.
+A message is a header (msgpack, at most MAX_HEADER_BYTES) and bare numbers in pieces (pyps.remote.pieces). The
+calls are those of pyps.native, by name. Every call has a name of its own, {session, seq}: a server does each
+one once, and answers a repeated one with the same bytes again. A session has one call under way at a time.
 
     client -> server    Call(session, seq, verb, arguments) [numbers]
                         Ping(session)       on a connection of its own, which no bulk holds up
@@ -143,7 +143,7 @@ VERBS: Mapping[str, Verb] = {
     "pull_encoded": Verb(tuple[Codec], int),
     "push": Verb(tuple[Gradient], PushResult),
     "exchange": Verb(tuple[Gradient, Codec], tuple[PushResult, int]),
-    "snapshot": Verb(tuple[Seconds], int),
+    "snapshot": Verb(tuple[Count, Seconds], int),
     "get_status": Verb(tuple[()], Status),
     "get_members": Verb(tuple[()], list[Member]),
     "get_ranks": Verb(tuple[()], list[RankCounters]),
