@@ -30,6 +30,11 @@ def test_pulls(shm: Path) -> None:
 
 def test_remote(shm: Path) -> None:
     text = output("remote.py", "--parameters", "5000", "--rounds", "1")
-    for row in ("bare socket", "gloo send + recv", "pyps exchange, encrypted", "pyps exchange, int4 and int8"):
+    for row in (
+        "bare socket",
+        "gloo send + recv",
+        "pyps exchange, encrypted",
+        "pyps exchange, int4 and int8",
+    ):
         assert f"| {row} " in text
     assert not list(shm.iterdir())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +18,17 @@ import pytest
 from remote_tools import RawClient, Relay, eventually, process
 
 from pyps import BSP
-from pyps.errors import Busy, Ended, Fenced, InvalidArgument, LinkLost, NotFinite, StoreClosed, TimedOut
+from pyps.errors import (
+    Busy,
+    Ended,
+    Fenced,
+    Forked,
+    InvalidArgument,
+    LinkLost,
+    NotFinite,
+    StoreClosed,
+    TimedOut,
+)
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.remote.store import RemoteStore
@@ -24,6 +36,7 @@ from pyps.remote.wire import PROTOCOL, Answer, Failure, Gradient
 from pyps.store import Store
 from pyps.values import Codec, Encoding, Hyper, MemberState, PushResult, Role
 
+PYPS = str(Path(sys.executable).parent / "pyps")
 SILENCE = 0.8
 HYPER = Hyper(lr=0.5)
 SIZE = 3000
@@ -132,6 +145,8 @@ def test_the_same_message_twice_is_one_push(store: Store, server: Server) -> Non
         old = client.ask("push", gradient)
         assert isinstance(old, Failure)
         assert old.code == InvalidArgument.code
+        client.seq += 5  # a later one is all right: calls between were given up
+        assert isinstance(client.ask("get_status"), Answer)
 
 
 def test_a_repeated_call_is_answered_when_its_first_one_is(store: Store, server: Server) -> None:
@@ -142,6 +157,9 @@ def test_a_repeated_call_is_answered_when_its_first_one_is(store: Store, server:
         client.send(message)
         client.send(message)
         assert client.reply(0.2) is None
+        early = client.ask("get_status")
+        assert isinstance(early, Failure)
+        assert early.code == Busy.code
         store.join(1)
         assert isinstance(client.reply(), Answer)
         assert store.status().handed_out == 4
@@ -361,10 +379,10 @@ def test_closing_a_server_ends_what_waits_there(store: Store) -> None:
 
 
 def test_the_command_serves_and_ends_in_order(store: Store) -> None:
-    command = [str(Path(sys.executable).parent / "pyps"), "serve", "model"]
+    command = [PYPS, "serve", "model", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        address = child.stdout.readline().split()[1]
+        address = json.loads(child.stdout.readline())["address"]
         with open_remote(address) as far:
             assert far.status().version == 0
         child.terminate()
@@ -379,3 +397,38 @@ def test_a_dead_workers_successor_waits_for_its_rank(store: Store, server: Serve
         assert server.counters.silenced == 1
         with open_remote(server.address) as third, pytest.raises(Busy):
             third.join(0)
+
+
+def test_a_forked_child_may_not_use_the_link_and_does_no_harm(store: Store, server: Server) -> None:
+    with open_remote(server.address) as far:
+        far.join(0)
+        child = os.fork()
+        if child == 0:
+            try:
+                far.status()
+            except Forked:
+                far.close()
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert far.status().active == 1
+
+
+def test_a_server_is_closed_once(store: Store) -> None:
+    server = Server("model")
+    server.close()
+    server.close()
+
+
+def test_the_command_says_what_is_wrong(store: Store, tmp_path: Path) -> None:
+    def serve(*options: str) -> str:
+        done = subprocess.run([PYPS, "serve", "model", *options], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        return done.stderr
+
+    assert "without keys" in serve("--bind", "tcp://*:*")
+    assert "tcp://host:port" in serve("--bind", "10.0.0.1:5555")
+    assert "silence" in serve("--silence", "0")
+    (tmp_path / "file").touch()
+    assert "folder" in serve("--keys", str(tmp_path / "file"))

@@ -139,6 +139,14 @@ class TestAddresses:
             assert works(server.address.replace("0.0.0.0", "127.0.0.1"))
         assert parse_address("tcp://10.0.0.1:5555/model?insecure=1").insecure
 
+    def test_of_version_6(self, store: Store) -> None:
+        try:
+            server = Server("model", "tcp://[::1]:*")
+        except InputError:
+            pytest.skip("no IPv6 here")
+        with server:
+            assert works(server.address)
+
     @pytest.mark.parametrize(
         "text",
         [

@@ -19,7 +19,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from pyps import native
-from pyps.errors import InputError, InvalidArgument, LinkLost, SegmentNotFound, StoreError, StoreFull
+from pyps.errors import Busy, InputError, InvalidArgument, LinkLost, SegmentNotFound, StoreError, StoreFull
 from pyps.remote.acts import Site
 from pyps.remote.address import Address, endpoint_parts, is_loopback
 from pyps.remote.deputy import Deputy
@@ -105,7 +105,7 @@ class Server:
         self._sessions: dict[bytes, Session] = {}
         self._deputies: list[Deputy] = []
         self._site = Site(store, secrets.token_bytes(8), silence_seconds, self._note_created)
-        self._created = False
+        self._created = self._closed = False
         self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
         self._guard: ThreadAuthenticator | None = None
         try:
@@ -136,8 +136,9 @@ class Server:
         Those that wait there for others leave when their wait ends. A store that was made through the link
         is removed. Idempotent.
         """
-        if self._context.closed:
+        if self._closed:
             return
+        self._closed = True
         with self._context.socket(zmq.PUSH) as stop:
             stop.connect(OUTLET)
             stop.send(STOP)
@@ -233,13 +234,14 @@ class Server:
             self.counters.repeated += 1
             if session.reply is not None:
                 self._send(identity, session.reply)
-        elif call.seq == session.taken + 1 and session.reply is not None:
+        elif session.reply is None:
+            self._refuse(identity, call, Busy("session", "its call before is still under way"))
+        elif call.seq > session.taken:
             session.taken, session.reply = call.seq, None
             self.counters.calls += 1
             self._deputy_of(call.session, session).work.put((call, numbers))
         else:
-            expected = f"{session.taken}, or the next when that one is answered"
-            text = f"seq: found {call.seq}; expected {expected}"
+            text = f"seq: found {call.seq}; expected at least {session.taken}"
             self._refuse(identity, call, InvalidArgument("session", text))
 
     def _refuse(self, identity: bytes, call: Call, why: StoreError) -> None:
