@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +14,16 @@ from remote_tools import process
 from torch import nn
 
 import pyps
+from pyps.codec import decode, encode
 from pyps.remote import open_store
 from pyps.remote.calls import Calls
 from pyps.remote.server import Server
-from pyps.remote.store import RemoteStore
 from pyps.store import Store
-from pyps.values import Hyper
+from pyps.values import Codec, Encoding, Hyper, Rounding
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = 60
-SILENCE = 0.6
-HYPER = Hyper(lr=0.5)
-SIZE = 3000
 torch.set_num_threads(1)
-
-
-@pytest.fixture
-def store(shm: Path) -> Iterator[Store]:
-    """Two ranks, asynchronous: a push is a step of its own."""
-    with Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 2], policy="asp", samples=60) as one:
-        yield one
-
-
-@pytest.fixture
-def server(store: Store) -> Iterator[Server]:
-    with Server("model", silence_seconds=SILENCE) as one:
-        yield one
-
-
-def open_remote(address: str) -> RemoteStore:
-    store = open_store(address)
-    assert isinstance(store, RemoteStore)
-    return store
-
-
-def push_ones(store: Store, samples: int) -> pyps.store.PushResult:
-    area = store.stage()
-    area["w"][:] = 1.0
-    return store.push(area, samples, HYPER)
 
 
 def test_all_that_a_store_does_goes_over_the_link() -> None:
@@ -106,7 +77,7 @@ class TestTraining:
         assert torch.equal(found[0], found[1])
         return found[0]
 
-    @pytest.mark.parametrize("codec", ["f32", "bf16", "int8", "int4"])
+    @pytest.mark.parametrize("codec", ["f32", "bf16", "int8", "int4", "nf4"])
     def test_over_the_link_is_as_beside_the_store(self, shm: Path, codec: str) -> None:
         beside = self.parameters("local", codec)
         with Server("model") as server:  # rank 0 makes the store through it
@@ -155,3 +126,54 @@ def test_two_processes_over_the_link_get_what_local_ones_get(shm: Path) -> None:
             assert (server.counters.calls > 0) == bool(k)
     assert len(results[0]) > 50
     assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("given", [False, True], ids=["staged", "given"])
+def test_what_lies_between_the_parameters_is_not_sent(shm: Path, rounding: Rounding, given: bool) -> None:
+    """Rubbish in a chunk's padding changes no scale, and a caller's own gradient is left as it was."""
+    how = Encoding(Codec.INT8, rounding, feedback=True, seed=3)
+    found = []
+    for k in range(2):
+        tensors = {"a": np.zeros(100), "b": np.zeros(300)}
+        options = {"batches": [1], "policy": "asp", "groups": {"b": 1}}
+        with Store.create(f"model-{k}", tensors, **options) as store, Server(store.name) as server:
+            with open_store(server.address if k else store.name) as worker:
+                worker.join()
+                rng = np.random.default_rng(5)
+                for _ in range(3):
+                    worker.start()
+                    area = worker.stage()
+                    gradient = np.full(area.flat.size, 1e6, np.float32) if given else area.flat
+                    gradient[:] = 1e6
+                    for view in worker.views(gradient).values():
+                        view[:] = rng.standard_normal(view.size)
+                    before = gradient.copy()
+                    own = gradient if given else None
+                    worker.push(area, 1, [Hyper(lr=0.1)] * 2, scale=0.5, encoding=how, gradient=own)
+                    assert not given or np.array_equal(before, gradient)
+            found.append(store.snapshot().tensors)
+    assert np.any(found[0]["a"])
+    for name in ("a", "b"):
+        assert np.array_equal(found[0][name], found[1][name])
+
+
+def test_codes_made_elsewhere_travel_as_they_are(shm: Path) -> None:
+    with (
+        Store.create("model", {"w": np.zeros(5000)}, batches=[1], policy="asp") as store,
+        Server("model") as server,
+        open_store(server.address + "?pull=bf16") as far,
+    ):
+        far.join()
+        far.start()
+        codes, _ = encode(np.full(far.layout.flat_elements, -2.0, np.float32), "int4")
+        out = np.zeros(far.layout.flat_elements, np.float32)
+        result, version = far.exchange(far.stage(), 1, Hyper(lr=1.0), out, encoding="int4", gradient=codes)
+        assert (result.version, version) == (1, 1)
+        assert np.all(far.views(out)["w"] == 2.0)
+        data, _ = far.pull_encoded("int8")
+        assert np.allclose(far.views(decode(data, "int8", out.size))["w"], 2.0, atol=1e-6)
+        snapshot, here = far.snapshot(), store.snapshot()
+        assert np.array_equal(far.pull(strict=True)[0], here.parameters)
+        assert snapshot.version == here.version
+        assert np.array_equal(snapshot.steps, here.steps)
