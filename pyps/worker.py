@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pyps.throttle import Throttle
 
 ATTACH_TIMEOUT_SECONDS = 300.0  # others may still be importing torch and reading data
-POLL_SECONDS = 0.02  # only while the segment does not exist yet: nothing to sleep on
+POLL_SECONDS = 0.02, 0.2  # at first and later; only while the segment does not exist yet: nothing to sleep on
 
 
 def join(
@@ -248,6 +248,7 @@ class Worker:
     def _open_or_create(self, attachment: Attachment, timeout: float) -> Store:
         """Rank 0 creates the segment unless it finds it there (after a restart); the others wait for it."""
         deadline = time.monotonic() + timeout
+        pause, longest = POLL_SECONDS
         while True:
             try:
                 return open_store(self.settings.store)
@@ -259,7 +260,8 @@ class Worker:
                         pass  # somebody else was faster: open that one
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def _create(self, attachment: Attachment) -> Store:
         settings = self.settings

@@ -47,7 +47,8 @@ def serve_command(
         else:
             print(f"serving {server.address}")
         sys.stdout.flush()
-        signal.pause()
+        server.wait()
+    sys.exit("pyps serve: the server ended by itself")
 
 
 def _end_on_signals() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pyps.errors import InputError
 from pyps.remote.address import is_address
 from pyps.store import Store
 
@@ -19,8 +20,10 @@ __all__ = ["create_store", "open_store"]
 def _kind(name: str) -> type[Store]:
     if not is_address(name):
         return Store
-    from pyps.remote.store import RemoteStore
-
+    try:
+        from pyps.remote.store import RemoteStore
+    except ModuleNotFoundError as error:
+        raise InputError("address", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
     return RemoteStore
 
 

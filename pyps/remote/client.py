@@ -20,7 +20,7 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from pyps.errors import LinkLost, LinkRefused, StoreError
+from pyps.errors import InputError, LinkLost, LinkRefused, StoreError
 from pyps.remote.address import Address
 from pyps.remote.keys import ClientKeys, read_client_keys
 from pyps.remote.pieces import Pieces, pieces
@@ -84,7 +84,11 @@ class Client:
         self._session, self._seq = secrets.token_bytes(SESSION_BYTES), 0
         self._context: zmq.Context[Any] = zmq.Context()
         self._heart = Heart(self._context, self._dial, self._session)
-        self._connect()
+        try:
+            self._connect()
+        except InputError:
+            self._context.destroy(linger=0)
+            raise
         self._heart.start()
 
     def call(self, verb: str, *arguments: Any, numbers: NDArray[Any] | None = None) -> tuple[Any, Pieces]:
@@ -133,7 +137,10 @@ class Client:
             _encrypt(socket, self._keys)
         if monitored:
             self._monitor = socket.get_monitor_socket(WATCHED)
-        socket.connect(self.address.endpoint)
+        try:
+            socket.connect(self.address.endpoint)
+        except zmq.ZMQError as error:
+            raise InputError("address", "", f"{self.address.endpoint}: {error}", "tcp://host:port") from None
         return socket
 
     def _connect(self) -> None:

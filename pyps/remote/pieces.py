@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pyps.errors import InvalidArgument
 
-PIECE_BYTES = 1 << 19
+PIECE_BYTES = 1 << 18
 
 Pieces = Sequence[Any]  # buffers: what came after a header
 

@@ -130,6 +130,10 @@ class Server:
         host, port = endpoint_parts(self._endpoint)
         return str(Address(host, port or 0, self.store))
 
+    def wait(self) -> None:
+        """Until the server ends, which it does by close() from another thread, or by a fault of its own."""
+        self._thread.join()
+
     def close(self, timeout: float = 5.0) -> None:
         """Stop answering; the deputies leave the store, for which they have `timeout` seconds.
 
