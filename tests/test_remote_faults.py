@@ -432,3 +432,23 @@ def test_the_command_says_what_is_wrong(store: Store, tmp_path: Path) -> None:
     assert "silence" in serve("--silence", "0")
     (tmp_path / "file").touch()
     assert "folder" in serve("--keys", str(tmp_path / "file"))
+
+
+def test_a_round_does_not_wait_for_the_silent(shm: Path) -> None:
+    """Synchronous: who said nothing more is left out, and what he had is handed out again."""
+    with (
+        Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 2], samples=12),
+        Server("model", silence_seconds=SILENCE) as server,
+        open_remote(server.address) as far,
+        RawClient(server.address) as dead,
+    ):
+        dead.ask("hello", PROTOCOL, "model")
+        dead.ask("join", Role.WORKER, 0)
+        far.join(1)
+        dead.ask("start", -1.0)
+        claim = far.start()
+        assert (claim.first, claim.count) == (4, 2)
+        result = push_ones(far, 2)
+        assert (result.sources, result.samples) == (1, 2)
+        assert far.start().first == 0
+        assert value(far) == -0.5
