@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.c csrc/*.h csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test lint bench torture sanitize clean
+.PHONY: demo test lint bench torture fuzz sanitize clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -39,7 +39,7 @@ bench: .venv/bench
 	$(PY) benchmarks/peers.py --docs
 	$(PY) benchmarks/pulls.py --docs
 	$(PY) benchmarks/remote.py --docs
-	$(PY) benchmarks/solver.py
+	$(PY) benchmarks/solver.py --docs
 
 .venv/bench: .venv/core
 	$(PIP) -e '.[bench]'
@@ -47,6 +47,10 @@ bench: .venv/bench
 
 torture: .venv/core
 	$(PY) tests/c/torture.py --faults 5000
+
+fuzz:
+	$(PYTHON) tests/c/libfuzzer.py attach
+	$(PYTHON) tests/c/libfuzzer.py decode
 
 sanitize:
 	$(PYTHON) tests/c/programs.py address --faults 300

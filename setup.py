@@ -6,6 +6,7 @@ pyps/lib/pkgconfig, pyps/lib/cmake     how build systems find them
 pyps/include/pyps.h
 """
 
+import os
 import platform
 import shutil
 import sys
@@ -52,7 +53,7 @@ class BuildCore(build_ext):
         include.mkdir(parents=True, exist_ok=True)
         lib.mkdir(exist_ok=True)
         shutil.copyfile(CSRC / "pyps.h", include / "pyps.h")
-        self.compiler.create_static_lib(self.core, "pyps", output_dir=str(lib))
+        self.install_static(lib)
         script = CSRC / "packaging" / "libpyps.map"
         self.compiler.link_shared_object(
             self.core,
@@ -67,6 +68,13 @@ class BuildCore(build_ext):
             (package / folder).mkdir(parents=True, exist_ok=True)
             filled = text.replace("@VERSION@", self.distribution.get_version())
             (package / folder / name).write_text(filled, encoding="utf-8")
+
+    def install_static(self, lib):
+        """One object with only the public names: in an archive of many, `fail` would be everybody's."""
+        whole = Path(self.build_temp, "libpyps.o")
+        self.spawn([*self.compiler.compiler, "-r", "-nostdlib", "-o", str(whole), *self.core])
+        self.spawn([os.environ.get("OBJCOPY", "objcopy"), "--localize-hidden", str(whole)])
+        self.compiler.create_static_lib([str(whole)], "pyps", output_dir=str(lib))
 
 
 setup(

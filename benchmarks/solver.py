@@ -1,9 +1,9 @@
-"""How long the exact split takes, with HiGHS on the same 256 workers beside it.
+"""How long the exact split takes, how that grows with the workers, and HiGHS and CBC on the same ones.
 
-    python benchmarks/solver.py [--runs 15] [--highs-limit 20]
+    python benchmarks/solver.py [--runs 9] [--rival-limit 20] [--docs]
 
-Medians (and the slowest) of interleaved runs on random clusters: lines, lines with a knee, unlike quanta, and
-tables of 12 points. HiGHS solves the first once, through PuLP, with no gap allowed, up to the time limit.
+Random clusters, 64 samples a worker: interleaved runs of every case, then each rival once a size by PuLP
+with no gap allowed, until it passes the limit in seconds (0: none). With --docs all goes to docs/.
 """
 
 from __future__ import annotations
@@ -12,17 +12,32 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table as Screen
+from record import DOCS, machine, milliseconds, seconds_of, table, write_section
 
 from pyps.errors import PypsError
 from pyps.solver import Costs, Problem, Table, solve
 from pyps.solver.checks import milp
+from pyps.solver.program import SolverName
+from pyps.solver.subset import solve_subset
+from pyps.solver.sync import Kind, Sync
 
 SAMPLES_A_WORKER = 64
-LIMIT_MS = {256: 5.0, 100_000: 200.0}
+SIZES = (4, 16, 64, 256, 1_000, 10_000, 100_000)
+RIVALS: tuple[SolverName, ...] = ("HiGHS", "CBC")
+MARKERS = {"exact": ("o", "-"), "exact, ring": ("s", "-"), "HiGHS": ("^", "--"), "CBC": ("v", ":")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One instance: what it is, how many workers, the call that solves it, and the bar in milliseconds."""
+
+    name: str
+    workers: int
+    call: Callable[[], object]
+    bar: float | None = None
 
 
 def lines(n: int, *, knee: bool = False) -> Problem:
@@ -33,10 +48,10 @@ def lines(n: int, *, knee: bool = False) -> Problem:
     return Problem.of(costs, SAMPLES_A_WORKER * n, cap=luck.integers(96, 513, n))
 
 
-def quanta(n: int) -> Problem:
-    """The same with every other worker in steps of 8."""
+def quanta(n: int, steps: Sequence[int] = (1, 8)) -> Problem:
+    """The same in unlike steps, worker after worker."""
     base = lines(n)
-    return Problem.of(base.costs, base.global_batch, cap=base.cap, quantum=np.where(np.arange(n) % 2, 8, 1))
+    return Problem.of(base.costs, base.global_batch, cap=base.cap, quantum=np.resize(steps, n))
 
 
 def tables(n: int) -> Problem:
@@ -48,59 +63,128 @@ def tables(n: int) -> Problem:
     return Problem.of(costs, SAMPLES_A_WORKER * n)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--highs-limit", type=float, default=20.0, help="seconds; 0: without HiGHS")
-    chosen = parser.parse_args(arguments)
-    cases: dict[tuple[str, int], Problem] = {
-        ("lines", 256): lines(256),
-        ("knees", 256): lines(256, knee=True),
-        ("quanta 1 and 8", 256): quanta(256),
-        ("tables", 256): tables(256),
-        ("lines", 100_000): lines(100_000),
-        ("knees", 100_000): lines(100_000, knee=True),
+def links(kind: Kind, n: int) -> Sync:
+    """10 to 100 us of latency, 0.1 to 1 ms for the model."""
+    luck = np.random.default_rng(n + 1)
+    return Sync.of(kind, n, luck.uniform(1e-5, 1e-4, n), luck.uniform(1e-4, 1e-3, n))
+
+
+def split(name: str, n: int, problem: Problem, bar: float | None = None) -> Case:
+    return Case(name, n, lambda: solve(problem), bar)
+
+
+def subset(kind: Kind, n: int, bar: float | None = None) -> Case:
+    """Quanta of 1, 8 and 16, and a choice of workers."""
+    problem, sync = quanta(n, (1, 8, 16)), links(kind, n)
+    return Case(f"quanta and a {kind}", n, lambda: solve_subset(problem, sync), bar)
+
+
+def cases() -> list[Case]:
+    """The table of times and bars."""
+    return [
+        split("lines", 256, lines(256)),
+        split("knees", 256, lines(256, knee=True)),
+        split("quanta 1 and 8", 256, quanta(256)),
+        split("tables", 256, tables(256)),
+        *(subset(kind, 1000, 1000.0) for kind in ("ring", "tree", "server")),
+        split("lines", 100_000, lines(100_000), 100.0),
+        split("knees", 100_000, lines(100_000, knee=True), 100.0),
+    ]  # fmt: skip
+
+
+def measure(some: list[Case], runs: int) -> list[tuple[list[float], list[float]]]:
+    """Seconds of each case, interleaved: by the clock, and of the processor, which others stretch less."""
+    times: list[tuple[list[float], list[float]]] = [([], []) for _ in some]
+    for _ in range(runs):
+        for (wall, cpu), case in zip(times, some, strict=True):
+            begin = time.process_time()
+            wall.append(seconds_of(case.call))
+            cpu.append(time.process_time() - begin)
+    return times
+
+
+def growth(runs: int, limit: float) -> dict[str, list[tuple[int, float]]]:
+    """Seconds by the number of workers: ours, the choice of workers with a ring, and the rivals."""
+    exact = [split("lines", n, lines(n)) for n in SIZES]
+    ring = [subset("ring", n) for n in SIZES if n <= 1000]
+    found = {
+        name: [
+            (c.workers, statistics.median(wall))
+            for c, (wall, _) in zip(some, measure(some, runs), strict=True)
+        ]
+        for name, some in (("exact", exact), ("exact, ring", ring))
     }
-    taken: dict[tuple[str, int], list[float]] = {key: [] for key in cases}
-    for _ in range(chosen.runs):
-        for key, problem in cases.items():
-            taken[key].append(_milliseconds(lambda problem=problem: solve(problem)))
-    screen = Screen(
-        "costs", "workers", "solver", "median ms", "slowest ms", "limit ms", "iteration s", box=None
-    )
-    for (name, n), problem in cases.items():
-        ms = taken[name, n]
-        found = solve(problem).iteration_seconds
-        screen.add_row(
-            name,
-            str(n),
-            "exact",
-            f"{statistics.median(ms):.2f}",
-            f"{max(ms):.2f}",
-            f"{LIMIT_MS[n]:g}",
-            f"{found:.6f}",
-        )
-    if chosen.highs_limit > 0:
-        screen.add_row("lines", "256", "HiGHS", *_highs(cases["lines", 256], chosen.highs_limit))
-    Console().print(screen)
+    for rival in RIVALS if limit else ():
+        found[rival] = []
+        for n in SIZES:
+            seconds = seconds_of(lambda rival=rival, n=n: _by_rival(lines(n), rival, limit))
+            found[rival].append((n, seconds))
+            if seconds >= limit:
+                break
+    return found
 
 
-def _highs(problem: Problem, limit_seconds: float) -> tuple[str, str, str, str]:
-    start = time.perf_counter()
+def _by_rival(problem: Problem, rival: SolverName, limit: float) -> None:
     try:
-        _, found = milp(problem, time_limit_seconds=limit_seconds)
-        answer = f"{found:.6f}"
+        _, theirs = milp(problem, time_limit_seconds=limit, solver=rival)
     except PypsError as error:
-        answer = str(error)
-    ms = f"{1000 * (time.perf_counter() - start):.0f}"
-    return ms, ms, "", answer
+        print(f"{len(problem.costs)} workers, {rival}: {error}")
+        return
+    ours = solve(problem).iteration_seconds
+    if abs(theirs - ours) > 1e-5 * ours:
+        raise SystemExit(f"{rival} finds {theirs} s, we {ours} s")
 
 
-def _milliseconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return 1000 * (time.perf_counter() - start)
+def growth_rows(found: dict[str, list[tuple[int, float]]]) -> list[list[str]]:
+    """One row a size, a column a solver."""
+    rows = [["workers", *(f"{name}, ms" for name in found)]]
+    for n in SIZES:
+        times = [dict(points).get(n) for points in found.values()]
+        rows.append([f"{n:,}", *("" if t is None else f"{1e3 * t:,.1f}" for t in times)])
+    return rows
+
+
+def draw(found: dict[str, list[tuple[int, float]]]) -> None:
+    """Log-log: time against the number of workers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, points in found.items():
+        marker, line = MARKERS[name]
+        sizes, times = zip(*points, strict=True)
+        axes.loglog(
+            sizes, [1e3 * t for t in times], marker=marker, linestyle=line, color="black",
+            markerfacecolor="white" if name in RIVALS else "black", label=name,
+        )  # fmt: skip
+    axes.set(xlabel="workers", ylabel="time to the optimum (ms)")
+    axes.grid(color="0.9")
+    axes.legend(frameon=False)
+    figure.savefig(DOCS / "images" / "solver.png", dpi=120)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--rival-limit", type=float, default=20.0, help="seconds; 0: no rivals")
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    some = cases()
+    rows = [["case", "workers", "ms (range)", "CPU ms", "bar, ms"]]
+    for case, (wall, cpu) in zip(some, measure(some, options.runs), strict=True):
+        bar = f"< {case.bar:g}" if case.bar else ""
+        rows.append(
+            [case.name, f"{case.workers:,}", milliseconds(wall), f"{1e3 * statistics.median(cpu):.1f}", bar]
+        )
+    found = growth(options.runs, options.rival_limit)
+    text = f"{machine()}.\n\n{table(rows)}\n\n{table(growth_rows(found))}"
+    print(text)
+    if options.docs:
+        write_section("solver", text)
+        draw(found)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,22 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 static const struct kernels *chosen;
 
+#if defined(__x86_64__)
+static bool has_f16c(void) { /* clang knows no such name for __builtin_cpu_supports before 15 */
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}
+#endif
+
 static bool supported(const struct kernels *k) {
 #if defined(__x86_64__)
-    if (k == &kernels_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (k == &kernels_avx2) return __builtin_cpu_supports("avx2") && has_f16c();
     if (k == &kernels_avx512) return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
 #endif
 #if defined(__aarch64__)

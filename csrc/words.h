@@ -1,8 +1,10 @@
 /* words.h: the packed 64-bit words that change hands by one CAS, and nothing else about them.
  *
- *   word   {version 40, buffer 24}             which buffer a chunk (or the view) is now, and as of which
- * ticket owner  {generation 32, holder 10, chunk 22} who holds a buffer in private, and the chunk it was
- * claimed for saved  {snapshot 38, state 2, buffer 24}   what a strict snapshot has of a chunk
+ *   word   {version 40, buffer 24}              which buffer a chunk is now, and as of which ticket
+ *
+ *   owner  {generation 32, holder 10, chunk 22} who holds a buffer in private, and for which chunk
+ *
+ *   saved  {snapshot 38, state 2, buffer 24}    what a strict snapshot has of a chunk
  *
  * A version never repeats, so a word never repeats either. A generation counts the claims of one buffer: a
  * process stopped between its scan and its CAS would have to sleep through exactly 2^32 claims of that

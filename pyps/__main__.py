@@ -1,6 +1,7 @@
 """python -m pyps: the commands, and where the C library lies for those who link it.
 
 cc trainer.c $(python -m pyps --cflags --libs) -o trainer
+cc trainer.c $(python -m pyps --cflags --libs --static) -o trainer
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
+STATIC = "--static"  # as in pkg-config: no answer of its own, it changes that to --libs
 ANSWERS = {
     "--cflags": f"-I{PACKAGE / 'include'}",
     "--libs": f"-L{PACKAGE / 'lib'} -lpyps -Wl,-rpath,{PACKAGE / 'lib'}",
@@ -21,13 +23,21 @@ ANSWERS = {
 }
 
 
+def answers(questions: list[str]) -> list[str] | None:
+    """The answers in the order of the questions; None if these are no questions of ours."""
+    asked = [question for question in questions if question != STATIC]
+    if not asked or any(question not in ANSWERS for question in asked):
+        return None
+    libs = "--static-libs" if STATIC in questions else "--libs"
+    return [ANSWERS[libs if question == "--libs" else question] for question in asked]
+
+
 def main() -> None:
-    """Answer the questions, in their order on one line; anything else is a command of `pyps`. Exits."""
-    questions = sys.argv[1:]
-    if questions == ["--version"]:
+    """Answer the questions on one line; anything else is a command of `pyps`. Exits."""
+    if sys.argv[1:] == ["--version"]:
         print(version("pyps-train"))
-    elif questions and all(question in ANSWERS for question in questions):
-        print(*(ANSWERS[question] for question in questions))
+    elif found := answers(sys.argv[1:]):
+        print(*found)
     else:
         from pyps.cli import main as commands
 

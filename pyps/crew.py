@@ -22,6 +22,7 @@ from typing import IO, Self
 import numpy as np
 
 from pyps import native
+from pyps.balance import Balancer
 from pyps.children import Child, end_all
 from pyps.errors import Busy, NotReady, PypsError, SegmentNotFound, SnapshotCancelled, StoreFull, TimedOut
 from pyps.lineup import Place
@@ -91,6 +92,7 @@ class Job:
     run_dir: Path
     max_restarts: int
     snapshot_every: int
+    balancer: Balancer | None = None
 
     def environment(self, place: Place) -> dict[str, str]:
         """A worker's environment: this process's, and what pyps.settings reads."""
@@ -251,6 +253,7 @@ class Crew:
                 self._next_reap = time.monotonic() + REAP_SECONDS
                 store.reap()
             self._count(store)
+            self._balance(store)
             if self.job.snapshot_every and status.version >= self._next_snapshot:
                 self._take_snapshot(store)
         if self._on_tick is not None:
@@ -287,6 +290,14 @@ class Crew:
             skipped=tuple(r.skipped for r in ranks),
             returned=tuple(r.returned for r in ranks),
         )
+
+    def _balance(self, store: Store) -> None:
+        """Move samples where the balancer finds it worth while; a place to look from is one to steer from."""
+        if self.job.balancer is None or store.rank is None:
+            return
+        if move := self.job.balancer.look():
+            store.replan(move.after)
+            self.log.write("replanned", detail="; ".join(move.reasons))
 
     def _take_snapshot(self, store: Store) -> None:
         try:

@@ -53,7 +53,7 @@ def check(what: str, rc: int) -> None:
         return
     message = ffi.string(lib.pyps_error_message()).decode(errors="replace")
     code = ffi.string(lib.pyps_error_name(rc)).decode()
-    raise ERRORS.get(code, StoreError)(what, message or code)
+    raise ERRORS.get(code, StoreError)(what, message.removeprefix(f"{what}: ") or code)
 
 
 def abi_version() -> int:

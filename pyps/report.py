@@ -102,6 +102,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     restarts: Count
     ranks: list[RankReport]
     error: str = ""
+    replans: list[str] = []  # why the batches changed while it trained
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -241,6 +242,7 @@ def make_report(
         restarts=sum(e.kind == "restarted" for e in events),
         ranks=ranks,
         error=error,
+        replans=[e.detail for e in events if e.kind == "replanned"],
     )
 
 

@@ -17,7 +17,16 @@ import msgspec
 from pyps.errors import InputError
 
 EventKind = Literal[
-    "started", "joined", "died", "restarted", "snapshot", "finished", "failed", "interrupted", "ended"
+    "started",
+    "joined",
+    "died",
+    "restarted",
+    "replanned",
+    "snapshot",
+    "finished",
+    "failed",
+    "interrupted",
+    "ended",
 ]
 
 

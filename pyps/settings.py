@@ -83,8 +83,12 @@ def store_batches(plan: Plan) -> tuple[int, ...]:
 
 
 def _micro_batch(plan: Plan | None, rank: int) -> int:
-    micro = [worker.micro_batch for worker in plan.workers if worker.batch > 0] if plan else []
-    return micro[rank] if rank < len(micro) else 0
+    """The most at once: as planned where the batch is split, else what the worker may, as batches change."""
+    workers = [worker for worker in plan.workers if worker.batch > 0] if plan else []
+    if rank >= len(workers):
+        return 0
+    worker = workers[rank]
+    return worker.micro_batch if worker.accumulation > 1 else worker.max_batch or worker.micro_batch
 
 
 def read_settings(

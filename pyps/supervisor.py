@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pyps.balance import Balancer
 from pyps.codec import as_codec
 from pyps.crew import Crew, Interrupted, Job, OnLine, OnTick
 from pyps.errors import InputError
@@ -51,35 +52,33 @@ def run(
     snapshot_every: int = 0,
     connect: str | None = None,
     ranks: Sequence[int] | None = None,
+    rebalance: bool = False,
     on_line: OnLine | None = None,
     on_tick: OnTick | None = None,
 ) -> Report:
     """Run `script` once for each rank of the plan until `samples` positions are trained; the report.
 
     samples: sample positions in all; 0: until the script ends by itself. run_dir: a folder without a run in
-    it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error
-    feedback. throttle_from: "plan" or a cluster file, to emulate its devices (see
-    pyps.lineup). even: equal batches instead of the plan's, for comparison. max_restarts: of each rank, after
-    it has joined; a worker that dies before ends the run. snapshot_every: versions between snapshots, 0:
-    none. connect: the address of a store that is served elsewhere (see pyps.remote); None: on this machine.
-    ranks: those to start here, of the plan's workers with a batch; None: all. on_line, on_tick: called with
+    it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error feedback. throttle_from: "plan"
+    or a cluster file, to emulate its devices (see pyps.lineup). even: equal batches instead of the plan's,
+    for comparison. max_restarts: of each rank, after it has joined; a worker that dies before ends the run.
+    snapshot_every: versions between snapshots, 0: none. connect: the address of a store that is served
+    elsewhere (see pyps.remote); None: on this machine. ranks: those to start here, of the plan's workers with
+    a batch; None: all. rebalance: plan anew while it trains (pyps.balance). on_line, on_tick: called with
     each line that a worker prints, and about 20 times a second.
 
     Raises InputError for what is wrong before anything starts, TrainingFailed, Interrupted; after those two
     the folder has its report too.
     """
-    _check("seed", seed, MAX_SEED)
-    _check("samples", samples)
-    _check("max_restarts", max_restarts)
-    _check("snapshot_every", snapshot_every)
+    _check(samples=samples, max_restarts=max_restarts, snapshot_every=snapshot_every)
+    _check(MAX_SEED, seed=seed)
     rules = policy_named(policy) if isinstance(policy, str) else policy
     if not Path(script).is_file():
         raise InputError("run", "script", f"no file at {script}", "a Python script that calls pyps.join()")
     if connect is not None:
         parse_address(connect)
     chosen, places = _planned(os.fspath(plan), throttle_from, even)
-    if ranks is not None:
-        places = _some(places, ranks)
+    places = _some(places, ranks, rebalance)
     folder = _new_folder(run_dir)
     write_json(folder / "plan.json", chosen)
     job = Job(
@@ -94,13 +93,15 @@ def run(
         run_dir=folder,
         max_restarts=max_restarts,
         snapshot_every=snapshot_every,
+        balancer=Balancer(chosen, folder) if rebalance else None,
     )
     return _supervise(job, chosen, even, on_line, on_tick)
 
 
-def _check(name: str, value: int, most: int = MAX_COUNT) -> None:
-    if not 0 <= value <= most:
-        raise InputError("run", name, str(value), f"0 to {most}")
+def _check(most: int = MAX_COUNT, /, **values: int) -> None:
+    for name, value in values.items():
+        if not 0 <= value <= most:
+            raise InputError("run", name, str(value), f"0 to {most}")
 
 
 def _planned(
@@ -114,8 +115,12 @@ def _planned(
     return plan, line_up(plan, specs)
 
 
-def _some(places: list[Place], ranks: Sequence[int]) -> list[Place]:
-    """The places of these ranks. Raises InputError."""
+def _some(places: list[Place], ranks: Sequence[int] | None, rebalance: bool) -> list[Place]:
+    """The places of these ranks, None: of all. Raises InputError."""
+    if ranks is None:
+        return places
+    if rebalance:
+        raise InputError("run", "rebalance", "True with ranks", "all ranks here: it needs their measurements")
     known = {place.rank for place in places}
     if not ranks or set(ranks) - known or len(set(ranks)) != len(ranks):
         found, expected = ", ".join(map(str, ranks)), f"different ones of 0 to {len(places) - 1}"

@@ -17,19 +17,11 @@ import numpy as np
 
 from pyps.errors import Infeasible, PypsError
 from pyps.solver.costs import Costs, Floats
+from pyps.solver.coupled import Coupled, by_milp, valued
 from pyps.solver.minmax import Problem, times
+from pyps.solver.program import SolverName, build, pieces, time_scale
 
 HIGHS_TOLERANCE = 1e-6  # relative; HiGHS meets constraints to 1e-6 of the scaled program
-
-
-@dataclass(frozen=True)
-class Piece:
-    """T(b) = intercept + slope * b on low <= b <= high: seconds, seconds a sample, samples."""
-
-    low: int
-    high: int
-    intercept: float
-    slope: float
 
 
 @dataclass(frozen=True)
@@ -48,58 +40,24 @@ class Prices:
     low: Floats
 
 
-def milp(problem: Problem, *, time_limit_seconds: float | None = None) -> tuple[list[int], float]:
-    """Batches and iteration seconds by HiGHS, exact to its tolerances. Raises Infeasible, PypsError."""
-    import pulp
-
-    program = pulp.LpProblem("minmax", pulp.LpMinimize)
-    t = program.add_variable("t", lowBound=0)
-    program += t
-    scale = _time_scale(problem)
-    steps = [_worker_steps(program, t, problem, k, scale) for k in range(len(problem.costs))]
-    quanta = [int(q) for q in problem.quantum]
-    program += pulp.lpSum(q * u for q, u in zip(quanta, steps, strict=True)) == problem.global_batch
-    program.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit_seconds))
-    status = pulp.LpStatus[program.status]
-    if status == "Infeasible":
-        raise Infeasible(f"global_batch {problem.global_batch}: HiGHS finds no split")
-    if status != "Optimal":
-        raise PypsError(f"HiGHS ended without an answer: {status}")
-    found = [round(u.value()) * q for q, u in zip(quanta, steps, strict=True)]
-    return found, float(times(problem.costs, np.array(found, np.int64)).max())
+def milp(
+    problem: Problem, *, time_limit_seconds: float | None = None, solver: SolverName = "HiGHS"
+) -> tuple[list[int], float]:
+    """Batches and iteration seconds, exact to the solver's tolerances. Raises Infeasible, PypsError."""
+    program = build(problem)
+    if not program.minimise(program.t, solver, time_limit_seconds):
+        raise Infeasible(f"global_batch {problem.global_batch}: {solver} finds no split")
+    found = program.batches()
+    return found.tolist(), float(times(problem.costs, found).max())
 
 
-def _worker_steps(program: Any, t: Any, problem: Problem, k: int, scale: float) -> Any:
-    """Add worker k to a PuLP program: a binary for each piece, of which one is used. Its batch in quanta."""
-    import pulp
-
-    quantum, low = int(problem.quantum[k]), int(problem.low[k])
-    cap = int(min(problem.costs.last_batch(problem.cap)[k], problem.global_batch))
-    is_line = problem.costs.start[k] == problem.costs.stop[k]
-    chosen, batches = [], []
-    for j, piece in enumerate(_pieces(problem.costs, k, cap)):
-        z = program.add_variable(f"z{k}_{j}", cat="Binary")
-        b = program.add_variable(f"b{k}_{j}", lowBound=0)
-        program += b >= max(piece.low, low) * z
-        program += b <= piece.high * z
-        program += t >= piece.intercept / scale * z + piece.slope / scale * b
-        if is_line and problem.costs.t0[k] > 0:
-            program += t >= float(problem.costs.t0[k]) / scale * z
-        chosen.append(z)
-        batches.append(b)
-    if problem.required[k] and not chosen:
-        raise Infeasible(f"required worker {k} can take no batch")
-    if chosen:
-        program += pulp.lpSum(chosen) == 1 if problem.required[k] else pulp.lpSum(chosen) <= 1
-    steps = program.add_variable(f"u{k}", 0, cap // quantum, cat="Integer")
-    program += quantum * steps == pulp.lpSum(batches)
-    return steps
-
-
-def agreement(problem: Problem, batches: Sequence[int]) -> str:
+def agreement(coupled: Coupled, batches: Sequence[int]) -> str:
     """One line that says that HiGHS confirms a split. Raises PypsError if it finds a better one, or none."""
-    ours = float(times(problem.costs, np.array(batches, np.int64)).max())
-    _, theirs = milp(problem)
+    ours = valued(coupled, np.array(batches, np.int64)).iteration_seconds
+    if coupled.loose and coupled.sync.kind == "none":
+        _, theirs = milp(coupled.problem)
+    else:
+        theirs = by_milp(coupled).iteration_seconds
     if abs(theirs - ours) > HIGHS_TOLERANCE * ours:
         raise PypsError(f"HiGHS disagrees: {theirs!r} s against {ours!r} s; please report this cluster")
     return f"checked: HiGHS finds the same optimum, {theirs:.6g} s"
@@ -108,12 +66,12 @@ def agreement(problem: Problem, batches: Sequence[int]) -> str:
 def prices(problem: Problem, batches: Sequence[int]) -> Prices:
     """The relaxation over the workers used in `batches`, solved by cvxpy, and its dual values.
 
-    Tables count with their lower convex hull. Workers out of use have price 0.
+    Tables and accumulated costs count with their lower convex hull. Workers out of use have price 0.
     Raises PypsError if the solver ends without an optimum.
     """
     cp: Any = importlib.import_module("cvxpy")
     used = np.flatnonzero(np.asarray(batches) > 0)
-    scale = _time_scale(problem)
+    scale = time_scale(problem)
     cap = problem.costs.last_batch(np.minimum(problem.cap, problem.global_batch))[used]
     low = np.maximum(problem.low[used], 1)
     t, b = cp.Variable(), cp.Variable(len(used))
@@ -144,42 +102,15 @@ def prices(problem: Problem, batches: Sequence[int]) -> Prices:
     )
 
 
-def _time_scale(problem: Problem) -> float:
-    """Seconds near the optimum, so that solvers with absolute tolerances see numbers near 1."""
-    share = np.full(len(problem.costs), max(1, problem.global_batch // len(problem.costs)), np.int64)
-    cap = problem.costs.last_batch(problem.cap)
-    return float(np.median(problem.costs.seconds(np.clip(share, 1, np.maximum(cap, 1)))))
-
-
-def _pieces(costs: Costs, k: int, cap: int) -> list[Piece]:
-    """Where worker k's cost is a straight line (a knee's floor apart), up to its cap."""
-    start, stop = int(costs.start[k]), int(costs.stop[k])
-    if start == stop:
-        return [Piece(1, cap, float(costs.c[k]), float(costs.a[k]))] if cap >= 1 else []
-    knots = [
-        (int(b), float(s))
-        for b, s in zip(costs.knot_batch[start:stop], costs.knot_seconds[start:stop], strict=True)
-    ]
-    pieces = [Piece(1, min(knots[0][0], cap), knots[0][1], 0.0)]
-    for (b0, s0), (b1, s1) in itertools.pairwise(knots):
-        if b0 < cap:
-            slope = (s1 - s0) / (b1 - b0)
-            pieces.append(Piece(b0, min(b1, cap), s0 - slope * b0, slope))
-    return pieces
-
-
 def _convex(costs: Costs, k: int, cap: int) -> list[tuple[float, float]]:
-    """Lines (intercept, slope) whose maximum is worker k's cost, or a table's lower convex hull."""
-    start, stop = int(costs.start[k]), int(costs.stop[k])
-    if start == stop:
-        return [(float(costs.c[k]), float(costs.a[k])), (float(costs.t0[k]), 0.0)]
-    points = [(1, float(costs.knot_seconds[start]))] if costs.knot_batch[start] > 1 else []
-    points += [
-        (int(b), float(s))
-        for b, s in zip(costs.knot_batch[start:stop], costs.knot_seconds[start:stop], strict=True)
-    ]
+    """Lines (intercept, slope) whose maximum is worker k's cost, or its lower convex hull."""
+    parts = pieces(costs, k, cap)
+    if costs.start[k] == costs.stop[k] and len(parts) == 1:
+        return [(parts[0].intercept, parts[0].slope), (parts[0].floor, 0.0)]
+    ends = sorted({batch for part in parts for batch in (part.low, part.high)})
+    seconds = costs.take(np.full(len(ends), k)).seconds(np.array(ends, np.int64)).tolist()
     hull: list[tuple[int, float]] = []
-    for b, s in points:
+    for b, s in zip(ends, seconds, strict=True):
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], (b, s)):
             hull.pop()
         hull.append((b, s))

@@ -6,6 +6,10 @@
 Both are nondecreasing in b >= 1, also in floating point: each operation rounds monotonically. That is all the
 exact solver asks of a cost. `Costs` holds many workers as arrays and computes bit for bit what the scalar
 types compute. A worker that is left out (b = 0) costs nothing, which is the caller's business.
+
+Gradient accumulation: a batch above `micro` is computed in full micro-batches and a rest, one after another,
+
+    T(k * micro + r) = k * T(micro) + T(r),    1 <= r <= micro
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -80,7 +84,8 @@ Cost = Line | Table
 class Costs:
     """Many workers' costs: lines in c, a, t0; tables as rows [start, stop) of the knots (empty: a line).
 
-    All arrays have one entry a worker, except the knots, which may be shared.
+    All arrays have one entry a worker, except the knots, which may be shared. micro: the most samples that
+    a worker computes at once; None where nobody accumulates.
     """
 
     c: Floats
@@ -90,6 +95,7 @@ class Costs:
     stop: Ints
     knot_batch: Ints
     knot_seconds: Floats
+    micro: Ints | None = None
 
     @staticmethod
     def stack(costs: Sequence[Cost]) -> Costs:
@@ -138,24 +144,48 @@ class Costs:
             self.stop[index],
             self.knot_batch,
             self.knot_seconds,
+            None if self.micro is None else self.micro[index],
         )
+
+    def accumulated(self, micro: Ints) -> Costs:
+        """The same workers, each computing at most micro_i >= 1 samples at once, as often as it takes.
+
+        A worker that must not accumulate keeps micro_i as its cap. Raises ValueError for a micro below 1.
+        """
+        if (micro < 1).any():
+            raise ValueError(f"not a micro-batch: {int(micro.min())}")
+        return replace(self, micro=self.last_batch(micro))
 
     def keys(self) -> tuple[npt.NDArray[Any], ...]:
         """Sort keys that depend on each cost alone, whatever order the costs were stacked in."""
         rows = list(zip(self.start.tolist(), self.stop.tolist(), strict=True))
         contents = {(i, j): (*self.knot_batch[i:j], *self.knot_seconds[i:j]) for i, j in set(rows)}
         rank = {row: k for k, row in enumerate(sorted(contents, key=contents.__getitem__))}
-        return self.t0, self.a, self.c, np.array([rank[row] for row in rows], np.int64)
+        table = np.array([rank[row] for row in rows], np.int64)
+        return self.t0, self.a, self.c, table, np.zeros(len(self)) if self.micro is None else self.micro
 
     def last_batch(self, cap: Ints) -> Ints:
         """The largest batch up to `cap` whose time is defined: a table says nothing past its end."""
-        if not len(self.knot_batch):
+        if not len(self.knot_batch) or self.micro is not None:
             return cap
         last = self.knot_batch[np.maximum(self.stop - 1, 0)]
         return np.where(self.stop > self.start, np.minimum(cap, last), cap)
 
     def seconds(self, batch: Ints) -> Floats:
         """T_i(batch_i) for each worker, batch >= 1."""
+        if self.micro is None:
+            return self._at_once(batch)
+        full = (batch - 1) // self.micro
+        times = self._at_once(batch - full * self.micro)
+        if len(rows := np.flatnonzero(full)):
+            whole = self.take(rows)._at_once(self.micro[rows])
+            before = (
+                full[rows] - 1
+            ) * whole + whole  # bounds the sum below, so that rounding keeps the order
+            times[rows] = np.maximum(before, full[rows] * whole + times[rows])
+        return times
+
+    def _at_once(self, batch: Ints) -> Floats:
         with np.errstate(over="ignore"):
             times = np.maximum(self.t0, self.c + self.a * batch)
         if len(self.knot_batch):
@@ -165,7 +195,7 @@ class Costs:
 
     def largest_batch(self, t: float, cap: Ints) -> Ints:
         """The largest b in 0..cap with T_i(b) <= t for each worker (0: not even one sample fits); exact."""
-        guess = np.floor(np.clip(self.real_batch(t, cap), 0, cap)).astype(np.int64)
+        guess = np.maximum(np.minimum(self.real_batch(t, cap), cap), 0).astype(np.int64)
         fits = (guess == 0) | (self.seconds(np.maximum(guess, 1)) <= t)
         more = fits & (guess < cap) & (self.seconds(guess + 1) <= t)
         wrong = np.flatnonzero(~fits | more)
@@ -185,12 +215,22 @@ class Costs:
 
     def real_batch(self, t: float, cap: Ints) -> Floats:
         """The largest real b in [0, cap] with T_i(b) <= t, up to rounding; tables linear between points."""
+        if self.micro is None:
+            return self._real_at_once(t, cap)
+        whole = self._at_once(self.micro)
+        with np.errstate(invalid="ignore", over="ignore"):
+            full = np.where(np.isfinite(whole), np.minimum(t // whole, cap // self.micro + 1), 0)
+            rest = self._real_at_once(t - full * whole, self.micro)
+        return np.clip(full * self.micro + rest, 0, cap)
+
+    def _real_at_once(self, t: Floats | float, cap: Ints) -> Floats:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             real = np.where(self.a > 0, (t - self.c) / self.a, np.where(self.c <= t, np.inf, 0.0))
-        real = np.where(self.t0 <= t, np.clip(real, 0, cap), 0.0)
+        real = np.where(self.t0 <= t, np.maximum(np.minimum(real, cap), 0.0), 0.0)
         if len(self.knot_batch):
             rows = np.flatnonzero(self.stop > self.start)
-            real[rows] = np.minimum(self._table_batch(rows, t), cap[rows])
+            by = t[rows] if isinstance(t, np.ndarray) else np.full(len(rows), t)
+            real[rows] = np.minimum(self._table_batch(rows, by), cap[rows])
         return real
 
     def _search(self, t: float, cap: Ints) -> Ints:
@@ -216,8 +256,8 @@ class Costs:
             np.where(batch > self.knot_batch[self.stop[rows] - 1], np.inf, between),
         )
 
-    def _table_batch(self, rows: Ints, t: float) -> Floats:
-        row = self._row_of(rows, np.full(len(rows), t), self.knot_seconds)
+    def _table_batch(self, rows: Ints, t: Floats) -> Floats:
+        row = self._row_of(rows, t, self.knot_seconds)
         left, right = np.maximum(row, self.start[rows]), np.minimum(row + 1, self.stop[rows] - 1)
         b0, b1 = self.knot_batch[left], self.knot_batch[right]
         s0, s1 = self.knot_seconds[left], self.knot_seconds[right]

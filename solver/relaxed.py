@@ -10,11 +10,15 @@ T_i(low_i)). Where no bound binds and the costs are lines it has the closed form
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from pyps.solver.costs import Costs
 from pyps.solver.minmax import Problem, times
+from pyps.solver.sync import Sync
 
+BISECTIONS = 40  # to 1e-12 of the time
 ROUNDING = 1e-12  # relative: the inverse of a cost is rounded, the bound must not be
 
 
@@ -29,6 +33,53 @@ def relaxed_seconds(problem: Problem, iteration_seconds: float) -> float:
             low = middle
     least = times(costs, np.where(problem.required, np.maximum(problem.low, 1), 0)).max()
     return min(iteration_seconds, max(high * (1 - ROUNDING), float(least)))
+
+
+def subset_bound(problem: Problem, sync: Sync, iteration_seconds: float) -> float:
+    """The same with the synchronisation of those in use, over all choices of them; rounded down.
+
+    With at most `high` workers, whose samples can be divided, and the synchronisation of `low` of them over
+    their fastest links: no choice of low .. high workers is sooner. The least such bound's box of counts is
+    halved until it is a single count.
+    """
+    if sync.kind == "none":
+        return relaxed_seconds(problem, iteration_seconds)
+    held = int(problem.required.sum())
+    boxes = [(0.0, max(1, held), len(problem.costs))]
+    while True:
+        bound, low, high = heapq.heappop(boxes)
+        if low == high and bound > 0:
+            return min(iteration_seconds, bound)
+        middle = (low + high) // 2
+        for first, last in {(low, middle), (min(middle + 1, high), high)}:
+            wait = float(
+                max(
+                    np.sort(sync.by_link(first))[first - 1],
+                    sync.by_link(first)[problem.required].max(initial=0),
+                )
+            )
+            heapq.heappush(boxes, (_sooner(problem, last, iteration_seconds) + wait, first, last))
+
+
+def _sooner(problem: Problem, count: int, high: float) -> float:
+    """A time by which no `count` workers can do B, nor the required ones their minima; at most `high`."""
+    costs, cap = problem.costs, problem.costs.last_batch(problem.cap)
+    low = float(times(costs, np.where(problem.required, np.maximum(problem.low, 1), 0)).max()) * (
+        1 - ROUNDING
+    )
+    spare, held = count - int(problem.required.sum()), problem.required
+
+    def enough(t: float) -> bool:
+        most = costs.real_batch(t, cap)
+        free = np.sort(most[~held])[::-1][:spare]
+        return bool(most[held].sum() + free.sum() >= problem.global_batch)
+
+    if low >= high or enough(low):
+        return min(low, high)
+    for _ in range(BISECTIONS):
+        middle = low + (high - low) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return low * (1 - ROUNDING)
 
 
 def unbounded_seconds(costs: Costs, global_batch: int) -> float:

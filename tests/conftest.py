@@ -9,8 +9,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,6 +32,30 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder)
     assert not left, f"segments left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where programs.build() keeps the core's objects for the whole run, one compilation a sanitizer."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="session")
+def _started() -> Iterator[list[Ranks]]:
+    pools: list[Ranks] = []
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def ranks(_started: list[Ranks]) -> Ranks:
+    """Four gloo ranks, the same for all tests until one fails and leaves them in an unknown state."""
+    if not _started or _started[-1].closed:
+        from ranks import Ranks  # here: most tests need no torch
+
+        _started.append(Ranks(4))
+    return _started[-1]
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ FAULTS = 100  # in each case; `make torture` has 5,000
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = torture.build(tmp_path_factory.mktemp("torture"))
+def program(programs_folder: Path) -> Path:
+    path: Path = torture.build(programs_folder)
     return path
 
 
@@ -27,8 +27,8 @@ def test_no_push_is_lost_or_doubled_whoever_dies_where(program: Path, policy: st
     assert f"{policy} {optimizer}: {FAULTS} faults survived" in done.stdout
 
 
-def test_every_instruction_set_has_the_scalar_bits(tmp_path: Path) -> None:
-    program, seen = programs.build(tmp_path, "kernels"), []
+def test_every_instruction_set_has_the_scalar_bits(programs_folder: Path) -> None:
+    program, seen = programs.build(programs_folder, "kernels"), []
     for isa in ("scalar", "avx2", "avx512", "neon"):
         done = programs.run(program, PYPS_ISA=isa)
         assert done.returncode == 0, done.stdout

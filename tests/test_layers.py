@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "pyps.attach",
+            "pyps.balance",
             "pyps.children",
             "pyps.crew",
             "pyps.lineup",

@@ -64,3 +64,9 @@ def test_a_run_without_a_server_is_an_error(
             tmp_path / "plan.json", script(tmp_path), samples=B, run_dir=tmp_path / "out",
             connect="tcp://127.0.0.1:9/model",
         )  # fmt: skip
+
+
+def test_some_ranks_cannot_plan_anew_for_all(tmp_path: Path) -> None:
+    write_json(tmp_path / "plan.json", make_plan())
+    with pytest.raises(InputError, match="rebalance"):
+        run(tmp_path / "plan.json", script(tmp_path), samples=B, ranks=[0], rebalance=True)

@@ -9,29 +9,18 @@ import programs
 import pytest
 
 
-def usable(sanitizer: str, folder: Path) -> bool:
-    """Whether the compiler has this sanitizer's library, and the machine lets it run."""
-    source, program = folder / "empty.c", folder / "empty"
-    source.write_text("int main(void) { return 0; }\n", encoding="utf-8")
-    command = ["cc", *programs.SANITIZERS[sanitizer], str(source), "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    return built and programs.run(program.rename(f"{program}-{sanitizer}")).returncode == 0
-
-
-@pytest.fixture(scope="module")
-def threads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("threads")
-    if not usable("thread", path):
+@pytest.fixture
+def threads(programs_folder: Path) -> Path:
+    if not programs.usable("thread", programs_folder):
         pytest.skip("the C compiler has no thread sanitizer, or it cannot run here")
-    return path
+    return programs_folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sanitized")
-    if not usable("address", path):
+@pytest.fixture
+def folder(programs_folder: Path) -> Path:
+    if not programs.usable("address", programs_folder):
         pytest.skip("the C compiler has no address sanitizer")
-    return path
+    return programs_folder
 
 
 def test_the_sanitizers_would_say_so(folder: Path, tmp_path: Path) -> None:
@@ -90,12 +79,12 @@ def test_the_worst_places_race_nowhere(threads: Path, name: str) -> None:
 
 
 MUTATIONS = {
-    "a buffer is free without a look at the hazards": (
+    "a buffer is free without a look at the hazards": programs.Change(
         "buffers.c",
         "if (hazarded(s, offsetof(struct slot, chunk_hazard), buffer + UINT64_C(1))) return false;",
         "",
     ),
-    "staging is free without a look at the hazards": (
+    "staging is free without a look at the hazards": programs.Change(
         "push.c",
         "if (s->area_ticket[area] && ticket_is_read(s, s->area_ticket[area])) continue;",
         "",
@@ -104,8 +93,7 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
-def test_a_hazard_left_out_is_a_race_that_is_found(threads: Path, tmp_path: Path, what: str) -> None:
-    csrc = programs.mutated(tmp_path, *MUTATIONS[what])
-    done = programs.run(programs.build(tmp_path, "threads", "thread", csrc=csrc), "asp", "4000")
+def test_a_hazard_left_out_is_a_race_that_is_found(threads: Path, what: str) -> None:
+    done = programs.run(programs.build(threads, "threads", "thread", change=MUTATIONS[what]), "asp", "4000")
     assert done.returncode == 99, done.stdout + done.stderr
     assert "data race" in done.stderr

@@ -117,6 +117,28 @@ def test_wrong_mode(shm: Path, whole: bytes, mode: int) -> None:
         opened(shm, whole, mode)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_wrong_owner(shm: Path, whole: bytes) -> None:
+    path = shm / "pyps-theirs"
+    path.write_bytes(whole)
+    path.chmod(0o600)
+    os.chown(path, 12345, -1)
+    with pytest.raises(errors.NotOurs, match="owner 12345; expected 0"):
+        Store.open("theirs")
+    os.chown(path, 0, -1)
+    shm.chmod(0o755)
+
+    def stranger() -> None:
+        os.setuid(12345)
+        with pytest.raises(errors.NotOurs, match="another user"):
+            Store.open("theirs")
+        with pytest.raises(errors.NotOurs, match="another user"):
+            native.unlink("theirs", force=True)
+
+    assert in_child(stranger) == 0
+    path.unlink()
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -8,8 +8,10 @@ import pytest
 from pyps.errors import Infeasible, PypsError
 from pyps.solver.checks import agreement, milp, prices
 from pyps.solver.costs import Cost, Costs, Line, Table
+from pyps.solver.coupled import Coupled
 from pyps.solver.minmax import Problem, solve
 from pyps.solver.relaxed import relaxed_seconds
+from pyps.solver.sync import Sync
 
 TOLERANCE = 1e-6  # HiGHS and Clarabel meet constraints to about this
 
@@ -27,14 +29,22 @@ def random_problem(seed: int, *, tables: bool = True) -> Problem:
             costs.append(Table(tuple(zip(batches, times, strict=True))))
         else:
             costs.append(Line(c, a, float(luck.uniform(0, 0.5)) if kind else 0.0))
+    stacked = Costs.stack(costs)
+    if luck.random() < 0.3:
+        stacked = stacked.accumulated(luck.choice([7, 16], n))
     return Problem.of(
-        Costs.stack(costs),
+        stacked,
         int(luck.integers(5, 120)),
         low=luck.choice([1, 4, 20], n),
         cap=luck.choice([30, 80, 200], n),
         quantum=luck.choice([1, 2, 4], n),
         required=luck.random(n) < 0.2,
     )
+
+
+def alone(problem: Problem) -> Coupled:
+    """Without synchronisation or ties."""
+    return Coupled(problem, Sync.of("none", len(problem.costs)))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -49,13 +59,13 @@ def test_highs_agrees(seed: int) -> None:
     batches, theirs = milp(problem)
     assert sum(batches) == problem.global_batch
     assert exact.iteration_seconds <= theirs <= exact.iteration_seconds * (1 + TOLERANCE)
-    assert "same optimum" in agreement(problem, exact.batches.tolist())
+    assert "same optimum" in agreement(alone(problem), exact.batches.tolist())
 
 
 def test_a_split_that_is_not_optimal_is_found_out() -> None:
     problem = Problem.of(Costs.lines([0.1, 0.1], [0.01, 0.02]), 90)
     with pytest.raises(PypsError, match="disagrees"):
-        agreement(problem, [45, 45])
+        agreement(alone(problem), [45, 45])
 
 
 @pytest.mark.parametrize("seed", range(8))

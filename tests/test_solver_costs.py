@@ -65,6 +65,26 @@ def test_the_inverse_is_exact(some: list[Cost], which: int, at: int, t: float) -
         assert found.tolist() == expected
 
 
+def in_parts(cost: Cost, micro: int, batch: int) -> float:
+    """The definition: full micro-batches one after another, then the rest."""
+    full, rest = divmod(batch - 1, micro)
+    return full * cost.seconds(micro) + cost.seconds(rest + 1)
+
+
+@quick
+@given(costs, st.integers(1, CAP), st.integers(1, 2 * CAP), seconds)
+def test_accumulation_is_micro_batches_one_after_another(cost: Cost, micro: int, cap: int, t: float) -> None:
+    whole = Costs.stack([cost]).accumulated(np.array([micro]))
+    micro = int(whole.micro[0]) if whole.micro is not None else 0  # a table may end before
+    times = [float(whole.seconds(np.array([b]))[0]) for b in range(1, cap + 1)]
+    assert times == sorted(times)
+    assert times == pytest.approx([in_parts(cost, micro, b) for b in range(1, cap + 1)], rel=1e-12)
+    assert times[:micro] == [cost.seconds(b) for b in range(1, min(micro, cap) + 1)]
+    for limit in (t, times[-1], times[len(times) // 2], math.nextafter(times[-1], 0)):
+        expected = max([b for b in range(1, cap + 1) if times[b - 1] <= limit], default=0)
+        assert whole.largest_batch(limit, np.array([cap])).tolist() == [expected]
+
+
 def test_a_slope_too_small_to_invert_is_still_exact() -> None:
     flat = Line(1.0, 1e-17)
     cap = np.array([1_000_000])

@@ -9,9 +9,35 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pyps.formats import Cluster, PlanWorker, WorkerGroup
+from pyps.formats import (
+    Cluster,
+    CostEstimate,
+    Forecast,
+    GoodputEstimate,
+    GoodputInfo,
+    HpsEstimate,
+    HpsWorker,
+    Limits,
+    NoiseForecast,
+    Plan,
+    PlanWorker,
+    Quantization,
+    R2spRemedies,
+    R2spSchedule,
+    Shared,
+    SyncCost,
+    SyncEstimate,
+    WorkerGroup,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "planning.md"
+
+
+KINDS = (
+    *(WorkerGroup, SyncCost, Limits, Shared, GoodputInfo, Quantization),
+    *(Plan, PlanWorker, R2spSchedule, R2spRemedies, HpsEstimate, HpsWorker, SyncEstimate, CostEstimate),
+    *(NoiseForecast, Forecast, GoodputEstimate),
+)
 
 
 def blocks(language: str) -> list[str]:
@@ -34,6 +60,6 @@ def test_the_cluster_file_is_one() -> None:
 
 def test_every_field_is_in_the_tables() -> None:
     text = PAGE.read_text()
-    for kind in (WorkerGroup, PlanWorker):
+    for kind in KINDS:
         missing = [field for field in kind.__struct_fields__ if f"`{field}`" not in text]
         assert not missing, kind

@@ -29,23 +29,42 @@ class Worker:
     cap: int = MAX_B
     quantum: int = 1
     required: bool = False
+    micro: int = MAX_B
+
+    def seconds(self, batch: int) -> float:
+        """Full micro-batches one after another, then the rest, rounded as the arrays round."""
+        if self.micro >= MAX_B:
+            return self.cost.seconds(batch)
+        return float(costs_of([self]).seconds(np.array([batch]))[0])
+
+    def most(self) -> int:
+        """Its cap; a table says nothing past its end, and is not accumulated unless it may be."""
+        table = self.cost if self.micro >= MAX_B and isinstance(self.cost, Table) else None
+        return min(self.cap, table.points[-1][0]) if table else self.cap
 
     def batches(self, B: int) -> list[int]:
         """All that it may take of B samples: the definition, not the method."""
         used = [
             b
             for b in range(1, B + 1)
-            if self.low <= b <= self.cap and b % self.quantum == 0 and math.isfinite(self.cost.seconds(b))
+            if self.low <= b <= self.cap and b % self.quantum == 0 and math.isfinite(self.seconds(b))
         ]
         return used if self.required else [0, *used]
 
 
+def costs_of(workers: list[Worker]) -> Costs:
+    costs = Costs.stack([w.cost for w in workers])
+    if all(w.micro >= MAX_B for w in workers):
+        return costs
+    return costs.accumulated(np.array([w.micro for w in workers]))
+
+
 def problem(workers: list[Worker], B: int) -> Problem:
     return Problem.of(
-        Costs.stack([w.cost for w in workers]),
+        costs_of(workers),
         B,
         low=[w.low for w in workers],
-        cap=[w.cap for w in workers],
+        cap=[w.most() for w in workers],
         quantum=[w.quantum for w in workers],
         required=[w.required for w in workers],
     )
@@ -55,7 +74,7 @@ def brute_force(workers: list[Worker], B: int) -> float | None:
     """The least maximum over every split that there is."""
     return min(
         (
-            max(w.cost.seconds(b) if b else 0.0 for w, b in zip(workers, split, strict=True))
+            max(w.seconds(b) if b else 0.0 for w, b in zip(workers, split, strict=True))
             for split in itertools.product(*(w.batches(B) for w in workers))
             if sum(split) == B
         ),
@@ -80,6 +99,7 @@ workers = st.builds(
     cap=st.sampled_from([3, 6, 8, MAX_B]),
     quantum=st.sampled_from([1, 1, 2, 3]),
     required=st.sampled_from([False, False, False, True]),
+    micro=st.sampled_from([MAX_B, MAX_B, 2, 5]),
 )
 plain = st.builds(Worker, cost=st.one_of(lines, knees))
 clusters = st.one_of(
@@ -247,3 +267,18 @@ def test_large_mixed_quanta_and_minima() -> None:
     assert (used >= low[found.batches > 0]).all()
     bound = relaxed_seconds(instance, found.iteration_seconds)
     assert found.iteration_seconds <= bound + 2 * 8 * 1e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_very_many_workers_are_split_exactly_too(seed: int) -> None:
+    luck = np.random.default_rng(seed)
+    n = 20_000
+    costs = Costs.lines(luck.uniform(0.001, 0.05, n), luck.uniform(1e-4, 5e-3, n), luck.choice([0.0, 0.1], n))
+    order = np.argsort(costs.a) if seed else np.arange(n)  # sorted ones, where a sample may mislead
+    cap = luck.integers(96, 513, n)
+    found = solve(Problem.of(costs.take(order), 64 * n, cap=cap))
+    t = found.iteration_seconds
+    assert found.batches.sum() == 64 * n
+    assert found.seconds.max() == t
+    assert costs.take(order).largest_batch(t, cap).sum() >= 64 * n
+    assert costs.take(order).largest_batch(math.nextafter(t, 0), cap).sum() < 64 * n

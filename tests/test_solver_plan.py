@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
 import pytest
 
 from pyps.errors import Infeasible, InputError
-from pyps.formats import Cluster, Device, Fit, Job, Memory, ModelInfo, Plan, Point, Profile, WorkerGroup
-from pyps.solver.plan import cap_of, cost_of, even_batches, make_plan, problem_of
-from pyps.solver.schedule import hps_estimate, r2sp_schedule, transfer_seconds
+from pyps.formats import Cluster, Device, Fit, Job, Link, Memory, ModelInfo, Plan, Point, Profile, WorkerGroup
+from pyps.solver.members import cap_of, cost_of, problem_of
+from pyps.solver.plan import even_batches, make_plan
 
 PARAMETERS = 1_000_000
 
@@ -113,37 +114,12 @@ def test_warnings_say_what_not_to_trust() -> None:
     assert made.r2sp.order == [0, 1]
 
 
-def test_transfers_are_pushed_and_pulled() -> None:
-    assert transfer_seconds(PARAMETERS, 8e6, 0.25) == pytest.approx(2 * (0.25 + 0.5))
-    assert transfer_seconds(PARAMETERS, 8e6, None) == pytest.approx(1.0)
-    assert transfer_seconds(None, 8e6, 0.1) is None
-    assert transfer_seconds(PARAMETERS, None, 0.1) is None
-
-
-def test_turns_are_evenly_spaced_and_feasible_where_they_fit() -> None:
-    ring = r2sp_schedule([0, 2, 3, 5], [1.0, 2.0, 1.5, 1.0], [0.1, 0.5, 0.1, 0.1])
-    assert ring.feasible is True
-    assert (ring.period_seconds, ring.gap_seconds) == (2.5, 0.625)
-    assert ring.order == [0, 2, 3, 5]
-    assert ring.offsets_seconds == [0.0, 0.625, 1.25, 1.875]
-    jammed = r2sp_schedule([0, 1], [1.0, 1.0], [3.0, 3.0])
-    assert jammed.feasible is False
-    assert jammed.period_seconds == 6.0
-    assert r2sp_schedule([0, 1], [1.0, 2.0], [0.5, None]).feasible is None
-
-
 def test_a_link_that_binds_is_said() -> None:
     made = plan(100, ({"count": 2, "bandwidth": 1e6}, profile(0.001)))
     assert made.r2sp.feasible is False
-    assert "the link binds" in made.warnings[-1]
+    assert "the link binds, not the workers; it would fit with" in made.warnings[-1]
     assert made.hps.serial_seconds == pytest.approx(8.06)
     assert made.hps.pipelined_seconds == pytest.approx(8.0)
-
-
-def test_overlap_is_estimated_only_where_transfers_are_known() -> None:
-    assert msgspec.to_builtins(hps_estimate([1.0, 2.0], [0.5, None])) == {}
-    both = hps_estimate([1.0, 2.0], [1.5, 0.25])
-    assert (both.serial_seconds, both.pipelined_seconds) == (2.5, 2.0)
 
 
 def test_the_problem_takes_every_bound_from_the_cluster() -> None:
@@ -152,3 +128,134 @@ def test_the_problem_takes_every_bound_from_the_cluster() -> None:
     assert built.global_batch == 12
     assert [built.low.tolist(), built.cap.tolist(), built.quantum.tolist()] == [[3, 3], [9, 9], [2, 2]]
     assert built.required.tolist() == [True, True]
+
+
+def test_a_cap_that_binds_is_accumulated_where_it_may_be() -> None:
+    made = plan(
+        100, ({"max_batch": 16, "max_accumulation": 8, "required": True}, profile(0.001)), ({}, profile(0.02))
+    )
+    first = made.workers[0]
+    assert first.micro_batch == 16
+    assert first.accumulation == -(-first.batch // 16) > 1
+    full, rest = divmod(first.batch - 1, 16)
+    assert first.predicted_seconds == pytest.approx(full * 0.026 + 0.01 + 0.001 * (rest + 1))
+    alone = plan(100, ({"max_batch": 16}, profile(0.001)), ({}, profile(0.02)))
+    assert alone.workers[0].batch == 16
+    assert made.iteration_seconds < alone.iteration_seconds
+
+
+def test_free_memory_takes_the_place_of_the_budget() -> None:
+    memory = Memory(fixed_bytes=100, bytes_per_sample=3.0, budget_bytes=200)
+    assert cap_of(WorkerGroup(name="a", profile="p", free_bytes=130), profile(1.0, memory=memory)) == 10
+    with pytest.raises(InputError, match="memory model"):
+        cap_of(WorkerGroup(name="a", profile="p", free_bytes=130), profile(1.0))
+
+
+def whole_plan(B: int, groups: list[dict[str, Any]], profiles: list[Profile], **tables: Any) -> Plan:
+    """A plan of a cluster file with other tables."""
+    workers = [{"name": f"w{k}", "profile": "p.json", **group} for k, group in enumerate(groups)]
+    raw = {"job": {"global_batch": B}, "worker": workers, **tables}
+    return make_plan(msgspec.convert(raw, Cluster), profiles)
+
+
+def test_synchronisation_leaves_out_who_is_not_worth_it() -> None:
+    groups = [{"count": 2, "bandwidth": 1e9}, {"bandwidth": 1e6}]
+    profiles = [profile(0.001), profile(0.001)]
+    without = whole_plan(300, groups, profiles)
+    assert [w.batch for w in without.workers] == [100, 100, 100]
+    made = whole_plan(300, groups, profiles, sync={"kind": "ring"})
+    assert [w.batch for w in made.workers] == [150, 150, 0]
+    assert made.sync is not None
+    assert made.sync.seconds == pytest.approx(4 * PARAMETERS / 1e9)
+    assert made.iteration_seconds == pytest.approx(0.16 + 0.004)
+    assert made.lower_bound_seconds <= made.iteration_seconds
+    with pytest.raises(InputError, match="bandwidth"):
+        whole_plan(300, [{}], [profile(0.001)], sync={"kind": "ring"})
+    silent = profile(0.001, model=ModelInfo(name="mlp"))
+    with pytest.raises(InputError, match=r"model\.parameters"):
+        whole_plan(300, [{"bandwidth": 1e9}], [silent], sync={"kind": "ring"})
+
+
+def test_a_budget_is_kept_and_priced() -> None:
+    groups = [{"count": 2, "price_per_hour": 3.0}, {"count": 4, "price_per_hour": 1.0}]
+    profiles = [profile(0.001), profile(0.003)]
+    rich = whole_plan(400, groups, profiles)
+    assert rich.cost is not None
+    assert rich.cost.price_per_hour == 10.0
+    assert rich.cost.price_per_million_samples == pytest.approx(
+        10 / 3600 * rich.iteration_seconds / 400 * 1e6
+    )
+    poor = whole_plan(400, groups, profiles, limits={"price_per_hour": 5.0})
+    assert poor.cost is not None
+    assert poor.cost.price_per_hour is not None
+    assert poor.cost.price_per_hour <= 5
+    assert poor.iteration_seconds > rich.iteration_seconds
+    with pytest.raises(Infeasible, match=r"raise limits.price_per_hour from 0.5 to 1"):
+        whole_plan(400, groups, profiles, limits={"price_per_hour": 0.5})
+
+
+def test_shared_links_and_ties_reach_the_plan() -> None:
+    shared = [{"name": "rack", "bandwidth": 1e8}]
+    groups = [{"count": 2, "shares": ["rack"], "together": "node"}, {"max_batch": 150}]
+    profiles = [profile(0.001), profile(0.001)]
+    made = whole_plan(400, groups, profiles, shared=shared)
+    assert made.workers[0].predicted_seconds == pytest.approx(0.01 + 0.001 * made.workers[0].batch + 4 * 0.04)
+    apart = whole_plan(100, groups, profiles, shared=shared)
+    assert [w.batch for w in apart.workers] == [0, 0, 100]
+
+
+def test_a_quantile_is_planned_for_beside_the_fitted_times() -> None:
+    steady = [Point(batch=b, seconds=[0.01 + 0.001 * b] * 4) for b in (10, 20)]
+    shaky = [Point(batch=b, seconds=[(0.01 + 0.001 * b) * f for f in (0.7, 0.9, 1.1, 1.4)]) for b in (10, 20)]
+    profiles = [profile(0.001, points=steady), profile(0.001, points=shaky)]
+    raw = {"job": {"global_batch": 200, "quantile": 0.95}, "worker": [
+        {"name": "steady", "profile": "p"}, {"name": "shaky", "profile": "p"}]}  # fmt: skip
+    made = make_plan(msgspec.convert(raw, Cluster), profiles)
+    assert made.noise is not None
+    assert made.noise.nominal.batches == [100, 100]
+    assert made.workers[0].batch > 100 > made.workers[1].batch
+    assert made.noise.robust.quantile_seconds == made.iteration_seconds < made.noise.nominal.quantile_seconds
+    assert made.noise.nominal.seconds < made.noise.robust.seconds
+    assert made.noise.robust.chance >= 0.95 - 1e-9
+    single = make_plan(msgspec.convert(raw, Cluster), [profiles[0], profile(0.001)])
+    assert "shaky: too few timings to know its noise" in single.warnings
+
+
+def test_goodput_is_reported_where_the_noise_scale_is_known() -> None:
+    made = whole_plan(
+        300, [{}], [profile(0.001)], goodput={"noise_scale": 300.0, "base_batch": 100, "max_batch": 5000}
+    )
+    assert made.goodput is not None
+    assert made.goodput.efficiency == pytest.approx(400 / 600)
+    assert made.goodput.samples_per_second == pytest.approx(300 / 0.31)
+    assert made.goodput.goodput == pytest.approx(300 / 0.31 * 400 / 600)
+
+
+def test_a_convex_polygon_goes_on_and_a_table_ends() -> None:
+    bounds = {"trusted_min_batch": 1, "trusted_max_batch": 9}
+    convex = Fit(kind="convex", table=[(1, 1.0), (3, 2.0), (5, 4.0)], **bounds)
+    assert cost_of(convex).seconds(2) == 1.5
+    assert cost_of(convex).seconds(7) == pytest.approx(6.0)
+    assert cost_of(convex, 2.0).seconds(7) == pytest.approx(12.0)
+    assert cost_of(msgspec.structs.replace(convex, kind="table")).seconds(7) == float("inf")
+    alone = Fit(kind="convex", table=[(4, 1.0)], **bounds)
+    assert cost_of(alone).seconds(5) == float("inf")
+
+
+def test_a_measured_link_is_used_where_the_cluster_names_none() -> None:
+    link = Link(via="store", latency_seconds=0.0, bytes_per_second=1e8)
+    groups = [{"required": True}, {"bandwidth": 1e9, "required": True}]
+    profiles = [profile(0.001, link=link)] * 2
+    made = whole_plan(300, groups, profiles, sync={"kind": "server", "bandwidth": 1e12})
+    assert made.sync is not None
+    assert made.sync.seconds == pytest.approx(4 * 4 * PARAMETERS / 1e8)
+    assert made.r2sp.turn_seconds == pytest.approx([2 * 4 * PARAMETERS / b for b in (1e8, 1e9)])
+
+
+def test_thousands_of_workers_on_a_narrow_link_are_soon_planned() -> None:
+    start = time.perf_counter()
+    made = plan(2_000_000, *(({"count": 4000, "bandwidth": 1e9}, profile(a)) for a in (0.001, 0.002, 0.005)))
+    seconds = time.perf_counter() - start
+    assert made.r2sp.remedies is not None
+    assert made.r2sp.remedies.links is not None
+    assert seconds < 30  # three where the machine is quiet; anything quadratic takes minutes

@@ -62,6 +62,9 @@ def run_command(
     ranks: Annotated[
         str | None, typer.Option(metavar="R,R...", help="Start only these of the plan's ranks here.")
     ] = None,
+    rebalance: Annotated[
+        bool, typer.Option("--rebalance", help="Move samples between workers that turn slower or faster.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON, alone, on stdout.")
     ] = False,
@@ -89,6 +92,7 @@ def run_command(
             snapshot_every=snapshot_every,
             connect=connect,
             ranks=None if ranks is None else _rank_list(ranks),
+            rebalance=rebalance,
             on_line=screen.line,
             on_tick=screen.tick,
         )
@@ -200,6 +204,7 @@ def summary(report: Report) -> Iterator[str]:
     if report.ratio is not None and report.predicted_iteration_seconds is not None:
         line += f", {report.ratio:.2f} times the predicted {report.predicted_iteration_seconds * 1e3:.1f} ms"
     yield line
+    yield from (f"planned anew: {why}" for why in report.replans)
     s = report.samples
     yield f"{s.trained} samples in {report.versions} versions and {report.wall_seconds:.1f} s"
     if s.skipped or s.returned or s.lost or report.restarts:

@@ -16,10 +16,35 @@ import msgspec
 from msgspec import Struct
 
 from pyps.errors import InputError
-from pyps.formats.cluster import Cluster, Job, WorkerGroup, check_cluster
+from pyps.formats.cluster import (
+    Cluster,
+    GoodputInfo,
+    Job,
+    Limits,
+    Quantization,
+    Shared,
+    SyncCost,
+    WorkerGroup,
+    check_cluster,
+)
 from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_text, typed, write_json
-from pyps.formats.kinds import MAX_BATCH
-from pyps.formats.plan import PLAN_SCHEMA, EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule, check_plan
+from pyps.formats.kinds import MAX_BATCH, Bits
+from pyps.formats.plan import (
+    PLAN_SCHEMA,
+    CostEstimate,
+    EvenSplit,
+    Forecast,
+    GoodputEstimate,
+    HpsEstimate,
+    HpsWorker,
+    NoiseForecast,
+    Plan,
+    PlanWorker,
+    R2spRemedies,
+    R2spSchedule,
+    SyncEstimate,
+    check_plan,
+)
 from pyps.formats.profile import (
     PROFILE_SCHEMA,
     Device,
@@ -39,22 +64,36 @@ __all__ = [
     "MAX_FILE_BYTES",
     "PLAN_SCHEMA",
     "PROFILE_SCHEMA",
+    "Bits",
     "Cluster",
+    "CostEstimate",
     "Device",
     "EvenSplit",
     "Fit",
+    "Forecast",
+    "GoodputEstimate",
+    "GoodputInfo",
     "HpsEstimate",
+    "HpsWorker",
     "Job",
+    "Limits",
     "Link",
     "Memory",
     "ModelInfo",
+    "NoiseForecast",
     "Parts",
     "Plan",
     "PlanWorker",
     "Point",
     "Profile",
+    "Quantization",
+    "R2spRemedies",
     "R2spSchedule",
+    "Shared",
+    "SyncCost",
+    "SyncEstimate",
     "WorkerGroup",
+    "check_cluster",
     "encode",
     "read_cluster",
     "read_plan",
@@ -99,7 +138,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of "profile", "cluster" or "plan"."""
+    """The JSON schema of "profile", "cluster" or "plan"; the latter two lie in schemas/ as files, too."""
     if name not in FORMATS:
         raise InputError("schema", "name", repr(name), f"one of {', '.join(FORMATS)}")
     return msgspec.json.schema(FORMATS[name])

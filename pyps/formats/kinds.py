@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -15,3 +15,4 @@ Elapsed = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Factor = Annotated[float, Meta(ge=1)]
+Bits = Literal[4, 8, 16, 32]  # of one number on the wire

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from pyps.errors import InputError
-from pyps.formats.kinds import Batch, Elapsed, Factor, Name, Seconds, Share
+from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Name, Seconds, Share
+from pyps.formats.profile import Fit
 
 PLAN_SCHEMA = "pyps.plan/1"
 
@@ -23,7 +24,10 @@ class EvenSplit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's share: batch 0 means left out; weight = batch / global batch.
 
-    throttle repeats the profile's, so that a run can emulate the devices that the plan was made for.
+    The batch is computed as `accumulation` micro-batches: all of micro_batch samples, the last of the rest.
+    max_batch is the most that it may compute at once, in at most max_accumulation micro-batches; fit is the
+    cost model it was planned with. With these a run can plan anew while it trains. throttle repeats the
+    profile's, so that a run can emulate the devices that the plan was made for.
     """
 
     rank: Share
@@ -35,29 +39,113 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     predicted_seconds: Elapsed
     fit_error: Elapsed | None = None
     throttle: Factor = 1.0
+    max_batch: Batch | None = None
+    max_accumulation: Batch = 1
+    fit: Fit | None = None
+
+
+class R2spRemedies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What alone would make the turns fit; each is checked, null where it cannot help.
+
+    global_batch: the smallest larger one found; bits: the most a number may have on the wire; links: how
+    many like the present one would do.
+    """
+
+    global_batch: Batch | None = None
+    bits: Bits | None = None
+    links: Batch | None = None
 
 
 class R2spSchedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Evenly gapped turns in the ring `order` (ranks); feasible is null where no bandwidth is known."""
+    """Turns in the ring `order` (ranks); feasible is null where no bandwidth is known.
+
+    gap_seconds is period / N. The offsets are that far apart where every transfer fits into its gap, else
+    each turn is as long as its transfer and an equal share of what is left of the period. turn_seconds: the
+    transfers, in the same order; empty where feasible is null.
+    """
 
     feasible: bool | None
     period_seconds: Seconds
     gap_seconds: Seconds
     order: list[Share]
     offsets_seconds: list[Elapsed]
+    turn_seconds: list[Elapsed] = []
+    remedies: R2spRemedies | None = None
+
+
+class HpsWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's pipeline: iterations in flight, bits each way, and its period, once it is full."""
+
+    rank: Share
+    depth: Batch
+    push_bits: Bits
+    pull_bits: Bits
+    period_seconds: Seconds
 
 
 class HpsEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Period with and without overlapping transfer and compute; empty where no bandwidth is known."""
+    """Period with and without overlapping transfer and compute; empty where no bandwidth is known.
+
+    serial_seconds and pipelined_seconds are of the slowest worker, at 32 bits; quantized_seconds is its
+    period with the bits that the error budget allows.
+    """
 
     compute_seconds: Seconds | None = None
     transfer_seconds: Elapsed | None = None
     serial_seconds: Seconds | None = None
     pipelined_seconds: Seconds | None = None
+    quantized_seconds: Seconds | None = None
+    workers: list[HpsWorker] = []
+
+
+class SyncEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds in which the workers in use bring their gradients together, part of iteration_seconds."""
+
+    kind: str
+    seconds: Elapsed
+
+
+class CostEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the workers in use cost together; null where one of them states no figure."""
+
+    price_per_hour: Elapsed | None = None
+    price_per_million_samples: Elapsed | None = None
+    watts: Elapsed | None = None
+
+
+class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One split: its time without noise, at the quantile, and how likely every worker is done by then."""
+
+    batches: list[Share]
+    seconds: Seconds
+    quantile_seconds: Seconds
+    chance: Annotated[float, Meta(ge=0, le=1)]
+
+
+class NoiseForecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The split made for the fitted times and the one made for this quantile of their noise."""
+
+    quantile: Annotated[float, Meta(gt=0, lt=1)]
+    nominal: Forecast
+    robust: Forecast
+
+
+class GoodputEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What this global batch is worth: samples a second, times their worth against those of base_batch."""
+
+    noise_scale: Seconds
+    base_batch: Batch
+    samples_per_second: Seconds
+    efficiency: Seconds
+    goodput: Seconds
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The answer of the planner; `lower_bound_seconds` is the optimum with fractional batches."""
+    """The answer of the planner.
+
+    iteration_seconds: the slowest worker in use, and the synchronisation. lower_bound_seconds: the optimum
+    with fractional batches and no minima. cost, sync, noise and goodput are null where nothing was asked.
+    """
 
     schema: Literal["pyps.plan/1"] = "pyps.plan/1"
     global_batch: Batch
@@ -69,6 +157,10 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     r2sp: R2spSchedule
     hps: HpsEstimate
     warnings: list[str]
+    sync: SyncEstimate | None = None
+    cost: CostEstimate | None = None
+    noise: NoiseForecast | None = None
+    goodput: GoodputEstimate | None = None
 
 
 def check_plan(where: str, plan: Plan) -> None:
@@ -82,11 +174,10 @@ def check_plan(where: str, plan: Plan) -> None:
                 where, f"workers[{k}].name", f"{worker.name!r} a second time", "a name of its own"
             )
         names.add(worker.name)
-        if worker.micro_batch * worker.accumulation != worker.batch:
+        if not _adds_up(worker):
             found = f"{worker.micro_batch} x {worker.accumulation}"
-            raise InputError(
-                where, f"workers[{k}].micro_batch", found, f"micro_batch x accumulation = {worker.batch}"
-            )
+            expected = f"{worker.batch} samples in full micro-batches, and the rest in the last one"
+            raise InputError(where, f"workers[{k}].micro_batch", found, expected)
         if not math.isclose(worker.weight, worker.batch / plan.global_batch, rel_tol=1e-9, abs_tol=1e-12):
             expected = f"batch / global_batch = {worker.batch / plan.global_batch}"
             raise InputError(where, f"workers[{k}].weight", str(worker.weight), expected)
@@ -95,3 +186,10 @@ def check_plan(where: str, plan: Plan) -> None:
         raise InputError(
             where, "global_batch", str(plan.global_batch), f"the sum of the workers' batches, {total}"
         )
+
+
+def _adds_up(worker: PlanWorker) -> bool:
+    """Whether the batch takes exactly `accumulation` micro-batches."""
+    most = worker.micro_batch * worker.accumulation
+    least = worker.micro_batch * (worker.accumulation - 1)
+    return least < worker.batch <= most if worker.accumulation > 1 else worker.batch == most

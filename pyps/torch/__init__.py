@@ -1,6 +1,34 @@
-"""Uneven data parallelism on torch's own DistributedDataParallel: each rank its batch, the gradient exact."""
+"""Uneven data parallelism on torch's own DistributedDataParallel: each rank its batch, the gradient exact.
 
+loader = DataLoader(dataset, batch_sampler=UnevenBatchSampler(dataset, "plan.json"))
+model = DistributedDataParallel(model)
+weighted_hook(model)
+"""
+
+from pyps.torch.check import Cause, GradientCheck, check_gradient
+from pyps.torch.hook import WeightedHook, weighted_hook
+from pyps.torch.members import agreed_split
+from pyps.torch.metrics import to_prometheus, to_tensorboard
+from pyps.torch.norm import UnevenSyncBatchNorm
+from pyps.torch.rebalance import RankState, Rebalancer, Replan
 from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.scale import loss_scale
 from pyps.torch.stream import UnevenIterableDataset
 
-__all__ = ["UnevenBatchSampler", "UnevenIterableDataset"]
+__all__ = [
+    "Cause",
+    "GradientCheck",
+    "RankState",
+    "Rebalancer",
+    "Replan",
+    "UnevenBatchSampler",
+    "UnevenIterableDataset",
+    "UnevenSyncBatchNorm",
+    "WeightedHook",
+    "agreed_split",
+    "check_gradient",
+    "loss_scale",
+    "to_prometheus",
+    "to_tensorboard",
+    "weighted_hook",
+]

@@ -71,6 +71,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self.position = 0  # samples of this epoch that were consumed before its first round here
         self.drawn = 0  # rounds of this epoch that were handed out, counted from `position`
+        self.handed: list[tuple[int, int]] = []  # of each of these: its samples, and this rank's among them
         self._coming: list[tuple[Edge, Split]] = []
         self.sizes()
 
@@ -90,6 +91,11 @@ class UnevenBatchSampler(Sampler[list[int]]):
         return self._least[self.rank]
 
     @property
+    def changing(self) -> bool:
+        """Whether a round ahead has another split."""
+        return bool(self._coming)
+
+    @property
     def rounds(self) -> int:
         """Rounds from `position` to the epoch's end; the same on all ranks."""
         return len(self.sizes())
@@ -102,11 +108,12 @@ class UnevenBatchSampler(Sampler[list[int]]):
             self.position = 0  # the same epoch again, from its first sample, also where a state began it late
         order = self._order()
         first = self.position
-        self.drawn = 0
+        self.drawn, self.handed = 0, []
         for number, size in enumerate(self.sizes()):
             self._adopt((self.epoch, number))
             self.drawn = number + 1
             begin, end = bounds(size, self.split, self.rank, self._least)
+            self.handed.append((size, end - begin))
             for low, high in pieces(first + begin, first + end, self.accumulation):
                 yield [int(k) for k in order[low:high]]
             first += size

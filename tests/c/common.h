@@ -39,23 +39,28 @@ static inline pyps_config small_config(const pyps_tensor *tensor, const uint32_t
 }
 
 /* One push of a gradient that is `value` everywhere, with SGD's lr 1; start's claim in full. */
-static inline int push_value(pyps_store *s, float value, uint32_t codec, pyps_push_result *out) {
+static inline int push_value_by(pyps_store *s, float value, uint32_t codec, double seconds,
+                                pyps_push_result *out) {
     static const pyps_hyper hyper = {.lr = 1};
     pyps_claim claim;
     uint32_t area;
-    int rc = pyps_start(s, 10, &claim);
-    if (rc || (rc = pyps_stage(s, 10, &area))) return rc;
+    int rc = pyps_start(s, seconds, &claim);
+    if (rc || (rc = pyps_stage(s, seconds, &area))) return rc;
     float *gradient = pyps_staging(s, area);
     for (uint64_t i = 0; i < store_elements(s); i++) gradient[i] = value;
     pyps_push_args args = {.size = sizeof args,
                            .area = area,
                            .samples = claim.count,
                            .scale = 1,
-                           .timeout_seconds = 10,
+                           .timeout_seconds = seconds,
                            .codec = codec,
                            .feedback = codec != PYPS_F32,
                            .hyper = &hyper};
     return pyps_push(s, &args, out);
+}
+
+static inline int push_value(pyps_store *s, float value, uint32_t codec, pyps_push_result *out) {
+    return push_value_by(s, value, codec, 10, out);
 }
 
 #endif

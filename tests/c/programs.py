@@ -3,7 +3,8 @@
     python tests/c/programs.py address|thread [--faults 300]
 
 builds every program under that sanitizer and runs it: AddressSanitizer with UndefinedBehaviorSanitizer, or
-ThreadSanitizer. Any report ends the program that caused it.
+ThreadSanitizer. Any report ends the program that caused it. What reads bytes that nobody vouches for, a
+segment or encoded data, is also run on mutations of a corpus; tests/c/libfuzzer.py looks for new ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 C = Path(__file__).resolve().parent
 CSRC = C.parents[1] / "csrc"
@@ -33,18 +35,38 @@ ENVIRONMENT = {
     "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1",
 }
+FUZZED = ("attach", "decode")
 PROTOCOL = ("late-reader", "late-reader-meets-saver", "observer-steps")
 
 
-def compile_core(
-    folder: Path, flags: Iterable[str], compiler: Iterable[str] = ("cc",), csrc: Path = CSRC
-) -> list[Path]:
+class Change(NamedTuple):
+    """One text in one file of the core that a mutant has otherwise."""
+
+    file: str
+    old: str
+    new: str
+
+
+def compile_core(folder: Path, flags: Iterable[str], compiler: Iterable[str]) -> list[Path]:
     """The core's objects, compiled with these flags into `folder` unless they are there."""
     if not folder.exists():
         folder.mkdir(parents=True)
-        sources = [str(path) for path in sorted(csrc.glob("*.c"))]
+        sources = [str(path) for path in sorted(CSRC.glob("*.c"))]
         subprocess.run([*compiler, *flags, "-c", *sources], check=True, cwd=folder)
     return sorted(folder.glob("*.o"))
+
+
+def compile_changed(folder: Path, flags: Iterable[str], compiler: Iterable[str], change: Change) -> Path:
+    """The object of one changed file. Raises ValueError unless the text is there exactly once."""
+    text = (CSRC / change.file).read_text(encoding="utf-8")
+    if text.count(change.old) != 1:
+        raise ValueError(
+            f"{change.file}: found {text.count(change.old)} times; expected once: {change.old!r}"
+        )
+    source = folder / change.file
+    source.write_text(text.replace(change.old, change.new), encoding="utf-8")
+    subprocess.run([*compiler, *flags, f"-I{CSRC}", "-c", str(source)], check=True, cwd=folder)
+    return source.with_suffix(".o")
 
 
 def build(
@@ -53,28 +75,27 @@ def build(
     sanitizer: str = "none",
     *,
     compiler: Iterable[str] = ("cc",),
-    csrc: Path = CSRC,
+    change: Change | None = None,
 ) -> Path:
-    """Compile tests/c/NAME.c with the core, or another copy of it, into `folder`; the program's path."""
-    program = folder / f"{name}-{sanitizer}"
+    """Compile tests/c/NAME.c with the core, or a mutant of it, into `folder`; the program's path."""
     flags = [*FLAGS, *SANITIZERS[sanitizer], "-DPYPS_FAILPOINTS"]
-    inputs = compile_core(folder / f"core-{sanitizer}", flags, compiler, csrc)
+    inputs = compile_core(folder / f"core-{sanitizer}", flags, compiler)
     if name == "kernels":  # the arithmetic alone: its test defines no failpoint
         inputs = [o for o in inputs if o.stem.startswith("kernels") or o.stem in ("codec", "error")]
-    command = [*compiler, *flags, str(C / f"{name}.c"), *map(str, inputs), "-o", str(program)]
+    if change:
+        folder = Path(tempfile.mkdtemp(dir=folder))
+        changed = compile_changed(folder, flags, compiler, change)
+        inputs = [changed if path.name == changed.name else path for path in inputs]
+    own = [C / f"{name}.c", *([C / "fuzz_main.c"] if name.startswith("fuzz_") else [])]
+    program = folder / f"{name}-{sanitizer}"
+    command = [*compiler, *flags, *map(str, [*own, *inputs]), "-o", str(program)]
     subprocess.run([*command, "-lm", "-lpthread"], check=True)
     return program
 
 
-def mutated(folder: Path, file: str, old: str, new: str) -> Path:
-    """A copy of the core in `folder` with one text in one file replaced."""
-    copy = folder / "csrc"
-    shutil.copytree(CSRC, copy)
-    text = (copy / file).read_text(encoding="utf-8")
-    if text.count(old) != 1:
-        raise ValueError(f"{file}: found {text.count(old)} times; expected once: {old!r}")
-    (copy / file).write_text(text.replace(old, new), encoding="utf-8")
-    return copy
+def corpus(of: str) -> Path:
+    """Inputs that reach as much of the code as any that were found: hexadecimal, one a line."""
+    return C / "corpus" / f"{of}.hex"
 
 
 def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -93,6 +114,15 @@ def run(program: Path, *arguments: str, **environment: str) -> subprocess.Comple
     return done
 
 
+def usable(sanitizer: str, folder: Path) -> bool:
+    """Whether the compiler has this sanitizer's library, and the machine lets it run."""
+    source, program = folder / "empty.c", folder / f"empty-{sanitizer}"
+    source.write_text("int main(void) { return 0; }\n", encoding="utf-8")
+    command = ["cc", *SANITIZERS[sanitizer], str(source), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return built and run(program).returncode == 0
+
+
 def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
     """Each program with its arguments. ThreadSanitizer sees threads alone, so no torture of processes."""
     commands = [("protocol", name) for name in PROTOCOL]
@@ -103,7 +133,8 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
         ("torture", policy, optimizer, str(faults), "1")
         for policy, optimizer in (("asp", "adamw"), ("bsp", "momentum"))
     ]
-    return [("kernels",), *commands, *torture]
+    fuzz = [(f"fuzz_{of}", str(corpus(of)), "1", str(100 * faults)) for of in FUZZED]
+    return [("kernels",), *commands, *fuzz, *torture]
 
 
 def main() -> int:

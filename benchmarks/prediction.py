@@ -1,0 +1,167 @@
+"""Whether profiles tell the truth: python benchmarks/prediction.py [--models mlp,cnn,transformer] [--docs].
+
+For each model, on one CPU thread:
+
+1. A profile of sizes over a factor of 16: its median error at a size that was left out of the fit.
+2. Every other size alone is fitted, and the sizes between are predicted: the held-out half.
+3. Two devices, one emulated by doubling the step's own CPU time, profiled and planned. The plan is run by
+   two processes through the store, and the median of its iterations compared with the prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from record import machine, table, write_section
+
+from pyps.formats import Point, read_plan
+from pyps.profiler import point_seconds, predict_seconds, profile_model, select_fit
+from pyps.report import read_report
+
+HERE = Path(__file__).resolve().parent
+MODELS = ("mlp", "cnn", "transformer")
+LARGEST = {"mlp": 2048, "cnn": 64, "transformer": 64}  # in the part where time grows with the batch
+SLOWDOWN = 2.0
+ITERATIONS = 60
+
+
+@dataclass(frozen=True)
+class Client:
+    """One device of a run: the options that its profile is made with, and its processes' environment."""
+
+    name: str
+    options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+CPU_PAIR = (Client("one"), Client("two", ("--throttle", str(SLOWDOWN))))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A planned run: its batches, what the plan promised, and the median of its iterations."""
+
+    batches: tuple[int, ...]
+    predicted_seconds: float
+    measured_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_seconds / self.predicted_seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Relative errors, the median at sizes left out one by one and those at the held-out half; the run."""
+
+    model: str
+    kind: str
+    left_out: float
+    held_out: list[float]
+    run: Run
+
+
+def sizes(largest: int) -> list[int]:
+    """Nine sizes over a factor of 16, evenly spaced on a log scale."""
+    return sorted({round(b) for b in np.geomspace(largest / 16, largest, 9)})
+
+
+def held_out(points: list[Point]) -> list[float]:
+    """Errors at every second size, predicted by a fit of the others."""
+    fit = select_fit(points[::2])
+    return [predict_seconds(fit, p.batch) / statistics.median(point_seconds(p)) - 1 for p in points[1::2]]
+
+
+def pyps(name: str, *arguments: object) -> None:
+    command = [str(Path(sys.executable).parent / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+
+
+def profile_together(model: str, batches: list[int], clients: Sequence[Client], folder: Path) -> None:
+    """Every client's profile, measured at the same time, as they will run, with its link to the store."""
+    ladder = ",".join(map(str, batches))
+    measuring = []
+    for client in clients:
+        command = [str(Path(sys.executable).parent / "pyps-profile"), model, "--batches", ladder]
+        command += ["--threads", "1", "--no-plot", "-o", str(folder / f"{client.name}.json"), *client.options]
+        environment = {**os.environ, **client.environment}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        measuring.append(subprocess.Popen(command, env=environment, **pipes))
+    for process in measuring:
+        said, _ = process.communicate()
+        if process.returncode:
+            sys.exit(said)
+    for client in clients:
+        pyps("pyps-profile", "link", folder / f"{client.name}.json")
+
+
+def run_plan(model: str, both: int, clients: Sequence[Client], folder: Path, device: str = "cpu") -> Run:
+    """Plan a global batch for the clients, train by the plan, and compare."""
+    text = f"[job]\nglobal_batch = {both}\n"
+    for client in clients:
+        text += f'[[worker]]\nname = "{client.name}"\nprofile = "{client.name}.json"\n'
+    (folder / "cluster.toml").write_text(text)
+    pyps("pyps-plan", folder / "cluster.toml", "-o", folder / "plan.json")
+    parts = [c.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for c in clients]
+    shares = [",".join(part for part in parts if part)] if all(parts) else []
+    emulated = ["--throttle-from", "plan"] if any("--throttle" in c.options for c in clients) else []
+    pyps(
+        "pyps", "run", "--plan", folder / "plan.json", *emulated, "--samples", ITERATIONS * both,
+        "--run-dir", folder / "run", HERE / "builtin_worker.py", model, device, *shares,
+    )  # fmt: skip
+    plan = read_plan(folder / "plan.json")
+    measured = read_report(folder / "run" / "report.json").iteration_seconds.median
+    return Run(tuple(w.batch for w in plan.workers), plan.iteration_seconds, measured)
+
+
+def measure(model: str) -> Outcome:
+    largest = LARGEST[model]
+    alone = profile_model(model, batches=sizes(largest), threads=1, notify=print)
+    fit = alone.fit
+    assert fit is not None
+    with tempfile.TemporaryDirectory() as name:
+        profile_together(model, sizes(largest), CPU_PAIR, Path(name))
+        run = run_plan(model, largest + largest // 4, CPU_PAIR, Path(name))
+    return Outcome(model, fit.kind, fit.leave_one_out_error or 0.0, held_out(alone.points), run)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    found = [measure(model) for model in options.models.split(",")]
+    rows = [["model", "fit", "left out", "held-out half: median, worst", "plan ms", "run ms", "run / plan"]]
+    for one in found:
+        errors = np.abs(one.held_out)
+        rows.append(
+            [
+                one.model,
+                one.kind,
+                f"{one.left_out:.1%}",
+                f"{np.median(errors):.1%}, {errors.max():.1%}",
+                f"{1e3 * one.run.predicted_seconds:.1f}",
+                f"{1e3 * one.run.measured_seconds:.1f}",
+                f"{one.run.ratio:.3f}",
+            ]
+        )
+    middle = statistics.median(one.left_out for one in found)
+    text = f"{machine()}. Median left-out error over the models: {middle:.1%}.\n\n{table(rows)}"
+    print(text)
+    if options.docs:
+        write_section("prediction", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""How plans, explanations, changes and fronts look on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pyps.formats import Plan
+from pyps.solver.explain import Explanation
+from pyps.solver.front import FrontPoint
+from pyps.solver.plan import even_batches
+from pyps.solver.whatif import Outcome
+
+ROWS_AT_MOST = 64  # of a terminal's patience; the plan file has them all
+
+
+def show_plan(plan: Plan, even_seconds: Sequence[float]) -> None:
+    """The table of workers, then one line for each thing that was asked for."""
+    console = Console()
+    console.print(_workers(plan, even_seconds))
+    if len(plan.workers) > ROWS_AT_MOST:
+        console.print(f"(and {len(plan.workers) - ROWS_AT_MOST} more; --json prints them all)")
+    for line in _summary(plan):
+        console.print(line, soft_wrap=True)
+    for warning in plan.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+
+
+def _summary(plan: Plan) -> list[str]:
+    bound = plan.lower_bound_seconds
+    lines = [f"iteration  {ms(plan.iteration_seconds)} (no split can be below {ms(bound)})"]
+    if plan.sync:
+        lines.append(f"of it      {ms(plan.sync.seconds)} to synchronise ({plan.sync.kind})")
+    even = plan.even_split
+    if even.seconds and plan.speedup_over_even:
+        lines.append(f"even split {ms(even.seconds)}: the plan is {plan.speedup_over_even:.2f}x faster")
+    else:
+        lines.append("even split not feasible: it breaks a minimum, a maximum, a quantum or a limit")
+    if cost := plan.cost:
+        if cost.price_per_hour is not None:
+            million = f", {cost.price_per_million_samples:.4g} a million samples"
+            lines.append(f"price      {cost.price_per_hour:g} an hour{million}")
+        if cost.watts is not None:
+            lines.append(f"power      {cost.watts:g} W")
+    if noise := plan.noise:
+        for name, made in (("nominal", noise.nominal), ("robust", noise.robust)):
+            lines.append(
+                f"{name:<10} {ms(made.seconds)} as fitted, {ms(made.quantile_seconds)} at the "
+                f"{noise.quantile:g} quantile; all are done by then with probability {made.chance:.3f}"
+            )
+    if good := plan.goodput:
+        lines.append(
+            f"goodput    {good.goodput:.4g}: {good.samples_per_second:.4g} samples a second, each worth "
+            f"{good.efficiency:.3f} of one in a batch of {good.base_batch}"
+        )
+    return lines
+
+
+def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:
+    table = Table(box=None, header_style="bold")
+    table.add_column("rank", justify="right")
+    table.add_column("worker")
+    for title in ("even", "time", "planned", "time", "weight"):
+        table.add_column(title, justify="right")
+    even = even_batches(plan.global_batch, len(plan.workers))
+    for worker in plan.workers[:ROWS_AT_MOST]:
+        parts = f" ({worker.accumulation} x {worker.micro_batch})" if worker.accumulation > 1 else ""
+        table.add_row(
+            str(worker.rank),
+            Text(worker.name),
+            str(even[worker.rank]),
+            ms(even_seconds[worker.rank]),
+            f"{worker.batch}{parts}" if worker.batch else "out",
+            ms(worker.predicted_seconds) if worker.batch else "-",
+            f"{worker.weight:.4f}",
+        )
+    return table
+
+
+def show_explanation(found: Explanation, err: bool = False) -> None:
+    """A row a group, then the verdict."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("group")
+    for title in ("workers", "batch", "waits", "share", "worth of room"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for role in found.roles[:ROWS_AT_MOST]:
+        worth = f"{1e3 * role.bound_worth:.3g} ms/sample" if role.bound_worth > 1e-9 else "-"
+        table.add_row(
+            Text(role.name), str(role.workers), str(role.batch), ms(role.waits_seconds),
+            f"{role.share:.2f}", worth, role.binds,
+        )  # fmt: skip
+    console = Console(stderr=err)
+    console.print(table)
+    console.print(Text(found.verdict))
+
+
+def show_change(before: Outcome, after: Outcome, sentence: str) -> None:
+    """Two columns and a sentence."""
+    table = Table(box=None, header_style="bold")
+    for title in ("", "now", "then"):
+        table.add_column(title, justify="right" if title else "left")
+    table.add_row("iteration", ms(before.iteration_seconds), ms(after.iteration_seconds))
+    table.add_row("samples/s", f"{before.samples_per_second:.4g}", f"{after.samples_per_second:.4g}")
+    table.add_row("utilisation", f"{before.utilisation:.1%}", f"{after.utilisation:.1%}")
+    table.add_row("price/hour", _or_dash(before.price_per_hour), _or_dash(after.price_per_hour))
+    million = before.price_per_million_samples, after.price_per_million_samples
+    table.add_row("price/million samples", _or_dash(million[0]), _or_dash(million[1]))
+    console = Console()
+    console.print(table)
+    console.print(Text(sentence))
+
+
+def show_front(points: Sequence[FrontPoint], names: Sequence[str]) -> None:
+    """A row a point, the fastest first, with the workers in use counted by group."""
+    table = Table(box=None, header_style="bold")
+    for title in ("iteration", "price/hour", "price/million samples"):
+        table.add_column(title, justify="right")
+    table.add_column("workers")
+    for point in points:
+        counts: dict[str, int] = {}
+        for name, batch in zip(names, point.split.batches.tolist(), strict=True):
+            if batch:
+                counts[name] = counts.get(name, 0) + 1
+        used = ", ".join(f"{name} x {count}" for name, count in counts.items())
+        table.add_row(
+            ms(point.split.iteration_seconds), f"{point.price_per_hour:.4g}",
+            f"{point.price_per_million_samples:.4g}", Text(used),
+        )  # fmt: skip
+    Console().print(table)
+
+
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with a text on stderr if that is a terminal; what it gives changes the text."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(text) as status:
+        yield lambda text: status.update(text)
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, a dash where there are none."""
+    return "-" if seconds in (0.0, float("inf")) else f"{1000 * seconds:.2f} ms"

@@ -1,0 +1,170 @@
+"""UnevenSyncBatchNorm: BatchNorm over all samples of a round, whoever has them, exactly.
+
+The statistics are those of the whole round: every rank's count, mean and sum of squared deviations, merged in
+rank order (Chan, Golub, LeVeque 1979). running_var takes the unbiased variance, n / (n - 1) with the whole
+round's n.
+
+Its backward pass adds up, over the ranks, how each rank's loss depends on the statistics. These losses are
+means over unequal batches, so they count by their weights: sum_j w_j s_j / w_i for a gradient that the
+reduction multiplies by w_i / W afterwards. weighted_hook tells its model's layers the weights. Without it all
+are 1: right for a loss that carries its weight itself (loss_scale), and for plain DDP with equal batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pyps.errors import InputError
+
+
+class UnevenSyncBatchNorm(_BatchNorm):
+    """In place of BatchNorm1d, 2d, 3d and SyncBatchNorm: the same parameters, buffers and state_dict.
+
+    All ranks of `group` have to run it the same number of times, each with at least one sample. In eval mode,
+    and without a process group, it is BatchNorm.
+    """
+
+    group: dist.ProcessGroup | None = None
+    loss_weight: Callable[[], Any] | None = None  # w_i of the loss whose backward() follows; None: all are 1
+
+    @classmethod
+    def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+        """The module, in which each BatchNorm is replaced by one of these with its parameters and buffers."""
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            return cls._like(module, group)
+        for name, child in module.named_children():
+            if (new := cls.convert(child, group)) is not child:
+                setattr(module, name, new)
+        return module
+
+    @classmethod
+    def _like(cls, old: _BatchNorm, group: dist.ProcessGroup | None) -> UnevenSyncBatchNorm:
+        new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+        new.weight, new.bias = old.weight, old.bias
+        new.running_mean, new.running_var = old.running_mean, old.running_var
+        new.num_batches_tracked = old.num_batches_tracked
+        new.group = group
+        return new.train(old.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[n, channels, ...] -> the same shape, normalised by channel over all ranks."""
+        self._check_input_dim(input)
+        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) == 1
+        if not self.training or alone:
+            return super().forward(input)
+        normed, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, self.group, self.loss_weight
+        )
+        self._track(mean, variance, count)
+        return normed  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1).clamp_min(1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
+        if input.dim() < 2 or input.shape[0] < 1:
+            raise InputError(
+                "UnevenSyncBatchNorm", "input", f"shape {list(input.shape)}", "[n >= 1, channels, ...]"
+            )
+
+
+@contextmanager
+def equally_weighted(module: nn.Module) -> Iterator[None]:
+    """Losses count the same meanwhile, whatever a hook says."""
+    layers = [layer for layer in module.modules() if isinstance(layer, UnevenSyncBatchNorm)]
+    weights = [layer.loss_weight for layer in layers]
+    for layer in layers:
+        layer.loss_weight = None
+    try:
+        yield
+    finally:
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.loss_weight = weight
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over all ranks, and its statistics, fp32 or wider."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup | None,
+        loss_weight: Callable[[], Any] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        mean, squares, count = _merged(*_own_statistics(wide), group)
+        variance = squares / count
+        spread = torch.rsqrt(variance + eps)
+        shape = _across(values)
+        normed = (wide - mean.view(shape)) * spread.view(shape)
+        ctx.save_for_backward(normed, spread, weight, count)
+        ctx.group, ctx.loss_weight, ctx.dtype = group, loss_weight, values.dtype
+        ctx.mark_non_differentiable(mean, variance, count)
+        result = normed if weight is None else normed * weight.view(shape)
+        return (result if bias is None else result + bias.view(shape)).to(values.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        normed, spread, weight, count = ctx.saved_tensors
+        shape, others = _across(normed), _not_channels(normed)
+        above = above.to(normed.dtype)
+        sums = torch.stack([above.sum(others), (above * normed).sum(others)])  # what bias and weight get
+        own = torch.as_tensor(1.0 if ctx.loss_weight is None else ctx.loss_weight()).to(sums)
+        everyones = sums * own
+        dist.all_reduce(everyones, group=ctx.group)
+        # A loss of weight 0 is left out of the reduction, and this rank's gradient with it.
+        everyones = torch.where(own > 0, everyones / (own * count), 0.0)
+        below = above - everyones[0].view(shape) - normed * everyones[1].view(shape)
+        below = below * spread.view(shape) if weight is None else below * (spread * weight).view(shape)
+        own_weight, own_bias = (None, None) if weight is None else (sums[1].to(weight), sums[0].to(weight))
+        return below.to(ctx.dtype), own_weight, own_bias, None, None, None
+
+
+def _own_statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """By channel: mean and sum of squared deviations of this rank's values, and how many there are."""
+    variance, mean = torch.var_mean(values, _not_channels(values), correction=0)
+    count = values.numel() // values.shape[1]
+    return mean, variance * count, count
+
+
+def _merged(
+    mean: torch.Tensor, squares: torch.Tensor, count: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same over all ranks, in rank order; count becomes a tensor []."""
+    mine = torch.cat([mean, squares, mean.new_tensor([count])])
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_of_them, mine, group=group)
+    table = torch.stack(all_of_them)
+    means, spreads, counts = table[:, : len(mean)], table[:, len(mean) : -1], table[:, -1:]
+    total = counts.sum()
+    merged = (means * (counts / total)).sum(0)
+    return merged, (spreads + counts * (means - merged) ** 2).sum(0), total
+
+
+def _across(values: torch.Tensor) -> list[int]:
+    """The shape that lays a vector of channels along the second dimension."""
+    return [1, -1] + [1] * (values.dim() - 2)
+
+
+def _not_channels(values: torch.Tensor) -> list[int]:
+    return [0, *range(2, values.dim())]

@@ -1,0 +1,58 @@
+"""What rounding has kept back of each parameter's gradient: flat vectors a bucket at a time, found by name.
+
+DDP cuts parameters into buckets, and cuts them anew after the first step. A residual belongs to the
+parameter: when a bucket turns up with other parameters than before, its vector is put together from theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from pyps.errors import InputError
+
+
+class Residuals:
+    """fp32 residuals of a model's parameters, zero at first."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        parameters = dict(named)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._flat: dict[tuple[str, ...], torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+
+    def of(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+        """The residual of a bucket, float32 [its elements], on its device; written to in place."""
+        names = tuple(self._names[id(parameter)] for parameter in parameters)
+        flat = self._flat.get(names)
+        if flat is not None and flat.device == buffer.device:
+            return flat
+        flat = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
+        offset = 0
+        for name in names:
+            view = flat[offset : offset + self._sizes[name]]
+            if (old := self._views.get(name)) is not None:
+                view.copy_(old)
+            self._views[name] = view
+            offset += self._sizes[name]
+        self._flat = {key: kept for key, kept in self._flat.items() if not set(key) & set(names)}
+        self._flat[names] = flat
+        return flat
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy by parameter name, float32 [numel]; only of those that were reduced once."""
+        return {name: view.clone() for name, view in self._views.items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take a copy of a state; what it does not name becomes zero."""
+        for name, values in state.items():
+            if self._sizes.get(name) != values.numel():
+                raise InputError(
+                    "hook state",
+                    f"residuals[{name!r}]",
+                    f"{values.numel()} values",
+                    f"{self._sizes.get(name)} values",
+                )
+        self._flat, self._views = {}, {name: values.clone() for name, values in state.items()}

@@ -1,0 +1,109 @@
+"""R2SP's turns: when each worker updates the server, and what would make turns fit that do not.
+
+R2SP (Chen, Wang, Li, INFOCOM 2019): workers update the server in an evenly gapped round-robin, so that
+transfers do not collide. Ours: the period is the slowest worker's iteration with its own transfer, each of
+the N turns is a push and a pull, and the schedule is feasible if all N fit into a period one after another.
+Any order has the same period; whoever is done first goes first, which makes the first round shortest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from pyps.formats import MAX_BATCH, Bits, R2spRemedies, R2spSchedule
+from pyps.solver.links import Link
+
+At = Callable[[int], tuple[Sequence[float], Sequence[Link]] | None]
+FEWER_BITS: tuple[Bits, ...] = (16, 8, 4)
+
+
+def r2sp_schedule(
+    ranks: Sequence[int], compute_seconds: Sequence[float], links: Sequence[Link | None]
+) -> R2spSchedule:
+    """The ring of the ranks that take part. Without links for all, feasible is None, turns take no time."""
+    known = [link for link in links if link is not None]
+    complete = len(known) == len(ranks)
+    turns = [link.seconds() if link else 0.0 for link in links]
+    alone = max(t + x for t, x in zip(compute_seconds, turns, strict=True))
+    period = max(alone, sum(turns)) if complete else max(compute_seconds)
+    by_ready = sorted(range(len(ranks)), key=lambda k: (compute_seconds[k], ranks[k]))
+    gap = period / len(ranks)
+    return R2spSchedule(
+        feasible=sum(turns) <= alone if complete else None,
+        period_seconds=period,
+        gap_seconds=gap,
+        order=[ranks[k] for k in by_ready],
+        turn_seconds=[turns[k] for k in by_ready] if complete else [],
+        offsets_seconds=_offsets([turns[k] for k in by_ready] if complete else [0.0] * len(ranks), period),
+    )
+
+
+def _offsets(turns: Sequence[float], period: float) -> list[float]:
+    """Even gaps where every turn fits into one, else each turn and an equal share of what is left over."""
+    gap, spare = period / len(turns), max(0.0, period - sum(turns)) / len(turns)
+    if max(turns) <= gap:
+        return [k * gap for k in range(len(turns))]
+    before = itertools.accumulate(turns[:-1], initial=0.0)
+    return [start + k * spare for k, start in enumerate(before)]
+
+
+def fits(compute_seconds: Sequence[float], turns: Sequence[float]) -> bool:
+    """Whether all turns fit into the slowest worker's iteration one after another."""
+    return sum(turns) <= max(t + x for t, x in zip(compute_seconds, turns, strict=True))
+
+
+def remedies(
+    compute_seconds: Sequence[float], links: Sequence[Link], global_batch: int, at: At | None
+) -> R2spRemedies:
+    """What alone would make turns fit that do not: a larger batch, fewer bits, or more links.
+
+    at: the compute seconds and links of the workers in use at another global batch, None if it has no split.
+    """
+    bits = next(
+        (b for b in FEWER_BITS if fits(compute_seconds, [link.seconds(b, b) for link in links])), None
+    )
+    return R2spRemedies(
+        global_batch=_larger_batch(global_batch, at) if at else None,
+        bits=bits,
+        links=_links_needed(compute_seconds, [link.seconds() for link in links]),
+    )
+
+
+def _larger_batch(global_batch: int, at: At) -> int | None:
+    """The smallest batch found above one that does not fit, by doubling and bisection; the answer fits."""
+
+    def good(batch: int) -> bool | None:
+        found = at(batch)
+        return None if found is None else fits(found[0], [link.seconds() for link in found[1]])
+
+    low, high = global_batch, global_batch
+    while not (fit := good(high)):
+        if fit is None and high > 2 * low:
+            return None
+        if fit is False:
+            low = high
+        high = 2 * high if fit is False else high + max(1, (high - low) // 2)
+        if high > MAX_BATCH:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if good(middle) else (middle, high)
+    return high
+
+
+def _links_needed(compute_seconds: Sequence[float], turns: Sequence[float]) -> int:
+    """How many links like this one, each for some of the workers, the longest turns dealt out first."""
+    alone = max(t + x for t, x in zip(compute_seconds, turns, strict=True))
+    longest_first = sorted(turns, reverse=True)
+
+    def enough(count: int) -> bool:
+        loads = [0.0] * count
+        for turn in longest_first:
+            heapq.heapreplace(loads, loads[0] + turn)
+        return max(loads) <= alone
+
+    return bisect_left(range(len(turns)), True, lo=math.ceil(sum(turns) / alone), key=enough)

@@ -1,0 +1,56 @@
+"""What it costs to bring the gradients together: seconds by the number of workers and the slowest link.
+
+For k workers, each with a one-way message of the whole model in x_i = bytes / bandwidth_i and a latency l_i,
+
+    ring    2 (k-1) l + 2 (k-1)/k x    all-reduce in k-1 steps out and back, each of a k-th of the model
+    tree    2 ceil(log2 k) (l + x)     reduce and broadcast, the whole model a level
+    server  2 k (l + x)                push and pull of every worker through the server's one link, in turn
+    none    0
+
+of the slowest link in use, as in the usual latency-bandwidth model (Thakur, Rabenseifner, Gropp, Int. J. High
+Perform. Comput. Appl. 19, 2005, section 2, for ring and tree). Each is nondecreasing in k, in l and in x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps.solver.costs import Floats
+
+Kind = Literal["none", "ring", "tree", "server"]
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Kind and the links: latency_seconds and message_seconds (the model one way), one entry a worker."""
+
+    kind: Kind
+    latency_seconds: Floats
+    message_seconds: Floats
+
+    @staticmethod
+    def of(kind: Kind, count: int, latency: npt.ArrayLike = 0.0, message: npt.ArrayLike = 0.0) -> Sync:
+        """Links of `count` workers; a scalar stands for all. Raises ValueError if negative or not finite."""
+        links = [np.broadcast_to(np.asarray(x, float), count) for x in (latency, message)]
+        if any((~np.isfinite(x) | (x < 0)).any() for x in links):
+            raise ValueError("latency and message seconds must be finite and not negative")
+        return Sync(kind, links[0], links[1])
+
+    def by_link(self, count: int) -> Floats:
+        """Seconds of one synchronisation of `count` >= 1 workers if worker i's link is the slowest."""
+        latency, message = self.latency_seconds, self.message_seconds
+        if self.kind == "ring":
+            return 2 * (count - 1) * latency + 2 * ((count - 1) / count) * message
+        if self.kind == "tree":
+            return 2 * (count - 1).bit_length() * (latency + message)
+        return (2 * count if self.kind == "server" else 0) * (latency + message)
+
+    def seconds(self, batches: npt.ArrayLike) -> float:
+        """What the workers with a batch above 0 pay together, once an iteration."""
+        used = np.asarray(batches) > 0
+        count = int(used.sum())
+        return float(self.by_link(count)[used].max()) if count else 0.0

@@ -1,0 +1,76 @@
+"""What it would be worth to add or drop workers: the plan before and after, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pyps.errors import InputError
+from pyps.formats import Cluster, Plan, WorkerGroup, check_cluster
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan in four figures; utilisation: the share of the iteration that the cluster's workers compute.
+
+    price_per_million_samples is None where a worker in use states no price.
+    """
+
+    iteration_seconds: float
+    samples_per_second: float
+    utilisation: float
+    price_per_hour: float | None
+    price_per_million_samples: float | None
+
+
+def outcome_of(plan: Plan) -> Outcome:
+    """The four figures of a plan."""
+    busy = sum(worker.predicted_seconds for worker in plan.workers)
+    return Outcome(
+        iteration_seconds=plan.iteration_seconds,
+        samples_per_second=plan.global_batch / plan.iteration_seconds,
+        utilisation=busy / (len(plan.workers) * plan.iteration_seconds),
+        price_per_hour=plan.cost.price_per_hour if plan.cost else None,
+        price_per_million_samples=plan.cost.price_per_million_samples if plan.cost else None,
+    )
+
+
+def changed(
+    cluster: Cluster, add: Mapping[str, int], drop: Mapping[str, int | None], new: Sequence[WorkerGroup] = ()
+) -> Cluster:
+    """The cluster with so many workers more and fewer in its groups (drop None: all of it), and new groups.
+
+    Raises InputError for a name that no group has, for more dropped than there are, or if nobody is left.
+    """
+    names = [group.name for group in cluster.worker]
+    for option, name in [*(("--add", name) for name in add), *(("--drop", name) for name in drop)]:
+        if name not in names:
+            raise InputError(option, "", repr(name), f"a group of the cluster file: {', '.join(names)}")
+    groups = []
+    for group in cluster.worker:
+        fewer = drop.get(group.name, 0)
+        count = 0 if fewer is None else group.count + add.get(group.name, 0) - fewer
+        if count < 0:
+            raise InputError("--drop", "", f"{fewer} of {group.name!r}", f"at most {group.count}")
+        if count:
+            groups.append(msgspec.structs.replace(group, count=count))
+    if not (groups or new):
+        raise InputError("--drop", "", "every worker", "somebody left to compute")
+    whole = msgspec.structs.replace(cluster, worker=[*groups, *new])
+    check_cluster("the changed cluster", whole)
+    return whole
+
+
+def verdict(before: Outcome, after: Outcome) -> str:
+    """One sentence: gain or loss in time, price and utilisation."""
+    time = after.iteration_seconds / before.iteration_seconds - 1
+    parts = [f"an iteration takes {abs(time):.1%} {'less' if time < 0 else 'more'} time"]
+    if time == 0:
+        parts = ["an iteration takes as long"]
+    old, new = before.price_per_million_samples, after.price_per_million_samples
+    if old and new is not None:
+        parts.append(f"a million samples cost {new:.4g} instead of {old:.4g}")
+    parts.append(f"workers compute {after.utilisation:.0%} of the time instead of {before.utilisation:.0%}")
+    return f"With the change {', '.join(parts)}."

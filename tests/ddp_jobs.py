@@ -1,0 +1,224 @@
+"""What the ranks of the DDP tests do: each function runs on all ranks of a group, with the same arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyps.errors import InputError
+from pyps.torch import UnevenBatchSampler, weighted_hook
+from pyps.torch.codec import INT4, INT8
+from pyps.torch.exchange import quantized_sum
+from pyps.torch.schedule import pieces
+
+TOKENS, WORDS, IGNORED = 6, 11, -100
+Model = nn.Module
+
+
+def net(dtype: torch.dtype = torch.float32, width: int = 32) -> Model:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
+    return nn.Sequential(*layers).to(dtype)
+
+
+class Speaker(nn.Module):
+    """Tokens [n, TOKENS] -> the mean cross entropy of targets, those that are IGNORED left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = self.out(torch.tanh(self.embed(words)))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def numbers(seed: int, count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a whole round, the same on all ranks; the ranks' parts differ a lot."""
+    draws = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 8, generator=draws, dtype=torch.float64)
+    targets = (
+        torch.randn(count, 4, generator=draws, dtype=torch.float64) + torch.linspace(-2, 2, count)[:, None]
+    )
+    return inputs.to(dtype), targets.to(dtype)
+
+
+def words(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts and targets of a round; how many of a row count grows with the row."""
+    draws = torch.Generator().manual_seed(seed)
+    texts, targets = torch.randint(WORDS, (2, count, TOKENS), generator=draws).unbind()
+    counted = torch.linspace(0.1, 1, count)[:, None]
+    return texts, torch.where(torch.rand(count, TOKENS, generator=draws) < counted, targets, IGNORED)
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([t.detach().double().flatten() for t in tensors])
+
+
+def off(found: torch.Tensor, right: torch.Tensor) -> float:
+    """The relative distance."""
+    return float((found - right).norm() / right.norm())
+
+
+def mine(batches: list[int], group: dist.ProcessGroup) -> slice:
+    rank = dist.get_rank(group)
+    return slice(sum(batches[:rank]), sum(batches[: rank + 1]))
+
+
+def backward(ddp: Any, loss: Callable[..., torch.Tensor], batch: Any, parts: int = 1) -> None:
+    """The gradient of a mean over a batch, in `parts` micro-batches of which the last one reduces."""
+    count = len(batch[0])
+    for number, (low, high) in enumerate(pieces(0, count, parts)):
+        last = number == parts - 1
+        with nullcontext() if last else ddp.no_sync():
+            (loss(ddp, *(x[low:high] for x in batch)) * ((high - low) / count)).backward()
+
+
+def square(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def gradient_errors(
+    group: dist.ProcessGroup, batches: list[int], options: dict[str, Any], parts: list[int] | None = None,
+    ddp_options: dict[str, Any] | None = None, compiled: bool = False,
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    """By round, how far the hook's gradient and plain DDP's are from that of one process with all samples.
+
+    In the third round batches change places, in the fourth they are larger.
+    """
+    alone = net()
+    weighted = DistributedDataParallel(copy.deepcopy(alone), process_group=group, **(ddp_options or {}))
+    plain = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    weighted_hook(weighted, **options)
+    trained: Any = torch.compile(weighted, backend="aot_eager") if compiled else weighted
+    part = parts[dist.get_rank(group)] if parts else 1
+    longer = [batch + 7 * k + 3 for k, batch in enumerate(batches)]
+    errors: tuple[list[float], list[float]] = ([], [])
+    for number, split in enumerate((batches, batches, batches[1:] + batches[:1], longer)):
+        whole = numbers(number, sum(split))
+        own = tuple(x[mine(split, group)] for x in whole)
+        right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
+        for model, run, into in ((weighted, trained, errors[0]), (plain, plain, errors[1])):
+            model.zero_grad()
+            if part == 1:
+                square(run, *own).backward()
+            else:
+                backward(run, square, own, min(part, len(own[0])))
+            into.append(off(flat(p.grad for p in model.parameters()), right))
+    return errors
+
+
+def trained_apart(group: dist.ProcessGroup, batches: list[int], steps: int) -> float:
+    """How far the parameters are from those of one process after `steps` steps with momentum, in fp64."""
+    alone, together = net(torch.float64), net(torch.float64)
+    ddp = DistributedDataParallel(together, process_group=group)
+    weighted_hook(ddp)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (alone, together)]
+    for step in range(steps):
+        whole = numbers(step, sum(batches), torch.float64)
+        for optimizer, model, batch in (
+            (optimizers[0], alone, whole),
+            (optimizers[1], ddp, tuple(x[mine(batches, group)] for x in whole)),
+        ):
+            optimizer.zero_grad()
+            square(model, *batch).backward()
+            optimizer.step()
+    return off(flat(together.parameters()), flat(alone.parameters()))
+
+
+def token_errors(group: dist.ProcessGroup, batches: list[int], said: bool) -> list[float]:
+    """The same for a loss that is a mean over targets, weighted by them: counted from forward(), or said."""
+    torch.manual_seed(0)
+    alone = Speaker()
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    hook = weighted_hook(ddp, count=None if said else lambda texts, targets: (targets != IGNORED).sum())
+    errors = []
+    for number in range(4):
+        whole = words(number, sum(batches))
+        if number >= 2:  # nobody has a target, then the first rank has none
+            whole[1][: sum(batches) if number == 2 else batches[0]] = IGNORED
+        own = [x[mine(batches, group)] for x in whole]
+        right = flat(torch.autograd.grad(alone(*whole), list(alone.parameters())))
+        ddp.zero_grad()
+        loss = ddp(*own)
+        if said:
+            hook.weigh((own[1] != IGNORED).sum())
+        loss.backward()
+        if number == 2:
+            assert all(p.grad is None or not p.grad.any() for p in ddp.parameters())
+            continue
+        errors.append(off(flat(p.grad for p in ddp.parameters()), right))
+    return errors
+
+
+def feedback_left(
+    group: dist.ProcessGroup, batches: list[int], wire: Any, reload: bool
+) -> tuple[float, float, float]:
+    """After 6 rounds: how far sent + kept is from put in; the same without kept; the share of fp32's bytes.
+
+    Buckets are small and cut anew after the first round; with `reload`, another hook goes on from the state.
+    """
+    alone = net(width=300)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group, bucket_cap_mb=0.1)
+    hook = weighted_hook(ddp, wire=wire)
+    sent = put_in = torch.zeros(1)
+    for number in range(6):
+        whole = numbers(number, sum(batches))
+        put_in = put_in + flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
+        ddp.zero_grad()
+        square(ddp, *(x[mine(batches, group)] for x in whole)).backward()
+        sent = sent + flat(p.grad for p in ddp.parameters())
+        if reload and number == 2:
+            state = copy.deepcopy(hook.state_dict())
+            ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group, bucket_cap_mb=0.2)
+            hook = weighted_hook(ddp, wire=wire)
+            hook.load_state_dict(state)
+    residuals = hook.state_dict()["residuals"]
+    kept = flat(residuals[name] for name, _ in alone.named_parameters())
+    dist.all_reduce(kept, group=group)
+    return off(sent + kept, put_in), off(sent, put_in), hook.traffic.sent_bytes / hook.traffic.fp32_bytes
+
+
+def one_bad_value(group: dist.ProcessGroup, bits: int) -> tuple[int, bool, bool]:
+    """Rank 1 holds a NaN in block 1: how many sums are NaN, all in that block, and the same on all ranks."""
+    codec = INT8 if bits == 8 else INT4
+    values = torch.randn(2000, generator=torch.Generator().manual_seed(dist.get_rank(group)))
+    if dist.get_rank(group) == 1:
+        values[codec.block + 3] = torch.nan
+    total, _, _ = quantized_sum(codec, values, group)
+    bad = total.isnan()
+    copies: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(copies, total.nan_to_num(7), group=group)
+    inside = bool(bad[codec.block : 2 * codec.block].all())
+    return int(bad.sum()), inside, all(torch.equal(c, copies[0]) for c in copies)
+
+
+def checked(group: dist.ProcessGroup, planned: list[int], batches: list[int]) -> str:
+    """What the hook says of a first round of other batches than the sampler's."""
+    sampler = UnevenBatchSampler(sum(planned) * 3, planned, dist.get_rank(group))
+    ddp = DistributedDataParallel(net(), process_group=group)
+    weighted_hook(ddp, sampler)
+    try:
+        square(ddp, *(x[mine(batches, group)] for x in numbers(0, sum(batches)))).backward()
+    except (InputError, RuntimeError) as error:
+        return str(error)
+    return "as planned"
+
+
+def kept_after_a_bad_step(group: dist.ProcessGroup) -> bool:
+    """Whether a step with an infinite loss on one rank leaves the kept errors as they were."""
+    ddp = DistributedDataParallel(net(), process_group=group)
+    hook = weighted_hook(ddp, wire="int8")
+    inputs, targets = numbers(dist.get_rank(group), 5)
+    square(ddp, inputs, targets).backward()
+    before = {name: values.clone() for name, values in hook.state_dict()["residuals"].items()}
+    (square(ddp, inputs, targets) * (torch.inf if dist.get_rank(group) == 1 else 1)).backward()
+    after = hook.state_dict()["residuals"]
+    return all(torch.equal(values, after[name]) for name, values in before.items())

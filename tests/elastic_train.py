@@ -1,0 +1,63 @@
+"""A script for torchrun that can be stopped at any step: argv is the folder for the checkpoint and the notes.
+
+Each rank notes the samples of every step it has done, and who it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyps.torch import UnevenBatchSampler, agreed_split, weighted_hook
+
+B, SAMPLES, EVERY, STEP_SECONDS = 24, 24 * 40 + 7, 4, 0.1
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    sampler = UnevenBatchSampler(SAMPLES, agreed_split(B, max_batch=20))
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    weighted_hook(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    checkpoint, done = folder / "checkpoint.pt", 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint)
+        model.load_state_dict(state["model"])
+        sampler.load_state_dict(state["sampler"])
+        done = state["steps"]
+    notes = (folder / f"notes-{os.getpid()}.jsonl").open("a")
+    loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_sampler=sampler)
+    for number, (rows,) in enumerate(loader, done):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(rows[:, None] / SAMPLES), rows[:, None] / SAMPLES).backward()
+        optimizer.step()
+        note = {
+            "step": number,
+            "rank": rank,
+            "ranks": dist.get_world_size(),
+            "rows": rows.tolist(),
+            "from": done,
+        }
+        notes.write(json.dumps(note) + "\n")
+        notes.flush()
+        if (number + 1) % EVERY == 0 and rank == 0:
+            state = {"model": model.state_dict(), "sampler": sampler.state_dict(), "steps": number + 1}
+            torch.save(state, folder / "new.pt")
+            (folder / "new.pt").rename(checkpoint)
+        time.sleep(STEP_SECONDS)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

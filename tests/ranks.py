@@ -1,0 +1,140 @@
+"""Ranks for tests: gloo processes that are started once and then run any function of an importable module.
+
+    results = ranks.run(2, function, *arguments)      # function(group, *arguments) on the first two ranks
+
+A rank that raises, dies or does not answer in time fails the caller, with its traceback; nothing outlives it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+DEADLINE_SECONDS = 60.0
+PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo"]
+PRELOADED += ["torch.distributed.fsdp", "sklearn.datasets", "pyps.torch"]
+
+
+class Ranks:
+    """`most` processes, and for each number up to it a group of the first ones."""
+
+    def __init__(self, most: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._folder = tempfile.TemporaryDirectory()
+        file = Path(self._folder.name) / "store"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(most):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, most, str(file), theirs))
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        atexit.register(self.close)
+
+    def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """function(group, *arguments) on the first `count` ranks: their results in order."""
+        pipes = self._pipes[:count]
+        for pipe in pipes:
+            pipe.send((count, function, arguments))
+        results: dict[int, Any] = {}
+        while len(results) < count:
+            waited_for = [pipe for k, pipe in enumerate(pipes) if k not in results]
+            ready = wait_for(waited_for, DEADLINE_SECONDS)
+            if not ready:
+                self.close()
+                raise TimeoutError(f"ranks {sorted(set(range(count)) - set(results))} do not answer")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                failed, results[pipes.index(pipe)] = pipe.recv()
+                if failed:
+                    self.close()  # the others may wait for it in a collective
+                    raise RuntimeError(f"rank {pipes.index(pipe)}: {results[pipes.index(pipe)]}")
+        return [results[k] for k in range(count)]
+
+    @property
+    def closed(self) -> bool:
+        return not self._processes
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        self._folder.cleanup()
+
+
+def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
+    """A rank's process: run what comes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=DEADLINE_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=most, timeout=limit)
+    groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, most + 1)}
+    while True:
+        try:
+            count, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((False, function(groups[count], *arguments)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
+
+
+def run_script(path: Path, count: int, **environment: str) -> str:
+    """What `count` ranks of a script print, started as by torchrun, but with torch imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)} | environment
+    with tempfile.NamedTemporaryFile("r") as said:
+        started = []
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
+            started.append(context.Process(target=_script, args=(str(path), own, said.name)))
+            started[-1].start()
+        try:
+            for process in started:
+                process.join(DEADLINE_SECONDS)
+        finally:
+            for process in started:
+                process.kill()
+        output = said.read()
+    assert all(process.exitcode == 0 for process in started), output
+    return output
+
+
+def _script(path: str, environment: dict[str, str], said: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    sys.path.insert(0, str(Path(path).parent))
+    with open(said, "a", buffering=1) as sys.stdout:
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except BaseException:
+            sys.stdout.write(traceback.format_exc())
+            raise

@@ -1,0 +1,191 @@
+"""`pyps-plan` beyond the split: options, what-if, front, pictures, and how what cannot be done is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from pyps.cli import main_plan
+from pyps.formats import Device, ModelInfo, Point, Profile, read_plan, write_json
+
+CLUSTER = """
+[job]
+global_batch = 600
+[goodput]
+noise_scale = 1000.0
+base_batch = 64
+[[worker]]
+name = "fast"
+count = 2
+profile = "fast.json"
+price_per_hour = 2.0
+watts = 300
+bandwidth = 1e9
+max_batch = 128
+max_accumulation = 2
+[[worker]]
+name = "slow"
+count = 2
+profile = "slow.json"
+price_per_hour = 0.5
+watts = 200
+bandwidth = 1e9
+max_batch = 256
+"""
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+Shell = Callable[..., Done]
+
+
+@pytest.fixture
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    """Runs `pyps-plan` in a folder with a cluster of two kinds of workers, or of another text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    for name, a, scatter in (("fast", 0.001, 0.02), ("slow", 0.002, 0.3)):
+        points = [
+            Point(batch=b, seconds=[(0.01 + a * b) * (1 + f * scatter) for f in (-1, -0.5, 0, 0.5, 1)])
+            for b in (16, 64, 256)
+        ]
+        model = ModelInfo(name="m", parameters=1_000_000)
+        write_json(
+            f"{name}.json", Profile(device=Device(name=name), model=model, points=points, max_batch=256)
+        )
+
+    def run(*arguments: str, text: str = CLUSTER) -> Done:
+        Path("cluster.toml").write_text(text)
+        monkeypatch.setattr(sys, "argv", ["pyps-plan", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main_plan()
+        out, err = capsys.readouterr()
+        return Done(int(stop.value.code or 0), out, err)
+
+    return run
+
+
+def test_batches_above_the_maximum_are_accumulated(shell: Shell) -> None:
+    done = shell("cluster.toml", "-o", "plan.json", "--check")
+    assert done.code == 0
+    assert "(2 x 128)" in done.out
+    assert "HiGHS finds the same optimum" in done.out
+    assert read_plan("plan.json").workers[0].accumulation == 2
+
+
+def test_an_explanation_has_a_verdict(shell: Shell) -> None:
+    done = shell("cluster.toml", "--explain")
+    assert done.code == 0
+    assert "set the pace" in done.out
+    quiet = shell("cluster.toml", "--explain", "--json")
+    assert json.loads(quiet.out)["global_batch"] == 600
+    assert "set the pace" in quiet.err
+
+
+def test_a_quantile_shows_both_plans(shell: Shell) -> None:
+    done = shell("cluster.toml", "--quantile", "0.9", "--check", "-o", "plan.json")
+    assert done.code == 0
+    assert "nominal" in done.out
+    assert "robust" in done.out
+    made = read_plan("plan.json").noise
+    assert made is not None
+    assert made.robust.quantile_seconds <= made.nominal.quantile_seconds
+    assert shell("cluster.toml", "--quantile", "1").code == 2
+
+
+def test_the_global_batch_may_be_chosen(shell: Shell) -> None:
+    assert shell("cluster.toml", "--global-batch", "auto", "-o", "auto.json").code == 0
+    auto = read_plan("auto.json")
+    assert auto.goodput is not None
+    for batch in (auto.global_batch // 2, auto.global_batch + 50):
+        assert shell("cluster.toml", "--global-batch", str(batch), "-o", "plan.json").code == 0
+        other = read_plan("plan.json").goodput
+        assert other is not None
+        assert other.goodput <= auto.goodput.goodput * 1.001
+    assert shell("cluster.toml", "--global-batch", "many").code == 2
+    plain = CLUSTER.replace("[goodput]\nnoise_scale = 1000.0\nbase_batch = 64\n", "")
+    done = shell("cluster.toml", "--global-batch", "auto", text=plain)
+    assert done.code == 2
+    assert "goodput" in done.err
+
+
+def test_what_if_says_gain_or_loss(shell: Shell) -> None:
+    done = shell("what-if", "cluster.toml", "--add", "fast*2", "--drop", "slow")
+    assert done.code == 0
+    assert "With the change" in done.out
+    Path("other.json").write_bytes(Path("slow.json").read_bytes())
+    found = json.loads(shell("what-if", "cluster.toml", "--add", "other.json*3", "--json").out)
+    assert found["after"]["iteration_seconds"] < found["before"]["iteration_seconds"]
+    assert shell("what-if", "cluster.toml", "--drop", "nobody").code == 2
+    assert shell("what-if", "cluster.toml", "--drop", "fast", "--drop", "slow*1").code == 3
+
+
+def test_the_front_falls(shell: Shell) -> None:
+    done = shell(
+        "front", "cluster.toml", "--json", "--picture", "front.svg", text=CLUSTER.replace("600", "250")
+    )
+    assert done.code == 0
+    points = json.loads(done.out)
+    assert len(points) > 2
+    times = [point["iteration_seconds"] for point in points]
+    prices = [point["price_per_hour"] for point in points]
+    assert times == sorted(times)
+    assert prices == sorted(prices, reverse=True)
+    assert "<svg" in Path("front.svg").read_text()
+    assert "fast x 2" in shell("front", "cluster.toml").out
+    silent = shell("front", "cluster.toml", text=CLUSTER.replace("price_per_hour = 0.5\n", ""))
+    assert silent.code == 2
+    assert "worker[1].price_per_hour" in silent.err
+
+
+def test_pictures_are_of_the_size_they_say(shell: Shell) -> None:
+    done = shell("cluster.toml", "--timeline", "time.png", "--ring", "ring.svg", "--curves", "c")
+    assert done.code == 0
+    assert "wrote time.png" in done.out
+    assert {path.name for path in Path("c").iterdir()} == {"fast.png", "slow.png"}
+    with Image.open("time.png") as picture:
+        assert min(picture.size) > 400
+        red, green, blue = picture.convert("RGB").split()
+        assert red.tobytes() == green.tobytes() == blue.tobytes(), "colours that would be lost in grey"
+        assert red.getextrema() == (0, 255)
+    assert "fast-0" in Path("ring.svg").read_text() or "<path" in Path("ring.svg").read_text()
+    assert shell("cluster.toml", "--timeline", "time.gif").code == 2
+    assert shell("cluster.toml", "--timeline", "fast.json").code == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "way_out"),
+    [
+        ("= 600", "= 2000", "the largest feasible global_batch is 1024"),
+        ("watts = 300", "watts = 300\nquantum = 7", "the nearest feasible global_batch is"),
+        ("[[worker]]", "[limits]\nwatts = 300\n[[worker]]", "raise limits.watts from 300 to 700"),
+        (
+            "[[worker]]",
+            "[limits]\nprice_per_hour = 1.5\n[[worker]]",
+            "raise limits.price_per_hour from 1.5 to 3",
+        ),
+        ("max_batch = 256", "required = true\nmin_batch = 400", "raise max_accumulation to 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_smallest_change(
+    shell: Shell, old: str, new: str, way_out: str
+) -> None:
+    text = CLUSTER.replace(old, new, 1)
+    if "quantum" in new:
+        text = text.replace("watts = 200", "watts = 200\nquantum = 14")
+    done = shell("cluster.toml", text=text)
+    assert done.code == 3
+    assert way_out in done.err
+    assert done.err.count("\n") == 1

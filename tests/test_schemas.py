@@ -1,0 +1,103 @@
+"""The published JSON schemas are those of the code, and tell right files from wrong ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from pyps.formats import Cluster, Fit, Profile, encode, schema
+from pyps.formats.__main__ import PUBLISHED, schema_file
+from pyps.solver.plan import make_plan
+
+CLUSTER = """
+[job]
+global_batch = 300
+quantile = 0.9
+[sync]
+kind = "ring"
+bandwidth = 1e9
+[limits]
+price_per_hour = 20
+[[shared]]
+name = "rack"
+bandwidth = 1e9
+[goodput]
+noise_scale = 1000.0
+base_batch = 64
+[quantization]
+error_budget = 0.01
+[[worker]]
+name = "fast"
+count = 2
+profile = "fast.json"
+price_per_hour = 2.0
+bandwidth = 1e8
+shares = ["rack"]
+together = "node"
+max_batch = 64
+max_accumulation = 4
+[[worker]]
+name = "slow"
+profile = "slow.json"
+price_per_hour = 1.0
+"""
+
+
+def whole() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A cluster file that uses every table, and its plan, as plain data."""
+    raw = tomllib.loads(CLUSTER)
+    fit = Fit(kind="affine", per_sample_seconds=0.001, trusted_min_batch=1, trusted_max_batch=99)
+    plain = {"device": {"name": "d"}, "model": {"name": "m", "parameters": 1000}}
+    profile = msgspec.convert(
+        {**plain, "schema": "pyps.profile/1", "points": [{"batch": 1, "seconds": 0.001}]}, Profile
+    )
+    profile = msgspec.structs.replace(profile, fit=fit)
+    return raw, json.loads(encode(make_plan(msgspec.convert(raw, Cluster), [profile, profile])))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_files_are_those_of_the_code(name: str) -> None:
+    published = json.loads(schema_file(name).read_text())
+    assert published == schema(name), "run: python -m pyps.formats"
+    jsonschema.Draft202012Validator.check_schema(published)
+
+
+def test_files_conform() -> None:
+    for name, value in zip(PUBLISHED, whole(), strict=True):
+        jsonschema.validate(value, json.loads(Path(schema_file(name)).read_text()))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("job", "global_batch"), 0),
+        (("job", "globel"), 1),
+        (("sync", "kind"), "star"),
+        (("worker", 0, "max_accumulation"), 0),
+        (("worker", 1, "profile"), 3),
+    ],
+)
+def test_wrong_clusters_do_not(place: tuple[str | int, ...], value: object) -> None:
+    raw: Any = copy.deepcopy(whole()[0])
+    at = raw
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(raw, json.loads(schema_file("cluster").read_text()))
+
+
+def test_wrong_plans_do_not() -> None:
+    made = whole()[1]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**made, "schema": "pyps.plan/2"}, json.loads(schema_file("plan").read_text()))
+    del made["workers"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(made, json.loads(schema_file("plan").read_text()))
