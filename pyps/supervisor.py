@@ -75,14 +75,13 @@ def run(
     rules = policy_named(policy) if isinstance(policy, str) else policy
     if not Path(script).is_file():
         raise InputError("run", "script", f"no file at {script}", "a Python script that calls pyps.join()")
-    if connect is not None:
-        parse_address(connect)
+    store = _store_name(connect)
     chosen, places = _planned(os.fspath(plan), throttle_from, even)
     places = _some(places, ranks, rebalance)
     folder = _new_folder(run_dir)
     write_json(folder / "plan.json", chosen)
     job = Job(
-        store=connect or f"run-{os.getpid()}-{secrets.token_hex(6)}",
+        store=store,
         command=(sys.executable, os.fspath(script), *args),
         places=tuple(places),
         plan_path=folder / "plan.json",
@@ -102,6 +101,14 @@ def _check(most: int = MAX_COUNT, /, **values: int) -> None:
     for name, value in values.items():
         if not 0 <= value <= most:
             raise InputError("run", name, str(value), f"0 to {most}")
+
+
+def _store_name(connect: str | None) -> str:
+    """The address, if it is one, or a name for a segment of this run's own."""
+    if connect is None:
+        return f"run-{os.getpid()}-{secrets.token_hex(6)}"
+    parse_address(connect)
+    return connect
 
 
 def _planned(
