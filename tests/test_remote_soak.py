@@ -18,7 +18,7 @@ from pyps.remote.server import Server
 from pyps.store import Store
 
 SEED = 11
-SECONDS = float(os.environ.get("PYPS_SOAK_SECONDS", "5"))
+SECONDS = float(os.environ.get("PYPS_SOAK_SECONDS", "3"))
 RANKS = 3
 SILENCE = 0.5
 SAMPLES_A_PUSH = 4
