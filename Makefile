@@ -38,6 +38,7 @@ bench: .venv/bench
 	$(PY) benchmarks/core.py --docs
 	$(PY) benchmarks/peers.py --docs
 	$(PY) benchmarks/pulls.py --docs
+	$(PY) benchmarks/remote.py --docs
 	$(PY) benchmarks/solver.py --docs
 	$(PY) benchmarks/simulate.py
 

@@ -28,12 +28,15 @@ from pyps.errors import Busy, NotReady, PypsError, SegmentNotFound, SnapshotCanc
 from pyps.lineup import Place
 from pyps.metrics import record_path
 from pyps.policy import Policy
+from pyps.remote import open_store
+from pyps.remote.address import is_address
 from pyps.report import Totals
 from pyps.runlog import EventLog
 from pyps.store import Store
 from pyps.values import Codec, Snapshot, Status
 
 TICK_SECONDS = 0.05
+LOOK_SECONDS = 0.5  # between two looks at a store that is elsewhere
 REAP_SECONDS = 1.0  # how often the store is asked for dead members that are not this crew's children
 GRACE_SECONDS = 5.0  # between the polite signal, SIGTERM and SIGKILL
 BACKOFF_SECONDS = 0.2  # before the first restart of a rank; doubled for each further one
@@ -116,6 +119,8 @@ class Crew:
 
     def __init__(self, job: Job, log: EventLog, on_line: OnLine | None, on_tick: OnTick | None) -> None:
         self.job, self.log = job, log
+        self._places = {place.rank: place for place in job.places}
+        self._far = is_address(job.store)
         self.totals = Totals()
         self._on_line, self._on_tick = on_line, on_tick
         self._selector = selectors.DefaultSelector()
@@ -126,7 +131,7 @@ class Crew:
         self._signal = 0
         self._handlers: dict[int, object] = {}
         self._next_snapshot = job.snapshot_every
-        self._next_reap = 0.0
+        self._next_reap = self._next_look = 0.0
 
     def __enter__(self) -> Self:
         self._handlers = _catch_signals(self._note_signal)
@@ -141,8 +146,9 @@ class Crew:
             self._selector.close()
             if self._store is not None:
                 self._store.close()
-            with contextlib.suppress(SegmentNotFound):  # no worker got as far as making it
-                native.unlink(self.job.store, force=True)
+            if not self._far:
+                with contextlib.suppress(SegmentNotFound):  # no worker got as far as making it
+                    native.unlink(self.job.store, force=True)
         finally:
             _restore_signals(self._handlers)
 
@@ -166,7 +172,7 @@ class Crew:
         self._count(self._store)
 
     def _start(self, rank: int, kind: str) -> None:
-        place, job = self.job.places[rank], self.job
+        place, job = self._places[rank], self.job
         log = job.run_dir / f"worker-{rank}.log"
         child = Child(rank, job.command, job.environment(place), log)
         self._children[rank] = child
@@ -197,7 +203,7 @@ class Crew:
                 continue
             self._drain(child)
             del self._children[rank]
-            joined = child.joined or record_path(self.job.run_dir, rank, child.pid).exists()
+            joined = child.joined or self._has_record(child)
             if code == 0 and joined:
                 self.log.write("finished", rank=rank, pid=child.pid)
                 continue
@@ -225,7 +231,7 @@ class Crew:
         child.close()
 
     def _obituary(self, child: Child, joined: bool) -> str:
-        name = self.job.places[child.rank].name
+        name = self._places[child.rank].name
         restarts = self._restarts[child.rank]
         why = f"after {restarts} restart{'s' * (restarts != 1)}" if joined else "before it had joined the run"
         if child.code == 0:
@@ -234,16 +240,15 @@ class Crew:
 
     def _observe(self) -> None:
         """Look at the store: who joined, how far it is, and a snapshot where one is due."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + (LOOK_SECONDS if self._far else 0.0)
         store = self._store = self._store or self._open()
         if store is None:
             status = None
         else:
             status = store.status()
-            for member in store.members():
-                child = self._children.get(-1 if member.rank is None else member.rank)
-                if child is not None and not child.joined and member.pid == child.pid:
-                    child.joined = True
-                    self.log.write("joined", rank=child.rank, pid=child.pid)
+            self._note_joined(store)
             if time.monotonic() >= self._next_reap:
                 self._next_reap = time.monotonic() + REAP_SECONDS
                 store.reap()
@@ -254,9 +259,22 @@ class Crew:
         if self._on_tick is not None:
             self._on_tick(status)
 
+    def _note_joined(self, store: Store) -> None:
+        """Who has joined since: by process, which members have; where others stand in for them, by record."""
+        pids = set() if self._far else {member.pid for member in store.members()}
+        for child in self._children.values():
+            if child.joined:
+                continue
+            if child.pid in pids or (self._far and self._has_record(child)):
+                child.joined = True
+                self.log.write("joined", rank=child.rank, pid=child.pid)
+
+    def _has_record(self, child: Child) -> bool:
+        return record_path(self.job.run_dir, child.rank, child.pid).exists()
+
     def _open(self) -> Store | None:
         try:
-            store = Store.open(self.job.store)
+            store = open_store(self.job.store)
         except (SegmentNotFound, NotReady):
             return None
         with contextlib.suppress(StoreFull):  # every place is a worker's: looking works without joining

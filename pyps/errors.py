@@ -6,7 +6,8 @@
     `-- StoreError        the parameter store refused; `code` is the C name (exit code 2)
         |-- InvalidArgument  SystemCallFailed  SegmentExists  SegmentNotFound  OutOfSpace  SegmentCorrupt
         |-- OtherABI  NotOurs  StoreFull  TimedOut  Fenced  SnapshotCancelled  PushRejected  Forked  NotReady
-        `-- Busy  Ended  UnknownPolicy  StoreClosed
+        |-- NotFinite  Busy  Ended  UnknownPolicy  StoreClosed
+        `-- LinkLost  LinkRefused
 
 Errors are raised where the fact is known and turned into one line and an exit code in pyps.cli alone.
 """
@@ -152,3 +153,17 @@ class StoreClosed(StoreError):
 
     code = "closed"
     hint = "open the store again"
+
+
+class LinkLost(StoreError):
+    """Not from C: the server of a remote store is gone, or was never there."""
+
+    code = "lost"
+    hint = "is `pyps serve` running there, and are these its keys? Workers have to be started again"
+
+
+class LinkRefused(StoreError):
+    """Not from C: the server of a remote store does not let this client in."""
+
+    code = "refused"
+    hint = "both sides need the keys of one `pyps serve --keys` folder"

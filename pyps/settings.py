@@ -5,6 +5,7 @@
     PYPS_PLAN           path of plan.json                PYPS_SEED            of the order of samples
     PYPS_SAMPLES        sample positions in all          PYPS_RUN_DIR         where step records go
     PYPS_CODEC          how gradients travel: f32, int8 ...
+    PYPS_KEYS           where PYPS_STORE is an address (pyps.remote): this client's key file
     PYPS_THROTTLE       {"factor": F} or {"fit": {...}}, to emulate a slower device; may be empty
 
 Ranks in the store count the plan's workers that have a batch: those that are left out have none.

@@ -139,6 +139,10 @@ class Store:
             areas=areas,
             rules=rules.rules(),
         )
+        return cls._make(name, config, keep=keep)
+
+    @classmethod
+    def _make(cls, name: str, config: Config, *, keep: bool) -> Self:
         return cls(name, native.create(name, config), unlinks=not keep)
 
     @classmethod
@@ -174,13 +178,16 @@ class Store:
                 return
             joined = self.rank is not None
             self._retire()
-            if not any(view() for view in self._views):
-                native.close(pointer)
-            elif joined:
-                with suppress(StoreError):
-                    native.leave(pointer)  # unmapped when the last view dies
-            if self._unlinks:
-                native.unlink(self.name, force=True)
+            self._release(pointer, joined)
+
+    def _release(self, pointer: native.Pointer, joined: bool) -> None:
+        if not any(view() for view in self._views):
+            native.close(pointer)
+        elif joined:
+            with suppress(StoreError):
+                native.leave(pointer)  # unmapped when the last view dies
+        if self._unlinks:
+            native.unlink(self.name, force=True)
 
     def join(self, rank: int | None = None, role: Role | Literal["worker", "observer"] = "worker") -> int:
         """Become a participant; the rank, -1 for an observer. None: the lowest rank that no live worker has.
@@ -463,7 +470,10 @@ class Store:
         with self._lock:
             if self._pointer is None:
                 raise StoreClosed(what, "the store is closed")
-            return function(self._pointer, *arguments)
+            return self._run(function, *arguments)
+
+    def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+        return function(self._pointer, *arguments)
 
 
 def _seconds(timeout: float | None) -> float:

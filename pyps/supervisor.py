@@ -24,6 +24,7 @@ from pyps.formats import Plan, read_plan, write_json
 from pyps.lineup import Place, even_plan, line_up, throttles
 from pyps.metrics import read_run
 from pyps.policy import Policy, policy_named
+from pyps.remote.address import parse_address
 from pyps.report import Outcome, Report, make_report
 from pyps.runlog import EventLog
 from pyps.sampling import MAX_SEED
@@ -49,6 +50,8 @@ def run(
     even: bool = False,
     max_restarts: int = MAX_RESTARTS,
     snapshot_every: int = 0,
+    connect: str | None = None,
+    ranks: Sequence[int] | None = None,
     rebalance: bool = False,
     on_line: OnLine | None = None,
     on_tick: OnTick | None = None,
@@ -56,32 +59,29 @@ def run(
     """Run `script` once for each rank of the plan until `samples` positions are trained; the report.
 
     samples: sample positions in all; 0: until the script ends by itself. run_dir: a folder without a run in
-    it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error
-    feedback. throttle_from: "plan" or a cluster file, to emulate its devices (see
-    pyps.lineup). even: equal batches instead of the plan's, for comparison. max_restarts: of each rank, after
-    it has joined; a worker that dies before ends the run. snapshot_every: versions between snapshots, 0:
-    none. rebalance: plan anew while it trains (pyps.balance). on_line, on_tick: called with each line that a
-    worker prints, and about 20 times a second.
+    it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error feedback. throttle_from: "plan"
+    or a cluster file, to emulate its devices (see pyps.lineup). even: equal batches instead of the plan's,
+    for comparison. max_restarts: of each rank, after it has joined; a worker that dies before ends the run.
+    snapshot_every: versions between snapshots, 0: none. connect: the address of a store that is served
+    elsewhere (see pyps.remote); None: on this machine. ranks: those to start here, of the plan's workers with
+    a batch; None: all. rebalance: plan anew while it trains (pyps.balance). on_line, on_tick: called with
+    each line that a worker prints, and about 20 times a second.
 
     Raises InputError for what is wrong before anything starts, TrainingFailed, Interrupted; after those two
     the folder has its report too.
     """
-    for name, value, most in (
-        ("samples", samples, MAX_COUNT),
-        ("seed", seed, MAX_SEED),
-        ("max_restarts", max_restarts, MAX_COUNT),
-        ("snapshot_every", snapshot_every, MAX_COUNT),
-    ):
-        if not 0 <= value <= most:
-            raise InputError("run", name, str(value), f"0 to {most}")
+    _check(samples=samples, max_restarts=max_restarts, snapshot_every=snapshot_every)
+    _check(MAX_SEED, seed=seed)
     rules = policy_named(policy) if isinstance(policy, str) else policy
     if not Path(script).is_file():
         raise InputError("run", "script", f"no file at {script}", "a Python script that calls pyps.join()")
+    store = _store_name(connect)
     chosen, places = _planned(os.fspath(plan), throttle_from, even)
+    places = _some(places, ranks, rebalance)
     folder = _new_folder(run_dir)
     write_json(folder / "plan.json", chosen)
     job = Job(
-        store=f"run-{os.getpid()}-{secrets.token_hex(6)}",
+        store=store,
         command=(sys.executable, os.fspath(script), *args),
         places=tuple(places),
         plan_path=folder / "plan.json",
@@ -97,6 +97,20 @@ def run(
     return _supervise(job, chosen, even, on_line, on_tick)
 
 
+def _check(most: int = MAX_COUNT, /, **values: int) -> None:
+    for name, value in values.items():
+        if not 0 <= value <= most:
+            raise InputError("run", name, str(value), f"0 to {most}")
+
+
+def _store_name(connect: str | None) -> str:
+    """The address, if it is one, or a name for a segment of this run's own."""
+    if connect is None:
+        return f"run-{os.getpid()}-{secrets.token_hex(6)}"
+    parse_address(connect)
+    return connect
+
+
 def _planned(
     where: str, throttle_from: str | os.PathLike[str] | None, even: bool
 ) -> tuple[Plan, list[Place]]:
@@ -106,6 +120,19 @@ def _planned(
     if even:
         plan = even_plan(plan, where, [spec.fit if spec else None for spec in specs])
     return plan, line_up(plan, specs)
+
+
+def _some(places: list[Place], ranks: Sequence[int] | None, rebalance: bool) -> list[Place]:
+    """The places of these ranks, None: of all. Raises InputError."""
+    if ranks is None:
+        return places
+    if rebalance:
+        raise InputError("run", "rebalance", "True with ranks", "all ranks here: it needs their measurements")
+    known = {place.rank for place in places}
+    if not ranks or set(ranks) - known or len(set(ranks)) != len(ranks):
+        found, expected = ", ".join(map(str, ranks)), f"different ones of 0 to {len(places) - 1}"
+        raise InputError("run", "ranks", found or "none", expected)
+    return [place for place in places if place.rank in ranks]
 
 
 def _new_folder(run_dir: str | os.PathLike[str] | None) -> Path:
@@ -143,7 +170,7 @@ def _supervise(job: Job, plan: Plan, even: bool, on_line: OnLine | None, on_tick
             report = make_report(
                 job.places, records, log.events, crew.totals,
                 outcome=outcome, policy=job.policy.name, even=even, seed=job.seed,
-                global_batch=plan.global_batch, samples=job.samples,
+                global_batch=sum(place.batch for place in job.places), samples=job.samples,
                 predicted_seconds=plan.iteration_seconds, error=error,
             )  # fmt: skip
             write_json(job.run_dir / "report.json", report)

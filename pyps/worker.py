@@ -41,6 +41,7 @@ from pyps.errors import (
 )
 from pyps.metrics import RecordWriter, Span, StepRecord, record_path
 from pyps.policy import DCASGD, R2SP, Backup, Policy, SaPS, acquaint
+from pyps.remote import create_store, open_store
 from pyps.sampling import fetcher, indices
 from pyps.settings import Settings, read_settings
 from pyps.store import Store
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 ATTACH_TIMEOUT_SECONDS = 300.0  # others may still be importing torch and reading data
 RINGMASTER = 2  # Rules.threshold
-POLL_SECONDS = 0.02  # only while the segment does not exist yet: nothing to sleep on
+POLL_SECONDS = 0.02, 0.2  # at first and later; only while the segment does not exist yet: nothing to sleep on
 
 
 def join(
@@ -281,9 +282,10 @@ class Worker:
     def _open_or_create(self, attachment: Attachment, timeout: float) -> Store:
         """Rank 0 creates the segment unless it finds it there (after a restart); the others wait for it."""
         deadline = time.monotonic() + timeout
+        pause, longest = POLL_SECONDS
         while True:
             try:
-                return Store.open(self.settings.store)
+                return open_store(self.settings.store)
             except (SegmentNotFound, NotReady):
                 if self.rank == 0:
                     try:
@@ -292,11 +294,12 @@ class Worker:
                         pass  # somebody else was faster: open that one
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def _create(self, attachment: Attachment) -> Store:
         settings = self.settings
-        return Store.create(
+        return create_store(
             settings.store,
             {entry.name: entry.parameter for entry in attachment.entries},
             batches=settings.planned_batches(),

@@ -26,3 +26,15 @@ def test_pulls(shm: Path) -> None:
     row = next(line for line in text.splitlines() if "writers push" in line)
     assert int(row.split("|")[3].replace(",", "")) > 0, "nobody pushed meanwhile"
     assert not list(shm.iterdir())
+
+
+def test_remote(shm: Path) -> None:
+    text = output("remote.py", "--parameters", "5000", "--rounds", "1")
+    for row in (
+        "bare socket",
+        "gloo send + recv",
+        "pyps exchange, encrypted",
+        "pyps exchange, int4 and int8",
+    ):
+        assert f"| {row} " in text
+    assert not list(shm.iterdir())

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
 SUBCOMMANDS = {
-    "pyps": ("run", "profile", "plan", "simulate", "shm"),
+    "pyps": ("run", "serve", "profile", "plan", "simulate", "shm"),
     "pyps-profile": ("import", "show", "compare", "merge", "link"),
     "pyps-plan": ("what-if", "front"),
 }

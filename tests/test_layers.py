@@ -21,6 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.values", "pyps.metrics", "pyps.throttle", "pyps.sampling", "pyps.models", "pyps.zoo"}),
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
     frozenset({"pyps.area", "pyps.codec", "pyps.policy", "pyps.store", "pyps.segments"}),
+    frozenset({"pyps.remote"}),
     frozenset(
         {
             "pyps.attach",
@@ -52,6 +53,7 @@ BANNED = {
     "pyps.profiler": ("pyps.store", "pyps.native", "pyps.worker"),
     "pyps.supervisor": ("torch", "pyps.worker"),
     "pyps.crew": ("torch", "pyps.worker"),
+    "pyps.remote": ("torch", "pyps.worker", "pyps.cli"),
     "pyps.formats": ("numpy", "torch"),
     "pyps.errors": ("numpy", "torch", "msgspec"),
 }

@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "Find the batch of every worker of a cluster, exactly.",
     "run": "Train a script on this machine, one process a worker, as a plan says.",
     "simulate": "Compare policies on a cluster in virtual time.",
+    "serve": "Let workers on other hosts train with a store of this machine.",
     "shm": "List and clean up shared-memory segments.",
 }
 

@@ -56,6 +56,13 @@ def run_command(
     round_timeout: Annotated[float, typer.Option(help="Seconds that one worker may hold up others.")] = 60.0,
     max_restarts: Annotated[int, typer.Option(help="Of each rank, after it has joined.")] = MAX_RESTARTS,
     snapshot_every: Annotated[int, typer.Option(help="Versions between snapshots; 0: none.")] = 0,
+    connect: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Of a store that `pyps serve` serves: tcp://host:port/name."),
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(metavar="R,R...", help="Start only these of the plan's ranks here.")
+    ] = None,
     rebalance: Annotated[
         bool, typer.Option("--rebalance", help="Move samples between workers that turn slower or faster.")
     ] = False,
@@ -84,6 +91,8 @@ def run_command(
             even=even,
             max_restarts=max_restarts,
             snapshot_every=snapshot_every,
+            connect=connect,
+            ranks=None if ranks is None else _rank_list(ranks),
             rebalance=rebalance,
             on_line=screen.line,
             on_tick=screen.tick,
@@ -118,6 +127,12 @@ def _total(samples: int | None, epochs: float | None, dataset_size: int | None) 
     if not (0 < epochs <= 1e12 and 0 < dataset_size <= 1 << 40):
         raise InputError("--epochs", "", f"{epochs} of {dataset_size} samples", "positive numbers")
     return max(1, round(epochs * dataset_size))
+
+
+def _rank_list(text: str) -> list[int]:
+    if not all(part.isascii() and part.isdigit() for part in text.split(",")):
+        raise InputError("--ranks", "", repr(text), "ranks with commas between, such as 0,2")
+    return [int(part) for part in text.split(",")]
 
 
 class _Screen:

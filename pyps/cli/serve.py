@@ -1,0 +1,61 @@
+"""`pyps serve`: let workers on other hosts train with a store of this machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pyps.errors import InputError
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command("serve")
+def serve_command(
+    store: Annotated[str, typer.Argument(metavar="STORE", help="The store's name; made by a worker if new.")],
+    bind: Annotated[
+        str, typer.Option(help="Where to listen: tcp://host:port; port * for a free one, host * for all.")
+    ] = "tcp://127.0.0.1:*",
+    keys: Annotated[
+        Path | None, typer.Option(help="Folder of keys, made if new; client.key goes to the workers.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Leave this machine without keys: anybody there may train.")
+    ] = False,
+    silence: Annotated[
+        float, typer.Option(help="Seconds without a sign of a worker, after which it counts as dead.")
+    ] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON on stdout.")] = False,
+) -> None:
+    """Serve STORE until interrupted. Workers join it with pyps.join("tcp://host:port/STORE", rank=...)."""
+    try:
+        from pyps.remote.keys import make_keys
+        from pyps.remote.server import Server
+    except ModuleNotFoundError as error:
+        raise InputError("serve", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
+    pair = make_keys(keys) if keys is not None else None
+    _end_on_signals()
+    with Server(store, bind, keys=pair, insecure=insecure, silence_seconds=silence) as server:
+        if as_json:
+            sys.stdout.write(msgspec.json.encode({"address": server.address}).decode() + "\n")
+        else:
+            print(f"serving {server.address}")
+        sys.stdout.flush()
+        server.wait()
+    sys.exit("pyps serve: the server ended by itself")
+
+
+def _end_on_signals() -> None:
+    """Make Ctrl-C, SIGTERM and SIGHUP end the command in order."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)

@@ -1,0 +1,266 @@
+"""A client's end of the link: one call at a time, each done exactly once, none for ever.
+
+A call is sent again when its connection broke before the reply came; the server does it once, whatever comes
+how often. That the server lives is known from its pongs on a connection of its own, which no large frame
+holds up; when they stay away for as long as the server itself waits for its clients, the link is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+from numpy.typing import NDArray
+from zmq.utils.monitor import recv_monitor_message
+
+from pyps.errors import InputError, LinkLost, LinkRefused, StoreError
+from pyps.remote.address import Address
+from pyps.remote.keys import ClientKeys, read_client_keys
+from pyps.remote.pieces import Pieces, pieces
+from pyps.remote.wire import (
+    SESSION_BYTES,
+    VERBS,
+    Answer,
+    Bye,
+    Call,
+    Failure,
+    Ping,
+    Pong,
+    Verb,
+    check_byte_order,
+    decode_reply,
+    encode,
+    encode_raw,
+    raised,
+)
+
+CONNECT_SECONDS = 10.0  # for the first sign of a server
+PINGS_IN_SILENCE = 8
+SLICE_MS = 200  # how often a waiting call looks whether the server still lives
+GOODBYE_SECONDS = 1.0
+DEAD_LINK_MS = 8000  # sent and not acknowledged for so long: the kernel gives the connection up
+MAX_RESENDS = 30  # of one call, at growing intervals
+MAX_BACKOFF_SECONDS = 2.0
+STOP = "inproc://stop"
+WATCHED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+REFUSALS = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server does not admit this key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or only one side has keys",
+}
+
+
+@dataclass
+class Traffic:
+    """Bytes of headers and numbers, both ways, and calls that were sent again."""
+
+    sent: int = 0
+    received: int = 0
+    resent: int = 0
+
+
+class Client:
+    """A session with one server. Not thread-safe: its owner calls it from one thread at a time.
+
+    Every call raises LinkLost once the server is gone, LinkRefused if it does not let this client in.
+    """
+
+    def __init__(self, address: Address) -> None:
+        check_byte_order()
+        self.address = address
+        self.traffic = Traffic()
+        self._keys = read_client_keys(address.keys) if address.keys else None
+        self._session, self._seq = secrets.token_bytes(SESSION_BYTES), 0
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._heart = Heart(self._context, self._dial, self._session)
+        try:
+            self._connect()
+        except InputError:
+            self._context.destroy(linger=0)
+            raise
+        self._heart.start()
+
+    def call(self, verb: str, *arguments: Any, numbers: NDArray[Any] | None = None) -> tuple[Any, Pieces]:
+        """The call's value, and the numbers that came with it. Raises what the call raised over there."""
+        kind, self._seq = VERBS[verb], self._seq + 1
+        call = encode(Call(self._session, self._seq, verb, encode_raw(arguments)))
+        reply, frames = self._converse([call, *pieces([] if numbers is None else [numbers])])
+        if isinstance(reply, Failure):
+            raise raised(reply)
+        return self._value(verb, kind, reply), [frame.buffer for frame in frames]
+
+    def know(self, server: bytes, silence_seconds: float) -> None:
+        """What the server said of itself: pings follow its patience from now on."""
+        self._heart.follow(server, silence_seconds)
+
+    def close(self) -> None:
+        """End the session; the server's deputy leaves the store. Idempotent."""
+        if self._context.closed:
+            return
+        if not self._heart.trouble():
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(encode(Bye(self._session)), zmq.NOBLOCK)
+            self._hang_up(GOODBYE_SECONDS)
+        else:
+            self._hang_up(0.0)
+        self._heart.stop()
+        self._context.term()
+
+    @staticmethod
+    def _value(verb: str, kind: Verb, reply: Answer) -> Any:
+        try:
+            return kind.value.decode(reply.value)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise StoreError(verb, f"the server's answer is not understood: {error}") from None
+
+    def _dial(self, monitored: bool = False) -> zmq.Socket[bytes]:
+        """A socket on its way to the server."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.ipv6 = ":" in self.address.host
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
+        socket.tcp_maxrt = DEAD_LINK_MS
+        socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, 5
+        socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 2, 3
+        if self._keys is not None:
+            _encrypt(socket, self._keys)
+        if monitored:
+            self._monitor = socket.get_monitor_socket(WATCHED)
+        try:
+            socket.connect(self.address.endpoint)
+        except zmq.ZMQError as error:
+            raise InputError("address", "", f"{self.address.endpoint}: {error}", "tcp://host:port") from None
+        return socket
+
+    def _connect(self) -> None:
+        self._socket = self._dial(monitored=True)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _hang_up(self, linger_seconds: float) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(linger_seconds * 1000))
+
+    def _converse(self, frames: list[Any]) -> tuple[Answer | Failure, list[Any]]:
+        """Send until the reply has come."""
+        if self._broken():
+            self._reconnect(0)
+        resends = 0
+        self._send(frames)
+        while True:
+            ready = dict(self._poller.poll(SLICE_MS))
+            if self._socket in ready:
+                header, *rest = self._socket.recv_multipart(copy=False)
+                self.traffic.received += len(header) + sum(len(part) for part in rest)
+                reply = decode_reply(header.buffer)
+                if isinstance(reply, Answer | Failure) and reply.seq == self._seq:
+                    return reply, rest
+            elif self._monitor in ready and self._broken():
+                resends += 1
+                self._reconnect(resends)
+                self._send(frames)
+                self.traffic.resent += 1
+            self._check(resends)
+
+    def _send(self, frames: list[Any]) -> None:
+        self.traffic.sent += sum(memoryview(frame).nbytes for frame in frames)
+        self._socket.send_multipart(frames, copy=False)
+
+    def _broken(self) -> bool:
+        """Whether the connection ended since the last look. Raises LinkRefused where that was on purpose."""
+        ended = False
+        while self._monitor.poll(0):
+            event = zmq.Event(recv_monitor_message(self._monitor)["event"])
+            if event in REFUSALS:
+                raise LinkRefused(str(self.address), REFUSALS[event])
+            ended = True
+        return ended
+
+    def _reconnect(self, attempt: int) -> None:
+        self._hang_up(0.0)
+        if attempt > 1:
+            time.sleep(min(MAX_BACKOFF_SECONDS, 0.05 * 2**attempt))
+        self._connect()
+
+    def _check(self, resends: int) -> None:
+        trouble = self._heart.trouble()
+        if resends > MAX_RESENDS:
+            trouble = f"the connection broke {resends} times during one call"
+        if trouble:
+            raise LinkLost(str(self.address), trouble)
+
+
+class Heart(threading.Thread):
+    """Pings the server, and knows whether it answers.
+
+    Silence is counted in pings, not by the clock: a process that was stopped for an hour has missed nothing.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], dial: Callable[[], zmq.Socket[bytes]], session: bytes
+    ) -> None:
+        super().__init__(name="pyps-heart", daemon=True)
+        self._context, self._dial, self._ping = context, dial, encode(Ping(session))
+        self._interval, self._patience = CONNECT_SECONDS / PINGS_IN_SILENCE / 4, PINGS_IN_SILENCE * 4
+        self._missed = 0
+        self._server: bytes | None = None
+        self._trouble = ""
+        self._bell = context.socket(zmq.PAIR)
+        self._bell.bind(STOP)
+
+    def trouble(self) -> str:
+        """Why the link is lost, or nothing."""
+        if self._missed >= self._patience and not self._trouble:
+            seconds = self._interval * self._missed
+            what = "nothing more" if self._server else "nothing"
+            self._trouble = f"{what} was heard of a server there for {seconds:.1f} s"
+        return self._trouble
+
+    def follow(self, server: bytes, silence_seconds: float) -> None:
+        """Ping at the server's own rhythm."""
+        self._server = self._server or server
+        self._interval, self._patience = silence_seconds / PINGS_IN_SILENCE, PINGS_IN_SILENCE
+
+    def stop(self) -> None:
+        self._bell.send(b"")
+        self.join()
+        self._bell.close()
+
+    def run(self) -> None:
+        with self._context.socket(zmq.PAIR) as bell, self._dial() as socket:
+            bell.connect(STOP)
+            while True:
+                with contextlib.suppress(zmq.Again):
+                    socket.send(self._ping, zmq.NOBLOCK)
+                if bell.poll(self._interval * 1000):
+                    return
+                self._missed = 0 if self._hear(socket) else self._missed + 1
+
+    def _hear(self, socket: zmq.Socket[bytes]) -> bool:
+        """Whether a pong has come."""
+        heard = False
+        while socket.poll(0):
+            pong = decode_reply(socket.recv_multipart()[0])
+            if isinstance(pong, Pong):
+                heard = True
+                if self._server is not None and pong.server != self._server:
+                    self._trouble = "the server was restarted; whether it took the last push is not known"
+        return heard
+
+
+def _encrypt(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
+    socket.curve_serverkey = keys.server.encode()
+    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()

@@ -1,0 +1,50 @@
+"""Large arrays in small frames: while one is sealed, another travels and a third is opened.
+
+A frame is sealed (encrypted) and opened whole, so that one large frame would be idle time on both sides; and
+memory for small ones is used again, where that for a large one comes new from the kernel each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.errors import InvalidArgument
+
+PIECE_BYTES = 1 << 18
+
+Pieces = Sequence[Any]  # buffers: what came after a header
+
+
+def pieces(arrays: Iterable[NDArray[Any]]) -> list[memoryview]:
+    """The bytes of contiguous arrays, one after the other, in views of PIECE_BYTES; none is copied."""
+    flat = [array.data.cast("B") for array in arrays if array.size]
+    return [view[at : at + PIECE_BYTES] for view in flat for at in range(0, len(view), PIECE_BYTES)]
+
+
+def fill(what: str, found: Pieces, *arrays: NDArray[Any]) -> None:
+    """Copy what came to contiguous arrays, one after the other.
+
+    Raises InvalidArgument, having copied nothing, if it is not as large as they.
+    """
+    check_size(what, found, sum(array.nbytes for array in arrays))
+    rest = list(reversed([memoryview(piece).cast("B") for piece in found]))
+    for array in arrays:
+        out, at = array.view(np.uint8).reshape(-1), 0
+        while at < out.size:
+            piece = rest.pop()
+            take = min(len(piece), out.size - at)
+            out[at : at + take] = np.frombuffer(piece[:take], np.uint8)
+            at += take
+            if take < len(piece):
+                rest.append(piece[take:])
+
+
+def check_size(what: str, found: Pieces, size: int) -> None:
+    """Raise InvalidArgument if it is not `size` bytes that came."""
+    came = sum(len(piece) for piece in found)
+    if came != size:
+        raise InvalidArgument(what, f"numbers: found {came} bytes; expected {size}")

@@ -1,0 +1,302 @@
+"""Serving a store: one socket, one loop, and a deputy for each worker that is elsewhere.
+
+The loop decides who is answered what, and never waits for a call: a new call goes to the session's deputy,
+a repeated one gets the kept reply again, whatever is not understood is counted and dropped. Who has not been
+heard of for `silence_seconds` loses his deputy; what he was answered last is kept for when he comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from pyps import native
+from pyps.errors import Busy, InputError, InvalidArgument, LinkLost, SegmentNotFound, StoreError, StoreFull
+from pyps.remote.acts import Site
+from pyps.remote.address import Address, endpoint_parts, is_loopback
+from pyps.remote.deputy import Deputy
+from pyps.remote.keys import ServerKeys
+from pyps.remote.pieces import Pieces
+from pyps.remote.wire import (
+    MAX_HEADER_BYTES,
+    Bye,
+    Call,
+    Malformed,
+    Pong,
+    check_byte_order,
+    decode_request,
+    encode,
+    failure,
+)
+
+SILENCE_SECONDS = 10.0
+MAX_SESSIONS = 256
+FORGET_SECONDS = 600.0  # what a silent worker was answered last is kept for so long
+SEAL_BYTES = 256  # what encryption adds to a frame, with room
+TICK_MS = 250
+OUTLET = "inproc://replies"
+STOP = b"stop"
+DOMAIN = "pyps"  # of the keys that are let in
+
+
+@dataclass
+class Counters:
+    """What a server has seen; bytes are those of headers and numbers."""
+
+    calls: int = 0
+    repeated: int = 0
+    refused: int = 0
+    silenced: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclass
+class Session:
+    """One client. Calls up to `taken` were begun; `reply` is the last one's, None while it is under way.
+
+    `deputy` acts for it, or did so if it is `silent`.
+    """
+
+    heard: float
+    identity: bytes = b""
+    taken: int = 0
+    reply: list[Any] | None = field(default_factory=list)
+    deputy: Deputy | None = None
+    silent: bool = True
+
+
+class Server:
+    """Serves the store of that name, there already or made by the first client, until close().
+
+    bind: tcp://host:port, port * for any free one. keys: who is let in, encrypted; without them only this
+    machine's loopback is served, unless `insecure`. silence_seconds: a client not heard of for so long is
+    dead.
+
+    Raises InputError for a wrong or taken address, or one that leaves this machine in the clear.
+    """
+
+    def __init__(
+        self,
+        store: str,
+        bind: str = "tcp://127.0.0.1:*",
+        *,
+        keys: ServerKeys | None = None,
+        insecure: bool = False,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        check_byte_order()
+        host, _ = endpoint_parts(bind)
+        if keys is None and not insecure and not is_loopback(host):
+            expected = "keys (`--keys DIR`), or that it is to be insecure (`--insecure`)"
+            raise InputError("serve", "bind", f"{bind}, which leaves this machine, without keys", expected)
+        if not 0.0 < silence_seconds <= FORGET_SECONDS:
+            raise InputError("serve", "silence", f"{silence_seconds} s", f"0 to {FORGET_SECONDS:g} s")
+        self.counters = Counters()
+        self.store = store
+        self._sessions: dict[bytes, Session] = {}
+        self._deputies: list[Deputy] = []
+        self._site = Site(store, secrets.token_bytes(8), silence_seconds, self._note_created)
+        self._created = self._closed = False
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
+        self._guard: ThreadAuthenticator | None = None
+        try:
+            self._router = self._bind(bind, keys)
+        except BaseException:
+            self._end()
+            raise
+        self._outlet = self._context.socket(zmq.PULL)
+        self._outlet.bind(OUTLET)
+        self._thread = threading.Thread(target=self._serve, name="pyps-server", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """Where clients find the store: tcp://host:port/name, with the host that was bound."""
+        host, port = endpoint_parts(self._endpoint)
+        return str(Address(host, port or 0, self.store))
+
+    def wait(self) -> None:
+        """Until the server ends, which it does by close() from another thread, or by a fault of its own."""
+        self._thread.join()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop answering; the deputies leave the store, for which they have `timeout` seconds.
+
+        Those that wait there for others leave when their wait ends. A store that was made through the link
+        is removed. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with self._context.socket(zmq.PUSH) as stop:
+            stop.connect(OUTLET)
+            stop.send(STOP)
+        self._thread.join()
+        deadline = time.monotonic() + timeout
+        for deputy in self._deputies:
+            deputy.join(max(0.0, deadline - time.monotonic()))
+        if self._created:
+            with contextlib.suppress(SegmentNotFound):
+                native.unlink(self.store, force=True)
+        self._router.close(linger=200)
+        self._outlet.close()
+        self._end()
+
+    def _end(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+        if not any(deputy.is_alive() for deputy in self._deputies):
+            self._context.destroy(linger=0)  # else its sockets end with their threads
+
+    def _bind(self, bind: str, keys: ServerKeys | None) -> zmq.Socket[bytes]:
+        router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        router.maxmsgsize = MAX_HEADER_BYTES + SEAL_BYTES  # of a frame; pieces are smaller still
+        router.rcvhwm = 16
+        router.ipv6 = ":" in endpoint_parts(bind)[0]
+        if keys is not None:
+            self._guard = ThreadAuthenticator(self._context)
+            self._guard.start()
+            self._guard.configure_curve_callback(DOMAIN, _Admission(keys.clients))
+            router.curve_server = True
+            router.curve_publickey, router.curve_secretkey = keys.public.encode(), keys.secret.encode()
+            router.zap_domain = DOMAIN.encode()
+        try:
+            router.bind(bind)
+        except zmq.ZMQError as error:
+            raise InputError(
+                "serve", "bind", f"{bind}: {error}", "an address of this machine that is free"
+            ) from None
+        self._endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        return router
+
+    def _note_created(self) -> None:
+        self._created = True
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._outlet, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(TICK_MS))
+            if self._outlet in ready:
+                name, *frames = self._outlet.recv_multipart(copy=False)
+                if name.bytes == STOP:
+                    break
+                self._finish(name.bytes, frames)
+            if self._router in ready:
+                self._receive(self._router.recv_multipart(copy=False))
+            self._look_for_silence()
+        for deputy in self._deputies:
+            deputy.work.put(None)
+
+    def _receive(self, frames: list[Any]) -> None:
+        identity, *parts = frames
+        self.counters.bytes_in += sum(len(part) for part in parts)
+        message = decode_request(parts[0].buffer) if parts else Malformed("no frame")
+        if isinstance(message, Malformed):
+            self.counters.refused += 1
+            return
+        session = self._sessions.get(message.session)
+        if session is not None:
+            session.heard = time.monotonic()
+        if isinstance(message, Call):
+            self._take(identity.bytes, session, message, [part.buffer for part in parts[1:]])
+        elif isinstance(message, Bye):
+            if session is not None and session.deputy is not None:
+                session.deputy.work.put(None)
+            self._sessions.pop(message.session, None)
+        else:
+            self._send(identity.bytes, [encode(Pong(self._site.server))])
+
+    def _take(self, identity: bytes, session: Session | None, call: Call, numbers: Pieces) -> None:
+        """A call: a new one to the deputy, a repeated one is answered as it was, another is refused."""
+        if session is None:
+            if call.seq != 1:
+                self._refuse(identity, call, LinkLost("session", "the server does not know it"))
+                return
+            if not self._has_room():
+                self._refuse(identity, call, StoreFull("session", f"found {MAX_SESSIONS} clients"))
+                return
+            session = self._sessions[call.session] = Session(time.monotonic())
+        session.identity = identity
+        if call.seq == session.taken:
+            self.counters.repeated += 1
+            if session.reply is not None:
+                self._send(identity, session.reply)
+        elif session.reply is None:
+            self._refuse(identity, call, Busy("session", "its call before is still under way"))
+        elif call.seq > session.taken:
+            session.taken, session.reply = call.seq, None
+            self.counters.calls += 1
+            self._deputy_of(call.session, session).work.put((call, numbers))
+        else:
+            text = f"seq: found {call.seq}; expected at least {session.taken}"
+            self._refuse(identity, call, InvalidArgument("session", text))
+
+    def _refuse(self, identity: bytes, call: Call, why: StoreError) -> None:
+        self.counters.refused += 1
+        self._send(identity, [failure(call.seq, why)])
+
+    def _deputy_of(self, name: bytes, session: Session) -> Deputy:
+        if session.silent or session.deputy is None:
+            session.deputy = Deputy(self._context, OUTLET, name, self._site, session.deputy)
+            session.silent = False
+            session.deputy.start()
+            self._deputies = [d for d in self._deputies if d.is_alive()] + [session.deputy]
+        return session.deputy
+
+    def _finish(self, name: bytes, frames: list[Any]) -> None:
+        session = self._sessions.get(name)
+        if session is not None:
+            session.reply = frames
+            self._send(session.identity, frames)
+
+    def _send(self, identity: bytes, frames: list[Any]) -> None:
+        self.counters.bytes_out += sum(len(frame) for frame in frames)
+        with contextlib.suppress(zmq.Again):  # it went away: it will ask again
+            self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+
+    def _look_for_silence(self) -> None:
+        now = time.monotonic()
+        for name, session in list(self._sessions.items()):
+            quiet = now - session.heard
+            if session.deputy is not None and not session.silent and quiet > self._site.silence_seconds:
+                session.deputy.work.put(None)
+                session.silent = True
+                self.counters.silenced += 1
+            elif quiet > FORGET_SECONDS:
+                del self._sessions[name]
+
+    def _has_room(self) -> bool:
+        """Whether one session more is all right; the one that has been silent for longest makes room."""
+        if len(self._sessions) < MAX_SESSIONS:
+            return True
+        silent = [(s.heard, name) for name, s in self._sessions.items() if s.silent]
+        if silent:
+            del self._sessions[min(silent)[1]]
+        return bool(silent)
+
+
+class _Admission:
+    """For the authenticator: who holds one of these public keys may come."""
+
+    def __init__(self, clients: tuple[str, ...]) -> None:
+        self._clients = {client.encode() for client in clients}
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._clients

@@ -1,0 +1,51 @@
+"""A pyps.Store that is elsewhere: the same object, its calls made over a link."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, cast
+
+from pyps import native
+from pyps.errors import StoreError
+from pyps.remote.calls import Calls
+from pyps.remote.client import Traffic
+from pyps.store import Store
+from pyps.values import Config
+
+T = TypeVar("T")
+
+
+class RemoteStore(Store):
+    """Made by `open` or `create` with an address (pyps.remote.address) in place of a name.
+
+    Also raises LinkLost: the server is gone; whether it took a push under way is then not known. Fenced also
+    means that the server had not heard of this worker for so long that it gave its samples to others.
+    """
+
+    @classmethod
+    def open(cls, name: str) -> Self:
+        return cls(name, native.Pointer(Calls(name)), unlinks=False)
+
+    @classmethod
+    def _make(cls, name: str, config: Config, *, keep: bool) -> Self:
+        return cls(name, native.Pointer(Calls(name, config)), unlinks=False)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What went over the link so far."""
+        return self._calls.client.traffic
+
+    @property
+    def _calls(self) -> Calls:
+        return cast(Calls, self._pointer)
+
+    def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+        return cast(T, getattr(self._calls, function.__name__)(*arguments))
+
+    def _release(self, pointer: native.Pointer, joined: bool) -> None:
+        calls = cast(Calls, pointer)
+        with contextlib.suppress(StoreError):
+            if joined:
+                calls.leave()
+        calls.close()

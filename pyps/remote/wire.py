@@ -1,0 +1,214 @@
+"""What goes over the link: which calls there are, and what each carries. One page is the whole protocol.
+
+A message is a header (msgpack, at most MAX_HEADER_BYTES) and bare numbers in pieces (pyps.remote.pieces). The
+calls are those of pyps.native, by name. Every call has a name of its own, {session, seq}: a server does each
+one once, and answers a repeated one with the same bytes again. A session has one call under way at a time.
+
+    client -> server    Call(session, seq, verb, arguments) [numbers]
+                        Ping(session)       on a connection of its own, which no bulk holds up
+                        Bye(session)        nothing comes back
+    server -> client    Answer(seq, value) [numbers ...]
+                        Failure(seq, code, what, message)
+                        Pong(server)        another server than before: it was restarted
+
+Numbers are little-endian fp32, a codec's bytes, or (steps of a snapshot) 64-bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from pyps.errors import InvalidArgument, StoreError
+from pyps.native import ERRORS
+from pyps.values import (
+    Advice,
+    Claim,
+    Codec,
+    Hyper,
+    Layout,
+    Member,
+    Optimizer,
+    PushResult,
+    RankCounters,
+    Role,
+    Rules,
+    Status,
+    Tensor,
+)
+
+PROTOCOL = 1
+SESSION_BYTES = 16
+MAX_HEADER_BYTES = 4 << 20  # tensors by name: some 20,000 of them
+MAX_CALL_SECONDS = 3600.0  # no call waits longer, whatever was asked
+STORE_TIMEOUT = -1.0
+
+Seconds = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Position = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Rank = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+Session = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Call(_Message, frozen=True):
+    session: Session
+    seq: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    verb: str
+    arguments: msgspec.Raw
+
+
+class Ping(_Message, frozen=True):
+    session: Session
+
+
+class Bye(_Message, frozen=True):
+    session: Session
+
+
+class Answer(_Message, frozen=True):
+    seq: int
+    value: msgspec.Raw
+
+
+class Failure(_Message, frozen=True):
+    seq: int
+    code: str
+    what: str
+    message: str
+
+
+class Pong(_Message, frozen=True):
+    server: bytes
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """pyps.values.Config without the initial values, which are the call's numbers."""
+
+    tensors: tuple[Tensor, ...]
+    batches: tuple[int, ...]
+    groups: int
+    optimizer: Optimizer
+    policy: int
+    round_timeout_seconds: float
+    samples: int
+    chunk_params: int
+    max_participants: int
+    snapshot_spares: int
+    areas: int
+    rules: Rules
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """What an opened store is like; `silence_seconds`: a client that says nothing for so long is dead."""
+
+    server: bytes
+    silence_seconds: float
+    layout: Layout
+    tensors: tuple[Tensor, ...]
+
+
+class Gradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A push; the gradient, or its codes, are the call's numbers, unless samples is 0."""
+
+    samples: Count
+    hyper: tuple[Hyper, ...]
+    scale: float
+    timeout: Seconds
+    codec: Codec
+    square_norm: float = 0.0
+
+
+class Verb:
+    """The types of a call's arguments and of its value."""
+
+    def __init__(self, arguments: Any, value: Any) -> None:
+        self.arguments = msgspec.msgpack.Decoder(arguments)
+        self.value = msgspec.msgpack.Decoder(value)
+
+
+VERBS: Mapping[str, Verb] = {
+    "hello": Verb(tuple[int, str], Welcome),
+    "create": Verb(tuple[int, str, Recipe], Welcome),
+    "join": Verb(tuple[Role, Rank], int),
+    "leave": Verb(tuple[()], None),
+    "rejoin": Verb(tuple[()], None),
+    "reap": Verb(tuple[()], int),
+    "start": Verb(tuple[Seconds], Claim),
+    "pull": Verb(tuple[()], int),
+    "pull_encoded": Verb(tuple[Codec], int),
+    "push": Verb(tuple[Gradient], PushResult),
+    "exchange": Verb(tuple[Gradient, Codec], tuple[PushResult, int]),
+    "check_step": Verb(tuple[Count, Count], Advice),
+    "offer": Verb(tuple[Count], None),
+    "get_rules": Verb(tuple[()], Rules),
+    "snapshot": Verb(tuple[Count, Seconds], int),
+    "get_status": Verb(tuple[()], Status),
+    "get_members": Verb(tuple[()], list[Member]),
+    "get_ranks": Verb(tuple[()], list[RankCounters]),
+    "replan": Verb(tuple[tuple[Count, ...]], None),
+    "wait": Verb(tuple[Position, Seconds], None),
+}
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Call | Ping | Bye)
+_replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer | Failure | Pong)
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Bytes that are no message of ours, and why."""
+
+    reason: str
+
+
+def encode(message: Call | Ping | Bye | Answer | Failure | Pong) -> bytes:
+    return _encoder.encode(message)
+
+
+def encode_raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(value))
+
+
+def decode_request(header: Any) -> Call | Ping | Bye | Malformed:
+    """A header from anybody: never raises."""
+    if len(header) > MAX_HEADER_BYTES:
+        return Malformed(f"a header of {len(header)} bytes")
+    try:
+        request: Call | Ping | Bye = _requests.decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return Malformed(str(error))
+    return request
+
+
+def decode_reply(header: Any) -> Answer | Failure | Pong | Malformed:
+    """A header from a server: never raises."""
+    try:
+        reply: Answer | Failure | Pong = _replies.decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return Malformed(str(error))
+    return reply
+
+
+def failure(seq: int, error: StoreError) -> bytes:
+    """An error, to be raised again on the other side."""
+    return encode(Failure(seq, error.code, error.what, error.message))
+
+
+def raised(reply: Failure) -> StoreError:
+    """The error that a Failure stands for."""
+    return ERRORS.get(reply.code, StoreError)(reply.what, reply.message)
+
+
+def check_byte_order() -> None:
+    """Raise InvalidArgument on a machine whose numbers are not what the link carries."""
+    if sys.byteorder != "little":
+        raise InvalidArgument("link", f"found a {sys.byteorder}-endian machine; expected a little-endian one")

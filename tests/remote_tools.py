@@ -1,0 +1,164 @@
+"""What the tests of the link share: a relay that can hold back and cut, and clients made by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+
+from pyps.remote.address import parse_address
+from pyps.remote.wire import Answer, Call, Failure, Pong, decode_reply, encode, encode_raw
+
+PATIENCE_SECONDS = 20.0
+
+
+def eventually(what: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait until it is so; fail if it never is."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.01)
+
+
+class Relay:
+    """A TCP relay. While `deaf`, what the server says is swallowed; `cut` ends all connections.
+
+    breaks_every: of the server's pieces one in so many is swallowed, and all connections end; 0: never.
+    """
+
+    def __init__(self, address: str, breaks_every: int = 0) -> None:
+        target = parse_address(address)
+        self._target = (target.host, target.port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}/{target.store}"
+        self.deaf = threading.Event()
+        self.swallowed = 0
+        self._breaks_every, self._pieces = breaks_every, 0
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._upstream: set[socket.socket] = set()
+        self._cut = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._drop_all()
+        self._listener.close()
+
+    def cut(self) -> None:
+        """End every connection that there is; new ones are relayed."""
+        self._cut.set()
+        eventually(lambda: not self._cut.is_set())
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._cut.is_set():
+                self._drop_all()
+                self._cut.clear()
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._listener, selectors.EVENT_READ)
+                for one in self._pairs:
+                    selector.register(one, selectors.EVENT_READ)
+                for key, _ in selector.select(0.01):
+                    self._serve(key.fileobj)
+
+    def _serve(self, one: Any) -> None:
+        if one is self._listener:
+            client, _ = self._listener.accept()
+            server = socket.create_connection(self._target)
+            self._pairs[client], self._pairs[server] = server, client
+            self._upstream.add(server)
+            return
+        if one not in self._pairs:
+            return
+        try:
+            data = one.recv(1 << 20)
+            self._pieces += one in self._upstream
+            if one in self._upstream and self.deaf.is_set():
+                self.swallowed += len(data)
+            elif one in self._upstream and self._breaks_every and self._pieces % self._breaks_every == 0:
+                self._cut.set()
+            elif data:
+                self._pairs[one].sendall(data)
+        except OSError:
+            data = b""
+        if not data:
+            other = self._pairs.pop(one)
+            self._pairs.pop(other, None)
+            one.close()
+            other.close()
+
+    def _drop_all(self) -> None:
+        for one in list(self._pairs):
+            one.close()
+        self._pairs.clear()
+        self._upstream.clear()
+
+
+class RawClient:
+    """A client made by hand, that may say anything."""
+
+    def __init__(self, address: str) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(parse_address(address).endpoint)
+        self.session, self.seq = secrets.token_bytes(16), 0
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.destroy(linger=0)
+
+    def message(self, verb: str, *arguments: Any) -> bytes:
+        self.seq += 1
+        return encode(Call(self.session, self.seq, verb, encode_raw(arguments)))
+
+    def send(self, *frames: Any) -> None:
+        self.socket.send_multipart(list(frames))
+
+    def reply(self, seconds: float = PATIENCE_SECONDS) -> Answer | Failure | Pong | None:
+        if not self.socket.poll(seconds * 1000):
+            return None
+        reply = decode_reply(self.socket.recv_multipart()[0])
+        assert isinstance(reply, Answer | Failure | Pong), reply
+        return reply
+
+    def ask(self, verb: str, *arguments: Any) -> Answer | Failure | Pong | None:
+        self.send(self.message(verb, *arguments))
+        return self.reply()
+
+
+@contextmanager
+def process(code: str, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that runs `code`, gone at the end."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env},
+    )  # fmt: skip
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        child.wait()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                stream.close()
