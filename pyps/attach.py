@@ -216,6 +216,12 @@ class Binding:
         """Whether some parameter lives outside the CPU."""
         return any(p.device.type != "cpu" for p, _, _ in self._copied)
 
+    @property
+    def device(self) -> torch.device:
+        """Where steps are computed: the first GPU that has a parameter, else the CPU."""
+        devices = [p.device for p, _, _ in self._copied if p.device.type != "cpu"]
+        return devices[0] if devices else torch.device("cpu")
+
     def refresh(self) -> None:
         """After a pull into `flat`: bring the parameters that are copies up to date."""
         with torch.no_grad():

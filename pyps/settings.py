@@ -23,7 +23,7 @@ import msgspec
 
 from pyps.codec import fed_back
 from pyps.errors import InputError
-from pyps.formats import Fit, Plan, read_plan
+from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.policy import BSP, Policy, policy_named
 from pyps.values import Codec, Encoding
 
@@ -55,6 +55,8 @@ class Settings:
     throttle: ThrottleSpec | None
     encoding: Encoding
     launched: bool
+    memory: Memory | None = None  # what samples take of it
+    max_batch: int = 0  # the most samples at once that the plan allows; 0: no limit
 
     def planned_batches(self) -> tuple[int, ...]:
         """The batch of each rank. Raises InputError where nobody told."""
@@ -81,12 +83,15 @@ def store_batches(plan: Plan) -> tuple[int, ...]:
     return tuple(worker.batch for worker in plan.workers if worker.batch > 0)
 
 
-def _micro_batch(plan: Plan | None, rank: int) -> int:
-    """The most at once: as planned where the batch is split, else what the worker may, as batches change."""
+def _planned(plan: Plan | None, rank: int) -> PlanWorker | None:
     workers = [worker for worker in plan.workers if worker.batch > 0] if plan else []
-    if rank >= len(workers):
+    return workers[rank] if rank < len(workers) else None
+
+
+def _micro_batch(worker: PlanWorker | None) -> int:
+    """The most at once: as planned where the batch is split, else what the worker may, as batches change."""
+    if worker is None:
         return 0
-    worker = workers[rank]
     return worker.micro_batch if worker.accumulation > 1 else worker.max_batch or worker.micro_batch
 
 
@@ -115,13 +120,14 @@ def read_settings(
     if rank is None:
         rank = _integer(env, "PYPS_RANK")
     plan = read_plan(path) if (path := env.get("PYPS_PLAN")) else None
+    planned = _planned(plan, rank)
     if micro_batch is not None and micro_batch < 1:
         raise InputError("join", "micro_batch", str(micro_batch), "at least 1")
     return Settings(
         store=name,
         rank=rank,
         batches=tuple(batches) if batches is not None else store_batches(plan) if plan else (),
-        micro_batch=micro_batch if micro_batch is not None else _micro_batch(plan, rank),
+        micro_batch=micro_batch if micro_batch is not None else _micro_batch(planned),
         policy=_policy(policy, env),
         samples=samples if samples is not None else _integer(env, "PYPS_SAMPLES", 0),
         seed=seed if seed is not None else _integer(env, "PYPS_SEED", 0),
@@ -129,6 +135,8 @@ def read_settings(
         throttle=_throttle(env),
         encoding=fed_back(codec if codec is not None else env.get("PYPS_CODEC") or Codec.F32),
         launched=store is None,
+        memory=planned.memory if planned else None,
+        max_batch=(planned.max_batch or 0) if planned else 0,
     )
 
 

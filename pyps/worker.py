@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -39,12 +40,13 @@ from pyps.errors import (
     SegmentNotFound,
     TimedOut,
 )
+from pyps.memory import Room, budget_bytes, sharers
 from pyps.metrics import RecordWriter, Span, StepRecord, record_path
-from pyps.policy import DCASGD, R2SP, Backup, Policy, SaPS, acquaint
+from pyps.policy import DCASGD, HPS, R2SP, Backup, Policy, SaPS, acquaint
 from pyps.sampling import fetcher, indices
 from pyps.settings import Settings, read_settings
 from pyps.store import Store
-from pyps.values import Advice, Claim, Codec, PushResult
+from pyps.values import Advice, Claim, Codec, MemberState, PushResult
 
 if TYPE_CHECKING:
     from pyps.throttle import Span as ThrottleSpan
@@ -109,6 +111,8 @@ class Worker:
         self._step: _Step | None = None
         self._records: RecordWriter | None = None
         self._throttle: Throttle | None = None
+        self._room: Room | None = None
+        self._offered = -1
         self._stepping = self._finite = False
         self._count = 0
         self._fresh: int | None = None  # the version that an exchange has left in the model
@@ -155,6 +159,9 @@ class Worker:
         binding.refresh()
         chosen.register_step_pre_hook(self._on_optimizer_step)
         self._throttle = self.settings.make_throttle(on_gpu=binding.on_gpu)
+        if self._is(HPS):
+            read = partial(self._budget, binding.device)
+            self._room = Room(self.settings.memory, self.settings.max_batch, read)
         if self.settings.run_dir is not None:
             self._records = RecordWriter(record_path(self.settings.run_dir, self.rank, os.getpid()))
 
@@ -234,9 +241,8 @@ class Worker:
         """Between two micro-batches: whether the next one is worth computing."""
         if not self._is(SaPS, Backup):
             return Advice.GO_ON
-        following = min(step.left, self.settings.micro_batch or step.left)
         try:
-            advice = self.store.check(step.done, following)
+            advice = self.store.check(step.done, self._at_once(step))
         except Fenced:
             self.fenced += 1
             self.store.rejoin()
@@ -315,6 +321,7 @@ class Worker:
         store, began = self.store, time.monotonic()
         while True:
             try:
+                self._offer()
                 claim = self._claim()
                 area = store.stage()
                 ready = time.monotonic()
@@ -339,11 +346,28 @@ class Worker:
         Each backward adds the mean over its micro-batch, so what is there is first brought to the new one's
         weight: after the last, of m samples, the sum times m / b is the mean over all b samples.
         """
-        before, step.micro = step.micro_before, min(step.left, self.settings.micro_batch or step.left)
+        before, step.micro = step.micro_before, self._at_once(step)
         step.left -= step.micro
         if before and before != step.micro:
             self._require()[2].weigh(before / step.micro)
         step.micro_before = step.micro
+
+    def _at_once(self, step: _Step) -> int:
+        """Samples of the next micro-batch: as planned, and no more than memory holds now."""
+        limits = (step.left, self.settings.micro_batch, self._room.look() if self._room is not None else 0)
+        return min(limit for limit in limits if limit)
+
+    def _offer(self) -> None:
+        """Tell the policy how many samples fit into memory now."""
+        if self._room is not None and self._room.look() != self._offered:
+            self.store.offer(self._room.most_)
+            self._offered = self._room.most_
+
+    def _budget(self, device: torch.device) -> int:
+        """All that this process may hold. The segment is this machine's, and so are the others in it."""
+        alive = (MemberState.ACTIVE, MemberState.FENCED)
+        others = [member.pid for member in self.store.members() if member.state in alive]
+        return budget_bytes(device, sharers(others))
 
     def _claim(self) -> Claim:
         """start(), patient for as long as not every rank has joined for the first time."""

@@ -18,7 +18,17 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.errors"}),
     frozenset({"pyps.formats"}),
     frozenset({"pyps.profiler.fit"}),  # the cost model, which the throttle and the planner evaluate too
-    frozenset({"pyps.values", "pyps.metrics", "pyps.throttle", "pyps.sampling", "pyps.models", "pyps.zoo"}),
+    frozenset(
+        {
+            "pyps.memory",
+            "pyps.metrics",
+            "pyps.models",
+            "pyps.sampling",
+            "pyps.throttle",
+            "pyps.values",
+            "pyps.zoo",
+        }
+    ),
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
     frozenset({"pyps.area", "pyps.codec", "pyps.policy", "pyps.store", "pyps.segments"}),
     frozenset(
