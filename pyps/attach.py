@@ -11,6 +11,7 @@ directions.
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -21,7 +22,8 @@ import torch
 from torch import nn
 
 from pyps.area import Area
-from pyps.errors import InputError
+from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
+from pyps.settings import Settings
 from pyps.store import Store
 from pyps.values import Hyper, Optimizer, Snapshot, Tensor
 
@@ -33,6 +35,7 @@ KINDS = {
 }
 REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+POLL_SECONDS = 0.02  # only while the segment does not exist yet: nothing to sleep on
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -184,6 +187,36 @@ def check_same(store: Store, attachment: Attachment) -> None:
     if attachment.kind is not store.layout.optimizer:
         found, expected = attachment.kind.name.lower(), store.layout.optimizer.name.lower()
         raise InputError(where, "optimizer", found, f"{expected}, as in the store")
+
+
+def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -> Store:
+    """Rank 0 creates the segment unless it finds it there (after a restart); the others wait for it."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return Store.open(settings.store)
+        except (SegmentNotFound, NotReady):
+            if settings.rank == 0:
+                try:
+                    return _create(settings, attachment)
+                except SegmentExists:
+                    pass  # somebody else was faster: open that one
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_SECONDS)
+
+
+def _create(settings: Settings, attachment: Attachment) -> Store:
+    return Store.create(
+        settings.store,
+        {entry.name: entry.parameter for entry in attachment.entries},
+        batches=settings.planned_batches(),
+        optimizer=attachment.kind,
+        policy=settings.policy,
+        groups={entry.name: entry.group for entry in attachment.entries},
+        samples=settings.samples,
+        keep=settings.launched,
+    )
 
 
 def _described(name: str, shape: tuple[int, ...], group: int) -> str:
