@@ -133,6 +133,11 @@ class Pipeline:
         self.ahead = delivery.ahead
         return step, delivery
 
+    @property
+    def failed(self) -> bool:
+        """Whether receive() has raised what a transfer raised."""
+        return self._broken is not None
+
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Leave the store after the transfer under way. Raises TimedOut. Idempotent."""
         self._carrier.close(self._store.close, timeout)

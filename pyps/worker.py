@@ -17,7 +17,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +32,6 @@ from pyps.errors import (
     Ended,
     Fenced,
     InputError,
-    PypsError,
     TimedOut,
 )
 from pyps.memory import Room, budget_bytes, sharers
@@ -281,7 +279,7 @@ class Worker:
         try:
             if self._pipeline is not None:
                 self._pipeline.close()
-                with suppress(PypsError):  # step() would have raised it
+                if not self._pipeline.failed:
                     self._receive()
             elif self._store is not None:
                 self._store.close()
