@@ -19,13 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from pyps.area import Area
+from pyps.device_codec import LEVELS
 from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
+from pyps.lane import Lane, Pins
 from pyps.settings import Settings
 from pyps.store import Store
-from pyps.values import Hyper, Optimizer, Snapshot, Tensor
+from pyps.values import Codec, Hyper, Optimizer, Snapshot, Tensor
 
 KINDS = {
     torch.optim.SGD: Optimizer.SGD,
@@ -36,6 +39,7 @@ KINDS = {
 REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 POLL_SECONDS = 0.02  # only while the segment does not exist yet: nothing to sleep on
+ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -224,9 +228,12 @@ def _described(name: str, shape: tuple[int, ...], group: int) -> str:
 
 
 class Binding:
-    """A model's parameters on one flat local vector, and its gradients on whatever area is being filled."""
+    """A model's parameters on one flat local vector, and its gradients on whatever area is being filled.
 
-    def __init__(self, attachment: Attachment, store: Store) -> None:
+    `codec`: to encode gradients in on the device, where all of the model is on one that does (`codes`).
+    """
+
+    def __init__(self, attachment: Attachment, store: Store, codec: Codec | None = None) -> None:
         self.flat = np.zeros(store.layout.flat_elements, np.float32)
         self._slices = {t.name: t for t in store.tensors}
         local = torch.from_numpy(self.flat)
@@ -240,6 +247,15 @@ class Binding:
                 self._direct.append((p, place))
             else:
                 self._copied.append((p, place, view))
+        copied = [(p, place) for p, place, _ in self._copied]
+        encodes = not self._direct and self.device.type in ENCODES_ON and codec in LEVELS
+        together = {p.device for p, _ in copied} == {self.device}
+        self._lane = (
+            Lane(copied, self.flat.size, self.device, codec if encodes else None) if together else None
+        )
+        self._pins = Pins() if self.on_gpu else None
+        if self._pins is not None:
+            self._pins.pin(self.flat)
         self._area: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._kept: list[torch.Tensor | None] = []
@@ -261,6 +277,11 @@ class Binding:
             for p, _, view in self._copied:
                 p.copy_(view)
 
+    @property
+    def codes(self) -> NDArray[np.uint8] | None:
+        """The gradient that was collected, encoded on the device; None: it is in the area as fp32."""
+        return self._lane.codes if self._lane is not None and self._lane.codec is not None else None
+
     def fill(self, area: Area) -> None:
         """Zero the area and let every `.grad` be a view of it, so that backward accumulates in place."""
         area.flat.fill(0.0)
@@ -270,6 +291,23 @@ class Binding:
             p.grad = view
         for p, _, _ in self._copied:
             p.grad = None
+        if self._pins is not None:
+            self._pins.pin(area.flat)
+        if self._lane is not None:
+            self._lane.begin(self._area)
+
+    def last(self, scale: float) -> None:
+        """The next backward is the last one: gradients may travel to the area as soon as each is there.
+
+        `scale` multiplies what is encoded on the way.
+        """
+        if self._lane is not None:
+            self._lane.last(scale)
+
+    def settle(self, admitted: bool) -> None:
+        """What became of the gradient that was encoded on the device: what was left of it is kept or not."""
+        if self._lane is not None:
+            self._lane.settle(admitted)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [p.grad for p, _ in self._direct] + [p.grad for p, _, _ in self._copied]
@@ -292,13 +330,21 @@ class Binding:
                 found = "gradients cleared between the micro-batches of one batch"
                 raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
 
-    def collect(self) -> None:
-        """Bring every gradient that is not already a view of the area there; a missing one counts as zero."""
+    def collect(self, scale: float, *, unscaled: bool) -> None:
+        """Bring every gradient that is not already a view of the area there; a missing one counts as zero.
+
+        `scale` multiplies what is encoded on the way. unscaled: a GradScaler has changed the gradients.
+        """
         if self._area is None:
             return
         for (p, _), view in zip(self._direct, self._views, strict=True):
             if p.grad is not view:
                 _copy_gradient(p, view)
+        if self._lane is not None:
+            if unscaled:
+                self._lane.forget()
+            self._lane.finish(scale)
+            return
         for p, place, _ in self._copied:
             _copy_gradient(p, _slice(self._area, place))
 
@@ -309,6 +355,14 @@ class Binding:
             p.grad = None
         for p, _, _ in self._copied:
             p.grad = None
+
+    def close(self) -> None:
+        """Let go of the area, of the driver and of the parameters' hooks. Idempotent."""
+        self.release()
+        if self._lane is not None:
+            self._lane.close()
+        if self._pins is not None:
+            self._pins.close()
 
 
 def _slice(flat: torch.Tensor, place: Tensor) -> torch.Tensor:

@@ -10,11 +10,14 @@ device: torch divides by a number on a GPU by multiplying with its reciprocal, w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from pyps.errors import InputError, NotFinite
 from pyps.values import Codec, EncodeCounts, NonFinite
+
+Carried = NonFinite | Literal["carry"]
 
 TINY = 1e-30  # below it a block's scale is 0, and all of it stays in the residual
 
@@ -37,13 +40,15 @@ def encode(
     scale: float = 1.0,
     residual: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
-    nonfinite: NonFinite = "error",
+    nonfinite: Carried = "error",
 ) -> tuple[torch.Tensor, torch.Tensor, EncodeCounts]:
     """scale * values + residual, encoded: (codes, uint8; scales, float32 [blocks]; what was not finite).
 
     values, residual, residual_out: float32 [n] on one device; `residual_out`, which must not be `residual`,
-    receives what the code does not carry. A last block that is not full is coded as if zeros followed. Raises
-    NotFinite under the policy "error", InputError for another codec.
+    receives what the code does not carry. A last block that is not full is coded as if zeros followed.
+    `nonfinite`: as in pyps.values.Encoding, or "carry": a block with something that is not finite has a NaN
+    for its scale, which a store refuses, and the device is not waited for. Raises NotFinite under the policy
+    "error", InputError for another codec.
     """
     if codec not in LEVELS:
         raise InputError("device codec", "codec", codec.name.lower(), "int8 or int4")
@@ -55,7 +60,7 @@ def encode(
     amax = summed.abs().amax(dim=1)
     bad = ~torch.isfinite(amax)
     counts = EncodeCounts(0, 0)
-    if bool(bad.any()):
+    if nonfinite != "carry" and bool(bad.any()):
         summed, counts = _mended(v, kept, bad, nonfinite)
         amax = summed.abs().amax(dim=1)
         if nonfinite == "skip":
@@ -63,6 +68,7 @@ def encode(
     large = amax >= TINY
     most = torch.full_like(amax, levels.most)
     scales = torch.where(large, amax / most, torch.zeros_like(amax))
+    scales = torch.where(torch.isfinite(amax), scales, torch.nan)
     inverse = torch.where(large, most / torch.where(large, amax, most), torch.zeros_like(amax))
     codes = (summed * inverse.unsqueeze(1)).round_()
     if residual_out is not None:

@@ -24,7 +24,8 @@ class Gradient:
     """A ready gradient in its area: the mean over `samples` once it is multiplied by `scale`.
 
     samples 0: a step to skip. `based`: the version it was computed on, in `seconds`; `pulled`: what that was,
-    where the policy needs it. `square_norm`: for SaPS; 0: not known.
+    where the policy needs it. `square_norm`: for SaPS; 0: not known. `codes`: the gradient, scaled and
+    encoded already, in place of the area's.
     """
 
     area: Area
@@ -35,6 +36,7 @@ class Gradient:
     seconds: float
     square_norm: float = 0.0
     pulled: Flat | None = None
+    codes: NDArray[np.uint8] | None = None
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class Transfer:
 
     def __init__(self, store: Store, push: Encoding, pull: Codec, turns: bool) -> None:
         self._store, self._encoding, self._codec, self._turns = store, push, pull, turns
+        self._encoded = Encoding(push.codec)  # by somebody else, who also keeps what the code does not carry
         self._codes: NDArray[np.uint8] | None = None
 
     def pull(self, out: Flat) -> int:
@@ -94,14 +97,15 @@ class Transfer:
         return outcome
 
     def _send(self, g: Gradient, out: Flat, outcome: Outcome) -> None:
+        scale, encoding = (g.scale, self._encoding) if g.codes is None else (1.0, self._encoded)
         if self._turns and self._codec is Codec.F32:
             outcome.result, outcome.version = self._store.exchange(
-                g.area, g.samples, g.hyper, out, g.scale, encoding=self._encoding,
+                g.area, g.samples, g.hyper, out, scale, encoding=encoding, gradient=g.codes,
                 based=g.based, seconds=g.seconds,
             )  # fmt: skip
             return
         outcome.result = self._store.push(
-            g.area, g.samples, g.hyper, g.scale, encoding=self._encoding, pulled=g.pulled,
+            g.area, g.samples, g.hyper, scale, encoding=encoding, gradient=g.codes, pulled=g.pulled,
             square_norm=g.square_norm, based=g.based, seconds=g.seconds,
         )  # fmt: skip
         if self._turns:

@@ -98,7 +98,7 @@ class Worker:
         self._throttle: Throttle | None = None
         self._room: Room | None = None
         self._offered = -1
-        self._stepping = self._finite = False
+        self._stepping = self._finite = self._unscaled = False
         self._count = 0
         self._fresh: int | None = None  # the version that is in the model already
         self._waited: list[Span] = []
@@ -142,7 +142,9 @@ class Worker:
         atexit.register(_close_if_alive, weakref.ref(self))
         check_same(store, attachment)
         store.join(self.rank)
-        binding = Binding(attachment, store)
+        # In a pipeline the carrier encodes, beside the next step; and whether a gradient is admitted, so that
+        # what is left of it counts, is known too late for an encoder here.
+        binding = Binding(attachment, store, None if self.settings.pipeline else self.settings.encoding.codec)
         self._attached = (model, attachment, binding)
         store.pull(binding.flat)
         binding.refresh()
@@ -229,6 +231,7 @@ class Worker:
             return self._send(self._pipeline, step, gradient)
         outcome = self._transfer.push(gradient, binding.flat)
         self._fresh = outcome.version
+        binding.settle(outcome.result is not None and step.finite)
         self._settle(step, outcome)
         return outcome.result if step.finite else None
 
@@ -274,7 +277,7 @@ class Worker:
         Raises TimedOut if a transfer of a pipeline does not end; the run is left when it does.
         """
         if self._attached is not None:
-            self._attached[2].release()
+            self._attached[2].close()
         self._step = None
         try:
             if self._pipeline is not None:
@@ -352,6 +355,8 @@ class Worker:
         if before and before != step.micro:
             self._require()[2].weigh(before / step.micro)
         step.micro_before = step.micro
+        if not step.left:
+            self._require()[2].last(step.micro / (step.done + step.micro))
 
     def _at_once(self, step: Step) -> int:
         """Samples of the next micro-batch: as planned, and no more than memory holds now."""
@@ -388,7 +393,7 @@ class Worker:
 
         torch's own optimizer.step() is called, with no gradients left: schedulers and scalers want to see it.
         """
-        self._stepping, self._finite = True, False
+        self._stepping, self._finite, self._unscaled = True, False, scaler is not None
         optimizer = attachment.optimizer
         try:
             if scaler is None:
@@ -410,8 +415,9 @@ class Worker:
             raise InputError(
                 "optimizer", "step", "a call of optimizer.step()", "worker.step(): the store steps"
             )
-        binding = self._require()[2]
-        binding.collect()
+        binding, step = self._require()[2], self._step
+        share = step.micro / step.done if step is not None else 1.0
+        binding.collect(share, unscaled=self._unscaled)
         binding.release()
         self._finite = True
 
@@ -424,8 +430,9 @@ class Worker:
             pulled = pulled.copy()  # the model goes on while this travels
         samples = step.done if step.finite else 0
         return Gradient(
-            step.area, samples, hyper_of(attachment), share, step.version, step.compute_seconds, norm, pulled
-        )
+            step.area, samples, hyper_of(attachment), share, step.version, step.compute_seconds, norm, pulled,
+            binding.codes if samples else None,
+        )  # fmt: skip
 
     def _send(self, pipeline: Pipeline, step: Step, gradient: Gradient) -> PushResult | None:
         """Let a gradient travel beside the next step; the result of the one before."""

@@ -30,7 +30,17 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
-    frozenset({"pyps.area", "pyps.codec", "pyps.policy", "pyps.store", "pyps.segments"}),
+    frozenset(
+        {
+            "pyps.area",
+            "pyps.codec",
+            "pyps.device_codec",
+            "pyps.lane",
+            "pyps.policy",
+            "pyps.store",
+            "pyps.segments",
+        }
+    ),
     frozenset(
         {
             "pyps.attach",
