@@ -85,18 +85,21 @@ class Lane:
     ) -> None:
         self.codec = codec
         self._buckets = buckets_of(parameters, elements, size)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        cuda: Any = torch.cuda  # its constructors have no types
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
         self._to: torch.Tensor | None = None
         self._eager, self._scale = False, 1.0
         if codec is not None:
             self._flat, self._residual, self._left = (torch.zeros(elements, device=device) for _ in range(3))
             whole = torch.zeros(encoded_bytes(codec, elements), dtype=torch.uint8, pin_memory=self.on_gpu)
             self._codes: torch.Tensor = whole
-        self._hooks = [
-            part.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))
-            for bucket in self._buckets
-            for part in bucket.parts
-        ]
+        self._hooks: list[Any] = []
+        for bucket in self._buckets:
+            for part in bucket.parts:
+                parameter: Any = part.parameter
+                self._hooks.append(
+                    parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))
+                )
 
     @property
     def on_gpu(self) -> bool:
@@ -204,7 +207,8 @@ class Pins:
     """
 
     def __init__(self, runtime: Any = None) -> None:
-        self._runtime = runtime if runtime is not None else torch.cuda.cudart()
+        cuda: Any = torch.cuda
+        self._runtime = runtime if runtime is not None else cuda.cudart()
         self._held: dict[int, NDArray[Any]] = {}
 
     def pin(self, array: NDArray[Any]) -> bool:

@@ -129,7 +129,7 @@ def test_policies_that_wait_refuse_it_by_name(name: str) -> None:
 def timed(shm: Path, folder: Path, compute: float, one_way: float, pipeline: bool) -> list[StepRecord]:
     model = make_model()
     with join(
-        "run", 0, batches=[10], samples=160, seed=5, policy="asp", run_dir=folder, pipeline=pipeline
+        "run", 0, batches=[10], samples=120, seed=5, policy="asp", run_dir=folder, pipeline=pipeline
     ) as worker:  # fmt: skip
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
         if pipeline:
