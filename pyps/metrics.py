@@ -50,6 +50,14 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     depth: int = 1
 
 
+def apart(record: StepRecord) -> tuple[list[Span], list[Span]]:
+    """A step's spans: the worker's own, and in a pipeline those of the transfer beside its next compute."""
+    computed = [k for k, (kind, _, _) in enumerate(record.spans) if kind == "compute"]
+    if record.depth == 1 or not computed:
+        return list(record.spans), []
+    return list(record.spans[: computed[-1] + 1]), list(record.spans[computed[-1] + 1 :])
+
+
 def record_path(run_dir: Path, rank: int, pid: int) -> Path:
     """The file of one worker process; a restarted worker has a new pid and so a new file."""
     return run_dir / f"worker-{rank}-{pid}.jsonl"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyps.lineup import Place
-from pyps.metrics import StepRecord
+from pyps.metrics import StepRecord, apart
 from pyps.runlog import Event
 
 MICROSECONDS = 1e6
@@ -63,20 +63,20 @@ def _slices(record: StepRecord, origin: float) -> list[dict[str, Any]]:
         "loss": record.loss,
         "pid": record.pid,
     }
-    last = max((k for k, (kind, _, _) in enumerate(record.spans) if kind == "compute"), default=-1)
-    handed_over = record.spans[last][2] if record.depth > 1 and last >= 0 else float("inf")
-    beside = [begin >= handed_over and kind != "compute" for kind, begin, _ in record.spans]
+    own, beside = apart(record)
+    track = record.rank + 1
     return [
         {
             "ph": "X",
             "name": kind,
             "cat": "rejected" if record.rejected else "step",
-            "tid": record.rank + 1 + (TRANSFERS if beside[k] else 0),
+            "tid": tid,
             "ts": (begin - origin) * MICROSECONDS,
             "dur": max(0.0, end - begin) * MICROSECONDS,
             "args": about,
         }
-        for k, (kind, begin, end) in enumerate(record.spans)
+        for tid, spans in ((track, own), (TRANSFERS + track, beside))
+        for kind, begin, end in spans
     ]
 
 

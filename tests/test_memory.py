@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -165,19 +166,29 @@ def test_tasks_shrink_with_memory_and_the_global_batch_stays(shm: Path, tmp_path
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 WITHIN = """
-import sys, time
+import os, sys
+from dataclasses import replace
 from pathlib import Path
-folder, out = Path(sys.argv[1]), sys.stdout
+folder, run_dir = Path(sys.argv[1]), Path(sys.argv[2])
 (folder / "cgroup.procs").write_text("0")
-from pyps.formats import Memory
-from pyps.memory import Room, budget_bytes, cpu_free_bytes, groups
 import torch
+from pyps.formats import Memory
+from pyps.memory import groups
+from pyps.settings import read_settings
+from pyps.worker import Worker
+torch.set_num_threads(1)
 assert next(groups())[0].name == folder.name, list(groups())
-room = Room(Memory(fixed_bytes=0, bytes_per_sample=1 << 20, budget_bytes=1), 0,
-            lambda: budget_bytes(torch.device("cpu")))
-print(cpu_free_bytes(), room.look(), flush=True)
-for line in sys.stdin:
-    print(cpu_free_bytes(), room.look(), flush=True)
+memory = Memory(fixed_bytes=0, bytes_per_sample=1 << 20, budget_bytes=1)
+settings = replace(read_settings("room", 1, [3000, 3000], "hps", 0, 5, run_dir), memory=memory)
+x, model = torch.zeros(10, 1), torch.nn.Linear(1, 1)
+with Worker(settings) as worker:
+    worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for (batch,) in worker.batches((x,)):
+        assert len(batch) <= worker._room.most_
+        model(batch).sum().backward()
+        worker.step(worker._room.most_)
+        if (run_dir / "stop").exists():
+            break
 """
 
 
@@ -201,26 +212,38 @@ def group() -> Iterator[tuple[Path, str]]:
     pytest.skip("no control group may be made here (needs root and a writable memory hierarchy)")
 
 
-def test_a_real_group_whose_limit_shrinks(group: tuple[Path, str]) -> None:
+def test_tasks_in_a_real_group_whose_limit_shrinks(
+    shm: Path, tmp_path: Path, group: tuple[Path, str]
+) -> None:
+    """Rank 1, the faster one, takes what fits into its control group: 2 GiB, and 1 GiB from round 8 on."""
     folder, limit = group
     (folder / limit).write_text(str(2048 * MIB))
-    command = [sys.executable, "-c", WITHIN, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        deadline = threading.Timer(60.0, child.kill)
-        deadline.start()
-        try:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            free, most = map(int, child.stdout.readline().split())
-            assert 1024 * MIB < free <= 2048 * MIB
-            (folder / limit).write_text(str(1024 * MIB))
-            child.stdin.write("again\n")
-            child.stdin.flush()
-            less, fewer = map(int, child.stdout.readline().split())
-            assert abs(free - less - 1024 * MIB) < 64 * MIB
-            assert abs(most - fewer - SHARE * 1024) < 64
-            child.stdin.close()
-            assert child.wait(30) == 0
-        finally:
-            deadline.cancel()
-            child.kill()
+    settings = read_settings("room", 0, [3000, 3000], "hps", 0, 5, tmp_path)
+    model = torch.nn.Linear(1, 1)
+    child = subprocess.Popen([sys.executable, "-c", WITHIN, str(folder), str(tmp_path)])
+    deadline = threading.Timer(60.0, child.kill)
+    deadline.start()
+    try:
+        with Worker(settings) as worker:
+            worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            for (batch,) in worker.batches((torch.zeros(10, 1),)):
+                backward(model(batch).sum())
+                time.sleep(0.05)
+                if worker.steps == 8:
+                    (folder / limit).write_text(str(1024 * MIB))
+                worker.step()
+                if worker.steps == 16:
+                    (tmp_path / "stop").touch()
+                    break
+        assert child.wait(30) == 0
+    finally:
+        deadline.cancel()
+        child.kill()
+        child.wait(10)
+    by_round: dict[int, list[int]] = {}
+    for record in read_run(tmp_path):
+        by_round.setdefault(record.round, [0, 0])[record.rank] = record.samples
+    assert {sum(by_round[k]) for k in range(16)} == {6000}, "the global batch stays"
+    roomy, tight = by_round[7][1], by_round[14][1]
+    assert 1000 < roomy <= 2048
+    assert abs(roomy - tight - SHARE * 1024) < 96, "a MiB a sample"
