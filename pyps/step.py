@@ -23,7 +23,7 @@ class Step:
 
     def __init__(self, claim: Claim, area: Area, version: int, spans: list[Span]) -> None:
         self.claim, self.area, self.version, self.spans = claim, area, version, spans
-        self.began = time.monotonic()
+        self.created = self.began = time.monotonic()
         self.throttle: AbstractContextManager[ThrottleSpan] | None = None
         self.throttled: ThrottleSpan | None = None
         self.overrun_seconds = 0.0
@@ -33,11 +33,6 @@ class Step:
         self.done = 0  # samples whose gradient is there
         self.finite = True
         self.loss: float | None = None
-
-    @property
-    def compute_seconds(self) -> float:
-        """Spent on gradients so far."""
-        return sum(end - begin for kind, begin, end in self.spans if kind == "compute")
 
     def record(self, rank: int, number: int, outcome: Outcome, depth: int) -> StepRecord:
         """What is kept of it once its gradient was taken or dropped."""

@@ -23,9 +23,9 @@ from pyps.values import Codec, Encoding, Flat, Hyper, PushResult
 class Gradient:
     """A ready gradient in its area: the mean over `samples` once it is multiplied by `scale`.
 
-    samples 0: a step to skip. `based`: the version it was computed on, in `seconds`; `pulled`: what that was,
-    where the policy needs it. `square_norm`: for SaPS; 0: not known. `codes`: the gradient, scaled and
-    encoded already, in place of the area's.
+    samples 0: a step to skip. `based`: the version it was computed on; `pulled`: what that was, where the
+    policy needs it. `seconds` that it took; 0: since its claim. `square_norm`: for SaPS; 0: not known.
+    `codes`: the gradient, scaled and encoded already, in place of the area's.
     """
 
     area: Area

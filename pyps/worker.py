@@ -429,8 +429,10 @@ class Worker:
         if pulled is not None and self._pipeline is not None:
             pulled = pulled.copy()  # the model goes on while this travels
         samples = step.done if step.finite else 0
+        # Serially it took as long as its claim was held. A claim of a pipeline is held for longer than that.
+        seconds = time.monotonic() - step.created if self._pipeline is not None else 0.0
         return Gradient(
-            step.area, samples, hyper_of(attachment), share, step.version, step.compute_seconds, norm, pulled,
+            step.area, samples, hyper_of(attachment), share, step.version, seconds, norm, pulled,
             binding.codes if samples else None,
         )  # fmt: skip
 
