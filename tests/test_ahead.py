@@ -8,14 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pyps.area import Area
 from pyps.errors import Ended, Fenced, InvalidArgument, PushRejected
+from pyps.native.core import Core
 from pyps.policy import ASP, HPS, SSP, Policy, SaPS
 from pyps.store import Store
-from pyps.values import Claim, Hyper, PushResult
+from pyps.values import Claim, Config, Hyper, Moment, Optimizer, PushResult
 
 LR = Hyper(lr=0.5)
+WAIT = 2  # PYPS_WAIT
 
 
 def make(policy: Policy, batches: tuple[int, ...], samples: int = 0, **more: int) -> list[Store]:
@@ -181,16 +185,7 @@ def test_rounds_of_hps_keep_the_global_batch_ahead(shm: Path) -> None:
 
 
 def test_the_core_steps_the_same_in_virtual_time() -> None:
-    from pyps.native.core import Core
-    from pyps.values import Config, Moment, Optimizer
-
-    config = Config(
-        tensors=(), initial=(), batches=(4,), groups=1, optimizer=Optimizer.SGD, policy=ASP.number,
-        round_timeout_seconds=60.0, samples=0, chunk_params=0, max_participants=1, snapshot_spares=0,
-        areas=2, rules=ASP().rules(),
-    )  # fmt: skip
-    core = Core(config)
-    core.step(Moment.JOIN, 0, 1, rank=0)
+    core = lone_core(ASP(), (4,), 0)
     assert core.step(Moment.START, 0, 2).first == 0
     assert core.step(Moment.START_AHEAD, 0, 3).first == 4
     core.step(Moment.PULL, 0, 4, version=0)
@@ -198,3 +193,75 @@ def test_the_core_steps_the_same_in_virtual_time() -> None:
     core.step(Moment.PULL, 0, 6, version=1)
     assert core.step(Moment.START_AHEAD, 0, 7).first == 8
     assert core.step(Moment.PUSH, 0, 8, area=1, samples=4, based=1).staleness == 1
+
+
+def lone_core(policy: Policy, batches: tuple[int, ...], samples: int) -> Core:
+    config = Config(
+        tensors=(), initial=(), batches=batches, groups=1, optimizer=Optimizer.SGD, policy=policy.number,
+        round_timeout_seconds=1e6, samples=samples, chunk_params=0, max_participants=len(batches),
+        snapshot_spares=0, areas=2, rules=policy.rules(),
+    )  # fmt: skip
+    core = Core(config)
+    for slot in range(len(batches)):
+        core.step(Moment.JOIN, slot, 1, rank=slot)
+    return core
+
+
+class Crowd:
+    """Workers that do whatever they may in any order; `trained` are the positions of admitted pushes."""
+
+    def __init__(self, core: Core, count: int) -> None:
+        self.core, self.now = core, 1
+        self.ended = [False] * count
+        self.gone = [False] * count
+        self.area = [0] * count
+        self.trained: list[int] = []
+
+    def act(self, slot: int, deed: str) -> None:
+        self.now += 1_000_000
+        if self.gone[slot]:
+            self.core.step(Moment.JOIN, slot, self.now, rank=slot)
+            self.gone[slot] = self.ended[slot] = False
+        if deed == "leave":
+            self.core.step(Moment.LEAVE, slot, self.now, state=3)
+            self.gone[slot] = True
+            return
+        try:
+            claim = self.core.step(Moment.START, slot, self.now)
+        except Ended:
+            self.ended[slot] = True
+            return
+        if claim.verdict == WAIT:
+            return
+        first, count = claim.first, claim.count
+        if deed == "ahead":
+            following = self.core.step(Moment.START_AHEAD, slot, self.now)
+            assert not following.count or following.first != first
+            return
+        self.core.step(Moment.PULL, slot, self.now, version=claim.version)
+        self.area[slot] ^= 1
+        try:
+            pushed = self.core.push(slot, self.now, self.area[slot], count, 1000, 0.0)
+        except PushRejected:
+            return
+        if pushed.verdict != WAIT:
+            self.trained += range(first, first + count)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([ASP(), SSP(bound=1), SaPS(threshold="fixed", bound=3), HPS()]),
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["ahead", "push", "push", "leave"])), max_size=60),
+)
+def test_whoever_works_ahead_comes_or_goes_each_sample_is_trained_once(
+    policy: Policy, deeds: list[tuple[int, str]]
+) -> None:
+    crowd = Crowd(lone_core(policy, (5, 3, 4), 120), 3)
+    for slot, deed in deeds:
+        crowd.act(slot, deed)
+    for turn in range(400):
+        crowd.act(turn % 3, "ahead" if turn % 2 else "push")
+    for turn in range(400):
+        crowd.act(turn % 3, "push")
+    assert all(crowd.ended)
+    assert sorted(crowd.trained) == list(range(120))
