@@ -56,7 +56,7 @@ void pyps_core_free(pyps_core *core) {
 
 static int check(const pyps_core *core, const pyps_event *e) {
     const struct view *v = core->view;
-    int rc = out_of_range("kind", e->kind, PYPS_ON_JOIN, PYPS_ON_GATE);
+    int rc = out_of_range("kind", e->kind, PYPS_ON_JOIN, PYPS_ON_START_AHEAD);
     if (!rc) rc = out_of_range("slot", e->slot, 0, v->participants - 1);
     if (!rc && e->kind == PYPS_ON_PUSH) rc = out_of_range("area", e->area, 0, v->areas - 1);
     if (!rc && e->kind == PYPS_ON_LEAVE) rc = out_of_range("state", e->state, PYPS_LEFT, PYPS_DEAD);
@@ -79,6 +79,7 @@ static struct event event_in(const struct view *v, const pyps_event *e) {
                           .area = e->area,
                           .samples = e->samples,
                           .version = e->kind == PYPS_ON_PUSH ? v->version : e->version,
+                          .based = e->based,
                           .took = e->took,
                           .square_norm = e->square_norm,
                           .done = e->done,

@@ -19,6 +19,7 @@ struct policy {
     bool allots;     /* samples are allotted to all ranks when a round opens; else claimed at each start */
     bool stages;     /* gradients are staged into a round */
     bool awaits;     /* who has staged goes on when the round has closed */
+    bool overlaps;   /* with `awaits`: the next step may be computed while this one's round is open */
     bool drops_late; /* a round that closes without somebody takes back what it held */
     bool follows;    /* a pull follows each push, and the turn passes with it */
     /* May this member, which could claim samples, begin a step now? NULL: always. */

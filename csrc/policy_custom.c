@@ -50,7 +50,7 @@ static enum start_decision on_start(struct view *v, uint32_t slot, struct outcom
 
 static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
     pyps_sight seen = sight(v, e->slot, e->now);
-    seen.samples = e->samples;
+    seen.samples = e->samples, seen.staleness = out->staleness;
     int answer = callbacks.push(&seen, v->scratch, &out->scale);
     if (answer < 0) failed(out);
     return answer > 0 ? PUSH_ADMIT : PUSH_REJECT;

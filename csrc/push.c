@@ -24,6 +24,17 @@ int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     return PYPS_OK;
 }
 
+int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
+    int rc = store_works(s);
+    if (rc) return rc;
+    struct event e = event_of(s, EVENT_START_AHEAD);
+    struct outcome outcome;
+    enum verdict verdict;
+    if ((rc = view_commit(s, &e, &outcome, &verdict))) return rc;
+    *out = outcome.claim;
+    return PYPS_OK;
+}
+
 /* Areas whose round has closed meanwhile, although nobody waited for that, are ordinary ones again. */
 static int forget_gathered(pyps_store *s) {
     uint64_t word;
@@ -167,11 +178,12 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
 
 static int admit(pyps_store *s, const pyps_push_args *args, uint64_t deadline, struct outcome *outcome,
                  pyps_push_result *out) {
-    uint64_t took = s->claimed_at ? now_nanoseconds() - s->claimed_at : 0;
+    uint64_t took = args->took_nanoseconds;
+    if (!took && s->claimed_at) took = now_nanoseconds() - s->claimed_at;
     for (;;) {
         struct event e = event_of(s, EVENT_PUSH);
         e.area = args->area, e.samples = args->samples;
-        e.took = took, e.square_norm = args->square_norm;
+        e.based = args->based, e.took = took, e.square_norm = args->square_norm;
         int rc = stage_gradient(s, args, &e, out);
         FAILPOINT("push.staged");
         if (!rc) rc = admit_staged(s, &e, deadline, outcome, out);

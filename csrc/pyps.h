@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI 2
+#define PYPS_ABI 3
 #define PYPS_API __attribute__((visibility("default")))
 
 /* cffi: begin */
@@ -168,8 +168,10 @@ typedef struct {
     uint32_t feedback;       /* 1: what the code does not carry is added to this rank's next gradient */
     uint32_t encoded;        /* 1: pyps_staging_codes() holds it in this codec already, scaled by nothing */
     uint32_t reserved;
-    const float *pulled; /* dcasgd: [flat_elements] the parameters that the gradient was computed on */
-    double square_norm;  /* saps: of the gradient, for PYPS_RINGMASTER; 0: not known */
+    const float *pulled;       /* dcasgd: [flat_elements] the parameters that the gradient was computed on */
+    double square_norm;        /* saps: of the gradient, for PYPS_RINGMASTER; 0: not known */
+    uint64_t based;            /* 1 + the version that the gradient was computed on; 0: the one pulled last */
+    uint64_t took_nanoseconds; /* that the gradient took to compute; 0: since its claim */
 } pyps_push_args;
 
 typedef struct {
@@ -269,6 +271,10 @@ PYPS_API int pyps_reap(pyps_store *store, uint32_t *dead_out); /* take the dead 
 
 /* The training step: start, pull, (compute), stage, push. All need a joined worker. */
 PYPS_API int pyps_start(pyps_store *store, double timeout_seconds, pyps_claim *out);
+/* Beside the step under way, claims the samples of the next, for a worker that computes while its gradients
+ * travel: pushes belong to claims in the order of these. Never waits: count is 0 where there is nothing to
+ * claim now; then push first, and start. PYPS_EINVAL under a policy whose rounds follow one another. */
+PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);
 PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
 /* A staging area that nobody reads any more, to be filled with flat_elements gradients. The pointer stays
  * valid until leave; the area is the caller's until it is pushed. */
@@ -320,7 +326,8 @@ enum {
     PYPS_ON_REPLAN = 8,
     PYPS_ON_CHECK = 9,
     PYPS_ON_OFFER = 10,
-    PYPS_ON_GATE = 11 /* may a push travel now? */
+    PYPS_ON_GATE = 11,       /* may a push travel now? */
+    PYPS_ON_START_AHEAD = 12 /* claims the samples of the step after the one under way */
 };
 enum { PYPS_COMMITTED = 0, PYPS_UNCHANGED = 1, PYPS_WAIT = 2, PYPS_REFUSED = 3 }; /* what an event came to */
 
@@ -337,6 +344,7 @@ typedef struct {
     uint64_t waited;         /* tick: nanoseconds that somebody has waited */
     double square_norm;      /* push: of the gradient; 0: not known */
     const uint32_t *batches; /* replan: [ranks] */
+    uint64_t based;          /* push: 1 + the version computed on; 0: what was pulled last */
 } pyps_event;
 
 typedef struct {

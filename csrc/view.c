@@ -7,6 +7,8 @@
 #include "error.h"
 #include "policy.h"
 
+#define RANGES_A_MEMBER 4 /* two claims, each of which may come back in two parts */
+
 struct places {
     size_t members, ranks, tickets, sources, pending, ranges, bytes;
 };
@@ -19,7 +21,7 @@ static struct places places(uint32_t participants, uint32_t ranks, uint32_t area
     p.sources = p.tickets + (size_t)participants * areas * sizeof(struct ticket);
     p.pending = p.sources + participants * sizeof(struct source);
     p.ranges = p.pending + participants * sizeof(struct source);
-    p.bytes = p.ranges + 2 * (size_t)participants * sizeof(struct range);
+    p.bytes = p.ranges + RANGES_A_MEMBER * (size_t)participants * sizeof(struct range);
     return p;
 }
 
@@ -46,7 +48,7 @@ void view_init(struct view *v, const struct terms *t) {
     memset(v, 0, view_bytes(t->participants, t->ranks, t->areas));
     v->participants = t->participants, v->ranks = t->ranks, v->areas = t->areas;
     v->policy = t->policy, v->rules = t->rules;
-    v->tickets = t->participants * t->areas, v->ranges = 2 * t->participants;
+    v->tickets = t->participants * t->areas, v->ranges = RANGES_A_MEMBER * t->participants;
     v->limit = t->samples, v->round_timeout = t->round_timeout;
     for (uint32_t slot = 0; slot < v->participants; slot++) view_member(v, slot)->rank = -1;
     for (uint32_t rank = 0; rank < v->ranks; rank++) view_rank(v, rank)->total.batch = t->batches[rank];
@@ -101,7 +103,7 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
 static enum verdict leave(struct view *v, const struct event *e) {
     struct member *m = view_member(v, e->slot);
     if (m->id != e->id || (m->state != PYPS_ACTIVE && m->state != PYPS_FENCED)) return STEP_UNCHANGED;
-    samples_return(v, e->slot, 0);
+    samples_forsake(v, e->slot);
     if (m->rank >= 0) {
         if (m->state == PYPS_ACTIVE) v->active--, clock_leaves(v, m);
         view_rank(v, (uint32_t)m->rank)->slot_plus_1 = 0;
@@ -143,6 +145,26 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     return verdict;
 }
 
+/* The claim after the one under way. Never waits: who cannot have it now pushes first. */
+static enum verdict start_ahead(struct view *v, const struct event *e, struct outcome *out) {
+    struct member *m = view_member(v, e->slot);
+    const struct policy *policy = policy_find(v->policy);
+    if (policy->awaits && !policy->overlaps)
+        return refuse(out, fail(PYPS_EINVAL, "the policy %s waits for each step: none can be begun ahead",
+                                policy->name));
+    bool changed = !m->ahead;
+    m->ahead = 1;
+    if (m->claim_count && !m->next_count && samples_left(v)) {
+        if (!policy->on_start || policy->on_start(v, e->slot, out) != START_WAIT)
+            samples_take_next(v, e->slot), changed = true;
+        if (out->code) return STEP_REFUSED;
+    }
+    out->claim = (pyps_claim){.first = m->next_first, .count = m->next_count, .plan = v->plan};
+    out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
+    out->claim.round = 1 + (policy->allots ? v->round : m->clock);
+    return changed ? STEP_COMMIT : STEP_UNCHANGED;
+}
+
 /* Since when this member has held others up; the present: it does not. */
 static uint64_t held_up_since(const struct view *v, uint32_t slot, uint64_t now) {
     const struct member *m = view_member(v, slot);
@@ -159,7 +181,7 @@ static enum verdict tick(struct view *v, const struct event *e) {
     for (uint32_t slot = 0; slot < v->participants; slot++) {
         struct member *m = view_member(v, slot);
         if (e->now - held_up_since(v, slot, e->now) < v->round_timeout) continue;
-        samples_return(v, slot, 0);
+        samples_forsake(v, slot);
         clock_leaves(v, m);
         m->state = PYPS_FENCED;
         v->active--, v->stir++;
@@ -206,8 +228,9 @@ static enum verdict offer(struct view *v, const struct event *e) {
 
 /* Events that only the slot's present, unfenced member may cause. */
 static bool needs_member(enum event_kind kind) {
-    return kind == EVENT_START || kind == EVENT_PULL || kind == EVENT_PUSH || kind == EVENT_REJOIN ||
-           kind == EVENT_CHECK || kind == EVENT_OFFER || kind == EVENT_GATE || kind == EVENT_SNAPSHOT_BEGIN;
+    return kind == EVENT_START || kind == EVENT_START_AHEAD || kind == EVENT_PULL || kind == EVENT_PUSH ||
+           kind == EVENT_REJOIN || kind == EVENT_CHECK || kind == EVENT_OFFER || kind == EVENT_GATE ||
+           kind == EVENT_SNAPSHOT_BEGIN;
 }
 
 static int member_code(const struct view *v, const struct event *e) {
@@ -230,6 +253,8 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
         return rejoin(v, e);
     case EVENT_START:
         return start(v, e, out);
+    case EVENT_START_AHEAD:
+        return start_ahead(v, e, out);
     case EVENT_PULL:
         return pull(v, e);
     case EVENT_PUSH:
@@ -299,7 +324,8 @@ bool view_valid(const struct view *v, const struct view *expected) {
     for (uint32_t i = 0; i < v->participants; i++) {
         const struct member *m = &members[i];
         if (m->rank < -1 || m->rank >= (int32_t)v->ranks) return false;
-        if ((m->claim_count || m->staged || m->role == PYPS_WORKER) && m->rank < 0 && m->id) return false;
+        if ((m->claim_count || m->next_count || m->staged || m->role == PYPS_WORKER) && m->rank < 0 && m->id)
+            return false;
     }
     for (uint32_t i = 0; i < v->round_sources; i++)
         if (!source_valid(v, &view_sources(v)[i])) return false;

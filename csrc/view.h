@@ -30,6 +30,7 @@ enum event_kind { /* those of virtual time have the public numbers */
                   EVENT_CHECK = PYPS_ON_CHECK, /* between micro-batches */
                   EVENT_OFFER = PYPS_ON_OFFER, /* how many samples its memory holds */
                   EVENT_GATE = PYPS_ON_GATE,
+                  EVENT_START_AHEAD = PYPS_ON_START_AHEAD, /* claims the samples of the step after this one */
                   EVENT_SNAPSHOT_BEGIN,
                   EVENT_SNAPSHOT_END,
                   EVENT_SNAPSHOT_CANCEL
@@ -48,6 +49,7 @@ struct event {
     uint32_t samples;                   /* push */
     uint64_t version;                   /* pull: what was pulled; push into a round: every chunk holds it */
     uint32_t residual_before, residual; /* push with feedback: as struct rank names them; else 0 */
+    uint64_t based;                     /* push: 1 + the version computed on; 0: what was pulled last */
     uint64_t took;                      /* push: from the claim to the ready gradient, nanoseconds */
     double square_norm;                 /* push: of the gradient; 0: not known */
     uint32_t done, next;                /* check: samples computed, and to come; offer: next */
@@ -86,6 +88,9 @@ struct member {
     uint32_t claim_count; /* 0: holds no samples */
     uint32_t begun;       /* 1 once it has been told of its claim */
     uint32_t staged;      /* bit by area: waits for the round to close */
+    uint32_t next_count;  /* the claim after this one, of who works ahead; 0: none */
+    uint64_t next_first;
+    uint32_t ahead; /* 1: works ahead; where rounds allot samples, it is allotted the next one's too */
     uint32_t reserved;
     uint64_t area_ticket[MAX_AREAS]; /* the slot's: last ticket of each staging area, whoever was in it */
 };
@@ -187,9 +192,12 @@ void view_init(struct view *view, const struct terms *terms);
 enum verdict view_step(struct view *view, const struct event *event, struct outcome *out);
 
 /* The parts of a step that have files of their own. */
-void samples_take(struct view *view, uint32_t slot, uint64_t now); /* claims up to the rank's batch */
+void samples_take(struct view *view, uint32_t slot, uint64_t now);   /* claims up to the rank's batch */
+void samples_take_next(struct view *view, uint32_t slot);            /* the claim after the one under way */
+bool samples_follow(struct view *view, uint32_t slot, uint64_t now); /* it is now the one under way */
 void samples_return(struct view *view, uint32_t slot,
-                    uint32_t keep); /* gives back all but the first `keep` */
+                    uint32_t keep); /* gives back all but the first `keep` of the claim under way */
+void samples_forsake(struct view *view, uint32_t slot); /* gives back everything */
 bool samples_left(const struct view *view);
 void round_settle(struct view *view, uint64_t now); /* closes and opens rounds as far as the policy says */
 enum verdict push_step(struct view *view, const struct event *event, struct outcome *out);

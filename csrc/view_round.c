@@ -21,6 +21,13 @@ static void time_rank(struct view *v, const struct event *e) {
     average(&rank->sample_seconds, (double)e->took * 1e-9 / e->samples, rank->total.pushes, QUICK);
 }
 
+/* The claim under way is over. Where rounds allot samples, the next one begins with its round. */
+static void claim_over(struct view *v, uint32_t slot, uint64_t now) {
+    struct member *m = view_member(v, slot);
+    m->claim_count = 0, m->begun = 0;
+    if (!policy_find(v->policy)->allots) samples_follow(v, slot, now);
+}
+
 /* The claim is learnt from: its member may go on as far as the policy lets it. */
 static void claim_done(struct view *v, const struct event *e, uint64_t staleness) {
     struct member *m = view_member(v, e->slot);
@@ -32,8 +39,9 @@ static void claim_done(struct view *v, const struct event *e, uint64_t staleness
     } else {
         total->skipped += m->claim_count;
     }
-    m->claim_count = 0, m->begun = 0, m->ticket = 0;
+    m->ticket = 0;
     v->outstanding--;
+    claim_over(v, e->slot, e->now);
     if (!v->outstanding) v->stir++;
     clock_advances(v, m);
     time_rank(v, e);
@@ -87,6 +95,7 @@ enum verdict check_step(struct view *v, const struct event *e, struct outcome *o
     else if (m->claim_count && policy->on_check) out->advice = policy->on_check(v, e);
     if (out->advice != PYPS_ABORT || !m->begun) return STEP_UNCHANGED;
     samples_return(v, e->slot, 0);
+    if (samples_follow(v, e->slot, e->now)) v->stir++;
     return STEP_COMMIT;
 }
 
@@ -112,12 +121,13 @@ enum verdict push_step(struct view *v, const struct event *e, struct outcome *ou
     const struct policy *policy = policy_find(v->policy);
     enum verdict verdict = check_push(v, e, out);
     if (verdict != STEP_UNCHANGED) return verdict;
-    out->round = v->round, out->staleness = v->version - m->pulled;
+    out->round = v->round;
+    out->staleness = v->version - (e->based && e->based - 1 < m->pulled ? e->based - 1 : m->pulled);
     enum push_decision decision = policy->on_push(v, e, out);
     if (out->code) return STEP_REFUSED;
     if (decision == PUSH_REJECT) {
         samples_return(v, e->slot, 0);
-        m->begun = 0;
+        claim_over(v, e->slot, e->now);
         out->code = fail(PYPS_EREJECTED, "the policy %s refused a push with staleness %llu", policy->name,
                          (unsigned long long)out->staleness);
         return STEP_COMMIT;
@@ -176,10 +186,11 @@ static void close_round(struct view *v) {
 static void open_round(struct view *v, uint64_t now) {
     const struct policy *policy = policy_find(v->policy);
     if (policy->on_open && samples_left(v)) policy->on_open(v);
-    for (uint32_t r = 0; r < v->ranks && samples_left(v); r++) {
-        uint32_t slot_plus_1 = view_rank(v, r)->slot_plus_1;
-        if (slot_plus_1 && view_member(v, slot_plus_1 - 1)->state == PYPS_ACTIVE)
-            samples_take(v, slot_plus_1 - 1, now);
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        uint32_t slot_plus_1 = view_rank(v, r)->slot_plus_1, slot = slot_plus_1 - 1;
+        if (!slot_plus_1 || view_member(v, slot)->state != PYPS_ACTIVE) continue;
+        if (!samples_follow(v, slot, now) && samples_left(v)) samples_take(v, slot, now);
+        if (view_member(v, slot)->ahead && samples_left(v)) samples_take_next(v, slot);
     }
 }
 

@@ -9,7 +9,6 @@ pyps.throttle.
 from __future__ import annotations
 
 import gc
-import os
 import platform
 import re
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyps.errors import InputError
+from pyps.memory import cpu_free_bytes, cpu_held_bytes
 from pyps.models import TrainingTask
 from pyps.throttle import Throttle
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 CPU_MEMORY_SHARE = 0.8  # of what the machine has free; the rest stays for the page cache and the neighbours
 PARTS = ("data", "forward", "backward", "optimizer")
 PROC_SELF = Path("/proc/self")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ class CpuStepper(_TaskStepper):
         threads = torch.get_num_threads()
         self.name = f"{_cpu_name()}, {threads} thread{'' if threads == 1 else 's'}"
         self.throttle = None if throttle is None else Throttle(throttle)
-        self.budget_bytes = _resident_bytes() + int(CPU_MEMORY_SHARE * _available_bytes())
+        self.budget_bytes = cpu_held_bytes() + int(CPU_MEMORY_SHARE * cpu_free_bytes())
 
     def step(self, data: Any) -> None:
         self._guarded("training step", lambda: self._train(data))
@@ -205,7 +204,7 @@ class CpuStepper(_TaskStepper):
         gc.collect()
         peaks_reset = _reset_peak_resident()
         self.step(data)
-        return _peak_resident_bytes() if peaks_reset else _resident_bytes()
+        return _peak_resident_bytes() if peaks_reset else cpu_held_bytes()
 
 
 class CudaStepper(_TaskStepper):
@@ -301,11 +300,6 @@ def _cpu_name() -> str:
     return found[1].strip() if found else f"{platform.machine()} CPU"
 
 
-def _resident_bytes() -> int:
-    pages = int((PROC_SELF / "statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def _reset_peak_resident() -> bool:
     """Let the kernel forget this process's peak; False where it may not be asked to (some containers)."""
     try:
@@ -317,17 +311,4 @@ def _reset_peak_resident() -> bool:
 
 def _peak_resident_bytes() -> int:
     found = re.search(r"^VmHWM:\s*(\d+) kB", (PROC_SELF / "status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else _resident_bytes()
-
-
-def _available_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its control group's where that is less."""
-    import psutil
-
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - used))
+    return int(found[1]) * 1024 if found else cpu_held_bytes()

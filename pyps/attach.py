@@ -11,6 +11,7 @@ directions.
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -18,12 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from pyps.area import Area
-from pyps.errors import InputError
+from pyps.device_codec import LEVELS
+from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
+from pyps.lane import Lane, Pins
+from pyps.remote import create_store, open_store
+from pyps.settings import Settings
 from pyps.store import Store
-from pyps.values import Hyper, Optimizer, Snapshot, Tensor
+from pyps.values import Codec, Hyper, Optimizer, Snapshot, Tensor
 
 KINDS = {
     torch.optim.SGD: Optimizer.SGD,
@@ -33,6 +39,8 @@ KINDS = {
 }
 REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+POLL_SECONDS = 0.02, 0.2  # at first and later; only while the segment does not exist yet
+ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -186,14 +194,49 @@ def check_same(store: Store, attachment: Attachment) -> None:
         raise InputError(where, "optimizer", found, f"{expected}, as in the store")
 
 
+def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -> Store:
+    """Rank 0 creates the segment unless it finds it there (after a restart); the others wait for it."""
+    deadline = time.monotonic() + timeout
+    pause, longest = POLL_SECONDS
+    while True:
+        try:
+            return open_store(settings.store)
+        except (SegmentNotFound, NotReady):
+            if settings.rank == 0:
+                try:
+                    return _create(settings, attachment)
+                except SegmentExists:
+                    pass  # somebody else was faster: open that one
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _create(settings: Settings, attachment: Attachment) -> Store:
+    return create_store(
+        settings.store,
+        {entry.name: entry.parameter for entry in attachment.entries},
+        batches=settings.planned_batches(),
+        optimizer=attachment.kind,
+        policy=settings.policy,
+        groups={entry.name: entry.group for entry in attachment.entries},
+        samples=settings.samples,
+        keep=settings.launched,
+    )
+
+
 def _described(name: str, shape: tuple[int, ...], group: int) -> str:
     return f"{name!r} {list(shape)} of group {group}"
 
 
 class Binding:
-    """A model's parameters on one flat local vector, and its gradients on whatever area is being filled."""
+    """A model's parameters on one flat local vector, and its gradients on whatever area is being filled.
 
-    def __init__(self, attachment: Attachment, store: Store) -> None:
+    `codec`: to encode gradients in on the device, where all of the model is on one that does (`codes`).
+    """
+
+    def __init__(self, attachment: Attachment, store: Store, codec: Codec | None = None) -> None:
         self.flat = np.zeros(store.layout.flat_elements, np.float32)
         self._slices = {t.name: t for t in store.tensors}
         local = torch.from_numpy(self.flat)
@@ -207,6 +250,15 @@ class Binding:
                 self._direct.append((p, place))
             else:
                 self._copied.append((p, place, view))
+        copied = [(p, place) for p, place, _ in self._copied]
+        encodes = not self._direct and self.device.type in ENCODES_ON and codec in LEVELS
+        together = {p.device for p, _ in copied} == {self.device}
+        self._lane = (
+            Lane(copied, self.flat.size, self.device, codec if encodes else None) if together else None
+        )
+        self._pins = Pins() if self.on_gpu else None
+        if self._pins is not None:
+            self._pins.pin(self.flat)
         self._area: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._kept: list[torch.Tensor | None] = []
@@ -216,11 +268,22 @@ class Binding:
         """Whether some parameter lives outside the CPU."""
         return any(p.device.type != "cpu" for p, _, _ in self._copied)
 
+    @property
+    def device(self) -> torch.device:
+        """Where steps are computed: the first GPU that has a parameter, else the CPU."""
+        devices = [p.device for p, _, _ in self._copied if p.device.type != "cpu"]
+        return devices[0] if devices else torch.device("cpu")
+
     def refresh(self) -> None:
         """After a pull into `flat`: bring the parameters that are copies up to date."""
         with torch.no_grad():
             for p, _, view in self._copied:
                 p.copy_(view)
+
+    @property
+    def codes(self) -> NDArray[np.uint8] | None:
+        """The gradient that was collected, encoded on the device; None: it is in the area as fp32."""
+        return self._lane.codes if self._lane is not None and self._lane.codec is not None else None
 
     def fill(self, area: Area) -> None:
         """Zero the area and let every `.grad` be a view of it, so that backward accumulates in place."""
@@ -231,6 +294,23 @@ class Binding:
             p.grad = view
         for p, _, _ in self._copied:
             p.grad = None
+        if self._pins is not None:
+            self._pins.pin(area.flat)
+        if self._lane is not None:
+            self._lane.begin(self._area)
+
+    def last(self, scale: float) -> None:
+        """The next backward is the last one: gradients may travel to the area as soon as each is there.
+
+        `scale` multiplies what is encoded on the way.
+        """
+        if self._lane is not None:
+            self._lane.last(scale)
+
+    def settle(self, admitted: bool) -> None:
+        """What became of the gradient that was encoded on the device: what was left of it is kept or not."""
+        if self._lane is not None:
+            self._lane.settle(admitted)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [p.grad for p, _ in self._direct] + [p.grad for p, _, _ in self._copied]
@@ -253,13 +333,21 @@ class Binding:
                 found = "gradients cleared between the micro-batches of one batch"
                 raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
 
-    def collect(self) -> None:
-        """Bring every gradient that is not already a view of the area there; a missing one counts as zero."""
+    def collect(self, scale: float, *, unscaled: bool) -> None:
+        """Bring every gradient that is not already a view of the area there; a missing one counts as zero.
+
+        `scale` multiplies what is encoded on the way. unscaled: a GradScaler has changed the gradients.
+        """
         if self._area is None:
             return
         for (p, _), view in zip(self._direct, self._views, strict=True):
             if p.grad is not view:
                 _copy_gradient(p, view)
+        if self._lane is not None:
+            if unscaled:
+                self._lane.forget()
+            self._lane.finish(scale)
+            return
         for p, place, _ in self._copied:
             _copy_gradient(p, _slice(self._area, place))
 
@@ -270,6 +358,14 @@ class Binding:
             p.grad = None
         for p, _, _ in self._copied:
             p.grad = None
+
+    def close(self) -> None:
+        """Let go of the area, of the driver and of the parameters' hooks. Idempotent."""
+        self.release()
+        if self._lane is not None:
+            self._lane.close()
+        if self._pins is not None:
+            self._pins.close()
 
 
 def _slice(flat: torch.Tensor, place: Tensor) -> torch.Tensor:

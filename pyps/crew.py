@@ -32,6 +32,7 @@ from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.report import Totals
 from pyps.runlog import EventLog
+from pyps.settings import FROM_PLAN
 from pyps.store import Store
 from pyps.values import Codec, Snapshot, Status
 
@@ -52,6 +53,7 @@ OUR_VARIABLES = (
     "SEED",
     "ROUND_TIMEOUT",
     "CODEC",
+    "PIPELINE",
     "THROTTLE",
 )
 
@@ -88,11 +90,12 @@ class Job:
     policy: Policy
     samples: int
     seed: int
-    codec: Codec
+    codec: Codec | None  # None: as the plan says, each way
     run_dir: Path
     max_restarts: int
     snapshot_every: int
     balancer: Balancer | None = None
+    pipeline: bool = False
 
     def environment(self, place: Place) -> dict[str, str]:
         """A worker's environment: this process's, and what pyps.settings reads."""
@@ -105,7 +108,8 @@ class Job:
             "PYPS_RUN_DIR": str(self.run_dir),
             "PYPS_SAMPLES": str(self.samples),
             "PYPS_SEED": str(self.seed),
-            "PYPS_CODEC": self.codec.name.lower(),
+            "PYPS_CODEC": self.codec.name.lower() if self.codec is not None else FROM_PLAN,
+            "PYPS_PIPELINE": str(int(self.pipeline)),
             "PYPS_ROUND_TIMEOUT": repr(self.policy.round_timeout_seconds),
             "PYTHONUNBUFFERED": "1",
         }

@@ -28,6 +28,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     every process of the machine shares. `overrun_seconds` is how much later than asked the throttle ended.
     `skipped`: the worker gave no gradient (a GradScaler found inf); `rejected`: the store did not take it
     (the policy refused it, or the worker was fenced). In both cases the parameters did not change by it.
+    `depth`: steps of the worker in flight at once; above 1, pushes and pulls ran beside the next compute.
     """
 
     rank: int
@@ -46,6 +47,15 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     overrun_seconds: float = 0.0
     skipped: bool = False
     rejected: bool = False
+    depth: int = 1
+
+
+def apart(record: StepRecord) -> tuple[list[Span], list[Span]]:
+    """A step's spans: the worker's own, and in a pipeline those of the transfer beside its next compute."""
+    computed = [k for k, (kind, _, _) in enumerate(record.spans) if kind == "compute"]
+    if record.depth == 1 or not computed:
+        return list(record.spans), []
+    return list(record.spans[: computed[-1] + 1]), list(record.spans[computed[-1] + 1 :])
 
 
 def record_path(run_dir: Path, rank: int, pid: int) -> Path:

@@ -39,6 +39,7 @@ class Policy:
     number: ClassVar[int]
     turns: ClassVar[bool] = False  # a push and the pull after it are one turn
     checks: ClassVar[bool] = False  # has something to say between micro-batches
+    overlaps: ClassVar[bool] = True  # a step may be computed while the one before it is under way
     known: ClassVar[dict[str, type[Policy]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -76,6 +77,7 @@ class Policy:
 class BSP(Policy):
     """Bulk synchronous: one step from everybody's gradient, weighted by its samples, bitwise reproducible."""
 
+    overlaps: ClassVar[bool] = False
     name: ClassVar[str] = "bsp"
     number: ClassVar[int] = 0
 
@@ -94,6 +96,7 @@ class Backup(Policy):
 
     k: int = 1
 
+    overlaps: ClassVar[bool] = False
     checks: ClassVar[bool] = True
     name: ClassVar[str] = "backup"
     number: ClassVar[int] = 2

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from pyps.errors import InputError
 from pyps.lineup import Place
-from pyps.metrics import SpanKind, StepRecord
+from pyps.metrics import SpanKind, StepRecord, apart
 from pyps.runlog import Event
 
 REPORT_SCHEMA: Final = "pyps.report/1"
@@ -172,7 +172,6 @@ def rank_report(
     """One rank's part, from its own records."""
     mine = steady([r for r in records if r.rank == place.rank])
     seconds = {kind: [_seconds(r, kind) for r in mine] for kind in KINDS}
-    busy = sum(map(sum, seconds.values()))
     counted = taken(mine)
     rank = place.rank
     return RankReport(
@@ -191,7 +190,7 @@ def rank_report(
         push=spread(seconds["push"]),
         pull=spread(seconds["pull"]),
         wait=spread(seconds["wait"]),
-        idle_share=sum(seconds["wait"]) / busy if busy else 0.0,
+        idle_share=_idle_share(mine),
         overrun_seconds=sum(r.overrun_seconds for r in mine),
         staleness_mean=float(np.mean([r.staleness for r in counted])) if counted else 0.0,
         staleness_max=max((r.staleness for r in counted), default=0),
@@ -217,8 +216,6 @@ def make_report(
     record may be missing although its gradient was taken."""
     ranks = [rank_report(place, records, events, totals) for place in places]
     times = spread(iteration_times(records, global_batch))
-    waited = sum(_seconds(r, "wait") for r in steady(records))
-    spent = sum(_seconds(r, kind) for r in steady(records) for kind in KINDS)
     return Report(
         outcome=outcome,
         policy=policy,
@@ -230,7 +227,7 @@ def make_report(
         iteration_seconds=times,
         predicted_iteration_seconds=predicted_seconds,
         ratio=times.median / predicted_seconds if predicted_seconds and times.count else None,
-        idle_share=waited / spent if spent else 0.0,
+        idle_share=_idle_share(steady(records)),
         versions=totals.versions or max((r.version for r in taken(records)), default=0),
         samples=Samples(
             asked=samples,
@@ -254,6 +251,13 @@ def read_report(path: str | os.PathLike[str]) -> Report:
         raise InputError(str(path), "", error.strerror or str(error), "a readable file") from None
     except msgspec.DecodeError as error:
         raise InputError(str(path), "", str(error), f"a {REPORT_SCHEMA} file") from None
+
+
+def _idle_share(records: Sequence[StepRecord]) -> float:
+    """The wait's share of the workers' own time; what a pipeline's transfers wait for keeps nobody idle."""
+    own = [span for record in records for span in apart(record)[0]]
+    spent = sum(end - begin for kind, begin, end in own if kind in KINDS)
+    return sum(end - begin for kind, begin, end in own if kind == "wait") / spent if spent else 0.0
 
 
 def _seconds(record: StepRecord, kind: str) -> float:

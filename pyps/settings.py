@@ -4,7 +4,8 @@
     PYPS_RANK           this worker's rank in the store  PYPS_ROUND_TIMEOUT   seconds
     PYPS_PLAN           path of plan.json                PYPS_SEED            of the order of samples
     PYPS_SAMPLES        sample positions in all          PYPS_RUN_DIR         where step records go
-    PYPS_CODEC          how gradients travel: f32, int8 ...
+    PYPS_CODEC          how gradients travel: f32, int8 ...; plan: with its bits, each way
+    PYPS_PIPELINE       1: transfers run beside the next step
     PYPS_KEYS           where PYPS_STORE is an address (pyps.remote): this client's key file
     PYPS_THROTTLE       {"factor": F} or {"fit": {...}}, to emulate a slower device; may be empty
 
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pyps.codec import fed_back
+from pyps.codec import as_codec, fed_back
 from pyps.errors import InputError
-from pyps.formats import Fit, Plan, read_plan
+from pyps.formats import Bits, Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.policy import BSP, Policy, policy_named
 from pyps.values import Codec, Encoding
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from pyps.throttle import Throttle
 
 ENVIRONMENT = "environment"
+FROM_PLAN = "plan"
+CODECS: dict[Bits, Codec] = {32: Codec.F32, 16: Codec.BF16, 8: Codec.INT8, 4: Codec.INT4}
 
 
 class ThrottleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +59,10 @@ class Settings:
     throttle: ThrottleSpec | None
     encoding: Encoding
     launched: bool
+    memory: Memory | None = None  # what samples take of it
+    max_batch: int = 0  # the most samples at once that the plan allows; 0: no limit
+    pull_codec: Codec = Codec.F32  # how parameters travel
+    pipeline: bool = False
 
     def planned_batches(self) -> tuple[int, ...]:
         """The batch of each rank. Raises InputError where nobody told."""
@@ -82,12 +89,15 @@ def store_batches(plan: Plan) -> tuple[int, ...]:
     return tuple(worker.batch for worker in plan.workers if worker.batch > 0)
 
 
-def _micro_batch(plan: Plan | None, rank: int) -> int:
-    """The most at once: as planned where the batch is split, else what the worker may, as batches change."""
+def _planned(plan: Plan | None, rank: int) -> PlanWorker | None:
     workers = [worker for worker in plan.workers if worker.batch > 0] if plan else []
-    if rank >= len(workers):
+    return workers[rank] if rank < len(workers) else None
+
+
+def _micro_batch(worker: PlanWorker | None) -> int:
+    """The most at once: as planned where the batch is split, else what the worker may, as batches change."""
+    if worker is None:
         return 0
-    worker = workers[rank]
     return worker.micro_batch if worker.accumulation > 1 else worker.max_batch or worker.micro_batch
 
 
@@ -101,6 +111,7 @@ def read_settings(
     run_dir: str | Path | None,
     micro_batch: int | None = None,
     codec: Codec | str | None = None,
+    pipeline: bool | None = None,
 ) -> Settings:
     """From the launcher's environment, with arguments before it; with `store` given, from arguments alone.
 
@@ -116,21 +127,57 @@ def read_settings(
     if rank is None:
         rank = _integer(env, "PYPS_RANK")
     plan = read_plan(path) if (path := env.get("PYPS_PLAN")) else None
+    planned = _planned(plan, rank)
     if micro_batch is not None and micro_batch < 1:
         raise InputError("join", "micro_batch", str(micro_batch), "at least 1")
+    how = _policy(policy, env)
+    piped = pipeline if pipeline is not None else _integer(env, "PYPS_PIPELINE", 0) > 0
+    if piped:
+        check_pipeline(how)
+    push, pull = _codecs(codec if codec is not None else env.get("PYPS_CODEC") or Codec.F32, plan, planned)
     return Settings(
         store=name,
         rank=rank,
         batches=tuple(batches) if batches is not None else store_batches(plan) if plan else (),
-        micro_batch=micro_batch if micro_batch is not None else _micro_batch(plan, rank),
-        policy=_policy(policy, env),
+        micro_batch=micro_batch if micro_batch is not None else _micro_batch(planned),
+        policy=how,
         samples=samples if samples is not None else _integer(env, "PYPS_SAMPLES", 0),
         seed=seed if seed is not None else _integer(env, "PYPS_SEED", 0),
         run_dir=Path(d) if (d := run_dir or env.get("PYPS_RUN_DIR")) else None,
         throttle=_throttle(env),
-        encoding=fed_back(codec if codec is not None else env.get("PYPS_CODEC") or Codec.F32),
+        encoding=fed_back(push),
         launched=store is None,
+        memory=planned.memory if planned else None,
+        max_batch=(planned.max_batch or 0) if planned else 0,
+        pull_codec=pull,
+        pipeline=piped,
     )
+
+
+def check_pipeline(policy: Policy) -> None:
+    """Raise InputError under a policy whose steps follow one another."""
+    if not policy.overlaps:
+        able = ", ".join(name for name, kind in Policy.known.items() if kind.overlaps)
+        found = f"on under {policy.name}, whose every step waits for the one before it"
+        raise InputError("run", "pipeline", found, f"off, or one of {able}")
+
+
+def plan_codecs(plan: Plan, worker: PlanWorker, where: str = "plan") -> tuple[Codec, Codec]:
+    """A worker's codecs for pushes and for pulls. Raises InputError where the plan has none."""
+    for found in plan.hps.workers:
+        if found.rank == worker.rank:
+            return CODECS[found.push_bits], CODECS[found.pull_bits]
+    expected = f"bits for rank {worker.rank}: plan again with bandwidths and an error budget"
+    raise InputError(where, "hps.workers", f"{len(plan.hps.workers)} workers", expected)
+
+
+def _codecs(codec: Codec | str, plan: Plan | None, worker: PlanWorker | None) -> tuple[Codec, Codec]:
+    """For pushes and for pulls; a codec by its name is for pushes alone."""
+    if codec != FROM_PLAN:
+        return as_codec(codec), Codec.F32
+    if plan is None or worker is None:
+        raise InputError("join", "codec", "'plan' without a plan", "a codec's name, or a run by a plan")
+    return plan_codecs(plan, worker)
 
 
 def _integer(env: Mapping[str, str], variable: str, default: int | None = None) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
+from typing import Any, Literal, Self, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,9 +60,6 @@ from pyps.values import (
     Tensor,
     as_f32,
 )
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
@@ -219,6 +216,15 @@ class Store:
         """Claim the next samples, waiting as the policy says. Raises Ended, Fenced, TimedOut."""
         return self._call(native.start, _seconds(timeout))
 
+    def start_ahead(self) -> Claim | None:
+        """Beside the step under way, claim the samples of the next one: pushes belong to claims in order.
+
+        For a worker that computes while its gradients travel. Never waits; None where there is nothing to
+        claim now: then push first, and start(). Raises Fenced, InvalidArgument under a policy that waits.
+        """
+        claim = self._call(native.start_ahead)
+        return claim if claim.count else None
+
     def pull(self, out: Flat | None = None, *, strict: bool = False) -> tuple[Flat, int]:
         """Copy the parameters to `out` (fp32 [flat_elements], contiguous; new if None): (flat, version).
 
@@ -270,6 +276,8 @@ class Store:
         gradient: Flat | NDArray[np.uint8] | None = None,
         pulled: Flat | None = None,
         square_norm: float = 0.0,
+        based: int | None = None,
+        seconds: float = 0.0,
     ) -> PushResult:
         """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
 
@@ -277,10 +285,11 @@ class Store:
         skips the step. `encoding`: how it travels, an Encoding or a codec's name; None: as fp32.
         `gradient`: in place of the area's: fp32 [flat_elements], or what was encoded elsewhere, with that
         codec (uint8). `pulled`: fp32 [flat_elements], what the gradient was computed on: DCASGD needs it.
-        `square_norm`: of the gradient, for SaPS's "ringmaster"; 0: not known. Raises Fenced, PushRejected,
-        TimedOut, NotFinite, InvalidArgument.
+        `square_norm`: of the gradient, for SaPS's "ringmaster"; 0: not known. `based`: the version it was
+        computed on, where that is not the last one pulled. `seconds` it took; 0: since its claim. Raises
+        Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument.
         """
-        more = (pulled, square_norm)
+        more = (pulled, square_norm, based, seconds)
         return self._call(
             native.push, self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
         )
@@ -298,13 +307,15 @@ class Store:
         gradient: Flat | NDArray[np.uint8] | None = None,
         pulled: Flat | None = None,
         square_norm: float = 0.0,
+        based: int | None = None,
+        seconds: float = 0.0,
     ) -> tuple[PushResult, int]:
         """A push and the pull after it in one pass: (the push's result, the version that `out` holds).
 
         Arguments as for push; `out` as for pull. After an error `out` may hold parts of two versions.
         """
         self._target("exchange", out)
-        more = (pulled, square_norm)
+        more = (pulled, square_norm, based, seconds)
         arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
         return self._call(native.exchange, arguments, out)
 
@@ -319,6 +330,8 @@ class Store:
         gradient: Flat | NDArray[np.uint8] | None,
         pulled: Flat | None = None,
         square_norm: float = 0.0,
+        based: int | None = None,
+        seconds: float = 0.0,
     ) -> Push:
         constants = (hyper,) * self.layout.groups if isinstance(hyper, Hyper) else tuple(hyper)
         if len(constants) != self.layout.groups:
@@ -343,7 +356,9 @@ class Store:
         if pulled is not None:
             self._vector("push", "pulled", pulled)
         wait, norm = _seconds(timeout), float(square_norm)
-        return Push(index, samples, constants, scale, wait, how, floats, encoded, pulled, norm)
+        return Push(
+            index, samples, constants, scale, wait, how, floats, encoded, pulled, norm, based, float(seconds)
+        )
 
     def _stage_codes(self, area: int, codec: Codec, data: NDArray[Any]) -> None:
         size = encoded_bytes(codec, self.layout.flat_elements)

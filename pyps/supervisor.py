@@ -28,6 +28,7 @@ from pyps.remote.address import parse_address
 from pyps.report import Outcome, Report, make_report
 from pyps.runlog import EventLog
 from pyps.sampling import MAX_SEED
+from pyps.settings import FROM_PLAN, check_pipeline, plan_codecs
 from pyps.trace import make_trace
 from pyps.values import Codec
 
@@ -45,6 +46,7 @@ def run(
     args: Sequence[str] = (),
     seed: int = 0,
     codec: Codec | str = Codec.F32,
+    pipeline: bool = False,
     run_dir: str | os.PathLike[str] | None = None,
     throttle_from: str | os.PathLike[str] | None = None,
     even: bool = False,
@@ -59,7 +61,8 @@ def run(
     """Run `script` once for each rank of the plan until `samples` positions are trained; the report.
 
     samples: sample positions in all; 0: until the script ends by itself. run_dir: a folder without a run in
-    it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error feedback. throttle_from: "plan"
+    it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error feedback; "plan":
+    gradients and parameters with its bits. pipeline: transfers run beside the next step. throttle_from: "plan"
     or a cluster file, to emulate its devices (see pyps.lineup). even: equal batches instead of the plan's,
     for comparison. max_restarts: of each rank, after it has joined; a worker that dies before ends the run.
     snapshot_every: versions between snapshots, 0: none. connect: the address of a store that is served
@@ -78,6 +81,12 @@ def run(
     store = _store_name(connect)
     chosen, places = _planned(os.fspath(plan), throttle_from, even)
     places = _some(places, ranks, rebalance)
+    if pipeline:
+        check_pipeline(rules)
+    how = None if codec == FROM_PLAN else as_codec(codec)
+    for worker in chosen.workers if how is None else ():
+        if worker.batch:
+            plan_codecs(chosen, worker, os.fspath(plan))
     folder = _new_folder(run_dir)
     write_json(folder / "plan.json", chosen)
     job = Job(
@@ -88,7 +97,8 @@ def run(
         policy=rules,
         samples=samples,
         seed=seed,
-        codec=as_codec(codec),
+        codec=how,
+        pipeline=pipeline,
         run_dir=folder,
         max_restarts=max_restarts,
         snapshot_every=snapshot_every,

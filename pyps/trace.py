@@ -1,6 +1,7 @@
 """A run as a picture to walk about in: trace.json in the Chrome trace event format, for ui.perfetto.dev.
 
-One track a rank, with its compute, push, pull and wait slices; what happened to processes stands as marks.
+One track a rank, with its compute, push, pull and wait slices, and one for the transfers that run beside
+the next compute in a pipeline; what happened to processes stands as marks.
 Times are microseconds from the first event on. The format: "Trace Event Format" (Duvall and others, Google).
 """
 
@@ -10,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyps.lineup import Place
-from pyps.metrics import StepRecord
+from pyps.metrics import StepRecord, apart
 from pyps.runlog import Event
 
 MICROSECONDS = 1e6
 TRACKS = 100_000  # of one process; counted from 1, for Perfetto keeps thread 0 for the idle task
 SUPERVISOR_TRACK = TRACKS - 1
+TRANSFERS = TRACKS // 2  # the transfers of rank r are track TRANSFERS + r + 1
 
 
 def make_trace(
@@ -38,6 +40,11 @@ def make_trace(
         label = f"rank {place.rank}: {place.name}, b = {place.batch}"
         rows.append(_name("thread_name", place.rank + 1, label))
         rows.append(_sort_index(place.rank + 1, place.rank))
+    piped = {record.rank for record in records if record.depth > 1}
+    for place in places:
+        if place.rank in piped:
+            rows.append(_name("thread_name", TRANSFERS + place.rank + 1, f"rank {place.rank}: transfers"))
+            rows.append(_sort_index(TRANSFERS + place.rank + 1, place.rank))
     for record in records:
         rows += _slices(record, origin)
     rows += [_mark(event, origin) for event in events]
@@ -56,17 +63,20 @@ def _slices(record: StepRecord, origin: float) -> list[dict[str, Any]]:
         "loss": record.loss,
         "pid": record.pid,
     }
+    own, beside = apart(record)
+    track = record.rank + 1
     return [
         {
             "ph": "X",
             "name": kind,
             "cat": "rejected" if record.rejected else "step",
-            "tid": record.rank + 1,
+            "tid": tid,
             "ts": (begin - origin) * MICROSECONDS,
             "dur": max(0.0, end - begin) * MICROSECONDS,
             "args": about,
         }
-        for kind, begin, end in record.spans
+        for tid, spans in ((track, own), (TRANSFERS + track, beside))
+        for kind, begin, end in spans
     ]
 
 

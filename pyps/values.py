@@ -194,6 +194,7 @@ class Moment(IntEnum):
     CHECK = 9
     OFFER = 10
     GATE = 11
+    START_AHEAD = 12
 
 
 class Decision(Protocol):
@@ -281,6 +282,8 @@ class Push:
     encoded: bool
     pulled: Flat | None = None
     square_norm: float = 0.0
+    based: int | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

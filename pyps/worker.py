@@ -17,7 +17,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -27,33 +27,30 @@ import torch
 from torch import nn
 
 from pyps.area import Area
-from pyps.attach import Attachment, Binding, check_same, hyper_of, inspect
+from pyps.attach import Attachment, Binding, check_same, hyper_of, inspect, open_or_create
 from pyps.errors import (
     Ended,
     Fenced,
     InputError,
-    NotFinite,
-    NotReady,
-    PushRejected,
-    SegmentExists,
-    SegmentNotFound,
     TimedOut,
 )
-from pyps.metrics import RecordWriter, Span, StepRecord, record_path
-from pyps.policy import DCASGD, R2SP, Backup, Policy, SaPS, acquaint
-from pyps.remote import create_store, open_store
+from pyps.memory import Room, budget_bytes, sharers
+from pyps.metrics import RecordWriter, Span, record_path
+from pyps.pipeline import Delivery, Pipeline
+from pyps.policy import DCASGD, HPS, R2SP, Backup, Policy, SaPS, acquaint
 from pyps.sampling import fetcher, indices
 from pyps.settings import Settings, read_settings
+from pyps.step import Step, number_of
 from pyps.store import Store
-from pyps.values import Advice, Claim, Codec, PushResult
+from pyps.transfer import Gradient, Outcome, Transfer
+from pyps.values import Advice, Claim, Codec, MemberState, PushResult
 
 if TYPE_CHECKING:
-    from pyps.throttle import Span as ThrottleSpan
     from pyps.throttle import Throttle
 
 ATTACH_TIMEOUT_SECONDS = 300.0  # others may still be importing torch and reading data
 RINGMASTER = 2  # Rules.threshold
-POLL_SECONDS = 0.02, 0.2  # at first and later; only while the segment does not exist yet: nothing to sleep on
+PATIENCE = 4.0  # round timeouts that a transfer may take: it waits twice, for up to two
 
 
 def join(
@@ -67,6 +64,7 @@ def join(
     run_dir: str | Path | None = None,
     micro_batch: int | None = None,
     codec: Codec | str | None = None,
+    pipeline: bool | None = None,
 ) -> Worker:
     """This process's part of a run. Under `pyps run` without arguments; else at least store, rank and
     batches.
@@ -74,24 +72,12 @@ def join(
     An argument goes before what the launcher set. `batches` is the planned batch of each rank, `samples` the
     sample positions of the whole run (0: without end), `micro_batch` the most samples to compute at once
     (None: as the plan says), `codec` how gradients travel: what it does not carry is added to this rank's
-    next gradient. Raises InputError, naming what is missing.
+    next gradient; "plan": gradients and parameters with the plan's bits. `pipeline`: transfers run beside the
+    next step, which is computed on parameters one more step old. Raises InputError, naming what is missing.
     """
-    return Worker(read_settings(store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec))
-
-
-class _Step:
-    """What is known of the step under way: a claim, computed in one micro-batch or several."""
-
-    def __init__(self, claim: Claim, area: Area, version: int, spans: list[Span]) -> None:
-        self.claim, self.area, self.version, self.spans = claim, area, version, spans
-        self.began = time.monotonic()
-        self.throttle: AbstractContextManager[ThrottleSpan] | None = None
-        self.throttled: ThrottleSpan | None = None
-        self.overrun_seconds = 0.0
-        self.micro = 0  # samples of the micro-batch under way; 0: step() has been called for it
-        self.micro_before = 0  # of the last one that began
-        self.left = claim.count  # samples of later micro-batches
-        self.done = 0  # samples whose gradient is there
+    return Worker(
+        read_settings(store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline)
+    )
 
 
 class Worker:
@@ -107,12 +93,18 @@ class Worker:
         self.steps = self.fenced = self.rejected = self.aborted = self.skipped = 0
         self._store: Store | None = None
         self._attached: tuple[nn.Module, Attachment, Binding] | None = None
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._records: RecordWriter | None = None
         self._throttle: Throttle | None = None
-        self._stepping = self._finite = False
+        self._room: Room | None = None
+        self._offered = -1
+        self._stepping = self._finite = self._unscaled = False
         self._count = 0
-        self._fresh: int | None = None  # the version that an exchange has left in the model
+        self._fresh: int | None = None  # the version that is in the model already
+        self._waited: list[Span] = []
+        self._pipeline: Pipeline | None = None
+        self._learns_norm = False
+        self._neighbours = 1
 
     @property
     def store(self) -> Store:
@@ -146,16 +138,26 @@ class Worker:
         chosen = optimizer if optimizer is not None else torch.optim.SGD(model.parameters())
         attachment = inspect(model, chosen)
         acquaint(self.settings.policy)
-        self._store = store = self._open_or_create(attachment, timeout)
+        self._store = store = open_or_create(self.settings, attachment, timeout)
         atexit.register(_close_if_alive, weakref.ref(self))
         check_same(store, attachment)
         store.join(self.rank)
-        binding = Binding(attachment, store)
+        # In a pipeline the carrier encodes, beside the next step; and whether a gradient is admitted, so that
+        # what is left of it counts, is known too late for an encoder here.
+        binding = Binding(attachment, store, None if self.settings.pipeline else self.settings.encoding.codec)
         self._attached = (model, attachment, binding)
         store.pull(binding.flat)
         binding.refresh()
         chosen.register_step_pre_hook(self._on_optimizer_step)
         self._throttle = self.settings.make_throttle(on_gpu=binding.on_gpu)
+        if self._is(HPS):
+            read = partial(self._budget, binding.device)
+            self._room = Room(self.settings.memory, self.settings.max_batch, read)
+        self._learns_norm = self._is(SaPS) and store.rules().threshold == RINGMASTER
+        self._transfer = Transfer(store, self.settings.encoding, self.settings.pull_codec, self._is(R2SP))
+        if self.settings.pipeline:
+            patience = PATIENCE * max(1.0, self.settings.policy.round_timeout_seconds)
+            self._pipeline = Pipeline(store, self._transfer, binding.flat.size, patience, self._offer)
         if self.settings.run_dir is not None:
             self._records = RecordWriter(record_path(self.settings.run_dir, self.rank, os.getpid()))
 
@@ -204,40 +206,47 @@ class Worker:
             raise InputError("worker", "step", "no batch", "step() once after each batch of batches()")
         binding.check_kept()
         step.done += step.micro
-        finite = not step.left and self._finish_gradients(attachment, binding, scaler)
+        step.finite = bool(step.left) or self._finish_gradients(attachment, binding, scaler)
         if step.throttle is not None and step.throttled is not None:
             step.throttle.__exit__(None, None, None)
             step.overrun_seconds += step.throttled.overrun_seconds
-        pushed_at = time.monotonic()
-        step.spans.append(("compute", step.began, pushed_at))
+        ready = time.monotonic()
+        step.spans.append(("compute", step.began, ready))
+        step.loss = number_of(loss)
         if step.left:
             advice = self._advice(step)
             if advice is Advice.GO_ON:
                 step.micro = 0
                 binding.keep()
                 return None
-            finite = self._finish_gradients(attachment, binding, scaler)
+            step.finite = self._finish_gradients(attachment, binding, scaler)
             step.left = 0
             if advice is Advice.ABORT:
                 self._step = None
-                self._account(step, None, True, loss, pushed_at)
+                self._settle(step, Outcome(spans=[("push", ready, time.monotonic())]))
                 return None
         self._step = None
-        result = self._push(step, attachment, binding, finite)
-        self._account(step, result, finite, loss, pushed_at)
-        return result if finite else None
+        gradient = self._gradient(step, attachment, binding)
+        if self._pipeline is not None:
+            return self._send(self._pipeline, step, gradient)
+        outcome = self._transfer.push(gradient, binding.flat)
+        self._fresh = outcome.version
+        binding.settle(outcome.result is not None and step.finite)
+        self._settle(step, outcome)
+        return outcome.result if step.finite else None
 
     def _is(self, *kinds: type[Policy]) -> bool:
         """Whether the store's policy is one of these."""
         return self.store.layout.policy in [kind.number for kind in kinds]
 
-    def _advice(self, step: _Step) -> Advice:
-        """Between two micro-batches: whether the next one is worth computing."""
-        if not self._is(SaPS, Backup):
+    def _advice(self, step: Step) -> Advice:
+        """Between two micro-batches: whether the next one is worth computing. In a pipeline nobody asks: the
+        answer would be about the gradient that is travelling.
+        """
+        if self._pipeline is not None or not self._is(SaPS, Backup):
             return Advice.GO_ON
-        following = min(step.left, self.settings.micro_batch or step.left)
         try:
-            advice = self.store.check(step.done, following)
+            advice = self.store.check(step.done, self._at_once(step))
         except Fenced:
             self.fenced += 1
             self.store.rejoin()
@@ -246,10 +255,15 @@ class Worker:
         return advice
 
     def refresh(self) -> int:
-        """Pull one single version into the model, as for an evaluation; the version."""
+        """Pull one single version into the model, as for an evaluation, after any transfer under way; the
+        version.
+        """
         _, _, binding = self._require()
+        self._receive()
         _, version = self.store.pull(binding.flat, strict=True)
         binding.refresh()
+        if self._pipeline is not None:
+            self._fresh = version
         return version
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -258,15 +272,24 @@ class Worker:
         return {name: value.detach().clone() for name, value in self._require()[0].state_dict().items()}
 
     def close(self) -> None:
-        """Leave the run; samples claimed but not pushed go back to be handed out again. Idempotent."""
+        """Leave the run; samples claimed but not pushed go back to be handed out again. Idempotent.
+
+        Raises TimedOut if a transfer of a pipeline does not end; the run is left when it does.
+        """
         if self._attached is not None:
-            self._attached[2].release()
+            self._attached[2].close()
         self._step = None
-        if self._records is not None:
-            self._records.close()
-            self._records = None
-        if self._store is not None:
-            self._store.close()
+        try:
+            if self._pipeline is not None:
+                self._pipeline.close()
+                if not self._pipeline.failed:
+                    self._receive()
+            elif self._store is not None:
+                self._store.close()
+        finally:
+            if self._records is not None:
+                self._records.close()
+                self._records = None
 
     def __enter__(self) -> Self:
         return self
@@ -279,51 +302,27 @@ class Worker:
             raise InputError("worker", "model", "nothing", "attach(model) first")
         return self._attached
 
-    def _open_or_create(self, attachment: Attachment, timeout: float) -> Store:
-        """Rank 0 creates the segment unless it finds it there (after a restart); the others wait for it."""
-        deadline = time.monotonic() + timeout
-        pause, longest = POLL_SECONDS
-        while True:
-            try:
-                return open_store(self.settings.store)
-            except (SegmentNotFound, NotReady):
-                if self.rank == 0:
-                    try:
-                        return self._create(attachment)
-                    except SegmentExists:
-                        pass  # somebody else was faster: open that one
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-
-    def _create(self, attachment: Attachment) -> Store:
-        settings = self.settings
-        return create_store(
-            settings.store,
-            {entry.name: entry.parameter for entry in attachment.entries},
-            batches=settings.planned_batches(),
-            optimizer=attachment.kind,
-            policy=settings.policy,
-            groups={entry.name: entry.group for entry in attachment.entries},
-            samples=settings.samples,
-            keep=settings.launched,
-        )
-
-    def _begin(self) -> _Step | None:
+    def _begin(self) -> Step | None:
         """Claim, get an area, pull; None when the run's samples are used up. A fenced worker rejoins
         first.
         """
         _, _, binding = self._require()
-        store, began = self.store, time.monotonic()
+        if self._pipeline is not None and self._pipeline.ahead is None:
+            self._receive()
+        store, began, waited = self.store, time.monotonic(), self._waited
+        self._waited = []
         while True:
             try:
-                claim = self._claim()
-                area = store.stage()
+                claim, area = self._claimed()
                 ready = time.monotonic()
                 binding.fill(area)
-                version = self._fresh if self._fresh is not None else store.pull(binding.flat)[1]
-                self._fresh = None
+                fetched = self._fresh is None
+                version = self._transfer.pull(binding.flat) if self._fresh is None else self._fresh
+                if self._pipeline is None:
+                    self._fresh = None
+                elif fetched:
+                    self._fresh = version
+                    self._pipeline.claim_ahead()
                 break
             except Ended:
                 return None
@@ -332,21 +331,52 @@ class Worker:
                 self._fresh = None
                 store.rejoin()
         binding.refresh()
-        spans: list[Span] = [("wait", began, ready), ("pull", ready, time.monotonic())]
-        self._step = _Step(claim, area, version, spans)
+        spans: list[Span] = [*waited, ("wait", began, ready), ("pull", ready, time.monotonic())]
+        self._step = Step(claim, area, version, spans)
         return self._step
 
-    def _begin_micro_batch(self, step: _Step) -> None:
+    def _claimed(self) -> tuple[Claim, Area]:
+        """The samples of the next step, and where its gradient goes. Raises Ended, Fenced."""
+        if self._pipeline is not None and self._pipeline.ahead is not None:
+            ahead, self._pipeline.ahead = self._pipeline.ahead, None
+            return ahead
+        self._fresh = None if self._pipeline is not None else self._fresh
+        self._offer()
+        return self._claim(), self.store.stage()
+
+    def _begin_micro_batch(self, step: Step) -> None:
         """The next micro-batch of at most the planned size.
 
         Each backward adds the mean over its micro-batch, so what is there is first brought to the new one's
         weight: after the last, of m samples, the sum times m / b is the mean over all b samples.
         """
-        before, step.micro = step.micro_before, min(step.left, self.settings.micro_batch or step.left)
+        before, step.micro = step.micro_before, self._at_once(step)
         step.left -= step.micro
         if before and before != step.micro:
             self._require()[2].weigh(before / step.micro)
         step.micro_before = step.micro
+        if not step.left:
+            self._require()[2].last(step.micro / (step.done + step.micro))
+
+    def _at_once(self, step: Step) -> int:
+        """Samples of the next micro-batch: as planned, and no more than memory holds now."""
+        limits = (step.left, self.settings.micro_batch, self._room.look() if self._room is not None else 0)
+        return min(limit for limit in limits if limit)
+
+    def _offer(self) -> None:
+        """Tell the policy how many samples fit into memory now, which the others in the store may share."""
+        if self._room is None:
+            return
+        alive = (MemberState.ACTIVE, MemberState.FENCED)
+        others = [member.pid for member in self.store.members() if member.state in alive]
+        self._neighbours = sharers(others)  # of this machine, as the segment is
+        if self._room.look() != self._offered:
+            self.store.offer(self._room.most_)
+            self._offered = self._room.most_
+
+    def _budget(self, device: torch.device) -> int:
+        """All that this process may hold. Asks nothing of the store, which may be in use by a transfer."""
+        return budget_bytes(device, self._neighbours)
 
     def _claim(self) -> Claim:
         """start(), patient for as long as not every rank has joined for the first time."""
@@ -363,7 +393,7 @@ class Worker:
 
         torch's own optimizer.step() is called, with no gradients left: schedulers and scalers want to see it.
         """
-        self._stepping, self._finite = True, False
+        self._stepping, self._finite, self._unscaled = True, False, scaler is not None
         optimizer = attachment.optimizer
         try:
             if scaler is None:
@@ -385,71 +415,64 @@ class Worker:
             raise InputError(
                 "optimizer", "step", "a call of optimizer.step()", "worker.step(): the store steps"
             )
-        binding = self._require()[2]
-        binding.collect()
+        binding, step = self._require()[2], self._step
+        share = step.micro / step.done if step is not None else 1.0
+        binding.collect(share, unscaled=self._unscaled)
         binding.release()
         self._finite = True
 
-    def _push(self, step: _Step, attachment: Attachment, binding: Binding, finite: bool) -> PushResult | None:
-        samples = step.done if finite else 0
-        hyper, share = hyper_of(attachment), step.micro / step.done  # see _begin_micro_batch
-        encoding, norm = self.settings.encoding, self._square_norm(step.area, share)
-        try:
-            if self._is(R2SP):  # push and pull are one turn
-                result, self._fresh = self.store.exchange(
-                    step.area, samples, hyper, binding.flat, share, encoding=encoding
-                )
-                return result
-            pulled = binding.flat if self._is(DCASGD) else None
-            return self.store.push(
-                step.area, samples, hyper, share, encoding=encoding, pulled=pulled, square_norm=norm
-            )
-        except Fenced:
-            self.fenced += 1
-            self.store.rejoin()
-        except PushRejected:
-            self.rejected += 1
-        except NotFinite:
-            self.skipped += 1
-            self.store.push(step.area, 0, hyper)  # the claim was still ours
-        return None
-
-    def _square_norm(self, area: Area, share: float) -> float:
-        """Of the gradient, where the policy learns from it."""
-        learns = self._is(SaPS) and self.store.rules().threshold == RINGMASTER
-        return float(np.dot(area.flat, area.flat)) * share**2 if learns else 0.0
-
-    def _account(
-        self, step: _Step, result: PushResult | None, finite: bool, loss: Any, pushed_at: float
-    ) -> None:
-        done = time.monotonic()
-        taken = result is not None and finite
-        self._count += 1
-        self.steps += taken
-        self.skipped += not finite
-        if result is not None and result.wait_seconds > 0.0:
-            waited = min(pushed_at + result.wait_seconds, done)
-            step.spans.append(("wait", pushed_at, waited))
-            pushed_at = waited
-        step.spans.append(("push" if finite else "skip", pushed_at, done))
-        if self._records is None:
-            return
-        claim = step.claim
-        self._records.write(
-            StepRecord(
-                rank=self.rank, pid=os.getpid(), step=self._count, round=claim.round, plan=claim.plan,
-                first=claim.first, samples=step.done, batch=claim.batch,
-                version=result.version if result else step.version,
-                staleness=result.staleness if result else 0, sources=result.sources if result else 0,
-                loss=_number(loss), spans=step.spans,
-                overrun_seconds=step.overrun_seconds,
-                skipped=not finite, rejected=result is None,
-            )
+    def _gradient(self, step: Step, attachment: Attachment, binding: Binding) -> Gradient:
+        """What is to be sent of a step whose gradients are in its area."""
+        share = step.micro / step.done  # see _begin_micro_batch
+        norm = float(np.dot(step.area.flat, step.area.flat)) * share**2 if self._learns_norm else 0.0
+        pulled = binding.flat if self._is(DCASGD) else None
+        if pulled is not None and self._pipeline is not None:
+            pulled = pulled.copy()  # the model goes on while this travels
+        samples = step.done if step.finite else 0
+        # Serially it took as long as its claim was held. A claim of a pipeline is held for longer than that.
+        seconds = time.monotonic() - step.created if self._pipeline is not None else 0.0
+        return Gradient(
+            step.area, samples, hyper_of(attachment), share, step.version, seconds, norm, pulled,
+            binding.codes if samples else None,
         )  # fmt: skip
 
+    def _send(self, pipeline: Pipeline, step: Step, gradient: Gradient) -> PushResult | None:
+        """Let a gradient travel beside the next step; the result of the one before."""
+        before = self._receive()
+        if before is not None and before.lost:
+            self._settle(step, Outcome(rejected=True))
+        else:
+            pipeline.send(step, gradient)
+        return before.outcome.result if before is not None else None
 
-def _number(loss: Any) -> float | None:
-    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None
+    def _receive(self) -> Delivery | None:
+        """Wait for the transfer under way: its parameters are then in the model."""
+        began = time.monotonic()
+        received = self._pipeline.receive() if self._pipeline is not None else None
+        if self._pipeline is None or received is None:
+            return None
+        step, delivery = received
+        binding, version = self._require()[2], delivery.outcome.version
+        if version is not None:
+            np.copyto(binding.flat, self._pipeline.spare)
+            binding.refresh()
+            self._fresh = version
+        self._waited = [("wait", began, time.monotonic())]
+        self._settle(step, delivery.outcome)
+        if delivery.lost and not delivery.outcome.fenced:
+            self.fenced += 1
+        return delivery
+
+    def _settle(self, step: Step, outcome: Outcome) -> None:
+        """Count and record what became of a step."""
+        self._count += 1
+        self.steps += outcome.result is not None and step.finite
+        self.fenced += outcome.fenced
+        self.rejected += outcome.rejected
+        self.skipped += outcome.unencodable or not step.finite
+        if self._records is not None:
+            depth = 1 if self._pipeline is None else 2
+            self._records.write(step.record(self.rank, self._count, outcome, depth))
 
 
 def _close_if_alive(worker: weakref.ref[Worker]) -> None:

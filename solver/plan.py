@@ -224,4 +224,5 @@ def _planned(rank: int, member: Member, split: Split, problem: Problem) -> PlanW
         max_batch=min(cap_of(member.group, member.profile), MAX_BATCH) or None,
         max_accumulation=member.group.max_accumulation,
         fit=msgspec.structs.replace(member.fit, band=None),
+        memory=member.profile.memory,
     )

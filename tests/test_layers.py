@@ -18,9 +18,29 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.errors"}),
     frozenset({"pyps.formats"}),
     frozenset({"pyps.profiler.fit"}),  # the cost model, which the throttle and the planner evaluate too
-    frozenset({"pyps.values", "pyps.metrics", "pyps.throttle", "pyps.sampling", "pyps.models", "pyps.zoo"}),
+    frozenset(
+        {
+            "pyps.memory",
+            "pyps.metrics",
+            "pyps.models",
+            "pyps.sampling",
+            "pyps.throttle",
+            "pyps.values",
+            "pyps.zoo",
+        }
+    ),
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
-    frozenset({"pyps.area", "pyps.codec", "pyps.policy", "pyps.store", "pyps.segments"}),
+    frozenset(
+        {
+            "pyps.area",
+            "pyps.codec",
+            "pyps.device_codec",
+            "pyps.lane",
+            "pyps.policy",
+            "pyps.store",
+            "pyps.segments",
+        }
+    ),
     frozenset({"pyps.remote"}),
     frozenset(
         {
@@ -30,11 +50,14 @@ LAYERS: tuple[frozenset[str], ...] = (
             "pyps.crew",
             "pyps.lineup",
             "pyps.link",
+            "pyps.pipeline",
             "pyps.report",
             "pyps.runlog",
             "pyps.settings",
+            "pyps.step",
             "pyps.supervisor",
             "pyps.trace",
+            "pyps.transfer",
             "pyps.worker",
         }
     ),

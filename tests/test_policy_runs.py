@@ -85,11 +85,30 @@ STOPS = """
             subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"], start_new_session=True)
             os.kill(os.getpid(), signal.SIGSTOP)
 """
+LEAVES = """
+        if rank == 1 and step == 3 and not note.exists():
+            note.touch()
+            store.leave()
+            time.sleep(0.1)
+            store.join(rank)
+            ahead = None
+            continue
+"""
+# The same with two claims in hand; what is pulled is for the step after the one that is pushed.
+AHEAD_LOOP = (
+    LOOP.replace("step = 0\n", "step, ahead = 0, None\n")
+    .replace("        claim = store.start()\n", "        claim, ahead = ahead or store.start(), None\n")
+    .replace(
+        "        area.flat[:] = 1.0\n", "        ahead = store.start_ahead()\n        area.flat[:] = 1.0\n"
+    )
+    .replace("        store.rejoin()\n", "        store.rejoin()\n        ahead = None\n")
+)
+assert AHEAD_LOOP.count("ahead") == 6
 
 
-def loop(tmp_path: Path, policy: str, within: str = "pass") -> Report:
+def loop(tmp_path: Path, policy: str, within: str = "pass", template: str = LOOP) -> Report:
     write_json(tmp_path / "plan.json", make_plan(BATCHES))
-    text = LOOP.format(batches=list(BATCHES), within=within.strip())
+    text = template.format(batches=list(BATCHES), within=within.strip())
     path = script(tmp_path, text=text)
     rules = policy_named(policy, ROUND_TIMEOUT)
     return run(tmp_path / "plan.json", path, rules, samples=SAMPLES, run_dir=tmp_path / "run")
@@ -106,6 +125,26 @@ def test_a_run_of_every_policy_ends(shm: Path, tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("befalls", [DIES, STOPS], ids=["dies", "stops"])
 def test_nobody_waits_for_ever(shm: Path, tmp_path: Path, name: str, befalls: str) -> None:
     report = loop(tmp_path, name, befalls)
+    assert report.outcome == "finished"
+    assert report.samples.trained == SAMPLES
+    assert (tmp_path / "run" / "befallen").exists()
+
+
+@pytest.mark.parametrize("name", ["bsp", "dssp", "dcasgd", "softsync"])
+def test_who_leaves_comes_back(shm: Path, tmp_path: Path, name: str) -> None:
+    report = loop(tmp_path, name, LEAVES)
+    assert report.outcome == "finished"
+    assert report.samples.trained == SAMPLES
+    assert (tmp_path / "run" / "befallen").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "befalls"),
+    [("asp", DIES), ("r2sp", DIES), ("hps", DIES), ("ssp:bound=1", LEAVES), ("saps", LEAVES), ("asp", STOPS)],
+    ids=["asp-dies", "r2sp-dies", "hps-dies", "ssp-leaves", "saps-leaves", "asp-stops"],
+)  # fmt: skip
+def test_with_two_claims_too(shm: Path, tmp_path: Path, name: str, befalls: str) -> None:
+    report = loop(tmp_path, name, befalls, AHEAD_LOOP)
     assert report.outcome == "finished"
     assert report.samples.trained == SAMPLES
     assert (tmp_path / "run" / "befallen").exists()

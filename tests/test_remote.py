@@ -188,19 +188,19 @@ def test_every_policy_decides_over_the_link_as_beside_the_store(shm: Path, polic
         with (
             Store.create(name, tensors, batches=[4], samples=24, policy=policy) as store,
             Server(name) as server,
+            open_store(server.address if k else name) as one,
         ):
-            with open_store(server.address if k else name) as one:
-                one.join()
-                flat, _ = one.pull()
-                for turn in range(6):
-                    claim = one.start()
-                    area = one.stage()
-                    area["w"][:] = flat[:5] + turn
-                    one.offer(4)
-                    assert one.check(0, claim.count) is pyps.values.Advice.GO_ON
-                    one.push(area, claim.count, Hyper(lr=0.1), pulled=flat, square_norm=1.0)
-                    if turn % 2 or policy == "r2sp":
-                        one.pull(flat)
-                found.append(store.snapshot().parameters.copy())
+            one.join()
+            flat, _ = one.pull()
+            for turn in range(6):
+                claim = one.start()
+                area = one.stage()
+                area["w"][:] = flat[:5] + turn
+                one.offer(4)
+                assert one.check(0, claim.count) is pyps.values.Advice.GO_ON
+                one.push(area, claim.count, Hyper(lr=0.1), pulled=flat, square_norm=1.0)
+                if turn % 2 or policy == "r2sp":
+                    one.pull(flat)
+            found.append(store.snapshot().parameters.copy())
     assert np.array_equal(found[0], found[1])
     assert not np.array_equal(found[0][:5], np.ones(5))

@@ -50,8 +50,11 @@ def run_command(
     seed: Annotated[int, typer.Option(help="Of the order of samples.")] = 0,
     codec: Annotated[
         str,
-        typer.Option(help="How gradients travel: f32, bf16, f16, int8, int4, nf4."),
+        typer.Option(help="How gradients travel: f32, bf16, f16, int8, int4, nf4; plan: its bits, each way."),
     ] = "f32",
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Transfers run beside the next step, not between two.")
+    ] = False,
     run_dir: Annotated[Path | None, typer.Option(help="Default: pyps-runs/<time>-<pid>.")] = None,
     round_timeout: Annotated[float, typer.Option(help="Seconds that one worker may hold up others.")] = 60.0,
     max_restarts: Annotated[int, typer.Option(help="Of each rank, after it has joined.")] = MAX_RESTARTS,
@@ -86,6 +89,7 @@ def run_command(
             args=args or (),
             seed=seed,
             codec=codec,
+            pipeline=pipeline,
             run_dir=run_dir,
             throttle_from=throttle_from,
             even=even,

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from pyps.errors import InputError
 from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Name, Seconds, Share
-from pyps.formats.profile import Fit
+from pyps.formats.profile import Fit, Memory
 
 PLAN_SCHEMA = "pyps.plan/1"
 
@@ -26,8 +26,9 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     The batch is computed as `accumulation` micro-batches: all of micro_batch samples, the last of the rest.
     max_batch is the most that it may compute at once, in at most max_accumulation micro-batches; fit is the
-    cost model it was planned with. With these a run can plan anew while it trains. throttle repeats the
-    profile's, so that a run can emulate the devices that the plan was made for.
+    cost model it was planned with. With these a run can plan anew while it trains; with the memory model it
+    can take what fits as memory comes and goes. throttle repeats the profile's, so that a run can emulate the
+    devices that the plan was made for.
     """
 
     rank: Share
@@ -42,6 +43,7 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_batch: Batch | None = None
     max_accumulation: Batch = 1
     fit: Fit | None = None
+    memory: Memory | None = None
 
 
 class R2spRemedies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -179,6 +179,12 @@ def start(store: Pointer, timeout: float) -> Claim:
     return Claim(c.first, c.count, c.batch, c.round, c.plan, c.wait_nanoseconds * NANOSECOND)
 
 
+def start_ahead(store: Pointer) -> Claim:
+    c = ffi.new("pyps_claim *")
+    check("start_ahead", lib.pyps_start_ahead(store, c))
+    return Claim(c.first, c.count, c.batch, c.round, c.plan, 0.0)
+
+
 def pull(store: Pointer, flat: Flat) -> int:
     version = ffi.new("uint64_t *")
     check("pull", lib.pyps_pull(store, ffi.from_buffer("float[]", flat, require_writable=True), version))
@@ -269,6 +275,8 @@ def _push_args(what: str, push: Push) -> tuple[Any, Any]:
     c.gradient, c.encoded = gradient, int(push.encoded)
     pulled = ffi.NULL if push.pulled is None else ffi.from_buffer("float[]", push.pulled)
     c.pulled, c.square_norm = pulled, push.square_norm
+    c.based = 0 if push.based is None else 1 + unsigned(what, "based", push.based, 63)
+    c.took_nanoseconds = round(push.seconds / NANOSECOND)
     how = push.encoding
     c.codec, c.seed, c.feedback = how.codec, how.seed, int(how.feedback)
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)

@@ -1,0 +1,161 @@
+"""The bytes a step may still use, read while training, and the samples that fit into them.
+
+On a GPU that is CUDA's own figure and what torch's allocator keeps there. On a CPU it is the least of what
+the machine has available and what each control group around this process (version 1 or 2, up to the top)
+leaves: its limit less its usage, of which pages of files that nobody uses count as free. Processes of one
+control group share that equally.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyps.formats import Memory
+
+if TYPE_CHECKING:
+    import torch
+
+PROC = Path("/proc")
+SHARE = 0.9  # of what is free; the rest is for others, who look no more often than this process
+GROWTH = 1.05  # an offer rises only by more than that: what is free wavers
+NO_LIMIT = 1 << 62  # version 1 says "unlimited" with a number above
+
+
+@dataclass(frozen=True)
+class GroupFiles:
+    """What a version of control groups calls its files; a limit that is no number is none."""
+
+    limits: tuple[str, ...]
+    usage: str
+    inactive: str
+
+
+VERSION_1 = GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+VERSION_2 = GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+def cpu_free_bytes(proc: Path = PROC) -> int:
+    """Bytes that this process may still take, before its machine or a control group has none left."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+    free = int(found[1]) * 1024 if found else NO_LIMIT
+    for folder, files in groups(proc):
+        free = min(free, _group_free(folder, files))
+    return max(0, free)
+
+
+def cpu_held_bytes(proc: Path = PROC) -> int:
+    """Bytes of this process that are in memory."""
+    return int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def groups(proc: Path = PROC) -> Iterator[tuple[Path, GroupFiles]]:
+    """The folders of the control groups that bound this process's memory, the innermost first."""
+    paths = _paths(proc, "self")
+    for line in _text(proc / "self" / "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        files = VERSION_2 if kind[0] == "cgroup2" else VERSION_1
+        key = "" if kind[0] == "cgroup2" else "memory"
+        if not kind[0].startswith("cgroup") or key not in ("", *kind[2].split(",")) or key not in paths:
+            continue
+        root, mount = (_unescaped(field) for field in fields[3:5])
+        yield from ((folder, files) for folder in _upwards(Path(mount), root, paths[key]))
+
+
+def sharers(processes: Sequence[int], proc: Path = PROC) -> int:
+    """How many of these processes are in this one's control groups, itself counted once."""
+    mine = _paths(proc, "self")
+    others = {process for process in processes if process != os.getpid()}
+    return 1 + sum(_paths(proc, str(process)) == mine for process in others)
+
+
+def _paths(proc: Path, process: str) -> dict[str, str]:
+    """Path of a process in the version 1 hierarchy "memory" and in version 2's, which has no name."""
+    found = {}
+    for line in _text(proc / process / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for name in controllers.split(","):
+            if name in ("", "memory"):
+                found[name] = path
+    return found
+
+
+def _upwards(mount: Path, root: str, path: str) -> Iterator[Path]:
+    """From the group's folder to the mount's; the mount alone where a container hides what is between."""
+    inside = path.removeprefix(root.rstrip("/")).strip("/")
+    folder = mount / inside
+    if ".." in Path(inside).parts or not folder.is_dir():
+        folder = mount
+    yield folder
+    while folder != mount:
+        folder = folder.parent
+        yield folder
+
+
+def _group_free(folder: Path, files: GroupFiles) -> int:
+    limit = min(_number(folder / name) for name in files.limits)
+    if limit >= NO_LIMIT:
+        return NO_LIMIT
+    stat = _text(folder / "memory.stat")
+    found = re.search(rf"^{files.inactive} (\d+)$", stat, re.MULTILINE)
+    used = _number(folder / files.usage)
+    return limit - (0 if used >= NO_LIMIT else max(0, used - (int(found[1]) if found else 0)))
+
+
+def _number(path: Path) -> int:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else NO_LIMIT
+
+
+def _text(path: Path) -> str:
+    """Empty where there is no such file, or its process is gone."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+
+
+def budget_bytes(device: torch.device, neighbours: int = 1, proc: Path = PROC) -> int:
+    """All that this process may hold on a device: what it holds, and its share of what is free.
+
+    `neighbours`: the processes, this one counted, that take from the same free memory of a CPU.
+    """
+    if device.type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(SHARE * free) + int(torch.cuda.memory_reserved(device))
+    return cpu_held_bytes(proc) + int(SHARE * cpu_free_bytes(proc)) // max(1, neighbours)
+
+
+class Room:
+    """How many samples at once fit, by the memory model of a profile and the most that a plan allows.
+
+    `most_` is the last answer of look(); 0: no limit. `read` gives the bytes that this process may hold.
+    """
+
+    def __init__(self, memory: Memory | None, most: int, read: Callable[[], int]) -> None:
+        self._memory, self._most, self._read = memory, most, read
+        self.most_ = 0
+
+    def look(self) -> int:
+        """Read the memory again: fewer samples as soon as fewer fit, more once it is clear that more do."""
+        if self._memory is None:
+            self.most_ = self._most
+            return self.most_
+        fits = max(1, int((self._read() - self._memory.fixed_bytes) // self._memory.bytes_per_sample))
+        fits = min(fits, self._most) if self._most else fits
+        if not self.most_ or fits < self.most_ or fits > GROWTH * self.most_ or fits == self._most:
+            self.most_ = fits
+        return self.most_
