@@ -1,0 +1,37 @@
+"""Loss over virtual time, a panel for each course; the lines differ by dash and marker, not by colour."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from race import Standing
+
+LINES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("--", "v"), (":", "x"), ("-", "+"), ("-.", "*"))
+GREYS = ("0.0", "0.35", "0.55")
+MOST_OF_SLOWEST = 6.0  # times the first one's time: how far the axis goes
+
+
+def curves(path: Path, panels: dict[str, list[Standing]]) -> None:
+    """The seed whose time is the median of each entry's."""
+    figure = Figure(figsize=(10, 3.2 * -(-len(panels) // 2)), layout="constrained")
+    axes = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).ravel()
+    for axis, (title, found) in zip(axes, panels.items(), strict=False):
+        styles = zip(cycle(LINES), cycle(GREYS))
+        for s, ((dash, marker), grey) in zip(found, styles, strict=False):
+            result = sorted(zip(s.seconds, range(len(s.seconds)), strict=True))[len(s.seconds) // 2][1]
+            seconds, _, losses = zip(*s.results[result].curve, strict=True)
+            axis.plot(
+                seconds, losses, dash, color=grey, marker=marker, markersize=3,
+                markevery=max(1, len(seconds) // 8), linewidth=1, label=s.entry.title,
+            )  # fmt: skip
+        first = min(s.median for s in found)
+        axis.axhline(found[0].course.target, color="0.7", linewidth=0.8)
+        axis.set(yscale="log", title=title, xlabel="virtual seconds", ylabel="loss")
+        if first < float("inf"):
+            axis.set_xlim(0.0, MOST_OF_SLOWEST * first)
+        axis.legend(fontsize=6)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.savefig(path, dpi=110)
