@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ BOA_OVER_BACKUP, R2SP_OVER_BSP, HPS_OVER_PLAIN = 1.23, 1.25, 1.4
 UNIFORM_MARGIN = 0.05
 INT8_SHARE = (1 + 4 / 256) / 4  # bytes of int8 with a scale for each 256, over those of f32
 
+Curve = list[tuple[float, int, float]]  # seconds, samples, loss
 EVEN = Entry("BSP, equal batches", ("bsp",))
 PLANNED = Entry("BOA: BSP, planned batches", ("bsp",), planned=True)
 BACKUP_ONE = Entry("backup, one", ("backup:k=1",))
@@ -48,11 +48,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Findings:
-    """A part's tables, its bars, and the standings whose curves are drawn, by panel."""
+    """A part's tables and bars; what is drawn, by panel: standings, or (real, simulated) curves."""
 
     tables: list[str]
     bars: list[Bar]
     curves: dict[str, list[Standing]] = field(default_factory=dict)
+    pairs: dict[str, tuple[Curve, Curve]] = field(default_factory=dict)
 
     def text(self) -> str:
         return "\n\n".join([*self.tables, "\n".join(map(str, self.bars))])
@@ -196,6 +197,3 @@ def panels(found: list[Standing]) -> dict[str, list[Standing]]:
     for s in found:
         named.setdefault(s.course.cluster + ("" if s.course.link else ", no link"), []).append(s)
     return named
-
-
-ALL: dict[str, Callable[[Effort, Path], Findings]] = {"boa": boa, "saps": saps, "r2sp": r2sp, "hps": hps}

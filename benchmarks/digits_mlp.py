@@ -22,8 +22,8 @@ class Digits:
 
     def __init__(self, seed: int = 0) -> None:
         digits = load_digits()
-        self._x = digits.data / 8.0 - 1.0
-        self._labels = digits.target.astype(np.int64)
+        self.x = digits.data / 8.0 - 1.0
+        self.labels = digits.target.astype(np.int64)
         self._seed = seed
 
     def start(self) -> Vector:
@@ -32,9 +32,9 @@ class Digits:
         return np.concatenate([part.ravel() for part in drawn])
 
     def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float]:
-        rows = indices(first, count, len(self._labels), self._seed)
+        rows = indices(first, count, len(self.labels), self._seed)
         a, b, c, d = parts(w)
-        x, y = self._x[rows], self._labels[rows]
+        x, y = self.x[rows], self.labels[rows]
         hidden = np.tanh(x @ a + b)
         p, loss = softmax(hidden @ c + d, y)
         p[np.arange(len(y)), y] -= 1.0
@@ -45,7 +45,7 @@ class Digits:
 
     def loss(self, w: Vector) -> float:
         a, b, c, d = parts(w)
-        return softmax(np.tanh(self._x @ a + b) @ c + d, self._labels)[1]
+        return softmax(np.tanh(self.x @ a + b) @ c + d, self.labels)[1]
 
 
 def parts(w: Vector) -> list[Vector]:

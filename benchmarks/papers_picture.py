@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import cycle
 from pathlib import Path
 
+from claims import Curve
 from matplotlib.figure import Figure
 from race import Standing
 
@@ -31,6 +32,22 @@ def curves(path: Path, panels: dict[str, list[Standing]]) -> None:
         axis.set(yscale="log", title=title, xlabel="virtual seconds", ylabel="loss")
         if first < float("inf"):
             axis.set_xlim(0.0, MOST_OF_SLOWEST * first)
+        axis.legend(fontsize=6)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+def pairs(path: Path, panels: dict[str, tuple[Curve, Curve]]) -> None:
+    """A real run's losses as points, its simulation's as a line."""
+    figure = Figure(figsize=(10, 2.6 * -(-len(panels) // 3)), layout="constrained")
+    axes = figure.subplots(-(-len(panels) // 3), 3, squeeze=False).ravel()
+    for axis, (title, (real, simulated)) in zip(axes, panels.items(), strict=False):
+        for curve, style, name in ((simulated, "-", "simulated"), (real, "o", "processes")):
+            seconds, _, losses = zip(*curve, strict=True)
+            grey = "0.6" if style == "-" else "0.0"
+            axis.plot(seconds, losses, style, color=grey, markersize=3, label=name)
+        axis.set(yscale="log", title=title, xlabel="seconds", ylabel="loss")
         axis.legend(fontsize=6)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)

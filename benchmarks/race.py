@@ -63,7 +63,7 @@ class Effort:
     quick: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Standing:
     """What came of an entry: the variant and step size chosen by so many trials, and the results by seed."""
 
@@ -164,7 +164,7 @@ class Tuner:
 def enter(course: Course, entry: Entry, effort: Effort) -> Standing:
     """Tune an entry, then let it race."""
     if effort.quick:
-        course, entry = replace(course, most=3, target=2.5), replace(entry, variants=entry.variants[:1])
+        course, entry = replace(course, most=8, target=2.3), replace(entry, variants=entry.variants[:1])
     cluster = scenario(course, planned=entry.planned)
     chosen, lr, best, trials = entry.variants[0], GRID[0], math.inf, 0
     for policy in entry.variants:
