@@ -31,6 +31,7 @@ from claims import (
     Curve,
     Findings,
 )
+from papers_replay import differences
 from race import CLUSTERS, Course, Effort, Entry, Standing, digits, race, scenario
 from record import milliseconds, table
 
@@ -73,7 +74,8 @@ class Pair:
     """A run and its simulations: from the cost models, and from the run's own step times.
 
     Seconds are medians of iterations. `agreeing`: the share of gradients that the replay puts into the same
-    version. `overrun_share`: how much longer than asked the emulated devices took, of their computing.
+    version. `otherwise`: decisions that differ when the core is asked again in the run's order.
+    `overrun_share`: how much longer than asked the emulated devices took, of their computing.
     """
 
     case: Case
@@ -81,6 +83,7 @@ class Pair:
     simulated_seconds: float
     replayed_seconds: float
     agreeing: float
+    otherwise: int
     real_curve: Curve
     simulated_curve: Curve
     overrun_share: float
@@ -117,7 +120,9 @@ def work(case: Case, out: Path) -> Pair:
     computing = sum(rank.compute.mean * rank.compute.count for rank in report.ranks)
     return Pair(
         case, report.iteration_seconds.median, iteration_seconds(simulated), iteration_seconds(replayed),
-        agreement(records, replayed), curve_of(folder / "run", records, case.seed), list(simulated.curve),
+        agreement(records, replayed),
+        len(differences(records, rules, cluster.batches, case.iterations * cluster.global_batch)),
+        curve_of(folder / "run", records, case.seed), list(simulated.curve),
         sum(rank.overrun_seconds for rank in report.ranks) / computing if computing else 0.0,
     )  # fmt: skip
 
@@ -200,7 +205,16 @@ def real(effort: Effort, out: Path) -> Findings:
 
 
 def _table(found: list[list[Pair]]) -> str:
-    heading = ["way", "step size", "ms a batch: run", "simulated", "off by", "replayed", "same versions"]
+    heading = [
+        "way",
+        "step size",
+        "ms a batch: run",
+        "simulated",
+        "off by",
+        "replayed",
+        "same versions",
+        "decided otherwise",
+    ]
     rows = [[*heading, f"s to loss {TARGET:g}: run", "simulated"]]
     for pairs in found:
         case = pairs[0].case
@@ -209,7 +223,8 @@ def _table(found: list[list[Pair]]) -> str:
             case.title, f"{case.lr:.3g}", milliseconds([p.real_seconds for p in pairs]),
             f"{1e3 * statistics.median(p.simulated_seconds for p in pairs):.1f}",
             f"{worst(pairs):+.1%}", f"{1e3 * statistics.median(p.replayed_seconds for p in pairs):.1f}",
-            f"{statistics.median(p.agreeing for p in pairs):.0%}", spread(run_seconds), spread(simulated),
+            f"{statistics.median(p.agreeing for p in pairs):.0%}", str(sum(p.otherwise for p in pairs)),
+            spread(run_seconds), spread(simulated),
         ])  # fmt: skip
     about = (
         f"Cluster `four`, {len(found[0])} runs each: medians, in brackets the range; off by: the worst run."
@@ -235,6 +250,8 @@ def _bars(pairs: dict[Standing, list[Pair]]) -> list[Bar]:
     bars = [
         Bar("worst error of a simulated iteration", f"{error:+.1%}", f"within {MOST_ERROR:.0%}",
             abs(error) <= MOST_ERROR),
+        Bar("decisions that differ when decided again in the run's order",
+            str(sum(p.otherwise for p in every)), "0", not any(p.otherwise for p in every)),
         Bar("worst overrun of an emulated device, of its computing", f"{overrun:.1%}", "<= 2%",
             overrun <= 0.02),
     ]  # fmt: skip

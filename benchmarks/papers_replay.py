@@ -1,7 +1,8 @@
 """A recorded run decided again: what its workers asked, in the order and at the times they did.
 
-The decision core answers in virtual time. Inputs are times, and the version that a pull found; what is compared
-are the decisions: the samples of each claim, the version that each gradient went into, and which were dropped.
+The decision core answers in virtual time. Inputs are times, and the version that a pull found; what is
+compared are the decisions: the samples of each claim, the version that each gradient went into, and which
+were dropped.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class Again:
     def _pushed_at(self, k: int) -> float:
         """When the gradient was there; in a ring, when its turn had come."""
         spans = self._records[k].spans
-        return spans[-1][1] if self._policy.turns else next(end for kind, _, end in spans if kind == "compute")
+        return (
+            spans[-1][1] if self._policy.turns else next(end for kind, _, end in spans if kind == "compute")
+        )
 
     # What a worker asks.
 
