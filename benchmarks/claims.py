@@ -20,15 +20,15 @@ Curve = list[tuple[float, int, float]]  # seconds, samples, loss
 EVEN = Entry("BSP, equal batches", ("bsp",))
 PLANNED = Entry("BOA: BSP, planned batches", ("bsp",), planned=True)
 BACKUP_ONE = Entry("backup, one", ("backup:k=1",))
-BACKUP = Entry("backup, k tuned", ("backup:k=1", "backup:k=2", "backup:k=3", "backup:k=4"))
-SSP = Entry("SSP", ("ssp:bound=1", "ssp:bound=3", "ssp:bound=8"))
+BACKUP = Entry("backup, k tuned", ("backup:k=1", "backup:k=2", "backup:k=3"))
+SSP = Entry("SSP", ("ssp:bound=3", "ssp:bound=8"))
 ASP, DYNSGD = Entry("ASP", ("asp",)), Entry("DynSGD", ("dynsgd",))
-SAPS = Entry("SaPS", ("saps", "saps:threshold=quantile", "saps:threshold=fixed,bound=32"))
+SAPS = Entry("SaPS", ("saps", "saps:threshold=quantile"))
 STRAGGLING = (
     SAPS, ASP, EVEN, BACKUP_ONE, BACKUP, SSP, DYNSGD,
-    Entry("DSSP", ("dssp:bound=1,extra=4", "dssp:bound=3,extra=12")),
-    Entry("n-softsync", ("softsync:n=1", "softsync:n=2", "softsync:n=4")),
-    Entry("ConSGD", ("consgd",)), Entry("DC-ASGD", ("dcasgd:strength=0.04", "dcasgd:strength=1.0")),
+    Entry("DSSP", ("dssp:bound=3,extra=12",)),
+    Entry("n-softsync", ("softsync:n=1", "softsync:n=4")),
+    Entry("ConSGD", ("consgd",)), Entry("DC-ASGD", ("dcasgd:strength=0.04",)),
 )  # fmt: skip
 BARS_OF_SAPS = (ASP, EVEN, BACKUP_ONE, BACKUP, SSP, DYNSGD)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,17 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     images = DOCS / "images" if chosen.docs else chosen.out
     for name in chosen.only:
-        began = time.monotonic()
+        began, worked = time.monotonic(), processor_seconds()
         found = PARTS[name](QUICK if chosen.quick else Effort(), chosen.out)
         if found.curves:
             papers_picture.curves(images / f"results-{name}.png", found.curves)
         if found.pairs:
             papers_picture.pairs(images / f"results-{name}.png", found.pairs)
-        took = f"{machine()}; took {time.monotonic() - began:.0f} s"
-        text = f"{took}.\n\n{found.text()}"
+        took = f"{time.monotonic() - began:.0f} s, {processor_seconds() - worked:.0f} s of processor time"
+        text = f"{machine()}; took {took}.\n\n{found.text()}"
         print(f"## {name}\n\n{text}\n", flush=True)
         if chosen.docs:
             write_section(name, text, PAGE)
+
+
+def processor_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 if __name__ == "__main__":
