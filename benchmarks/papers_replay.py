@@ -2,7 +2,7 @@
 
 The decision core answers in virtual time. Inputs are times, and the version that a pull found; what is
 compared are the decisions: the samples of each claim, the version that each gradient went into, and which
-were dropped.
+were dropped. Records do not hold gradients' norms, by which Ringmaster's threshold is set.
 """
 
 from __future__ import annotations
@@ -117,13 +117,17 @@ class Again:
 
     def _push(self, k: int, now: int) -> None:
         r, decided = self._records[k], self._decided[k]
+        if decided.samples is None:  # it may not even have begun
+            return
         area = self._pushes[r.rank] % AREAS
         self._pushes[r.rank] += 1
         if self._policy.turns:
             self._core.step(Moment.GATE, r.rank, now)
         self._staged[r.rank, area] = k
         try:
-            d = self._core.push(r.rank, now, area, r.samples, _ns(r.spans[-1][1] - r.spans[0][2]), 0.0)
+            d = self._core.push(
+                r.rank, now, area, min(r.samples, decided.samples), _ns(r.spans[-1][1] - r.spans[0][2]), 0.0
+            )
         except PushRejected:
             del self._staged[r.rank, area]
             decided.rejected = True
