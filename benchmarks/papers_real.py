@@ -75,7 +75,7 @@ class Pair:
     """A run and its simulations: from the cost models, and from the run's own step times.
 
     Seconds are medians of iterations. `agreeing`: the share of gradients that the replay puts into the same
-    version. `otherwise`: decisions that differ when the core is asked again in the run's order.
+    version. `otherwise`: decisions that differ when the core is asked again in the run's order; None: not asked.
     `late`: the stalenesses of all gradients but those of the first and last cycle. `overrun_share`: how
     much longer than asked the emulated devices took, of their computing.
     """
@@ -85,7 +85,7 @@ class Pair:
     simulated_seconds: float
     replayed_seconds: float
     agreeing: float
-    otherwise: int
+    otherwise: int | None
     late: frozenset[int]
     real_curve: Curve
     simulated_curve: Curve
@@ -118,13 +118,15 @@ def work(case: Case, out: Path) -> Pair:
         throttle_from=str(CLUSTERS / f"{case.cluster}.toml"), snapshot_every=every,
     )  # fmt: skip
     records = read_run(folder / "run")
+    again = differences(records, rules, cluster.batches, case.iterations * cluster.global_batch)
+    otherwise = None if rules.name == "hps" else len(again)  # nanoseconds decide there, which records lack
     simulated = _simulate(cluster, case)
     replayed = _simulate(replay(cluster, records), case)
     computing = sum(rank.compute.mean * rank.compute.count for rank in report.ranks)
     return Pair(
         case, report.iteration_seconds.median, iteration_seconds(simulated), iteration_seconds(replayed),
         agreement(records, replayed),
-        len(differences(records, rules, cluster.batches, case.iterations * cluster.global_batch)),
+        otherwise,
         frozenset(r.staleness for r in taken(records)[len(report.ranks) : -len(report.ranks)]),
         curve_of(folder / "run", records, case.seed), list(simulated.curve),
         sum(rank.overrun_seconds for rank in report.ranks) / computing if computing else 0.0,
@@ -227,11 +229,15 @@ def _table(found: list[list[Pair]]) -> str:
             case.title, f"{case.lr:.3g}", milliseconds([p.real_seconds for p in pairs]),
             f"{1e3 * statistics.median(p.simulated_seconds for p in pairs):.1f}",
             f"{worst(pairs):+.1%}", f"{1e3 * statistics.median(p.replayed_seconds for p in pairs):.1f}",
-            f"{statistics.median(p.agreeing for p in pairs):.0%}", str(sum(p.otherwise for p in pairs)),
+            f"{statistics.median(p.agreeing for p in pairs):.0%}", asked_again(pairs),
             spread(run_seconds), spread(simulated),
         ])  # fmt: skip
     about = f"Cluster `four`, {RUNS} runs or 1: medians, in brackets the range; off by: the worst run."
     return f"{about}\n\n{table(rows)}"
+
+
+def asked_again(pairs: Sequence[Pair]) -> str:
+    return "-" if pairs[0].otherwise is None else str(sum(p.otherwise or 0 for p in pairs))
 
 
 def worst(pairs: Sequence[Pair]) -> float:
@@ -253,7 +259,7 @@ def _bars(pairs: dict[Standing, list[Pair]]) -> list[Bar]:
         Bar("worst error of a simulated iteration", f"{error:+.1%}", f"within {MOST_ERROR:.0%}",
             abs(error) <= MOST_ERROR),
         Bar("decisions that differ when decided again in the run's order",
-            str(sum(p.otherwise for p in every)), "0", not any(p.otherwise for p in every)),
+            str(sum(p.otherwise or 0 for p in every)), "0", not any(p.otherwise for p in every)),
         Bar("worst overrun of an emulated device, of its computing", f"{overrun:.1%}", "<= 2%",
             overrun <= 0.02),
     ]  # fmt: skip

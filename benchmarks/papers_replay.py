@@ -2,12 +2,13 @@
 
 The decision core answers in virtual time. Inputs are times, and the version that a pull found; what is
 compared are the decisions: the samples of each claim, the version that each gradient went into, and which
-were dropped. Records do not hold gradients' norms, by which Ringmaster's threshold is set.
+were dropped. Two inputs are not in records: gradients' norms, by which Ringmaster's threshold is set, and
+the nanoseconds of a step, by which H-PS rounds its tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyps.errors import Ended, PushRejected
@@ -17,7 +18,8 @@ from pyps.policy import Policy
 from pyps.values import Config, Moment, Optimizer
 
 WAIT, AREAS, SECOND = 2, 2, 10**9
-Event = tuple[int, int, str, int]  # nanoseconds, order of equals, what, record
+CLOSE = SECOND // 1000  # a recorded time may be so much before the event itself
+Event = tuple[int, str, int]  # nanoseconds, what, record
 
 
 @dataclass
@@ -65,40 +67,37 @@ class Again:
     def decide(self) -> list[Decided]:
         for rank in range(len(self._pushes)):
             self._core.step(Moment.JOIN, rank, 1, rank=rank)
-        for now, _, what, k in self._events():
+        for now, what, k in self._events():
             getattr(self, f"_{what}")(k, now)
         return self._decided
 
     def _events(self) -> list[Event]:
-        """By time; pushes never before those of earlier versions, which their recorded ends may be."""
-        origin = min(r.spans[0][1] for r in self._records) - 1.0
-        order = sorted(range(len(self._records)), key=lambda k: self._pushed_at(k))
-        order.sort(key=lambda k: self._records[k].version if self._alone(k) else 0)
-        return sorted(self._timed(order, origin))
+        """By time. What took place in an order that is known keeps it, where recorded times overlap."""
+        records = self._records
+        alone = [k for k, r in enumerate(records) if not r.rejected and r.sources == 1]
+        starts = {k: self._span(k, "wait")[1] for k in range(len(records))}
+        pushes = {k: self._asked_at(k) for k in range(len(records))}
+        _keep(pushes, sorted(alone, key=lambda k: records[k].version))
+        if not any(r.rejected for r in records):  # else claims are also of samples that went back
+            _keep(starts, sorted(starts, key=lambda k: records[k].first))
+        events = [(starts[k], k, "start") for k in starts]
+        events += [(max(starts[k], self._span(k, "pull")[1]), k, "pull") for k in starts if self._pulls(k)]
+        events += [(self._span(k, "compute")[1], k, "gate") for k in starts if self._policy.turns]
+        events += [(pushes[k], k, "push") for k in starts]
+        origin = min(starts.values()) - 1.0
+        return [(_ns(at - origin), what, k) for at, k, what in sorted(events)]
 
-    def _timed(self, order: list[int], origin: float) -> Iterator[Event]:
-        latest = 0
-        for place, k in enumerate(order):
-            r = self._records[k]
-            ends = {kind: end for kind, _, end in reversed(r.spans)}  # of the first of each kind
-            yield _ns(ends["wait"] - origin), place, "start", k
-            if not (self._policy.turns and r.step > 1):
-                yield _ns(ends["pull"] - origin), place, "pull", k
-            pushed = _ns(self._pushed_at(k) - origin)
-            if self._alone(k):
-                pushed = latest = max(latest, pushed)
-            yield pushed, place, "push", k
+    def _span(self, k: int, kind: str) -> tuple[float, float]:
+        """Begin and end of the first of a kind."""
+        return next((begin, end) for name, begin, end in self._records[k].spans if name == kind)
 
-    def _alone(self, k: int) -> bool:
-        """Whether the record's gradient is a version of its own."""
-        return not self._records[k].rejected and self._records[k].sources == 1
+    def _pulls(self, k: int) -> bool:
+        """Not where the turn before brought the parameters."""
+        return not self._policy.turns or self._records[k].step == 1
 
-    def _pushed_at(self, k: int) -> float:
+    def _asked_at(self, k: int) -> float:
         """When the gradient was there; in a ring, when its turn had come."""
-        spans = self._records[k].spans
-        return (
-            spans[-1][1] if self._policy.turns else next(end for kind, _, end in spans if kind == "compute")
-        )
+        return self._span(k, "push")[0] if self._policy.turns else self._span(k, "compute")[1]
 
     # What a worker asks.
 
@@ -115,19 +114,26 @@ class Again:
         version = r.version if r.rejected else r.version - 1 - r.staleness
         self._core.step(Moment.PULL, r.rank, now, version=version)
 
+    def _gate(self, k: int, now: int) -> int:
+        """When the turn is there: at once, or when the core says."""
+        d = self._core.step(Moment.GATE, self._records[k].rank, now)
+        if d.verdict == WAIT and now < d.at < now + CLOSE:
+            now = d.at
+            self._core.step(Moment.GATE, self._records[k].rank, now)
+        return now
+
     def _push(self, k: int, now: int) -> None:
         r, decided = self._records[k], self._decided[k]
         if decided.samples is None:  # it may not even have begun
             return
+        took = _ns(self._span(k, "compute")[1] - self._span(k, "wait")[1])
         area = self._pushes[r.rank] % AREAS
         self._pushes[r.rank] += 1
         if self._policy.turns:
-            self._core.step(Moment.GATE, r.rank, now)
+            now = self._gate(k, now)
         self._staged[r.rank, area] = k
         try:
-            d = self._core.push(
-                r.rank, now, area, min(r.samples, decided.samples), _ns(r.spans[-1][1] - r.spans[0][2]), 0.0
-            )
+            d = self._core.push(r.rank, now, area, min(r.samples, decided.samples), took, 0.0)
         except PushRejected:
             del self._staged[r.rank, area]
             decided.rejected = True
@@ -141,6 +147,13 @@ class Again:
                 self._decided[self._staged.pop((rank, of))].version = version
         if self._policy.turns:
             self._core.step(Moment.PULL, r.rank, now, version=version)
+
+
+def _keep(at: dict[int, float], order: list[int]) -> None:
+    """Nothing before what it came after."""
+    latest = 0.0
+    for k in order:
+        at[k] = latest = max(latest, at[k])
 
 
 def _ns(seconds: float) -> int:
