@@ -76,8 +76,8 @@ class Pair:
 
     Seconds are medians of iterations. `agreeing`: the share of gradients that the replay puts into the same
     version. `otherwise`: decisions that differ when the core is asked again in the run's order; None:
-    not asked. `late`: the stalenesses of all gradients but those of the first and last cycle. `overrun_share`: how
-    much longer than asked the emulated devices took, of their computing.
+    not asked. `late`: the stalenesses of all gradients but those of the first and last cycle.
+    `overrun_share`: how much longer than asked the emulated devices took, of their computing.
     """
 
     case: Case
