@@ -1,4 +1,4 @@
-"""Loss over virtual time, a panel for each course; the lines differ by dash and marker, not by colour."""
+"""The least loss so far over virtual time, a panel for each course; the lines differ by dash and marker, not by colour."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from itertools import cycle
 from pathlib import Path
 
 from claims import Curve
+import numpy as np
 from matplotlib.figure import Figure
 from race import Standing
 
 LINES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("--", "v"), (":", "x"), ("-", "+"), ("-.", "*"))
 GREYS = ("0.0", "0.35", "0.55")
-MOST_OF_SLOWEST = 6.0  # times the first one's time: how far the axis goes
+MOST_OF_FIRST, MARGIN = 6.0, 1.1  # times the first one's and the last one's time: how far the axis goes
 
 
 def curves(path: Path, panels: dict[str, list[Standing]]) -> None:
@@ -24,14 +25,14 @@ def curves(path: Path, panels: dict[str, list[Standing]]) -> None:
             result = sorted(zip(s.seconds, range(len(s.seconds)), strict=True))[len(s.seconds) // 2][1]
             seconds, _, losses = zip(*s.results[result].curve, strict=True)
             axis.plot(
-                seconds, losses, dash, color=grey, marker=marker, markersize=3,
+                seconds, np.minimum.accumulate(losses), dash, color=grey, marker=marker, markersize=3,
                 markevery=max(1, len(seconds) // 8), linewidth=1, label=s.entry.title,
             )  # fmt: skip
-        first = min(s.median for s in found)
+        first, last = (f(s.median for s in found) for f in (min, max))
         axis.axhline(found[0].course.target, color="0.7", linewidth=0.8)
-        axis.set(yscale="log", title=title, xlabel="virtual seconds", ylabel="loss")
+        axis.set(yscale="log", title=title, xlabel="virtual seconds", ylabel="least loss so far")
         if first < float("inf"):
-            axis.set_xlim(0.0, MOST_OF_SLOWEST * first)
+            axis.set_xlim(0.0, min(MOST_OF_FIRST * first, MARGIN * last))
         axis.legend(fontsize=6)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
