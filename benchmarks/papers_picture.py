@@ -1,12 +1,12 @@
-"""The least loss so far over virtual time, a panel for each course; the lines differ by dash and marker, not by colour."""
+"""The least loss so far over virtual time, a panel for each course; lines differ by dash and marker in grey."""
 
 from __future__ import annotations
 
 from itertools import cycle
 from pathlib import Path
 
-from claims import Curve
 import numpy as np
+from claims import Curve
 from matplotlib.figure import Figure
 from race import Standing
 
