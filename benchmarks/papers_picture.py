@@ -1,4 +1,4 @@
-"""The least loss so far over virtual time, a panel for each course; lines differ by dash and marker in grey."""
+"""The least loss so far over virtual time, a panel for each course; lines differ by dash and marker."""
 
 from __future__ import annotations
 
