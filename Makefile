@@ -4,6 +4,7 @@
 #   make test      lint, then every test
 #   make lint      formatting, style and types
 #   make bench     the benchmarks, each beside its rival in the same run
+#   make papers    what the four systems promise, measured beside tuned rivals, into docs/results.md
 #   make torture   the store's processes killed and stopped 5,000 times
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
 #   make clean     removes what the other commands made
@@ -16,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.c csrc/*.h csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test lint bench torture fuzz sanitize clean
+.PHONY: demo test lint bench papers torture fuzz sanitize clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -42,6 +43,9 @@ bench: .venv/bench
 	$(PY) benchmarks/solver.py --docs
 	$(PY) benchmarks/simulate.py
 
+papers: .venv/core
+	$(PY) benchmarks/papers.py --docs
+
 .venv/bench: .venv/core
 	$(PIP) -e '.[bench]'
 	@touch $@
@@ -58,7 +62,7 @@ sanitize:
 	$(PYTHON) tests/c/programs.py thread
 
 clean:
-	rm -rf .venv build dist demo-out bench-out *.egg-info pyps/_native.c pyps/_native.abi3.so pyps/lib pyps/include
+	rm -rf .venv build dist demo-out bench-out papers-out *.egg-info pyps/_native.c pyps/_native.abi3.so pyps/lib pyps/include
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,5 +1,5 @@
 """What every benchmark does with its figures: medians with their range, the machine and the date, and a
-section of docs/benchmarks.md between two markers.
+section of docs/ between two markers.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join([line(rows[0]), rule, *(line(row) for row in rows[1:])])
 
 
-def write_section(name: str, text: str) -> None:
-    """Put `text` between this section's markers in docs/benchmarks.md."""
-    page = DOCS / "benchmarks.md"
+def write_section(name: str, text: str, where: str = "benchmarks.md") -> None:
+    """Put `text` between this section's markers in a page of docs/."""
+    page = DOCS / where
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     _, found, after = rest.partition(end)

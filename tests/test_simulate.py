@@ -244,3 +244,10 @@ def test_refusals() -> None:
         Scenario((SimWorker("w", 0, lambda b: 1.0),))
     with pytest.raises(InputError, match="host"):
         Scenario((SimWorker("w", 1, lambda b: 1.0, host="rack"),))
+
+
+def test_recorded_steps_come_before_the_cost_model() -> None:
+    worker = SimWorker("w", 4, lambda b: 1.0, recorded=(0.5, 0.25))
+    result = simulate(Scenario((worker,)), "asp", iterations=3, slices=True)
+    lasted = [end - begin for _, kind, begin, end, _ in result.slices if kind == "compute"]
+    assert lasted == pytest.approx([0.5, 0.25, 1.0])

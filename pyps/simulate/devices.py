@@ -39,6 +39,7 @@ class Device:
         slowdowns: tuple[Slowdown, ...],
         seed: int,
         rank: int,
+        recorded: tuple[float, ...] = (),
     ) -> None:
         self._cost, self._jitter, self._slowdowns = cost, jitter, slowdowns
         self._draw = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(rank,)))
@@ -46,9 +47,12 @@ class Device:
         self._plain = not slowdowns and jitter.drift == 0.0
         self._factors: list[float] = []
         self._costs: dict[int, float] = {}
+        self._recorded = list(reversed(recorded))
 
     def seconds(self, batch: int, now: float) -> float:
         """How long a step of `batch` samples takes that begins at `now` (seconds)."""
+        if self._recorded:
+            return self._recorded.pop()
         if not self._factors:
             self._factors = self._new_factors()
         if batch not in self._costs:

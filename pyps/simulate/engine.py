@@ -51,7 +51,7 @@ class Engine:
         acquaint(policy)
         self.core = Core(config)
         self.devices = [
-            Device(w.cost, w.jitter, w.slowdowns, seed, k) for k, w in enumerate(scenario.workers)
+            Device(w.cost, w.jitter, w.slowdowns, seed, k, w.recorded) for k, w in enumerate(scenario.workers)
         ]
         self._kinds, networks = _networks(scenario)
         self.clock = Clock(len(self.workers), networks)

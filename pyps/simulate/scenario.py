@@ -23,7 +23,8 @@ STEADY = Jitter()
 class SimWorker:
     """One rank. `cost`: seconds of a step as a function of the batch. `bandwidth` (bytes/s) and `latency` (s)
     are of its own link; `host` names a shared one instead. `micro_batch`: at most so many samples at once; 0:
-    all. `most`: samples that its memory holds; 0: no limit.
+    all. `most`: samples that its memory holds; 0: no limit. `recorded`: seconds of its first steps, as a real
+    run had them, whatever their size; `cost` and jitter set those that follow.
     """
 
     name: str
@@ -36,6 +37,7 @@ class SimWorker:
     host: str = ""
     micro_batch: int = 0
     most: int = 0
+    recorded: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
