@@ -61,10 +61,10 @@ def run(
     """Run `script` once for each rank of the plan until `samples` positions are trained; the report.
 
     samples: sample positions in all; 0: until the script ends by itself. run_dir: a folder without a run in
-    it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error feedback; "plan":
-    gradients and parameters with its bits. pipeline: transfers run beside the next step. throttle_from: "plan"
-    or a cluster file, to emulate its devices (see pyps.lineup). even: equal batches instead of the plan's,
-    for comparison. max_restarts: of each rank, after it has joined; a worker that dies before ends the run.
+    it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error feedback; "plan": gradients and
+    parameters with the plan's bits. pipeline: transfers run beside the next step. throttle_from: "plan" or a
+    cluster file, to emulate its devices (see pyps.lineup). even: equal batches instead of the plan's, for
+    comparison. max_restarts: of each rank, after it has joined; a worker that dies before ends the run.
     snapshot_every: versions between snapshots, 0: none. connect: the address of a store that is served
     elsewhere (see pyps.remote); None: on this machine. ranks: those to start here, of the plan's workers with
     a batch; None: all. rebalance: plan anew while it trains (pyps.balance). on_line, on_tick: called with
