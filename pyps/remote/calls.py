@@ -104,6 +104,10 @@ class Calls:
         claim: Claim = self.client.call("start", _bounded(timeout))[0]
         return claim
 
+    def start_ahead(self) -> Claim:
+        claim: Claim = self.client.call("start_ahead")[0]
+        return claim
+
     def pull(self, flat: Flat) -> int:
         if self.address.pull is Codec.F32:
             version, found = self.client.call("pull")

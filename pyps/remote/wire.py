@@ -143,6 +143,7 @@ VERBS: Mapping[str, Verb] = {
     "rejoin": Verb(tuple[()], None),
     "reap": Verb(tuple[()], int),
     "start": Verb(tuple[Seconds], Claim),
+    "start_ahead": Verb(tuple[()], Claim),
     "pull": Verb(tuple[()], int),
     "pull_encoded": Verb(tuple[Codec], int),
     "push": Verb(tuple[Gradient], PushResult),

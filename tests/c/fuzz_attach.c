@@ -20,7 +20,7 @@ static struct {
     uint64_t at, bytes;
 } regions[12]; /* patches name them, so that a corpus outlives a change of the layout */
 static char folder[] = "/dev/shm/fuzz-pyps-XXXXXX";
-static char path[64];
+static char path[256];
 
 void pyps_failpoint(const char *name) { (void)name; }
 
@@ -60,10 +60,13 @@ static void make_good(void) {
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
-    CHECK(mkdtemp(folder), "no folder under /dev/shm");
-    atexit(leave);
-    setenv("PYPS_SHM_DIR", folder, 1);
-    snprintf(path, sizeof path, "%s/pyps-fuzz", folder);
+    const char *given = getenv("PYPS_SHM_DIR"); /* whose giver cleans up, also after a fault */
+    if (!given) {
+        CHECK(mkdtemp(folder), "no folder under /dev/shm");
+        atexit(leave);
+        setenv("PYPS_SHM_DIR", folder, 1);
+    }
+    snprintf(path, sizeof path, "%s/pyps-fuzz", given ? given : folder);
     make_good();
     return 0;
 }
