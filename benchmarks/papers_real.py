@@ -74,7 +74,7 @@ class Case:
 class Pair:
     """A run and its simulations: from the cost models, and from the run's own step times.
 
-    Seconds are medians of iterations. `agreeing`: the share of gradients that the replay puts into the same
+    Seconds are means of iterations. `agreeing`: the share of gradients that the replay puts into the same
     version. `otherwise`: decisions that differ when the core is asked again in the run's order; None:
     not asked. `late`: the stalenesses of all gradients but those of the first and last cycle.
     `overrun_share`: how much longer than asked the emulated devices took, of their computing.
@@ -124,7 +124,7 @@ def work(case: Case, out: Path) -> Pair:
     replayed = _simulate(replay(cluster, records), case)
     computing = sum(rank.compute.mean * rank.compute.count for rank in report.ranks)
     return Pair(
-        case, report.iteration_seconds.median, iteration_seconds(simulated), iteration_seconds(replayed),
+        case, report.iteration_seconds.mean, iteration_seconds(simulated), iteration_seconds(replayed),
         agreement(records, replayed),
         otherwise,
         frozenset(r.staleness for r in taken(records)[len(report.ranks) : -len(report.ranks)]),
@@ -152,8 +152,8 @@ def write_plan(cluster: str, path: Path) -> None:
 
 
 def iteration_seconds(result: Result) -> float:
-    """The median, as a run's report has it."""
-    return statistics.median(b[0] - a[0] for a, b in pairwise(result.curve[1:]))
+    """The mean, as a run's report has it; medians jump where a round is no whole global batch."""
+    return statistics.fmean(b[0] - a[0] for a, b in pairwise(result.curve[1:]))
 
 
 def replay(cluster: Scenario, records: Sequence[StepRecord]) -> Scenario:
