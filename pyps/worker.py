@@ -199,7 +199,8 @@ class Worker:
 
         `loss` (a number or a scalar tensor) is only recorded. `scaler`: a torch.amp.GradScaler; gradients are
         unscaled, and the step is skipped if they are not finite; call scaler.update() after. A worker that
-        was fenced meanwhile rejoins and drops this gradient.
+        was fenced meanwhile rejoins and drops this gradient. In a pipeline the result is that of the step
+        before, and so is what its transfer raised.
         """
         step, (_, attachment, binding) = self._step, self._require()
         if step is None or not step.micro:

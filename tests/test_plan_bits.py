@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_worker import SAMPLES, SCRIPT, X, Y, backward, loss_of, make_model, plan_with
+from test_run import KILLED_ONCE, script
+from test_worker import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
 
 from pyps.codec import decode
 from pyps.errors import InputError
@@ -98,21 +99,23 @@ def test_few_bits_both_ways_train_as_well(shm: Path) -> None:
 
 def pyps_run(tmp_path: Path, plan: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    (tmp_path / "train.py").write_text(SCRIPT)
+    path = script(tmp_path, KILLED_ONCE)
     command = [sys.executable, "-m", "pyps", "run", "--plan", "plan.json", "--samples", "240", *options]
     return subprocess.run(
-        [*command, "--run-dir", "out", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [*command, "--run-dir", "out", str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
 
 
-def test_pyps_run_pipes_with_the_plans_bits(shm: Path, tmp_path: Path) -> None:
+def test_pyps_run_pipes_with_the_plans_bits_and_survives_a_kill(shm: Path, tmp_path: Path) -> None:
     plan = plan_of_bits([6, 4], {0: (8, 8), 1: (4, 16)})
     done = pyps_run(tmp_path, plan, "--policy", "hps", "--pipeline", "--codec", "plan")
     assert done.returncode == 0, done.stderr
     records = read_run(tmp_path / "out")
     assert {record.depth for record in records} == {2}
     assert max(record.staleness for record in records) == 1
-    assert sum(record.samples for record in records) == 240
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["outcome"], report["restarts"]) == ("finished", 1)
+    assert (report["samples"]["trained"], report["samples"]["lost"]) == (240, 0)
     rows = json.loads((tmp_path / "out/trace.json").read_text())["traceEvents"]
     names = {row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     assert {"rank 0: transfers", "rank 1: transfers"} <= names
