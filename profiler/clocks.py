@@ -53,10 +53,13 @@ def _nvml(device: torch.device) -> tuple[Any, Any]:
         return None, None
     try:
         import pynvml
-        import torch
+    except ImportError:
+        return None, None
+    import torch
 
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
         pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:
+    except pynvml.NVMLError:  # no driver library, or a device that it does not manage
         return None, None
