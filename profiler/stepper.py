@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyps.errors import InputError
-from pyps.memory import cpu_free_bytes, cpu_held_bytes
+from pyps.memory import cpu_free_bytes, cpu_held_bytes, keep_freed
 from pyps.models import TrainingTask
 from pyps.throttle import Throttle
 
@@ -180,6 +180,7 @@ class CpuStepper(_TaskStepper):
         where: str,
         options: StepOptions,
     ) -> None:
+        keep_freed()  # before anything is allocated, as in a worker
         super().__init__(task, device, where, options)
         import torch
 

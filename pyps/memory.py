@@ -4,13 +4,18 @@ On a GPU that is CUDA's own figure and what torch's allocator keeps there. On a 
 the machine has available and what each control group around this process (version 1 or 2, up to the top)
 leaves: its limit less its usage, of which pages of files that nobody uses count as free. Processes of one
 control group share that equally.
+
+On a CPU a step also depends on what becomes of memory that it frees. By default glibc returns large blocks to
+the kernel, and every step takes them again page by page: a quarter of the time of a convolutional network with
+64 images, and more than in proportion to the batch. `keep_freed` ends that, in training and in profiling.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 SHARE = 0.9  # of what is free; the rest is for others, who look no more often than this process
 GROWTH = 1.05  # an offer rises only by more than that: what is free wavers
+LIBC = ctypes.CDLL(None)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+KEEP = {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_THRESHOLD: 2**30}  # bytes
 NO_LIMIT = 1 << 62  # version 1 says "unlimited" with a number above
 
 
@@ -37,6 +45,23 @@ class GroupFiles:
 
 VERSION_1 = GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 VERSION_2 = GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
+    """Let this process's allocator keep what is freed for the next step.
+
+    False where it is not glibc's, or the user has tuned it.
+    """
+    tuned = [name for name in environment if name.startswith("MALLOC_")]
+    if tuned or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or not hasattr(LIBC, "mallopt"):
+        return False
+    return all(LIBC.mallopt(option, value) for option, value in KEEP.items())
+
+
+def give_back_freed() -> None:
+    """Return to the kernel what is free: for when less memory is left than was."""
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
 
 
 def cpu_free_bytes(proc: Path = PROC) -> int:
@@ -156,6 +181,8 @@ class Room:
             return self.most_
         fits = max(1, int((self._read() - self._memory.fixed_bytes) // self._memory.bytes_per_sample))
         fits = min(fits, self._most) if self._most else fits
+        if fits < self.most_:
+            give_back_freed()  # smaller steps do not need it, and others may
         if not self.most_ or fits < self.most_ or fits > GROWTH * self.most_ or fits == self._most:
             self.most_ = fits
         return self.most_

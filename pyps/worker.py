@@ -34,7 +34,7 @@ from pyps.errors import (
     InputError,
     TimedOut,
 )
-from pyps.memory import Room, budget_bytes, sharers
+from pyps.memory import Room, budget_bytes, keep_freed, sharers
 from pyps.metrics import RecordWriter, Span, record_path
 from pyps.pipeline import Delivery, Pipeline
 from pyps.policy import DCASGD, HPS, R2SP, Backup, Policy, SaPS, acquaint
@@ -135,6 +135,7 @@ class Worker:
         """
         if self._attached is not None:
             raise InputError("attach", "model", "a second one", "one model for each worker")
+        keep_freed()
         chosen = optimizer if optimizer is not None else torch.optim.SGD(model.parameters())
         attachment = inspect(model, chosen)
         acquaint(self.settings.policy)

@@ -10,6 +10,8 @@ types compute. A worker that is left out (b = 0) costs nothing, which is the cal
 Gradient accumulation: a batch above `micro` is computed in full micro-batches and a rest, one after another,
 
     T(k * micro + r) = k * T(micro) + T(r),    1 <= r <= micro
+
+What comes once an iteration whatever the batch, a transfer, is added to that.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class Costs:
     """Many workers' costs: lines in c, a, t0; tables as rows [start, stop) of the knots (empty: a line).
 
     All arrays have one entry a worker, except the knots, which may be shared. micro: the most samples that
-    a worker computes at once; None where nobody accumulates.
+    a worker computes at once; None where nobody accumulates. once: seconds beside the cost, each iteration.
     """
 
     c: Floats
@@ -96,6 +98,7 @@ class Costs:
     knot_batch: Ints
     knot_seconds: Floats
     micro: Ints | None = None
+    once: Floats | None = None
 
     @staticmethod
     def stack(costs: Sequence[Cost]) -> Costs:
@@ -145,6 +148,7 @@ class Costs:
             self.knot_batch,
             self.knot_seconds,
             None if self.micro is None else self.micro[index],
+            None if self.once is None else self.once[index],
         )
 
     def accumulated(self, micro: Ints) -> Costs:
@@ -162,7 +166,8 @@ class Costs:
         contents = {(i, j): (*self.knot_batch[i:j], *self.knot_seconds[i:j]) for i, j in set(rows)}
         rank = {row: k for k, row in enumerate(sorted(contents, key=contents.__getitem__))}
         table = np.array([rank[row] for row in rows], np.int64)
-        return self.t0, self.a, self.c, table, np.zeros(len(self)) if self.micro is None else self.micro
+        rest = [np.zeros(len(self)) if x is None else x for x in (self.micro, self.once)]
+        return self.t0, self.a, self.c, table, *rest
 
     def last_batch(self, cap: Ints) -> Ints:
         """The largest batch up to `cap` whose time is defined: a table says nothing past its end."""
@@ -173,6 +178,10 @@ class Costs:
 
     def seconds(self, batch: Ints) -> Floats:
         """T_i(batch_i) for each worker, batch >= 1."""
+        return self.compute(batch) if self.once is None else self.compute(batch) + self.once
+
+    def compute(self, batch: Ints) -> Floats:
+        """The same without what comes once."""
         if self.micro is None:
             return self._at_once(batch)
         full = (batch - 1) // self.micro
@@ -215,12 +224,13 @@ class Costs:
 
     def real_batch(self, t: float, cap: Ints) -> Floats:
         """The largest real b in [0, cap] with T_i(b) <= t, up to rounding; tables linear between points."""
+        left: Floats | float = t if self.once is None else t - self.once
         if self.micro is None:
-            return self._real_at_once(t, cap)
+            return self._real_at_once(left, cap)
         whole = self._at_once(self.micro)
         with np.errstate(invalid="ignore", over="ignore"):
-            full = np.where(np.isfinite(whole), np.minimum(t // whole, cap // self.micro + 1), 0)
-            rest = self._real_at_once(t - full * whole, self.micro)
+            full = np.where(np.isfinite(whole), np.clip(left // whole, 0, cap // self.micro + 1), 0)
+            rest = self._real_at_once(left - full * whole, self.micro)
         return np.clip(full * self.micro + rest, 0, cap)
 
     def _real_at_once(self, t: Floats | float, cap: Ints) -> Floats:

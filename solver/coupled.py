@@ -64,9 +64,9 @@ class Coupled:
 
 @dataclass(frozen=True)
 class Split:
-    """Batches (0 = left out) and seconds, by worker: computing, and waiting for the links that it shares.
+    """Batches (0 = left out) and seconds, by worker: computing, and its own and its shared links' transfers.
 
-    iteration_seconds = the slowest worker's compute and link, or a host's samples if later, + sync_seconds.
+    iteration_seconds = the slowest worker's compute and links, or a host's samples if later, + sync_seconds.
     """
 
     batches: Ints
@@ -79,15 +79,18 @@ class Split:
 def valued(coupled: Coupled, batches: Ints) -> Split:
     """What a split costs, by the definitions above."""
     used = batches > 0
-    seconds, link = times(coupled.problem.costs, batches), np.zeros(len(batches))
+    costs, shared = coupled.problem.costs, np.zeros(len(batches))
     slowest = 0.0
     for resource in coupled.resources:
         mine = used & resource.members
-        link[mine] += resource.transfer_seconds[mine].sum()
+        shared[mine] += resource.transfer_seconds[mine].sum()
         if resource.samples_per_second is not None:
             slowest = max(slowest, int(batches[mine].sum()) / resource.samples_per_second)
     sync = coupled.sync.seconds(batches)
-    return Split(batches, seconds, link, sync, max(slowest, float((seconds + link).max())) + sync)
+    slowest = max(slowest, float((times(costs, batches) + shared).max()))
+    computing = np.where(used, costs.compute(np.maximum(batches, 1)), 0.0)
+    own = shared if costs.once is None else shared + used * costs.once
+    return Split(batches, computing, own, sync, slowest + sync)
 
 
 def solve_coupled(coupled: Coupled, time_limit: float | None = None) -> Split:

@@ -1,13 +1,14 @@
 """What a cluster file and its profiles say, as the arrays that the solvers take.
 
 A worker's cap is the least of what the cluster file, the profile and its memory model allow, times the
-micro-batches that it may accumulate.
+micro-batches that it may accumulate. Its time is the fitted one and, where its link is known, a push and a
+pull; not so where [sync] or [[shared]] says otherwise how its values travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -108,13 +109,22 @@ def problem_of(cluster: Cluster, profiles: Sequence[Profile], factors: Sequence[
         micro = at_once if costs.micro is None else np.minimum(costs.micro, at_once)
         cap = np.minimum(micro * repeats, MAX_BATCH)
     return Problem.of(
-        costs,
+        replace(costs, once=_transfers(cluster, members)),
         cluster.job.global_batch,
         low=[member.group.min_batch or 1 for member in members],
         cap=cap,
         quantum=[member.group.quantum for member in members],
         required=[member.group.required for member in members],
     )
+
+
+def _transfers(cluster: Cluster, members: Sequence[Member]) -> Floats | None:
+    """Seconds of each worker's push and pull over its own link; None where there are none to add."""
+    if cluster.sync is not None:
+        return None
+    shared = {one.name for one in cluster.shared if one.bandwidth is not None}
+    own = [None if shared & set(m.group.shares) else m.link for m in members]
+    return np.array([link.seconds() if link else 0.0 for link in own]) if any(own) else None
 
 
 def _check_required(cluster: Cluster, profiles: Sequence[Profile]) -> None:
@@ -138,7 +148,7 @@ def _way_out(least: int, group: WorkerGroup, at_once: int) -> str:
 def sync_of(cluster: Cluster, members: Sequence[Member]) -> Sync:
     """How gradients come together. Raises InputError where a bandwidth or the model's size is missing."""
     given = cluster.sync
-    if given is None:
+    if given is None or given.kind == "none":
         return Sync.of("none", len(members))
     latency, message = [], []
     for member in members:

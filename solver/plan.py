@@ -149,7 +149,7 @@ def plan_of(cluster: Cluster, members: Sequence[Member], coupled: Coupled, split
     even, _ = even_split(coupled)
     workers = [_planned(rank, member, split, problem) for rank, member in enumerate(members)]
     used = [worker.rank for worker in workers if worker.batch]
-    compute = [workers[rank].predicted_seconds for rank in used]
+    compute = [float(split.seconds[rank]) for rank in used]
     links = [members[rank].link for rank in used]
     r2sp = _turns(coupled, members, used, compute)
     goodput = Worth(worth.noise_scale, worth.base_batch) if worth else None
@@ -187,7 +187,8 @@ def _turns(
         except Infeasible:
             return None
         kept = np.flatnonzero(split.batches > 0).tolist()
-        return split.seconds[kept].tolist(), [known[k] for k in kept]
+        computing = same.costs.take(np.array(kept)).compute(split.batches[kept])
+        return computing.tolist(), [known[k] for k in kept]
 
     found = remedies(compute, known, coupled.problem.global_batch, at)
     return msgspec.structs.replace(ring, remedies=found)

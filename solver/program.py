@@ -12,7 +12,7 @@ the solvers are absolute: their answers are exact to about 1e-6.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -130,11 +130,19 @@ def time_scale(problem: Problem) -> float:
 
 def pieces(costs: Costs, k: int, cap: int) -> list[Piece]:
     """Where worker k's cost is a straight line (its floor apart), up to its cap, in every micro-batch."""
+    once = 0.0 if costs.once is None else float(costs.once[k])
+    found = _computing(costs, k, cap)
+    return [
+        replace(p, intercept=p.intercept + once, floor=p.floor + once if p.floor > 0 else 0.0) for p in found
+    ]
+
+
+def _computing(costs: Costs, k: int, cap: int) -> list[Piece]:
     if costs.micro is None:
         return _at_once(costs, k, cap)
     micro = int(costs.micro[k])
     first = _at_once(costs, k, min(micro, cap))
-    whole = float(costs.take(np.array([k])).seconds(np.array([micro]))[0]) if cap > micro else 0.0
+    whole = float(costs.take(np.array([k])).compute(np.array([micro]))[0]) if cap > micro else 0.0
     return [
         Piece(
             p.low + full * micro,

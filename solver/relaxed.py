@@ -84,4 +84,5 @@ def _sooner(problem: Problem, count: int, high: float) -> float:
 
 def unbounded_seconds(costs: Costs, global_batch: int) -> float:
     """The closed form above, for lines with a_i > 0 that all take part."""
-    return float((global_batch + (costs.c / costs.a).sum()) / (1 / costs.a).sum())
+    fixed = costs.c if costs.once is None else costs.c + costs.once
+    return float((global_batch + (fixed / costs.a).sum()) / (1 / costs.a).sum())

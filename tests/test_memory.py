@@ -17,13 +17,66 @@ import torch
 from test_worker import X, Y, backward, loss_of, make_model, run_threads
 
 from pyps.formats import Memory
-from pyps.memory import SHARE, Room, budget_bytes, cpu_free_bytes, cpu_held_bytes, groups, sharers
+from pyps.memory import (
+    LIBC,
+    SHARE,
+    Room,
+    budget_bytes,
+    cpu_free_bytes,
+    cpu_held_bytes,
+    groups,
+    keep_freed,
+    sharers,
+)
 from pyps.metrics import read_run
 from pyps.settings import read_settings
 from pyps.worker import Worker
 
 MIB = 1 << 20
 MODEL = Memory(fixed_bytes=100, bytes_per_sample=10.0, budget_bytes=1000)
+
+
+STEPS = """
+import resource
+from pyps.memory import give_back_freed, keep_freed
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():
+    before = faults()
+    for bytes_ in (40 << 20, 12 << 20):
+        b"x" * bytes_
+    return faults() - before
+
+first = [step() for _ in range(5)][-1]
+kept = keep_freed()
+then = [step() for _ in range(5)][-1]
+give_back_freed()
+print(first, kept, then, step())
+"""
+
+
+def steps(**environment: str) -> list[str]:
+    """Page faults of a step that allocates and frees: before, after keeping what is freed; giving it back."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", STEPS]
+    done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(not hasattr(LIBC, "mallopt"), reason="the C library is not glibc")
+def test_freed_memory_is_kept_for_the_next_step_until_it_is_given_back() -> None:
+    first, kept, then, after = steps()
+    assert kept == "True"
+    assert int(first) > 20, "each step takes its pages from the kernel: 13,312, or 26 huge ones"
+    assert int(then) < int(first) / 4
+    assert int(after) > int(first) / 2
+
+
+def test_an_allocator_that_the_user_tuned_is_left_alone() -> None:
+    for tuned in ({"MALLOC_ARENA_MAX": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=100000"}):
+        assert not keep_freed(tuned)
 
 
 def write(path: Path, text: object) -> None:

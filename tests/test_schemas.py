@@ -50,8 +50,8 @@ price_per_hour = 1.0
 """
 
 
-def whole() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A cluster file that uses every table, and its plan, as plain data."""
+def whole() -> tuple[dict[str, Any], ...]:
+    """A cluster file that uses every table, its plan, and the profile of both groups, as plain data."""
     raw = tomllib.loads(CLUSTER)
     fit = Fit(kind="affine", per_sample_seconds=0.001, trusted_min_batch=1, trusted_max_batch=99)
     plain = {"device": {"name": "d"}, "model": {"name": "m", "parameters": 1000}}
@@ -59,7 +59,8 @@ def whole() -> tuple[dict[str, Any], dict[str, Any]]:
         {**plain, "schema": "pyps.profile/1", "points": [{"batch": 1, "seconds": 0.001}]}, Profile
     )
     profile = msgspec.structs.replace(profile, fit=fit)
-    return raw, json.loads(encode(make_plan(msgspec.convert(raw, Cluster), [profile, profile])))
+    plan = make_plan(msgspec.convert(raw, Cluster), [profile, profile])
+    return raw, json.loads(encode(plan)), json.loads(encode(profile))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

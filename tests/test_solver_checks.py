@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,8 @@ def random_problem(seed: int, *, tables: bool = True) -> Problem:
     stacked = Costs.stack(costs)
     if luck.random() < 0.3:
         stacked = stacked.accumulated(luck.choice([7, 16], n))
+    if luck.random() < 0.3:
+        stacked = replace(stacked, once=luck.choice([0.0, 0.2, 0.7], n))
     return Problem.of(
         stacked,
         int(luck.integers(5, 120)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +84,22 @@ def test_accumulation_is_micro_batches_one_after_another(cost: Cost, micro: int,
     for limit in (t, times[-1], times[len(times) // 2], math.nextafter(times[-1], 0)):
         expected = max([b for b in range(1, cap + 1) if times[b - 1] <= limit], default=0)
         assert whole.largest_batch(limit, np.array([cap])).tolist() == [expected]
+
+
+@quick
+@given(st.lists(costs, min_size=1, max_size=8), st.integers(1, CAP), seconds, seconds, st.booleans())
+def test_what_comes_once_is_added_once(
+    some: list[Cost], micro: int, once: float, t: float, in_micro_batches: bool
+) -> None:
+    plain = Costs.stack(some)
+    if in_micro_batches:
+        plain = plain.accumulated(np.full(len(some), micro))
+    sent, cap = replace(plain, once=np.full(len(some), once)), np.full(len(some), CAP)
+    times = np.array([plain.seconds(np.full(len(some), b)) + once for b in range(1, CAP + 1)])
+    assert np.array_equal(times, [sent.seconds(np.full(len(some), b)) for b in range(1, CAP + 1)])
+    for limit in (t, once, t + once, float(times[micro - 1, 0])):
+        if math.isfinite(limit):
+            assert sent.largest_batch(limit, cap).tolist() == (times <= limit).sum(axis=0).tolist()
 
 
 def test_a_slope_too_small_to_invert_is_still_exact() -> None:

@@ -161,7 +161,7 @@ def whole_plan(B: int, groups: list[dict[str, Any]], profiles: list[Profile], **
 def test_synchronisation_leaves_out_who_is_not_worth_it() -> None:
     groups = [{"count": 2, "bandwidth": 1e9}, {"bandwidth": 1e6}]
     profiles = [profile(0.001), profile(0.001)]
-    without = whole_plan(300, groups, profiles)
+    without = whole_plan(300, groups, profiles, sync={"kind": "none"})
     assert [w.batch for w in without.workers] == [100, 100, 100]
     made = whole_plan(300, groups, profiles, sync={"kind": "ring"})
     assert [w.batch for w in made.workers] == [150, 150, 0]
@@ -174,6 +174,27 @@ def test_synchronisation_leaves_out_who_is_not_worth_it() -> None:
     silent = profile(0.001, model=ModelInfo(name="mlp"))
     with pytest.raises(InputError, match=r"model\.parameters"):
         whole_plan(300, [{"bandwidth": 1e9}], [silent], sync={"kind": "ring"})
+
+
+def test_a_transfer_over_a_worker_s_own_link_is_part_of_its_time() -> None:
+    groups: list[dict[str, Any]] = [{"bandwidth": 1e9}, {"bandwidth": 1e7}]
+    both, a = 2 * 4 * PARAMETERS, 0.001
+    made = whole_plan(800, groups, [profile(a), profile(a)])
+    fast, slow = made.workers
+    assert fast.batch - slow.batch == pytest.approx((both / 1e7 - both / 1e9) / a, abs=2)
+    assert slow.predicted_seconds == pytest.approx(0.01 + a * slow.batch + both / 1e7)
+    assert made.iteration_seconds == max(fast.predicted_seconds, slow.predicted_seconds)
+    assert made.iteration_seconds == pytest.approx(made.lower_bound_seconds, abs=a)
+    assert made.hps.compute_seconds == pytest.approx(0.01 + a * fast.batch)
+    assert made.hps.serial_seconds == pytest.approx(made.iteration_seconds)
+    probed = profile(a, link=Link(via="store", latency_seconds=0.0, bytes_per_second=1e7))
+    by_profile = whole_plan(800, [groups[0], {}], [profile(a), probed])
+    assert [w.batch for w in by_profile.workers] == [fast.batch, slow.batch]
+    on_a_shared_link = whole_plan(
+        800, [{**g, "shares": ["link"]} for g in groups], [profile(a)] * 2,
+        shared=[{"name": "link", "bandwidth": 1e9}],
+    )  # fmt: skip
+    assert [w.batch for w in on_a_shared_link.workers] == [400, 400]
 
 
 def test_a_budget_is_kept_and_priced() -> None:

@@ -143,7 +143,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of "profile", "cluster" or "plan"; the latter two lie in schemas/ as files, too."""
+    """The JSON schema of "profile", "cluster" or "plan"; they lie in schemas/ as files, too."""
     if name not in FORMATS:
         raise InputError("schema", "name", repr(name), f"one of {', '.join(FORMATS)}")
     return msgspec.json.schema(FORMATS[name])

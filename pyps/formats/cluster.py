@@ -52,9 +52,12 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class SyncCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients come together once an iteration; bandwidth and latency where a worker names none."""
+    """How gradients come together once an iteration; bandwidth and latency where a worker names none.
 
-    kind: Literal["ring", "tree", "server"]
+    none: at no cost, as when transfers run beside the steps.
+    """
+
+    kind: Literal["none", "ring", "tree", "server"]
     bandwidth: Rate | None = None
     latency: Elapsed = 0.0
 
