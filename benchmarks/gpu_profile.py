@@ -44,10 +44,10 @@ def multi_process_service(folder: Path) -> Iterator[bool]:
 def clients_of(service: bool, device: str) -> tuple[tuple[Client, ...], str]:
     """The clients, and how they came to be unequal."""
     if device == "cpu":
-        return CPU_PAIR, "no GPU here: on the CPU, the second device emulated at half speed"
+        return CPU_PAIR, "no GPU here: two devices emulated on the CPU"
     if not service:
         pair = tuple(Client(c.name, (*c.options, "--device", device)) for c in CPU_PAIR)
-        return pair, "no multi-process service: the second device emulated at half speed"
+        return pair, "no multi-process service: two devices emulated"
     shared = tuple(
         Client(
             f"share{share}", ("--device", device),

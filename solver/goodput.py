@@ -49,8 +49,13 @@ class Worth:
         )
 
 
-def best_batch(coupled: Coupled, worth: Worth, most: int = MAX_BATCH) -> tuple[int, Split]:
-    """The global batch of highest goodput up to `most`, to within GAP, and its split.
+def best_batch(
+    coupled: Coupled,
+    worth: Worth,
+    most: int = MAX_BATCH,
+    solved: Callable[[Coupled], Split] = solve_coupled,
+) -> tuple[int, Split]:
+    """The global batch of highest goodput up to `most`, to within GAP, and its split, by `solved`.
 
     coupled.problem.global_batch is not used. Only multiples of what divides every quantum are tried. Raises
     Infeasible if no batch has a split.
@@ -75,7 +80,7 @@ def best_batch(coupled: Coupled, worth: Worth, most: int = MAX_BATCH) -> tuple[i
         middle = (low + high) // 2
         for k in {low, middle, high} - seen:
             seen.add(k)
-            split = _split_at(coupled, k * step)
+            split = _split_at(coupled, k * step, solved)
             if split is not None:
                 goodput = worth.estimate(k * step, split.iteration_seconds).goodput
                 best = max(best or (0.0, 0, split), (goodput, k * step, split), key=lambda found: found[0])
@@ -104,8 +109,8 @@ def _bound_of(coupled: Coupled) -> Callable[[int], float]:
     return bound
 
 
-def _split_at(coupled: Coupled, global_batch: int) -> Split | None:
+def _split_at(coupled: Coupled, global_batch: int, solved: Callable[[Coupled], Split]) -> Split | None:
     try:
-        return solve_coupled(replace(coupled, problem=replace(coupled.problem, global_batch=global_batch)))
+        return solved(replace(coupled, problem=replace(coupled.problem, global_batch=global_batch)))
     except Infeasible:
         return None

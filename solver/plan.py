@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -132,9 +133,10 @@ def _noise(members: Sequence[Member]) -> list[Noise]:
 
 def best_global_batch(cluster: Cluster, profiles: Sequence[Profile]) -> int:
     """The global batch of highest goodput, by the cluster's noise scale. Raises InputError without one."""
-    info = _goodput_info(cluster)
-    most = info.max_batch or MAX_BATCH
-    return best_batch(program_for(cluster, profiles), Worth(info.noise_scale, info.base_batch), most)[0]
+    info, members = _goodput_info(cluster), members_of(cluster, profiles)
+    worth, most = Worth(info.noise_scale, info.base_batch), info.max_batch or MAX_BATCH
+    within_limits = partial(solved, cluster, members)
+    return best_batch(program_for(cluster, profiles), worth, most, within_limits)[0]
 
 
 def _goodput_info(cluster: Cluster) -> GoodputInfo:

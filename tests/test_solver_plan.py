@@ -11,7 +11,7 @@ import pytest
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Device, Fit, Job, Link, Memory, ModelInfo, Plan, Point, Profile, WorkerGroup
 from pyps.solver.members import cap_of, cost_of, problem_of
-from pyps.solver.plan import even_batches, make_plan
+from pyps.solver.plan import best_global_batch, even_batches, make_plan
 
 PARAMETERS = 1_000_000
 
@@ -280,3 +280,13 @@ def test_thousands_of_workers_on_a_narrow_link_are_soon_planned() -> None:
     assert made.r2sp.remedies is not None
     assert made.r2sp.remedies.links is not None
     assert seconds < 30  # three where the machine is quiet; anything quadratic takes minutes
+
+
+def test_the_batch_that_is_chosen_keeps_the_price_of_samples() -> None:
+    """A million samples cost 1 + 100 / B; by the noise scale alone B would be small."""
+    workers = [{"name": "w", "profile": "p.json", "price_per_hour": 3.6}]
+    raw = {"job": {"global_batch": 1}, "worker": workers, "goodput": {"noise_scale": 10.0, "base_batch": 1}}
+    free = msgspec.convert(raw, Cluster)
+    bound = msgspec.convert({**raw, "limits": {"price_per_million_samples": 2.0}}, Cluster)
+    assert best_global_batch(free, [profile(0.001, c=0.1)]) < 90
+    assert 100 <= best_global_batch(bound, [profile(0.001, c=0.1)]) < 110
