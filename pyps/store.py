@@ -126,7 +126,7 @@ class Store:
             initial=tuple(initial.values()),
             batches=tuple(batches),
             groups=max(group_of.values(), default=0) + 1,
-            optimizer=_optimizer(optimizer),
+            optimizer=Optimizer.of(optimizer),
             policy=rules.number,
             round_timeout_seconds=rules.round_timeout_seconds,
             samples=samples,
@@ -497,12 +497,3 @@ def _seconds(timeout: float | None) -> float:
     if not timeout >= 0.0:
         raise InvalidArgument("timeout", f"found {timeout}; expected at least 0, or None")
     return float(timeout)
-
-
-def _optimizer(value: Optimizer | str) -> Optimizer:
-    if isinstance(value, Optimizer):
-        return value
-    if value.upper() not in Optimizer.__members__:
-        names = ", ".join(name.lower() for name in Optimizer.__members__)
-        raise InputError("store", "optimizer", repr(value), f"one of {names}")
-    return Optimizer[value.upper()]

@@ -24,6 +24,16 @@ class Optimizer(IntEnum):
     ADAM = 3
     ADAGRAD = 4
 
+    @classmethod
+    def of(cls, value: Optimizer | str) -> Optimizer:
+        """The optimizer itself, or the one of that name, as "sgd". Raises InputError."""
+        if isinstance(value, Optimizer):
+            return value
+        if value.upper() not in cls.__members__:
+            names = ", ".join(name.lower() for name in cls.__members__)
+            raise InputError("store", "optimizer", repr(value), f"one of {names}")
+        return cls[value.upper()]
+
 
 class Codec(IntEnum):
     """How values travel; see pyps.codec."""

@@ -16,6 +16,8 @@ import pytest
 if TYPE_CHECKING:
     from ranks import Ranks
 
+    from pyps.worker import Worker
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -32,6 +34,17 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder)
     assert not left, f"segments left behind: {left}"
+
+
+@pytest.fixture
+def worker(shm: Path) -> Iterator[Worker]:
+    """The only worker of a run of 3 epochs in batches of 10."""
+    from worker_tools import SAMPLES  # here: most tests need no torch
+
+    from pyps.worker import join
+
+    with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5) as alone:
+        yield alone
 
 
 @pytest.fixture(scope="session")

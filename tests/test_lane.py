@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_worker import SAMPLES, X, Y, backward, loss_of, make_model
 from torch import nn
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 
 from pyps import attach
 from pyps.codec import Codec, Encoding, encode

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_worker import X, Y, backward, loss_of, make_model, run_threads
+from worker_tools import X, Y, backward, loss_of, make_model, run_threads
 
 from pyps.formats import Memory
 from pyps.memory import (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_worker import SAMPLES, X, Y, backward, loss_of, make_model, run_threads
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads
 
 from pyps.errors import InputError, TimedOut
 from pyps.metrics import StepRecord, read_run

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_run import KILLED_ONCE, script
-from test_worker import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
 
 from pyps.codec import decode
 from pyps.errors import InputError

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_worker import SAMPLES, X, Y, backward, loss_of, make_model, run_threads
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads
 
 from pyps.area import Area
 from pyps.errors import InvalidArgument, PushRejected
