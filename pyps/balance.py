@@ -1,9 +1,10 @@
 """Plans anew while a run trains: the split follows the workers, the global batch stays.
 
 Every `window` steps of each rank, its cost is refitted to the seconds that it computed (pyps.solver.refit,
-with the plan's cost model as the prior), and the exact split for these costs replaces the one in force if
-that saves more than the deadband of the longest step (pyps.solver.decide). A change is in force from the
-next claims on; steps claimed before it are not measured. Steps are read from the workers' own records.
+with the plan's cost model as the prior). The exact split for these costs and the plan's transfers replaces
+the one in force if that saves more than the deadband of the longest step (pyps.solver.decide). A change is in
+force from the next claims on; steps claimed before it are not measured. Steps are read from the workers' own
+records.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pyps.metrics import StepRecord
 from pyps.solver.costs import Cost, Line
 from pyps.solver.decide import Move, Split, decide
 from pyps.solver.members import cost_of
-from pyps.solver.refit import OnlineCost
+from pyps.solver.refit import OnlineCost, stretched
 
 WINDOW_STEPS = 7
 DEADBAND = 0.05
@@ -58,6 +59,7 @@ class Balancer:
         self.history: list[Move] = []
         self._caps = [_cap(worker) for worker in workers]
         self._devices = [OnlineCost(_prior(worker)) for worker in workers]
+        self._link_seconds = [worker.link_seconds for worker in workers]
         self._window, self._deadband = window, deadband
         self._tail = RecordTail(run_dir)
         self._times: list[list[float]] = [[] for _ in workers]
@@ -92,9 +94,10 @@ class Balancer:
         self._times = [[] for _ in self.split]
         levels = [device.level for device in self._devices]
         paces = [now / then for now, then in zip(levels, self._planned_at, strict=True)]
+        costs = [stretched(d.cost, s, 1.0) for d, s in zip(self._devices, self._link_seconds, strict=True)]
         move = decide(
-            self.split, [device.cost for device in self._devices], paces, [1] * len(self.split),
-            self._caps, max(self._deadband, DOUBTS * doubt), step,
+            self.split, costs, paces, [1] * len(self.split), self._caps,
+            max(self._deadband, DOUBTS * doubt), step,
         )  # fmt: skip
         if move is not None:
             self.split, self._planned_at = move.after, levels
@@ -107,7 +110,8 @@ def _prior(worker: PlanWorker) -> Cost:
     """The plan's cost model; where it has none, time in proportion to the batch."""
     if worker.fit is not None:
         return cost_of(worker.fit)
-    return Line(0.0, (worker.predicted_seconds or worker.batch) / worker.batch)
+    computing = worker.predicted_seconds - worker.link_seconds
+    return Line(0.0, (computing or worker.batch) / worker.batch)
 
 
 def _cap(worker: PlanWorker) -> int:

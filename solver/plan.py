@@ -222,6 +222,7 @@ def _planned(rank: int, member: Member, split: Split, problem: Problem) -> PlanW
         accumulation=-(-batch // micro) if micro else 1,
         weight=batch / problem.global_batch,
         predicted_seconds=float(split.seconds[rank] + split.link_seconds[rank]),
+        link_seconds=float(split.link_seconds[rank]),
         fit_error=member.fit.leave_one_out_error,
         throttle=member.profile.device.throttle,
         max_batch=min(cap_of(member.group, member.profile), MAX_BATCH) or None,

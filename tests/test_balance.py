@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import pytest
 
 from pyps.balance import Balancer, RecordTail
@@ -107,6 +108,18 @@ def test_a_slowed_worker_gives_samples_away_once(tmp_path: Path, noise: float) -
     run.slowdown[0] = 1.0
     assert run.steps(30) >= 1
     assert max(abs(a - b) for a, b in zip(run.balancer.split, before, strict=True)) <= 2
+
+
+def test_a_worker_behind_a_slow_link_keeps_its_smaller_share(tmp_path: Path) -> None:
+    plan = a_plan()
+    split = [w.batch for w in plan.workers]
+    moved = [split[0] - 12, split[1] + 8, split[2] + 4]
+    link = [plan.iteration_seconds + 0.0115 - COSTS[0][0] - COSTS[0][1] * moved[0], 0.0, 0.0]
+    workers = [
+        msgspec.structs.replace(w, batch=b, link_seconds=x, predicted_seconds=w.predicted_seconds + x)
+        for w, b, x in zip(plan.workers, moved, link, strict=True)
+    ]
+    assert Run(tmp_path, msgspec.structs.replace(plan, workers=workers)).steps(50) == 0
 
 
 def test_caps_hold(tmp_path: Path) -> None:

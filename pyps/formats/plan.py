@@ -28,7 +28,8 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_batch is the most that it may compute at once, in at most max_accumulation micro-batches; fit is the
     cost model it was planned with. With these a run can plan anew while it trains; with the memory model it
     can take what fits as memory comes and goes. throttle repeats the profile's, so that a run can emulate the
-    devices that the plan was made for.
+    devices that the plan was made for. link_seconds, its transfers each iteration over its own and its shared
+    links, are part of predicted_seconds.
     """
 
     rank: Share
@@ -38,6 +39,7 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     accumulation: Share
     weight: Annotated[float, Meta(ge=0, le=1)]
     predicted_seconds: Elapsed
+    link_seconds: Elapsed = 0.0
     fit_error: Elapsed | None = None
     throttle: Factor = 1.0
     max_batch: Batch | None = None
