@@ -26,15 +26,19 @@ def import_points(
     max_batch: int | None = None,
     name: str | None = None,
     model: str = "imported",
+    parameters: int | None = None,
 ) -> Profile:
     """A profile of the measurements in a CSV file, fitted.
 
     name is the device's (the file's name without its ending by default); max_batch is its memory limit in
-    samples (unknown by default). Raises InputError with file and line.
+    samples (unknown by default). parameters: the model's, without which nothing is known of its transfers.
+    Raises InputError with file and line.
     """
     where = str(path)
     if max_batch is not None and not 1 <= max_batch <= MAX_BATCH:
         raise InputError("import", "max_batch", str(max_batch), f"1 to {MAX_BATCH}")
+    if parameters is not None and parameters < 1:
+        raise InputError("import", "parameters", str(parameters), "a whole number of at least 1")
     by_batch = _read_rows(where, _read_text(where))
     if len(by_batch) < 2:
         found = f"{len(by_batch)} distinct batch{'' if len(by_batch) == 1 else 'es'}"
@@ -47,7 +51,7 @@ def import_points(
     ]
     return Profile(
         device=Device(name=name or Path(path).stem or "imported", kind="imported"),
-        model=ModelInfo(name=model),
+        model=ModelInfo(name=model, parameters=parameters),
         points=points,
         max_batch=max_batch,
         fit=select_fit(points),

@@ -103,6 +103,7 @@ class Job:
         env |= {
             "PYPS_STORE": self.store,
             "PYPS_RANK": str(place.rank),
+            "LOCAL_RANK": str(self.places.index(place)),  # of this machine's, as torchrun has it
             "PYPS_PLAN": str(self.plan_path),
             "PYPS_POLICY": str(self.policy),
             "PYPS_RUN_DIR": str(self.run_dir),
@@ -131,6 +132,7 @@ class Crew:
         self._children: dict[int, Child] = {}
         self._due: dict[int, float] = {}  # rank -> when it is to be started again
         self._restarts: Counter[int] = Counter()
+        self._fruitless: Counter[int] = Counter()
         self._store: Store | None = None
         self._signal = 0
         self._handlers: dict[int, object] = {}
@@ -216,11 +218,21 @@ class Crew:
                 self._store.reap()
             if self._signal:
                 continue
-            if not joined or self._restarts[rank] >= self.job.max_restarts:
+            hopeless = self._fails_at_once(child)
+            if not joined or hopeless or self._restarts[rank] >= self.job.max_restarts:
                 raise TrainingFailed(self._obituary(child, joined), tuple(child.tail))
             backoff = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** self._restarts[rank])
             self._restarts[rank] += 1
             self._due[rank] = time.monotonic() + backoff
+
+    def _fails_at_once(self, child: Child) -> bool:
+        """Whether a second process of the rank ended in an error of its own before its first step."""
+        path = record_path(self.job.run_dir, child.rank, child.pid)
+        if (child.code or 0) <= 0 or (path.exists() and path.stat().st_size):
+            self._fruitless[child.rank] = 0
+            return False
+        self._fruitless[child.rank] += 1
+        return self._fruitless[child.rank] > 1
 
     def _drain(self, child: Child) -> None:
         """What a dead child had still to say; then its descriptors go."""

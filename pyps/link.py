@@ -136,7 +136,8 @@ def _fitted(via: str, seconds: dict[int, list[float]]) -> Link:
     largest = max(seconds)
     at_least = largest / float(np.median(seconds[largest]))  # where the slope is lost in the noise
     per_byte = fit.per_sample_seconds or 1 / at_least
-    return Link(via=via, latency_seconds=fit.fixed_seconds, bytes_per_second=1 / per_byte)
+    latency = fit.fixed_seconds or float(np.median(seconds[min(seconds)]))  # of a line through 0
+    return Link(via=via, latency_seconds=latency, bytes_per_second=1 / per_byte)
 
 
 def _free_port() -> int:

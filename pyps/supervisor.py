@@ -154,7 +154,7 @@ def _new_folder(run_dir: str | os.PathLike[str] | None) -> Path:
     except OSError as error:
         raise InputError("run", "run_dir", f"{folder}: {error.strerror}", "a folder to write to") from None
     if (folder / EVENTS).exists():
-        raise InputError("run", "run_dir", f"{folder}, which holds a run", "a new or empty folder")
+        raise InputError("run", "run_dir", f"{folder}, which holds a run", "a folder without one")
     return folder
 
 

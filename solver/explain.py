@@ -103,7 +103,8 @@ def _verdict(plan: Plan, roles: Sequence[Role], priced: Prices, coupled: Coupled
     sentences = [_time_sentence(plan)]
     holders = [role for role in roles if role.binds == "holds the others up"]
     if holders:
-        sentences.append(f"{_names(holders)} set the pace.")
+        several = len(holders) > 1 or holders[0].workers > 1
+        sentences.append(f"{_names(holders)} {'set' if several else 'sets'} the pace.")
     for role in roles:
         if role.binds == "at its maximum":
             room = f"; one more sample of room would save {_ms(role.bound_worth)}" if role.bound_worth else ""

@@ -47,16 +47,17 @@ def even_batches(global_batch: int, count: int) -> list[int]:
 
 
 def even_split(coupled: Coupled) -> tuple[EvenSplit, list[float]]:
-    """Whether an even split keeps every bound, its iteration time, and each worker's compute seconds."""
+    """Whether an even split keeps every bound, its iteration time, and each worker's seconds."""
     problem = coupled.problem
     batch = np.array(even_batches(problem.global_batch, len(problem.costs)), np.int64)
     cap = problem.costs.last_batch(problem.cap)
     within = (batch >= np.maximum(problem.low, 1)) & (batch <= cap) & (batch % problem.quantum == 0)
     split = valued(coupled, batch)
+    seconds = (split.seconds + split.link_seconds).tolist()
     kept = all(limit.need[batch > 0].sum() <= limit.at_most for limit in coupled.limits)
     if not (within.all() and kept):
-        return EvenSplit(feasible=False), split.seconds.tolist()
-    return EvenSplit(feasible=True, seconds=split.iteration_seconds), split.seconds.tolist()
+        return EvenSplit(feasible=False), seconds
+    return EvenSplit(feasible=True, seconds=split.iteration_seconds), seconds
 
 
 def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:

@@ -22,6 +22,10 @@ def warnings_of(members: Sequence[Member], workers: Sequence[PlanWorker], loose:
             lines.append(f"{name}: batch {at_once} is outside {low}..{high}, where its fit is trusted")
         if batch and (fit.leave_one_out_error or 0.0) > FIT_ERROR_WORTH_A_WARNING:
             lines.append(f"{name}: the fit misses left-out points by {fit.leave_one_out_error:.1%} (median)")
+        if member.bandwidth is not None and member.link is None:
+            lines.append(
+                f"{name}: its link is left out, as {member.group.profile} does not say model.parameters"
+            )
         if member.profile.device.emulated:
             lines.append(f"{name}: emulated, {member.profile.device.throttle:g} times slower by a throttle")
         if not batch:

@@ -72,5 +72,7 @@ def verdict(before: Outcome, after: Outcome) -> str:
     old, new = before.price_per_million_samples, after.price_per_million_samples
     if old and new is not None:
         parts.append(f"a million samples cost {new:.4g} instead of {old:.4g}")
-    parts.append(f"workers compute {after.utilisation:.0%} of the time instead of {before.utilisation:.0%}")
+    busy = [f"{x.utilisation:.1%}" for x in (after, before)]
+    if busy[0] != busy[1]:
+        parts.append(f"workers compute {busy[0]} of the time instead of {busy[1]}")
     return f"With the change {', '.join(parts)}."

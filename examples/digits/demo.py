@@ -154,6 +154,9 @@ def profile_devices(base: float) -> None:
         said, complaint = process.communicate()
         if process.returncode:
             sys.exit(complaint)
+        for line in complaint.splitlines():
+            if "too busy" in line:
+                print(f"{name}: {line}")
         print(f"{name}:", next(line for line in said.splitlines() if line.startswith("T(b)")))
     (OUT / "cluster.toml").write_text("\n".join(lines))
 

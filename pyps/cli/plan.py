@@ -86,8 +86,10 @@ def plan_command(
     read = _with_options(read, profiles, cluster, global_batch, quantile)
     with working("solving"):
         plan = _planned(cluster, read, profiles)
-    with working("checking with HiGHS"):
-        notes = [_checked(read, profiles, plan)] if check else []
+    notes = []
+    if check:
+        with working("checking with HiGHS"):
+            notes.append(_checked(read, profiles, plan))
     if output is not None:
         write_json(output, plan)
     _draw(read, profiles, plan, timeline, ring)

@@ -138,6 +138,9 @@ def import_csv(
     ] = None,
     name: Annotated[str | None, typer.Option(help="The device's name; default: the file's.")] = None,
     model: Annotated[str, typer.Option(help="What was trained there.")] = "imported",
+    parameters: Annotated[
+        int | None, typer.Option(help="How many it has; without, a plan leaves its transfers out.")
+    ] = None,
     output: Output = None,
     plot: Plot = None,
     no_plot: NoPlot = False,
@@ -145,7 +148,7 @@ def import_csv(
 ) -> None:
     """Make a profile of measurements made elsewhere: a CSV file with the columns batch,seconds."""
     files = _output_files(output, plot, no_plot, as_json)
-    profile = import_points(csv_file, max_batch=max_batch, name=name, model=model)
+    profile = import_points(csv_file, max_batch=max_batch, name=name, model=model, parameters=parameters)
     _finish(profile, *files, as_json)
 
 

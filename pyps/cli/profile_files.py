@@ -88,10 +88,12 @@ def merged_profile(names: list[str], runs: list[Profile]) -> Profile:
     """One profile of several runs. Raises InputError if they are not of one device and model."""
     first = runs[0]
     for name, run in zip(names, runs, strict=True):
-        for field in ("device", "model"):
-            found, expected = getattr(run, field), getattr(first, field)
-            if found != expected:
-                raise InputError(name, field, str(found), f"{expected}, as in {names[0]}")
+        for part in ("device", "model"):
+            found, expected = (msgspec.structs.asdict(getattr(p, part)) for p in (run, first))
+            for field in found:
+                if found[field] != expected[field]:
+                    as_there = f"{expected[field]!r}, as in {names[0]}"
+                    raise InputError(name, f"{part}.{field}", repr(found[field]), as_there)
     batches = sorted({p.batch for run in runs for p in run.points})
     points = []
     for batch in batches:

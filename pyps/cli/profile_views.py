@@ -8,12 +8,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pyps.formats import Fit, Profile
+from pyps.formats import Fit, Point, Profile
 from pyps.profiler.fit import point_seconds, predict_seconds
 from pyps.profiler.plot import describe_fit
 from pyps.profiler.select import select_fit
 
 BAR_COLUMNS = 48
+BUSY, POOR = 0.2, 0.1  # spread of a batch's times; error at batches left out
 
 
 def show_profile(profile: Profile, *, bars: bool = False) -> None:
@@ -25,11 +26,10 @@ def show_profile(profile: Profile, *, bars: bool = False) -> None:
     for point in profile.points:
         seconds = point_seconds(point)
         median, fitted = float(np.median(seconds)), predict_seconds(fit, point.batch)
-        low, high = np.percentile(seconds, [25, 75])
         table.add_row(
             str(point.batch),
             f"{median * 1e3:.3f}",
-            f"{(high - low) / median:.1%}" if len(seconds) > 1 else "-",
+            f"{_spread(point):.1%}" if len(seconds) > 1 else "-",
             f"{point.batch / median:,.1f}",
             f"{fitted * 1e3:.3f}",
             f"{fitted / median - 1:+.1%}",
@@ -42,6 +42,12 @@ def show_profile(profile: Profile, *, bars: bool = False) -> None:
         console.print(_plot(profile, fit))
     for line in verdict(fit, profile):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _spread(point: Point) -> float:
+    """The quartiles' distance, relative to the median; 0 for a single time."""
+    low, median, high = np.percentile(point_seconds(point), [25, 50, 75])
+    return float((high - low) / median)
 
 
 def _parts(profile: Profile) -> Table:
@@ -92,6 +98,12 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
     if fit.band:
         widest = max((high - low) / (high + low) for _, low, high in fit.band)
         lines.append(f"90 % of refits to resampled steps lie within {widest:.1%} of the curve")
+    if (widest := max(map(_spread, profile.points))) > BUSY:
+        lines.append(
+            f"the times of a batch differ by up to {widest:.0%}: measure again when nothing else runs"
+        )
+    if (left_out or 0.0) > POOR or (fit.r2 is not None and fit.r2 < 1 - 2 * POOR):
+        lines.append("the model does not describe this device: measure again, or more and larger batches")
     if fit.trusted_min_batch > profile.points[0].batch:
         lines.append(f"do not trust below b = {fit.trusted_min_batch}: the model misses it by more than 10 %")
     lines.append(f"do not trust beyond b = {fit.trusted_max_batch}")

@@ -25,6 +25,7 @@ from pyps.values import Status
 
 app = typer.Typer(add_completion=False)
 POLICY_HELP = f"{', '.join(Policy.known)}; numbers after a colon: ssp:bound=4."
+OVERRUN_WORTH_SAYING = 0.02  # of the time that was computed
 SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
@@ -119,6 +120,17 @@ def _last_words() -> Iterator[None]:
         raise
 
 
+def _overruns(report: Report) -> Iterator[str]:
+    """Ranks whose emulation did not hold: this machine was slower than the device."""
+    for r in report.ranks:
+        computed = r.compute.mean * r.compute.count
+        if computed and r.overrun_seconds > OVERRUN_WORTH_SAYING * computed:
+            yield (
+                f"rank {r.rank} ({r.name}) took {r.overrun_seconds / computed:.0%} longer than the device "
+                "that it emulates: this machine is too busy, or too slow, for that"
+            )
+
+
 def _total(samples: int | None, epochs: float | None, dataset_size: int | None) -> int:
     """How many samples, said in one of two ways."""
     if samples is not None:
@@ -127,7 +139,7 @@ def _total(samples: int | None, epochs: float | None, dataset_size: int | None) 
         return samples
     if epochs is None or dataset_size is None:
         expected = "--samples N, or --epochs E --dataset-size N"
-        raise InputError("pyps run", "length", "nothing that says how long to train", expected)
+        raise InputError("--samples", "", "nothing that says how long to train", expected)
     if not (0 < epochs <= 1e12 and 0 < dataset_size <= 1 << 40):
         raise InputError("--epochs", "", f"{epochs} of {dataset_size} samples", "positive numbers")
     return max(1, round(epochs * dataset_size))
@@ -205,11 +217,15 @@ def show(report: Report) -> None:
 def summary(report: Report) -> Iterator[str]:
     """What the table does not say."""
     times = report.iteration_seconds
+    if not times.count:
+        yield "too short for an iteration to be timed: two or more global batches are needed"
+        return
     line = f"iteration {times.median * 1e3:.1f} ms ({times.low * 1e3:.1f} to {times.high * 1e3:.1f})"
     if report.ratio is not None and report.predicted_iteration_seconds is not None:
         line += f", {report.ratio:.2f} times the predicted {report.predicted_iteration_seconds * 1e3:.1f} ms"
     yield line
     yield from (f"planned anew: {why}" for why in report.replans)
+    yield from _overruns(report)
     s = report.samples
     yield f"{s.trained} samples in {report.versions} versions and {report.wall_seconds:.1f} s"
     if s.skipped or s.returned or s.lost or report.restarts:

@@ -129,7 +129,11 @@ def check_cluster(where: str, cluster: Cluster) -> None:
             raise InputError(where, f"shared[{k}].name", found, "a name of its own")
         if resource.bandwidth is None and resource.samples_per_second is None:
             raise InputError(where, f"shared[{k}]", "no limit", "bandwidth or samples_per_second")
+    groups = [group.name for group in cluster.worker]
     for k, group in enumerate(cluster.worker):
+        if group.name in groups[:k]:
+            found = f"{group.name!r} a second time"
+            raise InputError(where, f"worker[{k}].name", found, "a name of its own, or a higher count")
         for name in group.worker_names():
             if name in names:
                 raise InputError(where, f"worker[{k}].name", f"{name!r} a second time", "a name of its own")

@@ -8,6 +8,7 @@ heard of for `silence_seconds` loses his deputy; what he was answered last is ke
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import threading
 import time
@@ -99,7 +100,10 @@ class Server:
             expected = "keys (`--keys DIR`), or that it is to be insecure (`--insecure`)"
             raise InputError("serve", "bind", f"{bind}, which leaves this machine, without keys", expected)
         if not 0.0 < silence_seconds <= FORGET_SECONDS:
-            raise InputError("serve", "silence", f"{silence_seconds} s", f"0 to {FORGET_SECONDS:g} s")
+            expected = f"more than 0, at most {FORGET_SECONDS:g} s"
+            raise InputError("serve", "silence", f"{silence_seconds} s", expected)
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", store):
+            raise InputError("serve", "store", repr(store), "letters, digits, '.', '_' or '-'")
         self.counters = Counters()
         self.store = store
         self._sessions: dict[bytes, Session] = {}
@@ -115,6 +119,7 @@ class Server:
             raise
         self._outlet = self._context.socket(zmq.PULL)
         self._outlet.bind(OUTLET)
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="pyps-server", daemon=True)
         self._thread.start()
 
@@ -131,8 +136,11 @@ class Server:
         return str(Address(host, port or 0, self.store))
 
     def wait(self) -> None:
-        """Until the server ends, which it does by close() from another thread, or by a fault of its own."""
-        self._thread.join()
+        """Until the server ends, which it does by close() from another thread, or by a fault of its own.
+
+        Not by joining the thread: what a signal handler raises there makes Python take the thread for ended.
+        """
+        self._ended.wait()
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop answering; the deputies leave the store, for which they have `timeout` seconds.
@@ -188,6 +196,12 @@ class Server:
         self._created = True
 
     def _serve(self) -> None:
+        try:
+            self._answer()
+        finally:
+            self._ended.set()
+
+    def _answer(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._outlet, zmq.POLLIN)
