@@ -94,13 +94,23 @@ def test_json_stands_alone_on_stdout_and_no_file_is_written(shell: Shell) -> Non
 def test_import_writes_a_profile_and_its_picture(shell: Shell) -> None:
     Path("points.csv").write_text(CSV)
     done = shell(
-        "import", "points.csv", "--max-batch", "512", "--name", "m40", "-o", "m40.json", "--plot", "x.png"
-    )
+        "import", "points.csv", "--max-batch", "512", "--name", "m40", "--parameters", "1000",
+        "-o", "m40.json", "--plot", "x.png",
+    )  # fmt: skip
     assert done.code == 0, done.err
     assert files() == ["m40.json", "points.csv", "x.png"]
     profile = read_profile("m40.json")
-    assert (profile.device.name, profile.max_batch) == ("m40", 512)
+    assert (profile.device.name, profile.max_batch, profile.model.parameters) == ("m40", 512, 1000)
     assert "not defined for two batches" in done.out
+
+
+def test_a_poor_profile_is_called_so(shell: Shell) -> None:
+    Path("noisy.csv").write_text("batch,seconds\n1,1\n1,2\n1,3\n8,1\n8,2\n8,3\n64,2\n64,9\n64,2\n")
+    done = shell("import", "noisy.csv", "--no-plot")
+    assert done.code == 0, done.err
+    assert "the times of a batch differ by up to 175%: measure again when nothing else runs" in done.out
+    Path("odd.csv").write_text("batch,seconds\n1,1\n8,5\n64,1\n512,7\n")
+    assert "does not describe this device" in shell("import", "odd.csv", "--no-plot").out
 
 
 def test_help_names_both_ways(shell: Shell) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -70,3 +71,20 @@ def test_some_ranks_cannot_plan_anew_for_all(tmp_path: Path) -> None:
     write_json(tmp_path / "plan.json", make_plan())
     with pytest.raises(InputError, match="rebalance"):
         run(tmp_path / "plan.json", script(tmp_path), samples=B, ranks=[0], rebalance=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_ends_in_order_on_a_signal(shm: Path, number: signal.Signals) -> None:
+    command = [PYPS, "serve", "model", "--json"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert json.loads(server.stdout.readline())["address"].endswith("/model")
+    server.send_signal(number)
+    _, said = server.communicate(timeout=60)
+    assert (server.returncode, said) == (128 + number, "")
+
+
+@pytest.mark.parametrize("name", ["", "bad name/x", "../x"])
+def test_a_name_that_no_worker_could_use_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="letters, digits"):
+        Server(name)

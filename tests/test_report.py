@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyps.cli.run import summary
 from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.lineup import Place
@@ -182,3 +183,12 @@ def test_damaged_reports_are_refused(tmp_path: Path, text: str, named: str) -> N
 def test_a_missing_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         read_report(tmp_path / "report.json")
+
+
+def test_what_the_table_does_not_say() -> None:
+    assert list(summary(report_of([])))[0].startswith("too short")
+    fine = list(summary(report_of(rounds(5))))
+    assert fine[0].startswith("iteration 2000.0 ms (2000.0 to 2000.0), 1.25 times the predicted")
+    busy = [msgspec.structs.replace(r, overrun_seconds=0.3) for r in rounds(5)]
+    assert any("too busy" in line for line in summary(report_of(busy)))
+    assert not any("too busy" in line for line in fine)

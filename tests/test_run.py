@@ -209,6 +209,21 @@ def test_a_script_that_raises_ends_the_run_with_its_last_words(shm: Path, plan: 
     assert (tmp_path / "out" / "trace.json").is_file()
 
 
+FAILS_AT_ONCE = """
+        (run_dir / f"gpu-{rank}").write_text(os.environ["LOCAL_RANK"])
+        if rank == 1:
+            raise NameError("criterion")
+"""
+
+
+def test_a_rank_that_fails_by_itself_before_its_first_step_is_tried_twice(
+    shm: Path, plan: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(TrainingFailed, match="after 1 restart: NameError: criterion"):
+        run(plan, script(tmp_path, FAILS_AT_ONCE), samples=0, run_dir=tmp_path / "out")
+    assert (tmp_path / "out" / "gpu-1").read_text() == "1"
+
+
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
