@@ -16,7 +16,7 @@ from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Line
 from pyps.solver.decide import best_split, round_seconds
 from pyps.throttle import sleep_until
-from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, weighted_hook
+from pyps.torch import Rebalancer, UnevenBatchSampler, UnevenIterableDataset, agreed_split, weighted_hook
 
 BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device: enough for the emulation to hold
 
@@ -36,6 +36,10 @@ def best_seconds(speeds: tuple[float, ...], slowed: bool) -> float:
     return round_seconds(costs, best_split(BATCH, costs, [1] * len(costs), [BATCH] * len(costs)))
 
 
+def in_list(rows: list[int]) -> list[torch.Tensor]:
+    return [torch.tensor(rows)]
+
+
 def balanced(
     group: dist.ProcessGroup,
     speeds: tuple[float, ...],
@@ -43,14 +47,21 @@ def balanced(
     steps: int,
     loaders: int,
     profiled: bool,
+    streamed: bool,
 ) -> dict[str, Any]:
     """One epoch, in equal batches at first or as profiled; rank 0 takes twice as long from a step on."""
     rank = dist.get_rank(group)
     length = BATCH * steps + 20
     cost = pace(speeds[rank], False)
     profile = profile_of(cost) if profiled else None
-    sampler = UnevenBatchSampler(length, agreed_split(BATCH, profile, group=group), rank)
-    loader = DataLoader(TensorDataset(torch.arange(length)), batch_sampler=sampler, num_workers=loaders)
+    split = agreed_split(BATCH, profile, group=group)
+    sampler: Any
+    if streamed:
+        sampler = UnevenIterableDataset(range(length), split, rank, collate=in_list)
+        loader = DataLoader(sampler, batch_size=None, num_workers=loaders)
+    else:
+        sampler = UnevenBatchSampler(length, split, rank)
+        loader = DataLoader(TensorDataset(torch.arange(length)), batch_sampler=sampler, num_workers=loaders)
     ddp = DistributedDataParallel(net(), process_group=group)
     hook = weighted_hook(ddp)
     began = 0

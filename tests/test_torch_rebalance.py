@@ -139,9 +139,12 @@ def test_a_move_says_why() -> None:
         best_split(256, now, [1] * 4, [60] * 4)
 
 
-@pytest.mark.parametrize(("loaders", "profiled"), [(0, True), (0, False), (2, False)])
-def test_between_ranks(ranks: Ranks, loaders: int, profiled: bool) -> None:
-    results = ranks.run(4, jobs.balanced, SPEEDS, 25, 60, loaders, profiled)
+@pytest.mark.parametrize(
+    ("loaders", "profiled", "streamed"),
+    [(0, True, False), (0, False, False), (2, False, False), (0, False, True), (2, True, True)],
+)
+def test_between_ranks(ranks: Ranks, loaders: int, profiled: bool, streamed: bool) -> None:
+    results = ranks.run(4, jobs.balanced, SPEEDS, 25, 60, loaders, profiled, streamed)
     first = results[0]
     for result in results[1:]:
         assert result["history"] == first["history"]

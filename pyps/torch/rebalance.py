@@ -30,7 +30,7 @@ from pyps.solver.refit import OnlineCost
 from pyps.torch.agree import CostMessage, Meeting
 from pyps.torch.clock import OwnTime
 from pyps.torch.hook import WeightedHook
-from pyps.torch.sampler import Edge, UnevenBatchSampler
+from pyps.torch.rounds import Edge, Rounds
 
 WARM_UP = 2  # steps at the beginning that say nothing: allocations, the buckets of DDP
 DOUBTS = 2.0  # standard errors: a gain of less may be none
@@ -48,9 +48,9 @@ class _Post(msgspec.Struct, frozen=True):
     cap: int
     low: int
     epoch: int
-    trained: int  # rounds of the epoch, and those drawn of it, and how many it has
-    drawn: int
-    rounds: int
+    trained: int  # rounds of the walk, those that may be handed out, and how many it has, if that is known
+    begun: int
+    rounds: int | None
     changing: bool  # what was measured is not the split to come
 
 
@@ -97,7 +97,7 @@ class Rebalancer:
     """See the module's text. `history` holds every Replan, `states` the ranks as of the latest window; those
     in `observers` are called when the result of a window is known.
 
-    profile: this device's pyps.profile/1 (a file or a Profile), with which one window is enough to know it;
+    sampler: the UnevenBatchSampler or UnevenIterableDataset in use. profile: this device's pyps.profile/1 (a file or a Profile), with which one window is enough to know it;
     max_batch: the most that fits it, if the profile does not say. window: steps between decisions, odd;
     deadband: the least share of a round's time that a change must save. Every rank makes one, with the same
     window and deadband. Raises InputError for a batch above this rank's maximum.
@@ -105,7 +105,7 @@ class Rebalancer:
 
     def __init__(
         self,
-        sampler: UnevenBatchSampler,
+        sampler: Rounds,
         hook: WeightedHook,
         profile: Profile | str | os.PathLike[str] | None = None,
         *,
@@ -130,8 +130,8 @@ class Rebalancer:
         self._meeting = Meeting("rebalance", hook.group, store)
         self._clock = OwnTime(hook)
         self._times: list[tuple[int, float]] = []  # batch and seconds of the window's full rounds
-        self._walk: list[tuple[int, int]] = []  # the sampler's rounds under way, and those trained of them
-        self._trained = 0
+        self._walk, self._trained = 0, 0  # the sampler's walk under way, and its rounds that were trained
+        self._posted_walk = 0
         self._planned_at: list[float] | None = None  # by rank, the level when the split was made
 
     def step(self) -> None:
@@ -171,12 +171,13 @@ class Rebalancer:
 
     def _trained_now(self) -> int | None:
         """This rank's batch in the round that was just trained; None if that says nothing of the device."""
-        if self._sampler.handed is not self._walk:
-            self._walk, self._trained = self._sampler.handed, 0
+        if self._sampler.passes != self._walk:
+            self._walk, self._trained = self._sampler.passes, 0
         self._trained += 1
-        if self.steps <= WARM_UP or self._trained > len(self._walk):
+        trained = self._sampler.handed(self._trained - 1)
+        if self.steps <= WARM_UP or trained is None:
             return None
-        size, own = self._walk[self._trained - 1]
+        size, own = trained
         return own if size == self._sampler.global_batch else None
 
     def _window_ended(self) -> _Post:
@@ -187,11 +188,11 @@ class Rebalancer:
         middle, doubt = _median(seconds) if len(seconds) > self.window // 2 else (None, 0.0)
         if middle is not None:
             self._device.observe(batch, middle)
-        sampler = self._sampler
+        sampler, self._posted_walk = self._sampler, self._walk
         return _Post(
             batch, middle, doubt, CostMessage.of(self._device.cost), self._device.level, self.cap,
-            sampler.accumulation, sampler.epoch, self._trained, sampler.drawn, sampler.rounds,
-            sampler.changing or batch != sampler.batch,
+            sampler.accumulation, sampler.epoch, self._trained, sampler.begun(self._trained), sampler.rounds,
+            batch != sampler.latest[sampler.rank],
         )  # fmt: skip
 
     def _decide(self, posts: Sequence[_Post]) -> _Answer:
@@ -218,6 +219,8 @@ class Rebalancer:
         self.states = answer.states
         if answer.split is None or answer.edge is None:
             return
+        if self._sampler.passes != self._posted_walk:
+            return  # a stream has ended meanwhile, on all ranks: the round that was meant did not come
         before = tuple(state.batch for state in answer.states)
         self._sampler.replan(answer.split, *answer.edge)
         seconds = answer.seconds_before, answer.seconds_after
@@ -240,10 +243,10 @@ def _answer(states: list[RankState], move: Move, edge: Edge) -> _Answer:
 
 
 def _edge(posts: Sequence[_Post]) -> Edge | None:
-    """The first round that no rank will have drawn when it reads the answer; None if there is none."""
+    """The first round that no rank will have handed out when it reads the answer; None if there is none."""
     epoch, rounds, trained = posts[0].epoch, posts[0].rounds, posts[0].trained
-    number = max(post.drawn for post in posts) + LEAD
-    if number < rounds:
+    number = max(post.begun for post in posts) + LEAD
+    if rounds is None or number < rounds:
         return epoch, number
     # In the next epoch, if all have read the answer before that begins.
     return (epoch + 1, 0) if trained + LEAD <= rounds else None

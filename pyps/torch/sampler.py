@@ -10,7 +10,6 @@ number of them can go on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -18,30 +17,11 @@ from torch.utils.data import Sampler
 
 from pyps.errors import InputError
 from pyps.sampling import MAX_SEED, permutation
-from pyps.torch.schedule import (
-    Planned,
-    Split,
-    bounds,
-    check_accumulation,
-    check_replan,
-    pieces,
-    read_split,
-    round_sizes,
-)
-
-Edge = tuple[int, int]  # an epoch and a round of it
+from pyps.torch.rounds import Edge, Rounds
+from pyps.torch.schedule import Planned, Split, bounds, check_replan, pieces, round_sizes
 
 
-def default_rank() -> tuple[int, int]:
-    """This rank and the number of ranks: of the process group, else of the environment, else 0 and 1."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-class UnevenBatchSampler(Sampler[list[int]]):
+class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     """Lists of dataset indices, b_i of them for rank i, for DataLoader(batch_sampler=...).
 
     dataset: anything with a length, or the length. plan: a pyps.plan/1 file, a Plan, or the batches by rank.
@@ -61,44 +41,38 @@ class UnevenBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         accumulate: int | list[int] = 1,
     ) -> None:
+        super().__init__(plan, rank, accumulate)
         self.length = dataset if isinstance(dataset, int) else len(dataset)
-        own, ranks = default_rank()
-        self.split = read_split(plan, ranks if rank is None else None)
-        self.rank = own if rank is None else rank
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
-        self._least = check_accumulation(self.split, self.rank, accumulate)
         self._check()
-        self.epoch = 0
-        self.position = 0  # samples of this epoch that were consumed before its first round here
         self.drawn = 0  # rounds of this epoch that were handed out, counted from `position`
-        self.handed: list[tuple[int, int]] = []  # of each of these: its samples, and this rank's among them
+        self._handed: list[tuple[int, int]] = []  # of each of these: its samples, and this rank's among them
+        self._passes = 0
         self._coming: list[tuple[Edge, Split]] = []
         self.sizes()
 
     @property
-    def global_batch(self) -> int:
-        """B, the samples of a full round."""
-        return sum(self.split)
+    def latest(self) -> Split:
+        """The split that was decided last, in force or to come."""
+        return self._coming[-1][1] if self._coming else self.split
 
     @property
-    def batch(self) -> int:
-        """b_i, this rank's samples of a full round, by the split in force."""
-        return self.split[self.rank]
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of this rank in a round."""
-        return self._least[self.rank]
-
-    @property
-    def changing(self) -> bool:
-        """Whether a round ahead has another split."""
-        return bool(self._coming)
+    def passes(self) -> int:
+        """Walks that were begun."""
+        return self._passes
 
     @property
     def rounds(self) -> int:
         """Rounds from `position` to the epoch's end; the same on all ranks."""
         return len(self.sizes())
+
+    def begun(self, trained: int) -> int:
+        """Rounds that were handed out: indices are drawn in this process, whoever fetches the samples."""
+        return self.drawn
+
+    def handed(self, number: int) -> tuple[int, int] | None:
+        """A round that was handed out: its samples, and this rank's."""
+        return self._handed[number] if number < len(self._handed) else None
 
     def __len__(self) -> int:
         return self.rounds * self.accumulation
@@ -108,12 +82,13 @@ class UnevenBatchSampler(Sampler[list[int]]):
             self.position = 0  # the same epoch again, from its first sample, also where a state began it late
         order = self._order()
         first = self.position
-        self.drawn, self.handed = 0, []
+        self.drawn, self._handed = 0, []
+        self._passes += 1
         for number, size in enumerate(self.sizes()):
             self._adopt((self.epoch, number))
             self.drawn = number + 1
             begin, end = bounds(size, self.split, self.rank, self._least)
-            self.handed.append((size, end - begin))
+            self._handed.append((size, end - begin))
             for low, high in pieces(first + begin, first + end, self.accumulation):
                 yield [int(k) for k in order[low:high]]
             first += size

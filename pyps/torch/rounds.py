@@ -1,0 +1,77 @@
+"""Rounds: what the sampler and the stream have in common, and all that a Rebalancer has to know of either."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from pyps.torch.schedule import Planned, Split, check_accumulation, read_split
+
+Edge = tuple[int, int]  # an epoch and a round of it
+
+
+def default_rank() -> tuple[int, int]:
+    """This rank and the number of ranks: of the process group, else of the environment, else 0 and 1."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Rounds(ABC):
+    """A split, this rank's place in it, and its walks through the data, a round at a time.
+
+    epoch and position say where the walk begins that comes next; passes counts the walks that were begun.
+    """
+
+    def __init__(self, plan: Planned, rank: int | None, accumulate: int | Sequence[int]) -> None:
+        own, ranks = default_rank()
+        self.split: Split = read_split(plan, ranks if rank is None else None)
+        self.rank = own if rank is None else rank
+        self._least = check_accumulation(self.split, self.rank, accumulate)
+        self.epoch = 0
+        self.position = 0  # samples of this epoch that were consumed before its first round here
+
+    @property
+    def global_batch(self) -> int:
+        """B, the samples of a full round."""
+        return sum(self.split)
+
+    @property
+    def batch(self) -> int:
+        """b_i, this rank's samples of a full round, by the split in force."""
+        return self.split[self.rank]
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of this rank in a round."""
+        return self._least[self.rank]
+
+    @property
+    @abstractmethod
+    def latest(self) -> Split:
+        """The split that was decided last, in force or to come."""
+
+    @property
+    @abstractmethod
+    def passes(self) -> int:
+        """Walks that were begun; the same on all ranks."""
+
+    @property
+    @abstractmethod
+    def rounds(self) -> int | None:
+        """Rounds from `position` to the epoch's end, the same on all ranks; None if only its end will tell."""
+
+    @abstractmethod
+    def begun(self, trained: int) -> int:
+        """The most rounds of this walk that may have been handed out by now, `trained` of them trained."""
+
+    @abstractmethod
+    def handed(self, number: int) -> tuple[int, int] | None:
+        """A round of this walk that was trained lately: its samples, and this rank's; None for any other."""
+
+    @abstractmethod
+    def replan(self, plan: Planned, epoch: int | None = None, number: int | None = None) -> None:
+        """Take another split with the same B and ranks, from round `number` of `epoch` on."""
