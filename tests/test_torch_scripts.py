@@ -47,7 +47,7 @@ def test_the_recipe_of_the_page(page: Path) -> None:
 @pytest.mark.parametrize("script", ["before.py", "after.py", "text.py"])
 def test_the_examples(script: str) -> None:
     told = json.loads(run_script(EXAMPLES / script, 2, EPOCHS="1").splitlines()[-1])
-    assert told["steps"] >= 5
+    assert len(told["seconds"]) >= 5
     if script == "text.py":
         assert told["last_loss"] < 0.8 * told["first_loss"]
 

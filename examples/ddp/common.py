@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from statistics import median
 from typing import Any
 
 import torch
@@ -95,8 +94,8 @@ class Device:
         return allreduce_hook(group, bucket)
 
     def tell(self, **more: Any) -> None:
-        """The first rank prints, as one line of JSON, the median step of the second half, and more."""
-        steps = [b - a for a, b in zip(self.steps, self.steps[1:], strict=False)]
-        told = {"step_seconds": round(median(steps[len(steps) // 2 :]), 4), "steps": len(steps), **more}
+        """The first rank prints, as one line of JSON, how long each step took, in seconds, and more."""
+        seconds = [round(b - a, 4) for a, b in zip(self.steps, self.steps[1:], strict=False)]
+        told = {"seconds": seconds, **more}
         if dist.get_rank() == 0:
             print(json.dumps(told), flush=True)

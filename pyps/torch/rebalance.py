@@ -97,10 +97,11 @@ class Rebalancer:
     """See the module's text. `history` holds every Replan, `states` the ranks as of the latest window; those
     in `observers` are called when the result of a window is known.
 
-    sampler: the UnevenBatchSampler or UnevenIterableDataset in use. profile: this device's pyps.profile/1 (a file or a Profile), with which one window is enough to know it;
-    max_batch: the most that fits it, if the profile does not say. window: steps between decisions, odd;
-    deadband: the least share of a round's time that a change must save. Every rank makes one, with the same
-    window and deadband. Raises InputError for a batch above this rank's maximum.
+    sampler: the UnevenBatchSampler or UnevenIterableDataset in use. profile: this device's pyps.profile/1 (a
+    file or a Profile), with which one window is enough to know it; max_batch: the most that fits it, if the
+    profile does not say. window: steps between decisions, odd; deadband: the least share of a round's time
+    that a change must save. Every rank makes one, with the same window and deadband. Raises InputError for a
+    batch above this rank's maximum.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Rounds(ABC):
     @property
     @abstractmethod
     def rounds(self) -> int | None:
-        """Rounds from `position` to the epoch's end, the same on all ranks; None if only its end will tell."""
+        """Rounds from `position` to the epoch's end, the same on all ranks; None if unknown until then."""
 
     @abstractmethod
     def begun(self, trained: int) -> int:
