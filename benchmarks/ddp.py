@@ -1,248 +1,130 @@
-"""The hook and the split on DDP, each beside plain DDP in the same run.
+"""Uneven batches on DDP: what the hook costs, what int8 saves, whether a step takes what was planned.
 
-    python benchmarks/ddp.py hook [--pairs 30]     # what the weighted hook costs at equal batches, 10 M
-    parameters python benchmarks/ddp.py link [--mbit 200]     # f32 and int8 on a shaped link between two
-    hosts (needs root)
+    python benchmarks/ddp.py [hook] [link] [devices] [--docs]      # all three by default
 
-`hook`: DDP divides while it copies a gradient into its bucket; a hook's scaling is a pass of its own,
-unless gradients are views of buckets (--views yes). Two gloo ranks on this machine; a pair is one step with
-plain DDP and one with the hook, in turn; the median of the pairs' ratios with its 95 % interval by
-bootstrap. `link`: two network namespaces joined by a veth pair that `tc tbf` shapes; bytes are the
-interface's own count; both wires train to the same loss, over some seeds. The demo of unlike devices is
-examples/ddp/demo.py.
+hook: two gloo ranks on this machine with equal batches, 10 M parameters; a round is one step each with
+plain DDP, with torch's own averaging hook and with the weighted one, in turn. DDP divides while it copies a
+gradient into its bucket; behind a hook the scaling is a pass of its own, so it weighs most where a parameter
+has little work to do (mlp). The median of the rounds' ratios with its 95 % interval by bootstrap. link: two
+hosts (network namespaces, so root) on a shaped link; both wires train to the same loss, bytes are the
+interface's own count. devices: examples/ddp/demo.py. With --docs the tables go to docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+import record
+from shaped import DEVICE, SERVER, missing, shaped
 
-from pyps.torch import weighted_hook
-
-ME = Path(__file__).resolve()
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "examples" / "ddp"))
 OVERHEAD, SPEEDUP, WIRE_BYTES = 0.03, 2.0, 0.27
 DEADLINE_SECONDS = 240
-PORT = 29571
-RAW = argparse.RawDescriptionHelpFormatter
+PARTS = ("hook", "link", "devices")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the two; 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("hook", "link", "rank"))
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--width", type=int, default=1830, help="of the hook's model: 3 x width^2 parameters")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--views", choices=("no", "yes"), default="no", help="gradient_as_bucket_view")
-    parser.add_argument("--mbit", type=float, default=200.0)
+    """Run the parts; 1 if a bar is missed."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="of the benchmark; all by default")
+    parser.add_argument("--pairs", type=int, default=30, help="rounds of the hook's part")
+    parser.add_argument("--size", type=float, default=1.0, help="of the hook's models, relative")
+    parser.add_argument("--mbit", type=float, default=200.0, help="of the link")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    chosen = parser.parse_args(arguments)
-    if chosen.what == "rank":
-        print(json.dumps(JOBS[os.environ["JOB"]](chosen)), flush=True)
-        return 0
-    return hook(chosen) if chosen.what == "hook" else link(chosen)
+    parser.add_argument("--steps", type=int, default=24, help="on the link, for each seed and wire")
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args(arguments)
+    kept, said = True, []
+    for part in PARTS:
+        if part in options.parts or not options.parts:
+            with record.others_share() as others:
+                well, text = {"hook": hook, "link": link, "devices": devices}[part](options)
+            print(f"{text}\n\nothers kept {others[0]:.0%} of this machine busy\n", flush=True)
+            said.append(f"{text}\n\nOthers kept {others[0]:.0%} of the machine busy meanwhile.")
+            kept = kept and well
+    if options.docs:
+        record.write_section("ddp", "\n\n".join([f"{record.machine()}.", *said]))
+    return 0 if kept else 1
 
 
-def wide(width: int) -> nn.Module:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(width, 10))
-
-
-def hook_rank(chosen: Any) -> dict[str, Any]:
-    """Of each pair, (plain, hooked): seconds, and seconds of this thread's own work."""
-    views = {"gradient_as_bucket_view": chosen.views == "yes"}
-    plain, hooked = (DistributedDataParallel(wide(chosen.width), **views) for _ in range(2))
-    weighted_hook(hooked)
-    draws = torch.Generator().manual_seed(dist.get_rank())
-    inputs = torch.randn(chosen.batch, chosen.width, generator=draws)
-    targets = torch.randint(10, (chosen.batch,), generator=draws)
-    taken = []
-    for number in range(chosen.pairs + 2):
-        pair = {}
-        for model in (plain, hooked) if number % 2 else (hooked, plain):
-            model.zero_grad()
-            dist.barrier()
-            began, worked = time.perf_counter(), time.thread_time()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-            pair[model] = time.perf_counter() - began, time.thread_time() - worked
-        taken.append(tuple(zip(pair[plain], pair[hooked], strict=True)))
-    return {"pairs": taken[2:], "parameters": sum(p.numel() for p in plain.parameters())}
-
-
-def hook(chosen: Any) -> int:
+def hook(options: argparse.Namespace) -> tuple[bool, str]:
     """The hook's overhead at equal batches."""
-    found = launch("hook", chosen, [[], []])[0]
-    (overhead, low, high, seconds), work = map(compared, zip(*found["pairs"], strict=True))
-    size = f"{found['parameters'] / 1e6:.1f} M parameters"
-    print(f"{size}, batch {chosen.batch} on each of 2 gloo ranks, {chosen.pairs} pairs")
-    print(f"plain DDP {seconds[0] * 1000:.1f} ms, weighted hook {seconds[1] * 1000:.1f} ms")
-    print(f"overhead {overhead:+.2%} (95 % interval {low:+.2%} to {high:+.2%}; bar: {OVERHEAD:.0%})")
-    print(f"this thread's own work {work[0]:+.2%} (95 % interval {work[1]:+.2%} to {work[2]:+.2%})")
-    return 0 if overhead <= OVERHEAD else 1
+    rows = [["model", "batch", "plain DDP, ms", "torch's hook", "weighted hook", "95 % interval", "bar"]]
+    well = True
+    for model, width, batch in (("mlp", 1830, 256), ("convolutions", 512, 32)):
+        chosen = {"model": model, "width": max(16, round(width * options.size)), "pairs": options.pairs}
+        found = launch("hook", chosen | {"batch": batch}, [[], []])[0]
+        seconds = found["seconds"]
+        plain = [took["plain"] for took in seconds]
+        torchs, ours = (ratios(seconds, name) for name in ("torch", "pyps"))
+        low, high = interval(ours)
+        name = f"{model}, {found['parameters'] / 1e6:.1f} M"
+        rows.append(
+            [name, str(batch), record.milliseconds(plain), f"{median(torchs):+.1%}", f"{median(ours):+.1%}",
+             f"{low:+.1%} to {high:+.1%}", f"<= {OVERHEAD:.0%}"]
+        )  # fmt: skip
+        well = well and median(ours) <= OVERHEAD
+    return well, f"{record.table(rows)}\n\n{options.pairs} rounds of each, 2 gloo ranks, equal batches."
 
 
-def compared(pairs: Any) -> tuple[float, float, float, list[float]]:
-    """The median of hooked / plain - 1 with its 95 % interval, and the two medians."""
-    ratios = [hooked / plain for plain, hooked in pairs]
+def ratios(seconds: list[dict[str, float]], name: str) -> list[float]:
+    """What a way takes over plain DDP, less 1, by round."""
+    return [took[name] / took["plain"] - 1 for took in seconds]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The median's 95 % interval by bootstrap."""
     luck = random.Random(0)
-    drawn = sorted(median(luck.choices(ratios, k=len(ratios))) for _ in range(2000))
-    medians = [median(column) for column in zip(*pairs, strict=True)]
-    return median(ratios) - 1, drawn[50] - 1, drawn[1949] - 1, medians
+    drawn = sorted(median(luck.choices(values, k=len(values))) for _ in range(2000))
+    return drawn[50], drawn[1949]
 
 
-def launch(
-    job: str, chosen: Any, prefixes: list[list[str]], address: str = "127.0.0.1", **more: str
-) -> list[dict[str, Any]]:
-    """What each rank says; rank k's command begins with prefixes[k]."""
-    options = [f"--{name}={value}" for name, value in vars(chosen).items() if name != "what"]
-    running = []
-    for rank, prefix in enumerate(prefixes):
-        environment = {
-            **os.environ, "JOB": job, "RANK": str(rank), "WORLD_SIZE": str(len(prefixes)),
-            "OMP_NUM_THREADS": "1", "MASTER_ADDR": address, **more, "MASTER_PORT": str(PORT),
-        }  # fmt: skip
-        command = [*prefix, sys.executable, str(ME), "rank", *options]
-        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    try:
-        while any(process.poll() is None for process in running):
-            if any(process.poll() for process in running) or time.monotonic() > deadline:
-                sys.exit("a rank failed, or took too long")
-            time.sleep(0.2)
-        said = [process.communicate()[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    return [json.loads(text.splitlines()[-1]) for text in said]
-
-
-class Hosts:
-    """Two network namespaces joined by a veth pair, each way shaped to a rate in Mbit/s."""
-
-    def __init__(self, mbit: float) -> None:
-        self.names = [f"pyps{os.getpid()}-{k}" for k in range(2)]
-        self._mbit = mbit
-
-    def __enter__(self) -> Hosts:
-        a, b = self.names
-        try:
-            for name in self.names:
-                run(f"ip netns add {name}")
-            run(f"ip link add pyps0 netns {a} type veth peer name pyps0 netns {b}")
-            for k, name in enumerate(self.names):
-                run(f"ip -n {name} link set lo up")
-                run(f"ip -n {name} addr add 10.213.7.{k + 1}/24 dev pyps0")
-                run(f"ip -n {name} link set pyps0 up")
-                rate = f"rate {self._mbit}mbit burst 128kb latency 100ms"
-                run(f"ip netns exec {name} tc qdisc add dev pyps0 root tbf {rate}")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
-
-    def prefixes(self) -> list[list[str]]:
-        return [["ip", "netns", "exec", name] for name in self.names]
-
-
-def run(command: str) -> None:
-    subprocess.run(command.split(), check=True)
-
-
-def link_rank(chosen: Any) -> dict[str, Any]:
-    """Per wire and seed: the losses after each step, the seconds when, and the bytes that left this host."""
-    told: dict[str, Any] = {}
-    for wire in ("same", "int8"):
-        told[wire] = [trained(chosen, wire, seed) for seed in range(chosen.seeds)]
-    return told | {"torch": torchs_own()}
-
-
-def trained(chosen: Any, wire: Any, seed: int) -> dict[str, Any]:
-    """Uneven batches, 3 to 1, of a teacher's answers."""
-    torch.manual_seed(100)
-    teacher = nn.Sequential(nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10))
-    torch.manual_seed(seed)
-    hidden = nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU()
-    model = nn.Sequential(*hidden, nn.Linear(2048, 10))
-    ddp = DistributedDataParallel(model)
-    weighted_hook(ddp, wire=wire)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=5e-4)
-    draws = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    batch = 12 if dist.get_rank() == 0 else 4
-    losses, seconds = [], []
-    dist.barrier()
-    sent, began = sent_bytes(), time.monotonic()
-    for _ in range(chosen.steps):
-        inputs = torch.randn(batch, 256, generator=draws)
-        with torch.no_grad():
-            targets = teacher(inputs)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(ddp(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        seconds.append(time.monotonic() - began)
-        whole = torch.tensor([float(loss.detach()) * batch / 16], dtype=torch.float64)
-        dist.all_reduce(whole)
-        losses.append(float(whole))
-    return {"losses": losses, "seconds": seconds, "bytes": sent_bytes() - sent}
-
-
-def sent_bytes() -> int:
-    return int(Path("/sys/class/net/pyps0/statistics/tx_bytes").read_text())
-
-
-def torchs_own() -> str:
-    """What torch's own quantized hook does here."""
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-
-    ddp = DistributedDataParallel(copy.deepcopy(nn.Linear(256, 256)))
-    ddp.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
-    try:
-        ddp(torch.randn(4, 256)).sum().backward()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][-100:]}"
-    return "works"
-
-
-def link(chosen: Any) -> int:
+def link(options: argparse.Namespace) -> tuple[bool, str]:
     """Seconds to the loss that f32 has at the end, and bytes."""
-    with Hosts(chosen.mbit) as hosts:
-        told = launch("link", chosen, hosts.prefixes(), "10.213.7.1", GLOO_SOCKET_IFNAME="pyps0")[0]
-    ratio = sum(r["bytes"] for r in told["int8"]) / sum(r["bytes"] for r in told["same"])
-    faster, last = [], []
-    for plain, few in zip(told["same"], told["int8"], strict=True):
-        goal = smooth(plain["losses"])[-1] * 1.02
-        faster.append(reached(plain, goal) / reached(few, goal))
-        last.append((smooth(plain["losses"])[-1], smooth(few["losses"])[-1]))
-    print(f"{chosen.mbit:g} Mbit/s between two hosts, batches 12 and 4, {chosen.steps} steps")
-    print("final loss of each seed, f32 and int8:", *(f"{a:.4f} {b:.4f};" for a, b in last))
-    print(f"bytes of int8 over f32: {ratio:.3f} (bar: {WIRE_BYTES})")
-    each = ", ".join(f"{x:.2f}" for x in faster)
-    print(f"time to f32's final loss, f32 over int8: {median(faster):.2f} of {each} (bar: {SPEEDUP})")
-    print(f"torch's own int8 hook on gloo: {told['torch']}")
-    return 0 if ratio <= WIRE_BYTES and median(faster) >= SPEEDUP else 1
+    if why := missing():
+        return False, f"int8 on a shaped link: not measured ({why})."
+    chosen = {"seeds": options.seeds, "steps": options.steps}
+    with shaped(f"{options.mbit:g}mbit") as pair:
+        hosts = [pair.command(host) for host in (pair.server, pair.client)]
+        told = launch("link", chosen, hosts, SERVER, GLOO_SOCKET_IFNAME=DEVICE)[0]
+    rows = [["seed", "final loss, f32", "final loss, int8", "s to it, f32", "s to it, int8", "times as fast"]]
+    faster = []
+    for seed, (plain, few) in enumerate(zip(told["same"], told["int8"], strict=True)):
+        losses = [smooth(run["losses"])[-1] for run in (plain, few)]
+        took = [reached(run, losses[0] * 1.02) for run in (plain, few)]
+        faster.append(took[0] / took[1])
+        cells = [*(f"{x:.4f}" for x in losses), *(f"{x:.1f}" for x in took), f"{faster[-1]:.2f}"]
+        rows.append([str(seed), *cells])
+    ratio = sum(run["bytes"] for run in told["int8"]) / sum(run["bytes"] for run in told["same"])
+    text = (
+        f"{record.table(rows)}\n\n{options.mbit:g} Mbit/s between two hosts, 4.7 M parameters, batches 12 and "
+        f"4, {options.steps} steps. int8 with error feedback sends {ratio:.3f} of f32's bytes (bar: "
+        f"{WIRE_BYTES}) and is {median(faster):.2f} times as fast to f32's final loss (bar: {SPEEDUP:g}). "
+        f"Torch's own int8 hook on gloo: `{told['torch']}`."
+    )
+    return ratio <= WIRE_BYTES and median(faster) >= SPEEDUP, text
+
+
+def devices(options: argparse.Namespace) -> tuple[bool, str]:
+    """Emulated devices, beside their plan."""
+    import demo
+
+    found = demo.compare()
+    rows = [list(demo.HEADING), *([row.name, *row.cells()] for row in found.rows)]
+    return found.well, f"{record.table(rows)}\n\n{found.summary()}"
 
 
 def smooth(losses: list[float]) -> list[float]:
@@ -251,16 +133,36 @@ def smooth(losses: list[float]) -> list[float]:
     return [sum(some) / len(some) for some in latest]
 
 
-def reached(run_: dict[str, Any], goal: float) -> float:
+def reached(run: dict[str, Any], goal: float) -> float:
     """Seconds until the smoothed loss is at the goal; infinite if it never is."""
-    both = zip(smooth(run_["losses"]), run_["seconds"], strict=True)
+    both = zip(smooth(run["losses"]), run["seconds"], strict=True)
     return next((seconds for loss, seconds in both if loss <= goal), float("inf"))
 
 
-JOBS = {"hook": hook_rank, "link": link_rank}
+def launch(
+    job: str, chosen: dict[str, Any], hosts: list[list[str]], address: str = "127.0.0.1", **more: str
+) -> list[dict[str, Any]]:
+    """What each rank of a job says; rank k's command begins with hosts[k]."""
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": address, "MASTER_PORT": "29571", **more}
+    command = [sys.executable, str(HERE / "ddp_ranks.py"), job, json.dumps(chosen)]
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for rank, host in enumerate(hosts):
+            environment = {**common, "RANK": str(rank), "WORLD_SIZE": str(len(hosts))}
+            said = (Path(folder) / f"{rank}").open("wb")
+            running.append(subprocess.Popen([*host, *command], stdout=said, env=environment))
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        try:
+            while any(process.poll() is None for process in running):
+                if any(process.poll() for process in running) or time.monotonic() > deadline:
+                    sys.exit(f"{job}: a rank failed, or took too long")
+                time.sleep(0.1)
+        finally:
+            for process in running:
+                process.kill()
+        lines = [(Path(folder) / f"{rank}").read_text().splitlines() for rank in range(len(hosts))]
+    return [json.loads(said[-1]) for said in lines]
+
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
     sys.exit(main())

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import shaped
 from ranks import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "ddp.md").read_text(encoding="utf-8")
 EXAMPLES = ROOT / "examples" / "ddp"
+NO_HOSTS = shaped.missing()
 
 
 @pytest.fixture
@@ -50,6 +52,16 @@ def test_the_examples(script: str) -> None:
     assert len(told["seconds"]) >= 5
     if script == "text.py":
         assert told["last_loss"] < 0.8 * told["first_loss"]
+
+
+@pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "there are namespaces")
+def test_two_hosts() -> None:
+    command = [sys.executable, str(EXAMPLES / "two_hosts.py"), "--epochs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert len(told["batches"]) == 4
+    assert sum(told["batches"]) == 256
 
 
 def test_accelerate() -> None:

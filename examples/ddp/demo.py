@@ -1,8 +1,9 @@
 """Before and after on four emulated devices, with torchrun: python examples/ddp/demo.py
 
-The devices take 1, 1.4, 2 and 2.9 times as long. Half-way through a third run, the fastest becomes twice as
-slow; 20 steps later its steps are counted. Each run stands beside its plan: the exact split of the devices' profiles, and the seconds of bringing
-gradients together. These are measured first, as what a step takes beyond a device's own part if all are alike.
+The devices take 1, 1.4, 2 and 2.9 times as long. In a third run the fastest becomes twice as slow; 20 steps
+later its steps count. Each run stands beside its plan: the exact split for the devices' profiles, and the
+seconds of bringing gradients together. Those are measured first, as what a step takes beyond a device's own
+part when all are alike.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +33,7 @@ GLOBAL_BATCH, EPOCHS = 256, 10
 SLOWS_AT, SOON = 24, 20  # steps: when the first device slows, and how soon all has to be well again
 LEAST_SPEEDUP, NEAR = 1.6, 0.05
 DEADLINE_SECONDS = 180
+HEADING = ("run", "batches", "step", "planned", "off", "accuracy")
 
 
 def run(script: str, paces: Sequence[float], epochs: int = EPOCHS, **environment: str) -> dict[str, Any]:
@@ -73,40 +76,83 @@ def planned(paces: Sequence[float], sync_seconds: float) -> Plan:
     return make_plan(cluster, [profile(pace) for pace in paces])
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Row:
+    """One run: its batches, the median step and the plan's, in seconds, and the accuracy."""
+
+    name: str
+    batches: Sequence[int]
+    seconds: float
+    planned_seconds: float
+    accuracy: float
+
+    @property
+    def off(self) -> float:
+        return self.seconds / self.planned_seconds - 1
+
+    def cells(self) -> list[str]:
+        took = (f"{x * 1000:.1f} ms" for x in (self.seconds, self.planned_seconds))
+        return [" ".join(map(str, self.batches)), *took, f"{self.off:+.1%}", f"{self.accuracy:.1%}"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The three runs, what was changed in the last one, and the seconds of bringing gradients together."""
+
+    rows: list[Row]
+    history: list[str]
+    sync_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        return self.rows[0].seconds / self.rows[1].seconds
+
+    @property
+    def worst(self) -> float:
+        return max(abs(row.off) for row in self.rows[1:])
+
+    @property
+    def well(self) -> bool:
+        return self.speedup >= LEAST_SPEEDUP and self.worst <= NEAR
+
+    def summary(self) -> str:
+        return (
+            f"Bringing gradients together takes {self.sync_seconds * 1000:.1f} ms, measured before. "
+            f"{self.speedup:.2f} times as fast as equal batches (bar: {LEAST_SPEEDUP}), "
+            f"off the plan by {self.worst:.1%} (bar: {NEAR:.0%})."
+        )
+
+
+def compare() -> Comparison:
+    """Measure, plan, and run the three."""
     alike = run("after.py", ALIKE, epochs=4)
     sync_seconds = settled(alike) - own_seconds(ALIKE[0], GLOBAL_BATCH // len(ALIKE))
     plan = planned(PACES, sync_seconds)
     slowed = planned((2 * PACES[0], *PACES[1:]), sync_seconds)
     before, after = run("before.py", PACES), run("after.py", PACES)
     changed = run("after.py", PACES, SLOWS_AT=str(SLOWS_AT))
-    even = [GLOBAL_BATCH // len(PACES)] * len(PACES)
-    rows = (
-        ("DDP, equal batches", settled(before), even, plan.even_split.seconds or 0.0),
-        ("uneven, found in training", settled(after), after["batches"], plan.iteration_seconds),
-        (
-            "the first slows twofold",
-            settled(changed, SLOWS_AT + SOON),
-            changed["batches"],
-            slowed.iteration_seconds,
-        ),
-    )
-    table = Table("run", "batches", "step", "planned", "off", "accuracy", box=None)
-    off = [found / seconds - 1 for _, found, _, seconds in rows]
-    accuracies = [found["accuracy"] for found in (before, after, changed)]
-    for (name, found, batches, seconds), error, accuracy in zip(rows, off, accuracies, strict=True):
-        told = f"{found * 1000:.1f} ms", f"{seconds * 1000:.1f} ms", f"{error:+.1%}"
-        table.add_row(name, " ".join(map(str, batches)), *told, f"{accuracy:.1%}")
+    even, even_seconds = [GLOBAL_BATCH // len(PACES)] * len(PACES), plan.even_split.seconds or 0.0
+    rows = [
+        Row("DDP, equal batches", even, settled(before), even_seconds, before["accuracy"]),
+        Row("uneven, found in training", after["batches"], settled(after), plan.iteration_seconds,
+            after["accuracy"]),
+        Row("the first slows twofold", changed["batches"], settled(changed, SLOWS_AT + SOON),
+            slowed.iteration_seconds, changed["accuracy"]),
+    ]  # fmt: skip
+    return Comparison(rows, changed["history"], sync_seconds)
+
+
+def main() -> int:
+    found = compare()
+    table = Table(*HEADING, box=None)
+    for row in found.rows:
+        table.add_row(row.name, *row.cells())
     console = Console(highlight=False)
     console.print(table)
-    for line in changed["history"]:
+    for line in found.history:
         console.print(" ", line)
-    speedup, worst = rows[0][1] / rows[1][1], max(map(abs, off[1:]))
-    console.print(f"bringing gradients together takes {sync_seconds * 1000:.1f} ms, measured before")
-    console.print(
-        f"{speedup:.2f}x faster (bar: {LEAST_SPEEDUP}), off the plan by {worst:.1%} (bar: {NEAR:.0%})"
-    )
-    return 0 if speedup >= LEAST_SPEEDUP and worst <= NEAR else 1
+    console.print(found.summary())
+    return 0 if found.well else 1
 
 
 if __name__ == "__main__":

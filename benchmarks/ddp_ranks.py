@@ -1,0 +1,126 @@
+"""What the ranks of benchmarks/ddp.py do, by name; each prints what it found as one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from pyps.torch import weighted_hook
+
+DEVICE = "pyps0"  # the shaped link's end
+WARM_UP = 3
+
+
+def wide(width: int) -> nn.Module:
+    """3 width^2 parameters in matrices: hardly any work for each of them."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def convolutions(width: int) -> nn.Module:
+    """Eight layers, 42 width^2 parameters, on images of 32 x 32."""
+    sizes = [(3, 1, 1), (1, 2, 2), (2, 4, 2), (4, 8, 2), *[(8, 8, 1)] * 4]
+    layers: list[nn.Module] = []
+    for number, (before, after, stride) in enumerate(sizes):
+        channels = before if number == 0 else before * width // 8
+        layers += [nn.Conv2d(channels, after * width // 8, 3, stride, 1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
+def hook(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Of each round, the seconds of a backward and forward pass with each way of averaging, in turn."""
+    torch.manual_seed(0)
+    kind, shape = (wide, (chosen.width,)) if chosen.model == "mlp" else (convolutions, (3, 32, 32))
+    models = {name: DistributedDataParallel(kind(chosen.width)) for name in ("plain", "torch", "pyps")}
+    models["torch"].register_comm_hook(dist.group.WORLD, allreduce_hook)
+    weighted_hook(models["pyps"])
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    inputs = torch.randn(chosen.batch, *shape, generator=draws)
+    targets = torch.randint(10, (chosen.batch,), generator=draws)
+    names, seconds = list(models), []
+    for number in range(chosen.pairs + WARM_UP):
+        took = {}
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            models[name].zero_grad()
+            dist.barrier()
+            began = time.perf_counter()
+            nn.functional.cross_entropy(models[name](inputs), targets).backward()
+            took[name] = time.perf_counter() - began
+        seconds.append(took)
+    parameters = sum(p.numel() for p in models["plain"].parameters())
+    return {"seconds": seconds[WARM_UP:], "parameters": parameters}
+
+
+def link(chosen: argparse.Namespace) -> dict[str, Any]:
+    """By wire, for each seed: the loss after each step, the seconds when, and bytes that left this host."""
+    told: dict[str, Any] = {}
+    for wire in ("same", "int8"):
+        told[wire] = [trained(chosen.steps, wire, seed) for seed in range(chosen.seeds)]
+    return told | {"torch": torchs_own()}
+
+
+def trained(steps: int, wire: Any, seed: int) -> dict[str, Any]:
+    """Uneven batches, 3 to 1, of a teacher's answers."""
+    torch.manual_seed(100)
+    teacher = nn.Sequential(nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10))
+    torch.manual_seed(seed)
+    hidden = nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU()
+    ddp = DistributedDataParallel(nn.Sequential(*hidden, nn.Linear(2048, 10)))
+    weighted_hook(ddp, wire=wire)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=5e-4)
+    draws = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    batch = 12 if dist.get_rank() == 0 else 4
+    losses, seconds = [], []
+    dist.barrier()
+    sent, began = sent_bytes(), time.monotonic()
+    for _ in range(steps):
+        inputs = torch.randn(batch, 256, generator=draws)
+        with torch.no_grad():
+            targets = teacher(inputs)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(ddp(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.monotonic() - began)
+        whole = torch.tensor([float(loss.detach()) * batch / 16], dtype=torch.float64)
+        dist.all_reduce(whole)
+        losses.append(float(whole))
+    return {"losses": losses, "seconds": seconds, "bytes": sent_bytes() - sent}
+
+
+def sent_bytes() -> int:
+    return int(Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes").read_text())
+
+
+def torchs_own() -> str:
+    """What torch's own quantized hook does here."""
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    ddp = DistributedDataParallel(copy.deepcopy(nn.Linear(256, 256)))
+    ddp.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
+    try:
+        ddp(torch.randn(4, 256)).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][-100:]}"
+    return "works"
+
+
+JOBS = {"hook": hook, "link": link}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    print(json.dumps(JOBS[sys.argv[1]](argparse.Namespace(**json.loads(sys.argv[2])))), flush=True)
+    dist.destroy_process_group()
