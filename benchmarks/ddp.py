@@ -110,8 +110,8 @@ def link(options: argparse.Namespace) -> tuple[bool, str]:
         rows.append([str(seed), *cells])
     ratio = sum(run["bytes"] for run in told["int8"]) / sum(run["bytes"] for run in told["same"])
     text = (
-        f"{record.table(rows)}\n\n{options.mbit:g} Mbit/s between two hosts, 4.7 M parameters, batches 12 and "
-        f"4, {options.steps} steps. int8 with error feedback sends {ratio:.3f} of f32's bytes (bar: "
+        f"{record.table(rows)}\n\n{options.mbit:g} Mbit/s between two hosts, 4.7 M parameters, batches 12 "
+        f"and 4, {options.steps} steps. int8 with error feedback sends {ratio:.3f} of f32's bytes (bar: "
         f"{WIRE_BYTES}) and is {median(faster):.2f} times as fast to f32's final loss (bar: {SPEEDUP:g}). "
         f"Torch's own int8 hook on gloo: `{told['torch']}`."
     )

@@ -1,4 +1,4 @@
-"""A node is lost while torchrun trains: those left go on with sum b = B and every sample of the epoch."""
+"""A rank is killed, a node is lost, one comes: torchrun goes on with sum b = B and each sample of the epoch."""
 
 from __future__ import annotations
 
@@ -62,35 +62,49 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
-@pytest.mark.timeout(120)
-def test_a_lost_node(tmp_path: Path) -> None:
+def worker_of(agent: subprocess.Popen[bytes]) -> psutil.Process:
+    """The rank that an agent runs."""
+    (found,) = (p for p in psutil.Process(agent.pid).children() if str(SCRIPT) in p.cmdline())
+    return found
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("event", "before", "after"), [("a lost node", 3, 2), ("a killed rank", 2, 2), ("a new node", 2, 3)]
+)
+def test_ranks_leave_and_come(tmp_path: Path, event: str, before: int, after: int) -> None:
     port, deadline = free_port(), time.monotonic() + DEADLINE_SECONDS
-    agents = [agent(tmp_path, port, number) for number in range(3)]
+    agents = [agent(tmp_path, port, number) for number in range(before)]
+    left = agents
     try:
-        while len(notes(tmp_path)) < 3 * 10:
+        while len(notes(tmp_path)) < before * 10:
             assert time.monotonic() < deadline, "\n".join(f.read_text() for f in tmp_path.glob("agent-*.log"))
             assert all(a.poll() is None for a in agents)
             time.sleep(0.1)
-        end(agents[2])
-        for left in agents[:2]:
-            assert left.wait(max(1.0, deadline - time.monotonic())) == 0
+        if event == "a lost node":
+            end(agents[-1])
+            left = agents[:-1]
+        elif event == "a killed rank":
+            worker_of(agents[-1]).send_signal(signal.SIGKILL)
+        else:
+            agents.append(agent(tmp_path, port, len(agents)))
+        for one in left:
+            assert one.wait(max(1.0, deadline - time.monotonic())) == 0
     finally:
         for one in agents:
             end(one)
-    told = notes(tmp_path)
-    assert {note["ranks"] for note in told} == {2, 3}
-    again = {note["from"] for note in told} - {0}
-    assert len(again) == 1
-    (resumed,) = again
-    check_samples(told, resumed)
+    check_samples(notes(tmp_path), before, after)
 
 
-def check_samples(told: list[dict[str, Any]], resumed: int) -> None:
+def check_samples(told: list[dict[str, Any]], before: int, after: int) -> None:
     """Each once in what the parameters saw; those after the checkpoint twice in all, no other."""
+    assert {note["ranks"] for note in told if note["from"] == 0} == {before}
+    (resumed,) = {note["from"] for note in told} - {0}
+    assert {note["ranks"] for note in told if note["from"]} == {after}
     rounds: dict[tuple[int, int], list[int]] = {}
     for note in told:
-        rounds.setdefault((note["ranks"], note["step"]), []).extend(note["rows"])
-    kept = {key: rows for key, rows in rounds.items() if (key[0] == 3) == (key[1] < resumed)}
+        rounds.setdefault((note["from"], note["step"]), []).extend(note["rows"])
+    kept = {key: rows for key, rows in rounds.items() if (key[0] == 0) == (key[1] < resumed)}
     assert sorted(k for rows in kept.values() for k in rows) == list(range(elastic_train.SAMPLES))
     full = [rows for (_, step), rows in kept.items() if step < elastic_train.SAMPLES // elastic_train.B - 1]
     assert all(len(rows) == elastic_train.B for rows in full)
