@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -87,7 +88,7 @@ def square(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 def gradient_errors(
     group: dist.ProcessGroup, batches: list[int], options: dict[str, Any], parts: list[int] | None = None,
-    ddp_options: dict[str, Any] | None = None, compiled: bool = False,
+    ddp_options: dict[str, Any] | None = None, backend: str = "",
 ) -> tuple[list[float], list[float]]:  # fmt: skip
     """By round, how far the hook's gradient and plain DDP's are from that of one process with all samples.
 
@@ -97,7 +98,7 @@ def gradient_errors(
     weighted = DistributedDataParallel(copy.deepcopy(alone), process_group=group, **(ddp_options or {}))
     plain = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
     weighted_hook(weighted, **options)
-    trained: Any = torch.compile(weighted, backend="aot_eager") if compiled else weighted
+    trained: Any = torch.compile(weighted, backend=backend) if backend else weighted
     part = parts[dist.get_rank(group)] if parts else 1
     longer = [batch + 7 * k + 3 for k, batch in enumerate(batches)]
     errors: tuple[list[float], list[float]] = ([], [])
@@ -113,6 +114,21 @@ def gradient_errors(
                 backward(run, square, own, min(part, len(own[0])))
             into.append(off(flat(p.grad for p in model.parameters()), right))
     return errors
+
+
+def compiled_errors(
+    group: dist.ProcessGroup, batches: list[int], ddp_options: dict[str, Any], backend: str, folder: str
+) -> tuple[list[float], list[float]]:
+    """The same with a compiled model; what the compiler writes goes to the folder, by its own threads."""
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch._dynamo.reset()
+    try:
+        return gradient_errors(group, batches, {}, None, ddp_options, backend)
+    finally:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 def trained_apart(group: dist.ProcessGroup, batches: list[int], steps: int) -> float:

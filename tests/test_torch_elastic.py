@@ -1,4 +1,4 @@
-"""A rank is killed, a node is lost, one comes: torchrun goes on with sum b = B and each sample of the epoch."""
+"""Ranks killed, lost and new: torchrun goes on with sum b = B and each sample of the epoch where it belongs."""
 
 from __future__ import annotations
 

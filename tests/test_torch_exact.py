@@ -57,6 +57,7 @@ def test_a_converted_model_is_the_same_alone() -> None:
 
 def test_the_scale_of_a_loss() -> None:
     assert float(loss_scale(3, 12)) == 0.25  # of one process: N = 1
+    assert float(loss_scale(3, 12, ranks=2)) == 0.5
     assert float(loss_scale(3)) == 1.0
     assert float(loss_scale(0, 0)) == 0.0
     assert isinstance(UnevenSyncBatchNorm.convert(nn.BatchNorm2d(3, affine=False)), UnevenSyncBatchNorm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import ddp_jobs
@@ -58,8 +60,14 @@ def test_with_options_of_ddp(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
         assert max(weighted) < FP32
 
 
-def test_compiled(ranks: Ranks) -> None:
-    for weighted, _ in ranks.run(2, ddp_jobs.gradient_errors, [48, 16], {}, None, {}, True):
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(ranks: Ranks, tmp_path: Path, backend: str, static: bool) -> None:
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("inductor needs a C++ compiler")
+    options = {"static_graph": static}
+    job = ddp_jobs.compiled_errors
+    for weighted, _ in ranks.run(2, job, [48, 16], options, backend, str(tmp_path)):
         assert max(weighted) < FP32
 
 

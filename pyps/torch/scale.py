@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 
 
-def loss_scale(weight: Any, total: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def loss_scale(
+    weight: Any, total: Any = None, group: dist.ProcessGroup | None = None, *, ranks: int | None = None
+) -> torch.Tensor:
     """N w_i / W as float64 [], for the mean loss over w_i samples (or targets) of this rank.
 
     weight: w_i, a number or a tensor of one, on whose device the result is. total: W of the whole round; if
     absent, the weights are summed over the ranks of `group`, which all have to call this. For micro-batches:
-    that of the micro-batch, and the total of the round. Without a process group N is 1. 0 if W is 0.
+    that of the micro-batch, and the total of the round. ranks: N, by default the group's, or 1 without one; to
+    be given with the total where somebody else averages (torchft's Manager). 0 if W is 0.
     """
     own = torch.as_tensor(weight, dtype=torch.float64)
     grouped = dist.is_available() and dist.is_initialized()
@@ -30,7 +33,8 @@ def loss_scale(weight: Any, total: Any = None, group: dist.ProcessGroup | None =
     else:
         summed = torch.as_tensor(total, dtype=torch.float64)
     summed = summed.to(own.device)
-    ranks = dist.get_world_size(group) if grouped else 1
+    if ranks is None:
+        ranks = dist.get_world_size(group) if grouped else 1
     return torch.where(summed > 0, ranks * own / summed, 0.0)
 
 
