@@ -41,6 +41,7 @@ bench: .venv/bench
 	$(PY) benchmarks/pulls.py --docs
 	$(PY) benchmarks/remote.py --docs
 	$(PY) benchmarks/solver.py --docs
+	$(PY) benchmarks/ddp.py --docs
 	$(PY) benchmarks/simulate.py
 
 papers: .venv/core

@@ -1,4 +1,4 @@
-"""Ranks killed, lost and new: torchrun goes on with sum b = B and each sample of the epoch where it belongs."""
+"""Ranks are killed, lost and new: torchrun goes on with sum b = B, and each sample counts once."""
 
 from __future__ import annotations
 

@@ -230,6 +230,49 @@ def test_a_stream_through_loader_workers_is_in_order_and_resumes() -> None:
     assert [batch.tolist() for batch in again] == expected[4:]
 
 
+def sizes_of(loader: DataLoader[Any], replans: dict[int, tuple[Any, ...]]) -> list[int]:
+    """The batches of a walk, in samples; before the batch of a number, the stream is replanned."""
+    sizes = []
+    for number, batch in enumerate(loader):
+        sizes.append(len(batch))
+        if number in replans:
+            loader.dataset.replan(*replans[number])  # type: ignore[attr-defined]
+    return sizes
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_new_split_reaches_a_stream_whoever_reads_it(workers: int) -> None:
+    stream = UnevenIterableDataset(Lines(200), [6, 4], 0)
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    assert stream.begun(0) == 0
+    assert sizes_of(loader, {1: ([2, 8], 0, 12), 12: ([3, 7], 0, 30)}) == [6] * 12 + [2] * 8
+    assert stream.latest == (3, 7)
+    assert stream.passes == 1
+    assert stream.handed(13) == (10, 2)
+    assert stream.begun(20) >= 20
+    # The round 30 never came: the split is in force when the stream is read again.
+    assert sizes_of(loader, {2: ([5, 5], 0, 15)}) == [3] * 15 + [5] * 5
+    assert stream.passes == 2
+    late = sizes_of(loader, {} if workers == 0 else {19: ([1, 9],)})
+    assert late == [5] * 20
+    if workers:
+        assert sizes_of(loader, {}) == [1] * 20
+
+
+def test_a_stream_says_what_came_too_late() -> None:
+    stream = UnevenIterableDataset(Lines(200), [6, 4], 0)
+    with pytest.raises((InputError, RuntimeError), match=r"round: found 2.*handed out"):  # of a worker
+        sizes_of(DataLoader(stream, batch_size=None, num_workers=1), {3: ([2, 8], 0, 2)})
+    with pytest.raises(InputError, match=r"round.*1.*3 or later"):
+        sizes_of(DataLoader(stream, batch_size=None), {2: ([2, 8], 0, 1)})
+    with pytest.raises(InputError, match=r"epoch.*1.*0, this one"):
+        stream.replan([2, 8], 1, 5)
+    again = DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=True)
+    assert len(sizes_of(again, {})) == 20
+    with pytest.raises((InputError, RuntimeError), match="persistent_workers"):
+        sizes_of(again, {})
+
+
 def test_a_stream_refuses_what_cannot_be() -> None:
     with pytest.raises(InputError, match=r"2 samples.*at least 3"):
         list(UnevenIterableDataset(Lines(2), [5, 3, 1], 0))

@@ -21,8 +21,8 @@ def loss_scale(
 
     weight: w_i, a number or a tensor of one, on whose device the result is. total: W of the whole round; if
     absent, the weights are summed over the ranks of `group`, which all have to call this. For micro-batches:
-    that of the micro-batch, and the total of the round. ranks: N, by default the group's, or 1 without one; to
-    be given with the total where somebody else averages (torchft's Manager). 0 if W is 0.
+    that of the micro-batch, and the total of the round. ranks: N, by default the group's, or 1 without one;
+    to be given with the total where somebody else averages (torchft's Manager). 0 if W is 0.
     """
     own = torch.as_tensor(weight, dtype=torch.float64)
     grouped = dist.is_available() and dist.is_initialized()
