@@ -14,6 +14,7 @@ splits with their rounds, the rounds that were handed out) lies in memory that t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -61,7 +62,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         self._coming = torch.zeros(REMEMBERED, 1 + len(self.split), dtype=torch.int64).share_memory_()
         self._decided_here = 0  # changes by replan() of this very object
         self._known = 0  # those that are in force here
-        self._walks_here = 0
+        self._process = 0  # that began the latest walk of this copy
 
     @property
     def latest(self) -> Split:
@@ -157,11 +158,11 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
 
     def _begin_walk(self, turn: int, workers: int) -> None:
         """All that was decided before is in force, by what the training process knew when it began."""
-        if workers and self._walks_here:
+        if workers and self._process == os.getpid():
             raise InputError(
                 "UnevenIterableDataset", "persistent_workers", "True", "False: they have an old copy of this"
             )
-        self._walks_here += 1
+        self._process = os.getpid()
         # A worker's copy knows as many changes as there were when it was made; the same in all of them.
         if self._decided_here > self._known:
             self._known, self.split = self._decided_here, self._change(self._decided_here - 1)[1]
