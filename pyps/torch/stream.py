@@ -57,9 +57,9 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         self.transform, self.collate, self.drop_last = transform, collate, drop_last
         self.prefetch_factor = prefetch_factor
         self.drawn = 0  # rounds that this process has handed out in this walk
-        self._numbers = torch.zeros(3, dtype=torch.int64).share_memory_()
-        self._sizes = torch.zeros(REMEMBERED, 2, dtype=torch.int64).share_memory_()
-        self._coming = torch.zeros(REMEMBERED, 1 + len(self.split), dtype=torch.int64).share_memory_()
+        self._numbers = _shared(3)
+        self._sizes = _shared(REMEMBERED, 2)
+        self._coming = _shared(REMEMBERED, 1 + len(self.split))
         self._decided_here = 0  # changes by replan() of this very object
         self._known = 0  # those that are in force here
         self._process = 0  # that began the latest walk of this copy
@@ -197,3 +197,9 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
             raise InputError("stream", "length", f"{len(ahead)} samples", f"at least {needed}, for all ranks")
         if ahead:
             yield ahead
+
+
+def _shared(*shape: int) -> torch.Tensor:
+    """Zeros, int64, that processes share to which they are passed on."""
+    zeros: torch.Tensor = torch.zeros(shape, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    return zeros
