@@ -39,7 +39,7 @@ def convolutions(width: int) -> nn.Module:
 
 
 def hook(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Of each round, the seconds of a backward and forward pass with each way of averaging, in turn."""
+    """Of each round, by way of averaging: seconds of forward and backward, and of this thread's own work."""
     torch.manual_seed(0)
     kind, shape = (wide, (chosen.width,)) if chosen.model == "mlp" else (convolutions, (3, 32, 32))
     models = {name: DistributedDataParallel(kind(chosen.width)) for name in ("plain", "torch", "pyps")}
@@ -55,9 +55,9 @@ def hook(chosen: argparse.Namespace) -> dict[str, Any]:
         for name in names[first:] + names[:first]:
             models[name].zero_grad()
             dist.barrier()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.thread_time()
             nn.functional.cross_entropy(models[name](inputs), targets).backward()
-            took[name] = time.perf_counter() - began
+            took[name] = time.perf_counter() - began, time.thread_time() - worked
         seconds.append(took)
     parameters = sum(p.numel() for p in models["plain"].parameters())
     return {"seconds": seconds[WARM_UP:], "parameters": parameters}
