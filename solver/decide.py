@@ -1,7 +1,7 @@
 """When to move samples between ranks, and how many: a pure function of what the ranks have measured.
 
 The split is the exact one for the costs as they are believed now. It replaces the one in force only if it
-makes the round shorter by more than the deadband: noise moves nothing, and what was moved is not moved
+makes the round shorter by more than the deadband, which is taken for noise; what was moved is not moved
 back.
 """
 
@@ -65,7 +65,8 @@ def round_seconds(costs: Sequence[Cost], split: Split) -> float:
 def _reasons(split: Split, after: Split, paces: Sequence[float], step: int) -> tuple[str, ...]:
     said = []
     for rank, pace in enumerate(paces):
-        if max(pace, 1 / pace) > 1 + WORTH_SAYING:
+        because = after[rank] < split[rank] if pace > 1 else after[rank] > split[rank]
+        if max(pace, 1 / pace) > 1 + WORTH_SAYING and because:
             how = f"slowed by {pace:.1f}x" if pace > 1 else f"sped up by {1 / pace:.1f}x"
             said.append(f"rank {rank} {how} at step {step}: {split[rank]} -> {after[rank]}")
     if not said:

@@ -88,8 +88,10 @@ def _agree(here: list[_Here]) -> _Agreed:
 def _equal(total: int, low: list[int], caps: list[int]) -> Split:
     """As equal as bounds and whole samples allow."""
     if not sum(low) <= total <= sum(caps):
-        takes = f"{sum(low)} to {sum(caps)}"
-        raise Infeasible(f"{total} samples for ranks that take {takes}", "change the global batch")
+        takes, way = f"{sum(low)} to {sum(caps)}", f"at least {sum(low)}"
+        if total > sum(caps):
+            way = f"at most {sum(caps)}"
+        raise Infeasible(f"global_batch {total}: the ranks take {takes}", f"a global batch of {way}")
     split = list(share(total, (1,) * len(low), tuple(low)))
     while over := [k for k, batch in enumerate(split) if batch > caps[k]]:
         split[over[0]] -= 1
