@@ -184,7 +184,7 @@ def test_whoever_is_there_agrees_on_a_split(ranks: Ranks) -> None:
     for said in ranks.run(2, jobs.agreed, 64, [fast, slow], [10, 20]):
         assert said.startswith("Infeasible")
     for said in ranks.run(3, jobs.agreed, 2, [None] * 3, nobody):
-        assert said.startswith("Infeasible: 2 samples for ranks that take 3")
+        assert said.startswith("Infeasible: global_batch 2: the ranks take 3")
 
 
 class Writer:
