@@ -1,4 +1,4 @@
-"""The short form of `make soak`: eight workers, half of them over a breaking link, killed, stopped, replaced."""
+"""The short form of `make soak`: eight workers, half over a breaking link, killed, stopped and replaced."""
 
 from __future__ import annotations
 
