@@ -1,6 +1,6 @@
 """What the four systems promise, measured: each beside its rivals, tuned alike, over several seeds.
 
-    python benchmarks/papers.py [--quick] [--docs] [--only boa saps r2sp hps straggler real] [--out papers-out]
+    python benchmarks/papers.py [--quick] [--docs] [--only boa saps r2sp hps straggler real] [--out DIR]
 
 Simulations are of the clusters in benchmarks/clusters/ in virtual time, with real gradients (digits_mlp.py);
 `real` runs the same clusters as processes that last as long as their cost models say. --docs puts tables and

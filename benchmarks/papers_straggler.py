@@ -71,10 +71,11 @@ def _found(rounds: list[dict[int, StepRecord]], moves: list[int], begins: int, s
             f"{1e3 * lasts:.0f}", f"{imbalance[what]:+.1%}",
         ])  # fmt: skip
     after = imbalance.get("after one re-solve", float("inf"))
+    wait = first - begins
     later = [at for at in answers[1:] if at <= first + WATCHED]
     bars = [
         Bar("imbalance after one re-solve", f"{after:.3f}", f"< {BALANCED}", after < BALANCED),
-        Bar("rounds from the slowdown to the re-solve", str(first - begins), f"<= {SEEN}", first - begins <= SEEN),
+        Bar("rounds from the slowdown to the re-solve", str(wait), f"<= {SEEN}", wait <= SEEN),
         Bar(f"further re-solves in the {WATCHED} rounds after it", str(len(later)), "<= 1", len(later) <= 1),
     ]  # fmt: skip
     return Findings([table(rows), "\n".join(f"- {line}" for line in said)], bars)

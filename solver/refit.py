@@ -5,11 +5,11 @@
 At first the level f is free, and d, what the profile has wrong in its fixed part, is kept small (ridge): one
 batch alone changes the level and leaves the shape to the profile.
 
-A change at a batch that was measured before is the device's, and a large one (a small one may be noise, and is
+A change at a batch that was measured before is the device's. A large one (a small one may be noise, and is
 taken in part) begins anew: P is then the cost before it. One sample cannot tell slope from intercept, and now
-the intercept d is charged first, f being kept near 1: whatever else runs on a device asks for its time once a
-step as often as once a sample, and a wrong guess this way is found out by the next batch, which is an unlike
-one. Two unlike batches determine both.
+the intercept d is charged first, f being kept near 1: who shares a device asks for its time once a step as
+often as once a sample, and if that was wrong, the next batch, an unlike one, says so. Two unlike batches
+determine both.
 """
 
 from __future__ import annotations
