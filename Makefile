@@ -42,7 +42,7 @@ bench: .venv/bench
 	$(PY) benchmarks/pulls.py --docs
 	$(PY) benchmarks/remote.py --docs
 	$(PY) benchmarks/solver.py --docs
-	$(PY) benchmarks/simulate.py
+	$(PY) benchmarks/simulate.py --full --docs
 
 papers: .venv/core
 	$(PY) benchmarks/papers.py --docs
