@@ -44,10 +44,12 @@ class Core:
             check(Moment(kind).name.lower(), rc)
         return self.last
 
-    def push(self, slot: int, now: int, area: int, samples: int, took: int, norm: float) -> Decision:
+    def push(
+        self, slot: int, now: int, area: int, samples: int, took: int, norm: float, based: int = 0
+    ) -> Decision:
         """A push, the most frequent of the steps that have values."""
         e = self._event
-        e.area, e.samples, e.took, e.square_norm = area, samples, took, norm
+        e.area, e.samples, e.took, e.square_norm, e.based = area, samples, took, norm, based
         return self.step(Moment.PUSH, slot, now)
 
     def replan(self, now: int, batches: Sequence[int]) -> Decision:

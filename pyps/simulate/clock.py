@@ -90,6 +90,10 @@ class Clock:
             _, k, parking = heapq.heappop(self._waiting)
             self._wake(k, parking)
 
+    def resume(self, k: int) -> None:
+        """A life that yielded None and that nothing else will resume."""
+        self._resume_at(k, self.now)
+
     def wake_all(self) -> None:
         for k in sorted(self.parked):
             self._wake(k, self.parked[k][1])

@@ -11,6 +11,7 @@ from pyps.simulate.scenario import Scenario
 from pyps.values import RankCounters
 
 KINDS = ("wait", "pull", "compute", "push")
+WAIT, PULL, COMPUTE, PUSH = range(4)
 NANOSECOND = 1e-9
 Slice = tuple[int, str, float, float, int]  # rank, kind, begin and end in seconds, version
 
