@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from pyps.errors import InputError
 from pyps.formats import Jitter
 from pyps.policy import Policy
 from pyps.simulate import Logistic, Mishap, Result, Scenario, SimWorker, simulate
+from pyps.simulate.picture import gantt, trace
 from pyps.simulate.problem import Model
 
 COMPUTE, BANDWIDTH = 0.1, 1e6
@@ -115,3 +117,15 @@ def test_learning_is_the_same_whenever_it_is_asked() -> None:
 def test_policies_that_wait_refuse_it(policy: str) -> None:
     with pytest.raises(InputError, match=f"on under {policy}"):
         simulate(several(), policy, pipeline=True)
+
+
+def test_transfers_have_a_track_of_their_own_and_keep_nobody_idle() -> None:
+    result = simulate(alone(0.04), "asp", iterations=20, pipeline=True, slices=True)
+    own = [s for s in result.slices if s[0] == 0]
+    beside = [s for s in result.slices if s[0] == 1]
+    assert sum(s[1] == "push" for s in beside) == 20
+    assert all(a[3] <= b[2] + 1e-9 for a, b in pairwise(own)), "one thing after the other"
+    assert result.idle_share < 0.05
+    tracks = {e["args"]["name"] for e in trace([result])["traceEvents"] if e["name"] == "thread_name"}
+    assert tracks == {"w, b = 8", "w, transfers"}
+    assert gantt(result, 0.0, 1.0, 10)[0].count("#") >= 8

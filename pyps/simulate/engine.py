@@ -174,7 +174,7 @@ class Engine:
         began, w, version = self.clock.now, self.model.w, self.version
         yield from self._transfer(k, lane, DOWN)
         self._note(self.core.step(Moment.PULL, k, self.clock.now, version=version))
-        self.tally.add(k, PULL, began, self.clock.now, version)
+        self.tally.add(lane, PULL, began, self.clock.now, version)
         return w, version
 
     def compute(self, k: int, count: int, *, checks: bool) -> Generator[int | None, None, int]:
@@ -214,10 +214,10 @@ class Engine:
             clock.park(lane, 0, 0)
             yield None
         area = 1 if self._areas[k] & 1 else 0
-        self._waited(k, lane, began)
+        self.tally.add(lane, WAIT, began, clock.now, self.version)
         began = clock.now
         yield from self._transfer(k, lane, UP)
-        self.tally.add(k, PUSH, began, clock.now, self.version)
+        self.tally.add(lane, PUSH, began, clock.now, self.version)
         began = clock.now
         while True:
             self._staged[k, area] = (learnt[0], pulled[0]) if learnt else None
@@ -238,13 +238,8 @@ class Engine:
         while until > clock.progress:  # the round is still open, whatever else has stirred
             clock.park(lane, until, 0)
             yield None
-        self._waited(k, lane, began)
+        self.tally.add(lane, WAIT, began, clock.now, self.version)
         return (yield from self.pull(k, lane)) if self.policy.turns else None
-
-    def _waited(self, k: int, lane: int, began: int) -> None:
-        """What a carrier waits for keeps nobody idle."""
-        if lane == k:
-            self.tally.add(k, WAIT, began, self.clock.now, self.version)
 
     def _transfer(self, k: int, lane: int, network: int) -> Step:
         worker, size = self.workers[k], self._sizes[network]

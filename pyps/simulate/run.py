@@ -43,7 +43,7 @@ def simulate(
         check_pipeline(rules)
     compensation = rules.strength if isinstance(rules, DCASGD) else 0.0
     model = Model(learning, lr, scenario.global_batch, compensation)
-    tally = Tally(len(scenario.workers), slices)
+    tally = Tally((1 + pipeline) * len(scenario.workers), slices)
     engine = Engine(scenario, rules, model, tally, iterations * scenario.global_batch, seed, pipeline)
     if learning is not None:
         every = max(1, iterations // CURVE_POINTS) * scenario.global_batch
