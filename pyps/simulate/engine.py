@@ -85,10 +85,8 @@ class Engine:
     def work(self, seconds: float = math.inf) -> None:
         """Until every worker has ended, or for so long. Raises Stuck."""
         clock = self.clock
-        for k, worker in enumerate(self.workers):
+        for k in range(len(self.workers)):
             clock.begin(k, self._worker(k), 1)
-            if worker.most:
-                self.core.step(Moment.OFFER, k, 1, next=worker.most)
         for mishap in self.scenario.mishaps:
             clock.call(_ns(mishap.at), lambda m=mishap: self._befall(m))  # type: ignore[misc]
         self._watch()
@@ -132,6 +130,8 @@ class Engine:
         while True:
             try:
                 self._note(self.core.step(Moment.JOIN, k, self.clock.now, rank=k))
+                if most := self.workers[k].most:
+                    self._note(self.core.step(Moment.OFFER, k, self.clock.now, next=most))
                 return
             except Busy:
                 self.clock.park(k, 0, 0)
