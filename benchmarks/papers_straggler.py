@@ -29,12 +29,12 @@ Rounds = dict[int, dict[int, StepRecord]]  # round -> rank -> record
 
 def straggler(effort: Effort, out: Path) -> Findings:
     """One run with --rebalance; `quick` watches it for a few rounds only."""
-    folder, watched = out / "straggler", 5 if effort.quick else WATCHED
+    folder = out / "straggler"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_plan("four", folder / "plan.json")
-    begins = 2 * WINDOW_STEPS if effort.quick else BEGINS
-    rounds_asked = begins + SEEN + watched
+    begins, watched = (2 * WINDOW_STEPS, 10) if effort.quick else (BEGINS, SEEN + WATCHED)
+    rounds_asked = begins + WINDOW_STEPS + watched
     report = run(
         folder / "plan.json", WORKER, "bsp", samples=rounds_asked * GLOBAL_BATCH, rebalance=True,
         args=[json.dumps(COSTS), str(LATE), str(begins), str(ADDED)], run_dir=folder / "run",
