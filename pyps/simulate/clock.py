@@ -33,6 +33,7 @@ class Clock:
         self._waiting: list[tuple[int, int, int]] = []  # heap: progress, life, parking
         self._parkings = 0
         self._plans = [NEVER] * len(networks)  # time and order at which each has something to say
+        self._first = NEVER
         self._transfers: list[dict[int, int]] = [{} for _ in networks]  # life -> expected at its beginning
 
     def begin(self, k: int, life: Life, at: int) -> None:
@@ -55,7 +56,7 @@ class Clock:
 
     def step(self) -> bool:
         """The next event; False: there is none."""
-        first = min(self._plans)
+        first = self._first
         if not self._queue or first < self._queue[0]:
             if first is NEVER:
                 return False
@@ -119,7 +120,7 @@ class Clock:
     def _resume_at(self, k: int, at: int) -> None:
         self._order += 1
         self._expected[k] = self._order
-        heapq.heappush(self._queue, (max(at, self.now), self._order, k, None))
+        heapq.heappush(self._queue, (at if at > self.now else self.now, self._order, k, None))
 
     def _resume(self, k: int) -> None:
         if self.now < self.stopped_until[k]:
@@ -150,7 +151,8 @@ class Clock:
             self._plans[network] = NEVER
         else:
             self._order += 1
-            self._plans[network] = (max(end, self.now), self._order)
+            self._plans[network] = (end if end > self.now else self.now, self._order)
+        self._first = min(self._plans)
 
     def _ended(self, network: int) -> None:
         self._arrive(network)

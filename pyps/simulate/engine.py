@@ -173,7 +173,7 @@ class Engine:
         """lane: the life that waits for transfers, the worker's own or that of its carrier."""
         began, w, version = self.clock.now, self.model.w, self.version
         yield from self._transfer(k, lane, DOWN)
-        self._note(self.core.step(Moment.PULL, k, self.clock.now, version=version))
+        self._note(self.core.pull(k, self.clock.now, version))
         self.tally.add(lane, PULL, began, self.clock.now, version)
         return w, version
 

@@ -69,8 +69,8 @@ class Network:
         """When the next transfer ends if no other begins, in nanoseconds; None: there is none."""
         if len(self._busy) == 1:  # nearly always
             c = self._busy[0]
-            wait = (c.active[0][0] - c.counter) / c.rate if c.rate > 0.0 else None
-            return None if wait is None else self.time + max(0, math.ceil(wait * NANOSECONDS))
+            wait = math.ceil((c.active[0][0] - c.counter) / c.rate * NANOSECONDS) if c.rate > 0.0 else None
+            return None if wait is None else self.time + (wait if wait > 0 else 0)
         waits = [(c.active[0][0] - c.counter) / c.rate for c in self._busy if c.rate > 0.0]
         return self.time + max(0, math.ceil(min(waits) * NANOSECONDS)) if waits else None
 
