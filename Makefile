@@ -5,6 +5,7 @@
 #   make lint      formatting, style and types
 #   make bench     the benchmarks, each beside its rival in the same run
 #   make papers    what the four systems promise, measured beside tuned rivals, into docs/results.md
+#   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make torture   the store's processes killed and stopped 5,000 times
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
 #   make clean     removes what the other commands made
@@ -17,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.c csrc/*.h csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test lint bench papers torture fuzz sanitize clean
+.PHONY: demo test lint bench papers soak torture fuzz sanitize clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -42,7 +43,7 @@ bench: .venv/bench
 	$(PY) benchmarks/remote.py --docs
 	$(PY) benchmarks/solver.py --docs
 	$(PY) benchmarks/ddp.py --docs
-	$(PY) benchmarks/simulate.py
+	$(PY) benchmarks/simulate.py --full --docs
 
 papers: .venv/core
 	$(PY) benchmarks/papers.py --docs
@@ -50,6 +51,9 @@ papers: .venv/core
 .venv/bench: .venv/core
 	$(PIP) -e '.[bench]'
 	@touch $@
+
+soak: .venv/core
+	$(PY) tests/soak.py
 
 torture: .venv/core
 	$(PY) tests/c/torture.py --faults 5000

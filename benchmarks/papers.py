@@ -1,6 +1,6 @@
 """What the four systems promise, measured: each beside its rivals, tuned alike, over several seeds.
 
-    python benchmarks/papers.py [--quick] [--docs] [--only boa saps r2sp hps real] [--out papers-out]
+    python benchmarks/papers.py [--quick] [--docs] [--only boa saps r2sp hps straggler real] [--out DIR]
 
 Simulations are of the clusters in benchmarks/clusters/ in virtual time, with real gradients (digits_mlp.py);
 `real` runs the same clusters as processes that last as long as their cost models say. --docs puts tables and
@@ -21,11 +21,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import papers_picture
 from claims import boa, hps, r2sp, saps
 from papers_real import real
+from papers_straggler import straggler
 from race import Effort
 from record import DOCS, machine, write_section
 
 PAGE = "results.md"
-PARTS = {"boa": boa, "saps": saps, "r2sp": r2sp, "hps": hps, "real": real}
+PARTS = {"boa": boa, "saps": saps, "r2sp": r2sp, "hps": hps, "straggler": straggler, "real": real}
 QUICK = Effort(seeds=(1, 2), tuning=(101,), processes=1, quick=True)
 
 

@@ -62,6 +62,9 @@ static int check(const pyps_core *core, const pyps_event *e) {
     if (!rc && e->kind == PYPS_ON_LEAVE) rc = out_of_range("state", e->state, PYPS_LEFT, PYPS_DEAD);
     if (!rc && e->kind == PYPS_ON_REPLAN && !e->batches)
         rc = fail(PYPS_EINVAL, "batches: found NULL; expected one for each of %u ranks", v->ranks);
+    bool of_nobody = e->kind == PYPS_ON_JOIN || e->kind == PYPS_ON_TICK || e->kind == PYPS_ON_REPLAN;
+    if (!rc && !of_nobody && view_member(v, e->slot)->state == PYPS_EMPTY)
+        rc = fail(PYPS_EINVAL, "slot: found %u, where nobody has joined; expected a join before", e->slot);
     for (uint32_t r = 0; !rc && e->kind == PYPS_ON_REPLAN && r < v->ranks; r++)
         if (!e->batches[r]) rc = fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
     return rc;

@@ -355,3 +355,11 @@ def _parsed(name: str, key: str, text: str, default: object) -> object:
         return float(text)
     except ValueError:
         raise InputError(name, key, repr(text), "a number") from None
+
+
+def check_pipeline(policy: Policy) -> None:
+    """Raise InputError under a policy whose steps follow one another."""
+    if not policy.overlaps:
+        able = ", ".join(name for name, kind in Policy.known.items() if kind.overlaps)
+        found = f"on under {policy.name}, whose every step waits for the one before it"
+        raise InputError("run", "pipeline", found, f"off, or one of {able}")

@@ -26,7 +26,7 @@ import msgspec
 from pyps.codec import as_codec, fed_back
 from pyps.errors import InputError
 from pyps.formats import Bits, Fit, Memory, Plan, PlanWorker, read_plan
-from pyps.policy import BSP, Policy, policy_named
+from pyps.policy import BSP, Policy, check_pipeline, policy_named
 from pyps.values import Codec, Encoding
 
 if TYPE_CHECKING:
@@ -152,14 +152,6 @@ def read_settings(
         pull_codec=pull,
         pipeline=piped,
     )
-
-
-def check_pipeline(policy: Policy) -> None:
-    """Raise InputError under a policy whose steps follow one another."""
-    if not policy.overlaps:
-        able = ", ".join(name for name, kind in Policy.known.items() if kind.overlaps)
-        found = f"on under {policy.name}, whose every step waits for the one before it"
-        raise InputError("run", "pipeline", found, f"off, or one of {able}")
 
 
 def plan_codecs(plan: Plan, worker: PlanWorker, where: str = "plan") -> tuple[Codec, Codec]:

@@ -23,12 +23,12 @@ from pyps.errors import InputError
 from pyps.formats import Plan, read_plan, write_json
 from pyps.lineup import Place, even_plan, line_up, throttles
 from pyps.metrics import read_run
-from pyps.policy import Policy, policy_named
+from pyps.policy import Policy, check_pipeline, policy_named
 from pyps.remote.address import parse_address
 from pyps.report import Outcome, Report, make_report
 from pyps.runlog import EventLog
 from pyps.sampling import MAX_SEED
-from pyps.settings import FROM_PLAN, check_pipeline, plan_codecs
+from pyps.settings import FROM_PLAN, plan_codecs
 from pyps.trace import make_trace
 from pyps.values import Codec
 

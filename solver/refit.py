@@ -1,13 +1,15 @@
 """OnlineCost: what this device's steps take now, from few measurements and the profile as the prior.
 
-    T(b) = d + f P(b)      P the profile's cost; without one, seconds in proportion to the batch
+    T(b) = d + f P(b)      P the cost as it was known before; at first the profile's, or in proportion to b
 
-The level f is free; d, what the profile has wrong in its fixed part, is kept small unless measurements say
-otherwise (ridge). One batch alone so changes the level and leaves the shape to the profile; two unlike ones
+At first the level f is free, and d, what the profile has wrong in its fixed part, is kept small (ridge): one
+batch alone changes the level and leaves the shape to the profile.
+
+A change at a batch that was measured before is the device's. A large one (a small one may be noise, and is
+taken in part) begins anew: P is then the cost before it. One sample cannot tell slope from intercept, and now
+the intercept d is charged first, f being kept near 1: who shares a device asks for its time once a step as
+often as once a sample, and if that was wrong, the next batch, an unlike one, says so. Two unlike batches
 determine both.
-
-A change at a batch that was measured before is the device's: it is slower or faster, by so much, and
-everything known of it with it. A large one is taken at once, a small one, which may be noise, in part.
 """
 
 from __future__ import annotations
@@ -36,40 +38,48 @@ class OnlineCost:
     """Fed with the median seconds of windows; `cost` is what to plan with."""
 
     def __init__(self, prior: Cost | None = None) -> None:
-        self.prior = PROPORTIONAL if prior is None else prior
-        self.known: dict[int, float] = {}  # seconds by batch, the latest measured last, all at today's level
+        self.prior = PROPORTIONAL if prior is None else prior  # or the cost before the last change
+        self.changed = False
+        self.known: dict[int, float] = {}  # seconds by batch since then, the latest measured last
         self.level = 1.0  # how many times longer steps take than when they were first measured
 
     @property
     def cost(self) -> Cost:
         """The cost as it is believed now: the prior itself before anything was measured."""
-        return refit(self.prior, self.known)
+        return refit(self.prior, self.known, self.changed)
 
     def observe(self, batch: int, seconds: float) -> None:
         """Take in one window: `seconds` of a step of `batch` samples."""
-        if batch in self.known:
-            change = seconds / self.known.pop(batch)
-            step = change if abs(math.log(change)) > CHANGE else change**FOLLOW
-            before = seconds / change
-            self.level *= step
-            self.known = {b: s * step for b, s in self.known.items()} | {batch: before * step}
-        else:
+        if batch not in self.known:
             self.known[batch] = seconds
+        elif abs(math.log(change := seconds / self.known[batch])) > CHANGE:
+            self.prior, self.changed, self.known = self.cost, True, {batch: seconds}
+            self.level *= change
+        else:
+            step = change**FOLLOW
+            self.known = {b: s * step for b, s in self.known.items() if b != batch} | {
+                batch: self.known[batch] * step
+            }
+            self.level *= step
         while len(self.known) > REMEMBERED:
             del self.known[next(iter(self.known))]
 
 
-def refit(prior: Cost, known: Mapping[int, float]) -> Cost:
-    """The d + f P(b), f > 0, nearest to the known seconds by batch, the latest last: ridge least squares."""
+def refit(prior: Cost, known: Mapping[int, float], changed: bool = False) -> Cost:
+    """The d + f P(b), f > 0, nearest to the known seconds by batch, the latest last: ridge least squares.
+
+    changed: the prior's level was right, so that f is kept near 1; otherwise d is kept near 0.
+    """
     points = [(b, s) for b, s in known.items() if math.isfinite(prior.seconds(b))]
     if not points:
         return prior
     seconds = np.array([s for _, s in points])
     shape = np.array([prior.seconds(b) for b, _ in points])
     weight = np.sqrt(AGING ** np.arange(len(points))[::-1])
-    ridge = NOISE / FIXED / seconds[-1]
-    rows = np.column_stack([weight / seconds, weight * shape / seconds])
-    d, f = np.linalg.lstsq(np.vstack([rows, [ridge, 0.0]]), np.append(weight, 0.0), rcond=None)[0]
+    rigid = NOISE / FIXED
+    ridge = [0.0, rigid, rigid] if changed else [rigid / seconds[-1], 0.0, 0.0]
+    rows = np.vstack([np.column_stack([weight / seconds, weight * shape / seconds, weight]), ridge])
+    d, f = np.linalg.lstsq(rows[:, :2], rows[:, 2], rcond=None)[0]
     if not f > 0:  # longer for less: the shape is the profile's, the level of the latest
         d, f = 0.0, seconds[-1] / shape[-1]
     return stretched(prior, float(d), float(f))

@@ -25,8 +25,19 @@ def test_races(part: str, entrants: int, tmp_path: Path) -> None:
     assert (tmp_path / f"results-{part}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_task_sizes(tmp_path: Path) -> None:
-    assert "| both " in quick("hps", tmp_path)
+def test_task_sizes_bits_and_the_pipeline(tmp_path: Path) -> None:
+    text = quick("hps", tmp_path)
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 9
+    assert [cell.split()[-1] for cell in rows[1][2:-1]] == ["1.00x"] * 3
+    assert "met: plain over all three: " in text
+
+
+def test_a_straggler(tmp_path: Path, shm: Path) -> None:
+    text = quick("straggler", tmp_path)
+    assert "imbalance after one re-solve: " in text
+    assert "rank 1 slowed by " in text
+    assert not list(shm.iterdir())
 
 
 def test_processes(tmp_path: Path, shm: Path) -> None:

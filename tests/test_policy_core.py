@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_drive import COMMITTED, POLICIES, REFUSED, STEP, Drive, orders, partition
 
+from pyps.errors import InvalidArgument
+from pyps.native.core import Core
 from pyps.policy import (
     ASP,
     DCASGD,
@@ -21,7 +23,7 @@ from pyps.policy import (
     Policy,
     Softsync,
 )
-from pyps.values import MemberState, Moment
+from pyps.values import Config, MemberState, Moment, Optimizer
 
 # What holds under every policy.
 
@@ -36,6 +38,14 @@ def test_every_sample_is_trained_once_and_all_end(policy: Policy, order: list[in
     drive.finish()
     assert partition(drive.trained) == [(0, 100)]
     assert sum(r.samples for r in drive.core.ranks()) == 100
+
+
+@pytest.mark.parametrize("kind", [m for m in Moment if m not in (Moment.JOIN, Moment.TICK, Moment.REPLAN)])
+def test_who_has_not_joined_is_refused(kind: Moment) -> None:
+    policy = ASP()
+    core = Core(Config((), (), (4, 4), 1, Optimizer.SGD, policy.number, 1.0, 8, 0, 0, 0, 2, policy.rules()))
+    with pytest.raises(InvalidArgument, match="nobody has joined"):
+        core.step(kind, 1, 1, state=int(MemberState.LEFT), next=1)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)

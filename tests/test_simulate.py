@@ -251,3 +251,13 @@ def test_recorded_steps_come_before_the_cost_model() -> None:
     result = simulate(Scenario((worker,)), "asp", iterations=3, slices=True)
     lasted = [end - begin for _, kind, begin, end, _ in result.slices if kind == "compute"]
     assert lasted == pytest.approx([0.5, 0.25, 1.0])
+
+
+def test_hps_gives_nobody_more_than_its_memory_holds() -> None:
+    limits = (10, 16, 8, 0)
+    made = tuple(replace(w, most=most) for w, most in zip(PLAIN.workers, limits, strict=True))
+    result = simulate(Scenario(made), "hps", iterations=40)
+    assert result.samples == 40 * B
+    for r, most in zip(result.ranks[:3], limits, strict=False):
+        assert r.samples <= most * r.pushes
+    assert result.ranks[3].samples > 40 * (B - sum(limits)) - B

@@ -24,4 +24,5 @@ def test_it_runs(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert sum(line.startswith("| ") for line in done.stdout.splitlines()) == 1 + 4 * 2 * 2
+    assert "events to the power of: ssp " in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -113,13 +113,27 @@ def test_knees_and_tables_keep_their_shape() -> None:
     assert refit(knee, {80: 0.16, 90: 0.02}).seconds(90) == pytest.approx(0.02)  # less for more: no line
 
 
-def test_a_device_that_slows_is_slower_everywhere() -> None:
+@pytest.mark.parametrize(("added", "factor"), [(0.05, 1.0), (0.0, 2.0), (-0.03, 1.0)])
+def test_the_intercept_is_charged_first_and_a_second_batch_tells(added: float, factor: float) -> None:
+    """One sample cannot tell slope from intercept."""
+    device, before = OnlineCost(Line(0.02, 0.005)), Line(0.02, 0.005)
+    for batch in (8, 16):
+        device.observe(batch, before.seconds(batch))
+    now = stretched(before, added, factor)
+    device.observe(16, now.seconds(16))
+    charged = now.seconds(16) - before.seconds(16)
+    for batch in (4, 8, 16, 24):
+        assert device.cost.seconds(batch) == pytest.approx(before.seconds(batch) + charged)
+    device.observe(8, now.seconds(8))
+    for batch in (4, 8, 16, 24):
+        assert device.cost.seconds(batch) == pytest.approx(now.seconds(batch), rel=0.03)
+    assert device.level == pytest.approx(now.seconds(16) / before.seconds(16))
+
+
+def test_a_small_change_counts_in_part() -> None:
     device = OnlineCost(Line(0.01, 0.001))
-    for batch in (40, 80):
-        device.observe(batch, 0.01 + 0.001 * batch)
     device.observe(80, 0.18)
-    assert device.known == pytest.approx({40: 0.10, 80: 0.18})
-    device.observe(80, 0.189)  # 5 %: a part of it
+    device.observe(80, 0.189)  # 5 %
     assert 0.18 < device.known[80] < 0.184
 
 

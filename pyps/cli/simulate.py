@@ -41,6 +41,9 @@ def simulate_command(
     ] = "",
     lr: Annotated[float, typer.Option(help="Learning rate of a whole global batch.")] = 0.1,
     target_loss: Annotated[float | None, typer.Option(help="Stop there, and say when it was.")] = None,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Transfers run beside the next step, as in pyps run.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of jitter and order of samples.")] = 0,
     round_timeout: Annotated[float, typer.Option(help="Seconds that one worker may hold up others.")] = 60.0,
     show: Annotated[
@@ -56,7 +59,7 @@ def simulate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, alone.")] = False,
 ) -> None:
     """Train in virtual time under each policy, with the decisions that real runs take."""
-    chosen = _policies(policies, round_timeout)
+    chosen = _policies(policies, round_timeout, pipeline)
     scenario = scenario_of(cluster, even=even)
     results = []
     listed = track(chosen, "policies", console=Console(stderr=True), transient=True, disable=not _watched())
@@ -66,6 +69,7 @@ def simulate_command(
             simulate(
                 scenario, policy, iterations=iterations, seed=seed, learning=learning, lr=lr,
                 target_loss=target_loss, slices=show or plot is not None or trace_to is not None,
+                pipeline=pipeline,
             )
         )  # fmt: skip
     if trace_to is not None:
@@ -82,8 +86,9 @@ def _watched() -> bool:
     return sys.stderr.isatty()
 
 
-def _policies(text: str, round_timeout: float) -> list[Policy]:
-    names = list(Policy.known) if text.strip() == "all" else text.split()
+def _policies(text: str, round_timeout: float, pipeline: bool) -> list[Policy]:
+    able = [name for name, kind in Policy.known.items() if kind.overlaps or not pipeline]
+    names = able if text.strip() == "all" else text.split()
     if not names:
         raise InputError("--policies", "", repr(text), f'"all", or some of {", ".join(Policy.known)}')
     return [policy_named(name, round_timeout) for name in names]

@@ -38,17 +38,24 @@ class Core:
         """One event. `values` are fields of pyps_event; unnamed ones keep their last value."""
         e = self._event
         e.kind, e.slot, e.now = kind, slot, now
-        for name, value in values.items():
-            setattr(e, name, value)
+        if values:
+            for name, value in values.items():
+                setattr(e, name, value)
         if rc := self._step(self._core, e, self._decision):
             check(Moment(kind).name.lower(), rc)
         return self.last
 
-    def push(self, slot: int, now: int, area: int, samples: int, took: int, norm: float) -> Decision:
+    def push(
+        self, slot: int, now: int, area: int, samples: int, took: int, norm: float, based: int = 0
+    ) -> Decision:
         """A push, the most frequent of the steps that have values."""
         e = self._event
-        e.area, e.samples, e.took, e.square_norm = area, samples, took, norm
+        e.area, e.samples, e.took, e.square_norm, e.based = area, samples, took, norm, based
         return self.step(Moment.PUSH, slot, now)
+
+    def pull(self, slot: int, now: int, version: int) -> Decision:
+        self._event.version = version
+        return self.step(Moment.PULL, slot, now)
 
     def replan(self, now: int, batches: Sequence[int]) -> Decision:
         keep = u32_array("replan", "batches", batches)

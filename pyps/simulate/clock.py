@@ -13,6 +13,8 @@ from pyps.simulate.network import Network
 
 Life = Generator[int | None, None, None]
 Action = Callable[[], None]
+Plan = tuple[int, int]
+NEVER: Plan = (1 << 127, 0)
 
 
 class Clock:
@@ -30,7 +32,8 @@ class Clock:
         self._expected = [0] * lives  # the order number of the entry that may resume a life
         self._waiting: list[tuple[int, int, int]] = []  # heap: progress, life, parking
         self._parkings = 0
-        self._stamps = [0] * len(networks)
+        self._plans = [NEVER] * len(networks)  # time and order at which each has something to say
+        self._first = NEVER
         self._transfers: list[dict[int, int]] = [{} for _ in networks]  # life -> expected at its beginning
 
     def begin(self, k: int, life: Life, at: int) -> None:
@@ -53,8 +56,13 @@ class Clock:
 
     def step(self) -> bool:
         """The next event; False: there is none."""
-        if not self._queue:
-            return False
+        first = self._first
+        if not self._queue or first < self._queue[0]:
+            if first is NEVER:
+                return False
+            self.now = first[0]
+            self._ended(self._plans.index(first))
+            return True
         at, order, k, action = heapq.heappop(self._queue)
         if action is not None:
             self.now = at
@@ -83,6 +91,10 @@ class Clock:
             _, k, parking = heapq.heappop(self._waiting)
             self._wake(k, parking)
 
+    def resume(self, k: int) -> None:
+        """A life that yielded None and that nothing else will resume."""
+        self._resume_at(k, self.now)
+
     def wake_all(self) -> None:
         for k in sorted(self.parked):
             self._wake(k, self.parked[k][1])
@@ -108,7 +120,7 @@ class Clock:
     def _resume_at(self, k: int, at: int) -> None:
         self._order += 1
         self._expected[k] = self._order
-        heapq.heappush(self._queue, (max(at, self.now), self._order, k, None))
+        heapq.heappush(self._queue, (at if at > self.now else self.now, self._order, k, None))
 
     def _resume(self, k: int) -> None:
         if self.now < self.stopped_until[k]:
@@ -133,13 +145,15 @@ class Clock:
                 self._resume_at(k, self.now)
 
     def _plan(self, network: int) -> None:
-        """When the network has something to say next; earlier plans are void."""
-        self._stamps[network] += 1
-        stamp, end = self._stamps[network], self.networks[network].next_end()
-        if end is not None:
-            self.call(end, lambda: self._ended(network, stamp))
+        """When the network has something to say next, in place of what was planned before."""
+        end = self.networks[network].next_end()
+        if end is None:
+            self._plans[network] = NEVER
+        else:
+            self._order += 1
+            self._plans[network] = (end if end > self.now else self.now, self._order)
+        self._first = min(self._plans)
 
-    def _ended(self, network: int, stamp: int) -> None:
-        if self._stamps[network] == stamp:
-            self._arrive(network)
-            self._plan(network)
+    def _ended(self, network: int) -> None:
+        self._arrive(network)
+        self._plan(network)

@@ -10,19 +10,19 @@ import math
 from collections.abc import Generator
 from typing import Any
 
-from pyps.errors import Ended, Fenced, PushRejected, PypsError
+from pyps.errors import Busy, Ended, Fenced, PushRejected, PypsError
 from pyps.native.core import Core
 from pyps.policy import Policy, acquaint
 from pyps.simulate.clock import Clock, Life
 from pyps.simulate.devices import Device
 from pyps.simulate.network import Class, Network
+from pyps.simulate.pipelined import Held, PipelinedWorker
 from pyps.simulate.problem import Model, Vector
 from pyps.simulate.scenario import Mishap, Scenario
-from pyps.simulate.tally import Tally
+from pyps.simulate.tally import COMPUTE, PULL, PUSH, WAIT, Tally
 from pyps.values import Advice, Config, Decision, MemberState, Moment, Optimizer
 
 WAIT_VERDICT = 2
-WAIT, PULL, COMPUTE, PUSH = range(4)  # of Tally
 DOWN, UP = range(2)
 AREAS = 2
 DETECTION_NANOSECONDS = 50_000_000  # how long a death goes unnoticed: a waiter's slice
@@ -37,10 +37,17 @@ class Stuck(PypsError):
 
 
 class Engine:
-    """One policy on one scenario; `work` runs it to its end."""
+    """One policy on one scenario; `work` runs it to its end. `pipeline`: workers are pipelined."""
 
     def __init__(
-        self, scenario: Scenario, policy: Policy, model: Model, tally: Tally, samples: int, seed: int
+        self,
+        scenario: Scenario,
+        policy: Policy,
+        model: Model,
+        tally: Tally,
+        samples: int,
+        seed: int,
+        pipeline: bool = False,
     ) -> None:
         self.scenario, self.policy, self.model, self.tally = scenario, policy, model, tally
         self.workers = scenario.workers
@@ -54,7 +61,8 @@ class Engine:
             Device(w.cost, w.jitter, w.slowdowns, seed, k, w.recorded) for k, w in enumerate(scenario.workers)
         ]
         self._kinds, networks = _networks(scenario)
-        self.clock = Clock(len(self.workers), networks)
+        self.clock = Clock((1 + pipeline) * len(self.workers), networks)
+        self._pipeline = pipeline
         self.version = self.rounds = self.trained = 0
         self.finished_at = 1
         self._left = len(self.workers)  # lives that have not ended
@@ -77,10 +85,8 @@ class Engine:
     def work(self, seconds: float = math.inf) -> None:
         """Until every worker has ended, or for so long. Raises Stuck."""
         clock = self.clock
-        for k, worker in enumerate(self.workers):
-            clock.begin(k, self._life(k), 1)
-            if worker.most:
-                self.core.step(Moment.OFFER, k, 1, next=worker.most)
+        for k in range(len(self.workers)):
+            clock.begin(k, self._worker(k), 1)
         for mishap in self.scenario.mishaps:
             clock.call(_ns(mishap.at), lambda m=mishap: self._befall(m))  # type: ignore[misc]
         self._watch()
@@ -91,35 +97,65 @@ class Engine:
 
     # One worker.
 
+    def _worker(self, k: int) -> Life:
+        return PipelinedWorker(self, k).life() if self._pipeline else self._life(k)
+
     def _life(self, k: int) -> Life:
-        self._note(self.core.step(Moment.JOIN, k, self.clock.now, rank=k))
-        pulled: Vector | None = None
+        yield from self.join(k)
+        pulled: Held | None = None
         while True:
             try:
-                first, count = yield from self._start(k)
+                first, count = yield from self.start(k)
                 claimed = self.clock.now
                 if pulled is None:
-                    pulled = yield from self._pull(k)
-                done = yield from self._compute(k, count)
+                    pulled = yield from self.pull(k, k)
+                done = yield from self.compute(k, count, checks=self.policy.checks)
                 if done:
-                    pulled = yield from self._push(k, first, done, pulled, claimed)
+                    pulled = yield from self.push(k, k, first, done, pulled, claimed)
                 else:
                     pulled = None
                     self.tally.aborted += 1
             except Ended:
                 break
             except PushRejected:
-                self._note(self.core.last)
-                self.tally.rejected += 1
+                self.rejected()
                 pulled = None
             except Fenced:
-                self.tally.fenced += 1
-                self._note(self.core.step(Moment.REJOIN, k, self.clock.now))
+                self.rejoin(k)
                 pulled = None
+        self.leave(k)
+
+    def join(self, k: int) -> Step:
+        """A predecessor's gradient may be in the open round still."""
+        while True:
+            try:
+                self._note(self.core.step(Moment.JOIN, k, self.clock.now, rank=k))
+                if most := self.workers[k].most:
+                    self._note(self.core.step(Moment.OFFER, k, self.clock.now, next=most))
+                return
+            except Busy:
+                self.clock.park(k, 0, 0)
+                yield None
+
+    def leave(self, k: int) -> None:
         self._note(self.core.step(Moment.LEAVE, k, self.clock.now, state=int(MemberState.LEFT)))
         self._left -= 1
 
-    def _start(self, k: int) -> Generator[int | None, None, tuple[int, int]]:
+    def rejoin(self, k: int) -> None:
+        self.tally.fenced += 1
+        self._note(self.core.step(Moment.REJOIN, k, self.clock.now))
+
+    def rejected(self) -> None:
+        self._note(self.core.last)
+        self.tally.rejected += 1
+
+    def start_ahead(self, k: int) -> tuple[int, int] | None:
+        """The samples of the step after the one under way; None: nothing now."""
+        d = self.core.step(Moment.START_AHEAD, k, self.clock.now)
+        self._note(d)
+        return (d.first, d.count) if d.count else None
+
+    def start(self, k: int) -> Generator[int | None, None, tuple[int, int]]:
         began = self.clock.now
         while True:
             d = self.core.step(Moment.START, k, self.clock.now)
@@ -133,20 +169,21 @@ class Engine:
         self.tally.add(k, WAIT, began, self.clock.now, self.version)
         return first, count
 
-    def _pull(self, k: int) -> Generator[int | None, None, Vector]:
+    def pull(self, k: int, lane: int) -> Generator[int | None, None, Held]:
+        """lane: the life that waits for transfers, the worker's own or that of its carrier."""
         began, w, version = self.clock.now, self.model.w, self.version
-        yield from self._transfer(k, DOWN)
-        self._note(self.core.step(Moment.PULL, k, self.clock.now, version=version))
-        self.tally.add(k, PULL, began, self.clock.now, version)
-        return w
+        yield from self._transfer(k, lane, DOWN)
+        self._note(self.core.pull(k, self.clock.now, version))
+        self.tally.add(lane, PULL, began, self.clock.now, version)
+        return w, version
 
-    def _compute(self, k: int, count: int) -> Generator[int | None, None, int]:
+    def compute(self, k: int, count: int, *, checks: bool) -> Generator[int | None, None, int]:
         """The samples whose gradient is there; 0: given up."""
         began, device, done = self.clock.now, self.devices[k], 0
         most = self.workers[k].micro_batch or count
         while done < count:
             part = min(most, count - done)
-            if done and self.policy.checks:
+            if done and checks:
                 d = self.core.step(Moment.CHECK, k, self.clock.now, done=done, next=part)
                 self._note(d)
                 if d.advice == Advice.ABORT:
@@ -158,35 +195,35 @@ class Engine:
         self.tally.add(k, COMPUTE, began, self.clock.now, self.version)
         return done
 
-    def _push(
-        self, k: int, first: int, done: int, pulled: Vector, claimed: int
-    ) -> Generator[int | None, None, Vector | None]:
-        """What a turn's pull brought; None: pull when the next step begins."""
+    def push(
+        self, k: int, lane: int, first: int, done: int, pulled: Held, claimed: int, based: int = 0
+    ) -> Generator[int | None, None, Held | None]:
+        """What a turn's pull brought; None: pull when the next step begins. `claimed`: when it began."""
         clock, began = self.clock, self.clock.now
         took = clock.now - claimed
-        learnt = self.model.gradient(pulled, first, done)
+        learnt = self.model.gradient(pulled[0], first, done)
         norm = float(learnt[0] @ learnt[0]) if learnt else 0.0
         while self.policy.turns:
             d = self.core.step(Moment.GATE, k, clock.now)
             self._note(d)
             if d.verdict != WAIT_VERDICT:
                 break
-            clock.park(k, d.until, d.at)
+            clock.park(lane, d.until, d.at)
             yield None
         while self._areas[k] == (1 << AREAS) - 1:  # both wait in a round
-            clock.park(k, 0, 0)
+            clock.park(lane, 0, 0)
             yield None
         area = 1 if self._areas[k] & 1 else 0
-        self.tally.add(k, WAIT, began, clock.now, self.version)
+        self.tally.add(lane, WAIT, began, clock.now, self.version)
         began = clock.now
-        yield from self._transfer(k, UP)
-        self.tally.add(k, PUSH, began, clock.now, self.version)
+        yield from self._transfer(k, lane, UP)
+        self.tally.add(lane, PUSH, began, clock.now, self.version)
         began = clock.now
         while True:
-            self._staged[k, area] = (learnt[0], pulled) if learnt else None
+            self._staged[k, area] = (learnt[0], pulled[0]) if learnt else None
             self._areas[k] |= 1 << area
             try:
-                d = self.core.push(k, clock.now, area, done, took, norm)
+                d = self.core.push(k, clock.now, area, done, took, norm, based)
             except PypsError:
                 self._forget(k, area)
                 raise
@@ -194,23 +231,23 @@ class Engine:
                 break
             self._forget(k, area)
             self._note(d)
-            clock.park(k, d.until, d.at)
+            clock.park(lane, d.until, d.at)
             yield None
         until = d.until
         self._admitted(k, area, done, d)
-        if until > clock.progress:  # the round is still open
-            clock.park(k, until, 0)
+        while until > clock.progress:  # the round is still open, whatever else has stirred
+            clock.park(lane, until, 0)
             yield None
-        self.tally.add(k, WAIT, began, clock.now, self.version)
-        return (yield from self._pull(k)) if self.policy.turns else None
+        self.tally.add(lane, WAIT, began, clock.now, self.version)
+        return (yield from self.pull(k, lane)) if self.policy.turns else None
 
-    def _transfer(self, k: int, network: int) -> Step:
+    def _transfer(self, k: int, lane: int, network: int) -> Step:
         worker, size = self.workers[k], self._sizes[network]
         if worker.latency:
             yield self.clock.now + _ns(worker.latency)
         self.tally.moved_bytes += size
         if size and self._kinds[k] >= 0:
-            self.clock.transfer(k, network, self._kinds[k], size)
+            self.clock.transfer(lane, network, self._kinds[k], size)
             yield None
 
     # What follows from decisions.
@@ -301,18 +338,21 @@ class Engine:
 
     def _befall(self, mishap: Mishap) -> None:
         k, now = mishap.rank, self.clock.now
+        lives = (k, k + len(self.workers)) if self._pipeline else (k,)
         if mishap.kind == "stop":
-            self.clock.stopped_until[k] = now + _ns(mishap.seconds)
+            for life in lives:
+                self.clock.stopped_until[life] = now + _ns(mishap.seconds)
             return
         state = MemberState.DEAD if mishap.kind == "kill" else MemberState.LEFT
         noticed = now + (DETECTION_NANOSECONDS if state is MemberState.DEAD else 0)
-        self.clock.end(k)
+        for life in lives:
+            self.clock.end(life)
         self._left -= 1
         self.clock.call(noticed, lambda: self._bury(k, state))
         if mishap.seconds:
             self._left += 1
             begins = max(now + _ns(mishap.seconds), noticed + 1)
-            self.clock.call(begins, lambda: self.clock.begin(k, self._life(k), begins))
+            self.clock.call(begins, lambda: self.clock.begin(k, self._worker(k), begins))
 
     def _bury(self, k: int, state: MemberState) -> None:
         self._note(self.core.step(Moment.LEAVE, k, self.clock.now, state=int(state)))

@@ -67,12 +67,19 @@ class Network:
 
     def next_end(self) -> int | None:
         """When the next transfer ends if no other begins, in nanoseconds; None: there is none."""
+        if len(self._busy) == 1:  # nearly always
+            c = self._busy[0]
+            wait = math.ceil((c.active[0][0] - c.counter) / c.rate * NANOSECONDS) if c.rate > 0.0 else None
+            return None if wait is None else self.time + (wait if wait > 0 else 0)
         waits = [(c.active[0][0] - c.counter) / c.rate for c in self._busy if c.rate > 0.0]
         return self.time + max(0, math.ceil(min(waits) * NANOSECONDS)) if waits else None
 
     def _share(self) -> None:
         """Fill all alike; who is limited by its own link keeps that, and the others share what is left."""
         left, count = self.bandwidth, self.concurrent
+        if len(self._busy) == 1:
+            self._busy[0].rate = min(self._busy[0].limit(), left / count)
+            return
         for c in sorted(self._busy, key=Class.limit):
             c.rate = min(c.limit(), left / count)
             if math.isfinite(left):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyps.errors import PypsError
-from pyps.simulate.tally import Result
+from pyps.simulate.tally import Result, Slice
 
 MICROSECONDS = 1e6
 MARKS = {"wait": ".", "pull": "<", "compute": "#", "push": ">"}
@@ -23,7 +23,7 @@ def gantt(result: Result, begin: float, end: float, columns: int = 80) -> list[s
     """
     width = (end - begin) / columns
     spent: list[list[dict[str, float]]] = [[{} for _ in range(columns)] for _ in result.ranks]
-    for rank, kind, first, last, _ in result.slices:
+    for rank, kind, first, last, _ in _own(result):
         low, high = max(first, begin), min(last, end)
         column = int((low - begin) / width)
         while low < high and column < columns:
@@ -61,15 +61,23 @@ def trace(results: Sequence[Result]) -> dict[str, Any]:
     tracks = 0
     for process, result in enumerate(results, start=1):
         rows.append(_name("process_name", process, 0, result.policy))
-        for rank, r in enumerate(result.ranks):
-            rows.append(_name("thread_name", process, tracks + rank + 1, f"{r.name}, b = {r.batch}"))
+        piped = any(s[0] >= len(result.ranks) for s in result.slices)
+        names = [f"{r.name}, b = {r.batch}" for r in result.ranks]
+        names += [f"{r.name}, transfers" for r in result.ranks if piped]
+        for track, name in enumerate(names, start=tracks + 1):
+            rows.append(_name("thread_name", process, track, name))
         for rank, kind, begin, end, version in result.slices:
             rows.append({
                 "ph": "X", "name": kind, "cat": "step", "pid": process, "tid": tracks + rank + 1,
                 "ts": begin * MICROSECONDS, "dur": (end - begin) * MICROSECONDS, "args": {"version": version},
             })  # fmt: skip
-        tracks += len(result.ranks)
+        tracks += len(names)
     return {"displayTimeUnit": "ms", "traceEvents": rows}
+
+
+def _own(result: Result) -> list[Slice]:
+    """What workers did, without what their carriers did beside it."""
+    return [s for s in result.slices if s[0] < len(result.ranks)]
 
 
 def _name(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def _draw_idle(axes: Any, results: Sequence[Result]) -> None:
 
 def _draw_gantt(axes: Any, result: Result, seconds: float) -> None:
     for kind, colour in COLOURS.items():
-        chosen = [s for s in result.slices if s[1] == kind and s[2] < seconds and s[0] < MOST_TRACKS]
+        chosen = [s for s in _own(result) if s[1] == kind and s[2] < seconds and s[0] < MOST_TRACKS]
         widths = [min(s[3], seconds) - s[2] for s in chosen]
         axes.barh([s[0] for s in chosen], widths, left=[s[2] for s in chosen], height=0.9, color=colour)
     axes.set(xlim=(0, seconds), yticks=[])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from pyps.errors import InputError
-from pyps.policy import DCASGD, Policy, policy_named
+from pyps.policy import DCASGD, Policy, check_pipeline, policy_named
 from pyps.simulate.engine import Engine
 from pyps.simulate.problem import Learning, Model
 from pyps.simulate.scenario import Scenario
@@ -26,21 +26,25 @@ def simulate(
     target_loss: float | None = None,
     seconds: float = math.inf,
     slices: bool = False,
+    pipeline: bool = False,
 ) -> Result:
     """Train `iterations` global batches in virtual time, or until a loss is reached, or for so many seconds.
 
-    learning: real gradients, None: times alone. slices: keep what each worker did when, for a picture. The
-    same arguments give the same result to the bit. Raises InputError, Stuck.
+    learning: real gradients, None: times alone. slices: keep what each worker did when, for a picture.
+    pipeline: workers compute a step while the gradient of the one before travels. The same arguments give the
+    same result to the bit. Raises InputError, Stuck.
     """
     if iterations < 1:
         raise InputError("simulate", "iterations", str(iterations), "at least 1")
     if target_loss is not None and learning is None:
         raise InputError("simulate", "target_loss", str(target_loss), "learning beside it")
     rules = policy_named(policy) if isinstance(policy, str) else policy
+    if pipeline:
+        check_pipeline(rules)
     compensation = rules.strength if isinstance(rules, DCASGD) else 0.0
     model = Model(learning, lr, scenario.global_batch, compensation)
-    tally = Tally(len(scenario.workers), slices)
-    engine = Engine(scenario, rules, model, tally, iterations * scenario.global_batch, seed)
+    tally = Tally((1 + pipeline) * len(scenario.workers), slices)
+    engine = Engine(scenario, rules, model, tally, iterations * scenario.global_batch, seed, pipeline)
     if learning is not None:
         every = max(1, iterations // CURVE_POINTS) * scenario.global_batch
         engine.measure(every, target_loss)

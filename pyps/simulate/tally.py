@@ -11,13 +11,17 @@ from pyps.simulate.scenario import Scenario
 from pyps.values import RankCounters
 
 KINDS = ("wait", "pull", "compute", "push")
+WAIT, PULL, COMPUTE, PUSH = range(4)
 NANOSECOND = 1e-9
-Slice = tuple[int, str, float, float, int]  # rank, kind, begin and end in seconds, version
+Slice = tuple[int, str, float, float, int]  # rank (N + rank: its carrier), kind, begin and end in s, version
 
 
 @dataclass
 class Tally:
-    """Per rank and kind, nanoseconds; per version, its staleness. Slices only if asked for."""
+    """Per rank and kind, nanoseconds; per version, its staleness. Slices only if asked for.
+
+    In a pipeline carriers follow the ranks: what runs beside a worker's computing costs it no time.
+    """
 
     ranks: int
     keep_slices: bool = False
@@ -113,7 +117,7 @@ class Result:
 
 def rank_results(scenario: Scenario, tally: Tally, counters: list[RankCounters]) -> tuple[RankResult, ...]:
     results = []
-    for w, spent, c in zip(scenario.workers, tally.spent, counters, strict=True):
+    for w, spent, c in zip(scenario.workers, tally.spent, counters, strict=False):
         wait, pull, compute, push = (NANOSECOND * value for value in spent)
         mean = c.staleness_sum / c.pushes if c.pushes else 0.0
         results.append(
