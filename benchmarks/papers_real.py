@@ -74,8 +74,9 @@ class Pair:
 
     Seconds are means of iterations. `agreeing`: the share of gradients that the replay puts into the same
     version. `decisions`, `otherwise`: all that were taken, and those that come out differently (or are not on
-    file) when the run's journal is decided again. `late`: the stalenesses of all gradients but those of the first and last cycle.
-    `overrun_share`: how much longer than asked the emulated devices took, of their computing.
+    file) when the run's journal is decided again. `late`: the stalenesses of all gradients but those of the
+    first and last cycle. `overrun_share`: how much longer than asked the emulated devices took, of their
+    computing.
     """
 
     case: Case

@@ -63,8 +63,8 @@ def run(
 
     samples: sample positions in all; 0: until the script ends by itself. run_dir: a folder without a run in
     it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error feedback; "plan": gradients and
-    parameters with the plan's bits. pipeline: transfers run beside the next step. journal: every decision goes
-    to run_dir/journal, for pyps.simulate.replay. throttle_from: "plan" or a cluster file, to emulate its
+    parameters with the plan's bits. pipeline: transfers run beside the next step. journal: every decision
+    goes to run_dir/journal, for pyps.simulate.replay. throttle_from: "plan" or a cluster file, to emulate its
     devices (see pyps.lineup). even: equal batches instead of the plan's, for
     comparison. max_restarts: of each rank, after it has joined; a worker that dies before ends the run.
     snapshot_every: versions between snapshots, 0: none. connect: the address of a store that is served
