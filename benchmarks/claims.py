@@ -102,9 +102,10 @@ def saps(effort: Effort, _: Path) -> Findings:
         for rival in BARS_OF_SAPS:
             ratio = by[rival].median / by[SAPS].median
             low, high = by_seed(by[rival], by[SAPS])
+            found_text = f"{ratio:.2f}; by seed {low:.2f} to {high:.2f}"
             bars.append(
-                Bar(f"{name}: {rival.title}'s time over SaPS's", f"{ratio:.2f}; by seed {low:.2f} to {high:.2f}",
-                    "95 % intervals apart", ahead(by[SAPS], by[rival]))
+                Bar(f"{name}: {rival.title}'s time over SaPS's", found_text, "95 % intervals apart",
+                    ahead(by[SAPS], by[rival]))
             )  # fmt: skip
         waited = max(r.idle_share for r in by[SAPS].results)
         bars.append(Bar(f"{name}: share of time that SaPS waits", f"{waited:.3f}", "0", waited == 0.0))
