@@ -1,4 +1,4 @@
-"""What there is to gain by bounding staleness: python benchmarks/staleness.py
+"""What there is to gain by bounding staleness: python benchmarks/staleness.py [--docs]
 
 On each cluster with stragglers: ASP, tuned; ASP on its fastest devices alone, tuned; one of these devices by
 itself, which knows no staleness, tuned; and ASP with a bound (SaPS with a fixed threshold) at ASP's own step
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from race import STUDENT, Course, Tuner, scenario, trial
-from record import machine, table
+from record import machine, table, write_section
 
 from pyps.simulate import Scenario
 
@@ -79,6 +79,7 @@ def row(name: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--docs", action="store_true")
     parser.add_argument("--only", nargs="+", choices=CLUSTERS, default=CLUSTERS)
     options = parser.parse_args()
     bounds = [f"ASP over s = {'' if b == 1.0 else f'{b:g} '}N" for b in BOUNDS]
@@ -89,6 +90,8 @@ def main() -> None:
         f"of a bound by seed, with its 95 % interval (above 1: the bound is faster).\n\n{table(rows)}"
     )
     print(text)
+    if options.docs:
+        write_section("staleness", text, "results.md")
 
 
 if __name__ == "__main__":
