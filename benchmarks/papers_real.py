@@ -31,7 +31,6 @@ from claims import (
     Curve,
     Findings,
 )
-from papers_replay import differences
 from race import CLUSTERS, Course, Effort, Entry, Standing, digits, race, scenario
 from record import milliseconds, table
 
@@ -39,7 +38,7 @@ from pyps.formats import Jitter
 from pyps.metrics import StepRecord, read_run
 from pyps.policy import policy_named
 from pyps.report import taken, version_times
-from pyps.simulate import Result, Scenario, simulate
+from pyps.simulate import Result, Scenario, replay, simulate
 from pyps.supervisor import run
 
 WORKER = Path(__file__).resolve().parent / "papers_worker.py"
@@ -48,10 +47,9 @@ TARGET = 0.2
 RUNS = 3  # of those in SEVERAL; the others run once
 LONGER = 1.4  # than the simulation needs to the target, in global batches
 MOST_ERROR = 0.10
-BY_QUANTILE = Entry(SAPS.title, ("saps:threshold=quantile",))  # of what a run's records hold
-SEVERAL = (PLANNED, EVEN, BACKUP_ONE, ASP, BY_QUANTILE)
+SEVERAL = (PLANNED, EVEN, BACKUP_ONE, ASP, SAPS)
 RING = Entry("R2SP", ("r2sp",))
-ENTRIES = (PLANNED, EVEN, BACKUP_ONE, ASP, SSP, DYNSGD, BY_QUANTILE, RING, Entry("H-PS", ("hps",)))
+ENTRIES = (PLANNED, EVEN, BACKUP_ONE, ASP, SSP, DYNSGD, SAPS, RING, Entry("H-PS", ("hps",)))
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,10 @@ class Pair:
     """A run and its simulations: from the cost models, and from the run's own step times.
 
     Seconds are means of iterations. `agreeing`: the share of gradients that the replay puts into the same
-    version. `otherwise`: decisions that differ when the core is asked again in the run's order; None:
-    not asked. `late`: the stalenesses of all gradients but those of the first and last cycle.
-    `overrun_share`: how much longer than asked the emulated devices took, of their computing.
+    version. `decisions`, `otherwise`: all that were taken, and those that come out differently (or are not on
+    file) when the run's journal is decided again. `late`: the stalenesses of all gradients but those of the
+    first and last cycle. `overrun_share`: how much longer than asked the emulated devices took, of their
+    computing.
     """
 
     case: Case
@@ -85,7 +84,8 @@ class Pair:
     simulated_seconds: float
     replayed_seconds: float
     agreeing: float
-    otherwise: int | None
+    decisions: int
+    otherwise: int
     late: frozenset[int]
     real_curve: Curve
     simulated_curve: Curve
@@ -115,18 +115,16 @@ def work(case: Case, out: Path) -> Pair:
     report = run(
         folder / "plan.json", WORKER, rules, samples=case.iterations * cluster.global_batch,
         args=[str(case.lr)], seed=case.seed, run_dir=folder / "run", even=not case.planned,
-        throttle_from=str(CLUSTERS / f"{case.cluster}.toml"), snapshot_every=every,
+        throttle_from=str(CLUSTERS / f"{case.cluster}.toml"), snapshot_every=every, journal=True,
     )  # fmt: skip
     records = read_run(folder / "run")
-    again = differences(records, rules, cluster.batches, case.iterations * cluster.global_batch)
-    otherwise = None if rules.name == "hps" else len(again)  # nanoseconds decide there, which records lack
+    again = replay(folder / "run" / "journal")
     simulated = _simulate(cluster, case)
-    replayed = _simulate(replay(cluster, records), case)
+    replayed = _simulate(retimed(cluster, records), case)
     computing = sum(rank.compute.mean * rank.compute.count for rank in report.ranks)
     return Pair(
         case, report.iteration_seconds.mean, iteration_seconds(simulated), iteration_seconds(replayed),
-        agreement(records, replayed),
-        otherwise,
+        agreement(records, replayed), again.decisions, again.differences + again.lost,
         frozenset(r.staleness for r in taken(records)[len(report.ranks) : -len(report.ranks)]),
         curve_of(folder / "run", records, case.seed), list(simulated.curve),
         sum(rank.overrun_seconds for rank in report.ranks) / computing if computing else 0.0,
@@ -156,7 +154,7 @@ def iteration_seconds(result: Result) -> float:
     return statistics.fmean(b[0] - a[0] for a, b in pairwise(result.curve[1:]))
 
 
-def replay(cluster: Scenario, records: Sequence[StepRecord]) -> Scenario:
+def retimed(cluster: Scenario, records: Sequence[StepRecord]) -> Scenario:
     """The cluster with each worker's steps as long as they were; to wait is the policy's, not the step's."""
     took: dict[int, list[float]] = {k: [] for k in range(len(cluster.workers))}
     for record in records:
@@ -229,15 +227,12 @@ def _table(found: list[list[Pair]]) -> str:
             case.title, f"{case.lr:.3g}", milliseconds([p.real_seconds for p in pairs]),
             f"{1e3 * statistics.median(p.simulated_seconds for p in pairs):.1f}",
             f"{worst(pairs):+.1%}", f"{1e3 * statistics.median(p.replayed_seconds for p in pairs):.1f}",
-            f"{statistics.median(p.agreeing for p in pairs):.0%}", asked_again(pairs),
+            f"{statistics.median(p.agreeing for p in pairs):.0%}",
+            f"{sum(p.otherwise for p in pairs)} of {sum(p.decisions for p in pairs)}",
             spread(run_seconds), spread(simulated),
         ])  # fmt: skip
     about = f"Cluster `four`, {RUNS} runs or 1: medians, in brackets the range; off by: the worst run."
     return f"{about}\n\n{table(rows)}"
-
-
-def asked_again(pairs: Sequence[Pair]) -> str:
-    return "-" if pairs[0].otherwise is None else str(sum(p.otherwise or 0 for p in pairs))
 
 
 def worst(pairs: Sequence[Pair]) -> float:
@@ -259,7 +254,8 @@ def _bars(pairs: dict[Standing, list[Pair]]) -> list[Bar]:
         Bar("worst error of a simulated iteration", f"{error:+.1%}", f"within {MOST_ERROR:.0%}",
             abs(error) <= MOST_ERROR),
         Bar("decisions that differ when decided again in the run's order",
-            str(sum(p.otherwise or 0 for p in every)), "0", not any(p.otherwise for p in every)),
+            f"{sum(p.otherwise for p in every)} of {sum(p.decisions for p in every)}", "0",
+            not any(p.otherwise for p in every)),
         Bar("worst overrun of an emulated device, of its computing", f"{overrun:.1%}", "<= 2%",
             overrun <= 0.02),
     ]  # fmt: skip

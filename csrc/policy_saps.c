@@ -7,8 +7,9 @@
  * max(N, ceil(S / (b |G|^2))), with S (the noise) and |G|^2 (the signal) from E|g|^2 = |G|^2 + S / b, a line
  * fitted through the squared norms of gradients of unlike batches.
  *
- * A worker that is always late would never be heard: after a rejection it gets fewer samples, as many as it
- * could have done in time; and before its staleness passes s, it pushes the micro-batches that it has done.
+ * A worker that is always late would never be heard: whose staleness is above s on average claims fewer
+ * samples, as many as it can do in time; and before its staleness passes s, it pushes the micro-batches that
+ * it has done.
  * If one sample alone is too late, s rises to what that takes, unless s is fixed.
  */
 #include <math.h>
@@ -17,12 +18,15 @@
 
 #define FORGET     (63.0 / 64) /* of the line's sums, at each push */
 #define MOST_NOISE 16          /* s is at most so many times N by noise */
+#define UNTOLD     2           /* and this many times N while batches are equal, which tell no noise */
 #define STEP       0.05        /* of the tracked quantile, relative to itself */
+#define RECENT     4           /* claims that a worker's lateness is the mean of */
+#define MARGIN     0.8         /* of s: what claims of late workers are to have */
 
 static double noise_bound(const struct view *v) {
     const struct lateness *l = &v->late;
     double spread = l->n * l->xx - l->x * l->x, least = v->active, most = MOST_NOISE * least;
-    if (l->n < 8 || spread <= 1e-6 * l->n * l->xx) return least; /* equal batches: slope and level are one */
+    if (l->n < 8 || spread <= 1e-6 * l->n * l->xx) return UNTOLD * least; /* slope and level are one */
     double noise = (l->n * l->xy - l->x * l->y) / spread;
     double signal = (l->y - noise * l->x) / l->n, batch = l->n / l->x;
     if (noise <= 0) return least;
@@ -53,19 +57,22 @@ static void weigh(struct view *v, const struct event *e) {
     l->xx = l->xx * FORGET + x * x, l->xy = l->xy * FORGET + x * y;
 }
 
-static void shrink(struct view *v, const struct member *m, uint64_t staleness, uint64_t most) {
+/* Who is late on average claims what it can do in time: staleness grows with the work. */
+static void size_claims(struct view *v, const struct member *m, uint64_t staleness, uint64_t most) {
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
-    uint32_t held = m->claim_count;
-    if (held == 1 && v->late.heard < (double)staleness) v->late.heard = (double)staleness;
-    uint64_t fits = whole((double)held * (double)most / ((double)staleness + 1), UINT32_MAX);
-    if (fits >= held) fits = held - 1;
+    double late = (double)staleness / m->claim_count;
+    rank->lateness = rank->lateness > 0 ? rank->lateness + (late - rank->lateness) / RECENT : late;
+    if (rank->lateness * rank->total.batch <= (double)most) {
+        rank->share = 0;
+        return;
+    }
+    uint64_t fits = whole(MARGIN * (double)most / rank->lateness, rank->total.batch);
     rank->share = fits ? (uint32_t)fits : 1;
 }
 
-static void grow(struct rank *rank, uint64_t staleness, uint64_t most) {
-    if (!rank->share || staleness > most / 2) return;
-    uint32_t more = rank->share + (rank->total.batch + 7) / 8;
-    rank->share = more < rank->total.batch ? more : 0;
+/* A sample by itself is too late: unless s is fixed, it rises. */
+static void hear(struct view *v, const struct member *m, uint64_t staleness) {
+    if (m->claim_count == 1 && v->late.heard < (double)staleness) v->late.heard = (double)staleness;
 }
 
 static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
@@ -73,12 +80,10 @@ static enum push_decision on_push(struct view *v, const struct event *e, struct 
     uint64_t most = bound(v);
     if (e->samples) track(v, out->staleness);
     if (e->samples && e->square_norm > 0 && isfinite(e->square_norm)) weigh(v, e);
-    if (out->staleness > most) {
-        shrink(v, m, out->staleness, most);
-        return PUSH_REJECT;
-    }
-    grow(view_rank(v, (uint32_t)m->rank), out->staleness, most);
-    return PUSH_ADMIT;
+    if (e->samples) size_claims(v, m, out->staleness, most);
+    if (out->staleness <= most) return PUSH_ADMIT;
+    hear(v, m, out->staleness);
+    return PUSH_REJECT;
 }
 
 /* Staleness grows with the work: after the next micro-batch it will be (done + next) / done times as much. */
@@ -88,7 +93,8 @@ static int on_check(struct view *v, const struct event *e) {
     if (staleness > most) {
         if (!v->rules.abort) return PYPS_GO_ON;
         track(v, staleness);
-        shrink(v, m, staleness, most);
+        size_claims(v, m, staleness, most);
+        hear(v, m, staleness);
         return PYPS_ABORT;
     }
     bool late = e->done && (double)staleness * ((double)e->done + e->next) > (double)most * e->done;

@@ -376,6 +376,19 @@ PYPS_API uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint
                                     uint32_t *samples, float *scales, uint32_t capacity);
 PYPS_API int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity);
 
+/* A journal: from now on every decision of this handle is appended to the file `path`, which the handles of a
+ * run share (NULL: no longer). pyps_replay decides everything in it again, in the run's order, and counts
+ * what comes out otherwise; PYPS_ECORRUPT: the file is no journal. */
+typedef struct {
+    uint64_t events, decisions; /* that changed the view; all, with those that changed nothing */
+    uint64_t differences;
+    uint64_t lost;   /* events that are not on file, for whose process was killed or kept no journal */
+    char first[160]; /* the first difference; empty: none */
+} pyps_replay_result;
+
+PYPS_API int pyps_journal(pyps_store *store, const char *path);
+PYPS_API int pyps_replay(const char *path, pyps_replay_result *out);
+
 /* A policy of one's own, PYPS_CUSTOM: asynchronous, and asked before a step and about each gradient. Every
  * worker's process must have set it; a store with it cannot be opened before. It is asked anywhere in a call
  * that starts or pushes, perhaps again, and must depend on nothing but what it is given. */

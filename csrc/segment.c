@@ -29,6 +29,7 @@ static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
 static void after_fork_child(void) {
     for (pyps_store *s = handles; s; s = s->next) {
         close(s->fd);
+        journal_close(s);
         s->fd = -1, s->process = 0;
     }
     pthread_mutex_unlock(&handles_lock);
@@ -153,7 +154,7 @@ static pyps_store *new_handle(int fd) {
     if (!s) return NULL;
     s->fd = fd, s->process = getpid();
     s->slot = s->private_view = s->private_buffer = NONE;
-    s->rank = -1;
+    s->rank = s->journal = -1;
     for (size_t i = 0; i < sizeof s->hints / sizeof *s->hints; i++) s->hints[i] = NONE;
     return s;
 }
@@ -162,6 +163,7 @@ static void destroy(pyps_store *s) {
     handles_remove(s);
     if (s->base) munmap(s->base, s->layout.bytes);
     if (s->fd >= 0) close(s->fd);
+    journal_close(s);
     free(s->chunks), free(s->streamed), free(s->sources), free(s->reference), free(s);
 }
 

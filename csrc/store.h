@@ -88,6 +88,8 @@ struct pyps_store {
     uint64_t snapshot, snapshot_version;
     bool snapshot_active;
 
+    int journal; /* file of its events; -1: none */
+
     pyps_store *next; /* list of open handles, for fork */
 };
 
@@ -132,6 +134,11 @@ void view_unpin(pyps_store *s);
  * passed, then takes out the dead, does what is due and, once `since` lies a round timeout back, fences the
  * late. PYPS_ETIMEDOUT at the deadline. */
 int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline);
+
+/* journal.c */
+void journal_event(pyps_store *s, const struct event *e, const struct outcome *o, enum verdict verdict,
+                   const struct view *v);
+void journal_close(pyps_store *s);
 
 /* buffers.c */
 float *buffer_floats(const pyps_store *s, uint32_t buffer, uint32_t vector); /* 0: parameters, 1..: states */

@@ -107,6 +107,7 @@ struct rank {
     uint32_t reserved;
     uint64_t pushed_at, interval;        /* its last push, and from the one before, nanoseconds */
     double step_seconds, sample_seconds; /* from claim to gradient, and that a sample: moving averages */
+    double lateness;                     /* saps: staleness for each sample of a claim, a moving average */
 };
 
 enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };

@@ -79,10 +79,14 @@ int view_commit(pyps_store *s, const struct event *e, struct outcome *out, enum 
         struct view *next = view_at(s, s->private_view);
         if ((rc = copy_pinned(s, next, &word))) return rc;
         *verdict = view_step(next, e, out);
-        if (*verdict != STEP_COMMIT) return out->code;
+        if (*verdict != STEP_COMMIT) {
+            journal_event(s, e, out, *verdict, next);
+            return out->code;
+        }
         FAILPOINT("view.decided");
         if (!cas_seq(&s->header->view, word, word_make(next->sequence, s->private_view))) continue;
         FAILPOINT("view.committed");
+        journal_event(s, e, out, *verdict, next);
         view_published(s);
         if (load32_seq(&s->header->view_waiters)) word_wake_all(futex_word(s));
         return out->code;

@@ -54,6 +54,7 @@ OUR_VARIABLES = (
     "ROUND_TIMEOUT",
     "CODEC",
     "PIPELINE",
+    "JOURNAL",
     "THROTTLE",
 )
 
@@ -96,6 +97,7 @@ class Job:
     snapshot_every: int
     balancer: Balancer | None = None
     pipeline: bool = False
+    journal: Path | None = None
 
     def environment(self, place: Place) -> dict[str, str]:
         """A worker's environment: this process's, and what pyps.settings reads."""
@@ -111,6 +113,7 @@ class Job:
             "PYPS_SEED": str(self.seed),
             "PYPS_CODEC": self.codec.name.lower() if self.codec is not None else FROM_PLAN,
             "PYPS_PIPELINE": str(int(self.pipeline)),
+            "PYPS_JOURNAL": str(self.journal or ""),
             "PYPS_ROUND_TIMEOUT": repr(self.policy.round_timeout_seconds),
             "PYTHONUNBUFFERED": "1",
         }
@@ -293,6 +296,8 @@ class Crew:
             store = open_store(self.job.store)
         except (SegmentNotFound, NotReady):
             return None
+        if self.job.journal is not None:
+            store.journal(self.job.journal)
         with contextlib.suppress(StoreFull):  # every place is a worker's: looking works without joining
             store.join(role="observer")
         return store

@@ -6,6 +6,7 @@
     PYPS_SAMPLES        sample positions in all          PYPS_RUN_DIR         where step records go
     PYPS_CODEC          how gradients travel: f32, int8 ...; plan: with its bits, each way
     PYPS_PIPELINE       1: transfers run beside the next step
+    PYPS_JOURNAL        file of every decision, for pyps.simulate.replay; may be empty
     PYPS_KEYS           where PYPS_STORE is an address (pyps.remote): this client's key file
     PYPS_THROTTLE       {"factor": F} or {"fit": {...}}, to emulate a slower device; may be empty
 
@@ -63,6 +64,7 @@ class Settings:
     max_batch: int = 0  # the most samples at once that the plan allows; 0: no limit
     pull_codec: Codec = Codec.F32  # how parameters travel
     pipeline: bool = False
+    journal: Path | None = None
 
     def planned_batches(self) -> tuple[int, ...]:
         """The batch of each rank. Raises InputError where nobody told."""
@@ -151,6 +153,7 @@ def read_settings(
         max_batch=(planned.max_batch or 0) if planned else 0,
         pull_codec=pull,
         pipeline=piped,
+        journal=Path(path) if (path := env.get("PYPS_JOURNAL")) else None,
     )
 
 

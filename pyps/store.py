@@ -428,6 +428,12 @@ class Store:
         """What each rank has done, in rank order."""
         return self._call(native.get_ranks, self.layout.ranks)
 
+    def journal(self, path: str | os.PathLike[str] | None) -> None:
+        """From now on append every decision taken through this handle to a file, which all of a run's share;
+        None: no longer. `pyps.simulate.replay` decides them again. Before `join`, or that event is missing.
+        """
+        self._call(native.journal, None if path is None else os.fspath(path))
+
     def replan(self, batches: Sequence[int]) -> None:
         """Change the planned batch of every rank, from the next claims on."""
         self._call(native.replan, batches)

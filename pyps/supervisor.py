@@ -47,6 +47,7 @@ def run(
     seed: int = 0,
     codec: Codec | str = Codec.F32,
     pipeline: bool = False,
+    journal: bool = False,
     run_dir: str | os.PathLike[str] | None = None,
     throttle_from: str | os.PathLike[str] | None = None,
     even: bool = False,
@@ -62,8 +63,9 @@ def run(
 
     samples: sample positions in all; 0: until the script ends by itself. run_dir: a folder without a run in
     it; None: pyps-runs/<time>-<pid>. codec: how gradients travel, with error feedback; "plan": gradients and
-    parameters with the plan's bits. pipeline: transfers run beside the next step. throttle_from: "plan" or a
-    cluster file, to emulate its devices (see pyps.lineup). even: equal batches instead of the plan's, for
+    parameters with the plan's bits. pipeline: transfers run beside the next step. journal: every decision
+    goes to run_dir/journal, for pyps.simulate.replay. throttle_from: "plan" or a cluster file, to emulate its
+    devices (see pyps.lineup). even: equal batches instead of the plan's, for
     comparison. max_restarts: of each rank, after it has joined; a worker that dies before ends the run.
     snapshot_every: versions between snapshots, 0: none. connect: the address of a store that is served
     elsewhere (see pyps.remote); None: on this machine. ranks: those to start here, of the plan's workers with
@@ -83,6 +85,8 @@ def run(
     places = _some(places, ranks, rebalance)
     if pipeline:
         check_pipeline(rules)
+    if journal and connect is not None:
+        raise InputError("run", "journal", f"on, with a store at {connect}", "off: its server decides")
     how = None if codec == FROM_PLAN else as_codec(codec)
     for worker in chosen.workers if how is None else ():
         if worker.batch:
@@ -99,6 +103,7 @@ def run(
         seed=seed,
         codec=how,
         pipeline=pipeline,
+        journal=folder.absolute() / "journal" if journal else None,
         run_dir=folder,
         max_restarts=max_restarts,
         snapshot_every=snapshot_every,

@@ -356,6 +356,19 @@ class RankCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class Replay:
+    """What came of deciding a journal's events again: how many changed the view, how many decisions there
+    were in all, how many came out otherwise, and how many are not on file; the first difference, in words.
+    """
+
+    events: int
+    decisions: int
+    differences: int
+    lost: int
+    first: str
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """The store's counters; `sequence` counts every event, `opened` is True once every rank has joined."""
 

@@ -142,6 +142,8 @@ class Worker:
         self._store = store = open_or_create(self.settings, attachment, timeout)
         atexit.register(_close_if_alive, weakref.ref(self))
         check_same(store, attachment)
+        if self.settings.journal is not None:
+            store.journal(self.settings.journal)
         store.join(self.rank)
         # In a pipeline the carrier encodes, beside the next step; and whether a gradient is admitted, so that
         # what is left of it counts, is known too late for an encoder here.

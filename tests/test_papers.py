@@ -16,7 +16,7 @@ def quick(part: str, out: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(("part", "entrants"), [("boa", 4 * 2), ("r2sp", 4 * 2), ("saps", 11 * 4)])
+@pytest.mark.parametrize(("part", "entrants"), [("boa", 4 * 2), ("r2sp", 4 * 2), ("saps", 11 * 5)])
 def test_races(part: str, entrants: int, tmp_path: Path) -> None:
     text = quick(part, tmp_path)
     tables = text.count("\n|--")
@@ -43,5 +43,5 @@ def test_a_straggler(tmp_path: Path, shm: Path) -> None:
 def test_processes(tmp_path: Path, shm: Path) -> None:
     """The simulator makes the same versions of the same gradients, the core decides the same."""
     rows = [line.split("|") for line in quick("real", tmp_path).splitlines() if line.startswith("| `bsp`")]
-    assert [(row[7].strip(), row[8].strip()) for row in rows] == [("100%", "0")]
+    assert [(row[7].strip(), row[8].split()[0]) for row in rows] == [("100%", "0")]
     assert not list(shm.iterdir())

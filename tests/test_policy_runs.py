@@ -1,5 +1,5 @@
 """Every policy in real processes: the run ends, every sample is trained once, whoever dies or stands
-still.
+still; and the run's decisions, made again in its order, come out the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pyps.formats import write_json
 from pyps.metrics import read_run
 from pyps.policy import Policy, policy_named
 from pyps.report import Report
+from pyps.simulate import replay
 from pyps.supervisor import run
 
 PYPS = str(Path(sys.executable).parent / "pyps")
@@ -48,6 +49,7 @@ else:
             break
         except (SegmentNotFound, NotReady):
             time.sleep(0.01)
+store.journal(os.environ["PYPS_JOURNAL"])
 store.join(rank)
 step = 0
 flat = np.zeros(store.layout.flat_elements, np.float32)
@@ -111,7 +113,11 @@ def loop(tmp_path: Path, policy: str, within: str = "pass", template: str = LOOP
     text = template.format(batches=list(BATCHES), within=within.strip())
     path = script(tmp_path, text=text)
     rules = policy_named(policy, ROUND_TIMEOUT)
-    return run(tmp_path / "plan.json", path, rules, samples=SAMPLES, run_dir=tmp_path / "run")
+    report = run(tmp_path / "plan.json", path, rules, samples=SAMPLES, run_dir=tmp_path / "run", journal=True)
+    again = replay(tmp_path / "run" / "journal")
+    assert (again.differences, again.lost, again.first) == (0, 0, "")
+    assert again.decisions >= again.events >= SAMPLES // max(BATCHES)
+    return report
 
 
 @pytest.mark.parametrize("name", Policy.known)

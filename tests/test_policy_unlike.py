@@ -61,7 +61,7 @@ def test_a_rejected_worker_gets_what_it_could_have_done_in_time() -> None:
             drive.start(1)
             drive.push(1)
         drive.push(0)
-    assert counts == [8, 2, 2, 2, 2, 2], "8 * 3 // 9, and with staleness 2 above half the bound it stays"
+    assert counts == [8, 2, 2, 2, 2, 2], "0.8 of a bound of 3, at a staleness of 1 for each sample"
 
 
 def test_saps_with_a_bound_of_its_own_hears_a_worker_that_can_never_be_in_time() -> None:

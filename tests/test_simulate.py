@@ -94,8 +94,8 @@ def test_r2sp_cycles_with_the_slowest_and_one_transfer_at_a_time() -> None:
     assert bsp.peak_transfers == 4
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("count", range(2, 9))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_r2sp_keeps_even_gaps_under_jitter(count: int, seed: int) -> None:
     many = tuple(SimWorker(f"w{k}", 8, lambda b: 0.05 * b, Jitter(spread=0.1)) for k in range(count))
     result = simulate(Scenario(many), "r2sp", iterations=150, seed=seed, slices=True)

@@ -53,6 +53,9 @@ def run_command(
         str,
         typer.Option(help="How gradients travel: f32, bf16, f16, int8, int4, nf4; plan: its bits, each way."),
     ] = "f32",
+    journal: Annotated[
+        bool, typer.Option("--journal", help="Keep every decision, for pyps.simulate.replay.")
+    ] = False,
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="Transfers run beside the next step, not between two.")
     ] = False,
@@ -90,6 +93,7 @@ def run_command(
             args=args or (),
             seed=seed,
             codec=codec,
+            journal=journal,
             pipeline=pipeline,
             run_dir=run_dir,
             throttle_from=throttle_from,

@@ -6,6 +6,7 @@ rules (one thread at a time, one process) are kept by pyps.Store, which holds it
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import fields
@@ -32,6 +33,7 @@ from pyps.values import (
     Push,
     PushResult,
     RankCounters,
+    Replay,
     Role,
     Rounding,
     Rules,
@@ -369,6 +371,18 @@ def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
 
 def replan(store: Pointer, batches: Sequence[int]) -> None:
     check("replan", lib.pyps_replan(store, u32_array("replan", "batches", batches), len(batches)))
+
+
+def journal(store: Pointer, path: str | None) -> None:
+    check("journal", lib.pyps_journal(store, ffi.NULL if path is None else os.fsencode(path)))
+
+
+def replay(path: str) -> Replay:
+    """Every decision of a journal once more."""
+    c = ffi.new("pyps_replay_result *")
+    check("replay", lib.pyps_replay(os.fsencode(path), c))
+    first = ffi.string(c.first).decode()
+    return Replay(c.events, c.decisions, c.differences, c.lost, first)
 
 
 def wait(store: Pointer, sequence: int, timeout: float) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
 from pyps import native
-from pyps.errors import StoreError
+from pyps.errors import InvalidArgument, StoreError
 from pyps.remote.calls import Calls
 from pyps.remote.client import Traffic
 from pyps.store import Store
@@ -35,6 +36,10 @@ class RemoteStore(Store):
     def traffic(self) -> Traffic:
         """What went over the link so far."""
         return self._calls.client.traffic
+
+    def journal(self, path: str | os.PathLike[str] | None) -> None:
+        """Raises InvalidArgument: the decisions are taken where the server is."""
+        raise InvalidArgument("journal", f"{path}: the store is elsewhere, and so is its journal")
 
     @property
     def _calls(self) -> Calls:
