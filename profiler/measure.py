@@ -2,7 +2,7 @@
 
 First every size is climbed to once, in ascending order: that weighs the memory and finds the limit. Then the
 middle size runs until its steps agree with one another: caches, allocator and clocks have settled. Then the
-sizes are timed in rounds, each round in another fixed order, with one untimed step before each timed one: a
+sizes are timed in rounds, each round in another fixed order, with a step that does not count before each: a
 machine that drifts or is interrupted disturbs all sizes alike instead of bending the curve. Rounds go on
 until every size's median is known well enough, or there have been too many. All seconds are kept; the fit
 uses each size's median.
@@ -173,7 +173,7 @@ def time_in_rounds(
         wanted = [b for b in order if number < repeats or median_error(seconds[b]) > MEDIAN_ERROR]
         for batch in wanted:
             data = stepper.prepare(batch)
-            stepper.step(data)  # caches, allocator and clock settle on this size again
+            stepper.timed_step(data, batch)  # caches, allocator, clock and throttle settle on this size again
             seconds[batch].append(stepper.timed_step(data, batch))
             del data
             done += 1
