@@ -166,7 +166,6 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
     for (;;) {
         enum verdict verdict;
         uint32_t seen = view_sequence_word(s);
-        e->now = now_nanoseconds();
         int rc = complete_version(s, e);
         if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
         out->wait_nanoseconds = e->now - since;

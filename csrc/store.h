@@ -116,7 +116,8 @@ int allocate(pyps_store *s, uint64_t offset, uint64_t bytes); /* backs a hole wi
 
 /* view_store.c: a copy of the present view for reading, and the commit of an event */
 int view_copy(pyps_store *s, struct view *out);
-int view_commit(pyps_store *s, const struct event *e, struct outcome *out, enum verdict *verdict);
+/* Decides on the present view at the present time, which it writes into `e`, until its CAS is not lost. */
+int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict);
 struct view *view_allocate(const pyps_store *s);
 uint32_t view_sequence_word(const pyps_store *s);
 void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds);

@@ -180,7 +180,8 @@ static enum verdict tick(struct view *v, const struct event *e) {
     if (e->waited < v->round_timeout) return verdict;
     for (uint32_t slot = 0; slot < v->participants; slot++) {
         struct member *m = view_member(v, slot);
-        if (e->now - held_up_since(v, slot, e->now) < v->round_timeout) continue;
+        uint64_t since = held_up_since(v, slot, e->now);
+        if (since > e->now || e->now - since < v->round_timeout) continue;
         samples_forsake(v, slot);
         clock_leaves(v, m);
         m->state = PYPS_FENCED;

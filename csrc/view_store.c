@@ -19,7 +19,7 @@ struct view *view_allocate(const pyps_store *s) {
 }
 
 struct event event_of(const pyps_store *s, enum event_kind kind) {
-    return (struct event){.kind = kind, .slot = s->slot, .id = s->id, .now = now_nanoseconds()};
+    return (struct event){.kind = kind, .slot = s->slot, .id = s->id};
 }
 
 const struct view *view_pin(pyps_store *s, uint64_t *word_out) {
@@ -71,13 +71,14 @@ void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds) {
     add32_seq(&s->header->view_waiters, -1u);
 }
 
-int view_commit(pyps_store *s, const struct event *e, struct outcome *out, enum verdict *verdict) {
+int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict) {
     for (;;) {
         uint64_t word;
         int rc = view_claim(s);
         if (rc) return rc;
         struct view *next = view_at(s, s->private_view);
         if ((rc = copy_pinned(s, next, &word))) return rc;
+        e->now = now_nanoseconds(); /* after every time in that view */
         *verdict = view_step(next, e, out);
         if (*verdict != STEP_COMMIT) {
             journal_event(s, e, out, *verdict, next);
@@ -131,7 +132,6 @@ int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struc
         enum verdict verdict;
         uint32_t seen =
             view_sequence_word(s); /* before deciding, so that no change in between is slept through */
-        e->now = now_nanoseconds();
         int rc = view_commit(s, e, out, &verdict);
         *waited = now_nanoseconds() - since;
         if (rc || verdict != STEP_WAIT) return rc;

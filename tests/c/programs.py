@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1",
 }
 FUZZED = ("attach", "decode")
-PROTOCOL = ("late-reader", "late-reader-meets-saver", "observer-steps")
+PROTOCOL = ("late-reader", "late-reader-meets-saver", "observer-steps", "late-decision")
 
 
 class Change(NamedTuple):

@@ -129,6 +129,45 @@ static void late_reader_meets_saver(pyps_store *worker) {
     must(pyps_close(a), "close"), must(pyps_close(b), "close");
 }
 
+static void *run_tick(void *argument) {
+    self = argument;
+    struct event tick = event_of(self->store, EVENT_TICK);
+    struct outcome out;
+    enum verdict verdict;
+    tick.waited = self->store->geometry.round_timeout_nanoseconds;
+    self->rc = view_commit(self->store, &tick, &out, &verdict);
+    return NULL;
+}
+
+static void *run_pull(void *argument) {
+    self = argument;
+    self->rc = pyps_pull(self->store, self->flat, &self->version);
+    return NULL;
+}
+
+/* Somebody claims samples while a waiter, with the view before that in hand, is about to fence the late; and
+ * while somebody else's event is decided, whose CAS is lost: neither takes that view for one of the past. */
+static void late_decision(pyps_store *worker) {
+    static struct stalled waiter, puller;
+    pyps_store *a = joined(PYPS_OBSERVER), *b;
+    struct view *before = view_allocate(worker), *after = view_allocate(worker);
+    pyps_claim claim;
+    stall(&waiter, a, run_tick, "view.hazard");
+    must(pyps_start(worker, 1, &claim), "start");
+    let_go(&waiter);
+    must(waiter.rc, "tick");
+    push(worker); /* who has only just begun is not late */
+    stall(&puller, worker, run_pull, "view.decided");
+    b = joined(PYPS_OBSERVER);
+    must(view_copy(b, before), "view");
+    let_go(&puller);
+    must(puller.rc, "pull"), must(view_copy(b, after), "view");
+    CHECK(after->event_kind == EVENT_PULL && after->now >= before->now, "time went back by %llu ns",
+          (unsigned long long)(before->now - after->now));
+    free(before), free(after);
+    must(pyps_close(a), "close"), must(pyps_close(b), "close");
+}
+
 /* Only workers step: an observer has no rank and no staging. */
 static void observer_steps(pyps_store *worker) {
     pyps_store *s = joined(PYPS_OBSERVER);
@@ -150,6 +189,7 @@ static const struct {
     {"late-reader", late_reader},
     {"late-reader-meets-saver", late_reader_meets_saver},
     {"observer-steps", observer_steps},
+    {"late-decision", late_decision},
 };
 
 static void run(size_t test) {
