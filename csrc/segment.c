@@ -344,8 +344,12 @@ int pyps_unlink(const char *name, int force) {
     struct stat status;
     int rc = open_file(name, &fd, &status);
     if (rc) return rc;
+    FAILPOINT("unlink.opened");
     rc = force ? PYPS_OK : byte_lock(fd, F_WRLCK, ATTACHED_BYTE);
     if (rc == PYPS_EBUSY) fail(rc, "%s: a live process has it open", name);
+    /* Removed between open and lock? Then the name is another segment's by now, or nobody's. */
+    if (!rc && !force && (fstat(fd, &status) || status.st_nlink == 0))
+        rc = fail(PYPS_ENOENT, "%s: was removed", name);
     path_of(name, path, sizeof path);
     if (!rc && unlink(path))
         rc = fail(errno == ENOENT ? PYPS_ENOENT : PYPS_ESYS, "%s: %s", path, strerror(errno));

@@ -168,6 +168,32 @@ static void late_decision(pyps_store *worker) {
     must(pyps_close(a), "close"), must(pyps_close(b), "close");
 }
 
+static void *run_unlink(void *argument) {
+    self = argument;
+    self->rc = pyps_unlink("passing", 0);
+    return NULL;
+}
+
+/* One who tidies up has opened a segment; another one removes it, and a new run takes the name: it keeps it.
+ */
+static void late_remover(pyps_store *worker) {
+    static struct stalled remover;
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    uint32_t batches[] = {1};
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    pyps_store *s, *opened;
+    (void)worker;
+    must(pyps_create("passing", &config, &s), "create"), must(pyps_close(s), "close");
+    stall(&remover, NULL, run_unlink, "unlink.opened");
+    must(pyps_unlink("passing", 0), "unlink");
+    must(pyps_create("passing", &config, &s), "create again");
+    let_go(&remover);
+    CHECK(remover.rc == PYPS_ENOENT, "the late remover: found %s", pyps_error_name(remover.rc));
+    must(pyps_open("passing", &opened), "the new run's segment");
+    must(pyps_close(opened), "close"), must(pyps_close(s), "close");
+    must(pyps_unlink("passing", 0), "unlink");
+}
+
 /* Only workers step: an observer has no rank and no staging. */
 static void observer_steps(pyps_store *worker) {
     pyps_store *s = joined(PYPS_OBSERVER);
@@ -186,10 +212,9 @@ static const struct {
     const char *name;
     void (*body)(pyps_store *worker);
 } tests[] = {
-    {"late-reader", late_reader},
-    {"late-reader-meets-saver", late_reader_meets_saver},
-    {"observer-steps", observer_steps},
-    {"late-decision", late_decision},
+    {"late-reader", late_reader},       {"late-reader-meets-saver", late_reader_meets_saver},
+    {"observer-steps", observer_steps}, {"late-decision", late_decision},
+    {"late-remover", late_remover},
 };
 
 static void run(size_t test) {
