@@ -5,6 +5,7 @@
  * if that reclaimer dies the lock is free again. A reclaimer that is stopped keeps only a dead one's slot,
  * which nobody waits for.
  */
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +18,7 @@
 
 #define READER_GRACE_NANOSECONDS UINT64_C(20000000) /* how long helpers are given to finish reading */
 #define READER_SLICE_NANOSECONDS UINT64_C(100000)
+#define UNKNOWN_START            UINT64_MAX
 
 int store_usable(pyps_store *s, bool joined) {
     if (!s) return fail(PYPS_EINVAL, "store: found NULL");
@@ -41,23 +43,27 @@ static uint64_t pid_namespace(void) {
     return stat("/proc/self/ns/pid", &status) ? 0 : (uint64_t)status.st_ino;
 }
 
-/* Start time of a process in ticks since boot; 0 if it is gone or a zombie. */
+/* Start time of a process in ticks since boot; 0: it is gone, or a zombie. UNKNOWN_START: it could not be
+ * asked, say for want of a descriptor, which tells nothing about it. */
 static uint64_t start_time(uint64_t pid) {
     char path[64], line[1024];
     snprintf(path, sizeof path, "/proc/%llu/stat", (unsigned long long)pid);
-    FILE *file = fopen(path, "re");
-    if (!file) return 0;
-    size_t length = fread(line, 1, sizeof line - 1, file);
-    fclose(file);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t length = fd < 0 ? -1 : read(fd, line, sizeof line - 1);
+    int error = errno;
+    if (fd >= 0) close(fd);
+    if (length < 0) return error == ENOENT || error == ESRCH ? 0 : UNKNOWN_START;
     line[length] = 0;
     char *after = strrchr(line, ')'); /* the name before it may hold anything */
     char state = 0;
+    unsigned long threads = 0;
     unsigned long long started = 0;
     if (!after ||
-        sscanf(after + 1, " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu",
-               &state, &started) != 2)
-        return 0;
-    return state == 'Z' || state == 'X' ? 0 : started;
+        sscanf(after + 1, " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %lu %*s %llu",
+               &state, &threads, &started) != 3)
+        return UNKNOWN_START;
+    /* A first thread that has ended shows as a zombie while others of its process live. */
+    return (state == 'Z' && threads < 2) || state == 'X' ? 0 : started;
 }
 
 bool slot_is_dead(pyps_store *s, uint32_t slot) {
@@ -65,7 +71,8 @@ bool slot_is_dead(pyps_store *s, uint32_t slot) {
     if (slot == s->slot || !load_acquire(&other->id)) return false;
     if (!byte_locked(s->fd, slot)) return true;
     if (load_acquire(&other->pid_namespace) != pid_namespace()) return false;
-    return start_time(load_acquire(&other->process)) != load_acquire(&other->start_time);
+    uint64_t found = start_time(load_acquire(&other->process)), signed_at = load_acquire(&other->start_time);
+    return found != signed_at && found != UNKNOWN_START && signed_at != UNKNOWN_START;
 }
 
 static int commit_leave(pyps_store *s, uint32_t slot, uint64_t id, uint32_t state, bool *changed) {
@@ -287,7 +294,7 @@ int pyps_rejoin(pyps_store *s) {
     struct outcome out;
     enum verdict verdict;
     if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
-    for (uint32_t area = 0; area < s->geometry.areas; area++) s->area_staged[area] = s->gathered >> area & 1;
+    areas_forget(s);
     return PYPS_OK;
 }
 

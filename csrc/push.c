@@ -35,6 +35,14 @@ int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
     return PYPS_OK;
 }
 
+/* A push that timed out in a round is waited for no longer; what it admitted stays there until that closes.
+ */
+void areas_forget(pyps_store *s) {
+    if (s->in_round) s->gathered |= 1u << s->round_area;
+    s->in_round = false;
+    for (uint32_t area = 0; area < s->geometry.areas; area++) s->area_staged[area] = s->gathered >> area & 1;
+}
+
 /* Areas whose round has closed meanwhile, although nobody waited for that, are ordinary ones again. */
 static int forget_gathered(pyps_store *s) {
     uint64_t word;
@@ -94,6 +102,9 @@ static int check_args(const pyps_store *s, const pyps_push_args *a) {
         return fail(PYPS_EINVAL, "push: size: found %u; expected %zu", a->size, sizeof *a);
     if (a->area >= s->geometry.areas || !s->area_staged[a->area])
         return fail(PYPS_EINVAL, "push: area: found %u; expected one that pyps_stage handed out", a->area);
+    if (s->in_round && a->area != s->round_area)
+        return fail(PYPS_EINVAL, "push: area: found %u; expected %u, whose round an earlier push waited for",
+                    a->area, s->round_area);
     if (!isfinite(a->scale))
         return fail(PYPS_EINVAL, "push: scale: found %g; expected a finite number", (double)a->scale);
     if (!a->hyper)
@@ -217,7 +228,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     FAILPOINT("push.admitted");
     out->staleness = outcome.staleness;
     if (s->policy->awaits) {
-        s->in_round = true, s->round = outcome.round;
+        s->in_round = true, s->round = outcome.round, s->round_area = args->area;
         return await_round(s, args->area, deadline, out);
     }
     if (s->policy->stages) return gathered(s, args, &outcome, out);
@@ -237,8 +248,7 @@ int pyps_check(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {
     e.done = done, e.next = next;
     if ((rc = view_commit(s, &e, &outcome, &verdict))) return rc;
     *advice_out = outcome.advice;
-    for (uint32_t area = 0; outcome.advice == PYPS_ABORT && area < s->geometry.areas; area++)
-        if (!(s->gathered >> area & 1)) s->area_staged[area] = false;
+    if (outcome.advice == PYPS_ABORT) areas_forget(s);
     return PYPS_OK;
 }
 

@@ -77,7 +77,8 @@ struct pyps_store {
     float *stream_to;   /* during an exchange: the caller's copy of the parameters */
     uint64_t *streamed; /* [chunks] the ticket with which a chunk went there */
     uint64_t stream_ticket;
-    bool in_round; /* a gradient is staged into `round` and its outcome not yet returned */
+    bool in_round; /* round_area is staged into `round`, whose outcome a push has not returned yet */
+    uint32_t round_area;
     uint64_t round, pulled;
     uint64_t claimed_at; /* nanoseconds: when the claim under way was told */
     uint64_t complete;   /* every chunk has been seen at this version or later */
@@ -152,6 +153,9 @@ void view_published(pyps_store *s);
 /* Pins the buffer of a chunk's present word; PYPS_ECORRUPT if its index is impossible. */
 int chunk_pin(pyps_store *s, uint32_t chunk, uint64_t *word_out);
 void chunk_unpin(pyps_store *s);
+
+/* push.c */
+void areas_forget(pyps_store *s); /* of a step that is given up: all but what waits in a round */
 
 /* pull.c */
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);

@@ -36,7 +36,8 @@ ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1",
 }
 FUZZED = ("attach", "decode")
-PROTOCOL = ("late-reader", "late-reader-meets-saver", "observer-steps", "late-decision")
+PROTOCOL = ("late-reader", "late-reader-meets-saver", "observer-steps", "late-decision", "late-remover")
+EDGES = ("out-of-descriptors", "first-thread-ends", "area-in-round", "retry-in-round", "check-in-round")
 
 
 class Change(NamedTuple):
@@ -133,6 +134,7 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
         ("torture", policy, optimizer, str(faults), "1")
         for policy, optimizer in (("asp", "adamw"), ("bsp", "momentum"))
     ]
+    commands += [("edges", name) for name in EDGES]
     fuzz = [(f"fuzz_{of}", str(corpus(of)), "1", str(100 * faults)) for of in FUZZED]
     return [("kernels",), *commands, *fuzz, *torture]
 
