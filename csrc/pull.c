@@ -99,7 +99,7 @@ static int copy_saved(pyps_store *s, uint32_t chunk, const struct target *to) {
     store_seq(&s->slots[s->slot].chunk_hazard, buffer + UINT64_C(1));
     int rc = view_load_snapshot(s);
     if (!rc && (!s->snapshot_active || s->snapshot != to->snapshot))
-        rc = fail(PYPS_ESTALE, "snapshot at version %llu: cancelled, pushes were out of spare buffers",
+        rc = fail(PYPS_ESTALE, "snapshot at version %llu: cancelled, it held up pushes or another snapshot",
                   (unsigned long long)to->version);
     if (!rc) copy_chunk(s, chunk, buffer, to);
     chunk_unpin(s);

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI 3
+#define PYPS_ABI 4
 #define PYPS_API __attribute__((visibility("default")))
 
 /* cffi: begin */
@@ -38,7 +38,7 @@ enum {
     PYPS_EFULL = -9,    /* no free participant slot, rank or buffer */
     PYPS_ETIMEDOUT = -10,
     PYPS_EFENCED = -11,   /* this participant was too late and is out; rejoin */
-    PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes could go on */
+    PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes, or another one, could go on */
     PYPS_EREJECTED = -13, /* the policy refused the push; the parameters are unchanged */
     PYPS_EFORKED = -14,   /* the handle belongs to another process */
     PYPS_ENOTREADY = -15, /* the segment is still being created */
@@ -300,7 +300,8 @@ PYPS_API int pyps_check(pyps_store *store, uint32_t done, uint32_t next, int *ad
 PYPS_API int pyps_offer(pyps_store *store, uint32_t most);
 
 /* A strict snapshot: parameters, state vectors and step counts of one version, while pushes go on. state is
- * [states] pointers or NULL; steps is [chunks] or NULL. */
+ * [states] pointers or NULL; steps is [chunks] or NULL. One at a time: the next one waits, and cancels one
+ * that has lasted for the round timeout. */
 PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, uint64_t *steps,
                            double timeout_seconds, uint64_t *version_out);
 

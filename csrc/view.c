@@ -191,10 +191,13 @@ static enum verdict tick(struct view *v, const struct event *e) {
     return verdict;
 }
 
+/* One at a time. One that has lasted for the round timeout, as its reader may be stopped, ends for the next.
+ */
 static enum verdict snapshot_begin(struct view *v, const struct event *e, struct outcome *out) {
-    if (v->snapshot_active) return STEP_WAIT;
+    out->at = v->snapshot_since + v->round_timeout;
+    if (v->snapshot_active && e->now < out->at) return STEP_WAIT;
     v->snapshot++, v->snapshot_active = 1;
-    v->snapshot_version = v->version, v->snapshot_slot = e->slot;
+    v->snapshot_version = v->version, v->snapshot_slot = e->slot, v->snapshot_since = e->now;
     out->snapshot = v->snapshot, out->version = v->version;
     return STEP_COMMIT;
 }

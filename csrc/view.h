@@ -169,6 +169,7 @@ struct view {
     uint64_t round_ticket;  /* of the last closed round; 0: all skipped */
     uint32_t round_sources, round_samples;
     uint64_t snapshot, snapshot_version;
+    uint64_t snapshot_since; /* when it began */
     uint32_t snapshot_slot, snapshot_active;
     union {
         uint64_t scratch[PYPS_WORDS]; /* the policy's own words */

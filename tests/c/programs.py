@@ -36,7 +36,10 @@ ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1",
 }
 FUZZED = ("attach", "decode")
-PROTOCOL = ("late-reader", "late-reader-meets-saver", "observer-steps", "late-decision", "late-remover")
+PROTOCOL = (
+    "late-reader", "late-reader-meets-saver", "stopped-reader", "observer-steps",
+    "late-decision", "late-remover",
+)  # fmt: skip
 EDGES = ("out-of-descriptors", "first-thread-ends", "area-in-round", "retry-in-round", "check-in-round")
 
 

@@ -46,12 +46,12 @@ static void *run_push(void *argument) {
     return NULL;
 }
 
-/* Returns when `s` stands at the failpoint. */
+/* Returns when `s` stands at the failpoint; NULL: it goes on. */
 static void stall(struct stalled *s, pyps_store *store, void *(*body)(void *), const char *point) {
     *s = (struct stalled){.store = store, .point = point};
     sem_init(&s->arrived, 0, 0), sem_init(&s->go, 0, 0);
     CHECK(!pthread_create(&s->thread, NULL, body, s), "no thread");
-    sem_wait(&s->arrived);
+    if (point) sem_wait(&s->arrived);
 }
 
 static void let_go(struct stalled *s) {
@@ -126,6 +126,21 @@ static void late_reader_meets_saver(pyps_store *worker) {
     for (int i = 0; i < 8; i++) push(worker);
     let_go(&second);
     check_snapshot(&second, "the second", 1);
+    must(pyps_close(a), "close"), must(pyps_close(b), "close");
+}
+
+/* A reader that stands still for longer than the round timeout is in nobody's way, however few the pushes. */
+static void stopped_reader(pyps_store *worker) {
+    static struct stalled first, second;
+    pyps_store *a = joined(PYPS_OBSERVER), *b = joined(PYPS_OBSERVER);
+    push(worker);
+    stall(&first, a, run_snapshot, "snapshot.begun");
+    push(worker);
+    stall(&second, b, run_snapshot, NULL);
+    pthread_join(second.thread, NULL);
+    check_snapshot(&second, "the second", 2);
+    let_go(&first);
+    CHECK(first.rc == PYPS_ESTALE, "the first: found %s", pyps_error_name(first.rc));
     must(pyps_close(a), "close"), must(pyps_close(b), "close");
 }
 
@@ -211,10 +226,11 @@ static void observer_steps(pyps_store *worker) {
 static const struct {
     const char *name;
     void (*body)(pyps_store *worker);
+    double round_timeout; /* seconds */
 } tests[] = {
-    {"late-reader", late_reader},       {"late-reader-meets-saver", late_reader_meets_saver},
-    {"observer-steps", observer_steps}, {"late-decision", late_decision},
-    {"late-remover", late_remover},
+    {"late-reader", late_reader, 60},        {"late-reader-meets-saver", late_reader_meets_saver, 60},
+    {"stopped-reader", stopped_reader, 0.2}, {"observer-steps", observer_steps, 60},
+    {"late-decision", late_decision, 60},    {"late-remover", late_remover, 60},
 };
 
 static void run(size_t test) {
@@ -222,6 +238,7 @@ static void run(size_t test) {
     uint32_t batches[] = {1};
     pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
     pyps_store *s;
+    config.round_timeout_seconds = tests[test].round_timeout;
     must(pyps_create("protocol", &config, &s), "create");
     must(pyps_join(s, PYPS_WORKER, 0, NULL), "join");
     tests[test].body(s);
