@@ -399,7 +399,7 @@ typedef struct {
     uint64_t custom;                  /* pyps_rules.custom */
     uint64_t now;                     /* nanoseconds */
     uint64_t version, staleness;      /* versions since this worker's pull */
-    uint64_t clock, slowest, fastest; /* its steps, and those of the others */
+    uint64_t clock, slowest, fastest; /* its steps before this one, and those of the others */
     uint32_t rank, workers;           /* active */
     uint32_t samples, batch;          /* held or pushed; planned */
 } pyps_sight;

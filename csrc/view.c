@@ -132,7 +132,7 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     if (!m->claim_count) {
         if (!samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
         if (policy->allots || !samples_left(v)) return STEP_WAIT;
-        if (policy->on_start && policy->on_start(v, e->slot, out) == START_WAIT)
+        if (policy->on_start && policy->on_start(v, e, out) == START_WAIT)
             return out->code ? STEP_REFUSED : STEP_WAIT;
         samples_take(v, e->slot, e->now);
         verdict = STEP_COMMIT;
@@ -155,7 +155,7 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
     bool changed = !m->ahead;
     m->ahead = 1;
     if (m->claim_count && !m->next_count && samples_left(v)) {
-        if (!policy->on_start || policy->on_start(v, e->slot, out) != START_WAIT)
+        if (!policy->on_start || policy->on_start(v, e, out) != START_WAIT)
             samples_take_next(v, e->slot), changed = true;
         if (out->code) return STEP_REFUSED;
     }
@@ -170,8 +170,8 @@ static uint64_t held_up_since(const struct view *v, uint32_t slot, uint64_t now)
     const struct member *m = view_member(v, slot);
     const struct policy *policy = policy_find(v->policy);
     if (m->state != PYPS_ACTIVE || m->rank < 0) return now;
-    if (m->claim_count) return m->claim_since;
-    return policy->holds_up && policy->holds_up(v, slot) ? m->seen : now;
+    if (policy->holds_up ? !policy->holds_up(v, slot, now) : !m->claim_count) return now;
+    return m->claim_count ? m->claim_since : m->seen;
 }
 
 /* Live members that have kept others waiting for longer than the round timeout are out until they rejoin. */
@@ -230,11 +230,14 @@ static enum verdict offer(struct view *v, const struct event *e) {
     return STEP_COMMIT;
 }
 
-/* Events that only the slot's present, unfenced member may cause. */
-static bool needs_member(enum event_kind kind) {
+/* Events that only the slot's present, unfenced member may cause, and those of a worker's. */
+static bool needs_rank(enum event_kind kind) {
     return kind == EVENT_START || kind == EVENT_START_AHEAD || kind == EVENT_PULL || kind == EVENT_PUSH ||
-           kind == EVENT_REJOIN || kind == EVENT_CHECK || kind == EVENT_OFFER || kind == EVENT_GATE ||
-           kind == EVENT_SNAPSHOT_BEGIN;
+           kind == EVENT_CHECK || kind == EVENT_OFFER || kind == EVENT_GATE;
+}
+
+static bool needs_member(enum event_kind kind) {
+    return needs_rank(kind) || kind == EVENT_REJOIN || kind == EVENT_SNAPSHOT_BEGIN;
 }
 
 static int member_code(const struct view *v, const struct event *e) {
@@ -242,6 +245,8 @@ static int member_code(const struct view *v, const struct event *e) {
     if (m->id != e->id || m->state == PYPS_LEFT || m->state == PYPS_DEAD)
         return fail(PYPS_EFENCED, "this participant was taken for dead at view %llu; join again",
                     (unsigned long long)v->sequence);
+    if (m->state == PYPS_EMPTY || (m->rank < 0 && needs_rank(e->kind)))
+        return fail(PYPS_EINVAL, "slot %u: no worker is in it", e->slot);
     if (m->state == PYPS_FENCED && e->kind != EVENT_REJOIN)
         return fail(PYPS_EFENCED, "rank %d was later than the round timeout and is fenced; rejoin", m->rank);
     return PYPS_OK;

@@ -209,6 +209,8 @@ enum verdict check_step(struct view *view, const struct event *event, struct out
 void clock_enters(struct view *view, struct member *member);
 void clock_leaves(struct view *view, struct member *member);
 void clock_advances(struct view *view, struct member *member);
+bool clock_alone(const struct view *view,
+                 const struct member *member); /* the slowest: its step moves the floor */
 
 /* False if an index in a view that came from shared memory is out of range. */
 bool view_valid(const struct view *view, const struct view *expected);
