@@ -24,8 +24,10 @@ struct stalled {
 };
 
 static _Thread_local struct stalled *self;
+static unsigned awaited; /* predecessors by the main thread, with patience */
 
 void pyps_failpoint(const char *name) {
+    if (!self) awaited += !strcmp(name, "apply.awaits");
     if (!self || !self->point || strcmp(self->point, name)) return;
     self->point = NULL;
     sem_post(&self->arrived);
@@ -209,6 +211,28 @@ static void late_remover(pyps_store *worker) {
     must(pyps_unlink("passing", 0), "unlink");
 }
 
+/* A stopped pusher's work is done for it, chunk after chunk, and is waited for once. */
+static void stopped_pusher(pyps_store *worker) {
+    static struct stalled pusher;
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {100 * FLAT}};
+    uint32_t batches[] = {1, 1};
+    pyps_config config = small_config(&tensor, batches, 2, PYPS_ASP);
+    pyps_push_result result;
+    pyps_store *a, *b;
+    (void)worker;
+    must(pyps_create("passing", &config, &a), "create"), must(pyps_open("passing", &b), "open");
+    must(pyps_join(a, PYPS_WORKER, 0, NULL), "join"), must(pyps_join(b, PYPS_WORKER, 1, NULL), "join");
+    stall(&pusher, a, run_push, "push.admitted");
+    awaited = 0;
+    must(push_value(b, 1, PYPS_F32, &result), "push");
+    CHECK(result.version == 2 && awaited == 1, "version %llu after %u waits",
+          (unsigned long long)result.version, awaited);
+    let_go(&pusher);
+    must(pusher.rc, "push");
+    must(pyps_close(b), "close"), must(pyps_close(a), "close");
+    must(pyps_unlink("passing", 0), "unlink");
+}
+
 /* Only workers step: an observer has no rank and no staging. */
 static void observer_steps(pyps_store *worker) {
     pyps_store *s = joined(PYPS_OBSERVER);
@@ -231,6 +255,7 @@ static const struct {
     {"late-reader", late_reader, 60},        {"late-reader-meets-saver", late_reader_meets_saver, 60},
     {"stopped-reader", stopped_reader, 0.2}, {"observer-steps", observer_steps, 60},
     {"late-decision", late_decision, 60},    {"late-remover", late_remover, 60},
+    {"stopped-pusher", stopped_pusher, 60},
 };
 
 static void run(size_t test) {
