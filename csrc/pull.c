@@ -138,9 +138,7 @@ int pyps_snapshot(pyps_store *s, float *flat, float *const *state, uint64_t *ste
     struct outcome outcome, ignored;
     enum verdict verdict;
     uint64_t waited;
-    double seconds =
-        timeout_seconds < 0 ? (double)s->geometry.round_timeout_nanoseconds * 1e-9 : timeout_seconds;
-    if ((rc = view_commit_waiting(s, &begin, deadline_after(seconds), &outcome, &waited))) return rc;
+    if ((rc = view_commit_waiting(s, &begin, deadline_of(s, timeout_seconds), &outcome, &waited))) return rc;
     FAILPOINT("snapshot.begun");
     s->ticket.number = 0; /* our cached view is older than our snapshot */
     struct target to = {flat, state, steps, outcome.snapshot, outcome.version};

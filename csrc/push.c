@@ -4,7 +4,7 @@
 
 #include "store.h"
 
-static uint64_t deadline_of(const pyps_store *s, double timeout_seconds) {
+uint64_t deadline_of(const pyps_store *s, double timeout_seconds) {
     return timeout_seconds < 0 ? deadline_after((double)s->geometry.round_timeout_nanoseconds * 2e-9)
                                : deadline_after(timeout_seconds);
 }
@@ -181,7 +181,6 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
         if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
         out->wait_nanoseconds = e->now - since;
         if (verdict != STEP_WAIT) return PYPS_OK;
-        if (s->policy->stages) continue; /* the version has moved on */
         if ((rc = wait_for_others(s, seen, since, outcome->at, deadline))) return rc;
     }
 }

@@ -7,8 +7,9 @@
  * Conventions. Functions return PYPS_OK (0) or a negative PYPS_E* code; pyps_error_message() then tells the
  * calling thread what was found and what would be right. A handle belongs to one thread at a time and to the
  * process that opened it: after fork() the child's copy refuses with PYPS_EFORKED. Times are in seconds; a
- * negative timeout means "the store's round_timeout_seconds". Structs that callers fill begin with `size`:
- * set it to sizeof, so that later versions can grow them. Pointers are the caller's unless said otherwise.
+ * negative timeout means twice the store's round_timeout_seconds: by then whoever is late has been fenced.
+ * Structs that callers fill begin with `size`: set it to sizeof, so that later versions can grow them.
+ * Pointers are the caller's unless said otherwise.
  */
 #ifndef PYPS_H
 #define PYPS_H
@@ -310,7 +311,8 @@ PYPS_API int pyps_get_status(pyps_store *store, pyps_status *out);
 PYPS_API int pyps_get_members(pyps_store *store, pyps_member *out, uint32_t capacity, uint32_t *count_out);
 PYPS_API int pyps_get_ranks(pyps_store *store, pyps_rank *out, uint32_t capacity);
 PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t count);
-PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds); /* until a later view */
+/* Until a view later than `sequence`; a negative timeout means an hour. */
+PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds);
 
 PYPS_API int pyps_get_rules(pyps_store *store, pyps_rules *out);
 

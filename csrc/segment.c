@@ -287,11 +287,11 @@ static int check_header(const struct header *h, uint64_t size, struct layout *la
     if (h->bytes != size)
         return fail(PYPS_ECORRUPT, "bytes: the file has %llu; its header says %llu", (unsigned long long)size,
                     (unsigned long long)h->bytes);
-    if (layout_compute(&h->geometry, layout) || layout->bytes != size)
+    int rc = layout_compute(&h->geometry, layout);
+    if (rc == PYPS_EPOLICY) return rc;
+    if (rc || layout->bytes != size)
         return fail(PYPS_ECORRUPT, "geometry: does not give a file of %llu bytes", (unsigned long long)size);
-    return policy_find(h->geometry.policy)
-               ? PYPS_OK
-               : fail(PYPS_EPOLICY, "policy: found %u; unknown here", h->geometry.policy);
+    return PYPS_OK;
 }
 
 static int attach(pyps_store *s, uint64_t size) {

@@ -155,7 +155,9 @@ int chunk_pin(pyps_store *s, uint32_t chunk, uint64_t *word_out);
 void chunk_unpin(pyps_store *s);
 
 /* push.c */
-void areas_forget(pyps_store *s); /* of a step that is given up: all but what waits in a round */
+uint64_t deadline_of(const pyps_store *s,
+                     double timeout_seconds); /* of a caller's timeout, as pyps.h has it */
+void areas_forget(pyps_store *s);             /* of a step that is given up: all but what waits in a round */
 
 /* pull.c */
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);

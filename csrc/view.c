@@ -333,15 +333,18 @@ bool view_valid(const struct view *v, const struct view *expected) {
     for (uint32_t i = 0; i < v->participants; i++) {
         const struct member *m = &members[i];
         if (m->rank < -1 || m->rank >= (int32_t)v->ranks) return false;
-        if ((m->claim_count || m->next_count || m->staged || m->role == PYPS_WORKER) && m->rank < 0 && m->id)
-            return false;
+        bool works = m->role == PYPS_WORKER && m->state != PYPS_EMPTY;
+        if (m->rank < 0 && (works || m->claim_count || m->next_count || m->staged)) return false;
     }
     for (uint32_t i = 0; i < v->round_sources; i++)
         if (!source_valid(v, &view_sources(v)[i])) return false;
     for (uint32_t i = 0; i < v->staged; i++)
         if (!source_valid(v, &view_pending(v)[i])) return false;
-    for (uint32_t r = 0; r < v->ranks; r++)
-        if (ranks[r].slot_plus_1 > v->participants || ranks[r].residual > 2 * v->participants) return false;
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        uint32_t slot_plus_1 = ranks[r].slot_plus_1;
+        if (slot_plus_1 > v->participants || ranks[r].residual > 2 * v->participants) return false;
+        if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;
+    }
     for (uint32_t t = 0; t < v->tickets; t++)
         if (tickets[t].slot >= v->participants || tickets[t].area >= v->areas) return false;
     return true;

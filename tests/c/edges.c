@@ -3,6 +3,7 @@
  * Usage: edges NAME. Each case makes its own store, of one chunk unless it says otherwise; a push of 1 adds
  * -1 to all parameters.
  */
+#include <math.h>
 #include <pthread.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -14,7 +15,14 @@
 #define FLAT       1024
 #define RANKS      3
 
-void pyps_failpoint(const char *name) { (void)name; }
+static const char *armed; /* the failpoint at which `meddle` is called, once */
+static void (*meddle)(void);
+
+void pyps_failpoint(const char *name) {
+    if (!armed || strcmp(name, armed)) return;
+    armed = NULL;
+    meddle();
+}
 
 static pyps_store *created(uint32_t ranks, uint32_t policy, double round_timeout) {
     static const uint32_t batches[RANKS] = {4, 4, 4};
@@ -205,13 +213,131 @@ static void check_in_round(void) {
     must(pyps_close(third), "close"), must(pyps_close(second), "close"), must(pyps_close(s), "close");
 }
 
+static int allow(const pyps_sight *sight, uint64_t *words) { return (void)sight, (void)words, 1; }
+
+static int admit(const pyps_sight *sight, uint64_t *words, float *scale) {
+    return (void)sight, (void)words, (void)scale, 1;
+}
+
+/* A process that has not set the policy is told that, and not that the segment is damaged. */
+static void unknown_policy(void) {
+    int told[2], status;
+    char byte;
+    CHECK(!pipe(told), "no pipe");
+    pid_t pid = fork();
+    if (!pid) {
+        pyps_store *s;
+        CHECK(read(told[0], &byte, 1) == 1, "not told");
+        expect(pyps_open("edges", &s), PYPS_EPOLICY, "open");
+        exit(0);
+    }
+    must(pyps_set_custom(&(pyps_custom){.start = allow, .push = admit}), "set");
+    pyps_store *s = created(1, PYPS_CUSTOM, 60);
+    CHECK(write(told[1], "", 1) == 1 && waitpid(pid, &status, 0) == pid && !status,
+          "the other process failed");
+    must(pyps_close(s), "close");
+}
+
+static struct view *present(const pyps_store *s) {
+    uint64_t at = s->layout.views + word_buffer(load_seq(&s->header->view)) * s->layout.view_stride;
+    return (struct view *)(void *)(s->base + at);
+}
+
+/* Damaged views: somebody's rank is not his, or he has none. */
+static void damaged_ranks(void) {
+    pyps_store *s = created(2, PYPS_BSP, 60);
+    pyps_claim claim;
+    must(pyps_join(s, PYPS_WORKER, 0, NULL), "join");
+    struct view *v = present(s);
+    struct member *own = view_member(v, s->slot), *stranger = view_member(v, 7);
+    stranger->state = PYPS_ACTIVE, view_rank(v, 1)->slot_plus_1 = 8, v->opened = 1;
+    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of one who has none");
+    stranger->rank = 0;
+    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of one who has another");
+    stranger->rank = -1, view_rank(v, 1)->slot_plus_1 = 0;
+    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a worker without a rank");
+    stranger->state = PYPS_EMPTY, v->opened = 0;
+    expect(pyps_start(s, 0, &claim), PYPS_ETIMEDOUT, "nothing wrong");
+    own->rank = -1, own->role = PYPS_OBSERVER, view_rank(v, 0)->slot_plus_1 = 0;
+    expect(pyps_start(s, 1, &claim), PYPS_EINVAL, "a step of an observer's");
+    must(pyps_close(s), "close");
+}
+
+/* A round that is full, of whatever, has no place for one more gradient; who waits for one has a deadline. */
+static void full_round(void) {
+    pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
+    pyps_push_result result;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    present(s)->staged = present(s)->participants;
+    expect(push_value_by(s, 1, PYPS_F32, 0.05, &result), PYPS_ETIMEDOUT, "push");
+    present(s)->staged = 0;
+    must(pyps_close(other), "close"), must(pyps_close(s), "close");
+}
+
+static struct view *changing;
+static void grow_round(void) { changing->round_sources = 1000000; }
+
+/* What is read again after it was looked at is looked at again. */
+static void changing_round(void) {
+    pyps_store *s = created(1, PYPS_BSP, 60);
+    pyps_push_result result;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    must(push_value(s, 1, PYPS_F32, &result), "push");
+    s->ticket.number = 0;
+    changing = present(s), armed = "ticket.checked", meddle = grow_round;
+    expect(view_load_ticket(s, 1), PYPS_ECORRUPT, "a round of a million");
+    changing->round_sources = 1;
+    must(view_load_ticket(s, 1), "the same once more");
+    CHECK(s->source_count == 1 && s->sources[0].slot == s->slot, "found another round");
+    must(pyps_close(s), "close");
+}
+
+/* Whether waiting until that time slept at all. */
+static bool sleeps_until(pyps_store *s, uint64_t at) {
+    struct rusage before, after;
+    uint64_t now = now_nanoseconds();
+    getrusage(RUSAGE_THREAD, &before);
+    must(wait_for_others(s, view_sequence_word(s), now, at, UINT64_MAX), "wait");
+    getrusage(RUSAGE_THREAD, &after);
+    return after.ru_nvcsw != before.ru_nvcsw;
+}
+
+/* A time that came while somebody decided to wait for it is not slept through. */
+static void passed_time(void) {
+    pyps_store *s = created(1, PYPS_ASP, 60);
+    unsigned slept = 0;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    for (int i = 0; i < 5; i++)
+        slept += sleeps_until(s, now_nanoseconds()); /* it may sleep for another reason */
+    CHECK(slept < 5, "slept each time");
+    must(pyps_close(s), "close");
+}
+
+/* Times that are none. */
+static void odd_timeouts(void) {
+    pyps_store *s = created(2, PYPS_ASP, 60);
+    pyps_claim claim;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    expect(pyps_start(s, NAN, &claim), PYPS_ETIMEDOUT, "start within NaN seconds");
+    CHECK(deadline_after(INFINITY) == UINT64_MAX, "an infinite deadline passes");
+    must(pyps_close(s), "close");
+}
+
 static const struct {
     const char *name;
     void (*body)(void);
 } tests[] = {
-    {"out-of-descriptors", out_of_descriptors}, {"first-thread-ends", first_thread_ends},
-    {"area-in-round", area_in_round},           {"retry-in-round", retry_in_round},
+    {"out-of-descriptors", out_of_descriptors},
+    {"first-thread-ends", first_thread_ends},
+    {"area-in-round", area_in_round},
+    {"retry-in-round", retry_in_round},
     {"check-in-round", check_in_round},
+    {"unknown-policy", unknown_policy},
+    {"damaged-ranks", damaged_ranks},
+    {"full-round", full_round},
+    {"changing-round", changing_round},
+    {"passed-time", passed_time},
+    {"odd-timeouts", odd_timeouts},
 };
 
 int main(int argc, char **argv) {

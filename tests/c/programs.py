@@ -38,9 +38,12 @@ ENVIRONMENT = {
 FUZZED = ("attach", "decode")
 PROTOCOL = (
     "late-reader", "late-reader-meets-saver", "stopped-reader", "observer-steps",
-    "late-decision", "late-remover",
+    "late-decision", "late-remover", "stopped-pusher",
 )  # fmt: skip
-EDGES = ("out-of-descriptors", "first-thread-ends", "area-in-round", "retry-in-round", "check-in-round")
+EDGES = (
+    "out-of-descriptors", "first-thread-ends", "area-in-round", "retry-in-round", "check-in-round",
+    "unknown-policy", "damaged-ranks", "full-round", "changing-round", "passed-time", "odd-timeouts",
+)  # fmt: skip
 
 
 class Change(NamedTuple):
