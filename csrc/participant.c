@@ -160,8 +160,9 @@ static bool holds_residual(const pyps_store *s, const struct view *v) {
     return false;
 }
 
-/* PYPS_EBUSY: this slot's staging is still needed, or a residual in it; take another one. */
-static int take_over(pyps_store *s, bool spare_residuals) {
+/* PYPS_EBUSY: this slot's staging is still needed, or a residual in it; take another one. A guest, who only
+ * looks, needs no staging, and completes no pushes: it brings no spares to do so with. */
+static int take_over(pyps_store *s, bool guest, bool spare_residuals) {
     uint64_t id = load_acquire(&s->slots[s->slot].id), version, word;
     bool changed;
     clear_slot(s, s->slot);
@@ -169,6 +170,7 @@ static int take_over(pyps_store *s, bool spare_residuals) {
     if (rc) return rc;
     sign(s);
     FAILPOINT("join.signed");
+    if (guest) return PYPS_OK;
     if ((rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
@@ -227,7 +229,7 @@ static void vacate(pyps_store *s) {
 
 /* One look at every slot: the empty ones, then the dead ones', and only then those with another's residual.
  * PYPS_EBUSY: one has staging that is needed. */
-static int try_slots(pyps_store *s) {
+static int try_slots(pyps_store *s, bool guest) {
     uint32_t count = s->geometry.max_participants;
     int result = PYPS_EFULL;
     for (uint32_t i = 0; i < 3 * count; i++) {
@@ -235,7 +237,7 @@ static int try_slots(pyps_store *s) {
         if ((i < count && load_acquire(&s->slots[slot].id)) || lock_slot(s, slot)) continue;
         forget(s);
         s->slot = slot;
-        int rc = take_over(s, i < 2 * count);
+        int rc = take_over(s, guest, i < 2 * count);
         if (!rc) return PYPS_OK;
         vacate(s);
         if (rc != PYPS_EBUSY) return rc;
@@ -245,12 +247,12 @@ static int try_slots(pyps_store *s) {
 }
 
 /* Locks and clears a slot that nobody is in; PYPS_EFULL if there is none. */
-static int find_slot(pyps_store *s) {
+static int find_slot(pyps_store *s, bool guest) {
     uint64_t deadline = now_nanoseconds() + READER_GRACE_NANOSECONDS;
-    int rc = try_slots(s);
+    int rc = try_slots(s, guest);
     while (rc == PYPS_EBUSY && now_nanoseconds() < deadline) {
         word_wait(&s->header->progress, load32_acquire(&s->header->progress), READER_SLICE_NANOSECONDS);
-        rc = try_slots(s);
+        rc = try_slots(s, guest);
     }
     if (rc != PYPS_EFULL && rc != PYPS_EBUSY) return rc;
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
@@ -259,7 +261,7 @@ static int find_slot(pyps_store *s) {
 int guest_enter(pyps_store *s, bool *guest) {
     int rc = store_usable(s, false);
     *guest = !rc && s->slot == NONE;
-    return *guest ? find_slot(s) : rc;
+    return *guest ? find_slot(s, true) : rc;
 }
 
 void guest_leave(pyps_store *s, bool guest) {
@@ -272,7 +274,7 @@ int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
     if (s->slot != NONE) return fail(PYPS_EINVAL, "this handle has joined already");
     if (role != PYPS_WORKER && role != PYPS_OBSERVER)
         return fail(PYPS_EINVAL, "role: found %d; expected 0 or 1", role);
-    if ((rc = find_slot(s))) return rc;
+    if ((rc = find_slot(s, false))) return rc;
     if ((rc = enter(s, role, rank))) vacate(s);
     else if (rank_out) *rank_out = s->rank;
     return rc;

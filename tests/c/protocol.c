@@ -6,6 +6,8 @@
  */
 #include <pthread.h>
 #include <semaphore.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "common.h"
@@ -233,6 +235,50 @@ static void stopped_pusher(pyps_store *worker) {
     must(pyps_unlink("passing", 0), "unlink");
 }
 
+static void *run_open(void *argument) {
+    self = argument;
+    self->rc = pyps_open("passing", &self->store);
+    return NULL;
+}
+
+/* A child that is forked while another thread opens a segment has no part in it, nor in its locks. */
+static void fork_while_opening(pyps_store *worker) {
+    static struct stalled opener;
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    uint32_t batches[] = {1};
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    pyps_store *s;
+    int ready[2];
+    char byte;
+    (void)worker;
+    must(pyps_create("passing", &config, &s), "create"), must(pyps_close(s), "close");
+    stall(&opener, NULL, run_open, "open.begun");
+    CHECK(!pipe(ready), "no pipe");
+    pid_t child = fork();
+    while (!child) CHECK(write(ready[1], "", 1) == 1 && pause(), "nobody to tell");
+    CHECK(read(ready[0], &byte, 1) == 1, "no child");
+    let_go(&opener);
+    must(opener.rc, "open"), must(pyps_close(opener.store), "close");
+    int rc = pyps_unlink("passing", 0);
+    kill(child, SIGKILL), waitpid(child, NULL, 0);
+    must(rc, "the child has it open: unlink");
+}
+
+/* Who only looks does nobody's work: it has brought no buffers for that. */
+static void guest_looks(pyps_store *worker) {
+    static struct stalled pusher;
+    pyps_status status;
+    pyps_store *guest;
+    must(pyps_open("protocol", &guest), "open");
+    stall(&pusher, worker, run_push, "push.admitted");
+    must(pyps_get_status(guest, &status), "status");
+    uint64_t applied = word_version(load_acquire(&guest->words[0]));
+    CHECK(status.version == 1 && !applied, "version %llu, of which the guest applied %llu",
+          (unsigned long long)status.version, (unsigned long long)applied);
+    let_go(&pusher);
+    must(pusher.rc, "push"), must(pyps_close(guest), "close");
+}
+
 /* Only workers step: an observer has no rank and no staging. */
 static void observer_steps(pyps_store *worker) {
     pyps_store *s = joined(PYPS_OBSERVER);
@@ -255,7 +301,8 @@ static const struct {
     {"late-reader", late_reader, 60},        {"late-reader-meets-saver", late_reader_meets_saver, 60},
     {"stopped-reader", stopped_reader, 0.2}, {"observer-steps", observer_steps, 60},
     {"late-decision", late_decision, 60},    {"late-remover", late_remover, 60},
-    {"stopped-pusher", stopped_pusher, 60},
+    {"stopped-pusher", stopped_pusher, 60},  {"fork-while-opening", fork_while_opening, 60},
+    {"guest-looks", guest_looks, 60},
 };
 
 static void run(size_t test) {
