@@ -1,4 +1,18 @@
-/* push.c: a worker's step: start, stage, push; alone (a ticket of its own) or into a round. */
+/* push.c: a worker's step: start, stage, push; alone (a ticket of its own) or into a round.
+ *
+ * An area is free when nobody has it (area_staged), every chunk holds the ticket that it went into last
+ * (complete >= area_ticket), and no helper reads it (ticket_is_read). The marks, and who sets them:
+ *
+ *   in the handle  area_staged   set by stage; cleared by the end of its push, by areas_forget
+ *                  in_round      a push waits for a round with round_area; until finish_round, areas_forget
+ *                  gathered      it waits in a round without its owner (softsync; a push that was given up),
+ *                                until forget_gathered sees that the view no longer says so
+ *                  area_ticket   its last ticket: by push, finish_round, forget_gathered; at a join the
+ * view's complete      by chunks_follow, and never goes back in the view    staged        it waits in the
+ * open round: by view_round.c's stage, until close_round area_ticket   the last ticket, for whoever comes
+ * next in this slot: by admit, close_round ticket        the member's last, which finish_round asks for: by
+ * the same
+ */
 #include <math.h>
 #include <string.h>
 

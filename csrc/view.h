@@ -3,6 +3,18 @@
  * The view is one small block of plain memory, published by one CAS (view_store.c). An event takes a private
  * copy from view to view'; it reads nothing but the copy and the event, time included, so that the sequence
  * of views can be replayed, and a simulator runs the same functions in place. A lost CAS decides again.
+ *
+ * Times are nanoseconds of one clock that does not go back, the machine's or a simulator's:
+ *
+ *   event now      when it is decided: a store asks the clock after it has read the view, and again after a
+ *                  lost CAS, so that no time in the view is later
+ *   event waited   how long who ticks has been waiting; nobody is fenced before that is the round timeout
+ *   view now       that of the last event
+ *   view due       from then on a tick has something to do, though nothing else happens
+ *   outcome at     who was told to wait should ask again then, though nothing happens
+ *   claim_since    when a member's claim came under way, and seen, its last event that changed the view: one
+ *                  of the two is since when it holds others up
+ *   ring           since: when the turn began, or its push came; opens: before then no push
  */
 #ifndef PYPS_VIEW_H
 #define PYPS_VIEW_H

@@ -63,7 +63,7 @@ static void make_good(struct good *g) {
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {1500}};
     uint32_t batches[] = {2, 2, 2};
     pyps_config config = small_config(&tensor, batches, g->ranks, g->policy);
-    config.max_participants = 3, config.snapshot_spares = 1, config.samples = 100;
+    config.max_participants = g->ranks + 2, config.snapshot_spares = 1, config.samples = 100;
     config.areas = g->ranks == 1 ? 1 : 2;
     config.round_timeout_seconds = SECONDS;
     pyps_store *stores[3];
