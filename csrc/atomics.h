@@ -9,9 +9,8 @@
  *
  * In the total order either R1 is before W2, and W2 sees the hazard, or W2 is before R1, hence W1 is before
  * R2, and the reader sees that the word has moved and lets go: a word never comes back. The word is a chunk's
- * for a chunk's buffer and the view's for a view's. For the staging of a ticket it is the words of all
- * chunks, which have moved when each is at that ticket; the reader looks again at the one that it applies it
- * to.
+ * for a chunk's buffer and the view's for a view's. For the staging of a ticket it is every chunk's, moved
+ * when all hold that ticket; the reader reads again that of the chunk it is at.
  *
  * There are no fences: every order belongs to an access, which thread sanitizers and readers both follow.
  */

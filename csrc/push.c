@@ -3,15 +3,15 @@
  * An area is free when nobody has it (area_staged), every chunk holds the ticket that it went into last
  * (complete >= area_ticket), and no helper reads it (ticket_is_read). The marks, and who sets them:
  *
- *   in the handle  area_staged   set by stage; cleared by the end of its push, by areas_forget
- *                  in_round      a push waits for a round with round_area; until finish_round, areas_forget
- *                  gathered      it waits in a round without its owner (softsync; a push that was given up),
- *                                until forget_gathered sees that the view no longer says so
- *                  area_ticket   its last ticket: by push, finish_round, forget_gathered; at a join the
- * view's complete      by chunks_follow, and never goes back in the view    staged        it waits in the
- * open round: by view_round.c's stage, until close_round area_ticket   the last ticket, for whoever comes
- * next in this slot: by admit, close_round ticket        the member's last, which finish_round asks for: by
- * the same
+ *   handle  area_staged   set by stage; cleared by the end of its push, and by areas_forget
+ *           in_round      a push waits for a round with round_area; until finish_round or areas_forget
+ *           gathered      it waits in a round without its owner (softsync, or a push that was given up),
+ *                         until forget_gathered finds that the view no longer says so
+ *           area_ticket   its last ticket: by push, finish_round, forget_gathered; at a join the view's
+ *           complete      by chunks_follow; never goes back
+ *   view    staged        it waits in the open round: by stage (view_round.c), until close_round
+ *           area_ticket   its last ticket, for whoever is in this slot next: by admit, close_round
+ *           ticket        its owner's last, which finish_round asks for: by the same two
  */
 #include <math.h>
 #include <string.h>

@@ -55,6 +55,7 @@ Pointer = NewType("Pointer", object)
 def check(what: str, rc: int) -> None:
     """Raise the exception that belongs to a C return code, with the C core's message. 0 passes."""
     if rc == 0:
+        raised.clear()
         return
     message = ffi.string(lib.pyps_error_message()).decode(errors="replace")
     code = ffi.string(lib.pyps_error_name(rc)).decode()
