@@ -245,8 +245,7 @@ static int member_code(const struct view *v, const struct event *e) {
     if (m->id != e->id || m->state == PYPS_LEFT || m->state == PYPS_DEAD)
         return fail(PYPS_EFENCED, "this participant was taken for dead at view %llu; join again",
                     (unsigned long long)v->sequence);
-    if (m->state == PYPS_EMPTY || (m->rank < 0 && needs_rank(e->kind)))
-        return fail(PYPS_EINVAL, "slot %u: no worker is in it", e->slot);
+    if (m->rank < 0 && needs_rank(e->kind)) return fail(PYPS_EINVAL, "slot %u: no worker is in it", e->slot);
     if (m->state == PYPS_FENCED && e->kind != EVENT_REJOIN)
         return fail(PYPS_EFENCED, "rank %d was later than the round timeout and is fenced; rejoin", m->rank);
     return PYPS_OK;

@@ -440,7 +440,7 @@ class Store:
         self._call(native.replan, batches)
 
     def wait(self, sequence: int, timeout: float | None = None) -> None:
-        """Sleep until the view is later than `sequence` (see `status`); None: for an hour. Raises TimedOut."""
+        """Sleep until the view is later than `sequence` (see `status`); None: an hour. Raises TimedOut."""
         self._call(native.wait, sequence, _seconds(timeout))
 
     def _snapshot_into(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float | None) -> int:

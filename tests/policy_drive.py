@@ -34,21 +34,16 @@ POLICIES: list[Policy] = [
 orders = st.lists(st.integers(0, 3), min_size=30, max_size=250)
 
 
-def core_of(policy: Policy, batches: list[int], samples: int = 0) -> Core:
-    """A core that nobody has joined."""
-    config = Config(
-        (), (), tuple(batches), 1, Optimizer.SGD, policy.number, policy.round_timeout_seconds,
-        samples, 0, 0, 0, 2, policy.rules(),
-    )  # fmt: skip
-    return Core(config)
-
-
 class Drive:
     """Workers that take their steps in whatever order they are called, and what came of it."""
 
     def __init__(self, policy: Policy, batches: list[int], samples: int = 0) -> None:
         self.policy, self.n = policy, len(batches)
-        self.core = core_of(policy, batches, samples)
+        config = Config(
+            (), (), tuple(batches), 1, Optimizer.SGD, policy.number, policy.round_timeout_seconds,
+            samples, 0, 0, 0, 2, policy.rules(),
+        )  # fmt: skip
+        self.core = Core(config)
         self.now = SECOND
         self.version = self.round = 0
         self.pulled = [0] * self.n

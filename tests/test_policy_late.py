@@ -1,4 +1,4 @@
-"""Whom a tick fences, and whom it leaves in peace; and what the core refuses."""
+"""Whom a tick fences and whom it leaves in peace, and how far claims ahead reach."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass
 
 import pytest
-from policy_drive import COMMITTED, POLICIES, SECOND, Drive, core_of
+from policy_drive import COMMITTED, SECOND, Drive
 
-from pyps.errors import Fenced, InvalidArgument
-from pyps.policy import DSSP, R2SP, SSP, Custom, Policy, acquaint
+from pyps.errors import Fenced
+from pyps.policy import DSSP, R2SP, SSP, Custom, acquaint
 from pyps.values import Moment, Sight
 
 SLICE = SECOND // 20  # how often a waiter looks for something to do
@@ -111,15 +111,3 @@ def test_one_alone_may_always_work_ahead() -> None:
     drive = Drive(SSP(bound=0), [4])
     assert drive.start(0)
     assert drive.core.step(Moment.START_AHEAD, 0, drive.now).count == 4
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize(
-    "moment",
-    [Moment.START, Moment.START_AHEAD, Moment.PULL, Moment.PUSH, Moment.CHECK, Moment.OFFER, Moment.GATE],
-)
-def test_a_slot_that_nobody_joined_takes_no_steps(policy: Policy, moment: Moment) -> None:
-    core = core_of(policy, [4, 4])
-    core.step(Moment.JOIN, 0, SECOND, rank=0)
-    with pytest.raises(InvalidArgument, match="slot 1"):
-        core.step(moment, 1, SECOND, area=0, samples=1)
