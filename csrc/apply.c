@@ -158,24 +158,31 @@ int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version) {
     }
 }
 
-/* Somebody else is at this chunk's earlier tickets: give them a moment before doing their work. */
-static void await_predecessor(pyps_store *s, uint32_t chunk, uint64_t version) {
+/* Somebody else is at this chunk's earlier tickets: give them a moment before doing their work. False: they
+ * did not use it. */
+static bool await_predecessor(pyps_store *s, uint32_t chunk, uint64_t version) {
+    bool moved;
+    FAILPOINT("apply.awaits");
     add32_seq(&s->header->progress_waiters, 1);
     uint64_t deadline = now_nanoseconds() + STALL_NANOSECONDS;
     for (;;) {
         uint32_t seen = load32_seq(&s->header->progress);
         uint64_t now = now_nanoseconds();
-        if (word_version(load_seq(&s->words[chunk])) >= version || now >= deadline) break;
+        moved = word_version(load_seq(&s->words[chunk])) >= version;
+        if (moved || now >= deadline) break;
         word_wait(&s->header->progress, seen, deadline - now);
     }
     add32_seq(&s->header->progress_waiters, -1u);
+    return moved;
 }
 
 int chunks_follow(pyps_store *s, uint64_t version, uint64_t own) {
+    bool moving = true; /* whoever is before us goes on, as far as is known: a stall is waited for once */
     for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
         /* Only what others owe is waited for: up to version, or up to the ticket before our own. */
         uint64_t theirs = own == version ? version - 1 : version;
-        if (word_version(load_acquire(&s->words[chunk])) < theirs) await_predecessor(s, chunk, theirs);
+        bool there = word_version(load_acquire(&s->words[chunk])) >= theirs;
+        moving = there || (moving && await_predecessor(s, chunk, theirs));
         int rc = chunk_advance(s, chunk, version);
         if (rc) return rc;
     }

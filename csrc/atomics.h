@@ -3,13 +3,16 @@
  * Three strengths are enough. `relaxed` for hints and counters, `acquire`/`release` for handing plain memory
  * from one process to another, and `seq_cst` for the one pattern that needs a total order, the hazard:
  *
- *     reader                         writer that wants the buffer back
- *     (R1) hazard = buffer           (W1) word = other buffer
+ *     reader                         whoever wants the buffer back
+ *     (R1) hazard = buffer           (W1) see that the word names another buffer, whoever has moved it
  *     (R2) read word again           (W2) read every hazard
  *
- * In the total order either R1 is before W2, and the writer sees the hazard, or W2 is before R1, hence W1 is
- * before R2, and the reader sees that the word has moved and lets go. There are no fences: every order
- * belongs to an access, which thread sanitizers and readers both follow.
+ * In the total order either R1 is before W2, and W2 sees the hazard, or W2 is before R1, hence W1 is before
+ * R2, and the reader sees that the word has moved and lets go: a word never comes back. The word is a chunk's
+ * for a chunk's buffer and the view's for a view's. For the staging of a ticket it is every chunk's, moved
+ * when all hold that ticket; the reader reads again that of the chunk it is at.
+ *
+ * There are no fences: every order belongs to an access, which thread sanitizers and readers both follow.
  */
 #ifndef PYPS_ATOMICS_H
 #define PYPS_ATOMICS_H

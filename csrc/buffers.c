@@ -30,7 +30,7 @@ struct chunk_header *buffer_header(const pyps_store *s, uint32_t buffer) {
 static bool hazarded(const pyps_store *s, size_t field, uint64_t value) {
     for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
         const a64 *hazard = (const a64 *)(const void *)((const char *)&s->slots[slot] + field);
-        if (load_seq(hazard) == value) return true; /* W2 of atomics.h */
+        if (load_seq(hazard) == value) return true; /* W2 of atomics.h; W1 is the caller's */
     }
     return false;
 }
@@ -54,7 +54,7 @@ static bool try_claim(pyps_store *s, uint32_t buffer, uint32_t chunk) {
     if (owner_holder(owner) != HOLDER_NOBODY) return false;
     uint32_t last = owner_chunk(owner);
     if (last < s->geometry.chunks) {
-        if (word_buffer(load_seq(&s->words[last])) == buffer) return false;
+        if (word_buffer(load_seq(&s->words[last])) == buffer) return false; /* W1 */
         if (saved_alive(s, last, buffer)) return false;
     }
     if (hazarded(s, offsetof(struct slot, chunk_hazard), buffer + UINT64_C(1))) return false;
@@ -140,7 +140,7 @@ int view_claim(pyps_store *s) {
         uint32_t buffer = (s->view_scan + i) % s->layout.view_count;
         uint64_t owner = load_acquire(&s->view_owners[buffer]);
         if (owner_holder(owner) != HOLDER_NOBODY) continue;
-        if (word_buffer(load_seq(&s->header->view)) == buffer) continue;
+        if (word_buffer(load_seq(&s->header->view)) == buffer) continue; /* W1 */
         if (hazarded(s, offsetof(struct slot, view_hazard), buffer + UINT64_C(1))) continue;
         FAILPOINT("view.scanned");
         if (!cas_seq(&s->view_owners[buffer], owner,

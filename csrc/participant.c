@@ -5,6 +5,7 @@
  * if that reclaimer dies the lock is free again. A reclaimer that is stopped keeps only a dead one's slot,
  * which nobody waits for.
  */
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +18,7 @@
 
 #define READER_GRACE_NANOSECONDS UINT64_C(20000000) /* how long helpers are given to finish reading */
 #define READER_SLICE_NANOSECONDS UINT64_C(100000)
+#define UNKNOWN_START            UINT64_MAX
 
 int store_usable(pyps_store *s, bool joined) {
     if (!s) return fail(PYPS_EINVAL, "store: found NULL");
@@ -41,23 +43,27 @@ static uint64_t pid_namespace(void) {
     return stat("/proc/self/ns/pid", &status) ? 0 : (uint64_t)status.st_ino;
 }
 
-/* Start time of a process in ticks since boot; 0 if it is gone or a zombie. */
+/* Start time of a process in ticks since boot; 0: it is gone, or a zombie. UNKNOWN_START: it could not be
+ * asked, say for want of a descriptor, which tells nothing about it. */
 static uint64_t start_time(uint64_t pid) {
     char path[64], line[1024];
     snprintf(path, sizeof path, "/proc/%llu/stat", (unsigned long long)pid);
-    FILE *file = fopen(path, "re");
-    if (!file) return 0;
-    size_t length = fread(line, 1, sizeof line - 1, file);
-    fclose(file);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t length = fd < 0 ? -1 : read(fd, line, sizeof line - 1);
+    int error = errno;
+    if (fd >= 0) close(fd);
+    if (length < 0) return error == ENOENT || error == ESRCH ? 0 : UNKNOWN_START;
     line[length] = 0;
     char *after = strrchr(line, ')'); /* the name before it may hold anything */
     char state = 0;
+    unsigned long threads = 0;
     unsigned long long started = 0;
     if (!after ||
-        sscanf(after + 1, " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu",
-               &state, &started) != 2)
-        return 0;
-    return state == 'Z' || state == 'X' ? 0 : started;
+        sscanf(after + 1, " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %lu %*s %llu",
+               &state, &threads, &started) != 3)
+        return UNKNOWN_START;
+    /* A first thread that has ended shows as a zombie while others of its process live. */
+    return (state == 'Z' && threads < 2) || state == 'X' ? 0 : started;
 }
 
 bool slot_is_dead(pyps_store *s, uint32_t slot) {
@@ -65,7 +71,8 @@ bool slot_is_dead(pyps_store *s, uint32_t slot) {
     if (slot == s->slot || !load_acquire(&other->id)) return false;
     if (!byte_locked(s->fd, slot)) return true;
     if (load_acquire(&other->pid_namespace) != pid_namespace()) return false;
-    return start_time(load_acquire(&other->process)) != load_acquire(&other->start_time);
+    uint64_t found = start_time(load_acquire(&other->process)), signed_at = load_acquire(&other->start_time);
+    return found != signed_at && found != UNKNOWN_START && signed_at != UNKNOWN_START;
 }
 
 static int commit_leave(pyps_store *s, uint32_t slot, uint64_t id, uint32_t state, bool *changed) {
@@ -153,8 +160,9 @@ static bool holds_residual(const pyps_store *s, const struct view *v) {
     return false;
 }
 
-/* PYPS_EBUSY: this slot's staging is still needed, or a residual in it; take another one. */
-static int take_over(pyps_store *s, bool spare_residuals) {
+/* PYPS_EBUSY: this slot's staging is still needed, or a residual in it; take another one. A guest, who only
+ * looks, needs no staging, and completes no pushes: it brings no spares to do so with. */
+static int take_over(pyps_store *s, bool guest, bool spare_residuals) {
     uint64_t id = load_acquire(&s->slots[s->slot].id), version, word;
     bool changed;
     clear_slot(s, s->slot);
@@ -162,6 +170,7 @@ static int take_over(pyps_store *s, bool spare_residuals) {
     if (rc) return rc;
     sign(s);
     FAILPOINT("join.signed");
+    if (guest) return PYPS_OK;
     if ((rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
@@ -220,7 +229,7 @@ static void vacate(pyps_store *s) {
 
 /* One look at every slot: the empty ones, then the dead ones', and only then those with another's residual.
  * PYPS_EBUSY: one has staging that is needed. */
-static int try_slots(pyps_store *s) {
+static int try_slots(pyps_store *s, bool guest) {
     uint32_t count = s->geometry.max_participants;
     int result = PYPS_EFULL;
     for (uint32_t i = 0; i < 3 * count; i++) {
@@ -228,7 +237,7 @@ static int try_slots(pyps_store *s) {
         if ((i < count && load_acquire(&s->slots[slot].id)) || lock_slot(s, slot)) continue;
         forget(s);
         s->slot = slot;
-        int rc = take_over(s, i < 2 * count);
+        int rc = take_over(s, guest, i < 2 * count);
         if (!rc) return PYPS_OK;
         vacate(s);
         if (rc != PYPS_EBUSY) return rc;
@@ -238,12 +247,12 @@ static int try_slots(pyps_store *s) {
 }
 
 /* Locks and clears a slot that nobody is in; PYPS_EFULL if there is none. */
-static int find_slot(pyps_store *s) {
+static int find_slot(pyps_store *s, bool guest) {
     uint64_t deadline = now_nanoseconds() + READER_GRACE_NANOSECONDS;
-    int rc = try_slots(s);
+    int rc = try_slots(s, guest);
     while (rc == PYPS_EBUSY && now_nanoseconds() < deadline) {
         word_wait(&s->header->progress, load32_acquire(&s->header->progress), READER_SLICE_NANOSECONDS);
-        rc = try_slots(s);
+        rc = try_slots(s, guest);
     }
     if (rc != PYPS_EFULL && rc != PYPS_EBUSY) return rc;
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
@@ -252,7 +261,7 @@ static int find_slot(pyps_store *s) {
 int guest_enter(pyps_store *s, bool *guest) {
     int rc = store_usable(s, false);
     *guest = !rc && s->slot == NONE;
-    return *guest ? find_slot(s) : rc;
+    return *guest ? find_slot(s, true) : rc;
 }
 
 void guest_leave(pyps_store *s, bool guest) {
@@ -265,7 +274,7 @@ int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
     if (s->slot != NONE) return fail(PYPS_EINVAL, "this handle has joined already");
     if (role != PYPS_WORKER && role != PYPS_OBSERVER)
         return fail(PYPS_EINVAL, "role: found %d; expected 0 or 1", role);
-    if ((rc = find_slot(s))) return rc;
+    if ((rc = find_slot(s, false))) return rc;
     if ((rc = enter(s, role, rank))) vacate(s);
     else if (rank_out) *rank_out = s->rank;
     return rc;
@@ -287,7 +296,7 @@ int pyps_rejoin(pyps_store *s) {
     struct outcome out;
     enum verdict verdict;
     if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
-    for (uint32_t area = 0; area < s->geometry.areas; area++) s->area_staged[area] = s->gathered >> area & 1;
+    areas_forget(s);
     return PYPS_OK;
 }
 

@@ -22,8 +22,9 @@ struct policy {
     bool overlaps;   /* with `awaits`: the next step may be computed while this one's round is open */
     bool drops_late; /* a round that closes without somebody takes back what it held */
     bool follows;    /* a pull follows each push, and the turn passes with it */
-    /* May this member, which could claim samples, begin a step now? NULL: always. */
-    enum start_decision (*on_start)(struct view *view, uint32_t slot, struct outcome *out);
+    /* May this member, which could claim samples, begin a step now (START), or the one after the step under
+     * way once that is done (START_AHEAD)? NULL: always. */
+    enum start_decision (*on_start)(struct view *view, const struct event *event, struct outcome *out);
     /* May a ready gradient travel? NULL: at once. */
     enum gate_decision (*gate)(struct view *view, const struct event *event, struct outcome *out);
     /* A gradient has come; out->staleness is known, out->scale (1) multiplies it. */
@@ -38,8 +39,8 @@ struct policy {
     void (*on_open)(struct view *view);
     /* After every event: whatever else follows, and view->due. */
     void (*settle)(struct view *view, uint64_t now);
-    /* Does this member hold others up while it has no samples? NULL: no. */
-    bool (*holds_up)(const struct view *view, uint32_t slot);
+    /* May others be waiting for this member to act? NULL: while it has samples. */
+    bool (*holds_up)(const struct view *view, uint32_t slot, uint64_t now);
     /* A count that waiting members wait for; never goes back. NULL: 0. */
     uint64_t (*progress)(const struct view *view);
 };

@@ -13,14 +13,23 @@
 
 static uint64_t progress(const struct view *v) { return v->floor; }
 
-static bool holds_up(const struct view *v, uint32_t slot) {
-    return samples_left(v) && view_member(v, slot)->clock == v->floor;
+static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
+    const struct member *m = view_member(v, slot);
+    (void)now;
+    return m->claim_count || (samples_left(v) && m->clock == v->floor);
 }
 
-static enum start_decision within_bound(struct view *v, uint32_t slot, struct outcome *out) {
-    uint64_t clock = view_member(v, slot)->clock;
-    if (clock - v->floor <= v->rules.bound || v->rules.bound == UINT32_MAX) return START_GO;
-    out->until = clock - v->rules.bound;
+/* How far ahead of the slowest the step would begin. The push of the one under way moves the
+ * slowest on too if that is this worker alone. */
+static uint64_t lead(const struct view *v, const struct event *e) {
+    const struct member *m = view_member(v, e->slot);
+    return m->clock - v->floor + (e->kind == EVENT_START_AHEAD && !clock_alone(v, m));
+}
+
+static enum start_decision within_bound(struct view *v, const struct event *e, struct outcome *out) {
+    uint64_t ahead = lead(v, e);
+    if (ahead <= v->rules.bound || v->rules.bound == UINT32_MAX) return START_GO;
+    out->until = v->floor + ahead - v->rules.bound;
     return START_WAIT;
 }
 
@@ -47,11 +56,11 @@ static uint32_t grant(const struct rank *fast, const struct rank *slow, uint32_t
     return best;
 }
 
-static enum start_decision with_extra(struct view *v, uint32_t slot, struct outcome *out) {
-    const struct member *m = view_member(v, slot);
+static enum start_decision with_extra(struct view *v, const struct event *e, struct outcome *out) {
+    const struct member *m = view_member(v, e->slot);
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
-    uint64_t ahead = m->clock - v->floor, most = (uint64_t)v->rules.bound + v->rules.extra;
-    if (within_bound(v, slot, out) == START_GO) {
+    uint64_t ahead = lead(v, e), most = (uint64_t)v->rules.bound + v->rules.extra;
+    if (within_bound(v, e, out) == START_GO) {
         rank->extra = 0;
         return START_GO;
     }

@@ -36,10 +36,11 @@ static int failed(struct outcome *out) {
     return out->code = fail(PYPS_EPOLICY, "the policy failed to decide");
 }
 
-static enum start_decision on_start(struct view *v, uint32_t slot, struct outcome *out) {
-    pyps_sight seen = sight(v, slot, v->now);
+static enum start_decision on_start(struct view *v, const struct event *e, struct outcome *out) {
+    pyps_sight seen = sight(v, e->slot, e->now);
     uint64_t words[PYPS_WORDS];
     memcpy(words, v->scratch, sizeof words);
+    if (e->kind == EVENT_START_AHEAD) seen.slowest += clock_alone(v, view_member(v, e->slot)), seen.clock++;
     int answer = callbacks.start(&seen, words);
     out->until = v->sequence + 1; /* whatever happens next may change its mind */
     if (answer < 0) failed(out);
@@ -56,9 +57,13 @@ static enum push_decision on_push(struct view *v, const struct event *e, struct 
     return answer > 0 ? PUSH_ADMIT : PUSH_REJECT;
 }
 
-static bool holds_up(const struct view *v, uint32_t slot) {
-    (void)slot;
-    return samples_left(v);
+/* Whom the policy lets begin, and who does not; not whom it makes wait itself. */
+static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
+    if (view_member(v, slot)->claim_count || !samples_left(v)) return view_member(v, slot)->claim_count;
+    pyps_sight seen = sight(v, slot, now);
+    uint64_t words[PYPS_WORDS];
+    memcpy(words, v->scratch, sizeof words);
+    return callbacks.start(&seen, words) > 0;
 }
 
 static uint64_t progress(const struct view *v) { return v->sequence; }

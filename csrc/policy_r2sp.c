@@ -100,6 +100,13 @@ static void settle(struct view *v, uint64_t now) {
     if (v->ring.turn != before || now >= v->due) v->ring.since = now, set_due(v);
 }
 
+/* Who has not taken its turn in time; not who waits for it, its gradient ready. */
+static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
+    const struct member *m = view_member(v, slot);
+    (void)now;
+    return m->claim_count && view_rank(v, (uint32_t)m->rank)->absent;
+}
+
 static uint64_t progress(const struct view *v) { return v->ring.turn; }
 
 const struct policy policy_r2sp = {.name = "r2sp",
@@ -108,4 +115,5 @@ const struct policy policy_r2sp = {.name = "r2sp",
                                    .on_push = on_push,
                                    .on_pull = on_pull,
                                    .settle = settle,
+                                   .holds_up = holds_up,
                                    .progress = progress};

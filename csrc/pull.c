@@ -99,7 +99,7 @@ static int copy_saved(pyps_store *s, uint32_t chunk, const struct target *to) {
     store_seq(&s->slots[s->slot].chunk_hazard, buffer + UINT64_C(1));
     int rc = view_load_snapshot(s);
     if (!rc && (!s->snapshot_active || s->snapshot != to->snapshot))
-        rc = fail(PYPS_ESTALE, "snapshot at version %llu: cancelled, pushes were out of spare buffers",
+        rc = fail(PYPS_ESTALE, "snapshot at version %llu: cancelled, it held up pushes or another snapshot",
                   (unsigned long long)to->version);
     if (!rc) copy_chunk(s, chunk, buffer, to);
     chunk_unpin(s);
@@ -138,9 +138,7 @@ int pyps_snapshot(pyps_store *s, float *flat, float *const *state, uint64_t *ste
     struct outcome outcome, ignored;
     enum verdict verdict;
     uint64_t waited;
-    double seconds =
-        timeout_seconds < 0 ? (double)s->geometry.round_timeout_nanoseconds * 1e-9 : timeout_seconds;
-    if ((rc = view_commit_waiting(s, &begin, deadline_after(seconds), &outcome, &waited))) return rc;
+    if ((rc = view_commit_waiting(s, &begin, deadline_of(s, timeout_seconds), &outcome, &waited))) return rc;
     FAILPOINT("snapshot.begun");
     s->ticket.number = 0; /* our cached view is older than our snapshot */
     struct target to = {flat, state, steps, outcome.snapshot, outcome.version};

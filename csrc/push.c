@@ -1,10 +1,24 @@
-/* push.c: a worker's step: start, stage, push; alone (a ticket of its own) or into a round. */
+/* push.c: a worker's step: start, stage, push; alone (a ticket of its own) or into a round.
+ *
+ * An area is free when nobody has it (area_staged), every chunk holds the ticket that it went into last
+ * (complete >= area_ticket), and no helper reads it (ticket_is_read). The marks, and who sets them:
+ *
+ *   handle  area_staged   set by stage; cleared by the end of its push, and by areas_forget
+ *           in_round      a push waits for a round with round_area; until finish_round or areas_forget
+ *           gathered      it waits in a round without its owner (softsync, or a push that was given up),
+ *                         until forget_gathered finds that the view no longer says so
+ *           area_ticket   its last ticket: by push, finish_round, forget_gathered; at a join the view's
+ *           complete      by chunks_follow; never goes back
+ *   view    staged        it waits in the open round: by stage (view_round.c), until close_round
+ *           area_ticket   its last ticket, for whoever is in this slot next: by admit, close_round
+ *           ticket        its owner's last, which finish_round asks for: by the same two
+ */
 #include <math.h>
 #include <string.h>
 
 #include "store.h"
 
-static uint64_t deadline_of(const pyps_store *s, double timeout_seconds) {
+uint64_t deadline_of(const pyps_store *s, double timeout_seconds) {
     return timeout_seconds < 0 ? deadline_after((double)s->geometry.round_timeout_nanoseconds * 2e-9)
                                : deadline_after(timeout_seconds);
 }
@@ -33,6 +47,14 @@ int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
     if ((rc = view_commit(s, &e, &outcome, &verdict))) return rc;
     *out = outcome.claim;
     return PYPS_OK;
+}
+
+/* A push that timed out in a round is waited for no longer; what it admitted stays there until that closes.
+ */
+void areas_forget(pyps_store *s) {
+    if (s->in_round) s->gathered |= 1u << s->round_area;
+    s->in_round = false;
+    for (uint32_t area = 0; area < s->geometry.areas; area++) s->area_staged[area] = s->gathered >> area & 1;
 }
 
 /* Areas whose round has closed meanwhile, although nobody waited for that, are ordinary ones again. */
@@ -94,6 +116,9 @@ static int check_args(const pyps_store *s, const pyps_push_args *a) {
         return fail(PYPS_EINVAL, "push: size: found %u; expected %zu", a->size, sizeof *a);
     if (a->area >= s->geometry.areas || !s->area_staged[a->area])
         return fail(PYPS_EINVAL, "push: area: found %u; expected one that pyps_stage handed out", a->area);
+    if (s->in_round && a->area != s->round_area)
+        return fail(PYPS_EINVAL, "push: area: found %u; expected %u, whose round an earlier push waited for",
+                    a->area, s->round_area);
     if (!isfinite(a->scale))
         return fail(PYPS_EINVAL, "push: scale: found %g; expected a finite number", (double)a->scale);
     if (!a->hyper)
@@ -166,12 +191,10 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
     for (;;) {
         enum verdict verdict;
         uint32_t seen = view_sequence_word(s);
-        e->now = now_nanoseconds();
         int rc = complete_version(s, e);
         if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
         out->wait_nanoseconds = e->now - since;
         if (verdict != STEP_WAIT) return PYPS_OK;
-        if (s->policy->stages) continue; /* the version has moved on */
         if ((rc = wait_for_others(s, seen, since, outcome->at, deadline))) return rc;
     }
 }
@@ -218,7 +241,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     FAILPOINT("push.admitted");
     out->staleness = outcome.staleness;
     if (s->policy->awaits) {
-        s->in_round = true, s->round = outcome.round;
+        s->in_round = true, s->round = outcome.round, s->round_area = args->area;
         return await_round(s, args->area, deadline, out);
     }
     if (s->policy->stages) return gathered(s, args, &outcome, out);
@@ -238,8 +261,7 @@ int pyps_check(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {
     e.done = done, e.next = next;
     if ((rc = view_commit(s, &e, &outcome, &verdict))) return rc;
     *advice_out = outcome.advice;
-    for (uint32_t area = 0; outcome.advice == PYPS_ABORT && area < s->geometry.areas; area++)
-        if (!(s->gathered >> area & 1)) s->area_staged[area] = false;
+    if (outcome.advice == PYPS_ABORT) areas_forget(s);
     return PYPS_OK;
 }
 

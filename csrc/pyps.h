@@ -7,8 +7,9 @@
  * Conventions. Functions return PYPS_OK (0) or a negative PYPS_E* code; pyps_error_message() then tells the
  * calling thread what was found and what would be right. A handle belongs to one thread at a time and to the
  * process that opened it: after fork() the child's copy refuses with PYPS_EFORKED. Times are in seconds; a
- * negative timeout means "the store's round_timeout_seconds". Structs that callers fill begin with `size`:
- * set it to sizeof, so that later versions can grow them. Pointers are the caller's unless said otherwise.
+ * negative timeout means twice the store's round_timeout_seconds: by then whoever is late has been fenced.
+ * Structs that callers fill begin with `size`: set it to sizeof, so that later versions can grow them.
+ * Pointers are the caller's unless said otherwise.
  */
 #ifndef PYPS_H
 #define PYPS_H
@@ -20,7 +21,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI 3
+#define PYPS_ABI 4
 #define PYPS_API __attribute__((visibility("default")))
 
 /* cffi: begin */
@@ -38,7 +39,7 @@ enum {
     PYPS_EFULL = -9,    /* no free participant slot, rank or buffer */
     PYPS_ETIMEDOUT = -10,
     PYPS_EFENCED = -11,   /* this participant was too late and is out; rejoin */
-    PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes could go on */
+    PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes, or another one, could go on */
     PYPS_EREJECTED = -13, /* the policy refused the push; the parameters are unchanged */
     PYPS_EFORKED = -14,   /* the handle belongs to another process */
     PYPS_ENOTREADY = -15, /* the segment is still being created */
@@ -300,7 +301,8 @@ PYPS_API int pyps_check(pyps_store *store, uint32_t done, uint32_t next, int *ad
 PYPS_API int pyps_offer(pyps_store *store, uint32_t most);
 
 /* A strict snapshot: parameters, state vectors and step counts of one version, while pushes go on. state is
- * [states] pointers or NULL; steps is [chunks] or NULL. */
+ * [states] pointers or NULL; steps is [chunks] or NULL. One at a time: the next one waits, and cancels one
+ * that has lasted for the round timeout. */
 PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, uint64_t *steps,
                            double timeout_seconds, uint64_t *version_out);
 
@@ -309,7 +311,8 @@ PYPS_API int pyps_get_status(pyps_store *store, pyps_status *out);
 PYPS_API int pyps_get_members(pyps_store *store, pyps_member *out, uint32_t capacity, uint32_t *count_out);
 PYPS_API int pyps_get_ranks(pyps_store *store, pyps_rank *out, uint32_t capacity);
 PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t count);
-PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds); /* until a later view */
+/* Until a view later than `sequence`; a negative timeout means an hour. */
+PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds);
 
 PYPS_API int pyps_get_rules(pyps_store *store, pyps_rules *out);
 
@@ -398,7 +401,7 @@ typedef struct {
     uint64_t custom;                  /* pyps_rules.custom */
     uint64_t now;                     /* nanoseconds */
     uint64_t version, staleness;      /* versions since this worker's pull */
-    uint64_t clock, slowest, fastest; /* its steps, and those of the others */
+    uint64_t clock, slowest, fastest; /* its steps before this one, and those of the others */
     uint32_t rank, workers;           /* active */
     uint32_t samples, batch;          /* held or pushed; planned */
 } pyps_sight;

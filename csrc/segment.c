@@ -37,13 +37,13 @@ static void after_fork_child(void) {
 
 static void install_fork_handlers(void) { pthread_atfork(before_fork, after_fork_parent, after_fork_child); }
 
-static void handles_add(pyps_store *s) {
+/* No fork comes between: a file is opened, and its handle is where a forked child looks for what to close. */
+static void hold_forks(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, install_fork_handlers);
     pthread_mutex_lock(&handles_lock);
-    s->next = handles, handles = s;
-    pthread_mutex_unlock(&handles_lock);
 }
+static void release_forks(void) { pthread_mutex_unlock(&handles_lock); }
 
 static void handles_remove(const pyps_store *s) {
     pthread_mutex_lock(&handles_lock);
@@ -145,13 +145,17 @@ static int bind(pyps_store *s, const struct group *groups) {
             uint32_t length = left < g->chunk_params ? (uint32_t)left : g->chunk_params;
             s->chunks[groups[i].first_chunk + c] = (struct chunk){i, length};
         }
-    handles_add(s);
     return PYPS_OK;
 }
 
+/* Forks are held. NULL: out of memory, and the file is closed. */
 static pyps_store *new_handle(int fd) {
     pyps_store *s = calloc(1, sizeof *s);
-    if (!s) return NULL;
+    if (!s) {
+        close(fd);
+        return fail(PYPS_ENOSPC, "out of memory for a handle"), NULL;
+    }
+    s->next = handles, handles = s;
     s->fd = fd, s->process = getpid();
     s->slot = s->private_view = s->private_buffer = NONE;
     s->rank = s->journal = -1;
@@ -231,9 +235,11 @@ int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
     if (rc || (rc = config_geometry(config, &geometry, &tensors, &groups))) return rc;
     pyps_store *s = NULL;
     if ((rc = layout_compute(&geometry, &layout)) == PYPS_OK) {
+        hold_forks();
         int fd = open(directory(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
         if (fd < 0) rc = map_failed("creating a segment");
-        else if (!(s = new_handle(fd))) close(fd), rc = fail(PYPS_ENOSPC, "out of memory for a handle");
+        else if (!(s = new_handle(fd))) rc = PYPS_ENOSPC;
+        release_forks();
     }
     if (!rc) {
         s->geometry = geometry, s->layout = layout;
@@ -287,11 +293,11 @@ static int check_header(const struct header *h, uint64_t size, struct layout *la
     if (h->bytes != size)
         return fail(PYPS_ECORRUPT, "bytes: the file has %llu; its header says %llu", (unsigned long long)size,
                     (unsigned long long)h->bytes);
-    if (layout_compute(&h->geometry, layout) || layout->bytes != size)
+    int rc = layout_compute(&h->geometry, layout);
+    if (rc == PYPS_EPOLICY) return rc;
+    if (rc || layout->bytes != size)
         return fail(PYPS_ECORRUPT, "geometry: does not give a file of %llu bytes", (unsigned long long)size);
-    return policy_find(h->geometry.policy)
-               ? PYPS_OK
-               : fail(PYPS_EPOLICY, "policy: found %u; unknown here", h->geometry.policy);
+    return PYPS_OK;
 }
 
 static int attach(pyps_store *s, uint64_t size) {
@@ -318,14 +324,14 @@ static int attach(pyps_store *s, uint64_t size) {
 int pyps_open(const char *name, pyps_store **out) {
     int fd;
     struct stat status;
+    pyps_store *s = NULL;
     *out = NULL;
+    hold_forks();
     int rc = open_file(name, &fd, &status);
+    if (!rc && !(s = new_handle(fd))) rc = PYPS_ENOSPC;
+    release_forks();
     if (rc) return rc;
-    pyps_store *s = new_handle(fd);
-    if (!s) {
-        close(fd);
-        return fail(PYPS_ENOSPC, "out of memory for a handle");
-    }
+    FAILPOINT("open.begun");
     rc = byte_lock(fd, F_RDLCK, ATTACHED_BYTE);
     if (rc == PYPS_EBUSY) fail(rc, "%s: is being removed", name);
     /* Removed between open and lock? Then nobody else will ever find it. */
@@ -344,8 +350,12 @@ int pyps_unlink(const char *name, int force) {
     struct stat status;
     int rc = open_file(name, &fd, &status);
     if (rc) return rc;
+    FAILPOINT("unlink.opened");
     rc = force ? PYPS_OK : byte_lock(fd, F_WRLCK, ATTACHED_BYTE);
     if (rc == PYPS_EBUSY) fail(rc, "%s: a live process has it open", name);
+    /* Removed between open and lock? Then the name is another segment's by now, or nobody's. */
+    if (!rc && !force && (fstat(fd, &status) || status.st_nlink == 0))
+        rc = fail(PYPS_ENOENT, "%s: was removed", name);
     path_of(name, path, sizeof path);
     if (!rc && unlink(path))
         rc = fail(errno == ENOENT ? PYPS_ENOENT : PYPS_ESYS, "%s: %s", path, strerror(errno));

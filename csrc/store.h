@@ -77,7 +77,8 @@ struct pyps_store {
     float *stream_to;   /* during an exchange: the caller's copy of the parameters */
     uint64_t *streamed; /* [chunks] the ticket with which a chunk went there */
     uint64_t stream_ticket;
-    bool in_round; /* a gradient is staged into `round` and its outcome not yet returned */
+    bool in_round; /* round_area is staged into `round`, whose outcome a push has not returned yet */
+    uint32_t round_area;
     uint64_t round, pulled;
     uint64_t claimed_at; /* nanoseconds: when the claim under way was told */
     uint64_t complete;   /* every chunk has been seen at this version or later */
@@ -116,7 +117,8 @@ int allocate(pyps_store *s, uint64_t offset, uint64_t bytes); /* backs a hole wi
 
 /* view_store.c: a copy of the present view for reading, and the commit of an event */
 int view_copy(pyps_store *s, struct view *out);
-int view_commit(pyps_store *s, const struct event *e, struct outcome *out, enum verdict *verdict);
+/* Decides on the present view at the present time, which it writes into `e`, until its CAS is not lost. */
+int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict);
 struct view *view_allocate(const pyps_store *s);
 uint32_t view_sequence_word(const pyps_store *s);
 void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds);
@@ -151,6 +153,11 @@ void view_published(pyps_store *s);
 /* Pins the buffer of a chunk's present word; PYPS_ECORRUPT if its index is impossible. */
 int chunk_pin(pyps_store *s, uint32_t chunk, uint64_t *word_out);
 void chunk_unpin(pyps_store *s);
+
+/* push.c */
+uint64_t deadline_of(const pyps_store *s,
+                     double timeout_seconds); /* of a caller's timeout, as pyps.h has it */
+void areas_forget(pyps_store *s);             /* of a step that is given up: all but what waits in a round */
 
 /* pull.c */
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);

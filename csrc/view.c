@@ -132,7 +132,7 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     if (!m->claim_count) {
         if (!samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
         if (policy->allots || !samples_left(v)) return STEP_WAIT;
-        if (policy->on_start && policy->on_start(v, e->slot, out) == START_WAIT)
+        if (policy->on_start && policy->on_start(v, e, out) == START_WAIT)
             return out->code ? STEP_REFUSED : STEP_WAIT;
         samples_take(v, e->slot, e->now);
         verdict = STEP_COMMIT;
@@ -155,7 +155,7 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
     bool changed = !m->ahead;
     m->ahead = 1;
     if (m->claim_count && !m->next_count && samples_left(v)) {
-        if (!policy->on_start || policy->on_start(v, e->slot, out) != START_WAIT)
+        if (!policy->on_start || policy->on_start(v, e, out) != START_WAIT)
             samples_take_next(v, e->slot), changed = true;
         if (out->code) return STEP_REFUSED;
     }
@@ -170,8 +170,8 @@ static uint64_t held_up_since(const struct view *v, uint32_t slot, uint64_t now)
     const struct member *m = view_member(v, slot);
     const struct policy *policy = policy_find(v->policy);
     if (m->state != PYPS_ACTIVE || m->rank < 0) return now;
-    if (m->claim_count) return m->claim_since;
-    return policy->holds_up && policy->holds_up(v, slot) ? m->seen : now;
+    if (policy->holds_up ? !policy->holds_up(v, slot, now) : !m->claim_count) return now;
+    return m->claim_count ? m->claim_since : m->seen;
 }
 
 /* Live members that have kept others waiting for longer than the round timeout are out until they rejoin. */
@@ -180,7 +180,8 @@ static enum verdict tick(struct view *v, const struct event *e) {
     if (e->waited < v->round_timeout) return verdict;
     for (uint32_t slot = 0; slot < v->participants; slot++) {
         struct member *m = view_member(v, slot);
-        if (e->now - held_up_since(v, slot, e->now) < v->round_timeout) continue;
+        uint64_t since = held_up_since(v, slot, e->now);
+        if (since > e->now || e->now - since < v->round_timeout) continue;
         samples_forsake(v, slot);
         clock_leaves(v, m);
         m->state = PYPS_FENCED;
@@ -190,10 +191,13 @@ static enum verdict tick(struct view *v, const struct event *e) {
     return verdict;
 }
 
+/* One at a time. One that has lasted for the round timeout, as its reader may be stopped, ends for the next.
+ */
 static enum verdict snapshot_begin(struct view *v, const struct event *e, struct outcome *out) {
-    if (v->snapshot_active) return STEP_WAIT;
+    out->at = v->snapshot_since + v->round_timeout;
+    if (v->snapshot_active && e->now < out->at) return STEP_WAIT;
     v->snapshot++, v->snapshot_active = 1;
-    v->snapshot_version = v->version, v->snapshot_slot = e->slot;
+    v->snapshot_version = v->version, v->snapshot_slot = e->slot, v->snapshot_since = e->now;
     out->snapshot = v->snapshot, out->version = v->version;
     return STEP_COMMIT;
 }
@@ -226,11 +230,14 @@ static enum verdict offer(struct view *v, const struct event *e) {
     return STEP_COMMIT;
 }
 
-/* Events that only the slot's present, unfenced member may cause. */
-static bool needs_member(enum event_kind kind) {
+/* Events that only the slot's present, unfenced member may cause, and those of a worker's. */
+static bool needs_rank(enum event_kind kind) {
     return kind == EVENT_START || kind == EVENT_START_AHEAD || kind == EVENT_PULL || kind == EVENT_PUSH ||
-           kind == EVENT_REJOIN || kind == EVENT_CHECK || kind == EVENT_OFFER || kind == EVENT_GATE ||
-           kind == EVENT_SNAPSHOT_BEGIN;
+           kind == EVENT_CHECK || kind == EVENT_OFFER || kind == EVENT_GATE;
+}
+
+static bool needs_member(enum event_kind kind) {
+    return needs_rank(kind) || kind == EVENT_REJOIN || kind == EVENT_SNAPSHOT_BEGIN;
 }
 
 static int member_code(const struct view *v, const struct event *e) {
@@ -238,6 +245,7 @@ static int member_code(const struct view *v, const struct event *e) {
     if (m->id != e->id || m->state == PYPS_LEFT || m->state == PYPS_DEAD)
         return fail(PYPS_EFENCED, "this participant was taken for dead at view %llu; join again",
                     (unsigned long long)v->sequence);
+    if (m->rank < 0 && needs_rank(e->kind)) return fail(PYPS_EINVAL, "slot %u: no worker is in it", e->slot);
     if (m->state == PYPS_FENCED && e->kind != EVENT_REJOIN)
         return fail(PYPS_EFENCED, "rank %d was later than the round timeout and is fenced; rejoin", m->rank);
     return PYPS_OK;
@@ -324,15 +332,18 @@ bool view_valid(const struct view *v, const struct view *expected) {
     for (uint32_t i = 0; i < v->participants; i++) {
         const struct member *m = &members[i];
         if (m->rank < -1 || m->rank >= (int32_t)v->ranks) return false;
-        if ((m->claim_count || m->next_count || m->staged || m->role == PYPS_WORKER) && m->rank < 0 && m->id)
-            return false;
+        bool works = m->role == PYPS_WORKER && m->state != PYPS_EMPTY;
+        if (m->rank < 0 && (works || m->claim_count || m->next_count || m->staged)) return false;
     }
     for (uint32_t i = 0; i < v->round_sources; i++)
         if (!source_valid(v, &view_sources(v)[i])) return false;
     for (uint32_t i = 0; i < v->staged; i++)
         if (!source_valid(v, &view_pending(v)[i])) return false;
-    for (uint32_t r = 0; r < v->ranks; r++)
-        if (ranks[r].slot_plus_1 > v->participants || ranks[r].residual > 2 * v->participants) return false;
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        uint32_t slot_plus_1 = ranks[r].slot_plus_1;
+        if (slot_plus_1 > v->participants || ranks[r].residual > 2 * v->participants) return false;
+        if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;
+    }
     for (uint32_t t = 0; t < v->tickets; t++)
         if (tickets[t].slot >= v->participants || tickets[t].area >= v->areas) return false;
     return true;

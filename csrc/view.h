@@ -3,6 +3,18 @@
  * The view is one small block of plain memory, published by one CAS (view_store.c). An event takes a private
  * copy from view to view'; it reads nothing but the copy and the event, time included, so that the sequence
  * of views can be replayed, and a simulator runs the same functions in place. A lost CAS decides again.
+ *
+ * Times are nanoseconds of one clock that does not go back, the machine's or a simulator's:
+ *
+ *   event now      when it is decided: a store asks the clock after it has read the view, and again after a
+ *                  lost CAS, so that no time in the view is later
+ *   event waited   how long who ticks has been waiting; nobody is fenced before that is the round timeout
+ *   view now       that of the last event
+ *   view due       from then on a tick has something to do, though nothing else happens
+ *   outcome at     who was told to wait should ask again then, though nothing happens
+ *   claim_since    when a member's claim came under way, and seen, its last event that changed the view: one
+ *                  of the two is since when it holds others up
+ *   ring           since: when the turn began, or its push came; opens: before then no push
  */
 #ifndef PYPS_VIEW_H
 #define PYPS_VIEW_H
@@ -169,6 +181,7 @@ struct view {
     uint64_t round_ticket;  /* of the last closed round; 0: all skipped */
     uint32_t round_sources, round_samples;
     uint64_t snapshot, snapshot_version;
+    uint64_t snapshot_since; /* when it began */
     uint32_t snapshot_slot, snapshot_active;
     union {
         uint64_t scratch[PYPS_WORDS]; /* the policy's own words */
@@ -208,6 +221,8 @@ enum verdict check_step(struct view *view, const struct event *event, struct out
 void clock_enters(struct view *view, struct member *member);
 void clock_leaves(struct view *view, struct member *member);
 void clock_advances(struct view *view, struct member *member);
+bool clock_alone(const struct view *view,
+                 const struct member *member); /* the slowest: its step moves the floor */
 
 /* False if an index in a view that came from shared memory is out of range. */
 bool view_valid(const struct view *view, const struct view *expected);

@@ -31,6 +31,10 @@ void clock_leaves(struct view *v, struct member *m) {
     m->state = state;
 }
 
+bool clock_alone(const struct view *v, const struct member *m) {
+    return m->clock == v->floor && v->at_floor == 1;
+}
+
 void clock_advances(struct view *v, struct member *m) {
     uint64_t before = m->clock++;
     if (m->clock > v->ceiling) v->ceiling = m->clock;

@@ -19,7 +19,7 @@ struct view *view_allocate(const pyps_store *s) {
 }
 
 struct event event_of(const pyps_store *s, enum event_kind kind) {
-    return (struct event){.kind = kind, .slot = s->slot, .id = s->id, .now = now_nanoseconds()};
+    return (struct event){.kind = kind, .slot = s->slot, .id = s->id};
 }
 
 const struct view *view_pin(pyps_store *s, uint64_t *word_out) {
@@ -71,13 +71,14 @@ void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds) {
     add32_seq(&s->header->view_waiters, -1u);
 }
 
-int view_commit(pyps_store *s, const struct event *e, struct outcome *out, enum verdict *verdict) {
+int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict) {
     for (;;) {
         uint64_t word;
         int rc = view_claim(s);
         if (rc) return rc;
         struct view *next = view_at(s, s->private_view);
         if ((rc = copy_pinned(s, next, &word))) return rc;
+        e->now = now_nanoseconds(); /* after every time in that view */
         *verdict = view_step(next, e, out);
         if (*verdict != STEP_COMMIT) {
             journal_event(s, e, out, *verdict, next);
@@ -109,7 +110,8 @@ int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, u
     if (now >= deadline)
         return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - since) / 1e9);
     uint64_t until = least(least(now + WAIT_SLICE_NANOSECONDS, deadline), due);
-    if (at > now) until = least(until, at);
+    if (at && at <= now) return PYPS_OK; /* it came while this was decided */
+    if (at) until = least(until, at);
     if (until > now) view_wait(s, seen, until - now);
     if (view_sequence_word(s) != seen) return PYPS_OK;
     now = now_nanoseconds();
@@ -131,7 +133,6 @@ int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struc
         enum verdict verdict;
         uint32_t seen =
             view_sequence_word(s); /* before deciding, so that no change in between is slept through */
-        e->now = now_nanoseconds();
         int rc = view_commit(s, e, out, &verdict);
         *waited = now_nanoseconds() - since;
         if (rc || verdict != STEP_WAIT) return rc;
@@ -155,8 +156,7 @@ int view_load_snapshot(pyps_store *s) {
 
 static bool ticket_possible(const pyps_store *s, const struct ticket *t) {
     if (t->kind == TICKET_PUSH) return t->slot < s->geometry.max_participants && t->area < s->geometry.areas;
-    if (t->kind != TICKET_ROUND || !s->source_count || s->source_count > s->geometry.max_participants)
-        return false;
+    if (t->kind != TICKET_ROUND || !s->source_count) return false;
     for (uint32_t i = 0; i < s->source_count; i++)
         if (s->sources[i].slot >= s->geometry.max_participants || s->sources[i].area >= s->geometry.areas)
             return false;
@@ -167,9 +167,12 @@ static int load_ticket_from(pyps_store *s, const struct view *v, uint64_t number
     if (!view_valid(v, s->reference) || number > v->version)
         return fail(PYPS_ECORRUPT, "ticket %llu: not among the %llu admitted; the segment is damaged",
                     (unsigned long long)number, (unsigned long long)v->version);
+    FAILPOINT("ticket.checked");
     struct ticket ticket = *view_ticket(v, number);
     if (ticket.number != number || (ticket.kind == TICKET_ROUND && v->round_ticket != number)) return STALE;
-    s->source_count = ticket.kind == TICKET_ROUND ? v->round_sources : 0;
+    uint32_t sources = ticket.kind == TICKET_ROUND ? *(const volatile uint32_t *)&v->round_sources : 0;
+    s->ticket.number = 0; /* until all of the new one is here */
+    s->source_count = sources <= s->geometry.max_participants ? sources : 0;
     memcpy(s->sources, view_sources(v), s->source_count * sizeof *s->sources);
     if (!ticket_possible(s, &ticket))
         return fail(PYPS_ECORRUPT, "ticket %llu: names staging that does not exist",

@@ -17,6 +17,7 @@ uint64_t now_nanoseconds(void) {
 uint64_t deadline_after(double seconds) {
     uint64_t now = now_nanoseconds();
     double nanoseconds = seconds * 1e9;
+    if (!(nanoseconds > 0)) return now; /* NaN, too */
     return nanoseconds >= 9e18 ? UINT64_MAX : now + (uint64_t)nanoseconds;
 }
 

@@ -29,8 +29,8 @@ COMMON = ("round_timeout_seconds",)
 class Policy:
     """What every policy has.
 
-    `round_timeout_seconds`: a live worker that holds the others up for longer is fenced; also how long the
-    store's calls wait when no timeout is given. Raises InputError for a value out of its range.
+    `round_timeout_seconds`: a live worker that holds the others up for longer is fenced; the store's
+    calls wait for twice as long when no timeout is given. Raises InputError for a value out of its range.
     """
 
     round_timeout_seconds: float = 60.0

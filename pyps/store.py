@@ -69,7 +69,8 @@ class Store:
     """A parameter store; make one with `create` or `open`, use it as a context manager.
 
     Errors: every method raises a StoreError whose class says what happened (pyps.errors), StoreClosed after
-    close(), Forked in a forked child. Timeouts are in seconds; None means the policy's round_timeout_seconds.
+    close(), Forked in a forked child. Timeouts are in seconds; None means twice the policy's
+    round_timeout_seconds, in which whoever is late has been fenced.
     """
 
     def __init__(self, name: str, pointer: native.Pointer, *, unlinks: bool) -> None:
@@ -403,8 +404,8 @@ class Store:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.
 
         Anybody may take one; who has not joined is an observer meanwhile. Waits for another reader's
-        snapshot, and begins again if pushers had to cancel it, until the timeout: then Busy or
-        SnapshotCancelled.
+        snapshot, and begins again if pushers had to cancel it, until the timeout (60 s): then
+        Busy or SnapshotCancelled.
         """
         size = self.layout.flat_elements
         parameters = np.empty(size, np.float32)
@@ -439,7 +440,7 @@ class Store:
         self._call(native.replan, batches)
 
     def wait(self, sequence: int, timeout: float | None = None) -> None:
-        """Sleep until the view is later than `sequence` (see `status`). Raises TimedOut."""
+        """Sleep until the view is later than `sequence` (see `status`); None: an hour. Raises TimedOut."""
         self._call(native.wait, sequence, _seconds(timeout))
 
     def _snapshot_into(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float | None) -> int:

@@ -34,6 +34,12 @@ MUTATIONS = {
         "attach",
         programs.Change("view_store.c", "!view_valid(out, s->reference) || out->seq", "out->seq"),
     ),
+    "ranks are believed": (
+        "attach",
+        programs.Change(
+            "view.c", "if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;", ""
+        ),
+    ),
     "lengths are believed": (
         "decode",
         programs.Change("codec.c", "if (bytes != pyps_encoded_bytes(codec, count))", "if (0)"),

@@ -53,6 +53,12 @@ def test_somebody_stands_still_at_the_worst_place(folder: Path, name: str) -> No
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", programs.EDGES)
+def test_somebody_is_out_of_something(folder: Path, name: str) -> None:
+    done = programs.run(programs.build(folder, "edges", "address"), name)
+    assert done.returncode == 0, done.stderr
+
+
 def test_kernels_and_codecs_are_clean(folder: Path) -> None:
     done = programs.run(programs.build(folder, "kernels", "address"))
     assert done.returncode == 0, done.stdout + done.stderr

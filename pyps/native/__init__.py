@@ -45,7 +45,7 @@ NANOSECOND = 1e-9
 MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
 MAX_DIMENSIONS = 8
 F32 = 0  # PYPS_F32, the one element type
-STORE_TIMEOUT = -1.0  # C: the store's round_timeout_seconds
+STORE_TIMEOUT = -1.0  # C: twice the store's round_timeout_seconds
 raised: list[BaseException] = []  # by what C called back, until the call that it was in has returned
 ERRORS = {kind.code: kind for kind in StoreError.__subclasses__()}
 
@@ -55,6 +55,7 @@ Pointer = NewType("Pointer", object)
 def check(what: str, rc: int) -> None:
     """Raise the exception that belongs to a C return code, with the C core's message. 0 passes."""
     if rc == 0:
+        raised.clear()
         return
     message = ffi.string(lib.pyps_error_message()).decode(errors="replace")
     code = ffi.string(lib.pyps_error_name(rc)).decode()

@@ -23,6 +23,7 @@ from pyps.policy import DCASGD
 from pyps.remote.pieces import Pieces, check_size, fill
 from pyps.remote.wire import PROTOCOL, VERBS, Gradient, Recipe, Welcome
 from pyps.values import (
+    Advice,
     Claim,
     Codec,
     Config,
@@ -271,7 +272,10 @@ class Acts:
             fill("push", numbers, codes)
 
     def check_step(self, done: int, following: int) -> Reply:
-        return native.check_step(self._store, done, following), ()
+        advice = native.check_step(self._store, done, following)
+        if advice is Advice.ABORT:  # the store has taken its areas back
+            self._area, self._in_round = None, False
+        return advice, ()
 
     def offer(self, most: int) -> Reply:
         native.offer(self._store, most)

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SEEDS   256u
+#define SEEDS   512u
 #define LONGEST 65536u
 
 int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size);

@@ -36,7 +36,14 @@ ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1",
 }
 FUZZED = ("attach", "decode")
-PROTOCOL = ("late-reader", "late-reader-meets-saver", "observer-steps")
+PROTOCOL = (
+    "late-reader", "late-reader-meets-saver", "stopped-reader", "observer-steps",
+    "late-decision", "late-remover", "stopped-pusher", "fork-while-opening", "guest-looks",
+)  # fmt: skip
+EDGES = (
+    "out-of-descriptors", "first-thread-ends", "area-in-round", "retry-in-round", "check-in-round",
+    "unknown-policy", "damaged-ranks", "full-round", "changing-round", "passed-time", "odd-timeouts",
+)  # fmt: skip
 
 
 class Change(NamedTuple):
@@ -133,6 +140,7 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
         ("torture", policy, optimizer, str(faults), "1")
         for policy, optimizer in (("asp", "adamw"), ("bsp", "momentum"))
     ]
+    commands += [("edges", name) for name in EDGES]
     fuzz = [(f"fuzz_{of}", str(corpus(of)), "1", str(100 * faults)) for of in FUZZED]
     return [("kernels",), *commands, *fuzz, *torture]
 

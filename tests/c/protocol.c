@@ -6,6 +6,8 @@
  */
 #include <pthread.h>
 #include <semaphore.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "common.h"
@@ -24,8 +26,10 @@ struct stalled {
 };
 
 static _Thread_local struct stalled *self;
+static unsigned awaited; /* predecessors by the main thread, with patience */
 
 void pyps_failpoint(const char *name) {
+    if (!self) awaited += !strcmp(name, "apply.awaits");
     if (!self || !self->point || strcmp(self->point, name)) return;
     self->point = NULL;
     sem_post(&self->arrived);
@@ -46,12 +50,12 @@ static void *run_push(void *argument) {
     return NULL;
 }
 
-/* Returns when `s` stands at the failpoint. */
+/* Returns when `s` stands at the failpoint; NULL: it goes on. */
 static void stall(struct stalled *s, pyps_store *store, void *(*body)(void *), const char *point) {
     *s = (struct stalled){.store = store, .point = point};
     sem_init(&s->arrived, 0, 0), sem_init(&s->go, 0, 0);
     CHECK(!pthread_create(&s->thread, NULL, body, s), "no thread");
-    sem_wait(&s->arrived);
+    if (point) sem_wait(&s->arrived);
 }
 
 static void let_go(struct stalled *s) {
@@ -129,6 +133,152 @@ static void late_reader_meets_saver(pyps_store *worker) {
     must(pyps_close(a), "close"), must(pyps_close(b), "close");
 }
 
+/* A reader that stands still for longer than the round timeout is in nobody's way, however few the pushes. */
+static void stopped_reader(pyps_store *worker) {
+    static struct stalled first, second;
+    pyps_store *a = joined(PYPS_OBSERVER), *b = joined(PYPS_OBSERVER);
+    push(worker);
+    stall(&first, a, run_snapshot, "snapshot.begun");
+    push(worker);
+    stall(&second, b, run_snapshot, NULL);
+    pthread_join(second.thread, NULL);
+    check_snapshot(&second, "the second", 2);
+    let_go(&first);
+    CHECK(first.rc == PYPS_ESTALE, "the first: found %s", pyps_error_name(first.rc));
+    must(pyps_close(a), "close"), must(pyps_close(b), "close");
+}
+
+static void *run_tick(void *argument) {
+    self = argument;
+    struct event tick = event_of(self->store, EVENT_TICK);
+    struct outcome out;
+    enum verdict verdict;
+    tick.waited = self->store->geometry.round_timeout_nanoseconds;
+    self->rc = view_commit(self->store, &tick, &out, &verdict);
+    return NULL;
+}
+
+static void *run_pull(void *argument) {
+    self = argument;
+    self->rc = pyps_pull(self->store, self->flat, &self->version);
+    return NULL;
+}
+
+/* Somebody claims samples while a waiter, with the view before that in hand, is about to fence the late; and
+ * while somebody else's event is decided, whose CAS is lost: neither takes that view for one of the past. */
+static void late_decision(pyps_store *worker) {
+    static struct stalled waiter, puller;
+    pyps_store *a = joined(PYPS_OBSERVER), *b;
+    struct view *before = view_allocate(worker), *after = view_allocate(worker);
+    pyps_claim claim;
+    stall(&waiter, a, run_tick, "view.hazard");
+    must(pyps_start(worker, 1, &claim), "start");
+    let_go(&waiter);
+    must(waiter.rc, "tick");
+    push(worker); /* who has only just begun is not late */
+    stall(&puller, worker, run_pull, "view.decided");
+    b = joined(PYPS_OBSERVER);
+    must(view_copy(b, before), "view");
+    let_go(&puller);
+    must(puller.rc, "pull"), must(view_copy(b, after), "view");
+    CHECK(after->event_kind == EVENT_PULL && after->now >= before->now, "time went back by %llu ns",
+          (unsigned long long)(before->now - after->now));
+    free(before), free(after);
+    must(pyps_close(a), "close"), must(pyps_close(b), "close");
+}
+
+static void *run_unlink(void *argument) {
+    self = argument;
+    self->rc = pyps_unlink("passing", 0);
+    return NULL;
+}
+
+/* One who tidies up has opened a segment; another one removes it, and a new run takes the name: it keeps it.
+ */
+static void late_remover(pyps_store *worker) {
+    static struct stalled remover;
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    uint32_t batches[] = {1};
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    pyps_store *s, *opened;
+    (void)worker;
+    must(pyps_create("passing", &config, &s), "create"), must(pyps_close(s), "close");
+    stall(&remover, NULL, run_unlink, "unlink.opened");
+    must(pyps_unlink("passing", 0), "unlink");
+    must(pyps_create("passing", &config, &s), "create again");
+    let_go(&remover);
+    CHECK(remover.rc == PYPS_ENOENT, "the late remover: found %s", pyps_error_name(remover.rc));
+    must(pyps_open("passing", &opened), "the new run's segment");
+    must(pyps_close(opened), "close"), must(pyps_close(s), "close");
+    must(pyps_unlink("passing", 0), "unlink");
+}
+
+/* A stopped pusher's work is done for it, chunk after chunk, and is waited for once. */
+static void stopped_pusher(pyps_store *worker) {
+    static struct stalled pusher;
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {100 * FLAT}};
+    uint32_t batches[] = {1, 1};
+    pyps_config config = small_config(&tensor, batches, 2, PYPS_ASP);
+    pyps_push_result result;
+    pyps_store *a, *b;
+    (void)worker;
+    must(pyps_create("passing", &config, &a), "create"), must(pyps_open("passing", &b), "open");
+    must(pyps_join(a, PYPS_WORKER, 0, NULL), "join"), must(pyps_join(b, PYPS_WORKER, 1, NULL), "join");
+    stall(&pusher, a, run_push, "push.admitted");
+    awaited = 0;
+    must(push_value(b, 1, PYPS_F32, &result), "push");
+    CHECK(result.version == 2 && awaited == 1, "version %llu after %u waits",
+          (unsigned long long)result.version, awaited);
+    let_go(&pusher);
+    must(pusher.rc, "push");
+    must(pyps_close(b), "close"), must(pyps_close(a), "close");
+    must(pyps_unlink("passing", 0), "unlink");
+}
+
+static void *run_open(void *argument) {
+    self = argument;
+    self->rc = pyps_open("passing", &self->store);
+    return NULL;
+}
+
+/* A child that is forked while another thread opens a segment has no part in it, nor in its locks. */
+static void fork_while_opening(pyps_store *worker) {
+    static struct stalled opener;
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    uint32_t batches[] = {1};
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    pyps_store *s;
+    int ready[2];
+    char byte;
+    (void)worker;
+    must(pyps_create("passing", &config, &s), "create"), must(pyps_close(s), "close");
+    stall(&opener, NULL, run_open, "open.begun");
+    CHECK(!pipe(ready), "no pipe");
+    pid_t child = fork();
+    while (!child) CHECK(write(ready[1], "", 1) == 1 && pause(), "nobody to tell");
+    CHECK(read(ready[0], &byte, 1) == 1, "no child");
+    let_go(&opener);
+    must(opener.rc, "open"), must(pyps_close(opener.store), "close");
+    int rc = pyps_unlink("passing", 0);
+    kill(child, SIGKILL), waitpid(child, NULL, 0);
+    must(rc, "the child has it open: unlink");
+}
+
+/* Who only looks does nobody's work: it has brought no buffers for that. */
+static void guest_looks(pyps_store *worker) {
+    static struct stalled pusher;
+    pyps_status status;
+    pyps_store *guest;
+    must(pyps_open("protocol", &guest), "open");
+    stall(&pusher, worker, run_push, "push.admitted");
+    must(pyps_get_status(guest, &status), "status");
+    uint64_t applied = word_version(load_acquire(&guest->words[0]));
+    CHECK(status.version == 1 && !applied, "version %llu, of which the guest applied %llu",
+          (unsigned long long)status.version, (unsigned long long)applied);
+    let_go(&pusher);
+    must(pusher.rc, "push"), must(pyps_close(guest), "close");
+}
+
 /* Only workers step: an observer has no rank and no staging. */
 static void observer_steps(pyps_store *worker) {
     pyps_store *s = joined(PYPS_OBSERVER);
@@ -146,10 +296,13 @@ static void observer_steps(pyps_store *worker) {
 static const struct {
     const char *name;
     void (*body)(pyps_store *worker);
+    double round_timeout; /* seconds */
 } tests[] = {
-    {"late-reader", late_reader},
-    {"late-reader-meets-saver", late_reader_meets_saver},
-    {"observer-steps", observer_steps},
+    {"late-reader", late_reader, 60},        {"late-reader-meets-saver", late_reader_meets_saver, 60},
+    {"stopped-reader", stopped_reader, 0.2}, {"observer-steps", observer_steps, 60},
+    {"late-decision", late_decision, 60},    {"late-remover", late_remover, 60},
+    {"stopped-pusher", stopped_pusher, 60},  {"fork-while-opening", fork_while_opening, 60},
+    {"guest-looks", guest_looks, 60},
 };
 
 static void run(size_t test) {
@@ -157,6 +310,7 @@ static void run(size_t test) {
     uint32_t batches[] = {1};
     pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
     pyps_store *s;
+    config.round_timeout_seconds = tests[test].round_timeout;
     must(pyps_create("protocol", &config, &s), "create");
     must(pyps_join(s, PYPS_WORKER, 0, NULL), "join");
     tests[test].body(s);

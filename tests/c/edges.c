@@ -1,0 +1,353 @@
+/* edges.c: what a process meets at the store's edges: out of descriptors, out of time, in a damaged segment.
+ *
+ * Usage: edges NAME. Each case makes its own store, of one chunk unless it says otherwise; a push of 1 adds
+ * -1 to all parameters.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "common.h"
+
+#define PARAMETERS 1000
+#define FLAT       1024
+#define RANKS      3
+
+static const char *armed; /* the failpoint at which `meddle` is called, once */
+static void (*meddle)(void);
+
+void pyps_failpoint(const char *name) {
+    if (!armed || strcmp(name, armed)) return;
+    armed = NULL;
+    meddle();
+}
+
+static pyps_store *created(uint32_t ranks, uint32_t policy, double round_timeout) {
+    static const uint32_t batches[RANKS] = {4, 4, 4};
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    pyps_config config = small_config(&tensor, batches, ranks, policy);
+    config.round_timeout_seconds = round_timeout;
+    pyps_store *s;
+    must(pyps_create("edges", &config, &s), "create");
+    return s;
+}
+
+static pyps_store *joined(void) {
+    pyps_store *s;
+    must(pyps_open("edges", &s), "open");
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    return s;
+}
+
+static void expect(int found, int code, const char *what) {
+    CHECK(found == code, "%s: found %s (%s); expected %s", what, pyps_error_name(found), pyps_error_message(),
+          pyps_error_name(code));
+}
+
+/* A process that joins and pushes once it is told to, in the child; returns in the parent when it has joined.
+ */
+static pid_t peer(int go[2], void (*body)(pyps_store *s, int go)) {
+    int ready[2];
+    char byte = 0;
+    CHECK(!pipe(ready) && !pipe(go), "no pipe");
+    pid_t pid = fork();
+    if (!pid) {
+        pyps_store *s = joined();
+        CHECK(write(ready[1], &byte, 1) == 1, "nobody to tell");
+        body(s, go[0]);
+        must(pyps_close(s), "close");
+        exit(0);
+    }
+    CHECK(read(ready[0], &byte, 1) == 1, "the peer did not join");
+    return pid;
+}
+
+static void let_push(pid_t pid, const int go[2]) {
+    int status;
+    CHECK(write(go[1], "", 1) == 1 && waitpid(pid, &status, 0) == pid, "no peer");
+    CHECK(WIFEXITED(status) && !WEXITSTATUS(status), "the peer was taken for dead");
+}
+
+static void push_when_told(pyps_store *s, int go) {
+    pyps_push_result result;
+    char byte;
+    CHECK(read(go, &byte, 1) == 1, "not told");
+    must(push_value(s, 1, PYPS_F32, &result), "push");
+}
+
+/* Who cannot look at others any more knows nothing of them: least of all that they are dead. */
+static void out_of_descriptors(void) {
+    pyps_store *s = created(2, PYPS_ASP, 60);
+    int go[2];
+    pid_t pid = peer(go, push_when_told);
+    uint32_t dead = 9;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    struct rlimit limit, none;
+    CHECK(!getrlimit(RLIMIT_NOFILE, &limit), "no limit");
+    none = limit, none.rlim_cur = 0;
+    CHECK(!setrlimit(RLIMIT_NOFILE, &none), "no limit set");
+    must(pyps_reap(s, &dead), "reap");
+    CHECK(!setrlimit(RLIMIT_NOFILE, &limit), "no limit set");
+    CHECK(!dead, "a process without descriptors found %u dead", dead);
+    let_push(pid, go);
+    must(pyps_close(s), "close");
+}
+
+static void *push_in_thread(void *argument) {
+    void **given = argument;
+    push_when_told(given[0], *(int *)given[1]);
+    must(pyps_close(given[0]), "close");
+    exit(0);
+}
+
+static void leave_to_thread(pyps_store *s, int go) {
+    static void *given[2];
+    static int from;
+    pthread_t thread;
+    from = go, given[0] = s, given[1] = &from;
+    CHECK(!pthread_create(&thread, NULL, push_in_thread, given), "no thread");
+    pthread_exit(NULL);
+}
+
+/* A process lives as long as any of its threads, though its first one has ended. */
+static void first_thread_ends(void) {
+    pyps_store *s = created(1, PYPS_ASP, 60);
+    int go[2];
+    pid_t pid = peer(go, leave_to_thread);
+    uint32_t dead = 9;
+    char path[64], line[256] = "", *state = NULL;
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+    while (!state || state[2] != 'Z') { /* until that thread has ended */
+        FILE *file = fopen(path, "r");
+        CHECK(file && fgets(line, sizeof line, file) && (state = strrchr(line, ')')), "no peer");
+        fclose(file);
+    }
+    must(pyps_reap(s, &dead), "reap");
+    CHECK(!dead, "found %u dead", dead);
+    let_push(pid, go);
+    must(pyps_close(s), "close");
+}
+
+/* Pushes `value` from that area; the timeout is too short for a round that others are missing from. */
+static int push_area(pyps_store *s, uint32_t area, float value, uint32_t samples, pyps_push_result *result) {
+    static const pyps_hyper hyper = {.lr = 1};
+    for (int i = 0; i < FLAT; i++) pyps_staging(s, area)[i] = value;
+    pyps_push_args args = {.size = sizeof args,
+                           .area = area,
+                           .samples = samples,
+                           .scale = 1,
+                           .timeout_seconds = 0.01,
+                           .hyper = &hyper};
+    return pyps_push(s, &args, result);
+}
+
+/* Stages `value` into the open round, where it stays. */
+static uint32_t time_out_in_round(pyps_store *s, float value) {
+    pyps_claim claim;
+    pyps_push_result result;
+    uint32_t area;
+    must(pyps_start(s, 1, &claim), "start"), must(pyps_stage(s, 1, &area), "stage");
+    expect(push_area(s, area, value, claim.count, &result), PYPS_ETIMEDOUT, "a push that waits for others");
+    return area;
+}
+
+static void check_parameter(pyps_store *s, float value) {
+    float flat[FLAT];
+    uint64_t version;
+    must(pyps_pull(s, flat, &version), "pull");
+    CHECK(flat[0] == value, "parameter: found %g; expected %g", (double)flat[0], (double)value);
+}
+
+/* What waits in a round is not handed out, whatever its owner does meanwhile, and nobody else's goes by its
+ * ticket. */
+static void area_in_round(void) {
+    pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
+    pyps_push_result result;
+    uint32_t area;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    uint32_t held = time_out_in_round(s, 1);
+    must(pyps_stage(s, 1, &area), "stage beside it");
+    expect(push_area(s, area, 100, 4, &result), PYPS_EINVAL, "a retry of the push with another area");
+    must(pyps_rejoin(s), "rejoin");
+    must(pyps_stage(s, 1, &area), "stage");
+    CHECK(area != held, "area %u waits in a round and is handed out", area);
+    for (int i = 0; i < FLAT; i++) pyps_staging(s, area)[i] = 100;
+    must(push_value(other, 1, PYPS_F32, &result), "push");
+    CHECK(result.sources == 2, "found %u sources", result.sources);
+    check_parameter(s, -1);
+    must(pyps_rejoin(s), "rejoin"), must(pyps_stage(s, 1, &area), "stage");
+    must(pyps_stage(s, 1, &area), "both areas are free again");
+    must(pyps_close(other), "close"), must(pyps_close(s), "close");
+}
+
+/* The same push again, with the same area, has the round's outcome. */
+static void retry_in_round(void) {
+    pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
+    pyps_push_result result;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    uint32_t held = time_out_in_round(s, 1);
+    must(push_value(other, 3, PYPS_F32, &result), "push");
+    must(push_area(s, held, 1, 4, &result), "the push again");
+    CHECK(result.version == 1 && result.sources == 2, "found version %llu of %u sources",
+          (unsigned long long)result.version, result.sources);
+    check_parameter(s, -2);
+    must(pyps_close(other), "close"), must(pyps_close(s), "close");
+}
+
+/* Who is told that the round went on without it starts again; its earlier gradient is in the open round. */
+static void check_in_round(void) {
+    pyps_store *s = created(3, PYPS_BACKUP, 60), *second = joined(), *third = joined();
+    pyps_push_result result;
+    uint32_t area;
+    int advice;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    uint32_t held = time_out_in_round(s, 1);
+    must(pyps_check(s, 1, 1, &advice), "check");
+    must(pyps_stage(s, 1, &area), "stage");
+    CHECK(area != held, "area %u waits in a round and is handed out", area);
+    for (int i = 0; i < FLAT; i++) pyps_staging(s, area)[i] = 100;
+    must(push_value(second, 1, PYPS_F32, &result), "push");
+    check_parameter(s, -1);
+    must(pyps_close(third), "close"), must(pyps_close(second), "close"), must(pyps_close(s), "close");
+}
+
+static int allow(const pyps_sight *sight, uint64_t *words) { return (void)sight, (void)words, 1; }
+
+static int admit(const pyps_sight *sight, uint64_t *words, float *scale) {
+    return (void)sight, (void)words, (void)scale, 1;
+}
+
+/* A process that has not set the policy is told that, and not that the segment is damaged. */
+static void unknown_policy(void) {
+    int told[2], status;
+    char byte;
+    CHECK(!pipe(told), "no pipe");
+    pid_t pid = fork();
+    if (!pid) {
+        pyps_store *s;
+        CHECK(read(told[0], &byte, 1) == 1, "not told");
+        expect(pyps_open("edges", &s), PYPS_EPOLICY, "open");
+        exit(0);
+    }
+    must(pyps_set_custom(&(pyps_custom){.start = allow, .push = admit}), "set");
+    pyps_store *s = created(1, PYPS_CUSTOM, 60);
+    CHECK(write(told[1], "", 1) == 1 && waitpid(pid, &status, 0) == pid && !status,
+          "the other process failed");
+    must(pyps_close(s), "close");
+}
+
+static struct view *present(const pyps_store *s) {
+    uint64_t at = s->layout.views + word_buffer(load_seq(&s->header->view)) * s->layout.view_stride;
+    return (struct view *)(void *)(s->base + at);
+}
+
+/* Damaged views: somebody's rank is not his, or he has none. */
+static void damaged_ranks(void) {
+    pyps_store *s = created(2, PYPS_BSP, 60);
+    pyps_claim claim;
+    must(pyps_join(s, PYPS_WORKER, 0, NULL), "join");
+    struct view *v = present(s);
+    struct member *own = view_member(v, s->slot), *stranger = view_member(v, 7);
+    stranger->state = PYPS_ACTIVE, view_rank(v, 1)->slot_plus_1 = 8, v->opened = 1;
+    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of one who has none");
+    stranger->rank = 0;
+    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of one who has another");
+    stranger->rank = -1, view_rank(v, 1)->slot_plus_1 = 0;
+    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a worker without a rank");
+    stranger->state = PYPS_EMPTY, v->opened = 0;
+    expect(pyps_start(s, 0, &claim), PYPS_ETIMEDOUT, "nothing wrong");
+    own->rank = -1, own->role = PYPS_OBSERVER, view_rank(v, 0)->slot_plus_1 = 0;
+    expect(pyps_start(s, 1, &claim), PYPS_EINVAL, "a step of an observer's");
+    must(pyps_close(s), "close");
+}
+
+/* A round that is full, of whatever, has no place for one more gradient; who waits for one has a deadline. */
+static void full_round(void) {
+    pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
+    pyps_push_result result;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    present(s)->staged = present(s)->participants;
+    expect(push_value_by(s, 1, PYPS_F32, 0.05, &result), PYPS_ETIMEDOUT, "push");
+    present(s)->staged = 0;
+    must(pyps_close(other), "close"), must(pyps_close(s), "close");
+}
+
+static struct view *changing;
+static void grow_round(void) { changing->round_sources = 1000000; }
+
+/* What is read again after it was looked at is looked at again. */
+static void changing_round(void) {
+    pyps_store *s = created(1, PYPS_BSP, 60);
+    pyps_push_result result;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    must(push_value(s, 1, PYPS_F32, &result), "push");
+    s->ticket.number = 0;
+    changing = present(s), armed = "ticket.checked", meddle = grow_round;
+    expect(view_load_ticket(s, 1), PYPS_ECORRUPT, "a round of a million");
+    changing->round_sources = 1;
+    must(view_load_ticket(s, 1), "the same once more");
+    CHECK(s->source_count == 1 && s->sources[0].slot == s->slot, "found another round");
+    must(pyps_close(s), "close");
+}
+
+/* Whether waiting until that time slept at all. */
+static bool sleeps_until(pyps_store *s, uint64_t at) {
+    struct rusage before, after;
+    uint64_t now = now_nanoseconds();
+    getrusage(RUSAGE_THREAD, &before);
+    must(wait_for_others(s, view_sequence_word(s), now, at, UINT64_MAX), "wait");
+    getrusage(RUSAGE_THREAD, &after);
+    return after.ru_nvcsw != before.ru_nvcsw;
+}
+
+/* A time that came while somebody decided to wait for it is not slept through. */
+static void passed_time(void) {
+    pyps_store *s = created(1, PYPS_ASP, 60);
+    unsigned slept = 0;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    for (int i = 0; i < 5; i++)
+        slept += sleeps_until(s, now_nanoseconds()); /* it may sleep for another reason */
+    CHECK(slept < 5, "slept each time");
+    must(pyps_close(s), "close");
+}
+
+/* Times that are none. */
+static void odd_timeouts(void) {
+    pyps_store *s = created(2, PYPS_ASP, 60);
+    pyps_claim claim;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    expect(pyps_start(s, NAN, &claim), PYPS_ETIMEDOUT, "start within NaN seconds");
+    CHECK(deadline_after(INFINITY) == UINT64_MAX, "an infinite deadline passes");
+    must(pyps_close(s), "close");
+}
+
+static const struct {
+    const char *name;
+    void (*body)(void);
+} tests[] = {
+    {"out-of-descriptors", out_of_descriptors},
+    {"first-thread-ends", first_thread_ends},
+    {"area-in-round", area_in_round},
+    {"retry-in-round", retry_in_round},
+    {"check-in-round", check_in_round},
+    {"unknown-policy", unknown_policy},
+    {"damaged-ranks", damaged_ranks},
+    {"full-round", full_round},
+    {"changing-round", changing_round},
+    {"passed-time", passed_time},
+    {"odd-timeouts", odd_timeouts},
+};
+
+int main(int argc, char **argv) {
+    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof *tests; i++)
+        if (!strcmp(tests[i].name, argv[1])) {
+            alarm(60);
+            tests[i].body();
+            must(pyps_unlink("edges", 0), "unlink");
+            return 0;
+        }
+    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) puts(tests[i].name);
+    return argc == 1 ? 0 : 2;
+}
