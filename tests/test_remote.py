@@ -31,7 +31,8 @@ def test_all_that_a_store_does_goes_over_the_link() -> None:
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self._call"]
     names = {ast.unparse(call.args[0]).removeprefix("native.") for call in calls}
     assert len(names) > 15
-    assert not {name for name in names if not hasattr(Calls, name)}
+    refused = {"journal"}  # a file of the store's own machine
+    assert {name for name in names if not hasattr(Calls, name)} == refused
 
 
 class TestTraining:
