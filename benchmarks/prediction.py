@@ -35,6 +35,7 @@ MODELS = ("mlp", "cnn", "transformer")
 LARGEST = {"mlp": 2048, "cnn": 64, "transformer": 64}  # in the part where time grows with the batch
 SLOWDOWNS = 2.5, 5.0  # so much that the throttle sets the pace, not the two processes' cores
 ITERATIONS = 60
+REPEATS = 21  # of each size in the profile that is judged by itself
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def run_plan(model: str, both: int, clients: Sequence[Client], folder: Path, dev
 
 def measure(model: str) -> Outcome:
     largest = LARGEST[model]
-    alone = profile_model(model, batches=sizes(largest), threads=1, notify=print)
+    alone = profile_model(model, batches=sizes(largest), threads=1, repeats=REPEATS, notify=print)
     fit = alone.fit
     assert fit is not None
     with tempfile.TemporaryDirectory() as name:
