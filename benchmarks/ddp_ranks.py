@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -124,3 +125,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     print(json.dumps(JOBS[sys.argv[1]](argparse.Namespace(**json.loads(sys.argv[2])))), flush=True)
     dist.destroy_process_group()
+    os._exit(0)  # torch's own threads may abort a process that tears down its interpreter beside them
