@@ -215,7 +215,7 @@ class Store:
 
     def start(self, timeout: float | None = None) -> Claim:
         """Claim the next samples, waiting as the policy says. Raises Ended, Fenced, TimedOut."""
-        return self._call(native.start, _seconds(timeout))
+        return self._call(native.start, native.timeout_seconds(timeout))
 
     def start_ahead(self) -> Claim | None:
         """Beside the step under way, claim the samples of the next one: pushes belong to claims in order.
@@ -252,7 +252,7 @@ class Store:
 
     def stage(self, timeout: float | None = None) -> Area:
         """A staging area of this worker that nobody reads any more, its contents undefined. Raises Fenced."""
-        return self.staging(self._call(native.stage, _seconds(timeout)))
+        return self.staging(self._call(native.stage, native.timeout_seconds(timeout)))
 
     def staging(self, area: int) -> Area:
         """The zero-copy view of a staging area; it may only be written between stage() and push()."""
@@ -356,7 +356,7 @@ class Store:
             floats = cast(Flat, gradient)
         if pulled is not None:
             self._vector("push", "pulled", pulled)
-        wait, norm = _seconds(timeout), float(square_norm)
+        wait, norm = native.timeout_seconds(timeout), float(square_norm)
         return Push(
             index, samples, constants, scale, wait, how, floats, encoded, pulled, norm, based, float(seconds)
         )
@@ -441,7 +441,7 @@ class Store:
 
     def wait(self, sequence: int, timeout: float | None = None) -> None:
         """Sleep until the view is later than `sequence` (see `status`); None: an hour. Raises TimedOut."""
-        self._call(native.wait, sequence, _seconds(timeout))
+        self._call(native.wait, sequence, native.timeout_seconds(timeout))
 
     def _snapshot_into(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float | None) -> int:
         with self._participating():
@@ -496,11 +496,3 @@ class Store:
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         return function(self._pointer, *arguments)
-
-
-def _seconds(timeout: float | None) -> float:
-    if timeout is None:
-        return native.STORE_TIMEOUT
-    if not timeout >= 0.0:
-        raise InvalidArgument("timeout", f"found {timeout}; expected at least 0, or None")
-    return float(timeout)

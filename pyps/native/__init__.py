@@ -390,6 +390,15 @@ def wait(store: Pointer, sequence: int, timeout: float) -> None:
     check("wait", lib.pyps_wait(store, unsigned("wait", "sequence", sequence, 64), timeout))
 
 
+def timeout_seconds(timeout: float | None) -> float:
+    """What C takes for a timeout; None: the store's own. Raises InvalidArgument."""
+    if timeout is None:
+        return STORE_TIMEOUT
+    if not timeout >= 0.0:
+        raise InvalidArgument("timeout", f"found {timeout}; expected at least 0, or None")
+    return float(timeout)
+
+
 def _owned(out: Any) -> Pointer:
     return Pointer(ffi.gc(out[0], lib.pyps_close))
 
