@@ -7,7 +7,7 @@ from pathlib import Path
 import programs
 import pytest
 
-RUNS = {"attach": 3_000, "decode": 10_000}  # in segments, rounds wait for real deadlines
+RUNS = {"attach": 2_000, "decode": 10_000}  # in segments, rounds wait for real deadlines
 
 
 @pytest.fixture
