@@ -6,8 +6,8 @@ leaves: its limit less its usage, of which pages of files that nobody uses count
 control group share that equally.
 
 On a CPU a step also depends on what becomes of memory that it frees. By default glibc returns large blocks to
-the kernel, and every step takes them again page by page: a quarter of a convolutional network's time with 64
-images, more than in proportion to the batch. `keep_freed` ends that, in training and in profiling.
+the kernel, and every step takes them again page by page, at a cost that grows faster than the batch.
+`keep_freed` ends that, in training and in profiling.
 """
 
 from __future__ import annotations

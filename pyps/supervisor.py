@@ -87,10 +87,7 @@ def run(
         check_pipeline(rules)
     if journal and connect is not None:
         raise InputError("run", "journal", f"on, with a store at {connect}", "off: its server decides")
-    how = None if codec == FROM_PLAN else as_codec(codec)
-    for worker in chosen.workers if how is None else ():
-        if worker.batch:
-            plan_codecs(chosen, worker, os.fspath(plan))
+    how = _codec(codec, chosen, os.fspath(plan))
     folder = _new_folder(run_dir)
     write_json(folder / "plan.json", chosen)
     job = Job(
@@ -116,6 +113,16 @@ def _check(most: int = MAX_COUNT, /, **values: int) -> None:
     for name, value in values.items():
         if not 0 <= value <= most:
             raise InputError("run", name, str(value), f"0 to {most}")
+
+
+def _codec(codec: Codec | str, plan: Plan, where: str) -> Codec | None:
+    """The codec of every rank; None: the plan's, which it has to name for each."""
+    if codec != FROM_PLAN:
+        return as_codec(codec)
+    for worker in plan.workers:
+        if worker.batch:
+            plan_codecs(plan, worker, where)
+    return None
 
 
 def _store_name(connect: str | None) -> str:

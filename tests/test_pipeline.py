@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads, train_beside
 
 from pyps.errors import InputError, TimedOut
 from pyps.metrics import StepRecord, read_run
@@ -92,14 +92,7 @@ def test_every_policy_that_need_not_wait_trains(shm: Path, tmp_path: Path, polic
         for rank in range(len(split))
     ]  # fmt: skip
 
-    def body(rank: int) -> None:
-        workers[rank].attach(models[rank], torch.optim.SGD(models[rank].parameters(), lr=0.02))
-        for x, y in workers[rank].batches((X, Y)):
-            backward(loss_of(models[rank], x, y))
-            time.sleep(0.001 * (1 + rank))
-            workers[rank].step()
-
-    run_threads(len(split), body)
+    train_beside(workers, models)
     counters = workers[0].store.ranks()
     for worker in workers:
         worker.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads, train_beside
 
 from pyps.area import Area
 from pyps.errors import InvalidArgument, PushRejected
@@ -32,14 +32,7 @@ def test_every_policy_trains_through_workers(shm: Path, name: str) -> None:
         for rank in range(len(split))
     ]
 
-    def body(rank: int) -> None:
-        workers[rank].attach(models[rank], torch.optim.SGD(models[rank].parameters(), lr=0.02))
-        for x, y in workers[rank].batches((X, Y)):
-            backward(loss_of(models[rank], x, y))
-            time.sleep(0.001 * (1 + rank))
-            workers[rank].step()
-
-    run_threads(len(split), body)
+    train_beside(workers, models)
     assert sum(r.samples for r in workers[0].store.ranks()) == total
     assert float(loss_of(models[0], X, Y).detach()) < before
     for worker in workers:

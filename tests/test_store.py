@@ -6,9 +6,8 @@ import gc
 import math
 import os
 import random
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from threads import in_threads
 
 import pyps
 from pyps import errors, native
@@ -54,26 +54,6 @@ def push_tensors(store: Store, gradient: dict[str, NDArray[np.float32]], hyper: 
     for name, view in area.tensors().items():
         view[...] = gradient[name]
     store.push(area, claim.count, hyper)
-
-
-def in_threads(*bodies: Callable[[], None]) -> None:
-    """Run all at once; the first exception of any of them is raised here."""
-    failures: list[BaseException] = []
-
-    def guarded(body: Callable[[], None]) -> None:
-        try:
-            body()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "a worker hangs"
-    if failures:
-        raise failures[0]
 
 
 # The step, against formulas in fp64 and against torch.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from threads import in_threads
 from torch import nn
 
 from pyps.sampling import indices
@@ -83,22 +85,20 @@ def distance(one: nn.Module, two: nn.Module) -> float:
 
 
 def run_threads(names: int, body: Callable[[int], None]) -> None:
-    failures: list[BaseException] = []
+    in_threads(*(partial(body, rank) for rank in range(names)))
 
-    def guarded(rank: int) -> None:
-        try:
-            body(rank)
-        except BaseException as error:
-            failures.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(names)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "a worker hangs"
-    if failures:
-        raise failures[0]
+def train_beside(workers: Sequence[Worker], models: Sequence[nn.Module]) -> None:
+    """Each worker trains its model in a thread of its own, the later ones slower, to the run's end."""
+
+    def body(rank: int) -> None:
+        workers[rank].attach(models[rank], torch.optim.SGD(models[rank].parameters(), lr=0.02))
+        for x, y in workers[rank].batches((X, Y)):
+            backward(loss_of(models[rank], x, y))
+            time.sleep(0.001 * (1 + rank))
+            workers[rank].step()
+
+    run_threads(len(workers), body)
 
 
 def plan_with(batches: list[int]) -> dict[str, Any]:
