@@ -15,8 +15,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install -q -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-CORE := $(wildcard csrc/*.c csrc/*.h csrc/packaging/*) csrc/build_ffi.py setup.py
-C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h examples/c/*.c)
+CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
+C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
 .PHONY: demo test lint bench papers soak torture fuzz sanitize clean
 .DELETE_ON_ERROR:
@@ -46,14 +46,14 @@ bench: .venv/bench
 	$(PY) benchmarks/simulate.py --full --docs
 
 papers: .venv/core
-	$(PY) benchmarks/papers.py --docs
+	$(PY) benchmarks/papers/papers.py --docs
 
 .venv/bench: .venv/core
 	$(PIP) -e '.[bench]'
 	@touch $@
 
 soak: .venv/core
-	$(PY) tests/soak.py
+	$(PY) tests/helpers/soak.py
 
 torture: .venv/core
 	$(PY) tests/c/torture.py --faults 5000

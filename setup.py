@@ -31,7 +31,7 @@ if not sys.platform.startswith("linux") or platform.machine().lower() not in MAC
 
 
 class BuildCore(build_ext):
-    """Compiles csrc/*.c, links the extension and the libraries from the objects."""
+    """Compiles csrc/**/*.c, links the extension and the libraries from the objects."""
 
     def run(self):
         super().run()
@@ -39,7 +39,7 @@ class BuildCore(build_ext):
 
     def build_extension(self, ext):
         self.core = self.compiler.compile(
-            [str(path) for path in sorted(CSRC.glob("*.c"))],
+            [str(path) for path in sorted(CSRC.rglob("*.c"))],
             output_dir=self.build_temp,
             include_dirs=[str(CSRC)],
             extra_postargs=ext.extra_compile_args,

@@ -23,7 +23,7 @@ import numpy as np
 from record import DOCS, machine, milliseconds, seconds_of, table, write_section
 
 from pyps import Hyper, Store
-from pyps.codec import Codec, decode, encode, encoded_bytes
+from pyps.store.codec import Codec, decode, encode, encoded_bytes
 
 Call = Callable[[], object]
 HYPER = Hyper(lr=1e-3)

@@ -26,10 +26,10 @@ from peers import LR, gloo
 from record import machine, milliseconds, seconds_of, table, write_section
 
 from pyps import Hyper, Store
-from pyps.codec import Codec, Encoding, fed_back
 from pyps.remote.keys import make_keys
 from pyps.remote.server import Server
 from pyps.remote.store import RemoteStore
+from pyps.store.codec import Codec, Encoding, fed_back
 
 HYPER = Hyper(lr=LR)
 Turn = Callable[[], tuple[float, int]]  # seconds and bytes of one step

@@ -19,9 +19,9 @@ from record import DOCS, machine, milliseconds, seconds_of, table, write_section
 
 from pyps.errors import PypsError
 from pyps.solver import Costs, Problem, Table, solve
-from pyps.solver.checks import milp
-from pyps.solver.program import SolverName
-from pyps.solver.subset import solve_subset
+from pyps.solver.exact.subset import solve_subset
+from pyps.solver.milp.checks import milp
+from pyps.solver.milp.program import SolverName
 from pyps.solver.sync import Kind, Sync
 
 SAMPLES_A_WORKER = 64

@@ -28,7 +28,7 @@ ffi.cdef(cdef())
 ffi.set_source(
     "pyps._native",
     '#include "pyps.h"',
-    depends=[str(path) for path in sorted(CSRC.glob("*.h"))],
+    depends=[str(path) for path in sorted(CSRC.rglob("*.h"))],
     include_dirs=[str(CSRC)],
     extra_compile_args=[
         "-std=c11", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",

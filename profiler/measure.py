@@ -22,7 +22,6 @@ import numpy as np
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Device, Memory, ModelInfo, Parts, Point, Profile
-from pyps.models import TrainingTask, load_task, require_torch
 from pyps.profiler.clocks import gpu_clocks
 from pyps.profiler.select import select_fit
 from pyps.profiler.stepper import (
@@ -33,6 +32,7 @@ from pyps.profiler.stepper import (
     make_stepper,
     resolve_device,
 )
+from pyps.tasks.builtin import TrainingTask, load_task, require_torch
 
 REPEATS = 7  # timed steps a batch size at least: an odd number, so that the median is one of them
 MAX_REPEATS = 31

@@ -3,7 +3,7 @@
 A step is zero_grad, forward, loss, backward, optimizer step; under autocast, compiled or in micro-batches if
 asked for. Batches are made and moved outside the timed part. On CUDA the seconds come from events around the
 step, read once the device has finished it; on a CPU from the wall clock. A throttled step is one span of
-pyps.throttle.
+pyps.profiler.throttle.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyps.errors import InputError
-from pyps.memory import cpu_free_bytes, cpu_held_bytes, keep_freed
-from pyps.models import TrainingTask
-from pyps.throttle import Throttle
+from pyps.profiler.host_memory import cpu_free_bytes, cpu_held_bytes, disable_malloc_trim
+from pyps.profiler.throttle import Throttle
+from pyps.tasks.builtin import TrainingTask
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +180,7 @@ class CpuStepper(_TaskStepper):
         where: str,
         options: StepOptions,
     ) -> None:
-        keep_freed()  # before anything is allocated, as in a worker
+        disable_malloc_trim()  # before anything is allocated, as in a worker
         super().__init__(task, device, where, options)
         import torch
 

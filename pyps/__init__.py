@@ -15,54 +15,54 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyps.attach import load_parameters as load_parameters
     from pyps.errors import Infeasible as Infeasible
     from pyps.errors import InputError as InputError
     from pyps.errors import PypsError as PypsError
     from pyps.errors import StoreError as StoreError
-    from pyps.policy import ASP as ASP
-    from pyps.policy import BSP as BSP
-    from pyps.policy import DCASGD as DCASGD
-    from pyps.policy import DSSP as DSSP
-    from pyps.policy import HPS as HPS
-    from pyps.policy import R2SP as R2SP
-    from pyps.policy import SSP as SSP
-    from pyps.policy import Backup as Backup
-    from pyps.policy import ConSGD as ConSGD
-    from pyps.policy import Custom as Custom
-    from pyps.policy import DynSGD as DynSGD
-    from pyps.policy import SaPS as SaPS
-    from pyps.policy import Softsync as Softsync
+    from pyps.native.values import Hyper as Hyper
+    from pyps.native.values import Snapshot as Snapshot
     from pyps.store import Store as Store
-    from pyps.values import Hyper as Hyper
-    from pyps.values import Snapshot as Snapshot
-    from pyps.worker import Worker as Worker
-    from pyps.worker import join as join
+    from pyps.store.policies import ASP as ASP
+    from pyps.store.policies import BSP as BSP
+    from pyps.store.policies import DCASGD as DCASGD
+    from pyps.store.policies import DSSP as DSSP
+    from pyps.store.policies import HPS as HPS
+    from pyps.store.policies import R2SP as R2SP
+    from pyps.store.policies import SSP as SSP
+    from pyps.store.policies import Backup as Backup
+    from pyps.store.policies import ConSGD as ConSGD
+    from pyps.store.policies import Custom as Custom
+    from pyps.store.policies import DynSGD as DynSGD
+    from pyps.store.policies import SaPS as SaPS
+    from pyps.store.policies import Softsync as Softsync
+    from pyps.worker.attach import load_parameters as load_parameters
+    from pyps.worker.loop import Worker as Worker
+    from pyps.worker.loop import join as join
 
 _HOME = {
-    "ASP": "pyps.policy",
-    "BSP": "pyps.policy",
-    "Backup": "pyps.policy",
-    "ConSGD": "pyps.policy",
-    "Custom": "pyps.policy",
-    "DCASGD": "pyps.policy",
-    "DSSP": "pyps.policy",
-    "DynSGD": "pyps.policy",
-    "HPS": "pyps.policy",
-    "R2SP": "pyps.policy",
-    "SSP": "pyps.policy",
-    "SaPS": "pyps.policy",
-    "Softsync": "pyps.policy",
-    "Hyper": "pyps.values",
+    "ASP": "pyps.store.policies",
+    "BSP": "pyps.store.policies",
+    "Backup": "pyps.store.policies",
+    "ConSGD": "pyps.store.policies",
+    "Custom": "pyps.store.policies",
+    "DCASGD": "pyps.store.policies",
+    "DSSP": "pyps.store.policies",
+    "DynSGD": "pyps.store.policies",
+    "HPS": "pyps.store.policies",
+    "R2SP": "pyps.store.policies",
+    "SSP": "pyps.store.policies",
+    "SaPS": "pyps.store.policies",
+    "Softsync": "pyps.store.policies",
+    "Hyper": "pyps.native.values",
     "Infeasible": "pyps.errors",
     "InputError": "pyps.errors",
     "PypsError": "pyps.errors",
-    "Snapshot": "pyps.values",
+    "Snapshot": "pyps.native.values",
     "Store": "pyps.store",
     "StoreError": "pyps.errors",
-    "Worker": "pyps.worker",
-    "join": "pyps.worker",
-    "load_parameters": "pyps.attach",
+    "Worker": "pyps.worker.loop",
+    "join": "pyps.worker.loop",
+    "load_parameters": "pyps.worker.attach",
 }
 __all__ = sorted(_HOME)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from pyps.formats import Forecast, Point
 from pyps.solver.costs import Cost, Ints
-from pyps.solver.coupled import Coupled, valued
+from pyps.solver.milp.constrained import Coupled, valued
 
 FEWEST_TIMES = 3  # measured seconds that say anything about noise
 NORMAL_MAD = 0.6745  # the median distance from the median of a standard normal variable

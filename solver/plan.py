@@ -26,17 +26,17 @@ from pyps.formats import (
     R2spSchedule,
     SyncEstimate,
 )
-from pyps.solver.coupled import Coupled, Split, solve_coupled, valued
-from pyps.solver.front import PRICE, within_budget
-from pyps.solver.goodput import Worth, best_batch
-from pyps.solver.hps import hps_estimate
+from pyps.solver.exact.minmax import Problem, at_index, solve
 from pyps.solver.links import Link
-from pyps.solver.members import Member, cap_of, cost_of, coupled_of, members_of, needs
-from pyps.solver.minmax import Problem, at_index, solve
+from pyps.solver.milp.constrained import Coupled, Split, solve_coupled, valued
+from pyps.solver.milp.pareto import PRICE, within_budget
+from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.noise import Noise, forecast, noise_of, too_few
-from pyps.solver.r2sp import r2sp_schedule, remedies
-from pyps.solver.relaxed import subset_bound
-from pyps.solver.warnings import link_warnings, warnings_of
+from pyps.solver.ranks import Member, cap_of, cost_of, coupled_of, members_of, needs
+from pyps.solver.report.warnings import link_warnings, warnings_of
+from pyps.solver.systems.goodput import Worth, best_batch
+from pyps.solver.systems.hps import hps_estimate
+from pyps.solver.systems.r2sp import r2sp_schedule, remedies
 
 MAX_REPEATS = 1000  # micro-batches that may be proposed
 

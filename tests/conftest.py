@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from ranks import Ranks
 
-    from pyps.worker import Worker
+    from pyps.worker.loop import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,7 +41,7 @@ def worker(shm: Path) -> Iterator[Worker]:
     """The only worker of a run of 3 epochs in batches of 10."""
     from worker_tools import SAMPLES  # here: most tests need no torch
 
-    from pyps.worker import join
+    from pyps.worker.loop import join
 
     with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5) as alone:
         yield alone

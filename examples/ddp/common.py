@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from pyps.throttle import sleep_until
+from pyps.profiler.throttle import sleep_until
 from pyps.torch import WeightedHook
 
 HELD_OUT = 297

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 from pyps.solver import Line
-from pyps.solver.decide import best_split
+from pyps.solver.online.decide import best_split
 from pyps.torch import UnevenBatchSampler, loss_scale
 
 GLOBAL_BATCH, TIMEOUT = 96, timedelta(seconds=15)

@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pyps.formats import Plan, read_plan, write_json
-from pyps.lineup import Place
-from pyps.metrics import StepRecord, read_run
-from pyps.models import digits_cnn
+from pyps.formats.records import StepRecord, read_run
 from pyps.profiler import profile_model
-from pyps.report import Report, read_report, version_times
-from pyps.runlog import read_events
-from pyps.trace import make_trace
+from pyps.run.events import read_events
+from pyps.run.ranks import Place
+from pyps.run.report import Report, read_report, version_times
+from pyps.run.trace import make_trace
+from pyps.tasks.builtin import digits_cnn
 
 HERE = Path(__file__).resolve().parent
 OUT = Path("demo-out")

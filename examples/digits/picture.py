@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from pyps.metrics import StepRecord
+from pyps.formats.records import StepRecord
 
 matplotlib.use("Agg")
 

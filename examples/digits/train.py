@@ -6,7 +6,7 @@ import data
 import torch
 
 import pyps
-from pyps.models import digits_cnn
+from pyps.tasks.builtin import digits_cnn
 
 LEARNING_RATE = 0.1  # for an update of REFERENCE samples, at the beginning
 REFERENCE = 256

@@ -16,9 +16,9 @@ from typer.core import TyperCommand, TyperGroup
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
 from pyps.profiler.select import select_fit
-from pyps.solver.coupled import Limit
-from pyps.solver.members import members_of, needs
+from pyps.solver.milp.constrained import Limit
 from pyps.solver.plan import best_global_batch, even_split, make_plan, program_for
+from pyps.solver.ranks import members_of, needs
 
 
 class _FileOrCommand(TyperGroup):
@@ -114,7 +114,7 @@ def what_if(
 ) -> None:
     """Gain or loss in time, price and utilisation if workers come or go."""
     from pyps.cli.plan_view import show_change
-    from pyps.solver.whatif import changed, outcome_of, verdict
+    from pyps.solver.report.whatif import changed, outcome_of, verdict
 
     read = read_cluster(cluster)
     names = {group.name for group in read.worker}
@@ -141,7 +141,7 @@ def front(
 ) -> None:
     """The choices of workers that no other beats in time and in price, the fastest first."""
     from pyps.cli.plan_view import show_front, working
-    from pyps.solver.front import pareto
+    from pyps.solver.milp.pareto import pareto
 
     read = read_cluster(cluster)
     _not_an_input("--picture", picture, cluster, read)
@@ -159,7 +159,7 @@ def front(
             points.append(point)
             say(f"walking the front: {len(points)} points")
     if picture is not None:
-        from pyps.solver.pictures import draw_front
+        from pyps.solver.report.plots import draw_front
 
         draw_front(points, picture)
         typer.echo(f"wrote {picture}", err=True)
@@ -232,7 +232,7 @@ def _planned(path: Path, cluster: Cluster, profiles: list[Profile]) -> Plan:
 
 
 def _checked(cluster: Cluster, profiles: list[Profile], plan: Plan) -> str:
-    from pyps.solver.checks import agreement
+    from pyps.solver.milp.checks import agreement
 
     program, members = program_for(cluster, profiles), members_of(cluster, profiles)
     price = needs(members, "price_per_hour")
@@ -248,7 +248,7 @@ def _draw(
 ) -> None:
     if timeline is None and ring is None:
         return
-    from pyps.solver.pictures import draw_ring, draw_timeline
+    from pyps.solver.report.plots import draw_ring, draw_timeline
 
     if timeline is not None:
         draw_timeline(plan, even_split(program_for(cluster, profiles))[1], timeline)
@@ -282,7 +282,7 @@ def _print(cluster: Cluster, profiles: list[Profile], plan: Plan, explain: bool,
     else:
         show_plan(plan, even_split(coupled)[1])
     if explain:
-        from pyps.solver.explain import explain as explained
+        from pyps.solver.report.explain import explain as explained
 
         show_explanation(explained(plan, members_of(cluster, profiles), coupled), err=as_json)
 

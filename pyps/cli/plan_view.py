@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.formats import Plan
-from pyps.solver.explain import Explanation
-from pyps.solver.front import FrontPoint
+from pyps.solver.milp.pareto import FrontPoint
 from pyps.solver.plan import even_batches
-from pyps.solver.whatif import Outcome
+from pyps.solver.report.explain import Explanation
+from pyps.solver.report.whatif import Outcome
 
 ROWS_AT_MOST = 64  # of a terminal's patience; the plan file has them all
 

@@ -66,7 +66,7 @@ def link(
     ] = None,
 ) -> None:
     """Measure latency and bandwidth of the way to the store or to a peer; with PROFILE, add it there."""
-    from pyps import link as probes
+    from pyps.worker import link_speed as probes
 
     if answer is not None:
         probes.answer(answer)

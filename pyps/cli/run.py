@@ -15,13 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from pyps.crew import TrainingFailed
 from pyps.errors import InputError
 from pyps.formats import encode
-from pyps.policy import Policy, policy_named
-from pyps.report import Report
-from pyps.supervisor import MAX_RESTARTS, run
-from pyps.values import Status
+from pyps.native.values import Status
+from pyps.run.launcher import TrainingFailed
+from pyps.run.report import Report
+from pyps.run.supervisor import MAX_RESTARTS, run
+from pyps.store.policies import Policy, policy_named
 
 app = typer.Typer(add_completion=False)
 POLICY_HELP = f"{', '.join(Policy.known)}; numbers after a colon: ssp:bound=4."

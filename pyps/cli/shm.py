@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.segments import Segment, collect_garbage, folder, segments
+from pyps.store.segments import Segment, collect_garbage, folder, segments
 
 app = typer.Typer(no_args_is_help=True, help="List and clean up shared-memory segments.")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on standard output.")]

@@ -15,9 +15,9 @@ from rich.progress import track
 from rich.table import Table
 
 from pyps.errors import InputError
-from pyps.policy import Policy, policy_named
 from pyps.simulate import Learning, Logistic, Result, Scenario, TorchLearning, scenario_of, simulate
-from pyps.simulate.picture import draw, gantt, histogram, trace
+from pyps.simulate.plot import draw, gantt, histogram, trace
+from pyps.store.policies import Policy, policy_named
 
 LOGISTIC = "logistic"
 DATA = 2048  # samples of a task's own batch maker
@@ -100,7 +100,7 @@ def _learning(name: str, seed: int) -> Learning | None:
         return None
     if name == LOGISTIC:
         return Logistic(seed=seed)
-    from pyps.models import load_task
+    from pyps.tasks.builtin import load_task
 
     task = load_task(name)
     inputs, targets = task.make_batch(DATA)

@@ -1,7 +1,7 @@
 """This package alone imports pyps._native: C codes become exceptions here, C structs become values.
 
-Everything above sees names, numbers, arrays and the dataclasses of pyps.values. A `Pointer` is opaque; the C
-rules (one thread at a time, one process) are kept by pyps.Store, which holds it.
+Everything above sees names, numbers, arrays and the dataclasses of pyps.native.values. A `Pointer` is
+opaque; the C rules (one thread at a time, one process) are kept by pyps.Store, which holds it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument, StoreError
-from pyps.values import (
+from pyps.native.values import (
     Advice,
     Claim,
     Codec,

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyps._native import ffi, lib
 from pyps.native import check, fill_rules, u32_array, unsigned
-from pyps.values import Config, Decision, Moment, RankCounters
+from pyps.native.values import Config, Decision, Moment, RankCounters
 
 
 class Core:

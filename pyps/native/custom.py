@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from pyps._native import ffi, lib
 from pyps.native import check, raised
-from pyps.values import Sight
+from pyps.native.values import Sight
 
 
 class Decider(Protocol):
-    """What pyps.policy.Custom is to this module."""
+    """What pyps.store.policies.Custom is to this module."""
 
     def may_start(self, sight: Sight, words: Any) -> bool: ...
     def scale(self, sight: Sight, words: Any) -> float | None: ...

@@ -12,7 +12,7 @@ from typing import Any
 
 from pyps.errors import InputError
 from pyps.remote.address import is_address
-from pyps.store import Store
+from pyps.store.store import Store
 
 __all__ = ["create_store", "open_store"]
 

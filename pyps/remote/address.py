@@ -12,9 +12,9 @@ import os
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
-from pyps.codec import as_codec
 from pyps.errors import InputError
-from pyps.values import Codec
+from pyps.native.values import Codec
+from pyps.store.codec import as_codec
 
 SCHEME = "tcp://"
 OPTIONS = ("keys", "pull", "insecure")

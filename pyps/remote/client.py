@@ -22,8 +22,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pyps.errors import InputError, LinkLost, LinkRefused, StoreError
 from pyps.remote.address import Address
+from pyps.remote.framing import Pieces, pieces
 from pyps.remote.keys import ClientKeys, read_client_keys
-from pyps.remote.pieces import Pieces, pieces
 from pyps.remote.wire import (
     SESSION_BYTES,
     VERBS,

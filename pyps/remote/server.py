@@ -21,11 +21,11 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from pyps import native
 from pyps.errors import Busy, InputError, InvalidArgument, LinkLost, SegmentNotFound, StoreError, StoreFull
-from pyps.remote.acts import Site
 from pyps.remote.address import Address, endpoint_parts, is_loopback
-from pyps.remote.deputy import Deputy
+from pyps.remote.framing import Pieces
+from pyps.remote.handlers import Site
 from pyps.remote.keys import ServerKeys
-from pyps.remote.pieces import Pieces
+from pyps.remote.session import Deputy
 from pyps.remote.wire import (
     MAX_HEADER_BYTES,
     Bye,

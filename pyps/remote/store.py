@@ -9,10 +9,10 @@ from typing import Any, Self, TypeVar, cast
 
 from pyps import native
 from pyps.errors import InvalidArgument, StoreError
-from pyps.remote.calls import Calls
+from pyps.native.values import Config
+from pyps.remote.backend import Calls
 from pyps.remote.client import Traffic
-from pyps.store import Store
-from pyps.values import Config
+from pyps.store.store import Store
 
 T = TypeVar("T")
 

@@ -1,8 +1,9 @@
 """What goes over the link: which calls there are, and what each carries. One page is the whole protocol.
 
-A message is a header (msgpack, at most MAX_HEADER_BYTES) and bare numbers in pieces (pyps.remote.pieces). The
-calls are those of pyps.native, by name. Every call has a name of its own, {session, seq}: a server does each
-one once, and answers a repeated one with the same bytes again. A session has one call under way at a time.
+A message is a header (msgpack, at most MAX_HEADER_BYTES) and bare numbers in pieces (pyps.remote.framing).
+The calls are those of pyps.native, by name. Every call has a name of its own, {session, seq}: a server does
+each one once, and answers a repeated one with the same bytes again. A session has one call under way at a
+time.
 
     client -> server    Call(session, seq, verb, arguments) [numbers]
                         Ping(session)       on a connection of its own, which no bulk holds up
@@ -26,7 +27,7 @@ from msgspec import Meta
 
 from pyps.errors import InvalidArgument, StoreError
 from pyps.native import ERRORS
-from pyps.values import (
+from pyps.native.values import (
     Advice,
     Claim,
     Codec,
@@ -91,7 +92,7 @@ class Pong(_Message, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """pyps.values.Config without the initial values, which are the call's numbers."""
+    """pyps.native.values.Config without the initial values, which are the call's numbers."""
 
     tensors: tuple[Tensor, ...]
     batches: tuple[int, ...]

@@ -4,11 +4,11 @@ result = simulate(scenario_of("cluster.toml"), "ssp:bound=4", iterations=100)
 """
 
 from pyps.simulate.devices import Slowdown
+from pyps.simulate.metrics import RankResult, Result
 from pyps.simulate.problem import Learning, Logistic, TorchLearning
 from pyps.simulate.replay import replay
 from pyps.simulate.run import compare, simulate
 from pyps.simulate.scenario import Mishap, Scenario, SimWorker, scenario_of
-from pyps.simulate.tally import RankResult, Result
 
 __all__ = [
     "Learning",

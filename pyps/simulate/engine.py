@@ -12,15 +12,15 @@ from typing import Any
 
 from pyps.errors import Busy, Ended, Fenced, PushRejected, PypsError
 from pyps.native.core import Core
-from pyps.policy import Policy, acquaint
+from pyps.native.values import Advice, Config, Decision, MemberState, Moment, Optimizer
 from pyps.simulate.clock import Clock, Life
 from pyps.simulate.devices import Device
+from pyps.simulate.metrics import COMPUTE, PULL, PUSH, WAIT, Tally
 from pyps.simulate.network import Class, Network
 from pyps.simulate.pipelined import Held, PipelinedWorker
 from pyps.simulate.problem import Model, Vector
 from pyps.simulate.scenario import Mishap, Scenario
-from pyps.simulate.tally import COMPUTE, PULL, PUSH, WAIT, Tally
-from pyps.values import Advice, Config, Decision, MemberState, Moment, Optimizer
+from pyps.store.policies import Policy, acquaint
 
 WAIT_VERDICT = 2
 DOWN, UP = range(2)

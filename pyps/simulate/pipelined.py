@@ -1,4 +1,4 @@
-"""A pipelined worker in virtual time: what pyps.pipeline does with two threads, with two lives of the clock.
+"""A pipelined worker in virtual time: pyps.worker.pipeline's two threads as two lives of the clock.
 
 The worker computes a step on what its carrier brought back while the step before it was computed. The carrier
 pushes, pulls and claims the samples of the step after the one that is being computed.
@@ -10,8 +10,8 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from pyps.errors import Ended, Fenced, PushRejected
+from pyps.simulate.metrics import WAIT
 from pyps.simulate.problem import Vector
-from pyps.simulate.tally import WAIT
 
 if TYPE_CHECKING:
     from pyps.simulate.engine import Engine

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.sampling import indices
+from pyps.worker.sampling import indices
 
 if TYPE_CHECKING:
-    from pyps.models import TrainingTask
+    from pyps.tasks.builtin import TrainingTask
 
 Vector = NDArray[np.float64]
 
@@ -73,7 +73,7 @@ class Logistic:
 
 
 class TorchLearning:
-    """A pyps.models.TrainingTask on data in memory: `inputs` and `targets` as its loss takes them."""
+    """A pyps.tasks.builtin.TrainingTask on data in memory: `inputs` and `targets` as its loss takes them."""
 
     def __init__(self, task: TrainingTask, inputs: Any, targets: Any, seed: int = 0) -> None:
         self._task, self._inputs, self._targets, self._seed = task, inputs, targets, seed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from pyps import native
-from pyps.policy import Policy, acquaint, policy_named
-from pyps.values import Replay
+from pyps.native.values import Replay
+from pyps.store.policies import Policy, acquaint, policy_named
 
 
 def replay(path: str | os.PathLike[str], policy: Policy | str | None = None) -> Replay:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 
 from pyps.errors import InputError
-from pyps.policy import DCASGD, Policy, check_pipeline, policy_named
 from pyps.simulate.engine import Engine
+from pyps.simulate.metrics import Result, Tally, rank_results
 from pyps.simulate.problem import Learning, Model
 from pyps.simulate.scenario import Scenario
-from pyps.simulate.tally import Result, Tally, rank_results
+from pyps.store.policies import DCASGD, Policy, check_pipeline, policy_named
 
 CURVE_POINTS = 200
 

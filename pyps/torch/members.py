@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Profile
-from pyps.solver.decide import best_split
-from pyps.solver.prior import prior_of
-from pyps.torch.agree import CostMessage, Meeting
+from pyps.solver.online.decide import best_split
+from pyps.solver.online.prior import prior_of
+from pyps.torch.consensus import CostMessage, Meeting
 from pyps.torch.schedule import Split, share
 
 

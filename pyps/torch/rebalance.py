@@ -24,13 +24,13 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile
-from pyps.solver.decide import Move, decide
-from pyps.solver.prior import prior_of
-from pyps.solver.refit import OnlineCost
-from pyps.torch.agree import CostMessage, Meeting
-from pyps.torch.clock import OwnTime
+from pyps.solver.online.decide import Move, decide
+from pyps.solver.online.prior import prior_of
+from pyps.solver.online.refit import OnlineCost
+from pyps.torch.consensus import CostMessage, Meeting
 from pyps.torch.hook import WeightedHook
 from pyps.torch.rounds import Edge, Rounds
+from pyps.torch.timer import OwnTime
 
 WARM_UP = 2  # steps at the beginning that say nothing: allocations, the buckets of DDP
 DOUBTS = 2.0  # standard errors: a gain of less may be none

@@ -16,9 +16,9 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from pyps.errors import InputError
-from pyps.sampling import MAX_SEED, permutation
 from pyps.torch.rounds import Edge, Rounds
 from pyps.torch.schedule import Planned, Split, bounds, check_replan, pieces, round_sizes
+from pyps.worker.sampling import MAX_SEED, permutation
 
 
 class UnevenBatchSampler(Rounds, Sampler[list[int]]):

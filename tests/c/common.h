@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/store.h"
+#include "../../csrc/store/store.h"
 
 static inline void must(int rc, const char *what) {
     if (!rc) return;

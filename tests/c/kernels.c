@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/kernels.h"
+#include "../../csrc/kernels/kernels.h"
 
 #define LONGEST 136
 

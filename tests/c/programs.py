@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 C = Path(__file__).resolve().parent
 CSRC = C.parents[1] / "csrc"
-FLAGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-ffp-contract=off")
+FLAGS = (f"-I{CSRC}", "-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-ffp-contract=off")
 UNDEFINED = "undefined,float-cast-overflow,float-divide-by-zero"
 SANITIZERS: Mapping[str, tuple[str, ...]] = {
     "none": ("-O2",),
@@ -58,7 +58,7 @@ def compile_core(folder: Path, flags: Iterable[str], compiler: Iterable[str]) ->
     """The core's objects, compiled with these flags into `folder` unless they are there."""
     if not folder.exists():
         folder.mkdir(parents=True)
-        sources = [str(path) for path in sorted(CSRC.glob("*.c"))]
+        sources = [str(path) for path in sorted(CSRC.rglob("*.c"))]
         subprocess.run([*compiler, *flags, "-c", *sources], check=True, cwd=folder)
     return sorted(folder.glob("*.o"))
 
@@ -70,9 +70,9 @@ def compile_changed(folder: Path, flags: Iterable[str], compiler: Iterable[str],
         raise ValueError(
             f"{change.file}: found {text.count(change.old)} times; expected once: {change.old!r}"
         )
-    source = folder / change.file
+    source = folder / Path(change.file).name
     source.write_text(text.replace(change.old, change.new), encoding="utf-8")
-    subprocess.run([*compiler, *flags, f"-I{CSRC}", "-c", str(source)], check=True, cwd=folder)
+    subprocess.run([*compiler, *flags, "-c", str(source)], check=True, cwd=folder)
     return source.with_suffix(".o")
 
 

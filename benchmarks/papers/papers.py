@@ -1,0 +1,70 @@
+"""What the four systems promise, measured: each beside its rivals, tuned alike, over several seeds.
+
+    python benchmarks/papers/papers.py [--quick] [--docs] [--only boa saps r2sp hps straggler real] [--out
+    DIR]
+
+Simulations are of the clusters in benchmarks/clusters/ in virtual time, with real gradients (digits_mlp.py);
+`real` runs the same clusters as processes that last as long as their cost models say. --docs puts tables and
+plots into docs/results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # record and shaped lie there
+
+import papers_plot
+from acceptance import boa, hps, r2sp, saps
+from papers_real import real
+from papers_straggler import straggler
+from record import DOCS, machine, write_section
+from tuning import Effort
+
+PAGE = "results.md"
+PARTS = {"boa": boa, "saps": saps, "r2sp": r2sp, "hps": hps, "straggler": straggler, "real": real}
+QUICK = Effort(seeds=(1, 2), tuning=(101,), processes=1, quick=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the chosen parts, print them, and with --docs write them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a few seconds: whether it works, no figures")
+    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("papers-out"), help="where runs and plots go")
+    chosen = parser.parse_args(arguments)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    images = DOCS / "images" if chosen.docs else chosen.out
+    for name in chosen.only:
+        began, worked = time.monotonic(), processor_seconds()
+        found = PARTS[name](QUICK if chosen.quick else Effort(), chosen.out)
+        if found.curves:
+            papers_plot.curves(images / f"results-{name}.png", found.curves)
+        if found.pairs:
+            papers_plot.pairs(images / f"results-{name}.png", found.pairs)
+        took = f"{time.monotonic() - began:.0f} s, {processor_seconds() - worked:.0f} s of processor time"
+        text = f"{machine()}; took {took}.\n\n{found.text()}"
+        print(f"## {name}\n\n{text}\n", flush=True)
+        if chosen.docs:
+            write_section(name, text, PAGE)
+
+
+def processor_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+/* kernels.h: the arithmetic on one run of floats, as a table of functions, one table an instruction set.
+ *
+ * The scalar table is the specification, the fallback and the tail handler of the others; every table gives
+ * the scalar's bits for every length and alignment (compiled with -ffp-contract=off; only correctly rounded
+ * operations are used). Formulas are those of torch.optim, so that a user can move a training run over.
+ */
+#ifndef PYPS_KERNELS_H
+#define PYPS_KERNELS_H
+
+#include <stddef.h>
+
+#include "kernels/codec.h"
+
+enum { OPTIMIZERS = PYPS_ADAGRAD + 1 };
+enum { MAX_STATES = 2 }; /* state vectors an optimizer may keep beside the parameters */
+
+/* One parameter's way from old to new: parameters and states are read from `old` and written to `new`, which
+ * never overlap; `gradient` may be anything. new[0] is the parameters, new[1..] the states. */
+struct step {
+    float *new[1 + MAX_STATES];
+    const float *old[1 + MAX_STATES];
+    const float *gradient;
+    float *copy; /* NULL, or where the new parameters go too, past the caches; a multiple of 16 */
+    size_t length;
+};
+
+/* Constants of one step on one chunk, derived from pyps_hyper and the chunk's step count in one place. */
+struct step_constants {
+    float scale;        /* the gradient is multiplied by it first */
+    float clip;         /* then held within [-clip, clip]; infinite: no bound */
+    float lr;           /* Adam, AdamW: lr / (1 - beta1^t); Adagrad: lr / (1 + (t - 1) lr_decay) */
+    float weight_decay; /* added as weight_decay * parameter; AdamW: 0 */
+    float momentum;
+    float undamped; /* 1 - dampening; 1 on the first step, as torch does */
+    float nesterov; /* momentum if Nesterov, else 0 */
+    float shrink;   /* AdamW: 1 - lr * weight_decay; Adam: 1 */
+    float beta2;
+    float fresh1;          /* 1 - beta1 */
+    float fresh2;          /* 1 - beta2 */
+    float root_correction; /* sqrt(1 - beta2^t) */
+    float eps;
+};
+
+struct kernels {
+    const char *name;
+    void (*update[OPTIMIZERS])(const struct step *step,
+                               const struct step_constants *constants); /* by optimizer */
+    /* sum[i] = weight * x[i], or += for the second */
+    void (*weigh)(float *sum, const float *x, float weight, size_t length);
+    void (*weigh_add)(float *sum, const float *x, float weight, size_t length);
+    void (*divide)(float *x, float divisor, size_t length);
+    /* A copy past the caches, for what will not be read again before much else: nothing is fetched that is
+     * only to be overwritten. `copied` follows the last one, before another thread may read it. */
+    void (*stream)(float *to, const float *from, size_t length);
+    void (*copied)(void);
+    bool (*encode)(struct encoding *e); /* false: stopped at a value that is not finite */
+    void (*decode)(uint32_t codec, float *out, const uint8_t *codes, const float *scales, size_t count);
+};
+
+extern const struct kernels kernels_scalar;
+#if defined(__x86_64__)
+extern const struct kernels kernels_avx2, kernels_avx512;
+#elif defined(__aarch64__)
+extern const struct kernels kernels_neon;
+#endif
+
+/* The table in use: the best this processor has, or PYPS_ISA=scalar|avx2|avx512|neon if it
+ * has that. Chosen once. */
+const struct kernels *kernels_chosen(void);
+
+/* How many state vectors an optimizer keeps; 0 for an unknown one, which callers have refused before. */
+unsigned kernels_states(unsigned optimizer);
+
+/* `steps` optimizer steps have been applied to the chunk before this one. */
+struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *hyper, float scale,
+                                        uint64_t steps);
+
+#endif

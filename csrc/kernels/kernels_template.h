@@ -1,0 +1,146 @@
+/* kernels_template.h: the kernels over an abstract vector. A file per instruction set defines
+ *
+ *     WIDTH, VEC, TARGET           lanes, type, function attribute
+ *     LOAD, STORE, SET             unaligned access, broadcast
+ *     ADD, SUB, MUL, DIV, SQRT     correctly rounded
+ *     LOWER(a, b), UPPER(a, b)     a < b ? a : b, a > b ? a : b; so b if either is NaN
+ *     STREAM, STREAM_END           a store past the caches to a multiple of 16; a fence after the last
+ *     NAME(x), TABLE, TABLE_NAME   how its functions and its table are called
+ *     TAIL(call)                   runs the scalar function on what is left; empty for scalar itself
+ *
+ * and the integer operations of codec_template.h, then includes this file. Each line is one rounding; their
+ * order is part of the specification.
+ */
+#include <string.h>
+
+#include "kernels/kernels.h"
+
+#include "kernels/codec_template.h"
+
+/* clamp(scale * g, -clip, clip) + decay * x; a gradient that is NaN stays NaN */
+INLINE VEC NAME(gradient)(const float *g, VEC x, const struct step_constants *k) {
+    PREFETCH(g);
+    VEC d = MUL(SET(k->scale), LOAD(g));
+    d = LOWER(SET(k->clip), UPPER(SET(-k->clip), d));
+    return ADD(d, MUL(SET(k->weight_decay), x));
+}
+
+INLINE void NAME(put)(const struct step *s, size_t i, VEC x) {
+    STORE(s->new[0] + i, x);
+    if (s->copy) STREAM(s->copy + i, x);
+}
+
+/* p - lr * d */
+TARGET static void NAME(sgd)(const struct step *s, const struct step_constants *k) {
+    const float *p = s->old[0], *g = s->gradient;
+    size_t i = 0;
+    for (; i + WIDTH <= s->length; i += WIDTH) {
+        PREFETCH(p + i);
+        VEC x = LOAD(p + i);
+        NAME(put)(s, i, SUB(x, MUL(SET(k->lr), NAME(gradient)(g + i, x, k))));
+    }
+    TAIL(update[PYPS_SGD]);
+}
+
+/* m' = momentum * m + undamped * d; p - lr * (nesterov ? d + momentum * m' : m') */
+TARGET static void NAME(momentum)(const struct step *s, const struct step_constants *k) {
+    const VEC mu = SET(k->momentum), undamped = SET(k->undamped), ahead = SET(k->nesterov);
+    const float *p = s->old[0], *m = s->old[1], *g = s->gradient;
+    float *n = s->new[1];
+    size_t i = 0;
+    for (; i + WIDTH <= s->length; i += WIDTH) {
+        PREFETCH(p + i);
+        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k);
+        PREFETCH(m + i);
+        VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(undamped, d));
+        STORE(n + i, v);
+        VEC u = k->nesterov != 0.0f ? ADD(d, MUL(ahead, v)) : v;
+        NAME(put)(s, i, SUB(x, MUL(SET(k->lr), u)));
+    }
+    TAIL(update[PYPS_MOMENTUM]);
+}
+
+/* Adam and AdamW: m' = m + (1-b1)(d - m); v' = b2 v + (1-b2) d d;
+ * p shrink - lr/c1 * m' / (sqrt(v')/sqrt(c2) + eps) */
+TARGET static void NAME(adam)(const struct step *s, const struct step_constants *k) {
+    const VEC lr = SET(k->lr), shrink = SET(k->shrink), eps = SET(k->eps), root = SET(k->root_correction);
+    const VEC fresh1 = SET(k->fresh1), beta2 = SET(k->beta2), fresh2 = SET(k->fresh2);
+    const float *p = s->old[0], *m = s->old[1], *v = s->old[2], *g = s->gradient;
+    float *mm = s->new[1], *vv = s->new[2];
+    size_t i = 0;
+    for (; i + WIDTH <= s->length; i += WIDTH) {
+        PREFETCH(p + i);
+        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k), m1 = LOAD(m + i);
+        PREFETCH(m + i), PREFETCH(v + i);
+        m1 = ADD(m1, MUL(fresh1, SUB(d, m1)));
+        VEC v1 = ADD(MUL(beta2, LOAD(v + i)), MUL(fresh2, MUL(d, d)));
+        STORE(mm + i, m1);
+        STORE(vv + i, v1);
+        VEC below = ADD(DIV(SQRT(v1), root), eps);
+        NAME(put)(s, i, SUB(MUL(shrink, x), DIV(MUL(lr, m1), below)));
+    }
+    TAIL(update[PYPS_ADAM]);
+}
+
+/* s' = s + d d; p - lr_t * d / (sqrt(s') + eps) */
+TARGET static void NAME(adagrad)(const struct step *s, const struct step_constants *k) {
+    const VEC lr = SET(k->lr), eps = SET(k->eps);
+    const float *p = s->old[0], *sum = s->old[1], *g = s->gradient;
+    float *sums = s->new[1];
+    size_t i = 0;
+    for (; i + WIDTH <= s->length; i += WIDTH) {
+        PREFETCH(p + i);
+        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k);
+        PREFETCH(sum + i);
+        VEC s1 = ADD(LOAD(sum + i), MUL(d, d));
+        STORE(sums + i, s1);
+        NAME(put)(s, i, SUB(x, DIV(MUL(lr, d), ADD(SQRT(s1), eps))));
+    }
+    TAIL(update[PYPS_ADAGRAD]);
+}
+
+TARGET static void NAME(weigh)(float *sum, const float *x, float weight, size_t length) {
+    size_t i = 0;
+    for (; i + WIDTH <= length; i += WIDTH) STORE(sum + i, MUL(SET(weight), LOAD(x + i)));
+    for (; i < length; i++) sum[i] = weight * x[i];
+}
+
+TARGET static void NAME(weigh_add)(float *sum, const float *x, float weight, size_t length) {
+    size_t i = 0;
+    for (; i + WIDTH <= length; i += WIDTH) STORE(sum + i, ADD(LOAD(sum + i), MUL(SET(weight), LOAD(x + i))));
+    for (; i < length; i++) sum[i] = sum[i] + weight * x[i];
+}
+
+TARGET static void NAME(divide)(float *x, float divisor, size_t length) {
+    size_t i = 0;
+    for (; i + WIDTH <= length; i += WIDTH) STORE(x + i, DIV(LOAD(x + i), SET(divisor)));
+    for (; i < length; i++) x[i] = x[i] / divisor;
+}
+
+TARGET static void NAME(stream)(float *to, const float *from, size_t length) {
+    size_t i = 0;
+    for (; i < length && (uintptr_t)(to + i) % 16; i++) to[i] = from[i];
+    for (; i + WIDTH <= length; i += WIDTH) {
+        PREFETCH(from + i);
+        STREAM(to + i, LOAD(from + i));
+    }
+    for (; i < length; i++) to[i] = from[i];
+}
+
+TARGET static void NAME(copied)(void) { STREAM_END(); }
+
+const struct kernels TABLE = {
+    .name = TABLE_NAME,
+    .update = {[PYPS_SGD] = NAME(sgd),
+               [PYPS_MOMENTUM] = NAME(momentum),
+               [PYPS_ADAMW] = NAME(adam),
+               [PYPS_ADAM] = NAME(adam),
+               [PYPS_ADAGRAD] = NAME(adagrad)},
+    .weigh = NAME(weigh),
+    .weigh_add = NAME(weigh_add),
+    .divide = NAME(divide),
+    .stream = NAME(stream),
+    .copied = NAME(copied),
+    .encode = NAME(encode),
+    .decode = NAME(decode),
+};

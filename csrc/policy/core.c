@@ -1,0 +1,135 @@
+/* core.c: the decision core on a private view, for virtual time: the very steps that stores take. */
+#include <stdlib.h>
+
+#include "error.h"
+#include "policy/policy.h"
+#include "store/segment.h"
+#include "policy/view.h"
+
+struct pyps_core {
+    const struct policy *policy;
+    struct view *view;
+};
+
+static int out_of_range(const char *field, uint32_t found, uint32_t low, uint32_t high) {
+    if (found >= low && found <= high) return PYPS_OK;
+    return fail(PYPS_EINVAL, "%s: found %u; expected %u to %u", field, found, low, high);
+}
+
+static struct terms terms_of(const pyps_config *c) {
+    return (struct terms){.participants = c->max_participants ? c->max_participants : c->ranks,
+                          .ranks = c->ranks,
+                          .areas = c->areas ? c->areas : 2,
+                          .policy = c->policy,
+                          .rules = c->rules,
+                          .samples = c->samples ? c->samples : UINT64_MAX,
+                          .round_timeout = config_round_timeout(c),
+                          .batches = c->batches};
+}
+
+int pyps_core_create(const pyps_config *given, pyps_core **out) {
+    pyps_config config;
+    *out = NULL;
+    int rc = config_read(given, &config);
+    if (rc || (rc = config_check_ranks(&config))) return rc;
+    struct terms terms = terms_of(&config);
+    if ((rc = out_of_range("max_participants", terms.participants, terms.ranks, MOST_RANKS)) ||
+        (rc = out_of_range("areas", terms.areas, 1, MAX_AREAS)))
+        return rc;
+    struct pyps_core *core = malloc(sizeof *core);
+    if (core) core->view = malloc(view_bytes(terms.participants, terms.ranks, terms.areas));
+    if (!core || !core->view) {
+        free(core);
+        return fail(PYPS_ENOSPC, "out of memory for %u participants", terms.participants);
+    }
+    view_init(core->view, &terms);
+    core->policy = policy_find(terms.policy);
+    *out = core;
+    return PYPS_OK;
+}
+
+void pyps_core_free(pyps_core *core) {
+    if (!core) return;
+    free(core->view);
+    free(core);
+}
+
+static int check(const pyps_core *core, const pyps_event *e) {
+    const struct view *v = core->view;
+    int rc = out_of_range("kind", e->kind, PYPS_ON_JOIN, PYPS_ON_START_AHEAD);
+    if (!rc) rc = out_of_range("slot", e->slot, 0, v->participants - 1);
+    if (!rc && e->kind == PYPS_ON_PUSH) rc = out_of_range("area", e->area, 0, v->areas - 1);
+    if (!rc && e->kind == PYPS_ON_LEAVE) rc = out_of_range("state", e->state, PYPS_LEFT, PYPS_DEAD);
+    if (!rc && e->kind == PYPS_ON_REPLAN && !e->batches)
+        rc = fail(PYPS_EINVAL, "batches: found NULL; expected one for each of %u ranks", v->ranks);
+    bool of_nobody = e->kind == PYPS_ON_JOIN || e->kind == PYPS_ON_TICK || e->kind == PYPS_ON_REPLAN;
+    if (!rc && !of_nobody && view_member(v, e->slot)->state == PYPS_EMPTY)
+        rc = fail(PYPS_EINVAL, "slot: found %u, where nobody has joined; expected a join before", e->slot);
+    for (uint32_t r = 0; !rc && e->kind == PYPS_ON_REPLAN && r < v->ranks; r++)
+        if (!e->batches[r]) rc = fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
+    return rc;
+}
+
+static struct event event_in(const struct view *v, const pyps_event *e) {
+    uint64_t id = view_member(v, e->slot)->id;
+    return (struct event){.kind = (enum event_kind)e->kind,
+                          .slot = e->slot,
+                          .now = e->now,
+                          .id = e->kind == PYPS_ON_JOIN ? v->sequence + 1 : id,
+                          .role = PYPS_WORKER,
+                          .rank = e->rank,
+                          .state = e->state,
+                          .area = e->area,
+                          .samples = e->samples,
+                          .version = e->kind == PYPS_ON_PUSH ? v->version : e->version,
+                          .based = e->based,
+                          .took = e->took,
+                          .square_norm = e->square_norm,
+                          .done = e->done,
+                          .next = e->next,
+                          .waited = e->waited,
+                          .batches = e->batches};
+}
+
+int pyps_core_step(pyps_core *core, const pyps_event *given, pyps_decision *out) {
+    struct view *v = core->view;
+    struct outcome o;
+    int rc = check(core, given);
+    if (rc) return rc;
+    struct event e = event_in(v, given);
+    enum verdict verdict = view_step(v, &e, &o);
+    *out = (pyps_decision){.verdict = verdict,
+                           .advice = (uint32_t)o.advice,
+                           .rank = o.rank,
+                           .scale = o.scale,
+                           .ticket = o.ticket,
+                           .staleness = o.staleness,
+                           .first = o.claim.first,
+                           .count = o.claim.count,
+                           .batch = o.claim.batch,
+                           .until = o.until,
+                           .at = o.at,
+                           .progress = core->policy->progress ? core->policy->progress(v) : 0,
+                           .version = v->version,
+                           .round = v->round,
+                           .due = v->due,
+                           .stir = v->stir};
+    if (o.code == STALE) out->verdict = PYPS_WAIT, out->at = e.now; /* ask again at once */
+    return o.code < 0 ? o.code : PYPS_OK;
+}
+
+uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *areas, uint32_t *samples,
+                           float *scales, uint32_t capacity) {
+    const struct view *v = core->view;
+    uint32_t count = v->round_sources < capacity ? v->round_sources : capacity;
+    for (uint32_t i = 0; i < count; i++) {
+        const struct source *from = &view_sources(v)[i];
+        slots[i] = from->slot, areas[i] = from->area, samples[i] = from->samples, scales[i] = from->scale;
+    }
+    return count;
+}
+
+int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity) {
+    for (uint32_t r = 0; r < core->view->ranks && r < capacity; r++) out[r] = view_rank(core->view, r)->total;
+    return PYPS_OK;
+}

@@ -1,0 +1,64 @@
+/* policy.h: a policy is a few small pure questions about the view. A new one is a function table and an entry
+ * in policy.c and in pyps.h; neither runtime nor simulator knows policies by name.
+ *
+ * A question may change the view it is given only where its answer is followed by a commit; what it answers
+ * with WAIT it must leave as it was.
+ */
+#ifndef PYPS_POLICY_H
+#define PYPS_POLICY_H
+
+#include "policy/view.h"
+
+enum start_decision { START_GO, START_WAIT };
+enum push_decision { PUSH_ADMIT, PUSH_STAGE, PUSH_REJECT };
+/* AGAIN: the view has changed so that it is worth asking again at once. */
+enum gate_decision { GATE_OPEN, GATE_WAIT, GATE_AGAIN };
+
+struct policy {
+    const char *name;
+    bool allots;     /* samples are allotted to all ranks when a round opens; else claimed at each start */
+    bool stages;     /* gradients are staged into a round */
+    bool awaits;     /* who has staged goes on when the round has closed */
+    bool overlaps;   /* with `awaits`: the next step may be computed while this one's round is open */
+    bool drops_late; /* a round that closes without somebody takes back what it held */
+    bool follows;    /* a pull follows each push, and the turn passes with it */
+    /* May this member, which could claim samples, begin a step now (START), or the one after the step under
+     * way once that is done (START_AHEAD)? NULL: always. */
+    enum start_decision (*on_start)(struct view *view, const struct event *event, struct outcome *out);
+    /* May a ready gradient travel? NULL: at once. */
+    enum gate_decision (*gate)(struct view *view, const struct event *event, struct outcome *out);
+    /* A gradient has come; out->staleness is known, out->scale (1) multiplies it. */
+    enum push_decision (*on_push)(struct view *view, const struct event *event, struct outcome *out);
+    /* A member pulled. NULL: nothing to do. */
+    void (*on_pull)(struct view *view, const struct event *event);
+    /* Between micro-batches: PYPS_GO_ON ... NULL: go on. */
+    int (*on_check)(struct view *view, const struct event *event);
+    /* After every event: does the open round, with something staged in it, close now? */
+    bool (*closes)(const struct view *view);
+    /* A round opens: how many samples each rank gets. NULL: the planned batches. */
+    void (*on_open)(struct view *view);
+    /* After every event: whatever else follows, and view->due. */
+    void (*settle)(struct view *view, uint64_t now);
+    /* May others be waiting for this member to act? NULL: while it has samples. */
+    bool (*holds_up)(const struct view *view, uint32_t slot, uint64_t now);
+    /* A count that waiting members wait for; never goes back. NULL: 0. */
+    uint64_t (*progress)(const struct view *view);
+};
+
+extern const struct policy policy_bsp, policy_backup, policy_softsync, policy_hps;  /* policy_round.c */
+extern const struct policy policy_asp, policy_dynsgd, policy_consgd, policy_dcasgd; /* policy.c */
+extern const struct policy policy_ssp, policy_dssp;                                 /* policy_bounded.c */
+extern const struct policy policy_saps;                                             /* policy_saps.c */
+extern const struct policy policy_custom;                                           /* policy_custom.c */
+bool custom_known(void);                /* this process has set it */
+extern const struct policy policy_r2sp; /* policy_r2sp.c */
+
+/* A whole number of at most `most` from a float that may be anything, for it may come from a damaged view. */
+static inline uint64_t whole(double x, uint64_t most) {
+    return x > 0 ? x < (double)most ? (uint64_t)x : most : 0;
+}
+
+const struct policy *policy_find(uint32_t number);          /* NULL if unknown */
+int policy_check(uint32_t number, const pyps_rules *rules); /* PYPS_OK, or the rule that is out of range */
+
+#endif

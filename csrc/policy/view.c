@@ -1,0 +1,350 @@
+/* view.c: the pure steps of membership, starting, pulling, planning and snapshots. Rounds and pushes are in
+ * view_round.c, the hand-out of samples in view_samples.c, the least clock in view_clocks.c. */
+#include "policy/view.h"
+
+#include <string.h>
+
+#include "error.h"
+#include "policy/policy.h"
+
+#define RANGES_A_MEMBER 4 /* two claims, each of which may come back in two parts */
+
+struct places {
+    size_t members, ranks, tickets, sources, pending, ranges, bytes;
+};
+
+static struct places places(uint32_t participants, uint32_t ranks, uint32_t areas) {
+    struct places p;
+    p.members = sizeof(struct view);
+    p.ranks = p.members + participants * sizeof(struct member);
+    p.tickets = p.ranks + ranks * sizeof(struct rank);
+    p.sources = p.tickets + (size_t)participants * areas * sizeof(struct ticket);
+    p.pending = p.sources + participants * sizeof(struct source);
+    p.ranges = p.pending + participants * sizeof(struct source);
+    p.bytes = p.ranges + RANGES_A_MEMBER * (size_t)participants * sizeof(struct range);
+    return p;
+}
+
+static void *at(const struct view *v, size_t offset) { return (char *)(uintptr_t)v + offset; }
+static struct places places_of(const struct view *v) { return places(v->participants, v->ranks, v->areas); }
+
+size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t areas) {
+    return places(participants, ranks, areas).bytes;
+}
+struct member *view_member(const struct view *v, uint32_t slot) {
+    return (struct member *)at(v, places_of(v).members) + slot;
+}
+struct rank *view_rank(const struct view *v, uint32_t rank) {
+    return (struct rank *)at(v, places_of(v).ranks) + rank;
+}
+struct ticket *view_ticket(const struct view *v, uint64_t number) {
+    return (struct ticket *)at(v, places_of(v).tickets) + number % v->tickets;
+}
+struct source *view_sources(const struct view *v) { return at(v, places_of(v).sources); }
+struct source *view_pending(const struct view *v) { return at(v, places_of(v).pending); }
+struct range *view_ranges(const struct view *v) { return at(v, places_of(v).ranges); }
+
+void view_init(struct view *v, const struct terms *t) {
+    memset(v, 0, view_bytes(t->participants, t->ranks, t->areas));
+    v->participants = t->participants, v->ranks = t->ranks, v->areas = t->areas;
+    v->policy = t->policy, v->rules = t->rules;
+    v->tickets = t->participants * t->areas, v->ranges = RANGES_A_MEMBER * t->participants;
+    v->limit = t->samples, v->round_timeout = t->round_timeout;
+    for (uint32_t slot = 0; slot < v->participants; slot++) view_member(v, slot)->rank = -1;
+    for (uint32_t rank = 0; rank < v->ranks; rank++) view_rank(v, rank)->total.batch = t->batches[rank];
+}
+
+static enum verdict refuse(struct outcome *out, int code) {
+    out->code = code;
+    return STEP_REFUSED;
+}
+
+static enum verdict join(struct view *v, const struct event *e, struct outcome *out) {
+    struct member *m = view_member(v, e->slot);
+    if (m->state == PYPS_ACTIVE || m->state == PYPS_FENCED || m->staged)
+        return refuse(out, fail(PYPS_EBUSY, "slot %u is still in use", e->slot));
+    int32_t rank = e->rank;
+    if (e->role == PYPS_WORKER) {
+        for (uint32_t r = 0; rank < 0 && r < v->ranks; r++)
+            if (!view_rank(v, r)->slot_plus_1) rank = (int32_t)r;
+        if (rank < 0)
+            return refuse(out, fail(PYPS_EFULL, "rank: all %u planned ranks have a live worker", v->ranks));
+        if ((uint32_t)rank >= v->ranks)
+            return refuse(out, fail(PYPS_EINVAL, "rank: found %d; expected 0 to %u", rank, v->ranks - 1));
+        uint32_t holder = view_rank(v, (uint32_t)rank)->slot_plus_1;
+        if (holder)
+            return refuse(out, fail(PYPS_EBUSY, "rank %d: held by live process %u", rank,
+                                    view_member(v, holder - 1)->pid));
+        view_rank(v, (uint32_t)rank)->slot_plus_1 = e->slot + 1;
+        view_rank(v, (uint32_t)rank)->joined = 1;
+        view_rank(v, (uint32_t)rank)->absent = 0;
+        v->active++;
+    }
+    for (uint32_t r = 0; r < v->ranks; r++) { /* the residual of another rank that lies here is given up */
+        struct rank *other = view_rank(v, r);
+        if (!other->residual || (other->residual - 1) / 2 != e->slot || (int32_t)r == rank) continue;
+        other->residual = 0;
+        other->total.residuals_dropped++;
+    }
+    struct member joined = {
+        .id = e->id, .state = PYPS_ACTIVE, .role = e->role, .rank = rank, .pid = e->pid, .seen = e->now};
+    memcpy(joined.area_ticket, m->area_ticket, sizeof joined.area_ticket);
+    *m = joined;
+    if (rank >= 0) clock_enters(v, m);
+    v->stir++;
+    out->rank = rank;
+    if (!v->opened) {
+        v->opened = 1;
+        for (uint32_t r = 0; r < v->ranks; r++) v->opened &= view_rank(v, r)->joined;
+    }
+    return STEP_COMMIT;
+}
+
+static enum verdict leave(struct view *v, const struct event *e) {
+    struct member *m = view_member(v, e->slot);
+    if (m->id != e->id || (m->state != PYPS_ACTIVE && m->state != PYPS_FENCED)) return STEP_UNCHANGED;
+    samples_forsake(v, e->slot);
+    if (m->rank >= 0) {
+        if (m->state == PYPS_ACTIVE) v->active--, clock_leaves(v, m);
+        view_rank(v, (uint32_t)m->rank)->slot_plus_1 = 0;
+    }
+    v->stir++;
+    if (v->snapshot_active && v->snapshot_slot == e->slot) v->snapshot_active = 0;
+    m->state = e->state;
+    return STEP_COMMIT;
+}
+
+static enum verdict rejoin(struct view *v, const struct event *e) {
+    struct member *m = view_member(v, e->slot);
+    if (m->state == PYPS_ACTIVE) return STEP_UNCHANGED;
+    m->state = PYPS_ACTIVE;
+    v->active++, v->stir++;
+    clock_enters(v, m);
+    return STEP_COMMIT;
+}
+
+static enum verdict start(struct view *v, const struct event *e, struct outcome *out) {
+    struct member *m = view_member(v, e->slot);
+    const struct policy *policy = policy_find(v->policy);
+    enum verdict verdict = STEP_UNCHANGED;
+    out->until = policy->allots ? v->round + 1 : 0;
+    if (!v->opened || (policy->awaits && m->staged)) return STEP_WAIT;
+    if (!m->claim_count) {
+        if (!samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
+        if (policy->allots || !samples_left(v)) return STEP_WAIT;
+        if (policy->on_start && policy->on_start(v, e, out) == START_WAIT)
+            return out->code ? STEP_REFUSED : STEP_WAIT;
+        samples_take(v, e->slot, e->now);
+        verdict = STEP_COMMIT;
+    }
+    if (!m->begun && policy->drops_late) verdict = STEP_COMMIT;
+    if (verdict == STEP_COMMIT) m->begun = 1;
+    out->claim = (pyps_claim){.first = m->claim_first, .count = m->claim_count, .plan = v->plan};
+    out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
+    out->claim.round = policy->allots ? v->round : m->clock;
+    return verdict;
+}
+
+/* The claim after the one under way. Never waits: who cannot have it now pushes first. */
+static enum verdict start_ahead(struct view *v, const struct event *e, struct outcome *out) {
+    struct member *m = view_member(v, e->slot);
+    const struct policy *policy = policy_find(v->policy);
+    if (policy->awaits && !policy->overlaps)
+        return refuse(out, fail(PYPS_EINVAL, "the policy %s waits for each step: none can be begun ahead",
+                                policy->name));
+    bool changed = !m->ahead;
+    m->ahead = 1;
+    if (m->claim_count && !m->next_count && samples_left(v)) {
+        if (!policy->on_start || policy->on_start(v, e, out) != START_WAIT)
+            samples_take_next(v, e->slot), changed = true;
+        if (out->code) return STEP_REFUSED;
+    }
+    out->claim = (pyps_claim){.first = m->next_first, .count = m->next_count, .plan = v->plan};
+    out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
+    out->claim.round = 1 + (policy->allots ? v->round : m->clock);
+    return changed ? STEP_COMMIT : STEP_UNCHANGED;
+}
+
+/* Since when this member has held others up; the present: it does not. */
+static uint64_t held_up_since(const struct view *v, uint32_t slot, uint64_t now) {
+    const struct member *m = view_member(v, slot);
+    const struct policy *policy = policy_find(v->policy);
+    if (m->state != PYPS_ACTIVE || m->rank < 0) return now;
+    if (policy->holds_up ? !policy->holds_up(v, slot, now) : !m->claim_count) return now;
+    return m->claim_count ? m->claim_since : m->seen;
+}
+
+/* Live members that have kept others waiting for longer than the round timeout are out until they rejoin. */
+static enum verdict tick(struct view *v, const struct event *e) {
+    enum verdict verdict = v->due && e->now >= v->due ? STEP_COMMIT : STEP_UNCHANGED;
+    if (e->waited < v->round_timeout) return verdict;
+    for (uint32_t slot = 0; slot < v->participants; slot++) {
+        struct member *m = view_member(v, slot);
+        uint64_t since = held_up_since(v, slot, e->now);
+        if (since > e->now || e->now - since < v->round_timeout) continue;
+        samples_forsake(v, slot);
+        clock_leaves(v, m);
+        m->state = PYPS_FENCED;
+        v->active--, v->stir++;
+        verdict = STEP_COMMIT;
+    }
+    return verdict;
+}
+
+/* One at a time. One that has lasted for the round timeout, as its reader may be stopped, ends for the next.
+ */
+static enum verdict snapshot_begin(struct view *v, const struct event *e, struct outcome *out) {
+    out->at = v->snapshot_since + v->round_timeout;
+    if (v->snapshot_active && e->now < out->at) return STEP_WAIT;
+    v->snapshot++, v->snapshot_active = 1;
+    v->snapshot_version = v->version, v->snapshot_slot = e->slot, v->snapshot_since = e->now;
+    out->snapshot = v->snapshot, out->version = v->version;
+    return STEP_COMMIT;
+}
+
+static enum verdict snapshot_end(struct view *v, const struct event *e) {
+    if (!v->snapshot_active || v->snapshot != e->snapshot) return STEP_UNCHANGED;
+    v->snapshot_active = 0;
+    return STEP_COMMIT;
+}
+
+static enum verdict replan(struct view *v, const struct event *e) {
+    for (uint32_t r = 0; r < v->ranks; r++) view_rank(v, r)->total.batch = e->batches[r];
+    v->plan++;
+    return STEP_COMMIT;
+}
+
+static enum verdict pull(struct view *v, const struct event *e) {
+    struct member *m = view_member(v, e->slot);
+    const struct policy *policy = policy_find(v->policy);
+    if (m->pulled == e->version) return STEP_UNCHANGED;
+    m->pulled = e->version;
+    if (policy->on_pull) policy->on_pull(v, e);
+    return STEP_COMMIT;
+}
+
+static enum verdict offer(struct view *v, const struct event *e) {
+    struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
+    if (rank->most == e->next) return STEP_UNCHANGED;
+    rank->most = e->next;
+    return STEP_COMMIT;
+}
+
+/* Events that only the slot's present, unfenced member may cause, and those of a worker's. */
+static bool needs_rank(enum event_kind kind) {
+    return kind == EVENT_START || kind == EVENT_START_AHEAD || kind == EVENT_PULL || kind == EVENT_PUSH ||
+           kind == EVENT_CHECK || kind == EVENT_OFFER || kind == EVENT_GATE;
+}
+
+static bool needs_member(enum event_kind kind) {
+    return needs_rank(kind) || kind == EVENT_REJOIN || kind == EVENT_SNAPSHOT_BEGIN;
+}
+
+static int member_code(const struct view *v, const struct event *e) {
+    const struct member *m = view_member(v, e->slot);
+    if (m->id != e->id || m->state == PYPS_LEFT || m->state == PYPS_DEAD)
+        return fail(PYPS_EFENCED, "this participant was taken for dead at view %llu; join again",
+                    (unsigned long long)v->sequence);
+    if (m->rank < 0 && needs_rank(e->kind)) return fail(PYPS_EINVAL, "slot %u: no worker is in it", e->slot);
+    if (m->state == PYPS_FENCED && e->kind != EVENT_REJOIN)
+        return fail(PYPS_EFENCED, "rank %d was later than the round timeout and is fenced; rejoin", m->rank);
+    return PYPS_OK;
+}
+
+static enum verdict step(struct view *v, const struct event *e, struct outcome *out) {
+    switch (e->kind) {
+    case EVENT_JOIN:
+        return join(v, e, out);
+    case EVENT_LEAVE:
+        return leave(v, e);
+    case EVENT_REJOIN:
+        return rejoin(v, e);
+    case EVENT_START:
+        return start(v, e, out);
+    case EVENT_START_AHEAD:
+        return start_ahead(v, e, out);
+    case EVENT_PULL:
+        return pull(v, e);
+    case EVENT_PUSH:
+        return push_step(v, e, out);
+    case EVENT_TICK:
+        return tick(v, e);
+    case EVENT_REPLAN:
+        return replan(v, e);
+    case EVENT_CHECK:
+        return check_step(v, e, out);
+    case EVENT_OFFER:
+        return offer(v, e);
+    case EVENT_GATE:
+        return gate_step(v, e, out);
+    case EVENT_SNAPSHOT_BEGIN:
+        return snapshot_begin(v, e, out);
+    case EVENT_SNAPSHOT_END:
+    case EVENT_SNAPSHOT_CANCEL:
+        return snapshot_end(v, e);
+    case EVENT_NONE:
+        break;
+    }
+    return STEP_UNCHANGED;
+}
+
+/* What follows of itself from a change. */
+static void settle(struct view *v, const struct event *e, struct outcome *out) {
+    const struct policy *policy = policy_find(v->policy);
+    uint64_t round = v->round;
+    if (needs_member(e->kind)) view_member(v, e->slot)->seen = e->now;
+    if (policy->stages) round_settle(v, e->now);
+    if (policy->settle) policy->settle(v, e->now);
+    if (e->kind != EVENT_PUSH || !policy->stages || out->code) return;
+    if (v->round != round) out->ticket = v->round_ticket;
+    else if (policy->awaits) out->until = round + 1;
+}
+
+enum verdict view_step(struct view *v, const struct event *e, struct outcome *out) {
+    *out = (struct outcome){.rank = -1, .scale = 1.0f};
+    if (needs_member(e->kind)) {
+        int code = member_code(v, e);
+        if (code) return refuse(out, code);
+    }
+    enum verdict verdict = step(v, e, out);
+    if (verdict != STEP_COMMIT) return verdict;
+    settle(v, e, out);
+    v->sequence++, v->now = e->now;
+    v->event_kind = e->kind, v->event_slot = e->slot, v->event_id = e->id;
+    return STEP_COMMIT;
+}
+
+static bool source_valid(const struct view *v, const struct source *source) {
+    return source->slot < v->participants && source->area < v->areas;
+}
+
+bool view_valid(const struct view *v, const struct view *expected) {
+    if (v->participants != expected->participants || v->ranks != expected->ranks ||
+        v->areas != expected->areas || v->tickets != expected->tickets || v->ranges != expected->ranges ||
+        v->policy != expected->policy || memcmp(&v->rules, &expected->rules, sizeof v->rules) != 0)
+        return false;
+    if (v->returned > v->ranges || v->round_sources > v->participants || v->staged > v->participants ||
+        v->snapshot_slot >= v->participants)
+        return false;
+    const struct member *members = view_member(v, 0);
+    const struct rank *ranks = view_rank(v, 0);
+    const struct ticket *tickets = view_ticket(v, 0);
+    for (uint32_t i = 0; i < v->participants; i++) {
+        const struct member *m = &members[i];
+        if (m->rank < -1 || m->rank >= (int32_t)v->ranks) return false;
+        bool works = m->role == PYPS_WORKER && m->state != PYPS_EMPTY;
+        if (m->rank < 0 && (works || m->claim_count || m->next_count || m->staged)) return false;
+    }
+    for (uint32_t i = 0; i < v->round_sources; i++)
+        if (!source_valid(v, &view_sources(v)[i])) return false;
+    for (uint32_t i = 0; i < v->staged; i++)
+        if (!source_valid(v, &view_pending(v)[i])) return false;
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        uint32_t slot_plus_1 = ranks[r].slot_plus_1;
+        if (slot_plus_1 > v->participants || ranks[r].residual > 2 * v->participants) return false;
+        if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;
+    }
+    for (uint32_t t = 0; t < v->tickets; t++)
+        if (tickets[t].slot >= v->participants || tickets[t].area >= v->areas) return false;
+    return true;
+}

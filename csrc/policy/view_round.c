@@ -1,0 +1,202 @@
+/* view_round.c: what a ready gradient leads to: a ticket of its own, a place in the round, or a refusal; and
+ * when a round closes and opens. */
+#include "error.h"
+#include "policy/policy.h"
+#include "policy/view.h"
+
+#define STEADY 32 /* pushes that a rank's time is the mean of: a ring is set by it */
+#define QUICK  8  /* and its time a sample, by which tasks are sized */
+
+/* A mean of everything at first, then of about the last `most`. */
+static void average(double *mean, double newest, uint64_t count, uint64_t most) {
+    *mean = *mean > 0 ? *mean + (newest - *mean) / (double)(count && count < most ? count : most) : newest;
+}
+
+static void time_rank(struct view *v, const struct event *e) {
+    struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
+    rank->interval = rank->pushed_at ? e->now - rank->pushed_at : 0;
+    rank->pushed_at = e->now;
+    if (!e->took || !e->samples) return;
+    average(&rank->step_seconds, (double)e->took * 1e-9, rank->total.pushes, STEADY);
+    average(&rank->sample_seconds, (double)e->took * 1e-9 / e->samples, rank->total.pushes, QUICK);
+}
+
+/* The claim under way is over. Where rounds allot samples, the next one begins with its round. */
+static void claim_over(struct view *v, uint32_t slot, uint64_t now) {
+    struct member *m = view_member(v, slot);
+    m->claim_count = 0, m->begun = 0;
+    if (!policy_find(v->policy)->allots) samples_follow(v, slot, now);
+}
+
+/* The claim is learnt from: its member may go on as far as the policy lets it. */
+static void claim_done(struct view *v, const struct event *e, uint64_t staleness) {
+    struct member *m = view_member(v, e->slot);
+    pyps_rank *total = &view_rank(v, (uint32_t)m->rank)->total;
+    if (e->samples) {
+        total->pushes++, total->samples += e->samples;
+        total->staleness_sum += staleness;
+        if (staleness > total->staleness_max) total->staleness_max = staleness;
+    } else {
+        total->skipped += m->claim_count;
+    }
+    m->ticket = 0;
+    v->outstanding--;
+    claim_over(v, e->slot, e->now);
+    if (!v->outstanding) v->stir++;
+    clock_advances(v, m);
+    time_rank(v, e);
+}
+
+static void admit(struct view *v, const struct event *e, struct outcome *out) {
+    struct member *m = view_member(v, e->slot);
+    claim_done(v, e, out->staleness);
+    if (!e->samples) return;
+    out->ticket = ++v->version;
+    *view_ticket(v, v->version) = (struct ticket){.number = v->version,
+                                                  .slot = e->slot,
+                                                  .area = (uint16_t)e->area,
+                                                  .kind = TICKET_PUSH,
+                                                  .samples = e->samples,
+                                                  .scale = out->scale};
+    m->ticket = m->area_ticket[e->area] = v->version;
+}
+
+/* Who waits for the round has a place in it even without a gradient. */
+static void stage(struct view *v, const struct event *e, const struct outcome *out) {
+    bool awaits = policy_find(v->policy)->awaits;
+    claim_done(v, e, out->staleness);
+    if (!e->samples && !awaits) return;
+    view_member(v, e->slot)->staged |= 1u << e->area;
+    view_pending(v)[v->staged++] =
+        (struct source){.slot = e->slot, .area = e->area, .samples = e->samples, .scale = out->scale};
+}
+
+static enum verdict refuse(struct outcome *out, int code) {
+    out->code = code;
+    return STEP_REFUSED;
+}
+
+static bool round_went_on(const struct view *v, const struct member *m) {
+    return policy_find(v->policy)->drops_late && !(m->claim_count && m->begun);
+}
+
+enum verdict gate_step(struct view *v, const struct event *e, struct outcome *out) {
+    const struct policy *policy = policy_find(v->policy);
+    enum gate_decision decision = policy->gate ? policy->gate(v, e, out) : GATE_OPEN;
+    if (decision == GATE_AGAIN) out->code = STALE;
+    return decision == GATE_AGAIN ? STEP_COMMIT : decision == GATE_WAIT ? STEP_WAIT : STEP_UNCHANGED;
+}
+
+enum verdict check_step(struct view *v, const struct event *e, struct outcome *out) {
+    const struct policy *policy = policy_find(v->policy);
+    const struct member *m = view_member(v, e->slot);
+    out->advice = PYPS_GO_ON;
+    if (round_went_on(v, m)) out->advice = PYPS_ABORT;
+    else if (m->claim_count && policy->on_check) out->advice = policy->on_check(v, e);
+    if (out->advice != PYPS_ABORT || !m->begun) return STEP_UNCHANGED;
+    samples_return(v, e->slot, 0);
+    if (samples_follow(v, e->slot, e->now)) v->stir++;
+    return STEP_COMMIT;
+}
+
+static enum verdict check_push(struct view *v, const struct event *e, struct outcome *out) {
+    const struct member *m = view_member(v, e->slot);
+    const struct policy *policy = policy_find(v->policy);
+    if (round_went_on(v, m))
+        return refuse(out, fail(PYPS_EREJECTED, "the round closed without rank %d", m->rank));
+    if (m->staged >> e->area & 1 || e->samples > m->claim_count || !m->claim_count)
+        return refuse(out,
+                      fail(PYPS_EINVAL, "samples: found %u; expected at most the %u that this worker claimed",
+                           e->samples, m->claim_count));
+    /* One round record is enough because no round closes before every chunk holds the last one's ticket: the
+     * pusher has completed version e->version, so that must still be the last. */
+    if (policy->stages && (e->version != v->version || v->staged == v->participants)) return STEP_WAIT;
+    if (e->residual && view_rank(v, (uint32_t)m->rank)->residual != e->residual_before)
+        return refuse(out, STALE); /* a newcomer has taken its slot meanwhile */
+    return gate_step(v, e, out);
+}
+
+enum verdict push_step(struct view *v, const struct event *e, struct outcome *out) {
+    struct member *m = view_member(v, e->slot);
+    const struct policy *policy = policy_find(v->policy);
+    enum verdict verdict = check_push(v, e, out);
+    if (verdict != STEP_UNCHANGED) return verdict;
+    out->round = v->round;
+    out->staleness = v->version - (e->based && e->based - 1 < m->pulled ? e->based - 1 : m->pulled);
+    enum push_decision decision = policy->on_push(v, e, out);
+    if (out->code) return STEP_REFUSED;
+    if (decision == PUSH_REJECT) {
+        samples_return(v, e->slot, 0);
+        claim_over(v, e->slot, e->now);
+        out->code = fail(PYPS_EREJECTED, "the policy %s refused a push with staleness %llu", policy->name,
+                         (unsigned long long)out->staleness);
+        return STEP_COMMIT;
+    }
+    if (e->samples) samples_return(v, e->slot, e->samples);
+    if (e->residual) view_rank(v, (uint32_t)m->rank)->residual = e->residual;
+    if (decision == PUSH_STAGE) stage(v, e, out);
+    else admit(v, e, out);
+    return STEP_COMMIT;
+}
+
+/* Sources in rank order, whoever came first: the order of summation, hence the bits of the result. */
+static void gather(struct view *v) {
+    struct source *sources = view_sources(v);
+    uint32_t count = 0;
+    v->round_samples = 0;
+    for (uint32_t k = 0; k < v->staged; k++) {
+        struct source from = view_pending(v)[k];
+        if (!from.samples) continue;
+        int32_t rank = view_member(v, from.slot)->rank;
+        uint32_t i = count++;
+        for (; i > 0 && view_member(v, sources[i - 1].slot)->rank > rank; i--) sources[i] = sources[i - 1];
+        sources[i] = from;
+        v->round_samples += from.samples;
+    }
+    v->round_sources = count;
+}
+
+static void take_back_late(struct view *v) {
+    for (uint32_t slot = 0; v->outstanding && slot < v->participants; slot++) {
+        struct member *m = view_member(v, slot);
+        if (m->state != PYPS_ACTIVE || !m->claim_count) continue;
+        samples_return(v, slot, 0);
+        m->begun = 0;
+    }
+}
+
+static void close_round(struct view *v) {
+    gather(v);
+    v->round++;
+    v->round_ticket = v->round_sources ? ++v->version : 0;
+    if (v->round_ticket)
+        *view_ticket(v, v->version) = (struct ticket){
+            .number = v->version, .kind = TICKET_ROUND, .samples = v->round_samples, .scale = 1.0f};
+    for (uint32_t k = 0; k < v->staged; k++) {
+        const struct source *from = &view_pending(v)[k];
+        struct member *m = view_member(v, from->slot);
+        m->staged &= ~(1u << from->area);
+        if (from->samples) m->ticket = m->area_ticket[from->area] = v->round_ticket;
+    }
+    v->staged = 0;
+    if (policy_find(v->policy)->drops_late) take_back_late(v);
+    v->stir++;
+}
+
+static void open_round(struct view *v, uint64_t now) {
+    const struct policy *policy = policy_find(v->policy);
+    if (policy->on_open && samples_left(v)) policy->on_open(v);
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        uint32_t slot_plus_1 = view_rank(v, r)->slot_plus_1, slot = slot_plus_1 - 1;
+        if (!slot_plus_1 || view_member(v, slot)->state != PYPS_ACTIVE) continue;
+        if (!samples_follow(v, slot, now) && samples_left(v)) samples_take(v, slot, now);
+        if (view_member(v, slot)->ahead && samples_left(v)) samples_take_next(v, slot);
+    }
+}
+
+void round_settle(struct view *v, uint64_t now) {
+    const struct policy *policy = policy_find(v->policy);
+    if (!v->opened) return;
+    if (v->staged && policy->closes(v)) close_round(v);
+    if (policy->allots && !v->outstanding && !v->staged) open_round(v, now);
+}

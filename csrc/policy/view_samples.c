@@ -1,0 +1,76 @@
+/* view_samples.c: handing out sample positions, each to one member at a time.
+ *
+ * Positions run through all epochs, 0 .. limit. A claim is one range. What a dead, fenced or rejected member
+ * held is handed out again before anything new; if the list of such ranges is full, they are counted as lost.
+ */
+#include "policy/view.h"
+
+bool samples_left(const struct view *v) { return v->returned > 0 || v->cursor < v->limit; }
+
+/* The next range for a rank, up to its batch; the samples in it. */
+static uint32_t take(struct view *v, uint32_t slot, uint64_t *first) {
+    const struct rank *rank = view_rank(v, (uint32_t)view_member(v, slot)->rank);
+    uint32_t batch = rank->share ? rank->share : rank->total.batch;
+    struct range *r = view_ranges(v);
+    uint64_t count;
+    if (v->returned) {
+        count = r->count < batch ? r->count : batch;
+        *first = r->first;
+        r->first += count, r->count -= count;
+        if (!r->count) {
+            v->returned--;
+            for (uint32_t i = 0; i < v->returned; i++) r[i] = r[i + 1];
+        }
+    } else {
+        count = v->limit - v->cursor < batch ? v->limit - v->cursor : batch;
+        *first = v->cursor;
+        v->cursor += count;
+    }
+    return (uint32_t)count;
+}
+
+static void give_back(struct view *v, uint32_t slot, uint64_t first, uint64_t count) {
+    if (v->returned < v->ranges) {
+        view_ranges(v)[v->returned++] = (struct range){first, count};
+        view_rank(v, (uint32_t)view_member(v, slot)->rank)->total.returned += count;
+    } else {
+        v->lost += count;
+    }
+    v->stir++;
+}
+
+void samples_take(struct view *v, uint32_t slot, uint64_t now) {
+    struct member *m = view_member(v, slot);
+    m->claim_count = take(v, slot, &m->claim_first);
+    m->claim_since = now, m->begun = 0;
+    v->outstanding += m->claim_count > 0;
+}
+
+void samples_take_next(struct view *v, uint32_t slot) {
+    struct member *m = view_member(v, slot);
+    m->next_count = take(v, slot, &m->next_first);
+}
+
+bool samples_follow(struct view *v, uint32_t slot, uint64_t now) {
+    struct member *m = view_member(v, slot);
+    if (m->claim_count || !m->next_count) return false;
+    m->claim_first = m->next_first, m->claim_count = m->next_count, m->next_count = 0;
+    m->claim_since = now, m->begun = 1;
+    v->outstanding++;
+    return true;
+}
+
+void samples_return(struct view *v, uint32_t slot, uint32_t keep) {
+    struct member *m = view_member(v, slot);
+    if (m->claim_count <= keep) return;
+    give_back(v, slot, m->claim_first + keep, m->claim_count - keep);
+    m->claim_count = keep;
+    v->outstanding -= keep == 0;
+}
+
+void samples_forsake(struct view *v, uint32_t slot) {
+    struct member *m = view_member(v, slot);
+    samples_return(v, slot, 0);
+    if (m->next_count) give_back(v, slot, m->next_first, m->next_count);
+    m->next_count = m->ahead = 0;
+}

@@ -1,0 +1,195 @@
+/* apply.c: from an admitted ticket to the next version of a chunk, by whoever gets there first.
+ *
+ *   word at k - 1 --hazard--> old buffer + staging of ticket k --kernel--> private spare --CAS--> word at k
+ */
+#include <string.h>
+
+#include "store/store.h"
+
+#define BLOCK 1024u /* floats at a time: what is decoded or reduced stays in the first-level cache */
+
+static uint8_t *area_start(const pyps_store *s, uint32_t slot, uint32_t area) {
+    return s->base + s->layout.staging + ((uint64_t)slot * s->geometry.areas + area) * s->layout.area_stride;
+}
+
+struct area_header *area_header(const pyps_store *s, uint32_t slot, uint32_t area) {
+    return (struct area_header *)(void *)area_start(s, slot, area);
+}
+
+float *area_data(const pyps_store *s, uint32_t slot, uint32_t area) {
+    return (float *)(void *)(area_start(s, slot, area) + s->layout.area_data);
+}
+
+float *area_pulled(const pyps_store *s, uint32_t slot, uint32_t area) {
+    return (float *)(void *)(area_start(s, slot, area) + s->layout.area_pulled);
+}
+
+/* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for `length` floats from `at` of the
+ * flat vector, in rank order. Multiplying by whole numbers first and dividing once rounds least. */
+static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) {
+    const struct kernels *kernels = kernels_chosen();
+    for (uint32_t i = 0; i < s->source_count; i++) {
+        const struct source *from = &s->sources[i];
+        float block[BLOCK], scale = area_header(s, from->slot, from->area)->scale * from->scale;
+        float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
+        const float *gradient = area_gradient(s, from->slot, from->area,
+                                              area_codec(s, from->slot, from->area), at, length, block);
+        (i ? kernels->weigh_add : kernels->weigh)(sum, gradient, weight, length);
+    }
+    if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
+}
+
+/* DC-ASGD: g + lambda g g (w - w_pulled), where both gradients are the scaled ones. */
+static const float *compensated(const struct area_header *staged, float scale, const float *pulled,
+                                const struct step *step, const float *gradient, float *block) {
+    float weight = staged->compensation * scale;
+    for (size_t i = 0; i < step->length; i++)
+        block[i] = gradient[i] + weight * gradient[i] * gradient[i] * (step->old[0][i] - pulled[i]);
+    return block;
+}
+
+static struct step step_on(const pyps_store *s, uint32_t old, uint32_t new, uint32_t from, uint32_t length) {
+    struct step step = {.length = length};
+    for (uint32_t vector = 0; vector <= s->layout.states; vector++) {
+        step.old[vector] = buffer_floats(s, old, vector) + from;
+        step.new[vector] = buffer_floats(s, new, vector) + from;
+    }
+    return step;
+}
+
+/* Fills the private buffer with the chunk's next version, and the copy of an exchange with its parameters:
+ * they are the same whoever publishes them. */
+static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
+    const struct ticket *ticket = &s->ticket;
+    bool round = ticket->kind == TICKET_ROUND;
+    uint32_t slot = round ? s->sources[0].slot : ticket->slot;
+    uint32_t area = round ? s->sources[0].area : ticket->area;
+    const struct area_header *staged = area_header(s, slot, area);
+    const struct chunk_header *before = buffer_header(s, old);
+    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
+    uint32_t length = s->chunks[chunk].length;
+    struct step_constants constants =
+        kernels_constants(s->geometry.optimizer, &staged->hyper[s->chunks[chunk].group],
+                          round ? 1.0f : staged->scale * ticket->scale, before->steps);
+    const struct kernels *kernels = kernels_chosen();
+    bool stream = s->stream_to && ticket->number == s->stream_ticket;
+
+    *buffer_header(s, s->private_buffer) =
+        (struct chunk_header){.version = ticket->number, .steps = before->steps + 1};
+    uint32_t codec = area_codec(s, slot, area);
+    bool corrected = s->geometry.policy == PYPS_DCASGD && staged->compensation > 0;
+    uint32_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : length;
+    for (uint32_t from = 0; from < length; from += at_a_time) {
+        float gradient[BLOCK];
+        uint32_t block = length - from < at_a_time ? length - from : at_a_time;
+        struct step step = step_on(s, old, s->private_buffer, from, block);
+        if (round) reduce(s, gradient, at + from, block);
+        step.gradient = round ? gradient : area_gradient(s, slot, area, codec, at + from, block, gradient);
+        if (corrected)
+            step.gradient =
+                compensated(staged, staged->scale * ticket->scale, area_pulled(s, slot, area) + at + from,
+                            &step, step.gradient, gradient);
+        step.copy = stream ? s->stream_to + at + from : NULL;
+        kernels->update[s->geometry.optimizer](&step, &constants);
+    }
+    if (!stream) return;
+    memset(s->stream_to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream_to);
+    s->streamed[chunk] = ticket->number;
+}
+
+/* A snapshot at exactly the version that is about to be displaced gets the buffer before the word moves, so
+ * that whoever sees the word moved also sees the save. */
+static void save_for_snapshot(pyps_store *s, uint32_t chunk, uint64_t word) {
+    if (!s->snapshot_active || word_version(word) != s->snapshot_version) return;
+    for (;;) { /* who comes between has saved it too, or speaks of an earlier snapshot */
+        uint64_t saved = load_acquire(&s->saved[chunk]);
+        if (saved_snapshot(saved) >= s->snapshot) return;
+        FAILPOINT("apply.saving");
+        if (cas_seq(&s->saved[chunk], saved, saved_make(s->snapshot, SAVED_BUFFER, word_buffer(word)))) break;
+    }
+    FAILPOINT("apply.saved");
+}
+
+static void wake_progress(pyps_store *s) {
+    if (!load32_seq(&s->header->progress_waiters)) return;
+    add32_seq(&s->header->progress, 1);
+    word_wake_all(&s->header->progress);
+}
+
+/* With both hazards set and the word seen at k - 1: ticket k is incomplete, so its staging cannot change. */
+static int apply_pinned(pyps_store *s, uint32_t chunk, uint64_t word) {
+    int rc = buffer_claim(s, chunk);
+    if (rc) return rc;
+    FAILPOINT("apply.claimed");
+    compute(s, chunk, word_buffer(word));
+    FAILPOINT("apply.computed");
+    save_for_snapshot(s, chunk, word);
+    if (!cas_seq(&s->words[chunk], word, word_make(s->ticket.number, s->private_buffer))) return PYPS_OK;
+    FAILPOINT("apply.published");
+    buffer_published(s, word_buffer(word));
+    wake_progress(s);
+    return PYPS_OK;
+}
+
+static int apply(pyps_store *s, uint32_t chunk, uint64_t number) {
+    int rc = view_load_ticket(s, number);
+    if (rc) return rc;
+    a64 *hazard = &s->slots[s->slot].ticket_hazard;
+    uint64_t word;
+    store_seq(hazard, number); /* R1; the R2 is in chunk_pin */
+    rc = chunk_pin(s, chunk, &word);
+    if (!rc && word_version(word) == number - 1) rc = apply_pinned(s, chunk, word);
+    chunk_unpin(s);
+    store_release(hazard, 0); /* the staging has been read */
+    return rc;
+}
+
+int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version) {
+    uint32_t stale = 0;
+    for (;;) {
+        uint64_t have = word_version(load_acquire(&s->words[chunk]));
+        if (have >= version) return PYPS_OK;
+        int rc = apply(s, chunk, have + 1);
+        if (rc < 0) return rc;
+        /* A ticket that left the ring is complete, so the chunk must have moved meanwhile. */
+        if (rc == STALE && word_version(load_acquire(&s->words[chunk])) == have && ++stale > 3)
+            return fail(PYPS_ECORRUPT, "chunk %u: at version %llu, but the next ticket is gone", chunk,
+                        (unsigned long long)have);
+    }
+}
+
+/* Somebody else is at this chunk's earlier tickets: give them a moment before doing their work. False: they
+ * did not use it. */
+static bool await_predecessor(pyps_store *s, uint32_t chunk, uint64_t version) {
+    bool moved;
+    FAILPOINT("apply.awaits");
+    add32_seq(&s->header->progress_waiters, 1);
+    uint64_t deadline = now_nanoseconds() + STALL_NANOSECONDS;
+    for (;;) {
+        uint32_t seen = load32_seq(&s->header->progress);
+        uint64_t now = now_nanoseconds();
+        moved = word_version(load_seq(&s->words[chunk])) >= version;
+        if (moved || now >= deadline) break;
+        word_wait(&s->header->progress, seen, deadline - now);
+    }
+    add32_seq(&s->header->progress_waiters, -1u);
+    return moved;
+}
+
+int chunks_follow(pyps_store *s, uint64_t version, uint64_t own) {
+    bool moving = true; /* whoever is before us goes on, as far as is known: a stall is waited for once */
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
+        /* Only what others owe is waited for: up to version, or up to the ticket before our own. */
+        uint64_t theirs = own == version ? version - 1 : version;
+        bool there = word_version(load_acquire(&s->words[chunk])) >= theirs;
+        moving = there || (moving && await_predecessor(s, chunk, theirs));
+        int rc = chunk_advance(s, chunk, version);
+        if (rc) return rc;
+    }
+    if (s->complete < version) s->complete = version;
+    return PYPS_OK;
+}
+
+int chunks_complete(pyps_store *s, uint64_t version) {
+    return s->complete >= version ? PYPS_OK : chunks_follow(s, version, 0);
+}

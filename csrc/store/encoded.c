@@ -1,0 +1,171 @@
+/* encoded.c: a gradient that travels encoded, and what its code did not carry.
+ *
+ * What an encoder drops is kept and added to the next gradient of the same rank (error feedback: Seide et
+ * al., Interspeech 2014; Karimireddy et al., ICML 2019). Every worker's slot has two such residuals. The view
+ * names the one that belongs to each rank; an encode reads that one and writes another of its own slot, and
+ * the event that admits the push makes the view name the new one. So a push that is refused, fails or dies
+ * has changed nothing, and a successor finds its rank's residual whole, wherever it lies. A slot whose
+ * residual a rank still needs is the last that a newcomer takes; if it does, that residual is dropped, and
+ * counted.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "store/store.h"
+
+static uint8_t *codes_of(const pyps_store *s, uint32_t slot, uint32_t area) {
+    return (uint8_t *)(void *)area_header(s, slot, area) + s->layout.area_codes;
+}
+
+static float *scales_of(const pyps_store *s, uint32_t slot, uint32_t area, uint32_t codec) {
+    return (float *)(void *)(codes_of(s, slot, area) + codec_codes(codec, store_elements(s)));
+}
+
+/* `name` as the view has it: 1 + 2 * slot + which; within the view's bounds. */
+static float *residual_at(const pyps_store *s, uint32_t name) {
+    return (float *)(void *)(s->base + s->layout.residuals + (name - 1) * s->layout.residual_stride);
+}
+
+/* Read once from shared memory, where a hostile owner may change it. */
+uint32_t area_codec(const pyps_store *s, uint32_t slot, uint32_t area) {
+    uint32_t codec = *(volatile uint32_t *)&area_header(s, slot, area)->codec;
+    return codec < CODECS ? codec : PYPS_F32;
+}
+
+const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint32_t codec, uint64_t at,
+                           size_t length, float *block) {
+    if (codec == PYPS_F32) return area_data(s, slot, area) + at;
+    kernels_chosen()->decode(codec, block, codes_of(s, slot, area) + codec_codes(codec, at),
+                             scales_of(s, slot, area, codec) + codec_scales(codec, at), length);
+    return block;
+}
+
+static int back_codes(pyps_store *s, uint32_t area) {
+    if (s->codes_backed & 1u << area) return PYPS_OK;
+    uint64_t offset = (uint64_t)(codes_of(s, s->slot, area) - s->base);
+    int rc = allocate(s, offset, s->layout.area_pulled - s->layout.area_codes);
+    if (!rc) s->codes_backed |= 1u << area;
+    return rc;
+}
+
+static int back_residuals(pyps_store *s) {
+    if (s->residuals_backed) return PYPS_OK;
+    int rc = allocate(s, s->layout.residuals + 2 * s->slot * s->layout.residual_stride,
+                      2 * s->layout.residual_stride);
+    s->residuals_backed = !rc;
+    return rc;
+}
+
+void *pyps_staging_codes(pyps_store *s, uint32_t area) {
+    if (store_usable(s, true) || area >= s->geometry.areas || s->role != PYPS_WORKER) return NULL;
+    return back_codes(s, area) ? NULL : codes_of(s, s->slot, area);
+}
+
+/* Which residual the rank's next gradient starts from, and which it may leave behind. */
+static int find_residuals(pyps_store *s, struct event *e) {
+    uint64_t word;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    bool valid = view_valid(v, s->reference);
+    if (valid) e->residual_before = view_rank(v, (uint32_t)s->rank)->residual;
+    view_unpin(s);
+    if (!valid) return fail(PYPS_ECORRUPT, "the view is damaged");
+    uint32_t mine = 1 + 2 * s->slot;
+    e->residual = e->residual_before == mine ? mine + 1 : mine;
+    return PYPS_OK;
+}
+
+static int check(const pyps_store *s, const pyps_push_args *a) {
+    if (a->codec >= CODECS)
+        return fail(PYPS_EINVAL, "push: codec: found %u; expected PYPS_F32 to PYPS_NF4", a->codec);
+    bool corrects = s->geometry.policy == PYPS_DCASGD && s->geometry.rules.strength > 0;
+    if (corrects && !a->pulled && a->samples)
+        return fail(PYPS_EINVAL, "push: pulled: found NULL; the policy dcasgd needs what was pulled");
+    if (a->codec == PYPS_F32 && (a->feedback || a->encoded))
+        return fail(PYPS_EINVAL, "push: codec: found PYPS_F32; it has no feedback and is not encoded");
+    if (a->encoded && (a->feedback || a->gradient))
+        return fail(PYPS_EINVAL, "push: encoded: found with feedback or gradient; expected codes alone");
+    pyps_encode_args encode = {.size = sizeof encode,
+                               .codec = a->codec,
+                               .rounding = a->rounding,
+                               .nonfinite = a->nonfinite,
+                               .scale = a->scale};
+    return codec_check_args("push", &encode);
+}
+
+/* Chunks begin at whole blocks. What lies between a group's last parameter and the end of its chunk is coded
+ * as zeros, whatever stands there. */
+int encode_chunk(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat) {
+    struct encoding run = *flat;
+    uint32_t codec = flat->codec;
+    uint64_t length = s->chunks[chunk].length, whole = s->geometry.chunk_params;
+    run.first = chunk * whole, run.values = values, run.count = length;
+    run.codes += codec_codes(codec, run.first), run.scales += codec_scales(codec, run.first);
+    if (run.residual) run.residual += run.first;
+    if (run.residual_out) run.residual_out += run.first;
+    run.bad = run.skipped = 0;
+    int rc = encode(&run);
+    flat->bad += run.bad, flat->skipped += run.skipped;
+    uint64_t codes = codec_codes(codec, length), scales = codec_scales(codec, length);
+    memset(run.codes + codes, codec == PYPS_NF4 ? NF4_ZERO : 0, codec_codes(codec, whole) - codes);
+    memset(run.scales + scales, 0, (codec_scales(codec, whole) - scales) * sizeof *run.scales);
+    return rc;
+}
+
+static int encode_area(pyps_store *s, const pyps_push_args *a, const struct event *e, pyps_push_result *out) {
+    struct encoding flat = {.codec = a->codec,
+                            .stochastic = a->rounding == PYPS_STOCHASTIC,
+                            .nonfinite = a->nonfinite,
+                            .scale = a->scale,
+                            .seed = a->seed,
+                            .codes = codes_of(s, s->slot, a->area),
+                            .scales = scales_of(s, s->slot, a->area, a->codec)};
+    const float *values = a->gradient ? a->gradient : area_data(s, s->slot, a->area);
+    if (a->feedback) {
+        flat.residual = e->residual_before ? residual_at(s, e->residual_before) : NULL;
+        flat.residual_out = residual_at(s, e->residual);
+    }
+    int rc = PYPS_OK;
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) {
+        rc = encode_chunk(s, chunk, values + (uint64_t)chunk * s->geometry.chunk_params, &flat);
+        FAILPOINT("push.encoding");
+    }
+    out->nonfinite = flat.bad, out->blocks_skipped = flat.skipped;
+    return rc;
+}
+
+static int stage_pulled(pyps_store *s, const pyps_push_args *a) {
+    float *to = area_pulled(s, s->slot, a->area);
+    if (!(s->pulled_backed & 1u << a->area)) {
+        int rc = allocate(s, (uint64_t)((uint8_t *)to - s->base), 4 * store_elements(s));
+        if (rc) return rc;
+        s->pulled_backed |= 1u << a->area;
+    }
+    memcpy(to, a->pulled, 4 * store_elements(s));
+    return PYPS_OK;
+}
+
+int stage_gradient(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
+    struct area_header *header = area_header(s, s->slot, a->area);
+    int rc = check(s, a);
+    if (rc) return rc;
+    header->codec = a->codec, header->scale = a->scale, header->samples = a->samples;
+    memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
+    header->compensation = (float)s->geometry.rules.strength;
+    if (!a->samples) return PYPS_OK; /* the step is skipped: nothing of the gradient is looked at */
+    if (header->compensation > 0 && (rc = stage_pulled(s, a))) return rc;
+    if (a->codec == PYPS_F32) {
+        if (a->gradient) memcpy(area_data(s, s->slot, a->area), a->gradient, 4 * store_elements(s));
+        return PYPS_OK;
+    }
+    if ((rc = back_codes(s, a->area))) return rc;
+    if (a->encoded) {
+        uint64_t scales = codec_scales(a->codec, store_elements(s));
+        return scales_finite(scales_of(s, s->slot, a->area, a->codec), scales)
+                   ? PYPS_OK
+                   : fail(PYPS_ENONFINITE, "push: area %u: found a scale that is not finite", a->area);
+    }
+    if (a->feedback && ((rc = back_residuals(s)) || (rc = find_residuals(s, e)))) return rc;
+    header->scale = 1.0f; /* the codes hold the scaled gradient */
+    return encode_area(s, a, e, out);
+}

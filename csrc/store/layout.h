@@ -1,0 +1,91 @@
+/* layout.h: where everything lies in a segment. Offsets follow from the geometry alone, so an attach computes
+ * them again and trusts no offset it reads.
+ *
+ *     header | tensors | groups | slots | words | saved | owners | view owners | views | buffers | staging |
+ *     residuals
+ *
+ * The file is as long as all of that for max_participants; spares and staging of a slot are holes until
+ * somebody joins there, the codes of its staging and its residuals until it pushes encoded.
+ */
+#ifndef PYPS_LAYOUT_H
+#define PYPS_LAYOUT_H
+
+#include "store/atomics.h"
+#include "pyps.h"
+
+#define SEGMENT_MAGIC "pyps\r\n\x1a" /* 7 bytes and NUL: text-mode damage shows */
+#define ENDIAN_MARK   UINT32_C(0x01020304)
+#define SPARES_A_SLOT 2u /* one being written, one being read by others: see buffers.c */
+#define NONE          UINT32_MAX
+
+enum segment_state { SEGMENT_INIT = 0, SEGMENT_READY = 1 };
+
+/* All that the layout and the rules follow from; fixed at creation. No padding: it is compared and summed. */
+struct geometry {
+    uint32_t chunk_params, chunks, max_participants, snapshot_spares;
+    uint32_t areas, optimizer, policy, ranks;
+    uint32_t groups, tensors;
+    uint64_t samples; /* UINT64_MAX: without end */
+    uint64_t round_timeout_nanoseconds;
+    pyps_rules rules;
+};
+
+_Static_assert(sizeof(pyps_rules) == 6 * 4 + 5 * 8, "no padding");
+
+struct group {
+    uint64_t elements;
+    uint32_t first_chunk, chunks;
+};
+
+/* The first page. Up to `checksum` nothing changes after READY. */
+struct header {
+    char magic[8];
+    uint32_t endian, abi;
+    uint64_t bytes;
+    struct geometry geometry;
+    uint32_t checksum; /* CRC-32 of geometry, tensors and groups */
+    a32 state;
+    _Alignas(64) a64 next_id; /* participant ids */
+    _Alignas(64) a64 view;    /* word {sequence, view buffer} */
+    a32 view_waiters;
+    _Alignas(64) a32 progress; /* bumped when a chunk is published and somebody waits for it */
+    a32 progress_waiters;
+};
+
+/* What one participant tells all others. Written by its owner, or by whoever holds its lock byte. */
+struct slot {
+    _Alignas(64) a64 id; /* 0: nobody since the last reclaim */
+    a64 chunk_hazard;    /* chunk buffer + 1 that it reads */
+    a64 view_hazard;     /* view buffer + 1 that it reads */
+    a64 ticket_hazard;   /* ticket whose staging it reads */
+    a64 process;         /* pid */
+    a64 start_time;      /* of that pid, in clock ticks since boot */
+    a64 pid_namespace;   /* inode */
+};
+
+/* In front of every chunk buffer's floats. Written in private, immutable once published. */
+struct chunk_header {
+    uint64_t version, steps;
+    uint64_t reserved[6];
+};
+
+/* In front of every staging area; groups hyper constants follow it. Immutable from admission on. */
+struct area_header {
+    float scale;
+    uint32_t samples, codec;
+    float compensation; /* dcasgd: lambda; the area's last floats are then the pulled parameters */
+    pyps_hyper hyper[];
+};
+
+struct layout {
+    uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
+        bytes;
+    uint64_t view_stride, buffer_stride, area_stride, area_data, area_codes, area_pulled, residual_stride;
+    uint32_t buffer_count, view_count, states, common_buffers; /* common: not belonging to a slot */
+};
+
+/* PYPS_OK, or PYPS_EINVAL with the field that is out of range. */
+int layout_compute(const struct geometry *geometry, struct layout *out);
+uint32_t checksum(const void *data, size_t bytes, uint32_t seed);
+
+#endif

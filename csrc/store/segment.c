@@ -1,0 +1,378 @@
+/* segment.c: the file behind a store: made whole or not at all, opened without trust, removed when unused.
+ *
+ * A new segment is written into an unnamed file and linked under its name when it is ready, so nobody ever
+ * meets half a segment and a killed creator leaves nothing. Every handle keeps a read lock on one byte of the
+ * file (an open file description lock: it goes with the process); unlink asks for the write lock.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "store/segment.h"
+#include "store/store.h"
+
+#define NAME_LIMIT 200u
+
+static pthread_mutex_t handles_lock = PTHREAD_MUTEX_INITIALIZER;
+static pyps_store *handles;
+
+static void before_fork(void) { pthread_mutex_lock(&handles_lock); }
+static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
+
+/* The child shares the parent's file descriptions, hence its locks: it lets go, or the parent could never be
+ * dead. */
+static void after_fork_child(void) {
+    for (pyps_store *s = handles; s; s = s->next) {
+        close(s->fd);
+        journal_close(s);
+        s->fd = -1, s->process = 0;
+    }
+    pthread_mutex_unlock(&handles_lock);
+}
+
+static void install_fork_handlers(void) { pthread_atfork(before_fork, after_fork_parent, after_fork_child); }
+
+/* No fork comes between: a file is opened, and its handle is where a forked child looks for what to close. */
+static void hold_forks(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, install_fork_handlers);
+    pthread_mutex_lock(&handles_lock);
+}
+static void release_forks(void) { pthread_mutex_unlock(&handles_lock); }
+
+static void handles_remove(const pyps_store *s) {
+    pthread_mutex_lock(&handles_lock);
+    for (pyps_store **at = &handles; *at; at = &(*at)->next)
+        if (*at == s) {
+            *at = s->next;
+            break;
+        }
+    pthread_mutex_unlock(&handles_lock);
+}
+
+int byte_lock(int fd, short type, int64_t byte) {
+    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = LOCK_BASE + byte, .l_len = 1};
+    if (fcntl(fd, F_OFD_SETLK, &lock) == 0) return PYPS_OK;
+    if (errno == EAGAIN || errno == EACCES) return PYPS_EBUSY;
+    return fail(PYPS_ESYS, "locking byte %lld of the segment: %s", (long long)byte, strerror(errno));
+}
+
+int byte_locked(int fd, int64_t byte) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = LOCK_BASE + byte, .l_len = 1};
+    return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK ? 0 : 1;
+}
+
+static const char *directory(void) {
+    const char *dir = getenv("PYPS_SHM_DIR");
+    return dir && *dir ? dir : "/dev/shm";
+}
+
+static int path_of(const char *name, char *path, size_t capacity) {
+    size_t length = name ? strlen(name) : 0;
+    size_t legal =
+        name ? strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") : 0;
+    if (!length || length > NAME_LIMIT || legal != length)
+        return fail(PYPS_EINVAL, "name: found '%.60s'; expected 1 to %u letters, digits, '.', '_' or '-'",
+                    name ? name : "(null)", NAME_LIMIT);
+    if ((size_t)snprintf(path, capacity, "%s/pyps-%s", directory(), name) >= capacity)
+        return fail(PYPS_EINVAL, "PYPS_SHM_DIR: longer than %zu characters", capacity - NAME_LIMIT - 8);
+    return PYPS_OK;
+}
+
+int allocate(pyps_store *s, uint64_t offset, uint64_t bytes) {
+    int error;
+    do error = posix_fallocate(s->fd, (off_t)offset, (off_t)bytes);
+    while (error == EINTR);
+    if (!error) return PYPS_OK;
+    if (error == ENOSPC)
+        return fail(PYPS_ENOSPC,
+                    "%s: no room for %llu MiB more; enlarge it (Docker: --shm-size) or set PYPS_SHM_DIR",
+                    directory(), (unsigned long long)(bytes >> 20) + 1);
+    return fail(PYPS_ESYS, "%s: allocating %llu bytes: %s", directory(), (unsigned long long)bytes,
+                strerror(error));
+}
+
+static int map_failed(const char *what) {
+    return fail(PYPS_ESYS, "%s in %s: %s", what, directory(), strerror(errno));
+}
+
+static struct terms terms_of(const struct geometry *g, const uint32_t *batches) {
+    return (struct terms){.participants = g->max_participants,
+                          .ranks = g->ranks,
+                          .areas = g->areas,
+                          .policy = g->policy,
+                          .rules = g->rules,
+                          .samples = g->samples,
+                          .round_timeout = g->round_timeout_nanoseconds,
+                          .batches = batches};
+}
+
+/* Pointers and derived tables, once geometry and layout are known and the file is mapped. */
+static int bind(pyps_store *s, const struct group *groups) {
+    const struct geometry *g = &s->geometry;
+    s->base = mmap(NULL, s->layout.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, s->fd, 0);
+    if (s->base == MAP_FAILED) {
+        s->base = NULL;
+        return map_failed("mapping the segment");
+    }
+    s->header = (struct header *)(void *)s->base;
+    s->slots = (struct slot *)(void *)(s->base + s->layout.slots);
+    s->words = (a64 *)(void *)(s->base + s->layout.words);
+    s->saved = (a64 *)(void *)(s->base + s->layout.saved);
+    s->owners = (a64 *)(void *)(s->base + s->layout.owners);
+    s->view_owners = (a64 *)(void *)(s->base + s->layout.view_owners);
+    s->policy = policy_find(g->policy);
+    s->chunks = calloc(g->chunks, sizeof *s->chunks);
+    s->streamed = calloc(g->chunks, sizeof *s->streamed);
+    s->sources = calloc(g->max_participants, sizeof *s->sources);
+    s->reference = view_allocate(s);
+    uint32_t *ones = calloc(g->ranks, sizeof *ones);
+    if (!s->chunks || !s->streamed || !s->sources || !s->reference || !ones) {
+        free(ones);
+        return fail(PYPS_ENOSPC, "out of memory for a handle");
+    }
+    struct terms terms = terms_of(g, ones);
+    view_init(s->reference, &terms);
+    free(ones);
+    for (uint32_t i = 0; i < g->groups; i++)
+        for (uint32_t c = 0; c < groups[i].chunks; c++) {
+            uint64_t left = groups[i].elements - (uint64_t)c * g->chunk_params;
+            uint32_t length = left < g->chunk_params ? (uint32_t)left : g->chunk_params;
+            s->chunks[groups[i].first_chunk + c] = (struct chunk){i, length};
+        }
+    return PYPS_OK;
+}
+
+/* Forks are held. NULL: out of memory, and the file is closed. */
+static pyps_store *new_handle(int fd) {
+    pyps_store *s = calloc(1, sizeof *s);
+    if (!s) {
+        close(fd);
+        return fail(PYPS_ENOSPC, "out of memory for a handle"), NULL;
+    }
+    s->next = handles, handles = s;
+    s->fd = fd, s->process = getpid();
+    s->slot = s->private_view = s->private_buffer = NONE;
+    s->rank = s->journal = -1;
+    for (size_t i = 0; i < sizeof s->hints / sizeof *s->hints; i++) s->hints[i] = NONE;
+    return s;
+}
+
+static void destroy(pyps_store *s) {
+    handles_remove(s);
+    if (s->base) munmap(s->base, s->layout.bytes);
+    if (s->fd >= 0) close(s->fd);
+    journal_close(s);
+    free(s->chunks), free(s->streamed), free(s->sources), free(s->reference), free(s);
+}
+
+int pyps_close(pyps_store *s) {
+    if (!s) return PYPS_OK;
+    int rc = s->process && s->slot != NONE ? pyps_leave(s) : PYPS_OK;
+    destroy(s);
+    return rc;
+}
+
+/* ---- create ---- */
+
+static void fill(pyps_store *s, const pyps_config *config, const pyps_tensor *tensors,
+                 const struct group *groups) {
+    const struct geometry *g = &s->geometry;
+    struct header *h = s->header;
+    memcpy(s->base + s->layout.tensors, tensors, g->tensors * sizeof *tensors);
+    memcpy(s->base + s->layout.groups, groups, g->groups * sizeof *groups);
+    for (uint32_t c = 0; c < g->chunks; c++) store_relaxed(&s->words[c], word_make(0, c));
+    for (uint32_t b = 0; b < s->layout.buffer_count; b++) {
+        uint32_t holder = b < s->layout.common_buffers ? HOLDER_NOBODY : HOLDER_ABSENT;
+        store_relaxed(&s->owners[b], owner_make(0, holder, b < g->chunks ? b : OWNER_CHUNK_NONE));
+    }
+    for (uint32_t t = 0; config->initial && t < g->tensors; t++)
+        for (uint64_t done = 0; done < tensors[t].elements;) {
+            uint64_t at = tensors[t].offset + done, left = tensors[t].elements - done;
+            uint64_t room = g->chunk_params - at % g->chunk_params, run = left < room ? left : room;
+            memcpy(buffer_floats(s, (uint32_t)(at / g->chunk_params), 0) + at % g->chunk_params,
+                   config->initial[t] + done, run * sizeof(float));
+            done += run;
+        }
+    struct terms terms = terms_of(g, config->batches);
+    view_init((struct view *)(void *)(s->base + s->layout.views), &terms);
+    memcpy(h->magic, SEGMENT_MAGIC, sizeof h->magic);
+    h->endian = ENDIAN_MARK, h->abi = PYPS_ABI, h->bytes = s->layout.bytes, h->geometry = *g;
+    h->checksum = segment_checksum(g, tensors, groups);
+    store_relaxed(&h->next_id, 1);
+    store32_release(&h->state, SEGMENT_READY);
+}
+
+static int make(pyps_store *s, const pyps_config *config, const char *path, const pyps_tensor *tensors,
+                const struct group *groups) {
+    char unnamed[64];
+    uint64_t fixed = s->layout.buffers + s->layout.common_buffers * s->layout.buffer_stride;
+    int rc;
+    if (ftruncate(s->fd, (off_t)s->layout.bytes)) return map_failed("sizing the segment");
+    if ((rc = allocate(s, 0, fixed)) || (rc = byte_lock(s->fd, F_RDLCK, ATTACHED_BYTE)) ||
+        (rc = bind(s, groups)))
+        return rc;
+    fill(s, config, tensors, groups);
+    snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", s->fd);
+    if (linkat(AT_FDCWD, unnamed, AT_FDCWD, path, AT_SYMLINK_FOLLOW) == 0) return PYPS_OK;
+    if (errno == EEXIST) return fail(PYPS_EEXIST, "%s: exists; open it, or remove it with pyps shm gc", path);
+    return map_failed("naming the segment");
+}
+
+int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
+    char path[4096];
+    struct geometry geometry;
+    struct layout layout;
+    pyps_tensor *tensors = NULL;
+    struct group *groups = NULL;
+    *out = NULL;
+    int rc = path_of(name, path, sizeof path);
+    if (rc || (rc = config_geometry(config, &geometry, &tensors, &groups))) return rc;
+    pyps_store *s = NULL;
+    if ((rc = layout_compute(&geometry, &layout)) == PYPS_OK) {
+        hold_forks();
+        int fd = open(directory(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+        if (fd < 0) rc = map_failed("creating a segment");
+        else if (!(s = new_handle(fd))) rc = PYPS_ENOSPC;
+        release_forks();
+    }
+    if (!rc) {
+        s->geometry = geometry, s->layout = layout;
+        rc = make(s, config, path, tensors, groups);
+    }
+    free(tensors), free(groups);
+    if (rc && s) destroy(s);
+    if (!rc) *out = s;
+    return rc;
+}
+
+/* ---- open ---- */
+
+static int open_file(const char *name, int *fd_out, struct stat *status) {
+    char path[4096];
+    int rc = path_of(name, path, sizeof path);
+    if (rc) return rc;
+    int fd = open(path, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) {
+        if (errno == ENOENT) return fail(PYPS_ENOENT, "%s: no such segment", path);
+        if (errno == EACCES || errno == EPERM) return fail(PYPS_EPERM, "%s: belongs to another user", path);
+        return fail(PYPS_ECORRUPT, "%s: not a segment: %s", path, strerror(errno));
+    }
+    if (fstat(fd, status)) rc = map_failed("examining the segment");
+    else if (!S_ISREG(status->st_mode)) rc = fail(PYPS_ECORRUPT, "%s: not a regular file", path);
+    else if (status->st_uid != geteuid())
+        rc = fail(PYPS_EPERM, "%s: found owner %u; expected %u", path, status->st_uid, geteuid());
+    else if (status->st_mode & 077)
+        rc = fail(PYPS_EPERM, "%s: found mode %o; expected 600: others could change it", path,
+                  status->st_mode & 0777);
+    if (rc) close(fd);
+    else *fd_out = fd;
+    return rc;
+}
+
+/* Reads with pread, not through a mapping: a file that is shorter than it says must not end in SIGBUS. */
+static int read_exactly(int fd, void *to, uint64_t bytes, uint64_t offset, const char *what) {
+    if (pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes) return PYPS_OK;
+    return fail(PYPS_ECORRUPT, "%s: the file ends before it; the segment is truncated", what);
+}
+
+static int check_header(const struct header *h, uint64_t size, struct layout *layout) {
+    if (memcmp(h->magic, SEGMENT_MAGIC, sizeof h->magic))
+        return fail(PYPS_ECORRUPT, "magic: not a pyps segment");
+    if (h->endian != ENDIAN_MARK)
+        return fail(PYPS_EABI, "endian: found %08x; expected %08x: from a machine of another byte order",
+                    h->endian, ENDIAN_MARK);
+    if (h->abi != PYPS_ABI) return fail(PYPS_EABI, "abi: found %u; this library speaks %u", h->abi, PYPS_ABI);
+    if (load32_acquire(&h->state) != SEGMENT_READY)
+        return fail(PYPS_ENOTREADY, "state: the segment is not ready");
+    if (h->bytes != size)
+        return fail(PYPS_ECORRUPT, "bytes: the file has %llu; its header says %llu", (unsigned long long)size,
+                    (unsigned long long)h->bytes);
+    int rc = layout_compute(&h->geometry, layout);
+    if (rc == PYPS_EPOLICY) return rc;
+    if (rc || layout->bytes != size)
+        return fail(PYPS_ECORRUPT, "geometry: does not give a file of %llu bytes", (unsigned long long)size);
+    return PYPS_OK;
+}
+
+static int attach(pyps_store *s, uint64_t size) {
+    struct header header;
+    int rc = read_exactly(s->fd, &header, sizeof header, 0, "header");
+    if (rc || (rc = check_header(&header, size, &s->layout))) return rc;
+    s->geometry = header.geometry;
+    pyps_tensor *tensors = malloc(s->geometry.tensors * sizeof *tensors);
+    struct group *groups = malloc(s->geometry.groups * sizeof *groups);
+    if (!tensors || !groups) rc = fail(PYPS_ENOSPC, "out of memory for the tensor table");
+    if (!rc)
+        rc =
+            read_exactly(s->fd, tensors, s->geometry.tensors * sizeof *tensors, s->layout.tensors, "tensors");
+    if (!rc)
+        rc = read_exactly(s->fd, groups, s->geometry.groups * sizeof *groups, s->layout.groups, "groups");
+    if (!rc && (segment_checksum(&s->geometry, tensors, groups) != header.checksum ||
+                !tables_valid(&s->geometry, tensors, groups)))
+        rc = fail(PYPS_ECORRUPT, "checksum: geometry, tensors or groups are damaged");
+    if (!rc) rc = bind(s, groups);
+    free(tensors), free(groups);
+    return rc;
+}
+
+int pyps_open(const char *name, pyps_store **out) {
+    int fd;
+    struct stat status;
+    pyps_store *s = NULL;
+    *out = NULL;
+    hold_forks();
+    int rc = open_file(name, &fd, &status);
+    if (!rc && !(s = new_handle(fd))) rc = PYPS_ENOSPC;
+    release_forks();
+    if (rc) return rc;
+    FAILPOINT("open.begun");
+    rc = byte_lock(fd, F_RDLCK, ATTACHED_BYTE);
+    if (rc == PYPS_EBUSY) fail(rc, "%s: is being removed", name);
+    /* Removed between open and lock? Then nobody else will ever find it. */
+    if (!rc && (fstat(fd, &status) || status.st_nlink == 0)) rc = fail(PYPS_ENOENT, "%s: was removed", name);
+    if (!rc) rc = attach(s, (uint64_t)status.st_size);
+    if (rc) destroy(s);
+    else *out = s;
+    return rc;
+}
+
+/* ---- remove ---- */
+
+int pyps_unlink(const char *name, int force) {
+    char path[4096];
+    int fd;
+    struct stat status;
+    int rc = open_file(name, &fd, &status);
+    if (rc) return rc;
+    FAILPOINT("unlink.opened");
+    rc = force ? PYPS_OK : byte_lock(fd, F_WRLCK, ATTACHED_BYTE);
+    if (rc == PYPS_EBUSY) fail(rc, "%s: a live process has it open", name);
+    /* Removed between open and lock? Then the name is another segment's by now, or nobody's. */
+    if (!rc && !force && (fstat(fd, &status) || status.st_nlink == 0))
+        rc = fail(PYPS_ENOENT, "%s: was removed", name);
+    path_of(name, path, sizeof path);
+    if (!rc && unlink(path))
+        rc = fail(errno == ENOENT ? PYPS_ENOENT : PYPS_ESYS, "%s: %s", path, strerror(errno));
+    close(fd);
+    return rc;
+}
+
+int pyps_probe(const char *name, uint64_t *bytes_out) {
+    int fd;
+    struct stat status;
+    char magic[8] = {0};
+    int rc = open_file(name, &fd, &status);
+    if (rc) return rc;
+    *bytes_out = (uint64_t)status.st_blocks * 512;
+    if (pread(fd, magic, sizeof magic, 0) != sizeof magic || memcmp(magic, SEGMENT_MAGIC, sizeof magic))
+        rc = fail(PYPS_ECORRUPT, "%s: not a pyps segment", name);
+    else if (byte_locked(fd, ATTACHED_BYTE)) rc = fail(PYPS_EBUSY, "%s: a live process has it open", name);
+    close(fd);
+    return rc;
+}

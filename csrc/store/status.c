@@ -1,0 +1,129 @@
+/* status.c: watching and steering: what the view says, in the public structs, and re-planning. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "store/store.h"
+
+int pyps_get_layout(pyps_store *s, pyps_layout *out) {
+    int rc = store_usable(s, false);
+    if (rc) return rc;
+    const struct geometry *g = &s->geometry;
+    *out = (pyps_layout){.segment_bytes = s->layout.bytes,
+                         .flat_elements = (uint64_t)g->chunks * g->chunk_params,
+                         .chunks = g->chunks,
+                         .chunk_params = g->chunk_params,
+                         .max_participants = g->max_participants,
+                         .areas = g->areas,
+                         .groups = g->groups,
+                         .tensors = g->tensors,
+                         .ranks = g->ranks,
+                         .optimizer = g->optimizer,
+                         .policy = g->policy,
+                         .states = s->layout.states};
+    for (uint32_t c = 0; c < g->chunks; c++) out->parameters += s->chunks[c].length;
+    return PYPS_OK;
+}
+
+int pyps_get_rules(pyps_store *s, pyps_rules *out) {
+    int rc = store_usable(s, false);
+    if (!rc) *out = s->geometry.rules;
+    return rc;
+}
+
+int pyps_get_tensor(pyps_store *s, uint32_t index, pyps_tensor *out) {
+    int rc = store_usable(s, false);
+    if (rc) return rc;
+    if (index >= s->geometry.tensors)
+        return fail(PYPS_EINVAL, "tensor: found %u; expected below %u", index, s->geometry.tensors);
+    memcpy(out, s->base + s->layout.tensors + index * sizeof *out, sizeof *out);
+    out->name[sizeof out->name - 1] = 0;
+    return PYPS_OK;
+}
+
+/* A checked private copy of the present view; the caller frees it. */
+static int present(pyps_store *s, struct view **out) {
+    bool guest;
+    int rc = guest_enter(s, &guest);
+    if (rc) return rc;
+    if (!(*out = view_allocate(s))) rc = PYPS_ENOSPC;
+    else if ((rc = view_copy(s, *out))) free(*out);
+    guest_leave(s, guest);
+    return rc;
+}
+
+int pyps_get_status(pyps_store *s, pyps_status *out) {
+    struct view *v;
+    int rc = present(s, &v);
+    if (rc) return rc;
+    *out = (pyps_status){.sequence = v->sequence,
+                         .version = v->version,
+                         .round = v->round,
+                         .plan = v->plan,
+                         .handed_out = v->cursor,
+                         .lost = v->lost,
+                         .active = v->active,
+                         .opened = v->opened};
+    free(v);
+    return PYPS_OK;
+}
+
+int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_t *count_out) {
+    struct view *v;
+    int rc = present(s, &v);
+    if (rc) return rc;
+    *count_out = 0;
+    for (uint32_t slot = 0; slot < v->participants && *count_out < capacity; slot++) {
+        const struct member *m = view_member(v, slot);
+        if (!m->id) continue;
+        out[(*count_out)++] = (pyps_member){.id = m->id,
+                                            .state = m->state,
+                                            .role = m->role,
+                                            .rank = m->rank,
+                                            .pid = m->pid,
+                                            .clock = m->clock,
+                                            .pulled = m->pulled,
+                                            .claim_first = m->claim_first,
+                                            .claim_count = m->claim_count,
+                                            .staged = m->staged != 0};
+    }
+    free(v);
+    return PYPS_OK;
+}
+
+int pyps_get_ranks(pyps_store *s, pyps_rank *out, uint32_t capacity) {
+    struct view *v;
+    int rc = present(s, &v);
+    if (rc) return rc;
+    for (uint32_t rank = 0; rank < v->ranks && rank < capacity; rank++) out[rank] = view_rank(v, rank)->total;
+    free(v);
+    return PYPS_OK;
+}
+
+int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count) {
+    int rc = store_usable(s, true);
+    if (rc) return rc;
+    if (!batches || count != s->geometry.ranks)
+        return fail(PYPS_EINVAL, "batches: found %u; expected one for each of %u ranks", count,
+                    s->geometry.ranks);
+    for (uint32_t r = 0; r < count; r++)
+        if (!batches[r]) return fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
+    struct event e = event_of(s, EVENT_REPLAN);
+    struct outcome out;
+    enum verdict verdict;
+    e.batches = batches;
+    return view_commit(s, &e, &out, &verdict);
+}
+
+int pyps_wait(pyps_store *s, uint64_t sequence, double timeout_seconds) {
+    int rc = store_usable(s, false);
+    if (rc) return rc;
+    uint64_t deadline = deadline_after(timeout_seconds < 0 ? 3600 : timeout_seconds);
+    for (;;) {
+        uint32_t seen = view_sequence_word(s);
+        if (word_version(load_acquire(&s->header->view)) > sequence) return PYPS_OK;
+        uint64_t now = now_nanoseconds();
+        if (now >= deadline)
+            return fail(PYPS_ETIMEDOUT, "no event after view %llu", (unsigned long long)sequence);
+        view_wait(s, seen, deadline - now < WAIT_SLICE_NANOSECONDS ? deadline - now : WAIT_SLICE_NANOSECONDS);
+    }
+}

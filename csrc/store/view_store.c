@@ -1,0 +1,196 @@
+/* view_store.c: publishing views. The pure steps are in view.c; here are the hazard, the copy and the CAS. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "store/store.h"
+
+static struct view *view_at(const pyps_store *s, uint32_t buffer) {
+    return (struct view *)(void *)(s->base + s->layout.views + buffer * s->layout.view_stride);
+}
+
+static size_t bytes_of_view(const pyps_store *s) {
+    return view_bytes(s->geometry.max_participants, s->geometry.ranks, s->geometry.areas);
+}
+
+struct view *view_allocate(const pyps_store *s) {
+    struct view *v = malloc(bytes_of_view(s));
+    if (!v) fail(PYPS_ENOSPC, "out of memory for a view of %zu bytes", bytes_of_view(s));
+    return v;
+}
+
+struct event event_of(const pyps_store *s, enum event_kind kind) {
+    return (struct event){.kind = kind, .slot = s->slot, .id = s->id};
+}
+
+const struct view *view_pin(pyps_store *s, uint64_t *word_out) {
+    a64 *hazard = &s->slots[s->slot].view_hazard;
+    for (;;) {
+        uint64_t word = load_acquire(&s->header->view);
+        uint32_t buffer = word_buffer(word);
+        if (buffer >= s->layout.view_count) {
+            fail(PYPS_ECORRUPT, "view: found buffer %u; the segment has %u", buffer, s->layout.view_count);
+            return NULL;
+        }
+        store_seq(hazard, buffer + UINT64_C(1)); /* R1 of atomics.h */
+        FAILPOINT("view.hazard");
+        if (load_seq(&s->header->view) != word) continue; /* R2 */
+        *word_out = word;
+        return view_at(s, buffer);
+    }
+}
+
+void view_unpin(pyps_store *s) { store_release(&s->slots[s->slot].view_hazard, 0); }
+
+static int copy_pinned(pyps_store *s, struct view *out, uint64_t *word) {
+    const struct view *present = view_pin(s, word);
+    if (!present) return PYPS_ECORRUPT;
+    memcpy(out, present, bytes_of_view(s));
+    view_unpin(s);
+    if (!view_valid(out, s->reference) || out->sequence != word_version(*word))
+        return fail(PYPS_ECORRUPT, "view %llu: its counts or indices are impossible; the segment is damaged",
+                    (unsigned long long)word_version(*word));
+    return PYPS_OK;
+}
+
+int view_copy(pyps_store *s, struct view *out) {
+    uint64_t word;
+    return copy_pinned(s, out, &word);
+}
+
+static a32 *futex_word(const pyps_store *s) {
+    return (a32 *)(void *)&s->header->view;
+} /* low half: little endian */
+
+uint32_t view_sequence_word(const pyps_store *s) { return load32_acquire(futex_word(s)); }
+
+void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds) {
+    /* The waiter counts itself, then the kernel compares the word; the committer CASes, then reads the count.
+     */
+    add32_seq(&s->header->view_waiters, 1);
+    word_wait(futex_word(s), seen, nanoseconds);
+    add32_seq(&s->header->view_waiters, -1u);
+}
+
+int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict) {
+    for (;;) {
+        uint64_t word;
+        int rc = view_claim(s);
+        if (rc) return rc;
+        struct view *next = view_at(s, s->private_view);
+        if ((rc = copy_pinned(s, next, &word))) return rc;
+        e->now = now_nanoseconds(); /* after every time in that view */
+        *verdict = view_step(next, e, out);
+        if (*verdict != STEP_COMMIT) {
+            journal_event(s, e, out, *verdict, next);
+            return out->code;
+        }
+        FAILPOINT("view.decided");
+        if (!cas_seq(&s->header->view, word, word_make(next->sequence, s->private_view))) continue;
+        FAILPOINT("view.committed");
+        journal_event(s, e, out, *verdict, next);
+        view_published(s);
+        if (load32_seq(&s->header->view_waiters)) word_wake_all(futex_word(s));
+        return out->code;
+    }
+}
+
+static uint64_t present_due(pyps_store *s) {
+    uint64_t word;
+    const struct view *v = view_pin(s, &word);
+    uint64_t due = v && v->due ? v->due : UINT64_MAX;
+    view_unpin(s);
+    return due;
+}
+
+static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* A peer found dead is taken out; one that merely took too long is fenced by a tick. */
+int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline) {
+    uint64_t now = now_nanoseconds(), due = present_due(s);
+    if (now >= deadline)
+        return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - since) / 1e9);
+    uint64_t until = least(least(now + WAIT_SLICE_NANOSECONDS, deadline), due);
+    if (at && at <= now) return PYPS_OK; /* it came while this was decided */
+    if (at) until = least(until, at);
+    if (until > now) view_wait(s, seen, until - now);
+    if (view_sequence_word(s) != seen) return PYPS_OK;
+    now = now_nanoseconds();
+    if (at && now >= at && now < due) return PYPS_OK;
+    int rc = reap_dead(s, NULL);
+    now = now_nanoseconds();
+    if (rc || (now < due && now - since < s->geometry.round_timeout_nanoseconds)) return rc;
+    struct event tick = event_of(s, EVENT_TICK);
+    tick.waited = now - since;
+    struct outcome out;
+    enum verdict verdict;
+    return view_commit(s, &tick, &out, &verdict);
+}
+
+int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *out,
+                        uint64_t *waited) {
+    uint64_t since = now_nanoseconds();
+    for (;;) {
+        enum verdict verdict;
+        uint32_t seen =
+            view_sequence_word(s); /* before deciding, so that no change in between is slept through */
+        int rc = view_commit(s, e, out, &verdict);
+        *waited = now_nanoseconds() - since;
+        if (rc || verdict != STEP_WAIT) return rc;
+        if ((rc = wait_for_others(s, seen, since, out->at, deadline))) return rc;
+    }
+}
+
+static void keep_snapshot(pyps_store *s, const struct view *v) {
+    s->snapshot = v->snapshot, s->snapshot_version = v->snapshot_version;
+    s->snapshot_active = v->snapshot_active != 0;
+}
+
+int view_load_snapshot(pyps_store *s) {
+    uint64_t word;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    keep_snapshot(s, v);
+    view_unpin(s);
+    return PYPS_OK;
+}
+
+static bool ticket_possible(const pyps_store *s, const struct ticket *t) {
+    if (t->kind == TICKET_PUSH) return t->slot < s->geometry.max_participants && t->area < s->geometry.areas;
+    if (t->kind != TICKET_ROUND || !s->source_count) return false;
+    for (uint32_t i = 0; i < s->source_count; i++)
+        if (s->sources[i].slot >= s->geometry.max_participants || s->sources[i].area >= s->geometry.areas)
+            return false;
+    return true;
+}
+
+static int load_ticket_from(pyps_store *s, const struct view *v, uint64_t number) {
+    if (!view_valid(v, s->reference) || number > v->version)
+        return fail(PYPS_ECORRUPT, "ticket %llu: not among the %llu admitted; the segment is damaged",
+                    (unsigned long long)number, (unsigned long long)v->version);
+    FAILPOINT("ticket.checked");
+    struct ticket ticket = *view_ticket(v, number);
+    if (ticket.number != number || (ticket.kind == TICKET_ROUND && v->round_ticket != number)) return STALE;
+    uint32_t sources = ticket.kind == TICKET_ROUND ? *(const volatile uint32_t *)&v->round_sources : 0;
+    s->ticket.number = 0; /* until all of the new one is here */
+    s->source_count = sources <= s->geometry.max_participants ? sources : 0;
+    memcpy(s->sources, view_sources(v), s->source_count * sizeof *s->sources);
+    if (!ticket_possible(s, &ticket))
+        return fail(PYPS_ECORRUPT, "ticket %llu: names staging that does not exist",
+                    (unsigned long long)number);
+    s->ticket = ticket;
+    keep_snapshot(s, v);
+    return PYPS_OK;
+}
+
+/* A cached ticket stays right, for tickets are immutable. Its snapshot may be out of date: one that has ended
+ * since costs a needless save; one that began since is at this ticket or later, and does not want what it
+ * displaces. */
+int view_load_ticket(pyps_store *s, uint64_t number) {
+    if (s->ticket.number == number) return PYPS_OK;
+    uint64_t word;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    int rc = load_ticket_from(s, v, number);
+    view_unpin(s);
+    return rc;
+}

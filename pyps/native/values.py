@@ -1,0 +1,393 @@
+"""What goes into and comes out of the store, as plain frozen values; the numbers are those of csrc/pyps.h."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.errors import InputError
+
+Flat = NDArray[np.float32]  # one fp32 number for each parameter, chunk padding included
+
+
+class Optimizer(IntEnum):
+    """The step that the store itself takes; the formulas are those of torch.optim."""
+
+    SGD = 0
+    MOMENTUM = 1
+    ADAMW = 2
+    ADAM = 3
+    ADAGRAD = 4
+
+    @classmethod
+    def of(cls, value: Optimizer | str) -> Optimizer:
+        """The optimizer itself, or the one of that name, as "sgd". Raises InputError."""
+        if isinstance(value, Optimizer):
+            return value
+        if value.upper() not in cls.__members__:
+            names = ", ".join(name.lower() for name in cls.__members__)
+            raise InputError("store", "optimizer", repr(value), f"one of {names}")
+        return cls[value.upper()]
+
+
+class Codec(IntEnum):
+    """How values travel; see pyps.store.codec."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    INT8 = 3
+    INT4 = 4
+    NF4 = 5
+
+
+Rounding = Literal["nearest", "stochastic"]
+NonFinite = Literal["error", "skip", "zero"]
+
+
+class Role(IntEnum):
+    """Workers push; observers only look."""
+
+    WORKER = 0
+    OBSERVER = 1
+
+
+class MemberState(IntEnum):
+    """Of a participant slot. Fenced: alive, but too late; its next push is refused until it rejoins."""
+
+    EMPTY = 0
+    ACTIVE = 1
+    FENCED = 2
+    LEFT = 3
+    DEAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """One parameter group's constants for one step, named and meant as in torch.optim.
+
+    `weight_decay` is decoupled for AdamW, else L2. `clip` holds every element of the scaled gradient within
+    [-clip, clip]; 0 does not. Raises InputError on a value that is not
+    finite or not in torch's range.
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    nesterov: bool = False
+    lr_decay: float = 0.0
+    clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("lr", "weight_decay", "momentum", "eps", "lr_decay", "clip"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise InputError("hyper", field, repr(value), "a finite number of at least 0")
+        if not math.isfinite(self.dampening):
+            raise InputError("hyper", "dampening", repr(self.dampening), "a finite number")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise InputError("hyper", "betas", repr(self.betas), "two numbers in [0, 1)")
+        if self.nesterov and (self.momentum <= 0.0 or self.dampening != 0.0):
+            raise InputError("hyper", "nesterov", "True", "False, or momentum above 0 and dampening 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How a push is encoded.
+
+    `feedback`: what the code does not carry is added to the rank's next gradient. `nonfinite`: what NaN and
+    infinities lead to: "error", "skip" (their block is sent as zeros, its residual stays) or "zero" (they are
+    sent as zeros). `seed`: of stochastic rounding. Raises InputError on a combination that there is not.
+    """
+
+    codec: Codec
+    rounding: Rounding = "nearest"
+    feedback: bool = False
+    nonfinite: NonFinite = "error"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, kinds in (("rounding", Rounding), ("nonfinite", NonFinite)):
+            if getattr(self, field) not in get_args(kinds):
+                expected = f"one of {', '.join(get_args(kinds))}"
+                raise InputError("encoding", field, repr(getattr(self, field)), expected)
+        if self.rounding == "stochastic" and self.codec < Codec.INT8:
+            raise InputError("encoding", "rounding", "'stochastic'", f"nearest for {self.codec.name}")
+        if self.feedback and self.codec is Codec.F32:
+            raise InputError("encoding", "feedback", "True", "False: f32 carries everything")
+        if not 0 <= self.seed < 1 << 64:
+            raise InputError("encoding", "seed", str(self.seed), "0 to 2^64 - 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCounts:
+    """What was not finite: how many values, and how many blocks were skipped for that."""
+
+    nonfinite: int
+    blocks_skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named part of the flat vector: `elements` numbers from `offset` on, of this shape, row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+    offset: int = 0
+    elements: int = 0
+
+
+NO_BOUND = 2**32 - 1  # UINT32_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A policy's numbers, named as in pyps.h; those that it does not have are 0."""
+
+    backup: int = 0
+    splits: int = 0
+    bound: int = 0
+    extra: int = 0
+    threshold: int = 0
+    abort: int = 0
+    quantile: float = 0.0
+    strength: float = 0.0
+    slack: float = 0.0
+    patience: float = 0.0
+    custom: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a policy of one's own is shown: the worker it is asked about, and the others."""
+
+    now: int  # nanoseconds
+    version: int
+    staleness: int  # versions since the worker's pull
+    clock: int  # its steps
+    slowest: int  # steps of the slowest worker there is
+    fastest: int
+    rank: int
+    workers: int
+    samples: int  # held or pushed
+    batch: int  # planned
+
+
+class Advice(IntEnum):
+    """What a worker does between two micro-batches: as PYPS_GO_ON ... in pyps.h."""
+
+    GO_ON = 0
+    PUSH_NOW = 1
+    ABORT = 2
+
+
+class Moment(IntEnum):
+    """What can happen to a view, as PYPS_ON_JOIN ... in pyps.h."""
+
+    JOIN = 1
+    LEAVE = 2
+    REJOIN = 3
+    START = 4
+    PULL = 5
+    PUSH = 6
+    TICK = 7
+    REPLAN = 8
+    CHECK = 9
+    OFFER = 10
+    GATE = 11
+    START_AHEAD = 12
+
+
+class Decision(Protocol):
+    """What a step of the decision core came to: pyps_decision in pyps.h."""
+
+    verdict: int  # 0 committed, 1 unchanged, 2 wait
+    advice: int
+    rank: int
+    scale: float
+    ticket: int
+    staleness: int
+    first: int
+    count: int
+    batch: int
+    until: int
+    at: int
+    progress: int
+    version: int
+    round: int
+    due: int
+    stir: int
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All that a store is made from; 0 means the C core's default. See pyps.Store.create."""
+
+    tensors: tuple[Tensor, ...]
+    initial: tuple[NDArray[np.float32], ...]  # one for each tensor, contiguous
+    batches: tuple[int, ...]
+    groups: int
+    optimizer: Optimizer
+    policy: int
+    round_timeout_seconds: float
+    samples: int
+    chunk_params: int
+    max_participants: int
+    snapshot_spares: int
+    areas: int
+    rules: Rules = Rules()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The store's fixed sizes. flat_elements is the length of the flat vector, chunk padding included."""
+
+    segment_bytes: int
+    flat_elements: int
+    parameters: int
+    chunks: int
+    chunk_params: int
+    max_participants: int
+    areas: int
+    groups: int
+    tensors: int
+    ranks: int
+    optimizer: Optimizer
+    policy: int
+    states: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`count` sample positions from `first` on, in the endless sequence of epochs, to be learnt from now."""
+
+    first: int
+    count: int
+    batch: int
+    round: int
+    plan: int
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One push's arguments: the area's gradient, or `gradient`, or with `encoded` the codes in the area."""
+
+    area: int
+    samples: int
+    hyper: tuple[Hyper, ...]
+    scale: float
+    timeout: float
+    encoding: Encoding
+    gradient: Flat | None
+    encoded: bool
+    pulled: Flat | None = None
+    square_norm: float = 0.0
+    based: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """Which version the push became (0: everybody skipped, or softsync still gathers), how stale it was, what
+    went into the version, and what an encoder met that was not finite.
+    """
+
+    version: int
+    staleness: int
+    sources: int
+    samples: int
+    wait_seconds: float
+    nonfinite: int = 0
+    blocks_skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All of one version: flat parameters, the optimizer's state vectors (flat too), and steps a chunk.
+
+    `tensors` maps names to views into `parameters`.
+    """
+
+    version: int
+    parameters: Flat
+    state: tuple[Flat, ...]
+    steps: NDArray[np.uint64]
+    tensors: dict[str, Flat]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A participant; rank is None for observers. `staged`: its gradient waits for the round to close."""
+
+    id: int
+    state: MemberState
+    role: Role
+    rank: int | None
+    pid: int
+    clock: int
+    pulled: int
+    claim_first: int
+    claim_count: int
+    staged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankCounters:
+    """What a rank has done, whoever held it; pushes and samples count what was admitted."""
+
+    batch: int
+    pushes: int
+    samples: int
+    skipped: int
+    returned: int
+    staleness_sum: int
+    staleness_max: int
+    residuals_dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What came of deciding a journal's events again: how many changed the view, how many decisions there
+    were in all, how many came out otherwise, and how many are not on file; the first difference, in words.
+    """
+
+    events: int
+    decisions: int
+    differences: int
+    lost: int
+    first: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The store's counters; `sequence` counts every event, `opened` is True once every rank has joined."""
+
+    sequence: int
+    version: int
+    round: int
+    plan: int
+    handed_out: int
+    lost: int
+    active: int
+    opened: bool
+
+
+def as_f32(where: str, field: str, value: Any) -> NDArray[np.float32]:
+    """A contiguous fp32 copy-if-needed of an array or tensor of real numbers. Raises InputError."""
+    if hasattr(value, "detach"):  # a torch tensor, without importing torch
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu":
+        raise InputError(where, field, f"an array of {array.dtype}", "real numbers")
+    return np.asarray(array, dtype=np.float32, order="C")

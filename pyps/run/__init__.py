@@ -1,0 +1,1 @@
+"""A run on this machine: launch the ranks, watch them, rebalance, and report."""

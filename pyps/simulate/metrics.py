@@ -1,0 +1,129 @@
+"""What is counted while a simulation runs, and what comes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pyps.native.values import RankCounters
+from pyps.simulate.scenario import Scenario
+
+KINDS = ("wait", "pull", "compute", "push")
+WAIT, PULL, COMPUTE, PUSH = range(4)
+NANOSECOND = 1e-9
+Slice = tuple[int, str, float, float, int]  # rank (N + rank: its carrier), kind, begin and end in s, version
+
+
+@dataclass
+class Tally:
+    """Per rank and kind, nanoseconds; per version, its staleness. Slices only if asked for.
+
+    In a pipeline carriers follow the ranks: what runs beside a worker's computing costs it no time.
+    """
+
+    ranks: int
+    keep_slices: bool = False
+    spent: list[list[int]] = field(init=False)
+    slices: list[Slice] = field(default_factory=list)
+    staleness: Counter[int] = field(default_factory=Counter)
+    curve: list[tuple[float, int, float]] = field(default_factory=list)  # seconds, samples, loss
+    pushed_at: list[tuple[int, float]] = field(default_factory=list)  # rank, seconds; with slices
+    rejected: int = 0
+    aborted: int = 0
+    fenced: int = 0
+    moved_bytes: float = 0.0
+    events: int = 0
+
+    def __post_init__(self) -> None:
+        self.spent = [[0] * len(KINDS) for _ in range(self.ranks)]
+
+    def add(self, rank: int, kind: int, begin: int, end: int, version: int) -> None:
+        self.spent[rank][kind] += end - begin
+        if self.keep_slices and end > begin:
+            self.slices.append((rank, KINDS[kind], begin * NANOSECOND, end * NANOSECOND, version))
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank did; seconds of each kind, and what of its time it waited."""
+
+    name: str
+    batch: int
+    pushes: int
+    samples: int
+    returned: int
+    staleness_mean: float
+    staleness_max: int
+    compute_seconds: float
+    transfer_seconds: float
+    wait_seconds: float
+
+    @property
+    def idle_share(self) -> float:
+        total = self.compute_seconds + self.transfer_seconds + self.wait_seconds
+        return self.wait_seconds / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One policy in one scenario. `iteration_seconds`: for a global batch's worth of samples."""
+
+    policy: str
+    seed: int
+    seconds: float
+    versions: int
+    rounds: int
+    samples: int
+    iteration_seconds: float
+    ranks: tuple[RankResult, ...]
+    staleness: dict[int, int]  # staleness -> pushes
+    curve: tuple[tuple[float, int, float], ...]  # seconds, samples, loss
+    loss: float
+    rejected: int
+    aborted: int
+    fenced: int
+    moved_bytes: float
+    peak_transfers: int
+    events: int
+    slices: tuple[Slice, ...]
+    pushed_at: tuple[tuple[int, float], ...]
+
+    @property
+    def idle_share(self) -> float:
+        """Over all ranks."""
+        waited = sum(r.wait_seconds for r in self.ranks)
+        total = waited + sum(r.compute_seconds + r.transfer_seconds for r in self.ranks)
+        return waited / total if total else 0.0
+
+    @property
+    def staleness_mean(self) -> float:
+        pushes = sum(self.staleness.values())
+        return sum(tau * n for tau, n in self.staleness.items()) / pushes if pushes else 0.0
+
+    def staleness_quantile(self, q: float) -> int:
+        """The least staleness that a share q of the pushes does not pass."""
+        if not self.staleness:
+            return 0
+        keys = sorted(self.staleness)
+        running = np.cumsum([self.staleness[k] for k in keys])
+        return keys[int(np.searchsorted(running, q * running[-1]))]
+
+    def seconds_to(self, loss: float) -> float | None:
+        """When the loss was first that low; None: never."""
+        return next((seconds for seconds, _, value in self.curve if value <= loss), None)
+
+
+def rank_results(scenario: Scenario, tally: Tally, counters: list[RankCounters]) -> tuple[RankResult, ...]:
+    results = []
+    for w, spent, c in zip(scenario.workers, tally.spent, counters, strict=False):
+        wait, pull, compute, push = (NANOSECOND * value for value in spent)
+        mean = c.staleness_sum / c.pushes if c.pushes else 0.0
+        results.append(
+            RankResult(
+                w.name, w.batch, c.pushes, c.samples, c.returned, mean, c.staleness_max, compute,
+                pull + push, wait,
+            )
+        )  # fmt: skip
+    return tuple(results)

@@ -1,0 +1,89 @@
+"""How gradients and parameters travel: as they are, in halves, or quantized by blocks.
+
+    codec      block  bytes a value  a value is
+    f32            -  4              itself
+    bf16, f16      -  2              the nearest half, saturating
+    int8         256  1 + 1/64       code * amax / 127
+    int4          64  1/2 + 1/16     code * amax / 7
+    nf4           64  1/2 + 1/16     codebook[code] * amax  (QLoRA, Dettmers et al. 2023, appendix E)
+
+What a code does not carry is lost unless it is fed back: added to what is encoded next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps import native
+from pyps.errors import InputError, InvalidArgument
+from pyps.native.values import Codec, EncodeCounts, Encoding, Flat
+
+__all__ = ["Codec", "EncodeCounts", "Encoding", "as_codec", "decode", "encode", "encoded_bytes", "fed_back"]
+
+
+def as_codec(codec: Codec | str) -> Codec:
+    """A codec by its name. Raises InputError."""
+    if isinstance(codec, Codec):
+        return codec
+    if codec.upper() not in Codec.__members__:
+        names = ", ".join(name.lower() for name in Codec.__members__)
+        raise InputError("codec", "name", repr(codec), f"one of {names}")
+    return Codec[codec.upper()]
+
+
+def fed_back(codec: Codec | str) -> Encoding:
+    """The encoding of a training run: to nearest, with error feedback unless nothing is lost."""
+    kind = as_codec(codec)
+    return Encoding(kind, feedback=kind is not Codec.F32)
+
+
+def encoded_bytes(codec: Codec | str, count: int) -> int:
+    """The bytes of `count` encoded values: their codes, then the fp32 scales of their blocks."""
+    return native.encoded_bytes(as_codec(codec), count)
+
+
+def encode(
+    values: Flat,
+    how: Encoding | Codec | str,
+    *,
+    scale: float = 1.0,
+    first: int = 0,
+    residual: Flat | None = None,
+    residual_out: Flat | None = None,
+    out: NDArray[np.uint8] | None = None,
+) -> tuple[NDArray[np.uint8], EncodeCounts]:
+    """scale * values + residual, encoded: (uint8 [encoded_bytes], what was not finite).
+
+    values, residual and residual_out: contiguous fp32 arrays of one length; `residual_out`, which must not be
+    `residual`, receives what the code does not carry. The noise of stochastic rounding depends on the seed
+    and on an element's index alone, the first one's being `first`, a multiple of 256. Raises NotFinite under
+    the policy "error", InvalidArgument.
+    """
+    encoding = how if isinstance(how, Encoding) else Encoding(as_codec(how))
+    for name, array in (("values", values), ("residual", residual), ("residual_out", residual_out)):
+        if array is not None:
+            _check(name, array, np.float32, values.size)
+    size = encoded_bytes(encoding.codec, values.size)
+    data = np.empty(size, np.uint8) if out is None else out
+    _check("out", data, np.uint8, size)
+    counts = native.encode(values, encoding, scale, first, residual, residual_out, data)
+    return data, counts
+
+
+def decode(data: NDArray[np.uint8], codec: Codec | str, count: int, out: Flat | None = None) -> Flat:
+    """`count` fp32 values. Raises InvalidArgument on a wrong length, SegmentCorrupt on a scale not finite."""
+    values = np.empty(count, np.float32) if out is None else out
+    _check("data", data, np.uint8, data.size)
+    _check("out", values, np.float32, count)
+    native.decode(as_codec(codec), data, values)
+    return values
+
+
+def _check(name: str, array: NDArray[Any], kind: type[np.generic], size: int) -> None:
+    if array.dtype != kind or array.shape != (size,) or not array.flags.c_contiguous:
+        found = f"{array.dtype} {list(array.shape)}"
+        expected = f"contiguous {np.dtype(kind).name} [{size}]"
+        raise InvalidArgument("codec", f"{name}: found {found}; expected {expected}")

@@ -1,0 +1,365 @@
+"""Policies as frozen, checked values. Their decisions run in C (csrc/policy/).
+
+A new policy is a class here with the number that pyps.h gives it; nothing else in Python knows it by name.
+In text a policy is its name and what differs from the defaults: `ssp`, `saps:threshold=fixed,bound=8`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import os
+import sys
+from collections.abc import MutableSequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, Literal, get_args
+
+from pyps.errors import InputError
+from pyps.native import custom
+from pyps.native.values import NO_BOUND, Rules, Sight
+
+Threshold = Literal["fixed", "quantile", "ringmaster"]
+CUSTOM = 12  # PYPS_CUSTOM
+MOST_EXTRA = 10_000  # they are tried one by one
+COMMON = ("round_timeout_seconds",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What every policy has.
+
+    `round_timeout_seconds`: a live worker that holds the others up for longer is fenced; the store's
+    calls wait for twice as long when no timeout is given. Raises InputError for a value out of its range.
+    """
+
+    round_timeout_seconds: float = 60.0
+
+    name: ClassVar[str]
+    number: ClassVar[int]
+    turns: ClassVar[bool] = False  # a push and the pull after it are one turn
+    checks: ClassVar[bool] = False  # has something to say between micro-batches
+    overlaps: ClassVar[bool] = True  # a step may be computed while the one before it is under way
+    known: ClassVar[dict[str, type[Policy]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if cls.number != CUSTOM:
+            Policy.known[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        self._check("round_timeout_seconds", above=0.0)
+
+    def rules(self) -> Rules:
+        """The policy's numbers, as the C core takes them."""
+        return Rules()
+
+    def __str__(self) -> str:
+        changed = (f for f in fields(self) if f.name not in COMMON and getattr(self, f.name) != f.default)
+        numbers = ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in changed)
+        return f"{self.name}:{numbers}" if numbers else self.name
+
+    def _check(self, field: str, *, least: float = -math.inf, above: float = -math.inf) -> None:
+        value = getattr(self, field)
+        if not (isinstance(value, int | float) and math.isfinite(value) and value >= least and value > above):
+            expected = "a positive, finite number" if above == 0.0 else f"a number of at least {least:g}"
+            raise InputError(self.name, field, repr(value), expected)
+
+    def _check_count(self, field: str, least: int, *, infinite: bool = False) -> None:
+        value = getattr(self, field)
+        if infinite and value == math.inf:
+            return
+        if not (isinstance(value, int) and least <= value < NO_BOUND):
+            or_inf = ", or inf" if infinite else ""
+            raise InputError(self.name, field, repr(value), f"a whole number of at least {least}{or_inf}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BSP(Policy):
+    """Bulk synchronous: one step from everybody's gradient, weighted by its samples, bitwise reproducible."""
+
+    overlaps: ClassVar[bool] = False
+    name: ClassVar[str] = "bsp"
+    number: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ASP(Policy):
+    """Asynchronous: every gradient is a step of its own, at once, however old its parameters were."""
+
+    name: ClassVar[str] = "asp"
+    number: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backup(Policy):
+    """BSP that closes a round without the `k` slowest; their samples go back, their gradients are dropped."""
+
+    k: int = 1
+
+    overlaps: ClassVar[bool] = False
+    checks: ClassVar[bool] = True
+    name: ClassVar[str] = "backup"
+    number: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_count("k", 0)
+
+    def rules(self) -> Rules:
+        return Rules(backup=self.k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softsync(Policy):
+    """A step from every floor(N / n) gradients, whoever they are from, each divided by its staleness."""
+
+    n: int = 1
+
+    name: ClassVar[str] = "softsync"
+    number: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_count("n", 1)
+
+    def rules(self) -> Rules:
+        return Rules(splits=self.n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSP(Policy):
+    """Stale synchronous: nobody is more than `bound` steps ahead of the slowest; inf: never waits."""
+
+    bound: float = 3
+
+    name: ClassVar[str] = "ssp"
+    number: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_count("bound", 0, infinite=True)
+
+    def rules(self) -> Rules:
+        return Rules(bound=_bound(self.bound))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSSP(Policy):
+    """SSP with a bound that moves: past `bound` the fastest may go up to `extra` steps further, as many as
+    are predicted to leave it the shortest wait.
+    """
+
+    bound: int = 3
+    extra: int = 12
+
+    name: ClassVar[str] = "dssp"
+    number: ClassVar[int] = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_count("bound", 0)
+        self._check_count("extra", 0)
+        if self.extra > MOST_EXTRA:
+            raise InputError(self.name, "extra", str(self.extra), f"at most {MOST_EXTRA}")
+
+    def rules(self) -> Rules:
+        return Rules(bound=self.bound, extra=self.extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynSGD(Policy):
+    """ASP with every gradient scaled by 1 / (staleness + 1)."""
+
+    name: ClassVar[str] = "dynsgd"
+    number: ClassVar[int] = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConSGD(Policy):
+    """ASP with every gradient scaled by 1 / N."""
+
+    name: ClassVar[str] = "consgd"
+    number: ClassVar[int] = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class DCASGD(Policy):
+    """ASP with the delay compensated: g + strength * g * g * (w - what w was when pulled); 0 is ASP."""
+
+    strength: float = 0.04
+
+    name: ClassVar[str] = "dcasgd"
+    number: ClassVar[int] = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("strength", least=0.0)
+
+    def rules(self) -> Rules:
+        return Rules(strength=float(self.strength))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaPS(Policy):
+    """Straggler-aware: a gradient whose staleness passes the threshold is dropped; nobody waits.
+
+    threshold: "ringmaster" (the number of workers, or more where gradients are noisy), "quantile" (of the
+    stalenesses seen, but at least the number of workers) or "fixed" (`bound`; inf: ASP). abort: a late worker
+    learns it between micro-batches instead of when it is done.
+    """
+
+    threshold: Threshold = "ringmaster"
+    bound: float = math.inf
+    quantile: float = 0.9
+    abort: bool = False
+
+    checks: ClassVar[bool] = True
+    name: ClassVar[str] = "saps"
+    number: ClassVar[int] = 9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threshold not in get_args(Threshold):
+            expected = f"one of {', '.join(get_args(Threshold))}"
+            raise InputError(self.name, "threshold", repr(self.threshold), expected)
+        self._check_count("bound", 0, infinite=True)
+        if self.bound != math.inf and self.threshold != "fixed":
+            raise InputError(self.name, "bound", repr(self.bound), "threshold=fixed beside it")
+        if not 0.01 <= self.quantile <= 0.999:
+            raise InputError(self.name, "quantile", repr(self.quantile), "0.01 to 0.999")
+
+    def rules(self) -> Rules:
+        threshold = get_args(Threshold).index(self.threshold)
+        return Rules(
+            bound=_bound(self.bound), threshold=threshold, abort=int(self.abort), quantile=self.quantile
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class R2SP(Policy):
+    """Round robin: push and pull in turn, a gap of (slowest step) / (slack * N) apart; slack 0: no gaps.
+
+    A worker that does not take its turn within `patience` times the slowest step is passed over until it is
+    ready again.
+    """
+
+    slack: float = 1.0
+    patience: float = 2.0
+
+    turns: ClassVar[bool] = True
+    name: ClassVar[str] = "r2sp"
+    number: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("slack", least=0.0)
+        self._check("patience", least=0.1)
+
+    def rules(self) -> Rules:
+        return Rules(slack=float(self.slack), patience=float(self.patience))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HPS(Policy):
+    """BSP with tasks that are sized anew for each round by measured speed, within each worker's memory."""
+
+    name: ClassVar[str] = "hps"
+    number: ClassVar[int] = 11
+
+
+@dataclass(frozen=True, kw_only=True)
+class Custom(Policy):
+    """A policy of one's own: a frozen dataclass in a module that workers can import, with either method.
+
+    `words` are 16 whole numbers below 2^64 that all workers share, 0 at first, the only memory there is. A
+    method may be asked again, by any worker, and must depend on nothing but itself and its arguments.
+    """
+
+    name: ClassVar[str] = "custom"
+    number: ClassVar[int] = CUSTOM
+
+    def __init_subclass__(cls) -> None:
+        cls.name = f"{cls.__module__}.{cls.__qualname__}"
+
+    def may_start(self, sight: Sight, words: MutableSequence[int]) -> bool:
+        """Whether a worker may begin a step now; words that change are kept if it may."""
+        return True
+
+    def scale(self, sight: Sight, words: MutableSequence[int]) -> float | None:
+        """What a gradient is multiplied by; None: it is dropped, its samples go back."""
+        return 1.0
+
+    def rules(self) -> Rules:
+        text = str(self).encode()
+        return Rules(custom=int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()))
+
+
+def _bound(value: float) -> int:
+    return NO_BOUND if value == math.inf else int(value)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def acquaint(policy: Policy) -> None:
+    """Make a policy of one's own known to the core of this process."""
+    if isinstance(policy, Custom):
+        custom.know(policy.rules().custom, policy)
+
+
+def policy_named(text: str, round_timeout_seconds: float = 60.0) -> Policy:
+    """The policy that a text says, e.g. "bsp" or "ssp:bound=4". Raises InputError with what there is."""
+    name, _, rest = text.partition(":")
+    kind = Policy.known.get(name) or _imported(name)
+    if kind is None:
+        raise InputError("policy", "", repr(name), f"one of {', '.join(Policy.known)}")
+    own = {f.name: f.default for f in fields(kind) if f.name not in COMMON and f.default is not MISSING}
+    values: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        key, _, value = item.partition("=")
+        if key not in own:
+            raise InputError(name, "", repr(item), f"key=value with one of {', '.join(own) or 'no keys'}")
+        values[key] = _parsed(name, key, value, own[key])
+    return kind(round_timeout_seconds=round_timeout_seconds, **values)
+
+
+def _imported(name: str) -> type[Policy] | None:
+    """The Custom at a dotted path, the current folder searched first; None if there is no such thing."""
+    module, _, qualified = name.rpartition(".")
+    if not module:
+        return None
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), qualified, None)
+    except ImportError as error:
+        raise InputError("policy", "", f"{name!r}: {error}", "module.Class of a pyps.Custom") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    return found if isinstance(found, type) and issubclass(found, Custom) else None
+
+
+def _parsed(name: str, key: str, text: str, default: object) -> object:
+    """A value of the kind that the default is of."""
+    if isinstance(default, str):
+        return text
+    if isinstance(default, bool):
+        if text not in ("true", "false"):
+            raise InputError(name, key, repr(text), "true or false")
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(name, key, repr(text), "a number") from None
+
+
+def check_pipeline(policy: Policy) -> None:
+    """Raise InputError under a policy whose steps follow one another."""
+    if not policy.overlaps:
+        able = ", ".join(name for name, kind in Policy.known.items() if kind.overlaps)
+        found = f"on under {policy.name}, whose every step waits for the one before it"
+        raise InputError("run", "pipeline", found, f"off, or one of {able}")

@@ -1,0 +1,42 @@
+"""A staging area as NumPy and torch see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyps.native.values import Flat, Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A staging area: `flat` is a zero-copy fp32 array [flat_elements] to be filled with the mean
+    gradient.
+    """
+
+    index: int
+    flat: Flat
+    layout: tuple[Tensor, ...]
+
+    def __getitem__(self, name: str) -> Flat:
+        """The zero-copy view of one tensor, in its shape."""
+        return self.tensors()[name]
+
+    def tensors(self) -> dict[str, Flat]:
+        """Zero-copy views of all tensors, by name."""
+        return split(self.flat, self.layout)
+
+    def torch(self) -> torch.Tensor:
+        """A zero-copy torch tensor over `flat`."""
+        import torch
+
+        return torch.from_numpy(self.flat)
+
+
+def split(flat: Flat, layout: Iterable[Tensor]) -> dict[str, Flat]:
+    """Views of a flat vector by tensor name, each in its tensor's shape; nothing is copied."""
+    return {t.name: flat[t.offset : t.offset + t.elements].reshape(t.shape) for t in layout}

@@ -1,0 +1,498 @@
+"""pyps.Store: one named segment as a Python object, with views instead of copies.
+
+Lifetime of views. A staging area is seen through NumPy arrays (and torch tensors over them) that keep the
+segment mapped: close() while some are alive leaves the store at once and unmaps when the last of them dies,
+so a forgotten view is never a crash. After leave() or close() the area is no longer this worker's: arrays
+still held by the store turn read-only, and every operation raises a typed error.
+
+Threads share a Store safely: its calls run one after another. A forked child must open the store itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps import native
+from pyps.errors import (
+    Busy,
+    Forked,
+    InputError,
+    InvalidArgument,
+    SnapshotCancelled,
+    StoreClosed,
+    StoreError,
+    UnknownPolicy,
+)
+from pyps.native import custom as custom_policies
+from pyps.native.values import (
+    Advice,
+    Claim,
+    Codec,
+    Config,
+    Encoding,
+    Flat,
+    Hyper,
+    Layout,
+    Member,
+    Optimizer,
+    Push,
+    PushResult,
+    RankCounters,
+    Role,
+    Rules,
+    Snapshot,
+    Status,
+    Tensor,
+    as_f32,
+)
+from pyps.store.codec import as_codec, encoded_bytes
+from pyps.store.policies import BSP, Custom, Policy, acquaint, policy_named
+from pyps.store.staging import Area, split
+
+T = TypeVar("T")
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
+
+
+class Store:
+    """A parameter store; make one with `create` or `open`, use it as a context manager.
+
+    Errors: every method raises a StoreError whose class says what happened (pyps.errors), StoreClosed after
+    close(), Forked in a forked child. Timeouts are in seconds; None means twice the policy's
+    round_timeout_seconds, in which whoever is late has been fenced.
+    """
+
+    def __init__(self, name: str, pointer: native.Pointer, *, unlinks: bool) -> None:
+        self.name = name
+        self.rank: int | None = None
+        self._pointer: native.Pointer | None = pointer
+        self._unlinks = unlinks
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._areas: dict[int, Area] = {}
+        self._drawn = 0  # pushes that were rounded stochastically
+        self._views: list[weakref.ref[native.Mapping]] = []
+        self.layout: Layout = self._call(native.get_layout)
+        self.tensors: tuple[Tensor, ...] = tuple(
+            self._call(native.get_tensor, index) for index in range(self.layout.tensors)
+        )
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        tensors: Mapping[str, Any],
+        *,
+        batches: Sequence[int],
+        optimizer: Optimizer | str = Optimizer.SGD,
+        policy: Policy | str | None = None,
+        groups: Mapping[str, int] | None = None,
+        samples: int = 0,
+        chunk_params: int = 0,
+        max_participants: int = 0,
+        snapshot_spares: int = 0,
+        areas: int = 0,
+        keep: bool = False,
+    ) -> Self:
+        """Make a segment and open it; the creator's close() removes the segment's name, unless `keep`.
+
+        `tensors`: name -> initial values (array or torch tensor of real numbers; kept as fp32). `batches`:
+        the planned batch of each rank. `optimizer`: "sgd", "momentum", "adamw", "adam" or "adagrad".
+        `policy`: a pyps.BSP, ASP, ..., or its text ("ssp:bound=4"). `groups`: name -> index of its parameter
+        group (default: all 0). `samples`: sample positions to hand out in all, 0 without end.
+        `chunk_params`, `max_participants`, `snapshot_spares`, `areas` (per worker): 0 takes the C core's
+        default. Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
+        """
+        group_of = dict(groups or {})
+        if unknown := group_of.keys() - tensors.keys():
+            raise InputError(f"store {name!r}", "groups", repr(min(unknown)), "names of tensors")
+        initial = {
+            key: as_f32(f"store {name!r}", f"tensors[{key!r}]", value) for key, value in tensors.items()
+        }
+        rules = policy_named(policy) if isinstance(policy, str) else policy or BSP()
+        acquaint(rules)
+        config = Config(
+            tensors=tuple(Tensor(key, a.shape, group_of.get(key, 0)) for key, a in initial.items()),
+            initial=tuple(initial.values()),
+            batches=tuple(batches),
+            groups=max(group_of.values(), default=0) + 1,
+            optimizer=Optimizer.of(optimizer),
+            policy=rules.number,
+            round_timeout_seconds=rules.round_timeout_seconds,
+            samples=samples,
+            chunk_params=chunk_params,
+            max_participants=max_participants,
+            snapshot_spares=snapshot_spares,
+            areas=areas,
+            rules=rules.rules(),
+        )
+        return cls._make(name, config, keep=keep)
+
+    @classmethod
+    def _make(cls, name: str, config: Config, *, keep: bool) -> Self:
+        return cls(name, native.create(name, config), unlinks=not keep)
+
+    @classmethod
+    def open(cls, name: str) -> Self:
+        """Open an existing segment, trusting nothing in it.
+
+        Raises SegmentNotFound, NotReady, SegmentCorrupt, OtherABI, NotOurs, UnknownPolicy.
+        """
+        return cls(name, native.open_segment(name), unlinks=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._pointer is None
+
+    def close(self) -> None:
+        """Leave, unmap (when the last view is gone), and remove the name if this Store created it.
+        Idempotent.
+
+        In a forked child the handle is only dropped.
+        """
+        if os.getpid() != self._pid:
+            self._pointer = None
+            return
+        with self._lock:
+            pointer, self._pointer = self._pointer, None
+            if pointer is None:
+                return
+            joined = self.rank is not None
+            self._retire()
+            self._release(pointer, joined)
+
+    def _release(self, pointer: native.Pointer, joined: bool) -> None:
+        if not any(view() for view in self._views):
+            native.close(pointer)
+        elif joined:
+            with suppress(StoreError):
+                native.leave(pointer)  # unmapped when the last view dies
+        if self._unlinks:
+            native.unlink(self.name, force=True)
+
+    def join(self, rank: int | None = None, role: Role | Literal["worker", "observer"] = "worker") -> int:
+        """Become a participant; the rank, -1 for an observer. None: the lowest rank that no live worker has.
+
+        A dead worker's rank is inherited. Raises Busy if a live process has the rank, StoreFull.
+        """
+        kind = Role[role.upper()] if isinstance(role, str) else role
+        custom = self.layout.policy == Custom.number and kind is Role.WORKER
+        if custom and not custom_policies.knows(self._call(native.get_rules).custom):
+            raise UnknownPolicy("join", "the store has a policy of its maker's own, which is not known here")
+        self.rank = self._call(native.join, kind, -1 if rank is None else rank)
+        return self.rank
+
+    def leave(self) -> None:
+        """Stop participating: claimed samples go back, staging areas are given up."""
+        self._call(native.leave)
+        with self._lock:
+            self._retire()
+
+    def rejoin(self) -> None:
+        """After Fenced: active again with the same rank. Areas must be staged anew."""
+        self._call(native.rejoin)
+
+    def reap(self) -> int:
+        """Take the dead out and complete their admitted pushes; how many there were."""
+        return self._call(native.reap)
+
+    def start(self, timeout: float | None = None) -> Claim:
+        """Claim the next samples, waiting as the policy says. Raises Ended, Fenced, TimedOut."""
+        return self._call(native.start, native.timeout_seconds(timeout))
+
+    def start_ahead(self) -> Claim | None:
+        """Beside the step under way, claim the samples of the next one: pushes belong to claims in order.
+
+        For a worker that computes while its gradients travel. Never waits; None where there is nothing to
+        claim now: then push first, and start(). Raises Fenced, InvalidArgument under a policy that waits.
+        """
+        claim = self._call(native.start_ahead)
+        return claim if claim.count else None
+
+    def pull(self, out: Flat | None = None, *, strict: bool = False) -> tuple[Flat, int]:
+        """Copy the parameters to `out` (fp32 [flat_elements], contiguous; new if None): (flat, version).
+
+        Each chunk is whole; while others push, chunks may be of different versions, the oldest of which is
+        reported. strict=True copies one single version (see `snapshot`).
+        """
+        if out is None:
+            out = np.empty(self.layout.flat_elements, np.float32)
+        self._target("pull", out)
+        if not strict:
+            return out, self._call(native.pull, out)
+        return out, self._snapshot_into(out, (), np.empty(self.layout.chunks, np.uint64), None)
+
+    def _vector(self, what: str, name: str, flat: NDArray[Any]) -> None:
+        size = self.layout.flat_elements
+        if flat.shape != (size,) or flat.dtype != np.float32 or not flat.flags.c_contiguous:
+            expected = f"contiguous float32 [{size}]"
+            raise InvalidArgument(what, f"{name}: found {flat.dtype} {list(flat.shape)}; expected {expected}")
+
+    def _target(self, what: str, out: Flat) -> None:
+        self._vector(what, "out", out)
+        if not out.flags.writeable:
+            raise InvalidArgument(what, "out: found a read-only array; expected one to write to")
+
+    def stage(self, timeout: float | None = None) -> Area:
+        """A staging area of this worker that nobody reads any more, its contents undefined. Raises Fenced."""
+        return self.staging(self._call(native.stage, native.timeout_seconds(timeout)))
+
+    def staging(self, area: int) -> Area:
+        """The zero-copy view of a staging area; it may only be written between stage() and push()."""
+        with self._lock:
+            if area not in self._areas:
+                flat, view = self._call(native.staging, area, self.layout.flat_elements)
+                self._views = [v for v in self._views if v()] + [view]
+                self._areas[area] = Area(area, flat, self.tensors)
+            elif self._pointer is None:
+                raise StoreClosed("staging", "the store is closed")
+            return self._areas[area]
+
+    def push(
+        self,
+        area: Area | int,
+        samples: int,
+        hyper: Hyper | Sequence[Hyper],
+        scale: float = 1.0,
+        timeout: float | None = None,
+        *,
+        encoding: Encoding | str | None = None,
+        gradient: Flat | NDArray[np.uint8] | None = None,
+        pulled: Flat | None = None,
+        square_norm: float = 0.0,
+        based: int | None = None,
+        seconds: float = 0.0,
+    ) -> PushResult:
+        """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
+
+        `hyper`: one for all parameter groups, or one each. The gradient is multiplied by `scale`. samples=0
+        skips the step. `encoding`: how it travels, an Encoding or a codec's name; None: as fp32.
+        `gradient`: in place of the area's: fp32 [flat_elements], or what was encoded elsewhere, with that
+        codec (uint8). `pulled`: fp32 [flat_elements], what the gradient was computed on: DCASGD needs it.
+        `square_norm`: of the gradient, for SaPS's "ringmaster"; 0: not known. `based`: the version it was
+        computed on, where that is not the last one pulled. `seconds` it took; 0: since its claim. Raises
+        Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument.
+        """
+        more = (pulled, square_norm, based, seconds)
+        return self._call(
+            native.push, self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
+        )
+
+    def exchange(
+        self,
+        area: Area | int,
+        samples: int,
+        hyper: Hyper | Sequence[Hyper],
+        out: Flat,
+        scale: float = 1.0,
+        timeout: float | None = None,
+        *,
+        encoding: Encoding | str | None = None,
+        gradient: Flat | NDArray[np.uint8] | None = None,
+        pulled: Flat | None = None,
+        square_norm: float = 0.0,
+        based: int | None = None,
+        seconds: float = 0.0,
+    ) -> tuple[PushResult, int]:
+        """A push and the pull after it in one pass: (the push's result, the version that `out` holds).
+
+        Arguments as for push; `out` as for pull. After an error `out` may hold parts of two versions.
+        """
+        self._target("exchange", out)
+        more = (pulled, square_norm, based, seconds)
+        arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
+        return self._call(native.exchange, arguments, out)
+
+    def _push(
+        self,
+        area: Area | int,
+        samples: int,
+        hyper: Hyper | Sequence[Hyper],
+        scale: float,
+        timeout: float | None,
+        encoding: Encoding | str | None,
+        gradient: Flat | NDArray[np.uint8] | None,
+        pulled: Flat | None = None,
+        square_norm: float = 0.0,
+        based: int | None = None,
+        seconds: float = 0.0,
+    ) -> Push:
+        constants = (hyper,) * self.layout.groups if isinstance(hyper, Hyper) else tuple(hyper)
+        if len(constants) != self.layout.groups:
+            expected = f"{self.layout.groups}, one for each parameter group"
+            raise InvalidArgument("push", f"hyper: found {len(constants)}; expected {expected}")
+        if not math.isfinite(scale):
+            raise InvalidArgument("push", f"scale: found {scale}; expected a finite number")
+        index = area.index if isinstance(area, Area) else area
+        how = encoding if isinstance(encoding, Encoding) else Encoding(as_codec(encoding or Codec.F32))
+        if how.rounding == "stochastic":  # noise of its own for each rank and push
+            with self._lock:
+                self._drawn += 1
+                mixed = ((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + self._drawn) * GOLDEN
+            how = replace(how, seed=mixed % 2**64)
+        encoded = gradient is not None and gradient.dtype == np.uint8
+        floats = None
+        if gradient is not None and encoded:
+            self._stage_codes(index, how.codec, gradient)
+        elif gradient is not None:
+            self._vector("push", "gradient", gradient)
+            floats = cast(Flat, gradient)
+        if pulled is not None:
+            self._vector("push", "pulled", pulled)
+        wait, norm = native.timeout_seconds(timeout), float(square_norm)
+        return Push(
+            index, samples, constants, scale, wait, how, floats, encoded, pulled, norm, based, float(seconds)
+        )
+
+    def _stage_codes(self, area: int, codec: Codec, data: NDArray[Any]) -> None:
+        size = encoded_bytes(codec, self.layout.flat_elements)
+        if data.shape != (size,):
+            raise InvalidArgument("push", f"gradient: found {data.size} bytes; expected {size}")
+        codes, view = self._call(native.staging_codes, area, size)
+        self._views = [v for v in self._views if v()] + [view]
+        codes[:] = data
+
+    def pull_encoded(
+        self, codec: Codec | str, out: NDArray[np.uint8] | None = None
+    ) -> tuple[NDArray[np.uint8], int]:
+        """The parameters encoded from fp32: (uint8 for pyps.store.codec.decode, version).
+
+        Raises NotFinite if a parameter is not finite.
+        """
+        kind = as_codec(codec)
+        size = encoded_bytes(kind, self.layout.flat_elements)
+        data = np.empty(size, np.uint8) if out is None else out
+        if data.dtype != np.uint8 or data.shape != (size,) or not data.flags.c_contiguous:
+            expected = f"contiguous uint8 [{size}]"
+            raise InvalidArgument("pull", f"out: found {data.dtype} {list(data.shape)}; expected {expected}")
+        return data, self._call(native.pull_encoded, kind, data)
+
+    def check(self, done: int, following: int) -> Advice:
+        """Between two micro-batches, `done` samples computed and `following` in the next one: what to do.
+
+        GO_ON; PUSH_NOW what there is, for the next one would come too late; or ABORT: the samples go back,
+        the area is free, start() anew. Raises Fenced.
+        """
+        return self._call(native.check_step, done, following)
+
+    def offer(self, most: int) -> None:
+        """Say how many samples fit this worker's memory at once, from the next claim on; 0: no limit."""
+        self._call(native.offer, most)
+
+    def rules(self) -> Rules:
+        """The numbers of the store's policy."""
+        return self._call(native.get_rules)
+
+    def snapshot(self, timeout: float | None = None) -> Snapshot:
+        """Parameters, optimizer state and step counts of exactly one version, while pushes go on.
+
+        Anybody may take one; who has not joined is an observer meanwhile. Waits for another reader's
+        snapshot, and begins again if pushers had to cancel it, until the timeout (60 s): then
+        Busy or SnapshotCancelled.
+        """
+        size = self.layout.flat_elements
+        parameters = np.empty(size, np.float32)
+        state = tuple(np.empty(size, np.float32) for _ in range(self.layout.states))
+        steps = np.empty(self.layout.chunks, np.uint64)
+        version = self._snapshot_into(parameters, state, steps, timeout)
+        return Snapshot(version, parameters, state, steps, self.views(parameters))
+
+    def views(self, flat: Flat) -> dict[str, Flat]:
+        """Views of a pulled (or any flat) vector by tensor name, each in its shape."""
+        return split(flat, self.tensors)
+
+    def status(self) -> Status:
+        return self._call(native.get_status)
+
+    def members(self) -> list[Member]:
+        """Every participant slot that was ever used, in slot order."""
+        return [m for m in self._call(native.get_members, self.layout.max_participants) if m.id]
+
+    def ranks(self) -> list[RankCounters]:
+        """What each rank has done, in rank order."""
+        return self._call(native.get_ranks, self.layout.ranks)
+
+    def journal(self, path: str | os.PathLike[str] | None) -> None:
+        """From now on append every decision taken through this handle to a file, which all of a run's share;
+        None: no longer. `pyps.simulate.replay` decides them again. Before `join`, or that event is missing.
+        """
+        self._call(native.journal, None if path is None else os.fspath(path))
+
+    def replan(self, batches: Sequence[int]) -> None:
+        """Change the planned batch of every rank, from the next claims on."""
+        self._call(native.replan, batches)
+
+    def wait(self, sequence: int, timeout: float | None = None) -> None:
+        """Sleep until the view is later than `sequence` (see `status`); None: an hour. Raises TimedOut."""
+        self._call(native.wait, sequence, native.timeout_seconds(timeout))
+
+    def _snapshot_into(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float | None) -> int:
+        with self._participating():
+            return self._snapshot_until(flat, state, steps, 60.0 if timeout is None else timeout)
+
+    def _snapshot_until(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while True:
+            sequence = self.status().sequence
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return self._call(native.snapshot, flat, state, steps, left)
+            except (Busy, SnapshotCancelled) as error:
+                left = deadline - time.monotonic()
+                if left <= 0.0:
+                    raise
+                if isinstance(error, Busy):
+                    self.wait(sequence, left)  # the other reader's end is an event of the view
+
+    @contextmanager
+    def _participating(self) -> Iterator[None]:
+        """Reading needs a participant's place: an observer's, for as long as it takes, if there is no
+        other.
+        """
+        if self.rank is not None:
+            yield
+            return
+        self.join(role=Role.OBSERVER)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def _retire(self) -> None:
+        for area in self._areas.values():
+            area.flat.flags.writeable = False
+        self._areas.clear()
+        self.rank = None
+
+    @overload
+    def _call(self, function: Callable[[native.Pointer], T]) -> T: ...
+    @overload
+    def _call(self, function: Callable[..., T], *arguments: Any) -> T: ...
+    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        what = function.__name__.removeprefix("get_")
+        if os.getpid() != self._pid:
+            raise Forked(what, f"opened by process {self._pid}, used by its child {os.getpid()}")
+        with self._lock:
+            if self._pointer is None:
+                raise StoreClosed(what, "the store is closed")
+            return self._run(function, *arguments)
+
+    def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+        return function(self._pointer, *arguments)

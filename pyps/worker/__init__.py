@@ -1,0 +1,1 @@
+"""One worker of a run: join, attach a model, claim samples, compute, push."""

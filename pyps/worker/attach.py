@@ -1,0 +1,398 @@
+"""From a torch model and optimizer to the store's tensors and groups, and back.
+
+What is put in the store: every parameter that requires a gradient and that the optimizer has, once (tied
+parameters are one object), as fp32. What stays local: frozen parameters, parameters the optimizer does not
+have, empty ones, and buffers. What has no meaning here is refused with the parameter's or option's name.
+
+A CPU fp32 parameter becomes a view of one flat local vector, its `.grad` a view of the staging area: neither
+pull nor push copies anything more. Others (on a GPU, or of half precision) are copied over, in both
+directions.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
+from pyps.native.values import Codec, Hyper, Optimizer, Snapshot, Tensor
+from pyps.remote import create_store, open_store
+from pyps.store.staging import Area
+from pyps.store.store import Store
+from pyps.worker.buckets import Lane, Pins
+from pyps.worker.device_codec import LEVELS
+from pyps.worker.settings import Settings
+
+KINDS = {
+    torch.optim.SGD: Optimizer.SGD,
+    torch.optim.AdamW: Optimizer.ADAMW,
+    torch.optim.Adam: Optimizer.ADAM,
+    torch.optim.Adagrad: Optimizer.ADAGRAD,
+}
+REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+POLL_SECONDS = 0.02, 0.2  # at first and later; only while the segment does not exist yet
+ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of the store; `group` counts the optimizer's groups that have any."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What of a model lives in the store: entries, the kind of step, and the optimizer's groups in use."""
+
+    entries: tuple[Entry, ...]
+    kind: Optimizer
+    groups: tuple[int, ...]  # store group -> index into optimizer.param_groups
+    optimizer: torch.optim.Optimizer
+
+
+def inspect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Attachment:
+    """Decide what goes where. Raises InputError, naming the parameter or option, for what cannot be
+    trained.
+    """
+    if type(model).__name__ in WRAPPERS:
+        raise InputError("attach", "model", type(model).__name__, "the plain module: the store synchronises")
+    kind = _kind(optimizer)
+    group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    named = {id(p): name for name, p in model.named_parameters()}
+    for k, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in named:
+                found = f"a parameter of shape {list(p.shape)} that the model does not have"
+                raise InputError("attach", f"optimizer.param_groups[{k}]", found, "parameters of the model")
+    chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) in group_of]
+    for name, p in chosen:
+        _check_parameter(name, p)
+    chosen = [(name, p) for name, p in chosen if p.numel() > 0]
+    if not chosen:
+        raise InputError("attach", "model", "no parameter to train", "one that the optimizer has")
+    _check_overlap(chosen)
+    groups = tuple(sorted({group_of[id(p)] for _, p in chosen}))
+    entries = tuple(Entry(name, p, groups.index(group_of[id(p)])) for name, p in chosen)
+    _warn_about_statistics(model)
+    return Attachment(entries, kind, groups, optimizer)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> Optimizer:
+    if type(optimizer) not in KINDS:
+        expected = "torch.optim.SGD, AdamW, Adam or Adagrad"
+        raise InputError("attach", "optimizer", type(optimizer).__name__, expected)
+    for k, group in enumerate(optimizer.param_groups):
+        for option in REFUSED_OPTIONS:
+            if value := group.get(option):
+                raise InputError("attach", f"optimizer.param_groups[{k}].{option}", repr(value), "False or 0")
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise InputError(
+            "attach", "optimizer", "state of earlier steps", "a new one: the store keeps the state"
+        )
+    kind = KINDS[type(optimizer)]
+    if kind is Optimizer.ADAM and any(
+        group.get("decoupled_weight_decay") for group in optimizer.param_groups
+    ):
+        return Optimizer.ADAMW
+    if kind is not Optimizer.SGD:
+        return kind
+    momentum = any(group["momentum"] > 0 for group in optimizer.param_groups)
+    return Optimizer.MOMENTUM if momentum else Optimizer.SGD
+
+
+def _check_parameter(name: str, p: nn.Parameter) -> None:
+    if isinstance(p, nn.parameter.UninitializedParameter):
+        raise InputError("attach", name, "a lazy parameter", "one with a shape: run the model once before")
+    if p.layout is not torch.strided:
+        raise InputError("attach", name, f"layout {p.layout}", "a dense parameter")
+    if p.dtype not in DTYPES:
+        raise InputError("attach", name, f"dtype {p.dtype}", "float32, float16 or bfloat16 (kept as fp32)")
+    if p.is_meta:
+        raise InputError("attach", name, "a meta tensor", "a parameter with values")
+
+
+def _check_overlap(chosen: list[tuple[str, nn.Parameter]]) -> None:
+    """Two Parameter objects over the same memory would be torn apart: tie the objects, not their storage."""
+    spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in chosen)
+    for (device, _, end, name), (next_device, begin, _, other) in pairwise(spans):
+        if device == next_device and begin < end:
+            expected = "separate memory, or one nn.Parameter object used in both places"
+            raise InputError("attach", other, f"memory shared with {name}", expected)
+
+
+def _warn_about_statistics(model: nn.Module) -> None:
+    norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        message = f"{norms[0]}: running statistics are buffers and stay local to each worker"
+        warnings.warn(message, stacklevel=4)
+
+
+def hyper_of(attachment: Attachment) -> tuple[Hyper, ...]:
+    """The constants of this step, as the optimizer's groups (and so any schedule) have them now.
+
+    Raises InputError if a schedule raises momentum in a store made without it.
+    """
+    groups = [(k, attachment.optimizer.param_groups[k]) for k in attachment.groups]
+    if attachment.kind in (Optimizer.ADAMW, Optimizer.ADAM, Optimizer.ADAGRAD):
+        return tuple(
+            Hyper(
+                lr=float(g["lr"]),
+                weight_decay=float(g["weight_decay"]),
+                betas=_betas(g),
+                eps=float(g["eps"]),
+                lr_decay=float(g.get("lr_decay", 0.0)),
+            )
+            for _, g in groups
+        )
+    return tuple(_sgd(k, g, attachment.kind) for k, g in groups)
+
+
+def _betas(group: dict[str, Any]) -> tuple[float, float]:
+    first, second = group.get("betas", (0.9, 0.999))
+    return float(first), float(second)
+
+
+def _sgd(index: int, group: dict[str, object], kind: Optimizer) -> Hyper:
+    momentum = float(str(group["momentum"]))
+    if momentum > 0.0 and kind is Optimizer.SGD:
+        where = f"optimizer.param_groups[{index}].momentum"
+        raise InputError("step", where, str(momentum), "momentum above 0 from the beginning, or never")
+    return Hyper(
+        lr=float(group["lr"]),  # type: ignore[arg-type]
+        weight_decay=float(group["weight_decay"]),  # type: ignore[arg-type]
+        momentum=momentum,
+        # torch ignores dampening where there is no momentum; the store's momentum buffer must see none either
+        dampening=float(group["dampening"]) if momentum > 0.0 else 0.0,  # type: ignore[arg-type]
+        nesterov=bool(group["nesterov"]) and momentum > 0.0,
+    )
+
+
+def check_same(store: Store, attachment: Attachment) -> None:
+    """Raise InputError, naming the first tensor that differs, if the store was made from another model."""
+    where = f"store {store.name!r}"
+    for mine, theirs in zip_longest(attachment.entries, store.tensors):
+        here = _described(mine.name, tuple(mine.parameter.shape), mine.group) if mine else "nothing"
+        there = _described(theirs.name, theirs.shape, theirs.group) if theirs else "nothing more"
+        if here != there:
+            field = mine.name if mine else theirs.name
+            raise InputError(where, field, f"{here} in this worker's model", f"{there}, as in the store")
+    if attachment.kind is not store.layout.optimizer:
+        found, expected = attachment.kind.name.lower(), store.layout.optimizer.name.lower()
+        raise InputError(where, "optimizer", found, f"{expected}, as in the store")
+
+
+def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -> Store:
+    """Rank 0 creates the segment unless it finds it there (after a restart); the others wait for it."""
+    deadline = time.monotonic() + timeout
+    pause, longest = POLL_SECONDS
+    while True:
+        try:
+            return open_store(settings.store)
+        except (SegmentNotFound, NotReady):
+            if settings.rank == 0:
+                try:
+                    return _create(settings, attachment)
+                except SegmentExists:
+                    pass  # somebody else was faster: open that one
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _create(settings: Settings, attachment: Attachment) -> Store:
+    return create_store(
+        settings.store,
+        {entry.name: entry.parameter for entry in attachment.entries},
+        batches=settings.planned_batches(),
+        optimizer=attachment.kind,
+        policy=settings.policy,
+        groups={entry.name: entry.group for entry in attachment.entries},
+        samples=settings.samples,
+        keep=settings.launched,
+    )
+
+
+def _described(name: str, shape: tuple[int, ...], group: int) -> str:
+    return f"{name!r} {list(shape)} of group {group}"
+
+
+class Binding:
+    """A model's parameters on one flat local vector, and its gradients on whatever area is being filled.
+
+    `codec`: to encode gradients in on the device, where all of the model is on one that does (`codes`).
+    """
+
+    def __init__(self, attachment: Attachment, store: Store, codec: Codec | None = None) -> None:
+        self.flat = np.zeros(store.layout.flat_elements, np.float32)
+        self._slices = {t.name: t for t in store.tensors}
+        local = torch.from_numpy(self.flat)
+        self._direct: list[tuple[nn.Parameter, Tensor]] = []
+        self._copied: list[tuple[nn.Parameter, Tensor, torch.Tensor]] = []
+        for entry in attachment.entries:
+            p, place = entry.parameter, self._slices[entry.name]
+            view = _slice(local, place)
+            if p.device.type == "cpu" and p.dtype is torch.float32:
+                p.data = view
+                self._direct.append((p, place))
+            else:
+                self._copied.append((p, place, view))
+        copied = [(p, place) for p, place, _ in self._copied]
+        encodes = not self._direct and self.device.type in ENCODES_ON and codec in LEVELS
+        together = {p.device for p, _ in copied} == {self.device}
+        self._lane = (
+            Lane(copied, self.flat.size, self.device, codec if encodes else None) if together else None
+        )
+        self._pins = Pins() if self.on_gpu else None
+        if self._pins is not None:
+            self._pins.pin(self.flat)
+        self._area: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor | None] = []
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether some parameter lives outside the CPU."""
+        return any(p.device.type != "cpu" for p, _, _ in self._copied)
+
+    @property
+    def device(self) -> torch.device:
+        """Where steps are computed: the first GPU that has a parameter, else the CPU."""
+        devices = [p.device for p, _, _ in self._copied if p.device.type != "cpu"]
+        return devices[0] if devices else torch.device("cpu")
+
+    def refresh(self) -> None:
+        """After a pull into `flat`: bring the parameters that are copies up to date."""
+        with torch.no_grad():
+            for p, _, view in self._copied:
+                p.copy_(view)
+
+    @property
+    def codes(self) -> NDArray[np.uint8] | None:
+        """The gradient that was collected, encoded on the device; None: it is in the area as fp32."""
+        return self._lane.codes if self._lane is not None and self._lane.codec is not None else None
+
+    def fill(self, area: Area) -> None:
+        """Zero the area and let every `.grad` be a view of it, so that backward accumulates in place."""
+        area.flat.fill(0.0)
+        self._area = area.torch()
+        self._views = [_slice(self._area, place) for _, place in self._direct]
+        for (p, _), view in zip(self._direct, self._views, strict=True):
+            p.grad = view
+        for p, _, _ in self._copied:
+            p.grad = None
+        if self._pins is not None:
+            self._pins.pin(area.flat)
+        if self._lane is not None:
+            self._lane.begin(self._area)
+
+    def last(self, scale: float) -> None:
+        """The next backward is the last one: gradients may travel to the area as soon as each is there.
+
+        `scale` multiplies what is encoded on the way.
+        """
+        if self._lane is not None:
+            self._lane.last(scale)
+
+    def settle(self, admitted: bool) -> None:
+        """What became of the gradient that was encoded on the device: what was left of it is kept or not."""
+        if self._lane is not None:
+            self._lane.settle(admitted)
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [p.grad for p, _ in self._direct] + [p.grad for p, _, _ in self._copied]
+
+    def weigh(self, factor: float) -> None:
+        """Multiply the gradients accumulated so far."""
+        with torch.no_grad():
+            for gradient in self._gradients():
+                if gradient is not None:
+                    gradient.mul_(factor)
+
+    def keep(self) -> None:
+        """More micro-batches follow: these gradients must be the ones that are added to."""
+        self._kept = self._gradients()
+
+    def check_kept(self) -> None:
+        """Raise InputError if a gradient that was kept is another object now, as after zero_grad()."""
+        for before, now in zip(self._kept, self._gradients(), strict=False):
+            if before is not None and before is not now:
+                found = "gradients cleared between the micro-batches of one batch"
+                raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
+
+    def collect(self, scale: float, *, unscaled: bool) -> None:
+        """Bring every gradient that is not already a view of the area there; a missing one counts as zero.
+
+        `scale` multiplies what is encoded on the way. unscaled: a GradScaler has changed the gradients.
+        """
+        if self._area is None:
+            return
+        for (p, _), view in zip(self._direct, self._views, strict=True):
+            if p.grad is not view:
+                _copy_gradient(p, view)
+        if self._lane is not None:
+            if unscaled:
+                self._lane.forget()
+            self._lane.finish(scale)
+            return
+        for p, place, _ in self._copied:
+            _copy_gradient(p, _slice(self._area, place))
+
+    def release(self) -> None:
+        """Let go of the area: `.grad` is None until the next `fill`."""
+        self._area, self._views, self._kept = None, [], []
+        for p, _ in self._direct:
+            p.grad = None
+        for p, _, _ in self._copied:
+            p.grad = None
+
+    def close(self) -> None:
+        """Let go of the area, of the driver and of the parameters' hooks. Idempotent."""
+        self.release()
+        if self._lane is not None:
+            self._lane.close()
+        if self._pins is not None:
+            self._pins.close()
+
+
+def _slice(flat: torch.Tensor, place: Tensor) -> torch.Tensor:
+    return flat[place.offset : place.offset + place.elements].view(place.shape)
+
+
+def _copy_gradient(p: nn.Parameter, view: torch.Tensor) -> None:
+    with torch.no_grad():
+        if p.grad is None:
+            view.zero_()
+        else:
+            view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+
+
+def load_parameters(source: Store | Snapshot, model: nn.Module) -> int:
+    """Copy one version's parameters into a model (any device, any float dtype); the version.
+
+    Parameters that are not in the store keep their values. Raises InputError if the store has a tensor that
+    the model lacks or has in another shape.
+    """
+    snapshot = source.snapshot() if isinstance(source, Store) else source
+    parameters = dict(model.named_parameters())
+    for name, values in snapshot.tensors.items():
+        found = list(parameters[name].shape) if name in parameters else "nothing"
+        if found != list(values.shape):
+            raise InputError("load_parameters", name, f"{found} in the model", f"shape {list(values.shape)}")
+    with torch.no_grad():
+        for name, values in snapshot.tensors.items():
+            parameters[name].copy_(torch.from_numpy(values))
+    return snapshot.version

@@ -1,0 +1,227 @@
+"""Gradients on their way from parameters to a staging area, bucket by bucket while backward goes on.
+
+A bucket is a range of the flat vector. As soon as backward has accumulated all of its gradients, it is copied
+on a side stream, encoded before on the device if a codec is given. A gradient that was changed afterwards
+(clipped, unscaled) is noticed and copied again. On a CPU everything is the same but at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from pyps.native.values import Codec, Tensor
+from pyps.store.codec import encoded_bytes
+from pyps.worker.device_codec import encode
+
+BUCKET_ELEMENTS = 1 << 21  # 8 MiB: long enough for a link's full speed, short enough to begin early
+
+
+@dataclass
+class Part:
+    """What of a parameter lies in a bucket: `lo` to `hi` of the flat vector, where it begins at `offset`."""
+
+    parameter: nn.Parameter
+    offset: int
+    lo: int
+    hi: int
+
+
+@dataclass
+class Bucket:
+    """A range of the flat vector; `shipped` says which gradients, in which state, have been copied."""
+
+    first: int
+    end: int
+    parts: list[Part]
+    waiting: set[int] = field(default_factory=set)
+    shipped: list[tuple[int, int]] | None = None
+
+    def state(self) -> list[tuple[int, int]]:
+        """Tells whether a gradient is the same object, and unchanged."""
+        grads = [part.parameter.grad for part in self.parts]
+        return [(0, 0) if g is None else (id(g), g._version) for g in grads]
+
+
+def buckets_of(
+    parameters: Sequence[tuple[nn.Parameter, Tensor]], elements: int, size: int = BUCKET_ELEMENTS
+) -> list[Bucket]:
+    """The ranges of `size` elements that have something of these parameters; one may be in several."""
+    buckets = []
+    for first in range(0, elements, size):
+        end = min(first + size, elements)
+        parts = [
+            Part(p, t.offset, max(first, t.offset), min(end, t.offset + t.elements))
+            for p, t in parameters
+            if t.offset < end and first < t.offset + t.elements
+        ]
+        if parts:
+            buckets.append(Bucket(first, end, parts))
+    return buckets
+
+
+class Lane:
+    """The way of these parameters' gradients; `codec` (int8, int4; None: fp32) needs all of the vector.
+
+    `codes`: what was encoded, as pyps.store.codec has it. What the code does not carry stays on the device
+    and is added to the next gradient; a process that dies loses it.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[nn.Parameter, Tensor]],
+        elements: int,
+        device: torch.device,
+        codec: Codec | None = None,
+        size: int = BUCKET_ELEMENTS,
+    ) -> None:
+        self.codec = codec
+        self._buckets = buckets_of(parameters, elements, size)
+        cuda: Any = torch.cuda  # its constructors have no types
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._to: torch.Tensor | None = None
+        self._eager, self._scale = False, 1.0
+        if codec is not None:
+            self._flat, self._residual, self._left = (torch.zeros(elements, device=device) for _ in range(3))
+            whole = torch.zeros(encoded_bytes(codec, elements), dtype=torch.uint8, pin_memory=self.on_gpu)
+            self._codes: torch.Tensor = whole
+        self._hooks: list[Any] = []
+        for bucket in self._buckets:
+            for part in bucket.parts:
+                parameter: Any = part.parameter
+                self._hooks.append(
+                    parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))
+                )
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def codes(self) -> NDArray[np.uint8]:
+        """After finish(): codes, then scales. Raises AttributeError without a codec."""
+        array: NDArray[np.uint8] = self._codes.numpy()
+        return array
+
+    def begin(self, to: torch.Tensor) -> None:
+        """A new gradient; `to`: float32 [elements] in host memory, where it goes without a codec."""
+        self._to, self._eager = to, False
+        self.forget()
+
+    def last(self, scale: float = 1.0) -> None:
+        """The next backward is the last one of this gradient. `scale` multiplies what is encoded."""
+        self._eager, self._scale = True, scale
+        for bucket in self._buckets:
+            bucket.waiting = {id(part.parameter) for part in bucket.parts}
+
+    def forget(self) -> None:
+        """The gradients may have been changed without a trace: all are to be copied again."""
+        for bucket in self._buckets:
+            bucket.shipped = None
+
+    def finish(self, scale: float = 1.0) -> None:
+        """Copy what has not been copied as it is now, and wait for all copies."""
+        if self._to is None:
+            return
+        stale, self._scale = scale != self._scale, scale
+        for bucket in self._buckets:
+            if bucket.shipped != bucket.state() or (stale and self.codec is not None):
+                self._ship(bucket)
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._to, self._eager = None, False
+
+    def settle(self, admitted: bool) -> None:
+        """What the code did not carry counts from now on if its gradient was admitted, else what was."""
+        if self.codec is not None and admitted:
+            self._residual, self._left = self._left, self._residual
+
+    def close(self) -> None:
+        """Forget the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._to = [], None
+
+    def _accumulated(self, bucket: Bucket, parameter: torch.Tensor) -> None:
+        if not self._eager or self._to is None:
+            return
+        bucket.waiting.discard(id(parameter))
+        if not bucket.waiting:
+            self._ship(bucket)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Work in here begins after what is queued now, and runs beside what is queued later."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @torch.no_grad()
+    def _ship(self, bucket: Bucket) -> None:
+        assert self._to is not None  # for mypy: between begin() and finish()
+        target: Any = self._to if self.codec is None else self._flat
+        with self._beside():
+            for part in bucket.parts:
+                view, grad = target[part.lo : part.hi], part.parameter.grad
+                if grad is None:
+                    view.zero_()
+                    continue
+                dense = grad.to_dense() if grad.is_sparse else grad
+                begin, end = part.lo - part.offset, part.hi - part.offset
+                view.copy_(dense.reshape(-1)[begin:end], non_blocking=True)
+            if self.codec is not None:
+                self._encode(self.codec, bucket)
+        bucket.shipped = bucket.state()
+
+    def _encode(self, codec: Codec, bucket: Bucket) -> None:
+        run = slice(bucket.first, bucket.end)
+        codes, scales, _ = encode(
+            codec, self._flat[run], scale=self._scale, residual=self._residual[run],
+            residual_out=self._left[run], nonfinite="carry",
+        )  # fmt: skip
+        bits = 8 if codec is Codec.INT8 else 4
+        block = 256 if codec is Codec.INT8 else 64
+        begin = bucket.first * bits // 8
+        self._codes[begin : begin + codes.numel()].copy_(codes, non_blocking=True)
+        every = self._flat.numel() * bits // 8 + 4 * (bucket.first // block)
+        packed = scales.view(torch.uint8)
+        self._codes[every : every + packed.numel()].copy_(packed, non_blocking=True)
+
+
+class Pins:
+    """Host memory that a GPU copies to and from by itself, while it is registered with its driver.
+
+    `runtime` has cudaHostRegister and cudaHostUnregister, as torch.cuda.cudart() does. Memory that the driver
+    does not take is used as it is.
+    """
+
+    def __init__(self, runtime: Any = None) -> None:
+        cuda: Any = torch.cuda
+        self._runtime = runtime if runtime is not None else cuda.cudart()
+        self._held: dict[int, NDArray[Any]] = {}
+
+    def pin(self, array: NDArray[Any]) -> bool:
+        """Whether the array's memory is registered from now on. Holds the array, so that it stays mapped."""
+        address = array.ctypes.data
+        if address not in self._held:
+            if int(self._runtime.cudaHostRegister(address, array.nbytes, 0)) != 0:
+                return False
+            self._held[address] = array
+        return True
+
+    def close(self) -> None:
+        """Give all of it back, before it is unmapped. Idempotent."""
+        while self._held:
+            address, _ = self._held.popitem()
+            self._runtime.cudaHostUnregister(address)

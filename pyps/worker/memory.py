@@ -1,0 +1,57 @@
+"""The bytes a step may still use, read while training, and the samples that fit into them.
+
+On a GPU that is CUDA's own figure and what torch's allocator keeps there; on a CPU, this process's share of
+what its host has free (pyps.profiler.host_memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyps.formats import Memory
+from pyps.profiler.host_memory import PROC, cpu_free_bytes, cpu_held_bytes, trim_malloc
+
+if TYPE_CHECKING:
+    import torch
+
+SHARE = 0.9  # of what is free; the rest is for other processes, which read it no more often than this one
+GROWTH = 1.05  # hysteresis: the budget rises only after more than 5 % growth, since free memory fluctuates
+
+
+def budget_bytes(device: torch.device, neighbours: int = 1, proc: Path = PROC) -> int:
+    """All that this process may hold on a device: what it holds, and its share of what is free.
+
+    `neighbours`: the processes, this one counted, that take from the same free memory of a CPU.
+    """
+    if device.type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(SHARE * free) + int(torch.cuda.memory_reserved(device))
+    return cpu_held_bytes(proc) + int(SHARE * cpu_free_bytes(proc)) // max(1, neighbours)
+
+
+class MemoryBudget:
+    """How many samples at once fit, by the memory model of a profile and the most that a plan allows.
+
+    `most_` is the last answer of look(); 0: no limit. `read` gives the bytes that this process may hold.
+    """
+
+    def __init__(self, memory: Memory | None, most: int, read: Callable[[], int]) -> None:
+        self._memory, self._most, self._read = memory, most, read
+        self.most_ = 0
+
+    def look(self) -> int:
+        """Read the memory again: fewer samples as soon as fewer fit, more once it is clear that more do."""
+        if self._memory is None:
+            self.most_ = self._most
+            return self.most_
+        fits = max(1, int((self._read() - self._memory.fixed_bytes) // self._memory.bytes_per_sample))
+        fits = min(fits, self._most) if self._most else fits
+        if fits < self.most_:
+            trim_malloc()  # smaller steps do not need it, and others may
+        if not self.most_ or fits < self.most_ or fits > GROWTH * self.most_ or fits == self._most:
+            self.most_ = fits
+        return self.most_

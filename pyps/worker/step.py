@@ -1,0 +1,51 @@
+"""A training step under way, and the record that is left of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pyps.formats.records import Span, StepRecord
+from pyps.native.values import Claim
+from pyps.store.staging import Area
+from pyps.worker.transport import Outcome
+
+if TYPE_CHECKING:
+    from pyps.profiler.throttle import Span as ThrottleSpan
+
+
+class Step:
+    """What is known of a step: a claim, computed in one micro-batch or several."""
+
+    def __init__(self, claim: Claim, area: Area, version: int, spans: list[Span]) -> None:
+        self.claim, self.area, self.version, self.spans = claim, area, version, spans
+        self.created = self.began = time.monotonic()
+        self.throttle: AbstractContextManager[ThrottleSpan] | None = None
+        self.throttled: ThrottleSpan | None = None
+        self.overrun_seconds = 0.0
+        self.micro = 0  # samples of the micro-batch under way; 0: step() has been called for it
+        self.micro_before = 0  # of the last one that began
+        self.left = claim.count  # samples of later micro-batches
+        self.done = 0  # samples whose gradient is there
+        self.finite = True
+        self.loss: float | None = None
+
+    def record(self, rank: int, number: int, outcome: Outcome, depth: int) -> StepRecord:
+        """What is kept of it once its gradient was taken or dropped."""
+        claim, result = self.claim, outcome.result
+        return StepRecord(
+            rank=rank, pid=os.getpid(), step=number, round=claim.round, plan=claim.plan, first=claim.first,
+            samples=self.done, batch=claim.batch, version=result.version if result else self.version,
+            staleness=result.staleness if result else 0, sources=result.sources if result else 0,
+            loss=self.loss, spans=self.spans + outcome.spans, overrun_seconds=self.overrun_seconds,
+            skipped=not self.finite, rejected=result is None, depth=depth,
+        )  # fmt: skip
+
+
+def number_of(loss: Any) -> float | None:
+    """A loss as a number; None stays None."""
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None

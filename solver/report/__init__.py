@@ -1,0 +1,1 @@
+"""A plan for people: explanations, warnings, what-if, pictures."""

@@ -1,0 +1,57 @@
+"""Segments and encoded data of any bytes, under AddressSanitizer: seeded mutations of a corpus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import programs
+import pytest
+
+RUNS = {"attach": 2_000, "decode": 10_000}  # in segments, rounds wait for real deadlines
+
+
+@pytest.fixture
+def folder(programs_folder: Path) -> Path:
+    if not programs.usable("address", programs_folder):
+        pytest.skip("the C compiler has no address sanitizer")
+    return programs_folder
+
+
+@pytest.mark.parametrize("of", programs.FUZZED)
+def test_no_bytes_do_harm(folder: Path, of: str) -> None:
+    program = programs.build(folder, f"fuzz_{of}", "address")
+    done = programs.run(program, str(programs.corpus(of)), "2026", str(RUNS[of]))
+    assert done.returncode == 0, done.stderr
+    assert f"{RUNS[of]} mutations: no fault" in done.stdout
+
+
+MUTATIONS = {
+    "chunk words are believed": (
+        "attach",
+        programs.Change("store/buffers.c", "if (buffer >= s->layout.buffer_count)", "if (0)"),
+    ),
+    "views are believed": (
+        "attach",
+        programs.Change("store/view_store.c", "!view_valid(out, s->reference) || out->seq", "out->seq"),
+    ),
+    "ranks are believed": (
+        "attach",
+        programs.Change(
+            "policy/view.c",
+            "if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;",
+            "",
+        ),
+    ),
+    "lengths are believed": (
+        "decode",
+        programs.Change("kernels/codec.c", "if (bytes != pyps_encoded_bytes(codec, count))", "if (0)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_check_left_out_is_found(folder: Path, what: str) -> None:
+    of, change = MUTATIONS[what]
+    program = programs.build(folder, f"fuzz_{of}", "address", change=change)
+    done = programs.run(program, str(programs.corpus(of)), "2026", str(RUNS[of]))
+    assert done.returncode != 0, f"{RUNS[of]} inputs, and none of them reaches what is missing"

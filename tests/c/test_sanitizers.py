@@ -1,0 +1,107 @@
+"""The C programs under sanitizers: the store's interleavings, the kernels, a short torture of processes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import programs
+import pytest
+
+
+@pytest.fixture
+def threads(programs_folder: Path) -> Path:
+    if not programs.usable("thread", programs_folder):
+        pytest.skip("the C compiler has no thread sanitizer, or it cannot run here")
+    return programs_folder
+
+
+@pytest.fixture
+def folder(programs_folder: Path) -> Path:
+    if not programs.usable("address", programs_folder):
+        pytest.skip("the C compiler has no address sanitizer")
+    return programs_folder
+
+
+def test_the_sanitizers_would_say_so(folder: Path, tmp_path: Path) -> None:
+    """A read after free, a shift too far and a float too large for an int all end the program."""
+    source = tmp_path / "wrong.c"
+    source.write_text(
+        """
+        #include <stdlib.h>
+        int main(int argc, char **argv) {
+            int which = atoi(argv[1]), *array = calloc(4, sizeof *array);
+            volatile float large = 1e20f * (float)argc;
+            if (which == 0) { free(array); return array[argc]; }
+            if (which == 1) return 1 << (30 + argc);
+            return (int)large;
+        }
+        """,
+        encoding="utf-8",
+    )
+    program = tmp_path / "wrong"
+    subprocess.run(["cc", *programs.SANITIZERS["address"], str(source), "-o", str(program)], check=True)
+    for which, said in ((0, "heap-use-after-free"), (1, "shift"), (2, "outside the range")):
+        done = programs.run(program, str(which))
+        assert done.returncode != 0
+        assert said in done.stderr
+
+
+@pytest.mark.parametrize("name", programs.PROTOCOL)
+def test_somebody_stands_still_at_the_worst_place(folder: Path, name: str) -> None:
+    done = programs.run(programs.build(folder, "protocol", "address"), name)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", programs.EDGES)
+def test_somebody_is_out_of_something(folder: Path, name: str) -> None:
+    done = programs.run(programs.build(folder, "edges", "address"), name)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_and_codecs_are_clean(folder: Path) -> None:
+    done = programs.run(programs.build(folder, "kernels", "address"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("policy", "optimizer"), [("asp", "momentum"), ("bsp", "adamw")])
+def test_torture_is_clean(folder: Path, policy: str, optimizer: str) -> None:
+    done = programs.run(programs.build(folder, "torture", "address"), policy, optimizer, "40", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "isa"),
+    [("asp", ""), ("asp", "scalar"), ("bsp", ""), ("bsp", "scalar"), ("r2sp", ""), ("ssp", "")],
+)
+def test_participants_as_threads_of_one_mapping_race_nowhere(threads: Path, policy: str, isa: str) -> None:
+    done = programs.run(programs.build(threads, "threads", "thread"), policy, "400", PYPS_ISA=isa)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{policy}: version " in done.stdout
+
+
+@pytest.mark.parametrize("name", programs.PROTOCOL)
+def test_the_worst_places_race_nowhere(threads: Path, name: str) -> None:
+    done = programs.run(programs.build(threads, "protocol", "thread"), name)
+    assert done.returncode == 0, done.stderr
+
+
+MUTATIONS = {
+    "a buffer is free without a look at the hazards": programs.Change(
+        "store/buffers.c",
+        "if (hazarded(s, offsetof(struct slot, chunk_hazard), buffer + UINT64_C(1))) return false;",
+        "",
+    ),
+    "staging is free without a look at the hazards": programs.Change(
+        "store/push.c",
+        "if (s->area_ticket[area] && ticket_is_read(s, s->area_ticket[area])) continue;",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_hazard_left_out_is_a_race_that_is_found(threads: Path, what: str) -> None:
+    done = programs.run(programs.build(threads, "threads", "thread", change=MUTATIONS[what]), "asp", "4000")
+    assert done.returncode == 99, done.stdout + done.stderr
+    assert "data race" in done.stderr

@@ -1,0 +1,264 @@
+"""pyps-profile from its arguments to its files, exit codes and words."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import pyps.cli.profile as command
+from pyps.cli import main_profile
+from pyps.formats import Profile, read_profile
+
+CSV = "batch,seconds\n128,0.08181\n167,0.10494\n"
+QUICK = ["--batches", "1,8,64", "--repeats", "2", "--threads", "1"]
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+class Shell:
+    """Runs pyps-profile in an empty folder, as a user would."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *arguments: str) -> Done:
+        self._monkeypatch.setattr(sys, "argv", ["pyps-profile", *arguments])
+        code: object = 0
+        try:
+            code = main_profile()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = self._capsys.readouterr()
+        assert "Traceback" not in out + err
+        return Done(code if isinstance(code, int) else 0, out, err)
+
+
+@pytest.fixture
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    return Shell(capsys, monkeypatch)
+
+
+def files() -> list[str]:
+    return sorted(p.name for p in Path().iterdir())
+
+
+def test_a_model_is_measured_and_written(shell: Shell) -> None:
+    done = shell("digits_mlp", *QUICK, "--throttle", "2", "-o", "p.json")
+    assert done.code == 0, done.err
+    assert files() == ["p.json", "p.png"]
+    profile = read_profile("p.json")
+    assert [p.batch for p in profile.points] == [1, 8, 64]
+    assert (profile.device.throttle, profile.device.emulated) == (2.0, True)
+    for text in (
+        "digits_mlp on",
+        "throttle 2",
+        "samples/s",
+        "T(b) = ",
+        "R2",
+        "leave-one-out",
+        "do not trust beyond",
+    ):
+        assert text in done.out
+    assert "wrote p.json" in done.err
+
+
+def test_measure_may_be_said_and_options_may_come_first(shell: Shell) -> None:
+    for arguments in (["measure", "digits_mlp", *QUICK], [*QUICK, "digits_mlp"]):
+        done = shell(*arguments, "--no-plot")
+        assert done.code == 0, done.err
+        assert files() == ["profile.json"]
+        Path("profile.json").unlink()
+
+
+def test_json_stands_alone_on_stdout_and_no_file_is_written(shell: Shell) -> None:
+    Path("points.csv").write_text(CSV)
+    done = shell("import", "points.csv", "--max-batch", "512", "--json")
+    assert done.code == 0, done.err
+    profile = json.loads(done.out)
+    assert (profile["schema"], profile["max_batch"]) == ("pyps.profile/1", 512)
+    assert files() == ["points.csv"]
+
+
+def test_import_writes_a_profile_and_its_picture(shell: Shell) -> None:
+    Path("points.csv").write_text(CSV)
+    done = shell(
+        "import", "points.csv", "--max-batch", "512", "--name", "m40", "--parameters", "1000",
+        "-o", "m40.json", "--plot", "x.png",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert files() == ["m40.json", "points.csv", "x.png"]
+    profile = read_profile("m40.json")
+    assert (profile.device.name, profile.max_batch, profile.model.parameters) == ("m40", 512, 1000)
+    assert "not defined for two batches" in done.out
+
+
+def test_a_poor_profile_is_called_so(shell: Shell) -> None:
+    Path("noisy.csv").write_text("batch,seconds\n1,1\n1,2\n1,3\n8,1\n8,2\n8,3\n64,2\n64,9\n64,2\n")
+    done = shell("import", "noisy.csv", "--no-plot")
+    assert done.code == 0, done.err
+    assert "the times of a batch differ by up to 175%: measure again when nothing else runs" in done.out
+    Path("odd.csv").write_text("batch,seconds\n1,1\n8,5\n64,1\n512,7\n")
+    assert "does not describe this device" in shell("import", "odd.csv", "--no-plot").out
+
+
+def test_help_names_both_ways(shell: Shell) -> None:
+    for arguments in (["--help"], []):
+        done = shell(*arguments)
+        assert done.code == 0
+        for text in ("pyps-profile [OPTIONS]", "MODEL", "--max-batch", "--throttle", "pyps-profile import"):
+            assert text in done.out
+    assert "CSV" in shell("import", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnet9000"], "model: found 'resnet9000'; expected a built-in model"),
+        (["no_such_module_here:make"], "No module named 'no_such_module_here'"),
+        (["pyps.tasks.builtin:absent"], "factory: found no 'absent'"),
+        (["mlp", "--device", "tpu"], "device: found 'tpu'"),
+        (["mlp", "--max-batch", "-4"], "max_batch: found -4"),
+        (["mlp", "--batches", "1,-4"], "batches: found 1,-4"),
+        (["mlp", "--batches", "1,two"], "--batches: found '1,two'"),
+        (["mlp", "--batches", ""], "--batches: found ''"),
+        (["mlp", "--throttle", "0.5"], "throttle: found 0.5"),
+        (["mlp", "-o", "absent/p.json"], "--output: found absent, not a writable folder"),
+        (["mlp", "-o", "."], "--output: found ., a folder"),
+        (["mlp", "--plot", "p.png", "--no-plot"], "--plot: found --no-plot as well"),
+        (["mlp", "-o", "p", "--plot", "p"], "--plot: found p, the profile's own name"),
+        (["mlp", "--bogus"], "--bogus"),
+        (["mlp", "--repeats", "x"], "--repeats"),
+        (["import"], "CSV"),
+        (["import", "absent.csv"], "absent.csv: found no such file or directory"),
+    ],
+)
+def test_wrong_use_is_one_message_exit_2_and_no_file(
+    shell: Shell, arguments: list[str], message: str
+) -> None:
+    done = shell(*arguments)
+    assert done.code == 2
+    assert message in done.err
+    assert done.out == ""
+    assert files() == []
+
+
+def test_a_damaged_csv_names_its_line(shell: Shell) -> None:
+    Path("points.csv").write_text(CSV + "-3,0.1\n")
+    done = shell("import", "points.csv")
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "points.csv: line 4: batch: found '-3'" in done.err
+    assert files() == ["points.csv"]
+
+
+def test_a_gpu_that_is_not_there(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = shell("mlp", "--device", "cuda:0")
+    assert done.code == 2
+    assert "sees no CUDA device" in done.err
+
+
+def test_an_interrupt_leaves_the_old_profile_alone(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("p.json").write_text("the old one")
+
+    def interrupted(*_: object, **__: object) -> Profile:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "profile_model", interrupted)
+    done = shell("mlp", "-o", "p.json")
+    assert done.code != 0
+    assert Path("p.json").read_text() == "the old one"
+    assert files() == ["p.json"]
+
+
+# What is done with profiles that are there.
+
+
+def measured(shell: Shell, name: str, *more: str) -> None:
+    assert shell("digits_mlp", *QUICK, "--no-plot", "-o", name, *more).code == 0
+
+
+def test_show_and_compare(shell: Shell) -> None:
+    measured(shell, "a.json")
+    measured(shell, "b.json", "--throttle", "2")
+    done = shell("show", "a.json", "--plot", "a.svg", "--chosen", "20")
+    assert done.code == 0, done.err
+    assert "where the time goes" in done.out
+    assert "█" in done.out
+    assert Path("a.svg").read_text().startswith("<?xml")
+    done = shell("compare", "a.json", "b.json")
+    assert done.code == 0, done.err
+    assert "second / first" in done.out
+    assert "throttle 2" in done.out
+
+
+def test_merge_pools_runs_of_one_device(shell: Shell) -> None:
+    measured(shell, "a.json")
+    measured(shell, "b.json", "--batches", "1,32")
+    done = shell("merge", "a.json", "b.json", "-o", "ab.json")
+    assert done.code == 0, done.err
+    merged, runs = read_profile("ab.json"), [read_profile("a.json"), read_profile("b.json")]
+    assert [p.batch for p in merged.points] == [1, 8, 32, 64]
+    ones = [p.points[0].seconds for p in runs]
+    assert merged.points[0].seconds == [*ones[0], *ones[1]]  # type: ignore[misc]
+    measured(shell, "c.json", "--throttle", "2")
+    done = shell("merge", "a.json", "c.json", "-o", "ac.json")
+    assert done.code == 2
+    assert "c.json" in done.err
+    assert "device" in done.err
+    assert not Path("ac.json").exists()
+
+
+def test_link_completes_a_profile(shell: Shell, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyps.worker.link_speed.SIZES_BYTES", (4096, 65536))
+    measured(shell, "a.json")
+    before = read_profile("a.json")
+    done = shell("link", "a.json")
+    assert done.code == 0, done.err
+    after = read_profile("a.json")
+    assert after.link is not None
+    assert after.link.via == "store"
+    assert after.points == before.points
+    assert "link by store" in shell("show", "a.json").out
+    assert shell("link", "a.json", "--via", "pigeon").code == 2
+    assert shell("link", "a.json", "--to", "x:1").code == 2
+    assert shell("link", "absent.json").code == 2
+
+
+def test_every_device_in_turn(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    done = shell("digits_mlp", *QUICK, "--all", "-o", "p.json")
+    assert done.code == 0, done.err
+    assert files() == ["p-cpu.json", "p-cpu.png"]
+    assert shell("digits_mlp", *QUICK, "--all", "--device", "cuda:0").code == 2
+
+
+def test_how_a_step_is_taken_is_in_the_profile(shell: Shell) -> None:
+    measured(shell, "a.json", "--autocast", "bf16", "--accumulate", "2")
+    model = read_profile("a.json").model
+    assert (model.autocast, model.accumulate, model.compiled) == ("bf16", 2, False)
+    assert shell("digits_mlp", *QUICK, "--autocast", "f8").code == 2
+    assert shell("digits_mlp", *QUICK, "--accumulate", "0").code == 2
+
+
+def test_a_budget_limits_the_batch(shell: Shell) -> None:
+    done = shell("cnn", *QUICK, "--memory-budget", "0.0001", "--no-plot", "-o", "a.json")
+    assert done.code == 2
+    assert "memory" in done.err
+    assert files() == []

@@ -1,0 +1,157 @@
+"""`pyps simulate` from a cluster file: what it prints, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pyps.cli.simulate import app
+from pyps.errors import InputError
+from pyps.formats import read_cluster
+from pyps.simulate import scenario_of
+from pyps.store.policies import Policy
+
+CLUSTER = """
+[job]
+global_batch = 96
+[[worker]]
+name = "fast"
+count = 2
+profile = "fast.json"
+[[worker]]
+name = "slow"
+profile = "slow.json"
+bandwidth = 1e8
+latency = 0.001
+"""
+SIMULATION = """
+[simulation]
+server_bandwidth = 1e9
+servers = 2
+jitter = { sigma = 0.1 }
+[[simulation.host]]
+name = "rack"
+bandwidth = 5e8
+workers = ["fast"]
+[[simulation.happening]]
+worker = "fast"
+at = 0.2
+kind = "slow"
+seconds = 0.5
+added = 0.05
+[[simulation.happening]]
+worker = "fast-1"
+at = 0.5
+kind = "kill"
+seconds = 0.3
+"""
+
+
+def profile(fixed: float, each: float) -> dict[str, object]:
+    return {
+        "schema": "pyps.profile/1",
+        "device": {"name": "made up"},
+        "model": {"name": "mlp", "parameters": 250_000},
+        "points": [{"batch": b, "seconds": fixed + each * b} for b in (8, 16, 32, 64, 128)],
+        "max_batch": 128,
+    }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    (tmp_path / "fast.json").write_text(json.dumps(profile(0.01, 0.001)))
+    (tmp_path / "slow.json").write_text(json.dumps(profile(0.02, 0.004)))
+    (tmp_path / "cluster.toml").write_text(CLUSTER + SIMULATION)
+    return tmp_path / "cluster.toml"
+
+
+def ask(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_scenario_is_what_the_file_says(cluster: Path) -> None:
+    scenario = scenario_of(cluster)
+    assert [w.name for w in scenario.workers] == ["fast-0", "fast-1", "slow"]
+    assert scenario.global_batch == 96
+    assert scenario.batches[0] > scenario.batches[2], "the planner's batches"
+    assert scenario_of(cluster, even=True).batches == (32, 32, 32)
+    assert scenario.server_bandwidth == 2e9
+    assert scenario.up_bytes == scenario.down_bytes == 1e6
+    assert [w.host for w in scenario.workers] == ["rack", "rack", ""]
+    assert (scenario.workers[2].bandwidth, scenario.workers[2].latency) == (1e8, 0.001)
+    assert [len(w.slowdowns) for w in scenario.workers] == [1, 1, 0]
+    assert [(m.rank, m.kind) for m in scenario.mishaps] == [(1, "kill")]
+    assert scenario.workers[0].cost(100) == pytest.approx(0.11)
+
+
+def test_all_policies_as_json(cluster: Path) -> None:
+    results = json.loads(ask(cluster, "--iterations", 20, "--learn", "logistic", "--json"))
+    assert [r["policy"] for r in results] == list(Policy.known)
+    for result in results:
+        assert result["samples"] == 20 * 96
+        assert result["loss"] < 1.5
+        assert sum(result["staleness"].values()) == sum(r["pushes"] for r in result["ranks"])
+
+
+def test_the_table_and_the_pictures(cluster: Path, tmp_path: Path) -> None:
+    arguments = ["--policies", "bsp saps:threshold=fixed,bound=4", "--iterations", 10, "--show"]
+    text = ask(cluster, *arguments, "--trace", tmp_path / "t.json", "--plot", tmp_path / "p.png")
+    assert "3 workers, global batch 96" in text
+    assert "saps:threshold=fixed" in text
+    assert "fast-0 <" in text
+    assert "#" in text
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {1, 2}
+    assert {e["name"] for e in events if e["ph"] == "X"} >= {"pull", "compute", "push"}
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_target_stops_and_is_said(cluster: Path) -> None:
+    text = ask(
+        cluster, "--policies", "asp", "--learn", "logistic", "--lr", 0.5, "--target-loss", 1.0, "--seed", 3
+    )
+    assert "to target" in text
+    assert "never" not in text
+
+
+def test_the_command_is_there(cluster: Path) -> None:
+    pyps = str(Path(sys.executable).parent / "pyps")
+    command = [pyps, "simulate", str(cluster), "--policies", "nobody"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pyps simulate: policy: found 'nobody'; expected one of bsp, asp" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[simulation.host]]\nname="r"\nbandwidth=1.0\nworkers=["x"]', r"host\[0\].workers: found 'x'"),
+        ('[[simulation.happening]]\nworker="x"\nat=0\nkind="stop"', r"happening\[0\].worker: found 'x'"),
+        ('[[simulation.happening]]\nworker="slow"\nat=0\nkind="explode"', "explode"),
+        ("[simulation]\nserver_bandwidth = 0", "server_bandwidth"),
+        ("[simulation]\nspeed = 1", "speed"),
+        ("[simulation]\njitter = { drift = 1.5 }", "drift"),
+        (
+            '[[simulation.host]]\nname="a"\nbandwidth=1.0\nworkers=["fast"]\n'
+            '[[simulation.host]]\nname="b"\nbandwidth=1.0\nworkers=["fast-1"]',
+            "second time",
+        ),
+    ],
+)
+def test_bad_simulations_are_refused(cluster: Path, text: str, message: str) -> None:
+    cluster.write_text(CLUSTER + text)
+    with pytest.raises(InputError, match=message):
+        read_cluster(cluster)
+
+
+def test_a_pipeline_leaves_out_who_refuses_it(cluster: Path) -> None:
+    done = CliRunner().invoke(app, [str(cluster), "--iterations", "5", "--pipeline", "--json"])
+    named = [r["policy"] for r in json.loads(done.stdout)]
+    assert named == [name for name, kind in Policy.known.items() if kind.overlaps]

@@ -1,0 +1,103 @@
+"""What the ranks of the rebalancing tests do: train, each at its emulated pace, while the split follows."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddp_jobs import net, square
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyps.errors import Infeasible, InputError
+from pyps.formats import Device, ModelInfo, Point, Profile
+from pyps.profiler.throttle import sleep_until
+from pyps.solver import Line
+from pyps.solver.online.decide import best_split, round_seconds
+from pyps.torch import Rebalancer, UnevenBatchSampler, UnevenIterableDataset, agreed_split, weighted_hook
+
+BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device: enough for the emulation to hold
+
+
+def pace(speed: float, slowed: bool) -> Line:
+    factor = speed * (2.0 if slowed else 1.0)
+    return Line(FIXED * factor, EACH * factor)
+
+
+def profile_of(cost: Line) -> Profile:
+    points = [Point(batch=b, seconds=cost.seconds(b)) for b in (4, 16, 48)]
+    return Profile(device=Device(name="emulated"), model=ModelInfo(name="net"), points=points)
+
+
+def best_seconds(speeds: tuple[float, ...], slowed: bool) -> float:
+    costs = [pace(speed, slowed and k == 0) for k, speed in enumerate(speeds)]
+    return round_seconds(costs, best_split(BATCH, costs, [1] * len(costs), [BATCH] * len(costs)))
+
+
+def in_list(rows: list[int]) -> list[torch.Tensor]:
+    return [torch.tensor(rows)]
+
+
+def balanced(
+    group: dist.ProcessGroup,
+    speeds: tuple[float, ...],
+    slows_at: int,
+    steps: int,
+    loaders: int,
+    profiled: bool,
+    streamed: bool,
+) -> dict[str, Any]:
+    """One epoch, in equal batches at first or as profiled; rank 0 takes twice as long from a step on."""
+    rank = dist.get_rank(group)
+    length = BATCH * steps + 20
+    cost = pace(speeds[rank], False)
+    profile = profile_of(cost) if profiled else None
+    split = agreed_split(BATCH, profile, group=group)
+    sampler: Any
+    if streamed:
+        sampler = UnevenIterableDataset(range(length), split, rank, collate=in_list)
+        loader = DataLoader(sampler, batch_size=None, num_workers=loaders)
+    else:
+        sampler = UnevenBatchSampler(length, split, rank)
+        loader = DataLoader(TensorDataset(torch.arange(length)), batch_sampler=sampler, num_workers=loaders)
+    ddp = DistributedDataParallel(net(), process_group=group)
+    hook = weighted_hook(ddp)
+    began = 0
+    batch = sampler.batch
+    # The device is as slow as its cost says, whatever the cores are doing.
+    hook.on_ready.append(lambda: sleep_until(began + round(cost.seconds(batch) * 1e9)))
+    balance = Rebalancer(sampler, hook, profile)
+    seen, seconds, splits = [], [], []
+    dist.barrier(group)
+    began = time.monotonic_ns()
+    for step, (rows,) in enumerate(loader):
+        seen += rows.tolist()
+        cost, batch = pace(speeds[rank], rank == 0 and step >= slows_at), len(rows)
+        splits.append(batch)
+        inputs = rows[:, None].float().expand(-1, 8) / length
+        square(ddp, inputs, inputs[:, :4]).backward()
+        seconds.append(cost.seconds(batch))
+        balance.step()
+        began = time.monotonic_ns()
+    every: list[Any] = [None] * len(speeds)
+    dist.all_gather_object(every, splits, group=group)
+    return {
+        "history": [str(change) for change in balance.history],
+        "splits": list(zip(*every, strict=True))[:steps],
+        "seen": seen,
+        "length": length,
+        "seconds": seconds[:steps],
+        "scalars": balance.scalars(),
+        "report": balance.report(),
+    }
+
+
+def agreed(group: dist.ProcessGroup, total: int, profiles: list[Any], caps: list[int | None]) -> Any:
+    """What agreed_split gives, or says."""
+    rank = dist.get_rank(group)
+    try:
+        return agreed_split(total, profiles[rank], max_batch=caps[rank], group=group)
+    except (InputError, Infeasible) as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,24 @@
+"""A policy of one's own, as a user would write one: `--policy halving.Halving:bound=2`."""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+
+from pyps.native.values import Sight
+from pyps.store.policies import Custom
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving(Custom):
+    """SSP that halves a gradient for every version it is late, and drops it past `most`."""
+
+    bound: int = 2
+    most: int = 4
+
+    def may_start(self, sight: Sight, words: MutableSequence[int]) -> bool:
+        return sight.clock - sight.slowest <= self.bound
+
+    def scale(self, sight: Sight, words: MutableSequence[int]) -> float | None:
+        words[0] += 1
+        return 0.5**sight.staleness if sight.staleness <= self.most else None

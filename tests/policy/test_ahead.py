@@ -1,0 +1,267 @@
+"""Claims for the step after the one under way: in order, each sample once, and staleness counted from what a
+gradient was computed on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps.errors import Ended, Fenced, InvalidArgument, PushRejected
+from pyps.native.core import Core
+from pyps.native.values import Claim, Config, Hyper, Moment, Optimizer, PushResult
+from pyps.store import Store
+from pyps.store.policies import ASP, HPS, SSP, Policy, SaPS
+from pyps.store.staging import Area
+
+LR = Hyper(lr=0.5)
+WAIT = 2  # PYPS_WAIT
+
+
+def make(policy: Policy, batches: tuple[int, ...], samples: int = 0, **more: int) -> list[Store]:
+    first = Store.create(
+        "ahead", {"w": np.ones(100)}, batches=batches, policy=policy, samples=samples, **more
+    )
+    stores = [first, *(Store.open("ahead") for _ in batches[1:])]
+    for rank, store in enumerate(stores):
+        store.join(rank)
+    return stores
+
+
+def close(stores: list[Store]) -> None:
+    for store in reversed(stores):
+        store.close()
+
+
+def filled(store: Store) -> Area:
+    area = store.stage()
+    area.flat.fill(0.0)
+    return area
+
+
+def push(store: Store, samples: int, based: int | None = None) -> PushResult:
+    return store.push(filled(store), samples, LR, based=based)
+
+
+def test_claims_come_in_order_and_the_pushes_belong_to_them(shm: Path) -> None:
+    stores = make(ASP(), (4,), samples=18)
+    (store,) = stores
+    claims = [store.start()]
+    assert store.start().first == 0, "the same until it is pushed"
+    held = store.pull()[1]
+    staleness = []
+    while True:
+        ahead = store.start_ahead()
+        assert ahead == store.start_ahead()
+        result = push(store, claims[-1].count, held)
+        held = store.pull()[1] - (ahead is not None)  # what the next one was begun with
+        staleness.append(result.staleness)
+        if ahead is None:
+            break
+        claims.append(ahead)
+    assert [(c.first, c.count) for c in claims] == [(0, 4), (4, 4), (8, 4), (12, 4), (16, 2)]
+    assert [c.round for c in claims] == list(range(5))
+    assert staleness == [0, 1, 1, 1, 1]
+    with pytest.raises(Ended):
+        store.start()
+    close(stores)
+
+
+def test_nobody_claims_ahead_of_a_round_that_all_wait_for(shm: Path) -> None:
+    for name in ("bsp", "backup"):
+        stores = make(Policy.known[name](), (4,))
+        stores[0].start()
+        with pytest.raises(InvalidArgument, match=f"{name} waits"):
+            stores[0].start_ahead()
+        close(stores)
+
+
+def test_both_claims_of_who_leaves_are_handed_out_again(shm: Path) -> None:
+    stores = make(ASP(), (4, 4), samples=20)
+    one, other = stores
+    one.start()
+    assert one.start_ahead() is not None
+    one.leave()
+    firsts: list[int] = []
+    while len(firsts) < 20:
+        claim = other.start()
+        firsts += range(claim.first, claim.first + claim.count)
+        other.pull()
+        push(other, claim.count)
+    assert sorted(firsts) == list(range(20))
+    assert other.status().lost == 0
+    close(stores)
+
+
+def test_both_claims_of_a_fenced_one_are_handed_out_again(shm: Path) -> None:
+    stores = make(ASP(round_timeout_seconds=0.2), (4, 4), samples=12)
+    one, other = stores
+    one.start()
+    one.start_ahead()
+    claim = other.start()
+    other.pull()
+    push(other, claim.count)
+    seen = []
+    while len(seen) < 2:  # start() waits for those 8 samples, and fences who holds them
+        claim = other.start(5.0)
+        seen.append(claim.first)
+        other.pull()
+        push(other, claim.count)
+    assert seen == [0, 4]
+    with pytest.raises(Fenced):
+        push(one, 4)
+    one.rejoin()
+    assert one.start_ahead() is None
+    close(stores)
+
+
+def test_a_refused_push_leaves_the_next_claim(shm: Path) -> None:
+    stores = make(SaPS(threshold="fixed", bound=1), (4, 4))
+    one, other = stores
+    one.start()
+    ahead = one.start_ahead()
+    assert ahead is not None
+    one.pull()
+    for _ in range(3):
+        claim = other.start()
+        other.pull()
+        push(other, claim.count)
+    with pytest.raises(PushRejected):
+        push(one, 1)
+    one.pull()
+    now = one.start()
+    assert (now.first, now.count) == (ahead.first, ahead.count)
+    assert push(one, 1).staleness == 0
+    close(stores)
+
+
+def test_ssp_lets_nobody_further_by_working_ahead(shm: Path) -> None:
+    stores = make(SSP(bound=1), (1, 1))
+    fast, _ = stores
+    taken = [fast.start()]
+    while (ahead := fast.start_ahead()) is not None:
+        taken.append(ahead)
+        fast.pull()
+        push(fast, 1)
+    assert len(taken) == 1 + 1, "bound + 1 steps"
+    close(stores)
+
+
+def rounds_of(stores: list[Store], rounds: int) -> list[list[Claim]]:
+    """Each rank's claims in a run where all work ahead; every push of a round but the last in threads."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def drive(store: Store) -> list[Claim]:
+        claims = [store.start()]
+        base = store.pull()[1]
+        for _ in range(rounds):
+            ahead = store.start_ahead()
+            result = store.push(filled(store), claims[-1].count, LR, based=base)
+            assert result.staleness == min(1, result.version - 1)
+            base = max(0, store.pull()[1] - 1)
+            assert ahead is not None
+            claims.append(ahead)
+        return claims
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        return list(pool.map(drive, stores, timeout=30))
+
+
+def test_rounds_of_hps_keep_the_global_batch_ahead(shm: Path) -> None:
+    stores = make(HPS(), (5, 3, 2))
+    stores[1].offer(2)
+    claims = rounds_of(stores, 8)
+    for of_round in zip(*claims, strict=True):
+        assert sum(claim.count for claim in of_round) == 10
+        assert len({claim.round for claim in of_round}) == 1
+    assert all(claim.count <= 2 for claim in claims[1][2:])
+    positions = sorted(p for mine in claims for c in mine for p in range(c.first, c.first + c.count))
+    assert positions == list(range(90))
+    close(stores)
+
+
+def test_the_core_steps_the_same_in_virtual_time() -> None:
+    core = lone_core(ASP(), (4,), 0)
+    assert core.step(Moment.START, 0, 2).first == 0
+    assert core.step(Moment.START_AHEAD, 0, 3).first == 4
+    core.step(Moment.PULL, 0, 4, version=0)
+    assert core.push(0, 5, 0, 4, 1, 0.0).ticket == 1
+    core.step(Moment.PULL, 0, 6, version=1)
+    assert core.step(Moment.START_AHEAD, 0, 7).first == 8
+    assert core.step(Moment.PUSH, 0, 8, area=1, samples=4, based=1).staleness == 1
+
+
+def lone_core(policy: Policy, batches: tuple[int, ...], samples: int) -> Core:
+    config = Config(
+        tensors=(), initial=(), batches=batches, groups=1, optimizer=Optimizer.SGD, policy=policy.number,
+        round_timeout_seconds=1e6, samples=samples, chunk_params=0, max_participants=len(batches),
+        snapshot_spares=0, areas=2, rules=policy.rules(),
+    )  # fmt: skip
+    core = Core(config)
+    for slot in range(len(batches)):
+        core.step(Moment.JOIN, slot, 1, rank=slot)
+    return core
+
+
+class Crowd:
+    """Workers that do whatever they may in any order; `trained` are the positions of admitted pushes."""
+
+    def __init__(self, core: Core, count: int) -> None:
+        self.core, self.now = core, 1
+        self.ended = [False] * count
+        self.gone = [False] * count
+        self.area = [0] * count
+        self.trained: list[int] = []
+
+    def act(self, slot: int, deed: str) -> None:
+        self.now += 1_000_000
+        if self.gone[slot]:
+            self.core.step(Moment.JOIN, slot, self.now, rank=slot)
+            self.gone[slot] = self.ended[slot] = False
+        if deed == "leave":
+            self.core.step(Moment.LEAVE, slot, self.now, state=3)
+            self.gone[slot] = True
+            return
+        try:
+            claim = self.core.step(Moment.START, slot, self.now)
+        except Ended:
+            self.ended[slot] = True
+            return
+        if claim.verdict == WAIT:
+            return
+        first, count = claim.first, claim.count
+        if deed == "ahead":
+            following = self.core.step(Moment.START_AHEAD, slot, self.now)
+            assert not following.count or following.first != first
+            return
+        self.core.step(Moment.PULL, slot, self.now, version=claim.version)
+        self.area[slot] ^= 1
+        try:
+            pushed = self.core.push(slot, self.now, self.area[slot], count, 1000, 0.0)
+        except PushRejected:
+            return
+        if pushed.verdict != WAIT:
+            self.trained += range(first, first + count)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([ASP(), SSP(bound=1), SaPS(threshold="fixed", bound=3), HPS()]),
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["ahead", "push", "push", "leave"])), max_size=60),
+)
+def test_whoever_works_ahead_comes_or_goes_each_sample_is_trained_once(
+    policy: Policy, deeds: list[tuple[int, str]]
+) -> None:
+    crowd = Crowd(lone_core(policy, (5, 3, 4), 120), 3)
+    for slot, deed in deeds:
+        crowd.act(slot, deed)
+    for turn in range(400):
+        crowd.act(turn % 3, "ahead" if turn % 2 else "push")
+    for turn in range(400):
+        crowd.act(turn % 3, "push")
+    assert all(crowd.ended)
+    assert sorted(crowd.trained) == list(range(120))

@@ -1,0 +1,124 @@
+"""Journals: a replay finds what was changed, says what is missing, and takes no file at its word."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pyps
+from pyps.errors import Ended, PushRejected, SegmentCorrupt, SegmentNotFound, StoreError
+from pyps.native.values import Advice, Hyper
+from pyps.simulate import replay
+from pyps.store.policies import Policy
+
+BYTES, SEQUENCE, VERDICT, KIND, NOW = (
+    0,
+    8,
+    24,
+    32,
+    40,
+)  # offsets into an entry, as csrc/store/journal.c has it
+PUSH = 6
+
+
+def work(store: pyps.Store, rank: int, journal: Path) -> None:
+    store.journal(journal)
+    store.join(rank)
+    flat = np.empty(store.layout.flat_elements, np.float32)
+    while True:
+        try:
+            claim = store.start()
+            area = store.stage()
+            store.pull(flat)
+            if store.check(1, 1) is Advice.ABORT:
+                continue
+            area.flat[:] = 1.0
+            store.push(area, claim.count, Hyper(lr=1e-3), pulled=flat, square_norm=1.0 + rank)
+        except PushRejected:
+            pass
+        except Ended:
+            break
+    store.leave()
+
+
+def journalled(tmp_path: Path, policy: str, ranks: int = 3) -> Path:
+    """A run of threads, each with a handle of its own."""
+    journal, name = tmp_path / "journal", f"replay-{tmp_path.name[-40:]}"
+    batches = [4, 2, 3][:ranks]
+    with pyps.Store.create(
+        name, {"w": np.zeros(64)}, batches=batches, policy=policy, samples=120, max_participants=ranks
+    ) as first:
+        stores = [first, *(pyps.Store.open(name) for _ in range(ranks - 1))]
+        threads = [threading.Thread(target=work, args=(s, k, journal)) for k, s in enumerate(stores)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        for store in stores[1:]:
+            store.close()
+    return journal
+
+
+def entries(data: bytes) -> list[int]:
+    at, found = 0, []
+    while at < len(data):
+        found.append(at)
+        at += struct.unpack_from("<Q", data, at + BYTES)[0]
+    return found
+
+
+def commits_a_push(data: bytes, at: int) -> bool:
+    return struct.unpack_from("<I", data, at + KIND)[0] == PUSH and data[at + VERDICT] == 0
+
+
+@pytest.mark.parametrize("policy", [name for name in Policy.known if name != "custom"])
+def test_every_policy_decides_the_same_again(shm: Path, tmp_path: Path, policy: str) -> None:
+    again = replay(journalled(tmp_path, policy))
+    assert (again.differences, again.lost, again.first) == (0, 0, "")
+    assert again.decisions > again.events >= 120 // 4
+
+
+def test_a_time_that_was_changed_is_found(shm: Path, tmp_path: Path) -> None:
+    journal = journalled(tmp_path, "r2sp")
+    data = bytearray(journal.read_bytes())
+    at = [at for at in entries(data) if commits_a_push(data, at)][9]
+    now = struct.unpack_from("<Q", data, at + NOW)[0]
+    struct.pack_into("<Q", data, at + NOW, now + 10**9)
+    journal.write_bytes(data)
+    again = replay(journal)
+    assert again.differences > 0
+    assert "event 6" in again.first
+
+
+def test_an_event_that_is_missing_is_counted(shm: Path, tmp_path: Path) -> None:
+    journal = journalled(tmp_path, "asp")
+    data = journal.read_bytes()
+    at = [at for at in entries(data) if commits_a_push(data, at)][-2]
+    size = struct.unpack_from("<Q", data, at)[0]
+    journal.write_bytes(data[:at] + data[at + size :])
+    assert replay(journal).lost > 0
+    journal.write_bytes(data[:-3])  # the last entry, cut short
+    assert replay(journal).differences == 0
+
+
+def test_no_file_is_trusted(tmp_path: Path, shm: Path) -> None:
+    with pytest.raises(SegmentNotFound):
+        replay(tmp_path / "none")
+    bad = tmp_path / "bad"
+    bad.write_bytes(bytes(4096))
+    with pytest.raises(SegmentCorrupt):
+        replay(bad)
+    data = journalled(tmp_path, "saps", ranks=2).read_bytes()
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        changed = bytearray(data)
+        for at in draw.integers(0, len(data), 8):
+            changed[at] = draw.integers(256)
+        bad.write_bytes(changed)
+        with contextlib.suppress(StoreError):
+            replay(bad)

@@ -1,0 +1,265 @@
+"""Measuring: which batches run, in which order, within which memory, and what becomes of the seconds.
+
+The logic is tested on a device made of arithmetic; a few real steps on the CPU show that the rest is real.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps.errors import InputError
+from pyps.profiler import profile_model
+from pyps.profiler.fit import point_seconds
+from pyps.profiler.measure import LADDER_MAX, Probe, climb, ladder, memory_model, time_in_rounds
+from pyps.profiler.stepper import OutOfMemoryError, resolve_device
+from pyps.tasks.builtin import TrainingTask, digits_mlp
+
+torch.set_num_threads(1)
+
+
+class ArithmeticDevice:
+    """T(b) = 1 ms + 10 us * b; 100 + b bytes of a budget; remembers what ran."""
+
+    name, kind = "arithmetic", "cpu"
+
+    def __init__(self, budget_bytes: int, real_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self.real_bytes = budget_bytes if real_bytes is None else real_bytes
+        self.ran: list[int] = []
+        self.timed: list[int] = []
+
+    def prepare(self, batch: int) -> int:
+        return batch
+
+    def step(self, data: Any) -> None:
+        if 100 + data > self.real_bytes:
+            raise OutOfMemoryError
+        self.ran.append(data)
+
+    def timed_step(self, data: Any, batch: int) -> float:
+        self.step(data)
+        self.timed.append(batch)
+        return 1e-3 + 1e-5 * batch
+
+    def peak_bytes(self, data: Any) -> int:
+        self.step(data)
+        return 100 + int(data)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(2, 2**31 - 1))
+def test_the_ladder_is_ascending_short_and_ends_at_the_maximum(max_batch: int) -> None:
+    sizes = ladder(max_batch)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, max_batch)
+    assert len(sizes) <= LADDER_MAX
+    assert len(sizes) >= min(max_batch, 7)
+
+
+def test_the_ladder_of_a_power_of_two_is_its_powers() -> None:
+    assert ladder(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+def test_climbing_stops_where_memory_would_end() -> None:
+    said: list[str] = []
+    device = ArithmeticDevice(budget_bytes=100 + 40)
+    probes = climb(device, [1, 8, 16, 32, 64, 128], 1.0, said.append)
+    assert [p.batch for p in probes] == [1, 8, 16, 32]
+    assert max(device.ran) == 32  # the step that would not fit is never tried
+    assert said == ["memory limits the batch: 32 fits and 64 does not (0.0 GiB)"]
+
+
+def test_climbing_survives_running_out_of_memory() -> None:
+    device = ArithmeticDevice(budget_bytes=10**9, real_bytes=100 + 40)
+    probes = climb(device, [1, 8, 16, 32, 64, 128], 1.0, lambda _: None)
+    assert [p.batch for p in probes] == [1, 8, 16, 32]
+
+
+@settings(derandomize=True, deadline=None)
+@given(limit=st.integers(2, 10**6), known=st.booleans())
+def test_without_sizes_the_limit_is_found_to_a_sixteenth_of_its_octave(limit: int, known: bool) -> None:
+    budget = 100 + limit
+    device = ArithmeticDevice(budget if known else 10**9, budget)
+    probes = climb(device, None, 1e9, lambda _: None)
+    largest = probes[-1].batch
+    assert largest <= limit
+    assert limit - largest <= max(0, limit / 16)
+    assert [p.batch for p in probes] == sorted({p.batch for p in probes})
+    assert 2 <= len(probes) <= LADDER_MAX
+
+
+def test_without_sizes_patience_ends_too() -> None:
+    probes = climb(ArithmeticDevice(10**9), None, 0.02, lambda _: None)
+    assert probes[-1].batch == 1024  # 11 ms; 2048 would take more than 20
+    assert all(p.seconds <= 0.02 for p in probes)
+
+
+def test_fewer_than_two_sizes_are_refused() -> None:
+    with pytest.raises(InputError, match="memory for 1 of the batch sizes"):
+        climb(ArithmeticDevice(10**9, 101), [1, 2, 4], 1.0, lambda _: None)
+
+
+def test_rounds_are_interleaved_and_keep_every_second() -> None:
+    device = ArithmeticDevice(10**9)
+    calls: list[tuple[int, int]] = []
+    seconds = time_in_rounds(device, [1, 4, 16], 5, lambda done, total: calls.append((done, total)))
+    warm, kept = device.timed[::2], device.timed[1::2]
+    assert warm == kept, "a step of the same size before each that counts"
+    rounds = [kept[k : k + 3] for k in range(0, 15, 3)]
+    assert all(sorted(r) == [1, 4, 16] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+    assert {b: len(s) for b, s in seconds.items()} == {1: 5, 4: 5, 16: 5}
+    assert calls[-1] == (15, 15)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(0, 10**9), min_size=3, max_size=8))
+def test_the_memory_model_lies_above_every_peak(noise: list[int]) -> None:
+    probes = [Probe(2**k, 1.0, 10**6 * 2**k + n) for k, n in enumerate(noise)]
+    memory = memory_model(probes, 10**12)
+    if memory is not None:
+        need = [memory.fixed_bytes + memory.bytes_per_sample * p.batch for p in probes]
+        assert all(n >= p.peak_bytes - 1e-3 for n, p in zip(need, probes, strict=True))
+
+
+def test_the_memory_model_is_exact_on_a_line_and_silent_without_growth() -> None:
+    line = memory_model([Probe(b, 1.0, 1000 + 24 * b) for b in (1, 2, 8)], 10**6)
+    assert line is not None
+    assert (line.fixed_bytes, line.bytes_per_sample, line.budget_bytes) == (1000, 24.0, 10**6)
+    assert memory_model([Probe(b, 1.0, 1000) for b in (1, 2, 8)], 10**6) is None
+
+
+def test_a_real_profile_of_the_cpu() -> None:
+    threads = torch.get_num_threads()
+    profile = profile_model("digits_mlp", batches=[64, 1, 256], repeats=3, threads=1)
+    assert torch.get_num_threads() == threads
+    assert [p.batch for p in profile.points] == [1, 64, 256]
+    assert all(len(point_seconds(p)) >= 3 and (p.peak_bytes or 0) > 0 for p in profile.points)
+    assert (profile.device.kind, profile.device.emulated, profile.device.throttle) == ("cpu", False, 1.0)
+    assert (profile.model.name, profile.model.parameters) == ("digits_mlp", 85002)
+    assert profile.max_batch == 256
+    assert profile.fit is not None
+
+
+def test_a_throttled_profile_is_slower_and_says_so() -> None:
+    """The throttle multiplies CPU time; other processes matter where it is 1, so the quickest step counts."""
+
+    def quickest(factor: float) -> float:
+        profile = profile_model("digits_mlp", batches=[1, 1024], repeats=5, throttle=factor, threads=1)
+        assert (profile.device.emulated, profile.device.throttle) == (True, factor)
+        return min(point_seconds(profile.points[-1]))
+
+    assert quickest(8.0) > 3.0 * quickest(1.0)
+
+
+def test_a_task_of_ones_own_with_nested_batches() -> None:
+    def make_batch(batch: int) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor]]:
+        return {"input": torch.zeros(batch, 4)}, (torch.zeros(batch, 2),)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+
+        def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+            out: torch.Tensor = self.layer(data["input"])
+            return out
+
+    task = TrainingTask(Net(), make_batch, lambda out, targets: ((out - targets[0]) ** 2).mean())
+    profile = profile_model(task, batches=[1, 2], repeats=1, max_batch=64)
+    assert (profile.model.name, profile.max_batch) == ("Net", 64)
+
+
+def test_a_task_that_fails_is_named() -> None:
+    good = digits_mlp()
+    broken = TrainingTask(good.model, lambda batch: (torch.zeros(batch, 63), torch.zeros(batch)), good.loss)
+    with pytest.raises(InputError, match=r"Sequential: training step: found RuntimeError: .*shapes"):
+        profile_model(broken, batches=[1, 2])
+
+    def no_data(batch: int) -> tuple[Any, Any]:
+        raise FileNotFoundError("data.bin")
+
+    with pytest.raises(InputError, match=r"make_batch\(1\): found FileNotFoundError: data.bin"):
+        profile_model(TrainingTask(good.model, no_data, good.loss), batches=[1, 2])
+
+
+def test_running_out_of_real_cpu_memory_is_recovered() -> None:
+    good = digits_mlp()
+
+    def make_batch(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return good.make_batch(batch) if batch <= 4 else (torch.empty(2**60), torch.empty(1))
+
+    said: list[str] = []
+    task = TrainingTask(good.model, make_batch, good.loss)
+    profile = profile_model(task, batches=[1, 2, 4, 8], max_batch=8, repeats=1, notify=said.append)
+    assert [p.batch for p in profile.points] == [1, 2, 4]
+    assert profile.max_batch == 4
+    assert said[0].startswith("memory limits the batch: 4 fits and 8 does not")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_batch": -4}, "max_batch: found -4"),
+        ({"max_batch": 1}, "max_batch: found 1"),
+        ({"batches": [1]}, "batches: found 1; expected two or more"),
+        ({"batches": []}, "batches: found none"),
+        ({"batches": [-1, 4]}, "batches: found -1,4"),
+        ({"batches": [1, 8], "max_batch": 4}, "batches: found 8; expected at most max_batch = 4"),
+        ({"repeats": 0}, "repeats: found 0"),
+        ({"threads": 0}, "threads: found 0"),
+        ({"throttle": 0.5}, "throttle: found 0.5"),
+        ({"throttle": float("nan")}, "throttle: found nan"),
+        ({"max_step_seconds": 0.0}, "max_step_seconds: found 0.0"),
+        ({"device": "tpu"}, "device: found 'tpu'; expected cpu or cuda:N"),
+        ({"device": "cuda:x"}, "device: found 'cuda:x'"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as refused:
+        profile_model("digits_mlp", **arguments)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("available", "count", "message"),
+    [(False, 0, "sees no CUDA device"), (True, 2, "cuda:N with N below 2")],
+)
+def test_a_gpu_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, available: bool, count: int, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(InputError) as refused:
+        resolve_device("cuda:7")
+    assert message in str(refused.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("throttle", [None, 3.0])
+def test_a_real_profile_of_a_gpu(throttle: float | None) -> None:
+    profile = profile_model("cnn", device="cuda:0", batches=[1, 256, 1024], repeats=5, throttle=throttle)
+    assert profile.device.kind == "cuda"
+    medians = [float(np.median(point_seconds(p))) for p in profile.points]
+    assert medians[-1] > medians[0] > 0
+    assert profile.memory is not None
+    assert profile.memory.bytes_per_sample > 1024 * 3 * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_memory_limit_is_found() -> None:
+    torch.cuda.set_per_process_memory_fraction(0.02)
+    try:
+        said: list[str] = []
+        profile = profile_model("cnn", device="cuda:0", repeats=1, max_step_seconds=60, notify=said.append)
+        assert profile.max_batch is not None
+        assert profile.max_batch > 64
+        assert any("memory limits the batch" in text for text in said)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,151 @@
+"""The parts import in one direction. Parsed, not run, so that lazy imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"pyps": ROOT / "pyps", "pyps.solver": ROOT / "solver", "pyps.profiler": ROOT / "profiler"}
+
+# Upwards: a part may import those of its own layer and of layers below it. A module that is not named here
+# fails the test: whoever adds one says where it belongs.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"pyps._native"}),
+    frozenset({"pyps.errors"}),
+    frozenset({"pyps.formats"}),
+    frozenset({"pyps.tasks"}),
+    frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
+    frozenset({"pyps.store"}),
+    frozenset({"pyps.remote"}),
+    frozenset({"pyps.worker"}),
+    frozenset({"pyps.run", "pyps.simulate", "pyps.torch"}),
+    frozenset({"pyps.cli"}),
+    frozenset({"pyps.__main__"}),
+    frozenset({"pyps"}),  # the front: names loaded when first used
+)
+HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
+
+# What a part must not import, wherever its layer is.
+BANNED = {
+    "pyps.simulate": ("pyps.store.store", "pyps.worker.loop", "pyps.run", "pyps.torch"),
+    "pyps.torch": ("pyps.store", "pyps.native", "pyps.worker.loop", "pyps.run", "pyps.simulate"),
+    "pyps.run": ("torch", "pyps.worker.loop", "pyps.simulate", "pyps.torch"),
+    "pyps.solver": ("torch", "pyps.native", "pyps.profiler.measure"),
+    "pyps.profiler": ("pyps.native", "pyps.solver"),
+    "pyps.native": ("torch", "pyps.solver", "pyps.profiler"),
+    "pyps.remote": ("torch",),
+    "pyps.formats": ("numpy", "torch"),
+    "pyps.errors": ("numpy", "torch", "msgspec"),
+}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the three packages: its dotted name and file."""
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((package, *(p for p in parts if p != "__init__")))
+            yield name, path
+
+
+def imports(name: str, path: Path) -> set[str]:
+    """The modules that a file imports, wherever in it, save those for type checkers only."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for node in _outside_type_checking(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative imports hide what is imported"
+            module = node.module or ""
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _outside_type_checking(node: ast.AST, functions: bool = True) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.FunctionDef) and not functions:
+            continue
+        yield child
+        yield from _outside_type_checking(child, functions)
+
+
+def first_imports(name: str, path: Path) -> set[str]:
+    """The modules of ours that have to be there before this one: its imports outside functions.
+
+    A package's __init__ comes before its modules, except before those that it imports itself.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for node in _outside_type_checking(tree, functions=False):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    found |= {module.rpartition(".")[0] for module in found}
+    return {m for m in found if m in MODULES and m != name and not name.startswith(m + ".")}
+
+
+def part_of(module: str) -> str | None:
+    """The longest named part that a module belongs to; None for what is not pyps."""
+    while module not in HEIGHT or module == "pyps":
+        if "." not in module:
+            return "pyps" if module == "pyps" else None
+        module = module.rpartition(".")[0]
+    return module
+
+
+MODULES = dict(modules())
+
+
+def test_every_module_has_a_layer() -> None:
+    unplaced = [name for name in MODULES if name != "pyps" and part_of(name) == "pyps"]
+    assert not unplaced, "say in LAYERS where these belong"
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {"pyps"}))
+def test_no_part_imports_one_above_it(name: str) -> None:
+    part = part_of(name)
+    assert part is not None
+    for imported in sorted(imports(name, MODULES[name])):
+        other = part_of(imported)
+        if other is not None and other != part:
+            assert HEIGHT[other] <= HEIGHT[part], f"{name} imports {imported}, which stands above it"
+
+
+@pytest.mark.parametrize("part", sorted(BANNED))
+def test_what_a_part_must_not_import(part: str) -> None:
+    mine = [name for name in MODULES if name == part or name.startswith(part + ".")]
+    assert mine, f"no module {part}"
+    for name in mine:
+        for imported in imports(name, MODULES[name]):
+            for banned in BANNED[part]:
+                assert not (imported + ".").startswith(banned + "."), f"{name} imports {imported}"
+
+
+def test_native_alone_imports_the_extension() -> None:
+    importers = {
+        name for name, path in MODULES.items() if any("_native" in i.split(".") for i in imports(name, path))
+    }
+    assert importers == {"pyps.native", "pyps.native.core", "pyps.native.custom"}
+
+
+def test_nobody_imports_the_bare_folders() -> None:
+    files = [p for d in ("tests", "benchmarks", "examples") for p in sorted((ROOT / d).rglob("*.py"))]
+    for name, path in [*MODULES.items(), *((str(p), p) for p in files)]:
+        bare = {i for i in imports(name, path) if i.split(".")[0] in ("solver", "profiler")}
+        assert not bare, f"{name} imports {bare}: write pyps.solver or pyps.profiler"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Such a circle works or not depending on who is imported first."""
+    graph = {name: first_imports(name, path) for name, path in MODULES.items()}
+    while leaves := {name for name, needed in graph.items() if not needed}:
+        graph = {name: needed - leaves for name, needed in graph.items() if name not in leaves}
+    assert not graph, "these are in a circle, or need one that is"

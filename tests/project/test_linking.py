@@ -1,0 +1,129 @@
+"""The C library as others meet it: installed from the wheel, found, linked, trained with."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STRICT = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """With the unpacked wheel before everything else, as if it were installed."""
+    home = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(home)
+    return {**os.environ, "PYTHONPATH": str(home), "HOME": str(home)}
+
+
+def run(environment: dict[str, str], *command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def ask(environment: dict[str, str], *questions: str) -> list[str]:
+    elsewhere = Path(environment["HOME"])  # -m looks first where it is run
+    return run(environment, sys.executable, "-m", "pyps", *questions, cwd=elsewhere).split()
+
+
+def copied(example: str, tmp_path: Path) -> Path:
+    folder = tmp_path / example
+    shutil.copytree(ROOT / "examples" / example, folder, ignore=shutil.ignore_patterns("trainer"))
+    return folder
+
+
+def declared() -> set[str]:
+    text = (ROOT / "csrc" / "pyps.h").read_text()
+    return set(re.findall(r"PYPS_API [^;(]*?(pyps_\w+)\(", text))
+
+
+def test_the_header_stands_alone(environment: dict[str, str], tmp_path: Path) -> None:
+    (include,) = ask(environment, "--includedir")
+    assert include.startswith(environment["PYTHONPATH"])
+    for compiler, standard, suffix in (("cc", "c11", "c"), ("c++", "c++17", "cpp")):
+        source = tmp_path / f"alone.{suffix}"
+        source.write_text("#include <pyps.h>\nint main(void) { return pyps_abi_version() != PYPS_ABI; }\n")
+        flags = ask(environment, "--cflags", "--libs")
+        program = str(tmp_path / suffix)
+        run(environment, compiler, f"-std={standard}", *STRICT, str(source), *flags, "-o", program)
+        run(environment, program)
+
+
+def test_exactly_the_header_is_exported(environment: dict[str, str]) -> None:
+    (lib,) = ask(environment, "--libdir")
+    listed = run(environment, "nm", "-D", "--defined-only", f"{lib}/libpyps.so.1")
+    names = {line.split()[-1].partition("@")[0] for line in listed.splitlines()} - {"PYPS_1"}
+    assert names == declared()
+    assert len(names) > 25
+    dynamic = run(environment, "readelf", "-d", f"{lib}/libpyps.so.1")
+    assert "Library soname: [libpyps.so.1]" in dynamic
+
+
+@pytest.mark.parametrize(("example", "policy"), [("c", "bsp"), ("cpp", "asp")])
+def test_the_examples_train(
+    environment: dict[str, str], shm: Path, tmp_path: Path, example: str, policy: str
+) -> None:
+    folder, environment = copied(example, tmp_path), {**environment, "PYPS_SHM_DIR": str(shm)}
+    run(environment, "make", "-C", str(folder), f"PYTHON={sys.executable}", "trainer")
+    train = str(ROOT / "examples" / "c" / "train.py")
+    said = run(environment, sys.executable, train, "--trainer", str(folder / "trainer"), "--policy", policy)
+    assert re.search(rf"20000 samples under {policy}: 9[5-9]\.\d%", said)
+    assert not list(shm.iterdir())
+
+
+@pytest.mark.skipif(not shutil.which("pkg-config"), reason="needs pkg-config")
+def test_pkg_config_finds_it(environment: dict[str, str], tmp_path: Path) -> None:
+    (folder,) = ask(environment, "--pkgconfigdir")
+    found = {**environment, "PKG_CONFIG_PATH": folder}
+    flags = run(found, "pkg-config", "--cflags", "--libs", "pyps").split()
+    version = run(found, "pkg-config", "--modversion", "pyps")
+    assert [version] == ask(environment, "--version")
+    program = str(tmp_path / "trainer")
+    run(environment, "cc", str(ROOT / "examples" / "c" / "trainer.c"), *flags, "-lm", "-o", program)
+    run({**environment, "LD_LIBRARY_PATH": ""}, "ldd", program)
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
+@pytest.mark.parametrize("example", ["c", "cpp"])
+def test_cmake_finds_it(environment: dict[str, str], tmp_path: Path, example: str) -> None:
+    folder = copied(example, tmp_path)
+    (config,) = ask(environment, "--cmakedir")
+    run(environment, "cmake", "-S", str(folder), "-B", str(folder / "build"), f"-Dpyps_DIR={config}")
+    run(environment, "cmake", "--build", str(folder / "build"))
+    assert subprocess.run([folder / "build" / "trainer"]).returncode == 2  # it says how to use it
+
+
+def test_the_static_library_needs_no_other(environment: dict[str, str], tmp_path: Path) -> None:
+    program = str(tmp_path / "trainer")
+    flags = ask(environment, "--cflags", "--static-libs")
+    run(environment, "cc", str(ROOT / "examples" / "c" / "trainer.c"), *flags, "-o", program)
+    assert "libpyps" not in run(environment, "ldd", program)
+
+
+def test_the_documented_step_compiles(environment: dict[str, str], tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "linking.md").read_text()
+    (code,) = re.findall(r"```c\n(.*?)```", page, re.S)
+    source = tmp_path / "step.c"
+    source.write_text(code)
+    flags = ask(environment, "--cflags")
+    run(environment, "cc", "-std=c11", *STRICT, "-c", str(source), *flags, "-o", str(tmp_path / "step.o"))
+
+
+def test_bad_data_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    folder = copied("c", tmp_path)
+    run(environment, "make", "-C", str(folder), f"PYTHON={sys.executable}", "trainer")
+    (tmp_path / "empty").touch()
+    done = subprocess.run(
+        [folder / "trainer", "no-such", tmp_path / "empty", "0"], capture_output=True, text=True
+    )
+    assert (done.returncode, "expected rows" in done.stderr) == (2, True)

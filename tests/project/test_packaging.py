@@ -1,0 +1,81 @@
+"""What a user installs: the wheel's tag and contents, and that it works outside the source folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"pyps": "pyps", "pyps.solver": "solver", "pyps.profiler": "profiler"}
+EVERYTHING = """
+import sys
+import pyps, pyps.native, pyps.solver, pyps.profiler
+for module in (pyps, pyps.native, pyps.solver, pyps.profiler):
+    assert module.__file__.startswith(sys.argv[1]), module.__file__
+assert pyps.native.abi_version() == 4
+from pyps.formats import schema
+assert schema("plan")
+try:
+    import solver
+except ImportError:
+    pass
+else:
+    raise SystemExit(f"a bare solver can be imported: {solver.__file__}")
+"""
+
+
+def names(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def test_one_wheel_for_all_pythons_of_a_platform(wheel: Path) -> None:
+    assert wheel.name.startswith("pyps_train-")
+    assert "-cp311-abi3-linux_" in wheel.name
+    shared = sorted(name for name in names(wheel) if ".so" in name)
+    assert shared == ["pyps/_native.abi3.so", "pyps/lib/libpyps.so", "pyps/lib/libpyps.so.1"]
+
+
+def test_nothing_but_pyps_at_the_top(wheel: Path) -> None:
+    tops = {name.split("/")[0] for name in names(wheel)}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"pyps"}
+    with zipfile.ZipFile(wheel) as archive:
+        top_level = next(n for n in archive.namelist() if n.endswith("top_level.txt"))
+        assert archive.read(top_level).split() == [b"pyps"]
+
+
+def test_types_and_every_module_are_in_it(wheel: Path) -> None:
+    inside = set(names(wheel))
+    assert {"pyps/py.typed", "pyps/_native.pyi", "pyps/formats/schemas/plan.schema.json"} <= inside
+    for package, folder in PACKAGES.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            name = f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder)}"
+            assert name in inside, f"{name} is not in the wheel"
+
+
+def test_declared_packages_are_the_folders() -> None:
+    declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = set()
+    for package, folder in PACKAGES.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join((package, *init.parent.relative_to(ROOT / folder).parts)))
+    assert declared == found
+
+
+def test_it_works_from_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    unpacked = str((tmp_path / "unpacked").resolve())
+    code = f"import sys; sys.path.insert(0, {unpacked!r})\n{EVERYTHING}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, unpacked], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_constraints_pin_torch() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert sum(line.startswith("torch==") for line in lines) == 1

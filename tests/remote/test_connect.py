@@ -1,0 +1,90 @@
+"""`pyps run --connect`: the ranks of one plan started on two machines, here two folders, over the link."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_run import KILLED_ONCE, PYPS, SAMPLES, B, make_plan, script
+
+from pyps.errors import InputError, LinkLost
+from pyps.formats import write_json
+from pyps.remote.server import Server
+from pyps.run.events import read_events
+from pyps.run.supervisor import run
+
+
+def started(folder: Path, address: str, rank: int) -> subprocess.Popen[str]:
+    """`pyps run` with one rank of the plan, in a folder of its own."""
+    folder.mkdir()
+    write_json(folder / "plan.json", make_plan())
+    command = [
+        PYPS, "run", "--connect", address, "--ranks", str(rank), "--plan", folder / "plan.json",
+        "--samples", str(SAMPLES), "--seed", "7", "--run-dir", folder / "out", "--json",
+        script(folder, within=KILLED_ONCE),
+    ]  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_plan_on_two_machines_with_a_worker_killed_on_one(shm: Path, tmp_path: Path) -> None:
+    with Server("model", silence_seconds=1.0) as server:
+        crews = [started(tmp_path / f"host-{rank}", server.address, rank) for rank in range(2)]
+        outputs = [crew.communicate(timeout=100) for crew in crews]
+        assert [crew.returncode for crew in crews] == [0, 0], [err for _, err in outputs]
+    reports = [json.loads(out) for out, _ in outputs]
+    assert sum(report["samples"]["trained"] for report in reports) == SAMPLES
+    assert [[rank["rank"] for rank in report["ranks"]] for report in reports] == [[0], [1]]
+    assert [report["restarts"] for report in reports] == [0, 1]
+    saved = [dict(np.load(tmp_path / f"host-{rank}" / "out" / "parameters.npz")) for rank in range(2)]
+    assert saved[0].keys() == saved[1].keys() == {"weight", "bias", "pyps.version"}
+    for name, values in saved[0].items():
+        assert np.array_equal(values, saved[1][name])
+    kinds = [event.kind for event in read_events(tmp_path / "host-1" / "out" / "run.jsonl")]
+    kinds = [kind for kind in kinds if kind != "joined"]
+    assert kinds == ["started", "died", "restarted", "finished", "ended"]
+
+
+@pytest.mark.parametrize("ranks", [[], [2], [0, 0], [-1]])
+def test_ranks_that_there_are_not_are_refused(tmp_path: Path, ranks: list[int]) -> None:
+    write_json(tmp_path / "plan.json", make_plan())
+    with pytest.raises(InputError, match="ranks"):
+        run(tmp_path / "plan.json", script(tmp_path), samples=B, ranks=ranks, run_dir=tmp_path / "out")
+
+
+def test_a_run_without_a_server_is_an_error(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.remote.client.CONNECT_SECONDS", 0.3)
+    write_json(tmp_path / "plan.json", make_plan())
+    with pytest.raises(LinkLost):
+        run(
+            tmp_path / "plan.json", script(tmp_path), samples=B, run_dir=tmp_path / "out",
+            connect="tcp://127.0.0.1:9/model",
+        )  # fmt: skip
+
+
+def test_some_ranks_cannot_plan_anew_for_all(tmp_path: Path) -> None:
+    write_json(tmp_path / "plan.json", make_plan())
+    with pytest.raises(InputError, match="rebalance"):
+        run(tmp_path / "plan.json", script(tmp_path), samples=B, ranks=[0], rebalance=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_ends_in_order_on_a_signal(shm: Path, number: signal.Signals) -> None:
+    command = [PYPS, "serve", "model", "--json"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert json.loads(server.stdout.readline())["address"].endswith("/model")
+    server.send_signal(number)
+    _, said = server.communicate(timeout=60)
+    assert (server.returncode, said) == (128 + number, "")
+
+
+@pytest.mark.parametrize("name", ["", "bad name/x", "../x"])
+def test_a_name_that_no_worker_could_use_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="letters, digits"):
+        Server(name)

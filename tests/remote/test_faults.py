@@ -1,0 +1,454 @@
+"""Each push once and nothing for ever: lost replies, repeated calls, workers and servers that die or stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from remote_tools import RawClient, Relay, eventually, process
+
+from pyps import BSP
+from pyps.errors import (
+    Busy,
+    Ended,
+    Fenced,
+    Forked,
+    InvalidArgument,
+    LinkLost,
+    NotFinite,
+    StoreClosed,
+    TimedOut,
+)
+from pyps.native.values import Codec, Encoding, Hyper, MemberState, PushResult, Role
+from pyps.remote import open_store
+from pyps.remote.server import Server
+from pyps.remote.store import RemoteStore
+from pyps.remote.wire import PROTOCOL, Answer, Failure, Gradient
+from pyps.store import Store
+
+PYPS = str(Path(sys.executable).parent / "pyps")
+SILENCE = 0.8
+HYPER = Hyper(lr=0.5)
+SIZE = 3000
+
+
+@pytest.fixture
+def store(shm: Path) -> Iterator[Store]:
+    """Two ranks, asynchronous: a push is a step of its own."""
+    with Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 2], policy="asp", samples=200) as one:
+        yield one
+
+
+@pytest.fixture
+def server(store: Store) -> Iterator[Server]:
+    with Server("model", silence_seconds=SILENCE) as one:
+        yield one
+
+
+def open_remote(address: str) -> RemoteStore:
+    store = open_store(address)
+    assert isinstance(store, RemoteStore)
+    return store
+
+
+def push_ones(store: Store, samples: int) -> PushResult:
+    area = store.stage()
+    area["w"][:] = 1.0
+    return store.push(area, samples, HYPER)
+
+
+def value(store: Store) -> float:
+    """What every parameter is."""
+    (only,) = set(store.snapshot().tensors["w"].tolist())
+    return float(only)
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_a_lost_reply_does_not_push_twice(store: Store, server: Server, exchange: bool) -> None:
+    with (
+        Relay(server.address) as relay,
+        open_remote(relay.address) as far,
+        open_remote(server.address) as near,
+    ):
+        far.join(0)
+        near.join(1)
+        claim = far.start()
+        area = far.stage()
+        area["w"][:] = 1.0
+        out = np.zeros(far.layout.flat_elements, np.float32)
+        results: list[PushResult] = []
+
+        def push() -> None:
+            if exchange:
+                results.append(far.exchange(area, claim.count, HYPER, out)[0])
+            else:
+                results.append(far.push(area, claim.count, HYPER))
+
+        relay.deaf.set()
+        pusher = threading.Thread(target=push)
+        pusher.start()
+        eventually(lambda: store.status().version == 1)
+        eventually(lambda: relay.swallowed > 0)
+        near.start()
+        push_ones(near, 2)  # somebody else comes in between
+        relay.deaf.clear()
+        relay.cut()
+        pusher.join(20)
+        assert results == [replace(results[0], version=1, sources=1, samples=4)]
+        assert far.traffic.resent >= 1
+        assert server.counters.repeated >= 1
+        assert store.status().version == 2
+        assert value(store) == -1.0
+        assert [r.pushes for r in store.ranks()] == [1, 1]
+        assert not exchange or set(far.views(out)["w"].tolist()) == {-0.5}
+
+
+def test_connections_that_break_all_the_time_lose_nothing(store: Store, server: Server) -> None:
+    store.join(1)
+    with Relay(server.address, breaks_every=12) as relay, open_remote(relay.address) as far:
+        far.join(0)
+        for pushes in range(1, 51):
+            assert push_ones(far, far.start().count).version == pushes
+        with pytest.raises(Ended):
+            far.start()
+        assert value(store) == -25.0
+        assert store.ranks()[0].samples == 200
+        assert far.traffic.resent > 2
+
+
+def test_the_same_message_twice_is_one_push(store: Store, server: Server) -> None:
+    store.join(1)
+    with RawClient(server.address) as client:
+        client.ask("hello", PROTOCOL, "model")
+        client.ask("join", Role.WORKER, 0)
+        client.ask("start", -1.0)
+        gradient = Gradient(4, (HYPER,), 1.0, -1.0, Codec.F32)
+        numbers = np.ones(store.layout.flat_elements, np.float32)
+        message = client.message("push", gradient)
+        client.send(message, numbers)
+        assert isinstance(first := client.reply(), Answer)
+        for _ in range(3):
+            client.send(message, numbers)
+        assert [client.reply() for _ in range(3)] == [first] * 3
+        assert store.status().version == 1
+        client.seq -= 2  # an older name is refused
+        old = client.ask("push", gradient)
+        assert isinstance(old, Failure)
+        assert old.code == InvalidArgument.code
+        client.seq += 5  # a later one is all right: calls between were given up
+        assert isinstance(client.ask("get_status"), Answer)
+
+
+def test_a_repeated_call_is_answered_when_its_first_one_is(store: Store, server: Server) -> None:
+    with RawClient(server.address) as client:
+        client.ask("hello", PROTOCOL, "model")
+        client.ask("join", Role.WORKER, 0)
+        message = client.message("start", 20.0)  # waits for rank 1
+        client.send(message)
+        client.send(message)
+        assert client.reply(0.2) is None
+        early = client.ask("get_status")
+        assert isinstance(early, Failure)
+        assert early.code == Busy.code
+        store.join(1)
+        assert isinstance(client.reply(), Answer)
+        assert store.status().handed_out == 4
+
+
+WORKER = """
+import sys
+from pyps.errors import Fenced
+from pyps.remote import open_store
+from pyps.native.values import Hyper
+
+def push():
+    area = store.stage()
+    area["w"][:] = 1.0
+    return store.push(area, claim.count, Hyper(lr=0.5))
+
+with open_store(sys.argv[1]) as store:
+    store.join(0)
+    claim = store.start()
+    print(claim.first, claim.count, flush=True)
+    sys.stdin.readline()
+    try:
+        push()
+    except Fenced as late:
+        print("fenced", flush=True)
+        store.rejoin()
+        claim = store.start()
+        print(push().version, flush=True)
+"""
+
+
+def test_a_killed_worker_gives_its_samples_back(store: Store, server: Server) -> None:
+    store.join(1)
+    with process(WORKER, server.address) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "0 4\n"
+        child.kill()
+        eventually(lambda: store.ranks()[0].returned == 4)
+    assert store.start().first == 0, "what the dead one had comes first"
+    assert server.counters.silenced == 1
+    (member,) = [m for m in store.members() if m.rank == 0]
+    assert member.state is MemberState.LEFT
+    with open_remote(server.address) as successor:
+        assert successor.join() == 0
+
+
+def test_a_stopped_worker_is_fenced_and_comes_back(store: Store, server: Server) -> None:
+    store.join(1)
+    with process(WORKER, server.address) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.send_signal(signal.SIGSTOP)
+        eventually(lambda: store.ranks()[0].returned == 4)
+        child.send_signal(signal.SIGCONT)
+        out, _ = child.communicate("go on\n", timeout=20)
+        assert out == "fenced\n1\n"
+        assert child.returncode == 0
+    assert value(store) == -0.5
+    assert store.status().lost == 0
+
+
+def test_a_silent_worker_learns_what_became_of_its_push(store: Store, server: Server) -> None:
+    """Its push was taken, the reply was lost, and it was given up meanwhile: still no second push."""
+    store.join(1)
+    with RawClient(server.address) as client:
+        client.ask("hello", PROTOCOL, "model")
+        client.ask("join", Role.WORKER, 0)
+        client.ask("start", -1.0)
+        message = client.message("push", Gradient(4, (HYPER,), 1.0, -1.0, Codec.F32))
+        numbers = np.ones(store.layout.flat_elements, np.float32)
+        client.send(message, numbers)
+        assert isinstance(first := client.reply(), Answer)
+        eventually(lambda: server.counters.silenced == 1)
+        client.send(message, numbers)
+        assert client.reply() == first
+        late = client.ask("start", -1.0)
+        assert isinstance(late, Failure)
+        assert late.code == Fenced.code
+        assert isinstance(client.ask("rejoin"), Answer)
+        assert isinstance(client.ask("start", -1.0), Answer)
+        assert store.status().version == 1
+
+
+def test_who_only_looks_may_be_silent(store: Store, server: Server) -> None:
+    with RawClient(server.address) as client:
+        client.ask("hello", PROTOCOL, "model")
+        client.ask("join", Role.OBSERVER, -1)
+        eventually(lambda: server.counters.silenced == 1)
+        assert isinstance(client.ask("get_status"), Answer)
+        assert isinstance(client.ask("pull"), Answer)
+
+
+def test_a_rank_that_somebody_else_took_is_busy(store: Store, server: Server) -> None:
+    store.join(1)
+    with RawClient(server.address) as client:
+        client.ask("hello", PROTOCOL, "model")
+        client.ask("join", Role.WORKER, 0)
+        eventually(lambda: server.counters.silenced == 1)
+        with Store.open("model") as other:
+            eventually(lambda: all(m.state is MemberState.LEFT for m in store.members() if m.rank == 0))
+            other.join(0)
+            late = client.ask("rejoin")
+            assert isinstance(late, Failure)
+            assert late.code == Busy.code
+            assert isinstance(again := client.ask("pull"), Failure)
+            assert again.code == Fenced.code
+        assert isinstance(client.ask("rejoin"), Answer)
+
+
+def test_a_push_that_waits_too_long_can_be_resumed(shm: Path) -> None:
+    rules = BSP(round_timeout_seconds=30.0)
+    with Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 4], policy=rules) as store:
+        store.join(1)
+        with Server("model") as server, open_remote(server.address) as far:
+            far.join(0)
+            claim = far.start()
+            store.start()
+            area = far.stage()
+            area["w"][:] = 1.0
+            with pytest.raises(TimedOut):
+                far.push(area, claim.count, HYPER, timeout=0.05)
+            area["w"][:] = 77.0  # what was staged counts
+            other = store.stage()
+            other["w"][:] = 3.0
+            both = threading.Thread(target=store.push, args=(other, 4, HYPER))
+            both.start()
+            assert far.push(area, claim.count, HYPER).sources == 2
+            both.join()
+            assert value(far) == -1.0
+
+
+def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server) -> None:
+    store.join(1)
+    with open_remote(server.address) as far:
+        far.join(0)
+        claim = far.start()
+        area = far.stage()
+        area["w"][:] = np.nan
+        with pytest.raises(NotFinite):
+            far.push(area, claim.count, HYPER, encoding="int8")
+        assert far.push(area, 0, HYPER).version == 0
+        assert store.ranks()[0].skipped == claim.count
+        far.start()
+        area = far.stage()
+        area["w"][:] = 1.0
+        area["w"][5] = np.inf
+        result = far.push(area, 4, HYPER, encoding=Encoding(Codec.INT8, nonfinite="zero"))
+        assert result.nonfinite == 1
+
+
+SERVER = """
+import sys
+from pyps.remote.server import Server
+with Server("model", sys.argv[1], silence_seconds=float(sys.argv[2])) as server:
+    print(server.address, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_killed_server_is_an_error_and_a_new_one_is_told_apart(store: Store) -> None:
+    store.join(1)
+    with process(SERVER, "tcp://127.0.0.1:*", str(SILENCE)) as child:
+        assert child.stdout is not None
+        address = child.stdout.readline().strip()
+        far, other = open_remote(address), open_remote(address)
+        far.join(0)
+        claim = far.start()
+        area = far.stage()
+        child.kill()
+        child.wait()
+        began = time.monotonic()
+        with pytest.raises(LinkLost, match="nothing more was heard") as lost:
+            far.push(area, claim.count, HYPER)
+        assert time.monotonic() - began < 10 * SILENCE
+        assert lost.value.code == "lost"
+        far.close()
+        with pytest.raises(StoreClosed):
+            far.status()
+    assert store.reap() == 1
+    assert store.ranks()[0].returned == claim.count
+    with process(SERVER, address.rpartition("/")[0], str(SILENCE)) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline().strip() == address
+        with pytest.raises(LinkLost):
+            other.status()
+        other.close()
+        with open_remote(address) as again:
+            assert again.join() == 0
+
+
+def test_no_server_is_an_error(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyps.remote.client.CONNECT_SECONDS", 0.3)
+    with pytest.raises(LinkLost, match="nothing was heard of a server"):
+        open_store("tcp://127.0.0.1:9/model")
+
+
+def test_closing_a_server_ends_what_waits_there(store: Store) -> None:
+    server = Server("model", silence_seconds=SILENCE)
+    with open_remote(server.address) as far:
+        far.join(0)
+        failures: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                far.start(timeout=1.0)
+            except BaseException as error:
+                failures.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        time.sleep(0.2)
+        server.close()
+        waiter.join(20)
+        assert isinstance(failures[0], LinkLost)
+    assert store.status().active == 0
+
+
+def test_the_command_serves_and_ends_in_order(store: Store) -> None:
+    command = [PYPS, "serve", "model", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        address = json.loads(child.stdout.readline())["address"]
+        with open_remote(address) as far:
+            assert far.status().version == 0
+        child.terminate()
+        assert child.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_dead_workers_successor_waits_for_its_rank(store: Store, server: Server) -> None:
+    with RawClient(server.address) as dead, open_remote(server.address) as far:
+        dead.ask("hello", PROTOCOL, "model")
+        dead.ask("join", Role.WORKER, 0)
+        assert far.join(0) == 0
+        assert server.counters.silenced == 1
+        with open_remote(server.address) as third, pytest.raises(Busy):
+            third.join(0)
+
+
+def test_a_forked_child_may_not_use_the_link_and_does_no_harm(store: Store, server: Server) -> None:
+    with open_remote(server.address) as far:
+        far.join(0)
+        child = os.fork()
+        if child == 0:
+            try:
+                far.status()
+            except Forked:
+                far.close()
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert far.status().active == 1
+
+
+def test_a_server_is_closed_once(store: Store) -> None:
+    server = Server("model")
+    server.close()
+    server.close()
+
+
+def test_the_command_says_what_is_wrong(store: Store, tmp_path: Path) -> None:
+    def serve(*options: str) -> str:
+        done = subprocess.run([PYPS, "serve", "model", *options], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        return done.stderr
+
+    assert "without keys" in serve("--bind", "tcp://*:*")
+    assert "tcp://host:port" in serve("--bind", "10.0.0.1:5555")
+    assert "silence" in serve("--silence", "0")
+    (tmp_path / "file").touch()
+    assert "folder" in serve("--keys", str(tmp_path / "file"))
+
+
+def test_a_round_does_not_wait_for_the_silent(shm: Path) -> None:
+    """Synchronous: who said nothing more is left out, and what he had is handed out again."""
+    with (
+        Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 2], samples=12),
+        Server("model", silence_seconds=SILENCE) as server,
+        open_remote(server.address) as far,
+        RawClient(server.address) as dead,
+    ):
+        dead.ask("hello", PROTOCOL, "model")
+        dead.ask("join", Role.WORKER, 0)
+        far.join(1)
+        dead.ask("start", -1.0)
+        claim = far.start()
+        assert (claim.first, claim.count) == (4, 2)
+        result = push_ones(far, 2)
+        assert (result.sources, result.samples) == (1, 2)
+        assert far.start().first == 0
+        assert value(far) == -0.5

@@ -1,0 +1,301 @@
+"""Who may come, and what strangers can do: nothing. Keys, loopback, random bytes, wrong and huge frames."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from remote_tools import RawClient, eventually
+
+from pyps.errors import InputError, LinkLost, LinkRefused, SegmentNotFound, StoreFull
+from pyps.native.values import Codec, Hyper, Role
+from pyps.remote import open_store
+from pyps.remote.address import is_loopback, parse_address
+from pyps.remote.keys import make_keys, read_client_keys, read_server_keys
+from pyps.remote.server import MAX_SESSIONS, Server
+from pyps.remote.wire import MAX_HEADER_BYTES, PROTOCOL, Answer, Failure, Gradient
+from pyps.store import Store
+from pyps.store.codec import encoded_bytes
+
+HYPER = Hyper(lr=0.5)
+SIZE = 3000
+SEED = 20
+ROUNDS = 400
+PATIENCE = 1.0
+
+
+@pytest.fixture
+def store(shm: Path) -> Iterator[Store]:
+    with Store.create("model", {"w": np.zeros(SIZE)}, batches=[4], policy="asp") as one:
+        yield one
+
+
+@pytest.fixture
+def server(store: Store) -> Iterator[Server]:
+    with Server("model") as one:
+        yield one
+
+
+def works(address: str) -> bool:
+    """Whether an honest client can train there."""
+    with open_store(address) as far:
+        far.join()
+        claim = far.start()
+        area = far.stage()
+        area.flat[:] = 0.0
+        version = far.push(area, claim.count, HYPER).version
+        assert np.all(far.pull()[0] == 0.0)
+        return version > 0
+
+
+class TestKeys:
+    def test_are_made_once_and_secret(self, tmp_path: Path) -> None:
+        keys = make_keys(tmp_path / "keys")
+        assert make_keys(tmp_path / "keys") == keys
+        for name in ("server.key", "client.key"):
+            assert stat.S_IMODE((tmp_path / "keys" / name).stat().st_mode) == 0o600
+        client = read_client_keys(tmp_path / "keys" / "client.key")
+        assert (client.server, (client.public,)) == (keys.public, keys.clients)
+
+    def test_others_must_not_read_them(self, tmp_path: Path) -> None:
+        make_keys(tmp_path)
+        os.chmod(tmp_path / "client.key", 0o640)
+        with pytest.raises(InputError, match="0o640"):
+            read_client_keys(tmp_path / "client.key")
+
+    @pytest.mark.parametrize("text", ["", "{}", "[", '{"schema": "pyps.server-key/2"}'])
+    def test_what_is_no_key_file_is_refused(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "server.key"
+        path.touch(mode=0o600)
+        path.write_text(text)
+        for read in (read_server_keys, read_client_keys, lambda p: make_keys(p.parent)):
+            with pytest.raises(InputError):
+                read(path)
+        with pytest.raises(InputError, match="No such file"):
+            read_client_keys(tmp_path / "none")
+
+    def test_open_the_door(self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with Server("model", "tcp://0.0.0.0:*", keys=make_keys(tmp_path)) as server:
+            here = server.address.replace("0.0.0.0", "127.0.0.1")
+            assert works(f"{here}?keys={tmp_path / 'client.key'}")
+            monkeypatch.setenv("PYPS_KEYS", str(tmp_path / "client.key"))
+            assert works(here)
+
+    def test_seal_frames_that_are_just_as_large_as_the_store(self, shm: Path, tmp_path: Path) -> None:
+        keys = make_keys(tmp_path)
+        tensors = {"w": np.zeros(MAX_HEADER_BYTES // 4 + 1)}
+        with Store.create("model", tensors, batches=[4], policy="asp"), Server("model", keys=keys) as server:
+            assert works(f"{server.address}?keys={tmp_path / 'client.key'}")
+
+    def test_other_ones_do_not(self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pyps.remote.client.CONNECT_SECONDS", PATIENCE)
+        ours, others = make_keys(tmp_path / "a"), make_keys(tmp_path / "b")
+        mixed = read_client_keys(tmp_path / "b" / "client.key")
+        text = (tmp_path / "b" / "client.key").read_text().replace(mixed.server, ours.public)
+        (tmp_path / "b" / "stranger.key").touch(mode=0o600)
+        (tmp_path / "b" / "stranger.key").write_text(text)
+        assert others != ours
+        with Server("model", keys=ours) as server:
+            with pytest.raises(LinkRefused, match="does not admit"):
+                open_store(f"{server.address}?keys={tmp_path / 'b' / 'stranger.key'}")
+            with pytest.raises((LinkLost, LinkRefused)):  # another server's: it cannot even say hello
+                open_store(f"{server.address}?keys={tmp_path / 'b' / 'client.key'}")
+            with pytest.raises((LinkLost, LinkRefused)):
+                open_store(server.address)
+            assert server.counters.calls == 0
+            assert works(f"{server.address}?keys={tmp_path / 'a' / 'client.key'}")
+
+    def test_a_key_does_not_open_a_door_without_lock(
+        self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pyps.remote.client.CONNECT_SECONDS", PATIENCE)
+        make_keys(tmp_path)
+        with pytest.raises((LinkLost, LinkRefused)):
+            open_store(f"{server.address}?keys={tmp_path / 'client.key'}")
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.8.7", "::1", "localhost"])
+    def test_of_this_machine(self, host: str) -> None:
+        assert is_loopback(host)
+
+    @pytest.mark.parametrize("bind", ["tcp://*:*", "tcp://0.0.0.0:*", "tcp://[::]:*", "tcp://10.0.0.1:5555"])
+    def test_nothing_leaves_this_machine_in_the_clear(self, bind: str) -> None:
+        with pytest.raises(InputError, match="without keys"):
+            Server("model", bind)
+        with pytest.raises(InputError, match="which is not this machine"):
+            parse_address("tcp://10.0.0.1:5555/model")
+
+    def test_unless_it_is_said(self, store: Store) -> None:
+        with Server("model", "tcp://0.0.0.0:*", insecure=True) as server:
+            assert works(server.address.replace("0.0.0.0", "127.0.0.1"))
+        assert parse_address("tcp://10.0.0.1:5555/model?insecure=1").insecure
+
+    def test_of_version_6(self, store: Store) -> None:
+        try:
+            server = Server("model", "tcp://[::1]:*")
+        except InputError:
+            pytest.skip("no IPv6 here")
+        with server:
+            assert works(server.address)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "tcp://", "tcp://h", "tcp://h:1", "tcp://h:1/", "tcp://h:1/a/b", "tcp://h:x/a", "tcp://h:99999/a",
+            "tcp://127.0.0.1:1/a?colour=red", "tcp://127.0.0.1:1/a?pull", "tcp://127.0.0.1:1/a?pull=int7",
+            "tcp://127.0.0.1:1/a#b", "udp://127.0.0.1:1/a", "tcp://:1/a", "tcp://127.0.0.1:0/a",
+        ],
+    )  # fmt: skip
+    def test_that_are_none_are_refused(self, text: str) -> None:
+        with pytest.raises(InputError):
+            parse_address(text)
+
+    def test_a_taken_one(self, server: Server) -> None:
+        with pytest.raises(InputError, match="in use"):
+            Server("model", server.address.rpartition("/")[0])
+
+    def test_another_store_is_not_there(self, server: Server) -> None:
+        with pytest.raises(SegmentNotFound):
+            open_store(server.address.replace("model", "other"))
+
+
+def test_random_bytes_are_nothing(server: Server) -> None:
+    """On bare TCP, before and after a right greeting."""
+    rng = random.Random(SEED)
+    address = parse_address(server.address)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    for k in range(40):
+        with socket.create_connection((address.host, address.port)) as stranger:
+            stranger.sendall((greeting if k % 2 else b"") + rng.randbytes(rng.randrange(1, 3000)))
+    assert works(server.address)
+
+
+def test_messages_that_are_none_are_counted_and_dropped(server: Server) -> None:
+    """Mutations of right ones, by seed; whatever a client is answered, an honest one can go on."""
+    rng = random.Random(SEED)
+    with RawClient(server.address) as client:
+        right = [
+            client.message("hello", PROTOCOL, "model"),
+            client.message("join", Role.WORKER, 0),
+            client.message("start", 0.0),
+            client.message("push", Gradient(4, (HYPER,), 1.0, 0.0, Codec.INT8)),
+            client.message("wait", 5, 0.0),
+            client.message("create", PROTOCOL, "model", {"tensors": []}),
+        ]
+        for _ in range(ROUNDS):
+            frames = [mutated(rng, rng.choice(right)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+            client.send(*frames)
+        client.send(b"")
+        client.send(b"x" * (MAX_HEADER_BYTES - 1))
+        eventually(lambda: server.counters.refused > ROUNDS // 2)
+    assert works(server.address)
+
+
+def mutated(rng: random.Random, message: bytes) -> bytes:
+    data = bytearray(message)
+    for _ in range(rng.randrange(1, 6)):
+        match rng.randrange(3):
+            case 0:
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            case 1:
+                del data[rng.randrange(len(data)) :]
+                data = data or bytearray(b"\x93")
+            case 2:
+                at = rng.randrange(len(data))
+                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+    return bytes(data)
+
+
+RIGHT = {"samples": 1, "hyper": [{"lr": 1.0}], "scale": 1.0, "timeout": 0.0, "codec": 0}
+WRONG = {
+    "an unknown verb": ("close", ()),
+    "a private one": ("_return", ()),
+    "too few arguments": ("start", ()),
+    "too many": ("pull", (1,)),
+    "not a number": ("start", (float("nan"),)),
+    "for ever": ("start", (float("inf"),)),
+    "a rank below any": ("join", (Role.WORKER, -2)),
+    "a rank above any": ("join", (Role.WORKER, 2**40)),
+    "an unknown role": ("join", (9, 0)),
+    "an unknown codec": ("pull_encoded", (9,)),
+    "negative samples": ("push", ({**RIGHT, "samples": -1},)),
+    "a step size below 0": ("push", ({**RIGHT, "hyper": [{"lr": -1.0}]},)),
+    "no group": ("push", (Gradient(1, (), 1.0, 0.0, Codec.F32),)),
+    "many groups": ("push", (Gradient(1, (HYPER,) * 9, 1.0, 0.0, Codec.F32),)),
+    "no gradient": ("push", (Gradient(1, (HYPER,), 1.0, 0.0, Codec.F32),)),
+    "no codes": ("exchange", (Gradient(1, (HYPER,), 1.0, 0.0, Codec.INT4), Codec.F32)),
+    "no batches": ("replan", ((),)),
+    "batches that are huge": ("replan", ((2**40,),)),
+    "a second hello": ("hello", (PROTOCOL, "model")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_a_typed_error(store: Store, server: Server, case: str) -> None:
+    verb, arguments = WRONG[case]
+    with RawClient(server.address) as client:
+        assert isinstance(client.ask("hello", PROTOCOL, "model"), Answer)
+        assert isinstance(client.ask("join", Role.WORKER, 0), Answer)
+        assert isinstance(client.ask("start", 0.0), Answer)
+        reply = client.ask(verb, *arguments)
+        assert isinstance(reply, Failure), reply
+        assert reply.code == "PYPS_EINVAL", reply
+        assert store.status().version == 0
+        assert isinstance(client.ask("leave"), Answer)
+
+
+def test_numbers_of_the_wrong_size_are_refused(store: Store, server: Server) -> None:
+    with RawClient(server.address) as client:
+        client.ask("hello", PROTOCOL, "model")
+        client.ask("join", Role.WORKER, 0)
+        client.ask("start", 0.0)
+        size = store.layout.flat_elements * 4
+        for wrong in (0, 1, size - 4, size - 1):
+            client.send(client.message("push", Gradient(4, (HYPER,), 1.0, 0.0, Codec.F32)), bytes(wrong))
+            assert isinstance(reply := client.reply(), Failure)
+            assert reply.code == "PYPS_EINVAL"
+        codes = np.full(size, 255, np.uint8)  # scales that are NaN
+        few = codes[: encoded_bytes(Codec.INT8, store.layout.flat_elements)]
+        client.send(client.message("push", Gradient(4, (HYPER,), 1.0, 0.0, Codec.INT8)), few)
+        assert isinstance(reply := client.reply(), Failure)
+        assert reply.code == "PYPS_ENONFINITE"
+        right = np.zeros(store.layout.flat_elements, np.float32)
+        client.send(client.message("push", Gradient(4, (HYPER,), 1.0, 0.0, Codec.F32)), right)
+        assert isinstance(client.reply(), Answer)
+    assert store.status().version == 1
+
+
+def test_a_frame_larger_than_any_gradient_ends_the_connection(server: Server) -> None:
+    """Before it is read: the server's memory does not grow."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with RawClient(server.address) as client:
+        assert isinstance(client.ask("hello", PROTOCOL, "model"), Answer)
+        monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        huge = np.empty(1 << 28, np.uint8)  # never written: no memory of ours either
+        client.socket.send_multipart([client.message("pull"), huge], copy=False)
+        assert monitor.poll(20_000), "the server hung up"
+        monitor.close()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # in KiB
+    assert works(server.address)
+
+
+def test_sessions_are_bounded(store: Store, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyps.remote.server.MAX_SESSIONS", 3)
+    assert MAX_SESSIONS > 100
+    far = [open_store(server.address) for _ in range(3)]
+    with pytest.raises(StoreFull):
+        open_store(server.address)
+    far.pop().close()
+    eventually(lambda: len(server._sessions) == 2)
+    far.append(open_store(server.address))
+    for one in far:
+        one.close()

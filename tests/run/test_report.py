@@ -1,0 +1,194 @@
+"""pyps.run.report: iteration times, phases and samples from records whose answers are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps.cli.run import summary
+from pyps.errors import InputError
+from pyps.formats import write_json
+from pyps.formats.records import Span, StepRecord
+from pyps.run.events import Event
+from pyps.run.ranks import Place
+from pyps.run.report import (
+    Report,
+    Totals,
+    iteration_times,
+    make_report,
+    read_report,
+    spread,
+    steady,
+    version_times,
+)
+
+B = 10
+BATCHES = (7, 3)
+ROUND_SECONDS = 2.0
+PLACES = [Place(k, f"device-{k}", b, ROUND_SECONDS, None) for k, b in enumerate(BATCHES)]
+
+
+def record(rank: int, step: int, version: int, begin: float, **changes: object) -> StepRecord:
+    """A step of 2 s: rank 0 computes for 1.5 s, rank 1 for 1 s; 0.1 s of pull, 0.25 s of push, else wait."""
+    compute = (1.5, 1.0)[rank]
+    spans: list[Span] = [
+        ("wait", begin, begin),
+        ("pull", begin, begin + 0.1),
+        ("compute", begin + 0.1, begin + 0.1 + compute),
+        ("wait", begin + 0.1 + compute, begin + 1.75),
+        ("push", begin + 1.75, begin + ROUND_SECONDS),
+    ]
+    whole = StepRecord(
+        rank=rank, pid=100 + rank, step=step, round=step - 1, plan=0, first=0, samples=BATCHES[rank],
+        batch=BATCHES[rank], version=version, staleness=0, sources=2, loss=1.0, spans=spans,
+    )  # fmt: skip
+    return msgspec.structs.replace(whole, **changes)
+
+
+def rounds(count: int) -> list[StepRecord]:
+    """A synchronous run of that many rounds."""
+    return [record(rank, k + 1, k + 1, k * ROUND_SECONDS) for k in range(count) for rank in (0, 1)]
+
+
+def report_of(
+    records: list[StepRecord], totals: Totals | None = None, events: list[Event] | None = None
+) -> Report:
+    return make_report(
+        PLACES, records, events or [], totals or Totals(), outcome="finished", policy="bsp", even=False,
+        seed=3, global_batch=B, samples=100, predicted_seconds=1.6,
+    )  # fmt: skip
+
+
+def test_synchronous_iteration_is_the_round() -> None:
+    assert iteration_times(rounds(6), B) == pytest.approx([ROUND_SECONDS] * 5)
+
+
+def test_asynchronous_iteration_is_the_global_batch() -> None:
+    """Two workers of 5 samples, one push a second in turn: B = 10 samples every 2 s."""
+    records = [
+        record(k % 2, k // 2 + 1, k + 1, float(k), samples=5, spans=[("push", float(k), k + 1.0)])
+        for k in range(12)
+    ]
+    assert iteration_times(records, B) == pytest.approx([2.0] * 5)
+
+
+@given(
+    st.lists(st.integers(1, 25), min_size=1, max_size=60),
+    st.lists(st.floats(0.0, 3.0), min_size=60, max_size=60),
+)
+@settings(derandomize=True, deadline=None)
+def test_iterations_cover_the_time_between_the_first_and_the_last_multiple(
+    samples: list[int], gaps: list[float]
+) -> None:
+    records, now = [], 0.0
+    for k, (count, gap) in enumerate(zip(samples, gaps, strict=False)):
+        now += gap
+        records.append(record(0, k + 1, k + 1, 0.0, samples=count, spans=[("push", 0.0, now)]))
+    times = iteration_times(records, B)
+    assert len(times) == max(0, sum(samples) // B - 1)
+    assert all(seconds >= 0.0 for seconds in times)
+    ends = [r.spans[-1][2] for r in records]
+    totals = [sum(samples[: k + 1]) for k in range(len(samples))]
+    first = next((e for e, t in zip(ends, totals, strict=True) if t >= B), 0.0)
+    last = next((e for e, t in zip(ends, totals, strict=True) if t >= sum(samples) // B * B), 0.0)
+    assert sum(times) == pytest.approx(last - first if times else 0.0, abs=1e-9)
+
+
+def test_skipped_and_rejected_steps_are_not_in_the_versions() -> None:
+    records = [
+        *rounds(2),
+        record(0, 3, 2, 4.0, rejected=True),
+        record(1, 3, 0, 4.0, skipped=True),
+    ]
+    assert version_times(records) == {1: (2.0, B), 2: (4.0, B)}
+
+
+def test_phases_idle_share_and_ratio() -> None:
+    report = report_of(rounds(5))
+    slow, fast = report.ranks
+    assert slow.compute.median == pytest.approx(1.5)
+    assert slow.push.median == pytest.approx(0.25)
+    assert slow.pull.mean == pytest.approx(0.1)
+    assert slow.wait.median == pytest.approx(0.15)
+    assert fast.idle_share == pytest.approx(0.65 / 2.0)
+    assert report.idle_share == pytest.approx((0.15 + 0.65) / 4.0)
+    assert report.iteration_seconds.median == pytest.approx(ROUND_SECONDS)
+    assert report.ratio == pytest.approx(ROUND_SECONDS / 1.6)
+    assert (report.versions, report.samples.trained) == (5, 50)
+
+
+def test_waiting_for_all_to_join_is_not_idleness() -> None:
+    late = [record(0, 1, 1, 0.0, spans=[("wait", -30.0, 0.0), ("compute", 0.0, 2.0)])]
+    assert steady(late)[0].spans == [("compute", 0.0, 2.0)]
+    assert report_of(late).idle_share == 0.0
+
+
+def test_the_stores_counters_go_before_the_records() -> None:
+    """The last record of a killed worker may be missing although its gradient was taken."""
+    totals = Totals(versions=6, lost=0, samples=(42, 18), skipped=(0, 0), returned=(7, 0))
+    report = report_of(rounds(5), totals)
+    assert report.samples.trained == 60
+    assert report.samples.returned == 7
+    assert report.versions == 6
+
+
+def test_processes_and_restarts() -> None:
+    events = [
+        Event("started", 1.0, 0.0, 0, 100),
+        Event("started", 1.5, 0.0, 1, 101),
+        Event("died", 2.0, 0.0, 1, 101, detail="killed by SIGKILL"),
+        Event("restarted", 3.0, 0.0, 1, 102),
+        Event("ended", 9.0, 0.0),
+    ]
+    report = report_of(rounds(3), events=events)
+    assert report.restarts == 1
+    assert [rank.processes for rank in report.ranks] == [1, 2]
+    assert report.wall_seconds == pytest.approx(8.0)
+
+
+def test_a_run_that_never_began() -> None:
+    report = report_of([])
+    assert report.iteration_seconds == spread([])
+    assert report.ratio is None
+    assert report.samples.trained == 0
+
+
+def test_written_and_read_again(tmp_path: Path) -> None:
+    report = report_of(rounds(4))
+    write_json(tmp_path / "report.json", report)
+    assert read_report(tmp_path / "report.json") == report
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{}", "outcome"),
+        ('{"schema": "pyps.report/2"}', "pyps.report"),
+        ("{", "truncated"),
+    ],
+)
+def test_damaged_reports_are_refused(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_report(path)
+    assert str(path) in str(caught.value)
+    assert named in str(caught.value)
+
+
+def test_a_missing_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        read_report(tmp_path / "report.json")
+
+
+def test_what_the_table_does_not_say() -> None:
+    assert next(iter(summary(report_of([])))).startswith("too short")
+    fine = list(summary(report_of(rounds(5))))
+    assert fine[0].startswith("iteration 2000.0 ms (2000.0 to 2000.0), 1.25 times the predicted")
+    busy = [msgspec.structs.replace(r, overrun_seconds=0.3) for r in rounds(5)]
+    assert any("too busy" in line for line in summary(report_of(busy)))
+    assert not any("too busy" in line for line in fine)

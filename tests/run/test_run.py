@@ -1,0 +1,484 @@
+"""`pyps run`: real processes through the store, and everything that can go wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps.errors import InputError
+from pyps.formats import EvenSplit, Fit, HpsEstimate, Plan, PlanWorker, R2spSchedule, write_json
+from pyps.native.values import Codec, Encoding
+from pyps.run.events import read_events
+from pyps.run.launcher import Job, TrainingFailed
+from pyps.run.process import Child, end_all
+from pyps.run.ranks import Place, even_plan, line_up, throttles
+from pyps.run.report import read_report
+from pyps.run.supervisor import run
+from pyps.store.policies import BSP
+from pyps.worker.settings import ThrottleSpec, read_settings
+
+PYPS = str(Path(sys.executable).parent / "pyps")
+BATCHES = (5, 3)
+B = sum(BATCHES)
+ROUNDS = 12
+SAMPLES = B * ROUNDS
+LENGTH = 40
+PATIENCE_SECONDS = 60.0
+
+TRAIN = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import pyps
+
+torch.set_num_threads(1)
+draws = torch.Generator().manual_seed(0)
+inputs, targets = torch.randn(40, 4, generator=draws), torch.randn(40, 1, generator=draws)
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+rank, run_dir = int(os.environ["PYPS_RANK"]), Path(os.environ["PYPS_RUN_DIR"])
+with pyps.join() as worker:
+    worker.attach(model, optimizer)
+    print("attached", *sys.argv[1:])
+    for step, (x, y) in enumerate(worker.batches((inputs, targets))):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        {within}
+        worker.step(loss)
+"""
+KILLED_ONCE = """
+        if rank == 1 and step == 3 and not (run_dir / "killed").exists():
+            (run_dir / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+RAISES = """
+        if rank == 1 and step == 2:
+            raise RuntimeError("the cat sat on the keyboard")
+"""
+SLOW = """
+        (run_dir / f"pid-{rank}").write_text(str(os.getpid())); time.sleep(0.2)
+"""
+SLEEPS = """
+import os, subprocess, sys, time
+from pathlib import Path
+pids = [os.getpid()]
+if sys.argv[1:] == ["with-a-child"]:
+    pids.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+note = Path(os.environ["PYPS_RUN_DIR"]) / f"pid-{os.environ['PYPS_RANK']}"
+note.with_suffix(".tmp").write_text(" ".join(map(str, pids)))
+note.with_suffix(".tmp").rename(note)
+time.sleep(600)
+"""
+
+
+def make_plan(batches: Sequence[int] = BATCHES, throttle: float = 1.0, feasible: bool = True) -> Plan:
+    """A plan for workers device-0, device-1, ..."""
+    total = sum(batches)
+    workers = [
+        PlanWorker(
+            rank=k, name=f"device-{k}", batch=b, micro_batch=b, accumulation=1, weight=b / total,
+            predicted_seconds=0.1, throttle=throttle,
+        )
+        for k, b in enumerate(batches)
+    ]  # fmt: skip
+    ring = R2spSchedule(
+        feasible=None, period_seconds=0.1, gap_seconds=0.05, order=list(range(len(batches))),
+        offsets_seconds=[0.05 * k for k in range(len(batches))],
+    )  # fmt: skip
+    return Plan(
+        global_batch=total, iteration_seconds=0.1, lower_bound_seconds=0.09,
+        even_split=EvenSplit(feasible=feasible, seconds=0.2 if feasible else None),
+        speedup_over_even=2.0 if feasible else None, workers=workers, r2sp=ring, hps=HpsEstimate(),
+        warnings=[],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    write_json(tmp_path / "plan.json", make_plan())
+    return tmp_path / "plan.json"
+
+
+def script(folder: Path, within: str = "", text: str = TRAIN) -> Path:
+    path = folder / "train.py"
+    path.write_text(text.replace("{within}", within.strip()) if text is TRAIN else text)
+    return path
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition, with a deadline."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def reference() -> dict[str, torch.Tensor]:
+    """The same training by one process, with full batches and torch's own optimizer."""
+    from pyps.worker.sampling import indices
+
+    draws = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(LENGTH, 4, generator=draws), torch.randn(LENGTH, 1, generator=draws)
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    for k in range(ROUNDS):
+        chosen = torch.from_numpy(np.array(indices(k * B, B, LENGTH, 7)))
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs[chosen]), targets[chosen]).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def test_a_run_from_the_command_line(shm: Path, plan: Path, tmp_path: Path) -> None:
+    """JSON alone on stdout, the workers' lines on stderr, and what one process would have trained."""
+    done = subprocess.run(
+        [PYPS, "run", "--plan", plan, "--samples", str(SAMPLES), "--seed", "7", "--run-dir", tmp_path / "out",
+         "--snapshot-every", "1", "--json", script(tmp_path), "--width", "3"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["samples"] == {"asked": SAMPLES, "trained": SAMPLES, "skipped": 0, "returned": 0, "lost": 0}
+    assert report["versions"] == ROUNDS
+    assert [rank["samples"] for rank in report["ranks"]] == [5 * ROUNDS, 3 * ROUNDS]
+    assert "[0] attached --width 3" in done.stderr
+    assert "[1] attached --width 3" in done.stderr
+    arrays = np.load(tmp_path / "out" / "parameters.npz")
+    assert arrays["pyps.version"] == ROUNDS
+    for name, expected in reference().items():
+        np.testing.assert_allclose(arrays[name], expected.numpy(), rtol=1e-5, atol=1e-6)
+    kinds = [event.kind for event in read_events(tmp_path / "out" / "run.jsonl")]
+    assert kinds.count("started") == kinds.count("joined") == kinds.count("finished") == 2
+    assert "snapshot" in kinds
+    for path in (tmp_path / "out" / "snapshots").iterdir():
+        assert int(path.stem) == np.load(path)["pyps.version"]
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    assert sum(e["ph"] == "X" and e["name"] == "compute" for e in trace["traceEvents"]) == 2 * ROUNDS
+
+
+@pytest.mark.parametrize("policy", ["bsp", "asp"])
+def test_a_killed_worker_comes_back_and_every_sample_is_accounted_for(
+    shm: Path, plan: Path, tmp_path: Path, policy: str
+) -> None:
+    report = run(plan, script(tmp_path, KILLED_ONCE), policy, samples=SAMPLES, run_dir=tmp_path / "out")
+    assert report.outcome == "finished"
+    assert report.restarts == 1
+    assert report.samples.trained + report.samples.lost == SAMPLES
+    assert report.samples.lost == 0
+    events = read_events(tmp_path / "out" / "run.jsonl")
+    assert [e.detail for e in events if e.kind == "died"] == ["killed by SIGKILL"]
+    assert [e.rank for e in events if e.kind == "restarted"] == [1]
+    assert [rank.processes for rank in report.ranks] == [1, 2]
+
+
+def test_a_script_that_raises_ends_the_run_with_its_last_words(shm: Path, plan: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [PYPS, "run", "--plan", plan, "--samples", "0", "--max-restarts", "1", "--run-dir",
+         tmp_path / "out", script(tmp_path, RAISES)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "rank 1 (device-1): exit code 1 after 1 restart: " in done.stderr
+    assert done.stderr.rstrip().endswith("RuntimeError: the cat sat on the keyboard")
+    report = read_report(tmp_path / "out" / "report.json")
+    assert (report.outcome, report.restarts) == ("failed", 1)
+    assert "the cat sat" in report.error
+    assert (tmp_path / "out" / "trace.json").is_file()
+
+
+FAILS_AT_ONCE = """
+        (run_dir / f"gpu-{rank}").write_text(os.environ["LOCAL_RANK"])
+        if rank == 1:
+            raise NameError("criterion")
+"""
+
+
+def test_a_rank_that_fails_by_itself_before_its_first_step_is_tried_twice(
+    shm: Path, plan: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(TrainingFailed, match="after 1 restart: NameError: criterion"):
+        run(plan, script(tmp_path, FAILS_AT_ONCE), samples=0, run_dir=tmp_path / "out")
+    assert (tmp_path / "out" / "gpu-1").read_text() == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("raise SystemExit('no data here')", 1, "no data here"),
+        ("print('done')", 0, "has to call pyps.join()"),
+    ],
+)
+def test_a_worker_that_never_joined_is_not_restarted(
+    shm: Path, plan: Path, tmp_path: Path, text: str, code: int, words: str
+) -> None:
+    with pytest.raises(TrainingFailed, match="before it had joined") as caught:
+        run(plan, script(tmp_path, text=text), samples=SAMPLES, run_dir=tmp_path / "out")
+    assert words in str(caught.value)
+    assert f"exit code {code}" in str(caught.value)
+    report = read_report(tmp_path / "out" / "report.json")
+    assert (report.outcome, report.restarts) == ("failed", 0)
+
+
+def test_an_interrupt_leaves_nothing(shm: Path, plan: Path, tmp_path: Path) -> None:
+    command = [
+        PYPS,
+        "run",
+        "--plan",
+        plan,
+        "--samples",
+        "0",
+        "--run-dir",
+        tmp_path / "out",
+        script(tmp_path, SLOW),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        notes = [tmp_path / "out" / f"pid-{rank}" for rank in (0, 1)]
+        until(lambda: all(note.exists() and note.read_text() for note in notes))
+        pids = [int(note.read_text()) for note in notes]
+        assert len(list(shm.iterdir())) == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_SECONDS) == 130
+        assert process.stderr is not None
+        assert "interrupted by SIGINT" in process.stderr.read()
+    assert not any(map(alive, pids))
+    assert not list(shm.iterdir())
+    assert read_report(tmp_path / "out" / "report.json").outcome == "interrupted"
+
+
+def test_workers_do_not_outlive_a_killed_supervisor(shm: Path, plan: Path, tmp_path: Path) -> None:
+    path = script(
+        tmp_path, text=SLEEPS.replace("loader = ", "loader = None and ").replace("{loader.pid}", "1")
+    )
+    command = [PYPS, "run", "--plan", plan, "--samples", "0", "--run-dir", tmp_path / "out", path]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        notes = [tmp_path / "out" / f"pid-{rank}" for rank in (0, 1)]
+        until(lambda: all(note.exists() for note in notes))
+        process.kill()
+    pids = [int(note.read_text()) for note in notes]
+    until(lambda: not any(map(alive, pids)))
+
+
+def test_an_exception_in_the_supervisor_ends_the_workers_and_their_children(
+    shm: Path, plan: Path, tmp_path: Path
+) -> None:
+    notes = [tmp_path / "out" / f"pid-{rank}" for rank in (0, 1)]
+
+    def fail(_: object) -> None:
+        if all(note.exists() for note in notes):
+            raise ZeroDivisionError
+
+    path = script(tmp_path, text=SLEEPS)
+    with pytest.raises(ZeroDivisionError):
+        run(plan, path, args=["with-a-child"], samples=0, run_dir=tmp_path / "out", on_tick=fail)
+    pids = [int(pid) for note in notes for pid in note.read_text().split()]
+    assert len(pids) == 4
+    until(lambda: not any(map(alive, pids)))
+    assert read_report(tmp_path / "out" / "report.json").error == "ZeroDivisionError"
+
+
+def test_a_child_that_ignores_signals_or_is_stopped_is_killed(tmp_path: Path) -> None:
+    deaf = ["sh", "-c", "trap '' INT TERM; echo ready; while :; do sleep 0.05; done"]
+    children = [Child(rank, deaf, os.environ, tmp_path / f"{rank}.log") for rank in (0, 1)]
+    for child in children:
+        until(lambda child=child: b"ready" in (child.read(child.streams()[0]) and b"ready"))
+    os.kill(children[1].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    end_all(children, signal.SIGINT, grace_seconds=0.1)
+    assert time.monotonic() - began < 5.0
+    assert [child.verdict() for child in children] == ["killed by SIGKILL"] * 2
+    for child in children:
+        child.close()
+
+
+def test_the_tail_of_stderr_is_kept_to_its_last_half_line(tmp_path: Path) -> None:
+    code = "import sys; [print(k, file=sys.stderr) for k in range(100)]; sys.stderr.write('no newline')"
+    child = Child(0, [sys.executable, "-c", code], os.environ, tmp_path / "log")
+    until(lambda: child.poll() is not None)
+    seen: list[str] = []
+    for stream in child.streams():
+        while not stream.closed:
+            seen += child.read(stream)
+    child.close()
+    assert seen == [*map(str, range(100)), "no newline"]
+    assert list(child.tail) == [*map(str, range(81, 100)), "no newline"]
+    assert (tmp_path / "log").read_text().endswith("99\nno newline")
+
+
+# -- What is refused before anything starts --
+
+
+def refused(default: Path, tmp_path: Path, **changes: object) -> InputError:
+    """What run() says; nothing may have been started or left."""
+    given: dict[str, object] = {
+        "plan": default, "script": script(tmp_path), "samples": SAMPLES,
+        "run_dir": tmp_path / "out", **changes,
+    }  # fmt: skip
+    with pytest.raises(InputError) as caught:
+        run(**given)  # type: ignore[arg-type]
+    assert not (tmp_path / "out" / "run.jsonl").exists()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"policy": "bulk"}, ("policy", "bulk", "bsp")),
+        ({"script": "nowhere.py"}, ("script", "nowhere.py")),
+        ({"samples": -1}, ("samples", "-1")),
+        ({"seed": -1}, ("seed", "-1")),
+        ({"max_restarts": -1}, ("max_restarts", "-1")),
+        ({"throttle_from": "plan"}, ("plan.json", "throttle", "emulated")),
+        ({"throttle_from": "nowhere.toml"}, ("nowhere.toml",)),
+        ({"plan": "nowhere.json"}, ("nowhere.json", "no such file")),
+    ],
+)
+def test_refusals(plan: Path, tmp_path: Path, changes: dict[str, object], words: tuple[str, ...]) -> None:
+    text = str(refused(plan, tmp_path, **changes))
+    for word in words:
+        assert word in text
+
+
+def test_an_even_split_that_breaks_a_bound_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_json(path, make_plan(feasible=False))
+    error = refused(path, tmp_path, even=True)
+    assert (error.where, error.field) == (str(path), "even_split.feasible")
+
+
+def test_a_folder_that_holds_a_run_is_refused(plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.jsonl").write_text("")
+    assert "holds a run" in str(refused(plan, tmp_path, run_dir=tmp_path / "old"))
+    assert sorted(p.name for p in (tmp_path / "old").iterdir()) == ["run.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("global_batch", 9, ("workers[0].weight", "0.625", "global_batch")),
+        ("schema", "pyps.plan/2", ("schema", "pyps.plan/2", "pyps.plan/1")),
+        ("iteration_seconds", -1.0, ("iteration_seconds", "-1.0")),
+    ],
+)
+def test_a_bad_plan_is_exit_2_and_one_message(
+    plan: Path, tmp_path: Path, field: str, value: object, words: tuple[str, ...]
+) -> None:
+    raw = json.loads(plan.read_text())
+    plan.write_text(json.dumps({**raw, field: value}))
+    done = subprocess.run(
+        [PYPS, "run", "--plan", plan, "--samples", "8", "--run-dir", tmp_path / "out", script(tmp_path)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    for word in (str(plan), *words):
+        assert word in done.stderr.replace("\n", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_how_long_has_to_be_said(plan: Path, tmp_path: Path) -> None:
+    done = subprocess.run([PYPS, "run", "--plan", plan, script(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--samples" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# -- Who runs as what --
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any))
+@settings(derandomize=True, deadline=None)
+def test_even_batches_keep_the_sum_and_differ_by_one(batches: list[int]) -> None:
+    plan = make_plan(batches)
+    if len(batches) > plan.global_batch:
+        with pytest.raises(InputError):
+            even_plan(plan, "plan.json")
+        return
+    even = [worker.batch for worker in even_plan(plan, "plan.json").workers]
+    assert sum(even) == sum(batches)
+    assert max(even) - min(even) <= 1
+    assert sorted(even, reverse=True) == even
+
+
+def test_even_batches_predict_with_the_fits() -> None:
+    fit = Fit(
+        kind="affine", fixed_seconds=0.1, per_sample_seconds=0.01, trusted_min_batch=1, trusted_max_batch=99
+    )
+    even = even_plan(make_plan(), "plan.json", [fit, None])
+    assert even.workers[0].predicted_seconds == pytest.approx(0.1 + 0.01 * B / 2)
+    assert even.workers[1].predicted_seconds == 0.0
+    assert even.iteration_seconds == 0.2
+
+
+def test_workers_without_a_batch_do_not_run() -> None:
+    places = line_up(make_plan([5, 0, 3]), [None] * 3)
+    assert [(p.rank, p.name, p.batch) for p in places] == [(0, "device-0", 5), (1, "device-2", 3)]
+
+
+def test_throttles_come_from_the_plan_or_from_the_clusters_profiles(tmp_path: Path) -> None:
+    emulated = make_plan(throttle=3.0)
+    assert throttles(emulated, "plan.json", None) == [None, None]
+    assert throttles(emulated, "plan.json", "plan") == [ThrottleSpec(factor=3.0)] * 2
+    points = [{"batch": b, "seconds": 0.1 + 0.01 * b} for b in (1, 10, 20, 40)]
+    profile = {"schema": "pyps.profile/1", "device": {"name": "d"}, "model": {"name": "m"}, "points": points}
+    (tmp_path / "p.json").write_text(json.dumps(profile))
+    cluster = "[job]\nglobal_batch = 8\n[[worker]]\nname = 'device'\ncount = 2\nprofile = 'p.json'\n"
+    (tmp_path / "cluster.toml").write_text(cluster)
+    found = throttles(emulated, "plan.json", tmp_path / "cluster.toml")
+    assert all(spec is not None and spec.fit is not None for spec in found)
+    assert found[0].fit.per_sample_seconds == pytest.approx(0.01)
+    with pytest.raises(InputError, match=r"workers\[2\]\.name.*device-2"):
+        throttles(make_plan([2, 3, 3]), "plan.json", tmp_path / "cluster.toml")
+
+
+@pytest.mark.parametrize("spec", [None, ThrottleSpec(factor=2.5)])
+def test_the_worker_reads_what_the_supervisor_wrote(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: ThrottleSpec | None
+) -> None:
+    """The environment is a contract between two modules; both ends of it are held here."""
+    monkeypatch.setenv("PYPS_THROTTLE", '{"factor": 99}')
+    place = Place(1, "device-1", 3, None, spec)
+    rules = BSP(round_timeout_seconds=7.5)
+    job = Job("a-name", ("python",), (place,), plan, rules, 80, 11, Codec.INT8, tmp_path, 3, 0)
+    env = job.environment(place)
+    for name in ("PYPS_THROTTLE",):
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    found = read_settings(None, None, None, None, None, None, None)
+    assert (found.store, found.rank, found.batches, found.samples, found.seed) == (
+        "a-name",
+        1,
+        BATCHES,
+        80,
+        11,
+    )
+    assert found.policy == rules
+    assert found.encoding == Encoding(Codec.INT8, feedback=True)
+    assert (found.run_dir, found.throttle, found.launched) == (tmp_path, spec, True)
+    assert (env.get("OMP_NUM_THREADS") == "1") == (
+        spec is not None or os.environ.get("OMP_NUM_THREADS") == "1"
+    )

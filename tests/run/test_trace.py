@@ -1,0 +1,128 @@
+"""pyps.run.trace: what trace viewers demand of the format, and that no slice is lost or laid over another."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pyps.formats import encode
+from pyps.formats.records import RecordWriter, Span, StepRecord, read_records
+from pyps.run.events import Event
+from pyps.run.ranks import Place
+from pyps.run.trace import make_trace
+
+PLACES = [Place(0, "v100", 20, 0.1, None), Place(1, "t4", 8, 0.1, None)]
+EVENTS = [
+    Event("started", 99.0, 1.7e9, 0, 4001),
+    Event("died", 101.5, 1.7e9, 1, 4002, detail="killed by SIGKILL"),
+    Event("snapshot", 101.0, 1.7e9, version=2, detail="000000002.npz"),
+    Event("ended", 102.0, 1.7e9, detail="finished"),
+]
+
+
+def record(rank: int, step: int, begin: float, loss: float | None = 0.5) -> StepRecord:
+    spans: list[Span] = [
+        ("wait", begin, begin + 0.1),
+        ("pull", begin + 0.1, begin + 0.2),
+        ("compute", begin + 0.2, begin + 0.7),
+        ("push", begin + 0.7, begin + 0.9),
+    ]
+    return StepRecord(
+        rank=rank, pid=4001 + rank, step=step, round=step, plan=0, first=0, samples=20, batch=20,
+        version=step, staleness=0, sources=2, loss=loss, spans=spans,
+    )  # fmt: skip
+
+
+RECORDS = [record(rank, step, 100.0 + step) for step in (1, 2) for rank in (0, 1)]
+
+
+def trace() -> dict[str, Any]:
+    whole: dict[str, Any] = json.loads(encode(make_trace(PLACES, RECORDS, EVENTS)))
+    return whole
+
+
+def check_format(whole: dict[str, Any]) -> None:
+    """The Trace Event Format's demands on the events that are used here."""
+    assert whole["displayTimeUnit"] in ("ms", "ns")
+    for event in whole["traceEvents"]:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["name"]
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
+            assert event["args"]
+            continue
+        assert event["ph"] in ("X", "i")
+        assert math.isfinite(event["ts"])
+        assert event["ts"] >= 0.0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0.0
+        else:
+            assert event["s"] in ("g", "p", "t")
+
+
+def slices(whole: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    return [e for e in whole["traceEvents"] if e["ph"] == "X" and e["tid"] == rank + 1]
+
+
+def test_format() -> None:
+    check_format(trace())
+
+
+def test_every_span_is_a_slice_on_its_ranks_track() -> None:
+    for rank in (0, 1):
+        found = [(s["name"], s["ts"], s["dur"]) for s in slices(trace(), rank)]
+        expected = [
+            (kind, (begin - 99.0) * 1e6, (end - begin) * 1e6)
+            for r in RECORDS
+            if r.rank == rank
+            for kind, begin, end in r.spans
+        ]
+        assert len(found) == len(expected) == 8
+        for (kind, ts, dur), (kind2, ts2, dur2) in zip(found, expected, strict=True):
+            assert kind == kind2
+            assert math.isclose(ts, ts2, abs_tol=0.5)
+            assert math.isclose(dur, dur2, abs_tol=0.5)
+
+
+def test_slices_of_a_track_do_not_overlap() -> None:
+    for rank in (0, 1):
+        ordered = sorted(slices(trace(), rank), key=lambda s: s["ts"])
+        for one, next_one in pairwise(ordered):
+            assert one["ts"] + one["dur"] <= next_one["ts"] + 0.5
+
+
+def test_tracks_have_names_and_none_is_track_zero() -> None:
+    names = {e["tid"]: e["args"]["name"] for e in trace()["traceEvents"] if e["name"] == "thread_name"}
+    assert names[1] == "rank 0: v100, b = 20"
+    assert names[2] == "rank 1: t4, b = 8"
+    assert {e["tid"] for e in trace()["traceEvents"] if e["ph"] != "M"} <= names.keys()
+
+
+def test_events_are_marks_on_the_right_track() -> None:
+    marks = {e["name"]: e for e in trace()["traceEvents"] if e["ph"] == "i"}
+    assert marks["died"]["tid"] == 2
+    assert marks["died"]["args"]["detail"] == "killed by SIGKILL"
+    assert marks["snapshot"]["args"]["version"] == 2
+    assert marks["snapshot"]["tid"] == marks["ended"]["tid"] not in (1, 2)
+
+
+def test_a_loss_that_is_not_a_number_does_not_spoil_the_file(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path / "worker-0-1.jsonl") as writer:
+        writer.write(record(0, 1, 100.0, loss=math.nan))
+    check_format(json.loads(encode(make_trace(PLACES, read_records(tmp_path / "worker-0-1.jsonl"), []))))
+
+
+def test_runs_in_one_file_share_no_track() -> None:
+    one, other = (make_trace(PLACES, RECORDS, EVENTS, process=p, title=f"run {p}") for p in (1, 2))
+    tracks = [{e["tid"] for e in whole["traceEvents"] if e["ph"] != "M"} for whole in (one, other)]
+    assert len(tracks[0]) == len(tracks[1]) == 3
+    assert not tracks[0] & tracks[1]
+    assert {e["pid"] for e in other["traceEvents"]} == {2}
+
+
+def test_nothing_happened() -> None:
+    check_format(json.loads(encode(make_trace(PLACES, [], []))))

@@ -1,0 +1,131 @@
+"""A pipeline in virtual time: closed forms, delay-1 SGD bitwise, and the store's own decisions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from pyps.errors import InputError
+from pyps.formats import Jitter
+from pyps.simulate import Logistic, Mishap, Result, Scenario, SimWorker, simulate
+from pyps.simulate.plot import gantt, trace
+from pyps.simulate.problem import Model
+from pyps.store.policies import Policy
+
+COMPUTE, BANDWIDTH = 0.1, 1e6
+BATCH, LR = 8, 0.5
+OVERLAPPING = sorted(name for name, kind in Policy.known.items() if kind.overlaps)
+
+
+def alone(one_way: float, latency: float = 0.0) -> Scenario:
+    """One worker; `one_way` seconds for a push, and for a pull."""
+    worker = SimWorker("w", BATCH, lambda _: COMPUTE, bandwidth=BANDWIDTH, latency=latency)
+    size = one_way * BANDWIDTH
+    return Scenario((worker,), up_bytes=size, down_bytes=size)
+
+
+def several(jitter: float = 0.1) -> Scenario:
+    made = tuple(
+        SimWorker(
+            f"w{k}", BATCH, lambda b, k=k: 0.01 * b * (1 + 0.3 * k), Jitter(sigma=jitter), bandwidth=1e7
+        )  # type: ignore[misc]
+        for k in range(4)
+    )
+    return Scenario(made, up_bytes=1e5, down_bytes=1e5, server_bandwidth=4e6)
+
+
+@pytest.mark.parametrize("one_way", [0.0, 0.02, 0.05, 0.09])
+@pytest.mark.parametrize("policy", ["asp", "ssp:bound=0", "hps", "r2sp:slack=0"])
+def test_the_period_is_the_longer_of_compute_and_transfer(policy: str, one_way: float) -> None:
+    piped = simulate(alone(one_way), policy, iterations=50, pipeline=True)
+    serial = simulate(alone(one_way), policy, iterations=50)
+    assert serial.iteration_seconds == pytest.approx(COMPUTE + 2 * one_way, rel=0.02)
+    assert piped.iteration_seconds == pytest.approx(max(COMPUTE, 2 * one_way), rel=0.05)
+    assert serial.staleness == {0: 50}
+    assert piped.staleness == {0: 1, 1: 49}, "one more, exactly, from the second step on"
+
+
+def test_it_is_sgd_with_a_delay_of_one_bitwise() -> None:
+    steps, problem = 40, Logistic(samples=100)
+    result = simulate(alone(0.03), "asp", iterations=steps, learning=problem, lr=LR, pipeline=True)
+    plain = Model(problem, LR, BATCH, 0.0)
+    before = plain.w
+    for k in range(steps):
+        on, before = (before if k else plain.w), plain.w
+        gradient, _ = problem.gradient(on, k * BATCH, BATCH)
+        plain.step([(gradient, on, BATCH, 1.0)])
+    assert result.loss == plain.loss()
+    assert result.loss != simulate(alone(0.03), "asp", iterations=steps, learning=problem, lr=LR).loss
+
+
+def accounts(result: Result) -> None:
+    """Every sample once."""
+    assert result.samples == sum(r.samples for r in result.ranks) == 30 * 4 * BATCH
+
+
+@pytest.mark.parametrize("policy", OVERLAPPING)
+def test_every_policy_that_overlaps_hands_each_sample_out_once(policy: str) -> None:
+    piped = simulate(several(), policy, iterations=30, seed=1, pipeline=True)
+    accounts(piped)
+    assert repr(piped) == repr(simulate(several(), policy, iterations=30, seed=1, pipeline=True))
+    serial = simulate(several(), policy, iterations=30, seed=1)
+    if policy != "saps":  # drops more, as more is late
+        assert piped.seconds < serial.seconds * (1.02 if policy == "r2sp" else 1.0)
+    assert piped.staleness_mean > serial.staleness_mean
+
+
+def test_rounds_are_computed_on_one_version_older() -> None:
+    piped = simulate(several(), "hps", iterations=30, seed=1, pipeline=True)
+    serial = simulate(several(), "hps", iterations=30, seed=1)
+    assert set(serial.staleness) == {0}
+    assert set(piped.staleness) <= {0, 1}
+    assert piped.staleness[0] <= 2 * 4, "the first round, and whoever claimed too late to be ahead"
+
+
+def test_saps_keeps_its_bound() -> None:
+    result = simulate(several(0.5), "saps:threshold=fixed,bound=6", iterations=30, seed=2, pipeline=True)
+    accounts(result)
+    assert max(result.staleness) <= 6
+
+
+@pytest.mark.parametrize("policy", ["asp", "ssp:bound=2", "r2sp", "hps", "saps"])
+def test_deaths_stops_and_leaves_lose_nothing(policy: str) -> None:
+    mishaps = (
+        Mishap(0, 0.31, "kill", 0.5),
+        Mishap(1, 0.42, "stop", 0.9),
+        Mishap(2, 0.53, "leave", 0.4),
+        Mishap(3, 0.64, "kill", 0.0),
+    )
+    scenario = replace(several(), mishaps=mishaps)
+    rules = replace(Policy.known["asp"](), round_timeout_seconds=0.5) if policy == "asp" else policy
+    accounts(simulate(scenario, rules, iterations=30, seed=3, pipeline=True))
+
+
+def test_learning_is_the_same_whenever_it_is_asked() -> None:
+    first, again = (
+        simulate(several(), "ssp", iterations=10, seed=4, learning=Logistic(), pipeline=True)
+        for _ in range(2)
+    )
+    assert repr(first) == repr(again)
+    assert np.isfinite(first.loss)
+
+
+@pytest.mark.parametrize("policy", ["bsp", "backup"])
+def test_policies_that_wait_refuse_it(policy: str) -> None:
+    with pytest.raises(InputError, match=f"on under {policy}"):
+        simulate(several(), policy, pipeline=True)
+
+
+def test_transfers_have_a_track_of_their_own_and_keep_nobody_idle() -> None:
+    result = simulate(alone(0.04), "asp", iterations=20, pipeline=True, slices=True)
+    own = [s for s in result.slices if s[0] == 0]
+    beside = [s for s in result.slices if s[0] == 1]
+    assert sum(s[1] == "push" for s in beside) == 20
+    assert all(a[3] <= b[2] + 1e-9 for a, b in pairwise(own)), "one thing after the other"
+    assert result.idle_share < 0.05
+    tracks = {e["args"]["name"] for e in trace([result])["traceEvents"] if e["name"] == "thread_name"}
+    assert tracks == {"w, b = 8", "w, transfers"}
+    assert gantt(result, 0.0, 1.0, 10)[0].count("#") >= 8

@@ -1,0 +1,112 @@
+"""HiGHS and cvxpy, which know nothing of the exact solver, agree with it; the duals say what binds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pyps.errors import Infeasible, PypsError
+from pyps.solver.costs import Cost, Costs, Line, Table
+from pyps.solver.exact.minmax import Problem, solve
+from pyps.solver.milp.checks import agreement, milp, prices
+from pyps.solver.milp.constrained import Coupled
+from pyps.solver.milp.relaxed import relaxed_seconds
+from pyps.solver.sync import Sync
+
+TOLERANCE = 1e-6  # HiGHS and Clarabel meet constraints to about this
+
+
+def random_problem(seed: int, *, tables: bool = True) -> Problem:
+    luck = np.random.default_rng(seed)
+    n = int(luck.integers(2, 6))
+    costs: list[Cost] = []
+    for _ in range(n):
+        kind = luck.integers(3 if tables else 2)
+        c, a = float(luck.uniform(0.01, 0.5)), float(luck.uniform(0.001, 0.1))
+        if kind == 2:
+            batches = sorted({int(b) for b in luck.integers(1, 60, 5)})
+            times = sorted(luck.uniform(0.05, 2.0, len(batches)).tolist())
+            costs.append(Table(tuple(zip(batches, times, strict=True))))
+        else:
+            costs.append(Line(c, a, float(luck.uniform(0, 0.5)) if kind else 0.0))
+    stacked = Costs.stack(costs)
+    if luck.random() < 0.3:
+        stacked = stacked.accumulated(luck.choice([7, 16], n))
+    if luck.random() < 0.3:
+        stacked = replace(stacked, once=luck.choice([0.0, 0.2, 0.7], n))
+    return Problem.of(
+        stacked,
+        int(luck.integers(5, 120)),
+        low=luck.choice([1, 4, 20], n),
+        cap=luck.choice([30, 80, 200], n),
+        quantum=luck.choice([1, 2, 4], n),
+        required=luck.random(n) < 0.2,
+    )
+
+
+def alone(problem: Problem) -> Coupled:
+    """Without synchronisation or ties."""
+    return Coupled(problem, Sync.of("none", len(problem.costs)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_highs_agrees(seed: int) -> None:
+    problem = random_problem(seed)
+    try:
+        exact = solve(problem)
+    except Infeasible:
+        with pytest.raises(Infeasible):
+            milp(problem)
+        return
+    batches, theirs = milp(problem)
+    assert sum(batches) == problem.global_batch
+    assert exact.iteration_seconds <= theirs <= exact.iteration_seconds * (1 + TOLERANCE)
+    assert "same optimum" in agreement(alone(problem), exact.batches.tolist())
+
+
+def test_a_split_that_is_not_optimal_is_found_out() -> None:
+    problem = Problem.of(Costs.lines([0.1, 0.1], [0.01, 0.02]), 90)
+    with pytest.raises(PypsError, match="disagrees"):
+        agreement(alone(problem), [45, 45])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_relaxation_of_cvxpy_is_ours(seed: int) -> None:
+    luck = np.random.default_rng(seed)
+    n = int(luck.integers(2, 8))
+    problem = Problem.of(
+        Costs.lines(luck.uniform(0, 0.1, n), luck.uniform(0.001, 0.1, n)),
+        200 * n,
+        cap=luck.choice([150, 400, 2000], n),
+        required=True,
+    )
+    try:
+        exact = solve(problem)
+    except Infeasible:
+        pytest.fail("the seeds are chosen such that all are feasible")
+    theirs = prices(problem, exact.batches.tolist())
+    bound = relaxed_seconds(problem, exact.iteration_seconds)
+    assert theirs.iteration_seconds == pytest.approx(bound, rel=TOLERANCE)
+    assert theirs.share.sum() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_prices_tell_what_a_change_is_worth() -> None:
+    costs = Costs.lines([0.1, 0.1, 0.1], [0.01, 0.02, 0.04])
+    capped = Problem.of(costs, 300, cap=[50, 500, 500])
+    priced = prices(capped, solve(capped).batches.tolist())
+    one_more = prices(Problem.of(costs, 301, cap=[50, 500, 500]), [50, 200, 51])
+    wider = prices(Problem.of(costs, 300, cap=[51, 500, 500]), [51, 200, 49])
+    assert one_more.iteration_seconds - priced.iteration_seconds == pytest.approx(priced.per_sample, rel=1e-3)
+    assert priced.iteration_seconds - wider.iteration_seconds == pytest.approx(priced.cap[0], rel=1e-3)
+    assert priced.share[0] == pytest.approx(0.0, abs=1e-6)
+    assert priced.cap[1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_tables_are_priced_by_their_lower_hull() -> None:
+    problem = Problem.of(Costs.stack([Table(((10, 1.0), (20, 1.2), (40, 3.0))), Line(0.1, 0.1)]), 40)
+    exact = solve(problem)
+    assert prices(problem, exact.batches.tolist()).iteration_seconds <= exact.iteration_seconds * (
+        1 + TOLERANCE
+    )

@@ -1,0 +1,172 @@
+"""Splits under ties: equal to brute force, to the exact solver without ties, and refused with the way out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pyps.errors import Infeasible
+from pyps.solver.costs import Costs
+from pyps.solver.exact.minmax import Problem
+from pyps.solver.exact.subset import solve_subset
+from pyps.solver.milp.constrained import Coupled, Limit, Resource, by_milp, solve_coupled, valued
+from pyps.solver.sync import Kind, Sync
+
+TOLERANCE = 2e-6  # of HiGHS, on a scale of about 1
+KINDS: list[Kind] = ["none", "ring", "tree", "server"]
+
+
+def random_coupled(seed: int, *, ties: bool = True) -> Coupled:
+    luck = np.random.default_rng(seed)
+    n = int(luck.integers(2, 6))
+    costs = Costs.lines(luck.uniform(0.05, 0.4, n), luck.uniform(0.02, 0.3, n), luck.choice([0, 0.5], n))
+    cap = luck.choice([4, 8, 12], n)
+    if luck.random() < 0.3:
+        costs, cap = costs.accumulated(cap), cap * luck.integers(1, 4, n)
+    problem = Problem.of(
+        costs,
+        int(luck.integers(4, 20)),
+        low=luck.choice([1, 1, 3], n),
+        cap=cap,
+        quantum=luck.choice([1, 1, 2], n),
+        required=luck.random(n) < 0.15,
+    )
+    sync = Sync.of(KINDS[seed % 4], n, luck.choice([0.0, 0.1], n), luck.choice([0.05, 0.3], n))
+    if not ties:
+        return Coupled(problem, sync)
+    price = luck.choice([0.5, 1.0, 2.0, 3.0], n)
+    members = luck.random(n) < 0.6
+    return Coupled(
+        problem,
+        sync,
+        (
+            Limit("price_per_hour", price, float(luck.uniform(1, 6))),
+            Limit("watts", luck.choice([100.0, 250.0], n), 600),
+        ),
+        (
+            Resource("link", members, np.where(members, luck.choice([0.0, 0.2, 0.4], n), 0.0)),
+            Resource("host", luck.random(n) < 0.5, np.zeros(n), float(luck.uniform(3, 30))),
+        ),
+        (luck.permutation(n)[:2],),
+    )
+
+
+def brute_force(coupled: Coupled) -> float:
+    """The least time over all splits that keep every bound and tie; infinite if there is none."""
+    problem, best = coupled.problem, math.inf
+    sets = []
+    for low, cap, quantum, required in zip(
+        problem.low, problem.cap, problem.quantum, problem.required, strict=True
+    ):
+        used = [b for b in range(int(low), min(int(cap), problem.global_batch) + 1) if b % quantum == 0]
+        sets.append(used if required else [0, *used])
+    for split in itertools.product(*sets):
+        batches = np.array(split)
+        used = batches > 0
+        if sum(split) != problem.global_batch or any(0 < used[g].sum() < len(g) for g in coupled.together):
+            continue
+        if any(limit.need[used].sum() > limit.at_most for limit in coupled.limits):
+            continue
+        slowest = 0.0
+        for k in np.flatnonzero(used):
+            one = problem.costs.take(np.array([k])).seconds(batches[[k]])[0]
+            links = (r.transfer_seconds[used & r.members].sum() for r in coupled.resources if r.members[k])
+            slowest = max(slowest, one + sum(links))
+        for r in coupled.resources:
+            if r.samples_per_second:
+                slowest = max(slowest, batches[r.members].sum() / r.samples_per_second)
+        best = min(best, slowest + coupled.sync.seconds(batches))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equal_to_brute_force(seed: int) -> None:
+    coupled = random_coupled(seed)
+    best = brute_force(coupled)
+    if math.isinf(best):
+        with pytest.raises(Infeasible):
+            solve_coupled(coupled)
+        return
+    found = solve_coupled(coupled)
+    assert found.iteration_seconds == pytest.approx(best, abs=TOLERANCE)
+    assert found.batches.sum() == coupled.problem.global_batch
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_milp_equals_the_exact_solver_where_both_apply(seed: int) -> None:
+    coupled = random_coupled(seed, ties=False)
+    try:
+        exact = solve_subset(coupled.problem, coupled.sync)
+    except Infeasible:
+        with pytest.raises(Infeasible):
+            by_milp(coupled)
+        return
+    found = by_milp(coupled)
+    assert found.iteration_seconds == pytest.approx(exact.iteration_seconds, abs=TOLERANCE)
+    assert found.iteration_seconds >= exact.iteration_seconds - 1e-12
+    assert solve_coupled(coupled).batches.tolist() == exact.batches.tolist()
+
+
+def with_limit(coupled: Coupled, key: str, at_most: float) -> float:
+    """The least time with another limit."""
+    limits = [replace(x, at_most=at_most) if x.key == key else x for x in coupled.limits]
+    return brute_force(replace(coupled, limits=tuple(limits)))
+
+
+def with_batch(coupled: Coupled, B: int) -> float:
+    return brute_force(replace(coupled, problem=replace(coupled.problem, global_batch=B)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_refusal_names_the_smallest_changes_that_help(seed: int) -> None:
+    coupled = random_coupled(seed)
+    try:
+        solve_coupled(coupled)
+    except Infeasible as refusal:
+        if "within limits" not in refusal.reason:
+            return  # of the workers' own bounds: tests/solver/test_minmax.py
+        for change in refusal.nearest.split(" or "):
+            words = change.split()
+            if change.startswith("raise limits."):
+                key, needed = words[1].removeprefix("limits."), float(words[-1])
+                assert math.isfinite(with_limit(coupled, key, needed + 1e-9))
+                assert math.isinf(with_limit(coupled, key, needed - 0.01))
+            elif change.startswith("set global_batch"):
+                B, target = coupled.problem.global_batch, int(words[-1])
+                reach = abs(target - B)
+                assert math.isfinite(with_batch(coupled, target))
+                assert all(
+                    math.isinf(with_batch(coupled, b)) for b in range(max(1, B - reach + 1), B + reach)
+                )
+
+
+def test_a_shared_link_makes_its_workers_wait_for_each_other() -> None:
+    problem = Problem.of(Costs.lines([0.1] * 4, 0.01), 120, cap=60)
+    link = Resource("rack", np.array([True, True, False, False]), np.array([0.5, 0.5, 0.0, 0.0]))
+    found = solve_coupled(Coupled(problem, Sync.of("none", 4), resources=(link,)))
+    assert found.batches.tolist() == [6, 0, 57, 57]  # 0.66 s of the first, half of it its transfer
+    both = valued(Coupled(problem, Sync.of("none", 4), resources=(link,)), np.array([30, 30, 30, 30]))
+    assert both.link_seconds.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert both.iteration_seconds == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_of_like_workers_agree_with_the_exact_solver(seed: int) -> None:
+    luck = np.random.default_rng(seed)
+    like = np.repeat(np.arange(3), 4)
+    costs = Costs.lines(luck.uniform(0.01, 0.05, 3)[like], luck.uniform(3e-4, 3e-3, 3)[like])
+    problem = Problem.of(
+        costs, 64 * 12, cap=luck.choice([96, 256], 3)[like], quantum=luck.choice([1, 8], 3)[like]
+    )
+    sync = Sync.of(KINDS[seed % 4], 12, 1e-5, luck.choice([0.001, 0.02], 3)[like])
+    exact = solve_subset(problem, sync)
+    found = by_milp(Coupled(problem, sync))
+    assert found.iteration_seconds == pytest.approx(exact.iteration_seconds, rel=TOLERANCE)
+    assert found.iteration_seconds >= exact.iteration_seconds * (1 - 1e-14)
+    price = luck.choice([0.5, 1.0, 3.0], 3)[like]
+    roomy = Coupled(problem, sync, (Limit("price_per_hour", price, float(price.sum())),))
+    assert solve_coupled(roomy).iteration_seconds == pytest.approx(exact.iteration_seconds, rel=TOLERANCE)

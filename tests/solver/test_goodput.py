@@ -1,0 +1,59 @@
+"""Goodput: equal to trying every batch, within the gap that is promised."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pyps.errors import Infeasible
+from pyps.solver.costs import Costs
+from pyps.solver.exact.minmax import Problem
+from pyps.solver.milp.constrained import Coupled, solve_coupled
+from pyps.solver.sync import Kind, Sync
+from pyps.solver.systems.goodput import GAP, Worth, best_batch
+
+KINDS: list[Kind] = ["none", "ring", "server"]
+
+
+def goodput(coupled: Coupled, worth: Worth, batch: int) -> float:
+    problem = coupled.problem
+    at = Problem(problem.costs, batch, problem.low, problem.cap, problem.quantum, problem.required)
+    try:
+        seconds = solve_coupled(Coupled(at, coupled.sync)).iteration_seconds
+    except Infeasible:
+        return 0.0
+    return batch / seconds * (worth.noise_scale + worth.base_batch) / (worth.noise_scale + batch)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_batch_is_better_by_more_than_the_gap(seed: int) -> None:
+    luck = np.random.default_rng(seed)
+    n = int(luck.integers(1, 5))
+    costs = Costs.lines(luck.uniform(0.0, 0.4, n), luck.uniform(0.001, 0.1, n))
+    problem = Problem.of(costs, 1, cap=luck.choice([40, 90], n), quantum=luck.choice([1, 4]))
+    coupled = Coupled(problem, Sync.of(KINDS[seed % 3], n, 0.01, luck.choice([0.05, 0.3], n)))
+    worth = Worth(float(luck.choice([5.0, 50.0, 5000.0])), 16)
+    batch, split = best_batch(coupled, worth)
+    best = max(goodput(coupled, worth, b) for b in range(1, int(problem.cap.sum()) + 1))
+    assert split.batches.sum() == batch
+    assert goodput(coupled, worth, batch) >= best / (1 + GAP)
+
+
+def test_no_cap_is_needed() -> None:
+    coupled = Coupled(Problem.of(Costs.lines([0.1], [0.001]), 1), Sync.of("none", 1))
+    batch, _ = best_batch(coupled, Worth(400.0, 32))
+    # B / (c + a B) / (phi + B) is largest at sqrt(c phi / a)
+    assert batch == pytest.approx((0.1 * 400 / 0.001) ** 0.5, rel=0.1)
+    assert goodput(coupled, Worth(400.0, 32), batch) >= goodput(coupled, Worth(400.0, 32), 200) / (1 + GAP)
+
+
+def test_a_sample_is_worth_one_at_the_base_batch() -> None:
+    worth = Worth(1000.0, 64)
+    assert worth.efficiency(64) == 1.0
+    assert worth.efficiency(10**9) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_nothing_to_choose_from_is_refused() -> None:
+    problem = Problem.of(Costs.lines([0.1], [0.001]), 1, cap=3, low=5)
+    with pytest.raises(Infeasible, match="no global batch"):
+        best_batch(Coupled(problem, Sync.of("none", 1)), Worth(10.0, 8))

@@ -1,0 +1,122 @@
+"""Links, turns and pipelines: transfers by bits, R2SP's ring and remedies, H-PS's periods and bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+
+from pyps.formats import Bits
+from pyps.solver.links import ERROR, WIRE_BYTES, Link, link_of
+from pyps.solver.systems.hps import hps_estimate, pipeline
+from pyps.solver.systems.r2sp import fits, r2sp_schedule, remedies
+from pyps.store.codec import decode, encode, encoded_bytes
+
+CODECS: dict[Bits, str] = {32: "f32", 16: "bf16", 8: "int8", 4: "int4"}
+NUMBERS = 1 << 18
+
+
+@pytest.mark.parametrize("bits", CODECS)
+def test_bytes_and_errors_are_those_of_the_codecs(bits: Bits) -> None:
+    values = np.random.default_rng(0).standard_normal(NUMBERS).astype(np.float32)
+    data, _ = encode(values, CODECS[bits])
+    lost = decode(data, CODECS[bits], NUMBERS) - values
+    assert encoded_bytes(CODECS[bits], NUMBERS) / NUMBERS == WIRE_BYTES[bits]
+    error = float(np.sqrt((lost**2).mean() / (values**2).mean()))
+    assert error == pytest.approx(ERROR[bits], rel=0.03)
+
+
+def test_transfers_are_pushed_and_pulled() -> None:
+    link = link_of(1_000_000, 8e6, 0.25)
+    assert link is not None
+    assert link.seconds() == pytest.approx(2 * (0.25 + 0.5))
+    assert link.seconds(8, 32) == pytest.approx(0.5 + 0.5 + 0.5 * 1.015625 / 4)
+    bare = link_of(1_000_000, 8e6, None)
+    assert bare is not None
+    assert bare.seconds() == pytest.approx(1.0)
+    assert link_of(None, 8e6, 0.1) is None
+    assert link_of(1_000_000, None, 0.1) is None
+
+
+def both_ways(seconds: float) -> Link:
+    """A link whose push and pull take so long together."""
+    return Link(0.0, seconds / 2)
+
+
+def test_turns_are_evenly_spaced_and_feasible_where_they_fit() -> None:
+    ring = r2sp_schedule([0, 2, 3, 5], [1.0, 2.0, 1.5, 1.0], [both_ways(x) for x in (0.1, 0.5, 0.1, 0.1)])
+    assert ring.feasible is True
+    assert (ring.period_seconds, ring.gap_seconds) == (2.5, 0.625)
+    assert ring.order == [0, 5, 3, 2]  # whoever is done first goes first
+    assert ring.offsets_seconds == [0.0, 0.625, 1.25, 1.875]
+    assert r2sp_schedule([0, 1], [1.0, 2.0], [both_ways(0.5), None]).feasible is None
+
+
+def test_a_long_turn_takes_from_the_gaps_of_the_others() -> None:
+    ring = r2sp_schedule([0, 1, 2], [1.0, 1.0, 1.0], [both_ways(x) for x in (0.1, 0.7, 0.1)])
+    assert ring.feasible is True
+    ends = [*ring.offsets_seconds[1:], ring.period_seconds]
+    turns = [(0.1, 0.7, 0.1)[rank] for rank in ring.order]
+    for start, turn, end in zip(ring.offsets_seconds, turns, ends, strict=True):
+        assert start + turn <= end + 1e-12
+
+
+def test_turns_that_do_not_fit_say_what_would_make_them() -> None:
+    compute, links = [1.0, 1.0, 1.0], [both_ways(1.0)] * 3
+    jammed = r2sp_schedule([0, 1, 2], compute, links)
+    assert jammed.feasible is False
+    assert jammed.period_seconds == 3.0
+    assert jammed.offsets_seconds == [0.0, 1.0, 2.0]
+
+    def at(batch: int) -> tuple[list[float], list[Link]] | None:
+        return None if batch > 100 else ([batch / 10] * 3, links)
+
+    found = remedies(compute, links, 10, at)
+    assert (found.global_batch, found.bits, found.links) == (20, 16, 2)
+    assert fits([2.0] * 3, [1.0] * 3)
+    assert not fits([1.9] * 3, [1.0] * 3)
+    assert (
+        remedies(compute, links, 10, lambda b: None if b > 15 else ([b / 10] * 3, links)).global_batch is None
+    )
+    latency_bound = [Link(10.0, 0.1)] * 3
+    assert remedies(compute, latency_bound, 10, None).bits is None
+
+
+def test_overlap_is_estimated_only_where_transfers_are_known() -> None:
+    assert msgspec.to_builtins(hps_estimate([0, 1], [1.0, 2.0], [both_ways(0.5), None])) == {}
+    both = hps_estimate([0, 1], [1.0, 2.0], [both_ways(1.5), both_ways(0.25)])
+    assert (both.serial_seconds, both.pipelined_seconds) == (2.5, 2.0)
+    assert [(w.depth, w.push_bits, w.pull_bits) for w in both.workers] == [(2, 32, 32), (2, 32, 32)]
+
+
+def test_a_pipeline_is_as_deep_as_latency_asks() -> None:
+    assert (pipeline(1.0, Link(0.0, 0.2)).depth, pipeline(1.0, Link(0.0, 0.2)).period) == (2, 1.0)
+    assert (pipeline(1.0, Link(0.0, 1.0)).depth, pipeline(1.0, Link(0.0, 1.0)).period) == (2, 2.0)
+    slow = pipeline(1.0, Link(1.2, 0.1))  # 2.6 s in transfer, hardly any of it on the wire
+    assert (slow.depth, slow.period) == (4, 1.0)
+    assert pipeline(1.0, Link(0.0, 0.0)).depth == 1
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.005, 0.05, 0.2])
+def test_bits_are_the_most_exact_ones_at_the_least_period(budget: float) -> None:
+    luck = np.random.default_rng(int(1000 * budget))
+    for _ in range(20):
+        compute = luck.uniform(0.1, 1.0, 3).tolist()
+        links = [Link(float(luck.uniform(0, 0.01)), float(luck.uniform(0.01, 2.0))) for _ in range(3)]
+        made = hps_estimate([0, 1, 2], compute, links, budget)
+        allowed = [bits for bits in CODECS if ERROR[bits] <= budget]
+        ways = list(itertools.product(allowed, allowed))
+        least = max(
+            min(pipeline(t, x, *way).period for way in ways) for t, x in zip(compute, links, strict=True)
+        )
+        assert made.quantized_seconds == pytest.approx(least)
+        for worker, t, x in zip(made.workers, compute, links, strict=True):
+            better = [
+                way
+                for way in ways
+                if pipeline(t, x, *way).period <= least * (1 + 1e-12)
+                and max(ERROR[way[0]], ERROR[way[1]]) < max(ERROR[worker.push_bits], ERROR[worker.pull_bits])
+            ]
+            assert not better

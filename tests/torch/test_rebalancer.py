@@ -1,0 +1,259 @@
+"""The split follows devices that change, soon, once, and not noise; simulated, and between real ranks."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Callable
+from statistics import median
+from typing import ClassVar, cast
+
+import ddp_balance_jobs as jobs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Ranks
+
+from pyps.errors import Infeasible, InputError
+from pyps.formats import Device, ModelInfo, Point, Profile
+from pyps.solver import Cost, Line, Table
+from pyps.solver.online.decide import best_split, decide, round_seconds
+from pyps.solver.online.refit import OnlineCost, refit, stretched
+from pyps.torch import Rebalancer, Replan, to_prometheus, to_tensorboard
+from pyps.torch.schedule import Split
+
+WINDOW, DEADBAND, LAG = 5, 0.03, 3
+SPEEDS = (1.0, 1.4, 2.0, 2.9)
+NEAR = 1.05  # of the optimum's time
+IN_STEPS = 20
+
+torch.set_num_threads(1)
+
+
+def devices(step: int, slowed: int = 100) -> list[Line]:
+    """Four of them; the first takes twice as long from a step on."""
+    first = 2.0 if step >= slowed else 1.0
+    return [Line(0.010 * s * f, 0.0008 * s * f) for s, f in zip(SPEEDS, (first, 1, 1, 1), strict=True)]
+
+
+def simulate(
+    priors: list[Cost] | None, steps: int, noise: float, seed: int, at: Callable[[int], list[Line]] = devices
+) -> tuple[list[tuple[int, Split]], list[float]]:
+    """The changes (step, split), and by step the round's true time over the best one's."""
+    luck = random.Random(seed)
+    learned = [OnlineCost(priors[k] if priors else None) for k in range(4)]
+    split: Split = best_split(256, priors, [1] * 4, [256] * 4) if priors else (64, 64, 64, 64)
+    coming: tuple[int, Split] | None = None
+    planned_at = [1.0] * 4
+    changes, over, seen = [], [], [[] for _ in range(4)]
+    for step in range(1, steps + 1):
+        costs = at(step)
+        if coming and coming[0] == step:
+            split, coming, seen = coming[1], None, [[] for _ in range(4)]
+            changes.append((step, split))
+        best = best_split(256, costs, [1] * 4, [256] * 4)
+        over.append(round_seconds(costs, split) / round_seconds(costs, best))
+        for k, cost in enumerate(costs):
+            hiccup = 3.0 if luck.random() < 0.02 else 1.0
+            seen[k].append(cost.seconds(split[k]) * hiccup * (1 + abs(luck.gauss(0, noise))))
+        if step % WINDOW == 0 and coming is None:
+            if all(len(s) > WINDOW // 2 for s in seen):
+                for k in range(4):
+                    learned[k].observe(split[k], median(seen[k]))
+                believed = [device.cost for device in learned]
+                paces = [device.level / then for device, then in zip(learned, planned_at, strict=True)]
+                move = decide(split, believed, paces, [1] * 4, [256] * 4, DEADBAND, step)
+                if move:
+                    planned_at = [device.level for device in learned]
+                    coming = step + LAG, move.after
+            seen = [[] for _ in range(4)]
+    return changes, over
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_back_near_the_optimum_and_no_oscillation(noise: float, profiled: bool, seed: int) -> None:
+    priors: list[Cost] | None = [*devices(0)] if profiled else None
+    changes, over = simulate(priors, 320, noise, seed)
+    assert max(over[100 + IN_STEPS - 1 : 320]) < NEAR
+    after = [step for step, _ in changes if step >= 100]
+    assert 1 <= len(after) <= 2
+    assert max(over[30:99]) < NEAR
+    assert len(changes) - len(after) <= (1 if profiled else 3)
+    assert all(sum(split) == 256 for _, split in changes)
+
+
+def test_profiles_of_the_wrong_level_are_put_right_at_once() -> None:
+    wrong: list[Cost] = [stretched(line, 0, f) for line, f in zip(devices(0), (3, 1, 1, 2), strict=True)]
+    changes, over = simulate(wrong, 60, 0.01, 1)
+    assert len(changes) == 1
+    assert max(over[10:]) < NEAR
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.floats(-0.5, 0.5), st.floats(0.2, 5.0), st.floats(0.001, 0.1), st.floats(1e-4, 1e-2))
+def test_two_batches_tell_the_line(share: float, f: float, c: float, a: float) -> None:
+    prior = Line(c, a)
+    true = stretched(prior, share * f * prior.seconds(50), f)
+    found = refit(prior, {b: true.seconds(b) for b in (30, 90)})
+    for batch in (30, 60, 90, 150):
+        assert found.seconds(batch) == pytest.approx(true.seconds(batch), rel=0.02)
+    level = refit(prior, {60: 2 * prior.seconds(60)})
+    assert level.seconds(200) == pytest.approx(2 * prior.seconds(200))
+
+
+def test_knees_and_tables_keep_their_shape() -> None:
+    knee, table = Line(0.0, 0.001, 0.05), Table(((1, 0.1), (10, 0.2), (20, 0.5)))
+    assert refit(knee, {80: 0.16}).seconds(10) == pytest.approx(0.1)
+    assert refit(table, {10: 0.6}).seconds(20) == pytest.approx(1.5)
+    assert refit(table, {30: 0.6}) == table  # it says nothing of 30
+    assert refit(knee, {80: 0.16, 90: 0.02}).seconds(90) == pytest.approx(0.02)  # less for more: no line
+
+
+@pytest.mark.parametrize(("added", "factor"), [(0.05, 1.0), (0.0, 2.0), (-0.03, 1.0)])
+def test_the_intercept_is_charged_first_and_a_second_batch_tells(added: float, factor: float) -> None:
+    """One sample cannot tell slope from intercept."""
+    device, before = OnlineCost(Line(0.02, 0.005)), Line(0.02, 0.005)
+    for batch in (8, 16):
+        device.observe(batch, before.seconds(batch))
+    now = stretched(before, added, factor)
+    device.observe(16, now.seconds(16))
+    charged = now.seconds(16) - before.seconds(16)
+    for batch in (4, 8, 16, 24):
+        assert device.cost.seconds(batch) == pytest.approx(before.seconds(batch) + charged)
+    device.observe(8, now.seconds(8))
+    for batch in (4, 8, 16, 24):
+        assert device.cost.seconds(batch) == pytest.approx(now.seconds(batch), rel=0.03)
+    assert device.level == pytest.approx(now.seconds(16) / before.seconds(16))
+
+
+def test_a_small_change_counts_in_part() -> None:
+    device = OnlineCost(Line(0.01, 0.001))
+    device.observe(80, 0.18)
+    device.observe(80, 0.189)  # 5 %
+    assert 0.18 < device.known[80] < 0.184
+
+
+def test_a_move_says_why() -> None:
+    then, now = devices(0), devices(100)
+    split = best_split(256, then, [1] * 4, [256] * 4)
+    paces = [2.0, 1.0, 1.0, 1.02]
+    move = decide(split, now, paces, [1] * 4, [256] * 4, DEADBAND, 420)
+    assert move is not None
+    assert move.reasons == (f"rank 0 slowed by 2.0x at step 420: {split[0]} -> {move.after[0]}",)
+    assert sum(move.after) == 256
+    assert decide(move.after, now, paces, [1] * 4, [256] * 4, DEADBAND, 421) is None
+    assert (
+        decide(split, now, paces, [1] * 4, [60] * 4, DEADBAND, 420) is None
+    )  # 256 does not fit: what runs, runs
+    with pytest.raises(Infeasible):
+        best_split(256, now, [1] * 4, [60] * 4)
+
+
+@pytest.mark.parametrize(
+    ("loaders", "profiled", "streamed"),
+    [(0, True, False), (0, False, False), (2, False, False), (0, False, True), (2, True, True)],
+)
+def test_between_ranks(ranks: Ranks, loaders: int, profiled: bool, streamed: bool) -> None:
+    results = ranks.run(4, jobs.balanced, SPEEDS, 25, 60, loaders, profiled, streamed)
+    first = results[0]
+    for result in results[1:]:
+        assert result["history"] == first["history"]
+        assert result["splits"] == first["splits"]
+    assert sorted(k for result in results for k in result["seen"]) == list(range(first["length"]))
+    assert all(sum(split) == 64 for split in first["splits"])
+    print("\n".join(first["history"]))
+    assert sum("rank 0 slowed by 2.0x" in said for said in first["history"]) == 1
+    best = jobs.best_seconds(SPEEDS, slowed=True)
+    reached = [max(times) / best for times in zip(*(r["seconds"] for r in results), strict=True)]
+    late = reached[25 + IN_STEPS :]
+    assert median(late) < NEAR
+    assert len(first["history"]) <= (2 if profiled else 4)
+    assert first["scalars"]["replans"] == len(first["history"])
+    assert first["report"].count("\n") == 4
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(InputError, match=r"window.*4.*odd"):
+        Rebalancer(None, None, window=4)  # type: ignore[arg-type]
+
+
+def profile(fixed: float, each: float, most: int | None = None) -> Profile:
+    points = [Point(batch=b, seconds=fixed + each * b) for b in (8, 16, 64)]
+    return Profile(device=Device(name="x"), model=ModelInfo(name="m"), points=points, max_batch=most)
+
+
+def test_whoever_is_there_agrees_on_a_split(ranks: Ranks) -> None:
+    fast, slow = profile(0.01, 0.001), profile(0.01, 0.003)
+    nobody: list[int | None] = [None] * 4
+    assert ranks.run(2, jobs.agreed, 64, [fast, slow], nobody) == [(48, 16)] * 2
+    assert ranks.run(3, jobs.agreed, 64, [fast, slow, fast], nobody) == [(28, 9, 27)] * 3
+    assert ranks.run(2, jobs.agreed, 64, [profile(0.01, 0.001, 40), slow], nobody) == [(40, 24)] * 2
+    assert ranks.run(3, jobs.agreed, 64, [None] * 3, [None, 10, None]) == [(27, 10, 27)] * 3
+    for said in ranks.run(2, jobs.agreed, 64, [fast, None], nobody):
+        assert said.startswith("InputError: agreed_split: profile: found none on ranks [1]")
+    for said in ranks.run(2, jobs.agreed, 64, [fast, slow], [10, 20]):
+        assert said.startswith("Infeasible")
+    for said in ranks.run(3, jobs.agreed, 2, [None] * 3, nobody):
+        assert said.startswith("Infeasible: global_batch 2: the ranks take 3")
+
+
+class Writer:
+    """What a SummaryWriter is asked for."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+        self.texts: list[str] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars[name] = value
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        self.texts.append(text)
+
+
+class Balanced:
+    """What an observer reads of a Rebalancer."""
+
+    steps = 7
+    history: ClassVar = [Replan(5, (0, 7), (8, 8), (10, 6), 1.0, 0.8, ("rank 1 slowed by 2.0x",))]
+
+    def scalars(self) -> dict[str, float]:
+        return {"replans": 1.0, "rank0/batch": 10.0, "rank1/batch": 6.0}
+
+
+def test_loggers() -> None:
+    writer, balance = Writer(), cast(Rebalancer, Balanced())
+    observe = to_tensorboard(writer)
+    observe(balance), observe(balance)
+    assert writer.scalars == {"pyps/replans": 1.0, "pyps/rank0/batch": 10.0, "pyps/rank1/batch": 6.0}
+    assert writer.texts == ["rank 1 slowed by 2.0x"]
+
+
+def test_prometheus_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(InputError, match="pip install prometheus-client"):
+        to_prometheus()
+
+
+def test_prometheus_gets_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
+    gauges: dict[tuple[str, str], float] = {}
+
+    class Gauge:
+        def __init__(self, name: str, text: str, labels: tuple[str, ...], registry: object) -> None:
+            self.name, self.rank = name, ""
+
+        def labels(self, rank: str) -> Gauge:
+            self.rank = rank
+            return self
+
+        def set(self, value: float) -> None:
+            gauges[self.name, self.rank] = value
+
+    fake = types.SimpleNamespace(Gauge=Gauge, REGISTRY=None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", fake)
+    to_prometheus()(cast(Rebalancer, Balanced()))
+    assert gauges == {("pyps_replans", ""): 1.0, ("pyps_batch", "0"): 10.0, ("pyps_batch", "1"): 6.0}

@@ -1,0 +1,78 @@
+"""The scripts of docs/ddp.md and examples/ddp run between ranks, and do what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import shaped
+from ranks import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "ddp.md").read_text(encoding="utf-8")
+EXAMPLES = ROOT / "examples" / "ddp"
+NO_HOSTS = shaped.missing()
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """A folder with the page's scripts."""
+    for text in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        name = re.match(r"# ([\w.]+)\n", text)
+        assert name is not None
+        (tmp_path / name[1]).write_text(text)
+    return tmp_path
+
+
+def test_the_script_of_the_page(page: Path) -> None:
+    said = run_script(page / "train.py", 2)
+    assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 0.5
+    a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
+    assert a + b == 64
+
+
+def test_the_check_of_the_page(page: Path) -> None:
+    before, after = run_script(page / "check.py", 2).splitlines()
+    assert "ranks count equally" in before
+    assert after.startswith("batches 48/16: 0.00% off")
+
+
+def test_the_recipe_of_the_page(page: Path) -> None:
+    assert float(re.findall(r"loss ([\d.]+)", run_script(page / "recipe.py", 3))[0]) < 0.2
+
+
+@pytest.mark.parametrize("script", ["before.py", "after.py", "text.py"])
+def test_the_examples(script: str) -> None:
+    told = json.loads(run_script(EXAMPLES / script, 2, EPOCHS="1").splitlines()[-1])
+    assert len(told["seconds"]) >= 5
+    if script == "text.py":
+        assert told["last_loss"] < 0.8 * told["first_loss"]
+
+
+@pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "there are namespaces")
+def test_two_hosts() -> None:
+    command = [sys.executable, str(EXAMPLES / "two_hosts.py"), "--epochs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert len(told["batches"]) == 4
+    assert sum(told["batches"]) == 256
+
+
+def test_accelerate() -> None:
+    pytest.importorskip("accelerate")
+    told = json.loads(run_script(EXAMPLES / "with_accelerate.py", 2, EPOCHS="1").splitlines()[-1])
+    assert told["batches"] == [80, 16]
+
+
+def test_lightning() -> None:
+    pytest.importorskip("lightning")
+    command = [sys.executable, str(EXAMPLES / "with_lightning.py")]
+    environment = {**os.environ, "EPOCHS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert "accuracy" in done.stdout, done.stderr

@@ -1,0 +1,228 @@
+"""Gradients that travel while backward goes on: what arrives is what is there at the end, encoded or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
+
+from pyps.errors import InputError
+from pyps.native.values import Tensor
+from pyps.store.codec import Codec, Encoding, encode
+from pyps.worker import attach
+from pyps.worker.buckets import Lane, Pins, buckets_of
+from pyps.worker.loop import join
+
+ELEMENTS = 2048
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def layers(sizes: tuple[int, ...] = (100, 700, 300, 5)) -> list[tuple[nn.Parameter, Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+    found, offset = [], 0
+    for k, size in enumerate(sizes):
+        p = nn.Parameter(torch.randn(size, generator=draws))
+        found.append((p, Tensor(f"p{k}", (size,), 0, offset, size)))
+        offset += size
+    return found
+
+
+def flat_gradient(parameters: list[tuple[nn.Parameter, Tensor]]) -> torch.Tensor:
+    flat = torch.zeros(ELEMENTS)
+    for p, t in parameters:
+        if p.grad is not None:
+            flat[t.offset : t.offset + t.elements] = p.grad.cpu()
+    return flat
+
+
+def backward_of(parameters: list[tuple[nn.Parameter, Tensor]], unused: int | None = None) -> None:
+    used = [p for k, (p, _) in enumerate(parameters) if k != unused]
+    backward(sum(((p * p).sum() * (k + 1) for k, p in enumerate(used)), torch.zeros(())))
+
+
+def test_buckets_cover_every_parameter_once() -> None:
+    parameters = layers()
+    buckets = buckets_of(parameters, ELEMENTS, 512)
+    assert [(b.first, b.end) for b in buckets] == [(0, 512), (512, 1024), (1024, 1536)], "not the empty one"
+    covered = sorted((part.lo, part.hi) for b in buckets for part in b.parts)
+    assert covered == [(0, 100), (100, 512), (512, 800), (800, 1024), (1024, 1100), (1100, 1105)]
+
+
+def test_gradients_travel_during_backward_and_changed_ones_again() -> None:
+    parameters = layers()
+    lane = Lane(parameters, ELEMENTS, torch.device("cpu"), size=512)
+    to = torch.zeros(ELEMENTS)
+    for unused in (None, 2):
+        lane.begin(to)
+        backward_of(parameters, unused)
+        assert all(b.shipped is None for b in lane._buckets), "more micro-batches follow"
+        lane.last()
+        backward_of(parameters, unused)
+        shipped = [b.shipped is not None for b in lane._buckets]
+        assert shipped == ([True] * 3 if unused is None else [True, False, False]), "those with all gradients"
+        nn.utils.clip_grad_norm_([p for p, _ in parameters], 0.5)
+        lane.finish()
+        assert torch.equal(to, flat_gradient(parameters))
+        for p, _ in parameters:
+            p.grad = None
+    lane.begin(to)
+    lane.finish()
+    assert not to.any(), "no gradient counts as zero"
+    lane.close()
+    backward_of(parameters)
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
+@pytest.mark.parametrize("size", [256, 1024, 1 << 21])
+def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int) -> None:
+    """With feedback over steps, one of which is not admitted, and a scale that changes in the end."""
+    parameters = layers()
+    lane = Lane(parameters, ELEMENTS, torch.device("cpu"), codec, size=size)
+    residual, left = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
+    for step in range(4):
+        lane.begin(torch.zeros(0))
+        lane.last(0.25)
+        backward_of(parameters)
+        scale = 0.25 if step != 2 else 0.5
+        lane.finish(scale)
+        expected, _ = encode(
+            flat_gradient(parameters).numpy(), Encoding(codec), scale=scale, residual=residual,
+            residual_out=left,
+        )  # fmt: skip
+        np.testing.assert_array_equal(lane.codes, expected)
+        lane.settle(admitted=step != 1)
+        if step != 1:
+            residual, left = left, residual
+        with torch.no_grad():
+            for p, _ in parameters:
+                p.sub_(0.01 * p.grad if p.grad is not None else 0.0)
+                p.grad = None
+    lane.close()
+
+
+def trained(policy: str, codec: str, micro_batch: int | None) -> bytes:
+    """The parameters of a run in bfloat16, which is copied to its area even on a CPU."""
+    model = make_model().bfloat16()
+    with join(
+        "run", 0, batches=[10], samples=3 * SAMPLES, seed=5, policy=policy, codec=codec,
+        micro_batch=micro_batch,
+    ) as worker:  # fmt: skip
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in worker.batches((X.bfloat16(), Y.bfloat16())):
+            backward(loss_of(model, x, y))
+            worker.step()
+        assert worker.steps == 18
+        return worker.store.pull()[0].tobytes()
+
+
+@pytest.mark.parametrize("micro_batch", [None, 4])
+@pytest.mark.parametrize(("policy", "codec"), [("bsp", "int8"), ("asp", "int4"), ("r2sp", "int8")])
+def test_a_run_that_encodes_on_the_device_is_bitwise_one_that_does_not(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, policy: str, codec: str, micro_batch: int | None
+) -> None:
+    plain = trained(policy, codec, micro_batch)
+    monkeypatch.setattr(attach, "ENCODES_ON", ("cpu",))
+    used: list[Codec | None] = []
+    made = attach.Lane
+
+    def noted(*arguments: Any) -> Lane:
+        used.append(arguments[3])
+        return made(*arguments)
+
+    monkeypatch.setattr(attach, "Lane", noted)
+    assert trained(policy, codec, micro_batch) == plain
+    assert used == [Codec[codec.upper()]]
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_poisons_nothing(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "ENCODES_ON", ("cpu",))
+    model = make_model().bfloat16()
+    with join("run", 0, batches=[10], samples=60, seed=5, policy="asp", codec="int8") as worker:
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for k, (x, y) in enumerate(worker.batches((X.bfloat16(), Y.bfloat16()))):
+            backward(loss_of(model, x * float("nan") if k == 2 else x, y))
+            assert (worker.step() is None) == (k == 2)
+        assert (worker.steps, worker.skipped) == (5, 1)
+        assert np.isfinite(worker.store.pull()[0]).all()
+
+
+class Driver:
+    """What torch.cuda.cudart() has, for memory."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.full = False
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        if self.full:
+            return 2
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
+def test_pins_are_taken_once_and_given_back() -> None:
+    driver, one, two = Driver(), np.zeros(1000, np.float32), np.zeros(10, np.float32)
+    pins = Pins(driver)
+    assert pins.pin(one)
+    assert pins.pin(one)
+    driver.full = True
+    assert not pins.pin(two), "it is used as it is"
+    assert driver.registered == {one.ctypes.data: 4000}
+    pins.close()
+    pins.close()
+    assert not driver.registered
+
+
+@needs_cuda
+@pytest.mark.parametrize("codec", ["f32", "int8", "int4"])
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_gpu_worker_trains_as_a_cpu_worker(shm: Path, codec: str, pipeline: bool) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model = make_model().to(device)
+        with join(
+            "run", 0, batches=[10], samples=SAMPLES, seed=5, policy="asp", codec=codec, pipeline=pipeline
+        ) as worker:  # fmt: skip
+            worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for x, y in worker.batches((X.to(device), Y.to(device))):
+                backward(loss_of(model, x, y))
+                worker.step()
+            found.append(worker.store.pull()[0])
+            pins = worker._require()[2]._pins
+            assert (pins is not None) == (device == "cuda")
+            assert pins is None or pins._held
+        assert pins is None or not pins._held
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-3, atol=2e-3)
+
+
+@needs_cuda
+def test_copies_run_beside_backward() -> None:
+    device = torch.device("cuda")
+    parameters = [(nn.Parameter(p.detach().to(device)), t) for p, t in layers()]
+    lane = Lane(parameters, ELEMENTS, device, size=512)
+    to = torch.zeros(ELEMENTS, pin_memory=True)
+    lane.begin(to)
+    lane.last()
+    backward_of(parameters)
+    assert any(b.shipped is not None for b in lane._buckets)
+    lane.finish()
+    assert torch.equal(to, flat_gradient(parameters))
+
+
+def test_an_unknown_codec_is_not_for_the_device() -> None:
+    lane = Lane(layers(), ELEMENTS, torch.device("cpu"), Codec.NF4)
+    lane.begin(torch.zeros(0))
+    with pytest.raises(InputError, match="int8 or int4"):
+        lane.finish()

@@ -1,0 +1,47 @@
+"""The way of a worker's values: to the store, and to a peer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from pyps.errors import InputError
+from pyps.worker import link_speed as link
+
+SIZES = (4096, 65536, 1 << 20, 1 << 23)
+
+
+def test_the_way_to_the_store(shm: Path) -> None:
+    found = link.probe_store(SIZES, repeats=3)
+    assert found.via == "store"
+    assert 0 <= found.latency_seconds < 1
+    assert 1e6 < found.bytes_per_second < 1e13
+
+
+def test_the_way_to_a_peer() -> None:
+    found = link.probe_group(None, SIZES, repeats=3)
+    assert found.via == "gloo"
+    assert 0 < found.bytes_per_second < 1e13
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:99999", ":80"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(InputError, match="host:port"):
+        link.probe_group(address)
+
+
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "TIMEOUT_SECONDS", 1.0)
+    caught: list[BaseException] = []
+
+    def ask() -> None:
+        with pytest.raises(InputError, match="--answer") as raised:
+            link.probe_group("127.0.0.1:9")
+        caught.append(raised.value)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(30)
+    assert caught

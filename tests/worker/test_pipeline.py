@@ -1,0 +1,271 @@
+"""A pipeline: delay-1 SGD bitwise where it is alone, overlap, errors that surface, deadlines that hold."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads, train_beside
+
+from pyps.errors import InputError, TimedOut
+from pyps.formats.records import StepRecord, read_run
+from pyps.run.trace import make_trace
+from pyps.store import Store
+from pyps.store.policies import Policy
+from pyps.worker.loop import Worker, join
+from pyps.worker.pipeline import Carrier
+from pyps.worker.sampling import indices
+
+OVERLAPPING = [name for name, kind in Policy.known.items() if kind.overlaps]
+CLOSE = 0.05  # of the longer of the two: what the period may be more
+
+
+class Slow:
+    """A store over a link that takes so many seconds each way; anything with a store's methods will do."""
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        return self._late(found) if name in ("push", "pull", "exchange") else found
+
+    def _late(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def late(*args: Any, **more: Any) -> Any:
+            time.sleep(self._seconds)
+            return call(*args, **more)
+
+        return late
+
+
+def over(worker: Worker, wrapped: Any) -> None:
+    """From here on the worker's transfers go over this one."""
+    worker._transfer._store = wrapped
+    assert worker._pipeline is not None
+    worker._pipeline._store = wrapped
+
+
+def test_alone_it_is_sgd_with_a_delay_of_one_bitwise(shm: Path) -> None:
+    model, rival = make_model(), make_model()
+    with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5, policy="asp", pipeline=True) as worker:
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in worker.batches((X, Y)):
+            backward(loss_of(model, x, y))
+            worker.step()
+        assert worker.steps == 18
+        assert worker.store.ranks()[0].staleness_max == 1
+        assert worker.store.ranks()[0].staleness_sum == 17, "every step but the first"
+    master = [p.detach().clone() for p in rival.parameters()]
+    before = [p.clone() for p in master]
+    for first in range(0, 3 * SAMPLES, 10):
+        with torch.no_grad():
+            for p, old in zip(rival.parameters(), before, strict=True):
+                p.copy_(old)
+        rival.zero_grad()
+        rows = torch.from_numpy(indices(first, 10, SAMPLES, 5))
+        backward(loss_of(rival, X[rows], Y[rows]))
+        before = [p.clone() for p in master]
+        for p, now in zip(rival.parameters(), master, strict=True):
+            assert p.grad is not None
+            now.sub_(p.grad * 0.1)
+    for p, expected in zip(model.parameters(), master, strict=True):
+        assert torch.equal(p.detach(), expected)
+
+
+@pytest.mark.parametrize("policy", OVERLAPPING)
+def test_every_policy_that_need_not_wait_trains(shm: Path, tmp_path: Path, policy: str) -> None:
+    split, total = [6, 4, 5], 6 * SAMPLES
+    models = [make_model() for _ in split]
+    before = float(loss_of(models[0], X, Y).detach())
+    workers = [
+        join(
+            "threads", rank, batches=split, samples=total, seed=5, policy=policy, micro_batch=3,
+            run_dir=tmp_path, pipeline=True,
+        )
+        for rank in range(len(split))
+    ]  # fmt: skip
+
+    train_beside(workers, models)
+    counters = workers[0].store.ranks()
+    for worker in workers:
+        worker.close()
+    assert sum(r.samples for r in counters) == total
+    assert float(loss_of(models[0], X, Y).detach()) < before
+    taken = [r for r in read_run(tmp_path) if not r.rejected]
+    positions = sorted(p for r in taken for p in range(r.first, r.first + r.samples))
+    assert positions == list(range(total)), "each sample once"
+    if policy == "hps":
+        assert max(r.staleness for r in taken) == 1, "the round before"
+    assert no_carriers()
+
+
+def no_carriers() -> bool:
+    return not [t for t in threading.enumerate() if t.name.startswith("pyps-carrier")]
+
+
+@pytest.mark.parametrize("name", ["bsp", "backup"])
+def test_policies_that_wait_refuse_it_by_name(name: str) -> None:
+    with pytest.raises(
+        InputError, match=f"pipeline: found on under {name}, whose every step waits"
+    ) as failed:
+        join("run", 0, batches=[1], policy=name, pipeline=True)
+    assert "asp" in str(failed.value)
+
+
+def timed(shm: Path, folder: Path, compute: float, one_way: float, pipeline: bool) -> list[StepRecord]:
+    model = make_model()
+    with join(
+        "run", 0, batches=[10], samples=120, seed=5, policy="asp", run_dir=folder, pipeline=pipeline
+    ) as worker:  # fmt: skip
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        if pipeline:
+            over(worker, Slow(worker.store, one_way))
+        else:
+            worker._transfer._store = Slow(worker.store, one_way)  # type: ignore[assignment]
+        for x, y in worker.batches((X, Y)):
+            backward(loss_of(model, x, y))
+            time.sleep(compute)
+            worker.step()
+    return read_run(folder)
+
+
+def period(records: list[StepRecord]) -> float:
+    begins = [next(b for kind, b, _ in r.spans if kind == "compute") for r in records]
+    return float(np.median(np.diff(begins)[2:]))
+
+
+@pytest.mark.parametrize(("compute", "one_way"), [(0.08, 0.02), (0.04, 0.05)])
+def test_the_period_is_the_longer_of_compute_and_transfer(
+    shm: Path, tmp_path: Path, compute: float, one_way: float
+) -> None:
+    piped = timed(shm, tmp_path / "piped", compute, one_way, pipeline=True)
+    assert {r.staleness for r in piped[1:]} == {1}
+    longer = max(compute, 2 * one_way)
+    overlaps = 0
+    for now, following in pairwise(piped):
+        sent, back = now.spans[-2], now.spans[-1]
+        assert (sent[0], back[0]) == ("push", "pull")
+        begin, end = next((b, e) for kind, b, e in following.spans if kind == "compute")
+        overlaps += sent[1] < end and begin < back[2]
+    assert overlaps == len(piped) - 1, "each transfer runs beside the next compute"
+    assert longer <= period(piped) < longer * (1 + CLOSE) + 0.006
+    serial = timed(shm, tmp_path / "serial", compute, one_way, pipeline=False)
+    assert period(serial) > compute + 2 * one_way
+
+
+def test_the_trace_has_a_track_for_transfers(shm: Path, tmp_path: Path) -> None:
+    from pyps.run.ranks import Place
+
+    records = timed(shm, tmp_path, 0.0, 0.0, pipeline=True)
+    rows = make_trace([Place(0, "a", 10, None, None)], records, [])["traceEvents"]
+    names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    kinds = {(names[row["tid"]], row["name"]) for row in rows if row["ph"] == "X"}
+    assert ("rank 0: transfers", "push") in kinds
+    assert ("rank 0: a, b = 10", "compute") in kinds
+    assert ("rank 0: a, b = 10", "push") not in kinds
+
+
+class Broken(Slow):
+    def _late(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        raise ConnectionError("the link is cut")
+
+
+def test_an_error_of_a_transfer_surfaces_at_the_next_step(shm: Path) -> None:
+    model = make_model()
+    worker = join("run", 0, batches=[10], samples=0, policy="asp", pipeline=True)
+    worker.attach(model)
+    batches = worker.batches((X, Y))
+    for k in range(4):
+        x, y = next(batches)
+        backward(loss_of(model, x, y))
+        if k == 2:
+            over(worker, Broken(worker.store, 0.0))
+        if k == 3:
+            with pytest.raises(ConnectionError, match="the link is cut"):
+                worker.step()
+        else:
+            worker.step()
+    worker.close()
+    assert no_carriers()
+
+
+def test_close_waits_for_a_transfer_but_not_for_ever(shm: Path) -> None:
+    model = make_model()
+    worker = join("run", 0, batches=[10], samples=0, policy="asp", pipeline=True)
+    worker.attach(model)
+    over(worker, Slow(worker.store, 0.4))
+    x, y = next(iter(worker.batches((X, Y))))
+    backward(loss_of(model, x, y))
+    worker.step()
+    assert worker._pipeline is not None
+    began = time.monotonic()
+    with pytest.raises(TimedOut, match="still under way after"):
+        worker._pipeline.close(0.05)
+    assert time.monotonic() - began < 0.3
+    worker.close()
+    assert worker.store.closed
+    worker.close()
+    assert no_carriers()
+
+
+def test_a_fenced_worker_drops_both_and_goes_on(shm: Path, tmp_path: Path) -> None:
+    """Rank 1 stands still with two claims; rank 0 needs their samples and fences it."""
+    policy = Policy.known["asp"](round_timeout_seconds=0.3)
+    total = 30 * 4
+    workers = [
+        join("run", r, batches=[4, 4], samples=total, policy=policy, run_dir=tmp_path, pipeline=True)
+        for r in range(2)
+    ]
+
+    def body(rank: int) -> None:
+        model = make_model()
+        workers[rank].attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for x, y in workers[rank].batches((X, Y)):
+            backward(loss_of(model, x, y))
+            if rank == 1 and workers[1].steps == 1:
+                time.sleep(1.2)
+            workers[rank].step()
+
+    run_threads(2, body)
+    counters = workers[0].store.ranks()
+    for worker in workers:
+        worker.close()
+    assert sum(r.samples for r in counters) == total
+    assert workers[1].fenced >= 1
+    taken = [r for r in read_run(tmp_path) if not r.rejected]
+    assert sorted(p for r in taken for p in range(r.first, r.first + r.samples)) == list(range(total))
+
+
+def test_a_state_dict_in_the_middle_of_a_run_is_of_one_version(shm: Path) -> None:
+    model = make_model()
+    with join("run", 0, batches=[10], samples=8 * 10, policy="asp", pipeline=True) as worker:
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in worker.batches((X, Y)):
+            backward(loss_of(model, x, y))
+            worker.step()
+            state = worker.state_dict()
+            flat = worker.store.snapshot().tensors
+            for name, values in flat.items():
+                np.testing.assert_array_equal(state[name].numpy(), values)
+        assert worker.steps == 8
+
+
+def test_a_carrier_runs_jobs_in_order_and_raises_what_they_raise() -> None:
+    carrier: Carrier[int] = Carrier("pyps-carrier-test")
+    carrier.give(lambda: 1)
+    carrier.give(lambda: 1 // 0)
+    assert carrier.take(5.0) == 1
+    with pytest.raises(ZeroDivisionError):
+        carrier.take(5.0)
+    with pytest.raises(TimedOut, match=r"longer than 0\.01 s"):
+        carrier.take(0.01)
+    done = threading.Event()
+    carrier.close(done.set, 5.0)
+    assert done.is_set()

@@ -1,0 +1,135 @@
+"""Bits per worker and direction: pushes and pulls in the codecs that a plan has chosen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_run import KILLED_ONCE, script
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
+
+from pyps.errors import InputError
+from pyps.formats.records import read_run
+from pyps.native.values import Codec
+from pyps.store.codec import decode
+from pyps.worker.loop import Worker
+from pyps.worker.settings import Settings, read_settings
+
+
+def plan_of_bits(batches: list[int], bits: dict[int, tuple[int, int]]) -> dict[str, Any]:
+    plan = plan_with(batches)
+    plan["hps"] = {
+        "workers": [
+            {"rank": rank, "depth": 2, "push_bits": push, "pull_bits": pull, "period_seconds": 0.1}
+            for rank, (push, pull) in bits.items()
+        ]
+    }
+    return plan
+
+
+def by_plan(monkeypatch: pytest.MonkeyPatch, path: Path, plan: dict[str, Any], rank: int) -> Settings:
+    path.write_text(json.dumps(plan))
+    for name, value in (("STORE", "run"), ("RANK", rank), ("PLAN", path), ("CODEC", "plan")):
+        monkeypatch.setenv(f"PYPS_{name}", str(value))
+    return read_settings(None, None, None, None, None, None, None)
+
+
+def test_each_rank_has_its_own_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks of the store count workers with a batch; the plan's are the plan's."""
+    plan = plan_of_bits([4, 0, 4, 4], {0: (32, 16), 2: (8, 4), 3: (4, 32)})
+    expected = [(Codec.F32, Codec.BF16), (Codec.INT8, Codec.INT4), (Codec.INT4, Codec.F32)]
+    for rank, (push, pull) in enumerate(expected):
+        settings = by_plan(monkeypatch, tmp_path / "plan.json", plan, rank)
+        assert (settings.encoding.codec, settings.pull_codec) == (push, pull)
+        assert settings.encoding.feedback == (push is not Codec.F32)
+
+
+def test_a_plan_without_bits_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"hps\.workers: found 0 workers; expected bits for rank 1"):
+        by_plan(monkeypatch, tmp_path / "plan.json", plan_with([4, 4]), 1)
+    with pytest.raises(InputError, match="'plan' without a plan"):
+        read_settings("run", 0, [1], None, None, None, None, codec="plan")
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.BF16])
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("policy", ["asp", "r2sp"])
+def test_parameters_are_what_the_code_carries_of_the_fp32_ones(
+    shm: Path, codec: Codec, pipeline: bool, policy: str
+) -> None:
+    model = make_model()
+    settings = replace(
+        read_settings("run", 0, [10], policy, SAMPLES, 5, None, pipeline=pipeline), pull_codec=codec
+    )
+    expected: list[np.ndarray] = []
+    with Worker(settings) as worker:
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for k, (x, y) in enumerate(worker.batches((X, Y))):
+            if not pipeline:  # nothing else is going on
+                codes, _ = worker.store.pull_encoded(codec)
+                expected.append(decode(codes, codec, worker.store.layout.flat_elements))
+                flat = worker._require()[2].flat
+                np.testing.assert_array_equal(flat, expected[k])
+            backward(loss_of(model, x, y))
+            worker.step()
+        np.testing.assert_array_equal(worker.store.pull()[0], worker._require()[2].flat)
+        assert worker.steps == 6
+
+
+def test_few_bits_both_ways_train_as_well(shm: Path) -> None:
+    losses = {}
+    for codec in (Codec.F32, Codec.INT8):
+        model = make_model()
+        base = read_settings("run", 0, [SAMPLES], "asp", 300 * SAMPLES, 5, None, codec=codec, pipeline=True)
+        with Worker(replace(base, pull_codec=codec)) as worker:
+            worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for x, y in worker.batches((X, Y)):
+                backward(loss_of(model, x, y))
+                worker.step()
+            losses[codec] = float(loss_of(model, X, Y).detach())
+    assert abs(losses[Codec.INT8] / losses[Codec.F32] - 1) < 0.02
+
+
+def pyps_run(tmp_path: Path, plan: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    path = script(tmp_path, KILLED_ONCE)
+    command = [sys.executable, "-m", "pyps", "run", "--plan", "plan.json", "--samples", "240", *options]
+    return subprocess.run(
+        [*command, "--run-dir", "out", str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_pyps_run_pipes_with_the_plans_bits_and_survives_a_kill(shm: Path, tmp_path: Path) -> None:
+    plan = plan_of_bits([6, 4], {0: (8, 8), 1: (4, 16)})
+    done = pyps_run(tmp_path, plan, "--policy", "hps", "--pipeline", "--codec", "plan")
+    assert done.returncode == 0, done.stderr
+    records = read_run(tmp_path / "out")
+    assert {record.depth for record in records} == {2}
+    assert max(record.staleness for record in records) == 1
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["outcome"], report["restarts"]) == ("finished", 1)
+    assert (report["samples"]["trained"], report["samples"]["lost"]) == (240, 0)
+    rows = json.loads((tmp_path / "out/trace.json").read_text())["traceEvents"]
+    names = {row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    assert {"rank 0: transfers", "rank 1: transfers"} <= names
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--policy", "bsp", "--pipeline"), "whose every step waits for the one before it"),
+        (("--codec", "plan"), "hps.workers: found 0 workers"),
+    ],
+)
+def test_pyps_run_refuses_before_it_starts(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    done = pyps_run(tmp_path, plan_with([6, 4]), *options)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()

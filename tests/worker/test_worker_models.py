@@ -1,0 +1,319 @@
+"""pyps.Worker and models of every kind: odd parameters, half precision, restarts; what is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from worker_tools import (
+    OPTIMIZERS,
+    RELATIVE,
+    SAMPLES,
+    MakeOptimizer,
+    X,
+    Y,
+    backward,
+    distance,
+    loss_of,
+    make_model,
+    train,
+)
+
+import pyps
+from pyps.errors import InputError, SegmentNotFound
+from pyps.formats.records import RecordWriter, read_records, record_path
+from pyps.store import Store
+from pyps.worker.attach import inspect, load_parameters
+from pyps.worker.loop import Worker, join
+from pyps.worker.settings import read_settings
+
+
+class Odd(nn.Module):
+    """Frozen, tied, unused and sparse parameters in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, sparse=True)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.unused = nn.Parameter(torch.full((3,), 2.0))
+        self.inner = nn.Linear(4, 4)
+        self.outer = nn.Linear(4, 4)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.outer(self.inner(self.table(index) * self.frozen)))
+
+
+def test_odd_parameters_are_handled(worker: Worker) -> None:
+    torch.manual_seed(1)
+    model = Odd()
+    torch.manual_seed(1)
+    rival = Odd()
+    worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert [t.name for t in worker.store.tensors] == [
+        "unused", "table.weight", "inner.weight", "inner.bias", "outer.bias",
+    ]  # fmt: skip
+    optimizer = torch.optim.SGD(rival.parameters(), lr=0.1)
+    data = torch.arange(SAMPLES) % 5
+    batches = worker.batches((data,))
+    for k in range(4):
+        (index,) = next(batches)
+        for net in (model, rival):
+            if net is model and k % 2:
+                net.zero_grad(set_to_none=True)  # a habit that does no harm
+            backward((net(index) ** 2).mean())
+        worker.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    next(batches)
+    assert distance(model, rival) < 10 * RELATIVE
+    assert model.outer.weight is model.inner.weight
+    assert model.frozen.tolist() == [1.0] * 4
+    assert model.unused.tolist() == [2.0] * 3
+
+
+def test_half_precision_keeps_fp32_masters(worker: Worker) -> None:
+    model = nn.Linear(6, 2).to(torch.bfloat16)
+    worker.attach(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+    before = worker.store.snapshot().tensors["weight"].copy()
+    for x, y in worker.batches((X.bfloat16(), Y.bfloat16())):
+        backward(loss_of(model, x, y))
+        worker.step()
+    after = worker.store.snapshot().tensors["weight"]
+    assert 0.0 < float(np.abs(after - before).max()) < 0.01
+    assert torch.equal(model.weight.detach(), torch.from_numpy(after).bfloat16())
+
+
+def test_a_scaler_unscales_and_skips(worker: Worker) -> None:
+    model, rival = make_model(), make_model()
+    optimizer, rival_optimizer = OPTIMIZERS["nesterov"](model), OPTIMIZERS["nesterov"](rival)
+    worker.attach(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    rival_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for k, (x, y) in enumerate(worker.batches((X, Y))):
+        poison = float("inf") if k == 2 else 1.0
+        for net, its_scaler in ((model, scaler), (rival, rival_scaler)):
+            backward(its_scaler.scale(loss_of(net, x, y) * poison))
+        if k % 2:
+            scaler.unscale_(optimizer)  # as one does before clipping
+        result = worker.step(scaler=scaler)
+        assert (result is None) == (k == 2)
+        rival_scaler.step(rival_optimizer)
+        rival_optimizer.zero_grad()
+        scaler.update()
+        rival_scaler.update()
+        if k == 4:
+            break
+    assert scaler.get_scale() == 512.0
+    worker.refresh()
+    assert distance(model, rival) < 10 * RELATIVE
+    assert (worker.steps, worker.skipped) == (4, 1)
+    assert worker.store.ranks()[0].skipped == 10
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def shared_storage() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    torch.nn.utils.parameters_to_vector(model.parameters())
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def complex_model() -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], MakeOptimizer, str]] = {
+    "float64": (lambda: nn.Linear(2, 2).double(), sgd, "attach: weight: found dtype torch.float64"),
+    "complex": (complex_model, sgd, "attach: weight: found dtype torch.complex64"),
+    "lazy": (lambda: nn.LazyLinear(2), sgd, "weight: found a lazy"),
+    "storage": (shared_storage, sgd, "1.weight: found memory shared with 0.weight"),
+    "frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), sgd, "no parameter to train"),
+    "adadelta": (make_model, lambda m: torch.optim.Adadelta(m.parameters()), "optimizer: found Adadelta;"),
+    "accumulator": (
+        make_model, lambda m: torch.optim.Adagrad(m.parameters(), initial_accumulator_value=0.1),
+        r"\[0\].initial_accumulator_value",
+    ),
+    "amsgrad": (make_model, lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), r"\[0\].amsgrad"),
+    "maximize": (make_model, lambda m: sgd(m, maximize=True), r"\[0\].maximize"),
+    "foreign": (
+        make_model, lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(2))]),
+        "found a parameter of shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_trained_is_refused_by_name(case: str) -> None:
+    make, optimizer, message = REFUSED[case]
+    model = make()
+    with pytest.raises(InputError, match=message):
+        inspect(model, optimizer(model))
+
+
+def test_an_optimizer_with_a_past_is_refused() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    backward(loss_of(model, X, Y))
+    optimizer.step()
+    with pytest.raises(InputError, match="state of earlier steps"):
+        inspect(model, optimizer)
+
+
+def test_batch_norm_is_said_once(worker: Worker) -> None:
+    model = nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    with pytest.warns(UserWarning, match="1: running statistics .* stay local") as caught:
+        worker.attach(model)
+    assert len(caught) == 1
+
+
+# The others' models, restarts, misuse.
+
+
+def test_a_different_model_is_named(worker: Worker) -> None:
+    worker.attach(make_model())
+    for model, message in (
+        (nn.Linear(6, 8), "'weight' .* in this worker's model; expected '0.weight'"),
+        (nn.Sequential(nn.Linear(6, 9)), r"0.weight: .*\[9, 6\].*expected .*\[8, 6\]"),
+        (nn.Sequential(*make_model(), nn.Linear(2, 1)), "3.weight"),
+        (make_model()[:1], "2.weight: found nothing"),
+    ):
+        with join("run", 1, batches=[10]) as other, pytest.raises(InputError, match=message):
+            other.attach(model)
+    model = make_model()
+    adamw = torch.optim.AdamW(model.parameters())
+    with join("run", 1, batches=[10]) as other, pytest.raises(InputError, match="found adamw; expected sgd"):
+        other.attach(model, adamw)
+
+
+def test_a_restarted_rank_0_goes_on_where_it_was(shm: Path) -> None:
+    model = make_model(0)
+    with (
+        Store.create("again", dict(model.named_parameters()), batches=[10], samples=40),
+        join("again", 0, samples=40, seed=5) as first,
+    ):
+        first.attach(model, OPTIMIZERS["sgd"](model))
+        batches = first.batches((X, Y))
+        for _ in range(2):
+            x, y = next(batches)
+            backward(loss_of(model, x, y))
+            first.step()
+        next(batches)
+        first.close()  # without a step: its samples go back
+        restarted = make_model(9)
+        with join("again", 0, samples=40, seed=5) as second:
+            second.attach(restarted, OPTIMIZERS["sgd"](restarted))
+            assert train(second, restarted) == 2
+            total = second.store.ranks()[0]
+            assert (total.samples, total.returned) == (40, 10)
+
+
+def test_others_wait_for_rank_0_but_not_for_ever(shm: Path) -> None:
+    with join("nobody", 1) as worker, pytest.raises(SegmentNotFound):
+        worker.attach(make_model(), timeout=0.05)
+
+
+def test_misuse_is_said(worker: Worker) -> None:
+    model = make_model()
+    with pytest.raises(InputError, match=r"attach\(model\) first"):
+        worker.step()
+    optimizer = OPTIMIZERS["sgd"](model)
+    worker.attach(model, optimizer)
+    with pytest.raises(InputError, match="a second one"):
+        worker.attach(model)
+    with pytest.raises(InputError, match="no batch"):
+        worker.step()
+    batches = worker.batches((X, Y))
+    next(batches)
+    with pytest.raises(InputError, match="the store steps"):
+        optimizer.step()
+    with pytest.raises(InputError, match=r"no step\(\) since the last batch"):
+        next(batches)
+
+
+def test_momentum_cannot_begin_later(worker: Worker) -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS["sgd"](model)
+    worker.attach(model, optimizer)
+    x, y = next(worker.batches((X, Y)))
+    backward(loss_of(model, x, y))
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(InputError, match=r"param_groups\[0\].momentum"):
+        worker.step()
+
+
+def test_parameters_can_be_loaded_elsewhere(worker: Worker) -> None:
+    model, elsewhere = make_model(0), make_model(1)
+    worker.attach(model)
+    train(worker, model)
+    assert load_parameters(worker.store, elsewhere) == worker.store.status().version
+    assert distance(model, elsewhere) == 0.0
+    state = worker.state_dict()
+    assert torch.equal(state["0.weight"], torch.as_tensor(elsewhere[0].weight).detach())
+    with pytest.raises(InputError, match=r"load_parameters: 0.weight: found nothing"):
+        load_parameters(worker.store.snapshot(), nn.Linear(2, 2))
+
+
+# Settings and records.
+
+
+def test_without_a_launcher_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("PYPS_")]:
+        monkeypatch.delenv(variable)
+    with pytest.raises(InputError, match=r"PYPS_STORE: found nothing; expected a run: start .* `pyps run`"):
+        pyps.join()
+    with pytest.raises(InputError, match="join: rank: found nothing"):
+        pyps.join("name")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("PYPS_RANK", "x", "PYPS_RANK: found 'x'; expected a whole number"),
+        ("PYPS_SAMPLES", "-3", "PYPS_SAMPLES: found '-3'"),
+        ("PYPS_ROUND_TIMEOUT", "soon", "PYPS_ROUND_TIMEOUT: found 'soon'"),
+        ("PYPS_ROUND_TIMEOUT", "-1", "round_timeout_seconds: found -1.0"),
+        ("PYPS_POLICY", "spp", "policy: found 'spp'; expected one of bsp, asp"),
+        ("PYPS_THROTTLE", "{", "PYPS_THROTTLE: found"),
+        ("PYPS_THROTTLE", "{}", "PYPS_THROTTLE: found"),
+        ("PYPS_PLAN", "/nowhere/plan.json", "/nowhere/plan.json"),
+    ],
+)
+def test_bad_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv("PYPS_STORE", "x")
+    monkeypatch.setenv("PYPS_RANK", "0")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError, match=message):
+        read_settings(None, None, None, None, None, None, None)
+
+
+def test_records_survive_a_kill(worker: Worker, tmp_path: Path) -> None:
+    from pyps.formats.records import StepRecord
+
+    path = record_path(tmp_path, 2, 77)
+    assert path.name == "worker-2-77.jsonl"
+    record = StepRecord(2, 77, 1, 0, 0, 0, 10, 10, 1, 0, 3, 0.5, [("wait", 1.0, 2.0)], 0.25)
+    with RecordWriter(path) as writer:
+        writer.write(record)
+        writer.write(record)
+    whole = path.read_bytes()
+    assert read_records(path) == [record, record]
+    for cut in range(len(whole) // 2, len(whole)):
+        path.write_bytes(whole[:cut])
+        assert read_records(path) == [record]
+    path.write_bytes(b"{}\n" + whole)
+    with pytest.raises(InputError, match="line 1"):
+        read_records(path)
