@@ -89,16 +89,16 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
 
     def staged(store: Store, call: Callable[[Any], object]) -> Call:
         store.start()
-        area = store.stage()
-        area.flat.fill(1e-3)
-        return lambda: call(area)
+        staging = store.stage()
+        staging.flat.fill(1e-3)
+        return lambda: call(staging)
 
     def push(name: str) -> Callable[[], Call]:
         store = made[name]
-        return lambda: staged(store, lambda area: store.push(area, 1, HYPER))
+        return lambda: staged(store, lambda staging: store.push(staging, 1, HYPER))
 
     def coded(codec: Codec, exchange: bool = False) -> Callable[[], Call]:
-        """The codes lie in the area already: the call decodes and applies them."""
+        """The codes lie in the staging buffer already: the call decodes and applies them."""
 
         def prepare() -> Call:
             sgd.start()
@@ -120,7 +120,7 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
     yield Operation("int8 decode + SGD push", 9, coded(Codec.INT8), 1.05)
     yield Operation("int4 decode + SGD push", 8.5, coded(Codec.INT4))
     yield Operation(
-        "exchange, SGD", 16, lambda: staged(sgd, lambda area: sgd.exchange(area, 1, HYPER, flat)), 1.3
+        "exchange, SGD", 16, lambda: staged(sgd, lambda staging: sgd.exchange(staging, 1, HYPER, flat)), 1.3
     )
     yield Operation("exchange, int8 + SGD", 13, coded(Codec.INT8, exchange=True))
 

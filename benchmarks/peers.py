@@ -42,17 +42,17 @@ def ours(n: int) -> Iterator[dict[str, Callable[[], float]]]:
 
         def staged() -> Any:
             store.start()
-            area = store.stage()
-            area.flat.fill(1e-3)
-            return area
+            staging = store.stage()
+            staging.flat.fill(1e-3)
+            return staging
 
         def exchange() -> float:
-            area = staged()
-            return seconds_of(lambda: store.exchange(area, 1, Hyper(lr=LR), flat))
+            staging = staged()
+            return seconds_of(lambda: store.exchange(staging, 1, Hyper(lr=LR), flat))
 
         def push_and_pull() -> float:
-            area = staged()
-            return seconds_of(lambda: (store.push(area, 1, Hyper(lr=LR)), store.pull(flat)))
+            staging = staged()
+            return seconds_of(lambda: (store.push(staging, 1, Hyper(lr=LR)), store.pull(flat)))
 
         yield {"pyps exchange": exchange, "pyps push + pull": push_and_pull}
 

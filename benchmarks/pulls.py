@@ -29,9 +29,9 @@ def write(name: str, rank: int, stop: Any) -> None:
         store.join(rank)
         while not stop.is_set():
             store.start()
-            area = store.stage()
-            area.flat.fill(-1.0)
-            store.push(area, 1, Hyper(lr=1.0))
+            staging = store.stage()
+            staging.flat.fill(-1.0)
+            store.push(staging, 1, Hyper(lr=1.0))
 
 
 def pull_once(store: Store, flat: Any, chunks: Any) -> float:

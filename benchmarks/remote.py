@@ -112,14 +112,14 @@ def ours(
 
             def turn() -> tuple[float, int]:
                 store.start()
-                area = store.stage()
-                area.flat.fill(1e-3)
+                staging = store.stage()
+                staging.flat.fill(1e-3)
                 before = store.traffic.sent + store.traffic.received
 
                 def step() -> Any:
                     if whole:
-                        return store.exchange(area, 1, HYPER, flat, encoding=how)
-                    return store.push(area, 1, HYPER, encoding=how), store.pull(flat)
+                        return store.exchange(staging, 1, HYPER, flat, encoding=how)
+                    return store.push(staging, 1, HYPER, encoding=how), store.pull(flat)
 
                 seconds = seconds_of(step)
                 return seconds, store.traffic.sent + store.traffic.received - before

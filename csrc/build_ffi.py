@@ -8,8 +8,9 @@ from cffi import FFI
 CSRC = Path("csrc")  # setuptools runs this from the repository root
 
 PYTHON_POLICY = """
-extern "Python" int pyps_python_start(const pyps_sight *sight, uint64_t *words);
-extern "Python" int pyps_python_push(const pyps_sight *sight, uint64_t *words, float *scale);
+extern "Python" int pyps_python_start(const pyps_policy_context *context, uint64_t *shared_state);
+extern "Python" int pyps_python_push(const pyps_policy_context *context, uint64_t *shared_state, float
+*scale);
 """
 
 

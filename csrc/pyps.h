@@ -6,8 +6,8 @@
  *
  * Conventions. Functions return PYPS_OK (0) or a negative PYPS_E* code; pyps_error_message() then tells the
  * calling thread what was found and what would be right. A handle belongs to one thread at a time and to the
- * process that opened it: after fork() the child's copy refuses with PYPS_EFORKED. Times are in seconds; a
- * negative timeout means twice the store's round_timeout_seconds: by then whoever is late has been fenced.
+ * process that all_joined it: after fork() the child's copy refuses with PYPS_EFORKED. Times are in seconds;
+ * a negative timeout means twice the store's round_timeout_seconds: by then whoever is late has been fenced.
  * Structs that callers fill begin with `size`: set it to sizeof, so that later versions can grow them.
  * Pointers are the caller's unless said otherwise.
  */
@@ -66,7 +66,7 @@ enum {                                                                          
        PYPS_CUSTOM = 12
 };
 enum { PYPS_FIXED = 0, PYPS_QUANTILE = 1, PYPS_RINGMASTER = 2 }; /* where SaPS's threshold comes from */
-enum { PYPS_GO_ON = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 };      /* what pyps_check advises */
+enum { PYPS_CONTINUE = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 };   /* what pyps_should_continue advises */
 /* Codecs: how gradients and parameters travel. Tensors themselves are PYPS_F32. */
 enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, PYPS_NF4 = 5 };
 enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
@@ -109,13 +109,13 @@ typedef struct {
     uint32_t bound;     /* ssp, dssp: steps ahead of the slowest; saps: staleness; UINT32_MAX: no bound */
     uint32_t extra;     /* dssp: steps beyond `bound` that the fastest may get */
     uint32_t threshold; /* saps: PYPS_FIXED ... */
-    uint32_t abort;     /* saps: 1: a worker that is too late is told at its next pyps_check */
+    uint32_t abort;     /* saps: 1: a worker that is too late is told at its next pyps_should_continue */
     double quantile;    /* saps: the share of stalenesses within the threshold */
-    double strength;    /* dcasgd: the weight of its correction */
+    double lambda_;     /* dcasgd: the weight of its correction */
     double slack;       /* r2sp: gap = period / (slack * workers); 0: no gaps */
     double patience;    /* r2sp: periods after which a turn that nobody takes is skipped */
     uint64_t custom;    /* custom: which one */
-} pyps_rules;
+} pyps_policy_params;
 
 typedef struct {
     uint32_t size;
@@ -123,25 +123,25 @@ typedef struct {
     uint32_t max_participants; /* 0: 64; at most 1000 */
     uint32_t
         snapshot_spares; /* buffers that only a strict snapshot needs; 0: one for each chunk, at most 64 */
-    uint32_t areas;      /* staging areas a worker, 1 to 4; 0: 2 */
-    uint32_t optimizer;  /* PYPS_SGD ... */
-    uint32_t policy;     /* PYPS_BSP ... */
-    uint32_t ranks;      /* planned workers: ranks 0 .. ranks-1; no step starts before all have joined once */
-    uint32_t groups;     /* parameter groups, at least 1 */
+    uint32_t staging_buffers; /* staging buffers a worker, 1 to 4; 0: 2 */
+    uint32_t optimizer;       /* PYPS_SGD ... */
+    uint32_t policy;          /* PYPS_BSP ... */
+    uint32_t ranks;  /* planned workers: ranks 0 .. ranks-1; no step starts before all have joined once */
+    uint32_t groups; /* parameter groups, at least 1 */
     uint32_t tensors;
-    uint64_t samples;             /* sample positions to hand out in all; 0: without end */
-    double round_timeout_seconds; /* after it a live member that holds others up is fenced; 0: 60 */
-    const uint32_t *batches;      /* [ranks] planned batch of each rank, each at least 1 */
-    const pyps_tensor *tensor;    /* [tensors] offset and elements are ignored */
-    const float *const *initial;  /* [tensors] initial values, contiguous; NULL: zeros */
-    pyps_rules rules;             /* since ABI 2; a shorter `size` means zeros */
+    uint64_t samples;                 /* sample positions to hand out in all; 0: without end */
+    double round_timeout_seconds;     /* after it a live member that holds others up is fenced; 0: 60 */
+    const uint32_t *batches;          /* [ranks] planned batch of each rank, each at least 1 */
+    const pyps_tensor *tensor;        /* [tensors] offset and elements are ignored */
+    const float *const *initial;      /* [tensors] initial values, contiguous; NULL: zeros */
+    pyps_policy_params policy_params; /* since ABI 2; a shorter `size` means zeros */
 } pyps_config;
 
 typedef struct {
     uint64_t segment_bytes; /* size of the file, holes included */
     uint64_t flat_elements; /* length of the flat vector: chunks * chunk_params */
     uint64_t parameters;    /* elements of all tensors */
-    uint32_t chunks, chunk_params, max_participants, areas, groups, tensors, ranks;
+    uint32_t chunks, chunk_params, max_participants, staging_buffers, groups, tensors, ranks;
     uint32_t optimizer, policy, states; /* states: state vectors beside the parameters (0, 1 or 2) */
 } pyps_layout;
 
@@ -156,23 +156,23 @@ typedef struct {
 
 typedef struct {
     uint32_t size;
-    uint32_t area;    /* the staging area that holds the mean gradient of the samples */
+    uint32_t staging; /* the staging buffer that holds the mean gradient of the samples */
     uint32_t samples; /* how many samples it is the mean of; 0: skip this step, the claim counts as skipped */
     float scale;      /* the gradient is multiplied by it (e.g. 1 / loss scale); finite */
     double timeout_seconds;
     const pyps_hyper *hyper; /* [groups] */
-    const float *gradient;   /* [flat_elements] of the caller's; NULL: the area's own floats */
+    const float *gradient;   /* [flat_elements] of the caller's; NULL: the staging buffer's own floats */
     uint64_t seed;           /* of stochastic rounding; another one for each push */
-    uint32_t codec;          /* how it travels: encoded into the area on the way */
+    uint32_t codec;          /* how it travels: encoded into the staging buffer on the way */
     uint32_t rounding;       /* PYPS_NEAREST or PYPS_STOCHASTIC */
     uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ... */
-    uint32_t feedback;       /* 1: what the code does not carry is added to this rank's next gradient */
+    uint32_t error_feedback; /* 1: what the code does not carry is added to this rank's next gradient */
     uint32_t encoded;        /* 1: pyps_staging_codes() holds it in this codec already, scaled by nothing */
     uint32_t reserved;
-    const float *pulled;       /* dcasgd: [flat_elements] the parameters that the gradient was computed on */
-    double square_norm;        /* saps: of the gradient, for PYPS_RINGMASTER; 0: not known */
-    uint64_t based;            /* 1 + the version that the gradient was computed on; 0: the one pulled last */
-    uint64_t took_nanoseconds; /* that the gradient took to compute; 0: since its claim */
+    const float *base_params; /* dcasgd: [flat_elements] the parameters that the gradient was computed on */
+    double grad_norm_squared; /* saps: of the gradient, for PYPS_RINGMASTER; 0: not known */
+    uint64_t base_version;    /* 1 + the version that the gradient was computed on; 0: the one pulled last */
+    uint64_t compute_nanoseconds; /* that the gradient took to compute; 0: since its claim */
 } pyps_push_args;
 
 typedef struct {
@@ -209,8 +209,8 @@ typedef struct {
     uint32_t role;
     int32_t rank; /* -1 for observers */
     uint32_t pid;
-    uint64_t clock;  /* its pushes admitted */
-    uint64_t pulled; /* the version it last pulled */
+    uint64_t clock;          /* its pushes admitted */
+    uint64_t pulled_version; /* the version it last pulled */
     uint64_t claim_first;
     uint32_t claim_count;
     uint32_t staged; /* 1: its gradient waits for the round to close */
@@ -229,14 +229,14 @@ typedef struct {
 } pyps_rank;
 
 typedef struct {
-    uint64_t sequence;   /* of the view: how many events have happened */
-    uint64_t version;    /* admitted tickets */
-    uint64_t round;      /* rounds closed */
-    uint64_t plan;       /* times re-planned */
-    uint64_t handed_out; /* samples handed out, returned ones not counted twice */
-    uint64_t lost;       /* returned ranges that did not fit the list of ranges to hand out again */
-    uint32_t active;     /* active workers */
-    uint32_t opened;     /* 1 once every rank has joined */
+    uint64_t sequence;         /* of the view: how many events have happened */
+    uint64_t version;          /* admitted tickets */
+    uint64_t round;            /* rounds closed */
+    uint64_t plan;             /* times re-planned */
+    uint64_t samples_assigned; /* samples handed out, returned ones not counted twice */
+    uint64_t samples_dropped;  /* returned ranges that did not fit the list of ranges to hand out again */
+    uint32_t active;           /* active workers */
+    uint32_t all_joined;       /* 1 once every rank has joined */
 } pyps_status;
 
 PYPS_API uint32_t pyps_abi_version(void);
@@ -277,13 +277,13 @@ PYPS_API int pyps_start(pyps_store *store, double timeout_seconds, pyps_claim *o
  * claim now; then push first, and start. PYPS_EINVAL under a policy whose rounds follow one another. */
 PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);
 PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
-/* A staging area that nobody reads any more, to be filled with flat_elements gradients. The pointer stays
- * valid until leave; the area is the caller's until it is pushed. */
-PYPS_API int pyps_stage(pyps_store *store, double timeout_seconds, uint32_t *area_out);
-PYPS_API float *pyps_staging(pyps_store *store, uint32_t area); /* NULL if not joined or out of range */
+/* A staging buffer that nobody reads any more, to be filled with flat_elements gradients. The pointer stays
+ * valid until leave; the staging buffer is the caller's until it is pushed. */
+PYPS_API int pyps_stage(pyps_store *store, double timeout_seconds, uint32_t *staging_out);
+PYPS_API float *pyps_staging(pyps_store *store, uint32_t staging); /* NULL if not joined or out of range */
 /* Where an encoded gradient of flat_elements values may be written: pyps_encoded_bytes(codec, flat_elements)
  * bytes. NULL as above, or if there is no memory. */
-PYPS_API void *pyps_staging_codes(pyps_store *store, uint32_t area);
+PYPS_API void *pyps_staging_codes(pyps_store *store, uint32_t staging);
 PYPS_API int pyps_push(pyps_store *store, const pyps_push_args *args, pyps_push_result *out);
 /* A push and the pull after it in one pass over the parameters: `flat` as of *version_out, which is at least
  * out->version. After a failure `flat` may hold parts of both. */
@@ -296,9 +296,9 @@ PYPS_API int pyps_pull_encoded(pyps_store *store, uint32_t codec, void *data, ui
 
 /* Between two micro-batches: `done` samples of the claim are computed, the next micro-batch has `next`. Go
  * on, push what there is, or drop it (its samples go back) and start again. */
-PYPS_API int pyps_check(pyps_store *store, uint32_t done, uint32_t next, int *advice_out);
+PYPS_API int pyps_should_continue(pyps_store *store, uint32_t done, uint32_t next, int *advice_out);
 /* The most samples that this worker's memory holds at once, from its next claim on; 0: no limit. */
-PYPS_API int pyps_offer(pyps_store *store, uint32_t most);
+PYPS_API int pyps_set_max_samples(pyps_store *store, uint32_t most);
 
 /* A strict snapshot: parameters, state vectors and step counts of one version, while pushes go on. state is
  * [states] pointers or NULL; steps is [chunks] or NULL. One at a time: the next one waits, and cancels one
@@ -314,7 +314,7 @@ PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t co
 /* Until a view later than `sequence`; a negative timeout means an hour. */
 PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds);
 
-PYPS_API int pyps_get_rules(pyps_store *store, pyps_rules *out);
+PYPS_API int pyps_get_policy_params(pyps_store *store, pyps_policy_params *out);
 
 /* The decision core alone, in virtual time: what stores decide by, on a private view. Slots are given by the
  * caller, 0 .. max_participants-1; times are nanoseconds of any clock that does not go back. */
@@ -328,7 +328,7 @@ enum {
     PYPS_ON_TICK = 7,
     PYPS_ON_REPLAN = 8,
     PYPS_ON_CHECK = 9,
-    PYPS_ON_OFFER = 10,
+    PYPS_ON_MAX_SAMPLES = 10,
     PYPS_ON_GATE = 11,       /* may a push travel now? */
     PYPS_ON_START_AHEAD = 12 /* claims the samples of the step after the one under way */
 };
@@ -338,16 +338,16 @@ typedef struct {
     uint32_t kind; /* PYPS_ON_... */
     uint32_t slot;
     uint64_t now;
-    int32_t rank;            /* join; -1: the lowest free one */
-    uint32_t state;          /* leave: PYPS_LEFT or PYPS_DEAD */
-    uint32_t area, samples;  /* push */
-    uint32_t done, next;     /* check: samples computed, and of the next micro-batch; offer: next */
-    uint64_t version;        /* pull: what was pulled */
-    uint64_t took;           /* push: nanoseconds from the claim to the ready gradient */
-    uint64_t waited;         /* tick: nanoseconds that somebody has waited */
-    double square_norm;      /* push: of the gradient; 0: not known */
-    const uint32_t *batches; /* replan: [ranks] */
-    uint64_t based;          /* push: 1 + the version computed on; 0: what was pulled last */
+    int32_t rank;                 /* join; -1: the lowest free one */
+    uint32_t state;               /* leave: PYPS_LEFT or PYPS_DEAD */
+    uint32_t staging, samples;    /* push */
+    uint32_t done, next;          /* check: samples computed, and of the next micro-batch; offer: next */
+    uint64_t version;             /* pull: what was pulled */
+    uint64_t compute_nanoseconds; /* push: nanoseconds from the claim to the ready gradient */
+    uint64_t waited;              /* tick: nanoseconds that somebody has waited */
+    double grad_norm_squared;     /* push: of the gradient; 0: not known */
+    const uint32_t *batches;      /* replan: [ranks] */
+    uint64_t base_version;        /* push: 1 + the version computed on; 0: what was pulled last */
 } pyps_event;
 
 typedef struct {
@@ -363,19 +363,20 @@ typedef struct {
         at;            /* wait: ask again when `progress` is at least `until`, and not before the time `at` */
     uint64_t progress; /* of the policy: never goes back */
     uint64_t version, round;
-    uint64_t due;  /* a tick then has something to do; 0: no time is known */
-    uint64_t stir; /* changes whenever waiting members should ask again whatever `until` says */
+    uint64_t next_deadline; /* a tick then has something to do; 0: no time is known */
+    uint64_t wake_epoch;    /* changes whenever waiting members should ask again whatever `until` says */
 } pyps_decision;
 
 typedef struct pyps_core pyps_core;
 
-/* From max_participants, areas, policy, rules, ranks, batches, samples and round_timeout_seconds alone. */
+/* From max_participants, staging_buffers, policy, policy_params, ranks, batches, samples and
+ * round_timeout_seconds alone. */
 PYPS_API int pyps_core_create(const pyps_config *config, pyps_core **out);
 PYPS_API void pyps_core_free(pyps_core *core); /* NULL is allowed */
 PYPS_API int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decision *out);
-/* The sources of the last round that became a version, in the order of summation: [capacity] slots, areas,
- * samples and scales; the count. */
-PYPS_API uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *areas,
+/* The sources of the last round that became a version, in the order of summation: [capacity] slots,
+ * staging_buffers, samples and scales; the count. */
+PYPS_API uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *staging_buffers,
                                     uint32_t *samples, float *scales, uint32_t capacity);
 PYPS_API int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity);
 
@@ -385,32 +386,33 @@ PYPS_API int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t cap
 typedef struct {
     uint64_t events, decisions; /* that changed the view; all, with those that changed nothing */
     uint64_t differences;
-    uint64_t lost;   /* events that are not on file, for whose process was killed or kept no journal */
-    char first[160]; /* the first difference; empty: none */
+    uint64_t
+        missing_events; /* events that are not on file, for whose process was killed or kept no journal */
+    char first[160];    /* the first difference; empty: none */
 } pyps_replay_result;
 
 PYPS_API int pyps_journal(pyps_store *store, const char *path);
 PYPS_API int pyps_replay(const char *path, pyps_replay_result *out);
 
 /* A policy of one's own, PYPS_CUSTOM: asynchronous, and asked before a step and about each gradient. Every
- * worker's process must have set it; a store with it cannot be opened before. It is asked anywhere in a call
- * that starts or pushes, perhaps again, and must depend on nothing but what it is given. */
-enum { PYPS_WORDS = 16 };
+ * worker's process must have set it; a store with it cannot be all_joined before. It is asked anywhere in a
+ * call that starts or pushes, perhaps again, and must depend on nothing but what it is given. */
+enum { PYPS_STATE_WORDS = 16 };
 
 typedef struct {
-    uint64_t custom;                  /* pyps_rules.custom */
+    uint64_t custom;                  /* pyps_policy_params.custom */
     uint64_t now;                     /* nanoseconds */
     uint64_t version, staleness;      /* versions since this worker's pull */
     uint64_t clock, slowest, fastest; /* its steps before this one, and those of the others */
     uint32_t rank, workers;           /* active */
     uint32_t samples, batch;          /* held or pushed; planned */
-} pyps_sight;
+} pyps_policy_context;
 
-/* Both return 1 for yes, 0 for no (wait; drop the gradient), -1 if they failed. `words` are the policy's own;
- * what start changes is kept if it says yes. *scale is 1. */
+/* Both return 1 for yes, 0 for no (wait; drop the gradient), -1 if they failed. `shared_state` are the
+ * policy's own; what start changes is kept if it says yes. *scale is 1. */
 typedef struct {
-    int (*start)(const pyps_sight *sight, uint64_t *words);
-    int (*push)(const pyps_sight *sight, uint64_t *words, float *scale);
+    int (*start)(const pyps_policy_context *sight, uint64_t *shared_state);
+    int (*push)(const pyps_policy_context *sight, uint64_t *shared_state, float *scale);
 } pyps_custom;
 
 PYPS_API int pyps_set_custom(const pyps_custom *custom); /* of this process; before any store has it */

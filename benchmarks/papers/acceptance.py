@@ -31,7 +31,7 @@ STRAGGLING = (
     SAPS, ASP, EVEN, BACKUP_ONE, BACKUP, SSP, DYNSGD,
     Entry("DSSP", ("dssp:bound=3,extra=12",)),
     Entry("n-softsync", ("softsync:n=1", "softsync:n=4")),
-    Entry("ConSGD", ("consgd",)), Entry("DC-ASGD", ("dcasgd:strength=0.04",)),
+    Entry("ConSGD", ("consgd",)), Entry("DC-ASGD", ("dcasgd:lambda=0.04",)),
 )  # fmt: skip
 DRAWN = {entry.title for entry in STRAGGLING[:7]}
 SEEDS_OF_SAPS, TUNING_OF_SAPS = tuple(range(1, 16)), (101, 102, 103)

@@ -124,7 +124,7 @@ def work(case: Case, out: Path) -> Pair:
     computing = sum(rank.compute.mean * rank.compute.count for rank in report.ranks)
     return Pair(
         case, report.iteration_seconds.mean, iteration_seconds(simulated), iteration_seconds(replayed),
-        agreement(records, replayed), again.decisions, again.differences + again.lost,
+        agreement(records, replayed), again.decisions, again.differences + again.missing_events,
         frozenset(r.staleness for r in taken(records)[len(report.ranks) : -len(report.ranks)]),
         curve_of(folder / "run", records, case.seed), list(simulated.curve),
         sum(rank.overrun_seconds for rank in report.ranks) / computing if computing else 0.0,

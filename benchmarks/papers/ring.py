@@ -80,7 +80,7 @@ def observed(name: str) -> pyps.Store:
         except (SegmentNotFound, NotReady):
             time.sleep(LOOK_SECONDS)
             continue
-        while not store.status().opened and time.monotonic() < deadline:
+        while not store.status().all_joined and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
         return store
     sys.exit("the workers did not come")

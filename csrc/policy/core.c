@@ -19,9 +19,9 @@ static int out_of_range(const char *field, uint32_t found, uint32_t low, uint32_
 static struct terms terms_of(const pyps_config *c) {
     return (struct terms){.participants = c->max_participants ? c->max_participants : c->ranks,
                           .ranks = c->ranks,
-                          .areas = c->areas ? c->areas : 2,
+                          .staging_buffers = c->staging_buffers ? c->staging_buffers : 2,
                           .policy = c->policy,
-                          .rules = c->rules,
+                          .policy_params = c->policy_params,
                           .samples = c->samples ? c->samples : UINT64_MAX,
                           .round_timeout = config_round_timeout(c),
                           .batches = c->batches};
@@ -34,10 +34,10 @@ int pyps_core_create(const pyps_config *given, pyps_core **out) {
     if (rc || (rc = config_check_ranks(&config))) return rc;
     struct terms terms = terms_of(&config);
     if ((rc = out_of_range("max_participants", terms.participants, terms.ranks, MOST_RANKS)) ||
-        (rc = out_of_range("areas", terms.areas, 1, MAX_AREAS)))
+        (rc = out_of_range("staging_buffers", terms.staging_buffers, 1, MAX_STAGING_BUFFERS)))
         return rc;
     struct pyps_core *core = malloc(sizeof *core);
-    if (core) core->view = malloc(view_bytes(terms.participants, terms.ranks, terms.areas));
+    if (core) core->view = malloc(view_bytes(terms.participants, terms.ranks, terms.staging_buffers));
     if (!core || !core->view) {
         free(core);
         return fail(PYPS_ENOSPC, "out of memory for %u participants", terms.participants);
@@ -58,7 +58,7 @@ static int check(const pyps_core *core, const pyps_event *e) {
     const struct view *v = core->view;
     int rc = out_of_range("kind", e->kind, PYPS_ON_JOIN, PYPS_ON_START_AHEAD);
     if (!rc) rc = out_of_range("slot", e->slot, 0, v->participants - 1);
-    if (!rc && e->kind == PYPS_ON_PUSH) rc = out_of_range("area", e->area, 0, v->areas - 1);
+    if (!rc && e->kind == PYPS_ON_PUSH) rc = out_of_range("staging", e->staging, 0, v->staging_buffers - 1);
     if (!rc && e->kind == PYPS_ON_LEAVE) rc = out_of_range("state", e->state, PYPS_LEFT, PYPS_DEAD);
     if (!rc && e->kind == PYPS_ON_REPLAN && !e->batches)
         rc = fail(PYPS_EINVAL, "batches: found NULL; expected one for each of %u ranks", v->ranks);
@@ -79,12 +79,12 @@ static struct event event_in(const struct view *v, const pyps_event *e) {
                           .role = PYPS_WORKER,
                           .rank = e->rank,
                           .state = e->state,
-                          .area = e->area,
+                          .staging = e->staging,
                           .samples = e->samples,
                           .version = e->kind == PYPS_ON_PUSH ? v->version : e->version,
-                          .based = e->based,
-                          .took = e->took,
-                          .square_norm = e->square_norm,
+                          .base_version = e->base_version,
+                          .compute_nanoseconds = e->compute_nanoseconds,
+                          .grad_norm_squared = e->grad_norm_squared,
                           .done = e->done,
                           .next = e->next,
                           .waited = e->waited,
@@ -112,19 +112,20 @@ int pyps_core_step(pyps_core *core, const pyps_event *given, pyps_decision *out)
                            .progress = core->policy->progress ? core->policy->progress(v) : 0,
                            .version = v->version,
                            .round = v->round,
-                           .due = v->due,
-                           .stir = v->stir};
+                           .next_deadline = v->next_deadline,
+                           .wake_epoch = v->wake_epoch};
     if (o.code == STALE) out->verdict = PYPS_WAIT, out->at = e.now; /* ask again at once */
     return o.code < 0 ? o.code : PYPS_OK;
 }
 
-uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *areas, uint32_t *samples,
-                           float *scales, uint32_t capacity) {
+uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *staging_buffers,
+                           uint32_t *samples, float *scales, uint32_t capacity) {
     const struct view *v = core->view;
     uint32_t count = v->round_sources < capacity ? v->round_sources : capacity;
     for (uint32_t i = 0; i < count; i++) {
         const struct source *from = &view_sources(v)[i];
-        slots[i] = from->slot, areas[i] = from->area, samples[i] = from->samples, scales[i] = from->scale;
+        slots[i] = from->slot, staging_buffers[i] = from->staging, samples[i] = from->samples,
+        scales[i] = from->scale;
     }
     return count;
 }

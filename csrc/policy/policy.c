@@ -47,17 +47,17 @@ const struct policy *policy_find(uint32_t number) {
 
 static int check_number(const char *rule, double found, double low, double high) {
     if (found >= low && found <= high) return PYPS_OK;
-    return fail(PYPS_EINVAL, "rules: %s: found %g; expected %g to %g", rule, found, low, high);
+    return fail(PYPS_EINVAL, "policy_params: %s: found %g; expected %g to %g", rule, found, low, high);
 }
 
-int policy_check(uint32_t number, const pyps_rules *r) {
+int policy_check(uint32_t number, const pyps_policy_params *r) {
     int rc = PYPS_OK;
     if (!policy_find(number)) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
     if (number == PYPS_CUSTOM && !custom_known())
         return fail(PYPS_EPOLICY, "policy: custom: this process has set none");
     if (number == PYPS_SOFTSYNC) rc = check_number("splits", r->splits, 1, 1e6);
     if (number == PYPS_DSSP) rc = check_number("extra", r->extra, 0, 1e4);
-    if (number == PYPS_DCASGD) rc = check_number("strength", r->strength, 0, 1e9);
+    if (number == PYPS_DCASGD) rc = check_number("lambda_", r->lambda_, 0, 1e9);
     if (number == PYPS_SAPS) {
         rc = check_number("threshold", r->threshold, PYPS_FIXED, PYPS_RINGMASTER);
         if (!rc && r->threshold == PYPS_QUANTILE) rc = check_number("quantile", r->quantile, 0.01, 0.999);

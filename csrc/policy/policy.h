@@ -31,13 +31,13 @@ struct policy {
     enum push_decision (*on_push)(struct view *view, const struct event *event, struct outcome *out);
     /* A member pulled. NULL: nothing to do. */
     void (*on_pull)(struct view *view, const struct event *event);
-    /* Between micro-batches: PYPS_GO_ON ... NULL: go on. */
+    /* Between micro-batches: PYPS_CONTINUE ... NULL: go on. */
     int (*on_check)(struct view *view, const struct event *event);
     /* After every event: does the open round, with something staged in it, close now? */
     bool (*closes)(const struct view *view);
     /* A round opens: how many samples each rank gets. NULL: the planned batches. */
     void (*on_open)(struct view *view);
-    /* After every event: whatever else follows, and view->due. */
+    /* After every event: whatever else follows, and view->next_deadline. */
     void (*settle)(struct view *view, uint64_t now);
     /* May others be waiting for this member to act? NULL: while it has samples. */
     bool (*holds_up)(const struct view *view, uint32_t slot, uint64_t now);
@@ -58,7 +58,8 @@ static inline uint64_t whole(double x, uint64_t most) {
     return x > 0 ? x < (double)most ? (uint64_t)x : most : 0;
 }
 
-const struct policy *policy_find(uint32_t number);          /* NULL if unknown */
-int policy_check(uint32_t number, const pyps_rules *rules); /* PYPS_OK, or the rule that is out of range */
+const struct policy *policy_find(uint32_t number); /* NULL if unknown */
+int policy_check(uint32_t number,
+                 const pyps_policy_params *policy_params); /* PYPS_OK, or the rule that is out of range */
 
 #endif

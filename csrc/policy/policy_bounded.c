@@ -28,8 +28,8 @@ static uint64_t lead(const struct view *v, const struct event *e) {
 
 static enum start_decision within_bound(struct view *v, const struct event *e, struct outcome *out) {
     uint64_t ahead = lead(v, e);
-    if (ahead <= v->rules.bound || v->rules.bound == UINT32_MAX) return START_GO;
-    out->until = v->floor + ahead - v->rules.bound;
+    if (ahead <= v->policy_params.bound || v->policy_params.bound == UINT32_MAX) return START_GO;
+    out->until = v->floor + ahead - v->policy_params.bound;
     return START_WAIT;
 }
 
@@ -59,7 +59,7 @@ static uint32_t grant(const struct rank *fast, const struct rank *slow, uint32_t
 static enum start_decision with_extra(struct view *v, const struct event *e, struct outcome *out) {
     const struct member *m = view_member(v, e->slot);
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
-    uint64_t ahead = lead(v, e), most = (uint64_t)v->rules.bound + v->rules.extra;
+    uint64_t ahead = lead(v, e), most = (uint64_t)v->policy_params.bound + v->policy_params.extra;
     if (within_bound(v, e, out) == START_GO) {
         rank->extra = 0;
         return START_GO;

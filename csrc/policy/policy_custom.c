@@ -1,5 +1,5 @@
 /* policy_custom.c: a policy that somebody wrote outside, asked through callbacks. It sees what is asked about
- * and words of its own in the view; it holds nothing, and is asked again when its commit is lost.
+ * and shared_state of its own in the view; it holds nothing, and is asked again when its commit is lost.
  */
 #include <string.h>
 
@@ -17,19 +17,19 @@ int pyps_set_custom(const pyps_custom *custom) {
 
 bool custom_known(void) { return callbacks.start != NULL; }
 
-static pyps_sight sight(const struct view *v, uint32_t slot, uint64_t now) {
+static pyps_policy_context sight(const struct view *v, uint32_t slot, uint64_t now) {
     const struct member *m = view_member(v, slot);
-    return (pyps_sight){.custom = v->rules.custom,
-                        .now = now,
-                        .version = v->version,
-                        .staleness = v->version - m->pulled,
-                        .clock = m->clock,
-                        .slowest = v->floor,
-                        .fastest = v->ceiling,
-                        .rank = (uint32_t)m->rank,
-                        .workers = v->active,
-                        .samples = m->claim_count,
-                        .batch = view_rank(v, (uint32_t)m->rank)->total.batch};
+    return (pyps_policy_context){.custom = v->policy_params.custom,
+                                 .now = now,
+                                 .version = v->version,
+                                 .staleness = v->version - m->pulled_version,
+                                 .clock = m->clock,
+                                 .slowest = v->floor,
+                                 .fastest = v->ceiling,
+                                 .rank = (uint32_t)m->rank,
+                                 .workers = v->active,
+                                 .samples = m->claim_count,
+                                 .batch = view_rank(v, (uint32_t)m->rank)->total.batch};
 }
 
 static int failed(struct outcome *out) {
@@ -37,20 +37,20 @@ static int failed(struct outcome *out) {
 }
 
 static enum start_decision on_start(struct view *v, const struct event *e, struct outcome *out) {
-    pyps_sight seen = sight(v, e->slot, e->now);
-    uint64_t words[PYPS_WORDS];
-    memcpy(words, v->scratch, sizeof words);
+    pyps_policy_context seen = sight(v, e->slot, e->now);
+    uint64_t shared_state[PYPS_STATE_WORDS];
+    memcpy(shared_state, v->scratch, sizeof shared_state);
     if (e->kind == EVENT_START_AHEAD) seen.slowest += clock_alone(v, view_member(v, e->slot)), seen.clock++;
-    int answer = callbacks.start(&seen, words);
+    int answer = callbacks.start(&seen, shared_state);
     out->until = v->sequence + 1; /* whatever happens next may change its mind */
     if (answer < 0) failed(out);
     if (answer <= 0) return START_WAIT;
-    memcpy(v->scratch, words, sizeof words);
+    memcpy(v->scratch, shared_state, sizeof shared_state);
     return START_GO;
 }
 
 static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
-    pyps_sight seen = sight(v, e->slot, e->now);
+    pyps_policy_context seen = sight(v, e->slot, e->now);
     seen.samples = e->samples, seen.staleness = out->staleness;
     int answer = callbacks.push(&seen, v->scratch, &out->scale);
     if (answer < 0) failed(out);
@@ -60,10 +60,10 @@ static enum push_decision on_push(struct view *v, const struct event *e, struct 
 /* Whom the policy lets begin, and who does not; not whom it makes wait itself. */
 static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
     if (view_member(v, slot)->claim_count || !samples_left(v)) return view_member(v, slot)->claim_count;
-    pyps_sight seen = sight(v, slot, now);
-    uint64_t words[PYPS_WORDS];
-    memcpy(words, v->scratch, sizeof words);
-    return callbacks.start(&seen, words) > 0;
+    pyps_policy_context seen = sight(v, slot, now);
+    uint64_t shared_state[PYPS_STATE_WORDS];
+    memcpy(shared_state, v->scratch, sizeof shared_state);
+    return callbacks.start(&seen, shared_state) > 0;
 }
 
 static uint64_t progress(const struct view *v) { return v->sequence; }

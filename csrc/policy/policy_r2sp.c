@@ -26,8 +26,9 @@ static void measure(struct view *v) {
         if (rank->step_seconds > slowest) slowest = rank->step_seconds;
     }
     v->ring.period = whole(slowest * 1e9, UINT64_MAX / 4);
-    bool gaps = v->rules.slack > 0 && present > 1;
-    v->ring.gap = gaps ? whole((double)v->ring.period / (v->rules.slack * present), UINT64_MAX / 4) : 0;
+    bool gaps = v->policy_params.slack > 0 && present > 1;
+    v->ring.gap =
+        gaps ? whole((double)v->ring.period / (v->policy_params.slack * present), UINT64_MAX / 4) : 0;
 }
 
 static void pass_on(struct view *v) {
@@ -38,10 +39,10 @@ static void pass_on(struct view *v) {
 static void set_due(struct view *v) {
     const struct ring *r = &v->ring;
     uint64_t begins = r->opens > r->since ? r->opens : r->since;
-    double patience = v->rules.patience * (double)r->period;
+    double patience = v->policy_params.patience * (double)r->period;
     if (patience < LEAST_PATIENCE) patience = LEAST_PATIENCE;
     bool known = r->period && patience < (double)v->round_timeout;
-    v->due = begins + (known ? (uint64_t)patience : v->round_timeout);
+    v->next_deadline = begins + (known ? (uint64_t)patience : v->round_timeout);
 }
 
 static void taken(struct view *v, uint64_t now) {
@@ -92,12 +93,12 @@ static bool can_take_turn(const struct view *v, const struct rank *rank) {
 }
 
 static void settle(struct view *v, uint64_t now) {
-    if (!v->opened) return;
-    if (!v->due) v->ring.since = now, set_due(v);
-    if (now >= v->due && can_take_turn(v, holder(v))) holder(v)->absent = 1;
+    if (!v->all_joined) return;
+    if (!v->next_deadline) v->ring.since = now, set_due(v);
+    if (now >= v->next_deadline && can_take_turn(v, holder(v))) holder(v)->absent = 1;
     uint64_t before = v->ring.turn;
     for (uint32_t i = 0; i < v->ranks && !can_take_turn(v, holder(v)); i++) pass_on(v);
-    if (v->ring.turn != before || now >= v->due) v->ring.since = now, set_due(v);
+    if (v->ring.turn != before || now >= v->next_deadline) v->ring.since = now, set_due(v);
 }
 
 /* Who has not taken its turn in time; not who waits for it, its gradient ready. */

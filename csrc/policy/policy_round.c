@@ -22,7 +22,7 @@ static enum push_decision stage(struct view *v, const struct event *e, struct ou
 static bool everybody_staged(const struct view *v) { return !v->outstanding; }
 
 static bool enough_staged(const struct view *v) {
-    return !v->outstanding || v->staged + (uint64_t)v->rules.backup >= v->active;
+    return !v->outstanding || v->staged + (uint64_t)v->policy_params.backup >= v->active;
 }
 
 static enum push_decision stage_by_staleness(struct view *v, const struct event *e, struct outcome *out) {
@@ -32,7 +32,7 @@ static enum push_decision stage_by_staleness(struct view *v, const struct event 
 }
 
 static bool split_staged(const struct view *v) {
-    uint32_t wanted = v->active / v->rules.splits;
+    uint32_t wanted = v->active / v->policy_params.splits;
     return v->staged >= (wanted ? wanted : 1) || (!v->outstanding && !samples_left(v));
 }
 

@@ -36,8 +36,9 @@ static double noise_bound(const struct view *v) {
 }
 
 static uint64_t bound(const struct view *v) {
-    if (v->rules.threshold == PYPS_FIXED) return v->rules.bound == UINT32_MAX ? UINT64_MAX : v->rules.bound;
-    double found = v->rules.threshold == PYPS_RINGMASTER ? noise_bound(v) : v->late.tracked;
+    if (v->policy_params.threshold == PYPS_FIXED)
+        return v->policy_params.bound == UINT32_MAX ? UINT64_MAX : v->policy_params.bound;
+    double found = v->policy_params.threshold == PYPS_RINGMASTER ? noise_bound(v) : v->late.tracked;
     if (found < v->active) found = v->active;
     return whole(found > v->late.heard ? found : v->late.heard, UINT64_MAX / 2);
 }
@@ -45,14 +46,14 @@ static uint64_t bound(const struct view *v) {
 /* Stochastic approximation of a quantile (Robbins and Monro, 1951). */
 static void track(struct view *v, uint64_t staleness) {
     struct lateness *l = &v->late;
-    double step = STEP * (l->tracked > 1 ? l->tracked : 1), q = v->rules.quantile;
+    double step = STEP * (l->tracked > 1 ? l->tracked : 1), q = v->policy_params.quantile;
     l->tracked += (double)staleness > l->tracked ? step * q : -step * (1 - q);
     if (l->tracked < 0) l->tracked = 0;
 }
 
 static void weigh(struct view *v, const struct event *e) {
     struct lateness *l = &v->late;
-    double x = 1.0 / e->samples, y = e->square_norm;
+    double x = 1.0 / e->samples, y = e->grad_norm_squared;
     l->n = l->n * FORGET + 1, l->x = l->x * FORGET + x, l->y = l->y * FORGET + y;
     l->xx = l->xx * FORGET + x * x, l->xy = l->xy * FORGET + x * y;
 }
@@ -79,7 +80,7 @@ static enum push_decision on_push(struct view *v, const struct event *e, struct 
     const struct member *m = view_member(v, e->slot);
     uint64_t most = bound(v);
     if (e->samples) track(v, out->staleness);
-    if (e->samples && e->square_norm > 0 && isfinite(e->square_norm)) weigh(v, e);
+    if (e->samples && e->grad_norm_squared > 0 && isfinite(e->grad_norm_squared)) weigh(v, e);
     if (e->samples) size_claims(v, m, out->staleness, most);
     if (out->staleness <= most) return PUSH_ADMIT;
     hear(v, m, out->staleness);
@@ -89,16 +90,16 @@ static enum push_decision on_push(struct view *v, const struct event *e, struct 
 /* Staleness grows with the work: after the next micro-batch it will be (done + next) / done times as much. */
 static int on_check(struct view *v, const struct event *e) {
     const struct member *m = view_member(v, e->slot);
-    uint64_t staleness = v->version - m->pulled, most = bound(v);
+    uint64_t staleness = v->version - m->pulled_version, most = bound(v);
     if (staleness > most) {
-        if (!v->rules.abort) return PYPS_GO_ON;
+        if (!v->policy_params.abort) return PYPS_CONTINUE;
         track(v, staleness);
         size_claims(v, m, staleness, most);
         hear(v, m, staleness);
         return PYPS_ABORT;
     }
     bool late = e->done && (double)staleness * ((double)e->done + e->next) > (double)most * e->done;
-    return late ? PYPS_PUSH_NOW : PYPS_GO_ON;
+    return late ? PYPS_PUSH_NOW : PYPS_CONTINUE;
 }
 
 const struct policy policy_saps = {.name = "saps", .on_push = on_push, .on_check = on_check};

@@ -13,12 +13,12 @@ struct places {
     size_t members, ranks, tickets, sources, pending, ranges, bytes;
 };
 
-static struct places places(uint32_t participants, uint32_t ranks, uint32_t areas) {
+static struct places places(uint32_t participants, uint32_t ranks, uint32_t staging_buffers) {
     struct places p;
     p.members = sizeof(struct view);
     p.ranks = p.members + participants * sizeof(struct member);
     p.tickets = p.ranks + ranks * sizeof(struct rank);
-    p.sources = p.tickets + (size_t)participants * areas * sizeof(struct ticket);
+    p.sources = p.tickets + (size_t)participants * staging_buffers * sizeof(struct ticket);
     p.pending = p.sources + participants * sizeof(struct source);
     p.ranges = p.pending + participants * sizeof(struct source);
     p.bytes = p.ranges + RANGES_A_MEMBER * (size_t)participants * sizeof(struct range);
@@ -26,10 +26,12 @@ static struct places places(uint32_t participants, uint32_t ranks, uint32_t area
 }
 
 static void *at(const struct view *v, size_t offset) { return (char *)(uintptr_t)v + offset; }
-static struct places places_of(const struct view *v) { return places(v->participants, v->ranks, v->areas); }
+static struct places places_of(const struct view *v) {
+    return places(v->participants, v->ranks, v->staging_buffers);
+}
 
-size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t areas) {
-    return places(participants, ranks, areas).bytes;
+size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t staging_buffers) {
+    return places(participants, ranks, staging_buffers).bytes;
 }
 struct member *view_member(const struct view *v, uint32_t slot) {
     return (struct member *)at(v, places_of(v).members) + slot;
@@ -45,10 +47,10 @@ struct source *view_pending(const struct view *v) { return at(v, places_of(v).pe
 struct range *view_ranges(const struct view *v) { return at(v, places_of(v).ranges); }
 
 void view_init(struct view *v, const struct terms *t) {
-    memset(v, 0, view_bytes(t->participants, t->ranks, t->areas));
-    v->participants = t->participants, v->ranks = t->ranks, v->areas = t->areas;
-    v->policy = t->policy, v->rules = t->rules;
-    v->tickets = t->participants * t->areas, v->ranges = RANGES_A_MEMBER * t->participants;
+    memset(v, 0, view_bytes(t->participants, t->ranks, t->staging_buffers));
+    v->participants = t->participants, v->ranks = t->ranks, v->staging_buffers = t->staging_buffers;
+    v->policy = t->policy, v->policy_params = t->policy_params;
+    v->tickets = t->participants * t->staging_buffers, v->ranges = RANGES_A_MEMBER * t->participants;
     v->limit = t->samples, v->round_timeout = t->round_timeout;
     for (uint32_t slot = 0; slot < v->participants; slot++) view_member(v, slot)->rank = -1;
     for (uint32_t rank = 0; rank < v->ranks; rank++) view_rank(v, rank)->total.batch = t->batches[rank];
@@ -88,14 +90,14 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
     }
     struct member joined = {
         .id = e->id, .state = PYPS_ACTIVE, .role = e->role, .rank = rank, .pid = e->pid, .seen = e->now};
-    memcpy(joined.area_ticket, m->area_ticket, sizeof joined.area_ticket);
+    memcpy(joined.staging_ticket, m->staging_ticket, sizeof joined.staging_ticket);
     *m = joined;
     if (rank >= 0) clock_enters(v, m);
-    v->stir++;
+    v->wake_epoch++;
     out->rank = rank;
-    if (!v->opened) {
-        v->opened = 1;
-        for (uint32_t r = 0; r < v->ranks; r++) v->opened &= view_rank(v, r)->joined;
+    if (!v->all_joined) {
+        v->all_joined = 1;
+        for (uint32_t r = 0; r < v->ranks; r++) v->all_joined &= view_rank(v, r)->joined;
     }
     return STEP_COMMIT;
 }
@@ -108,7 +110,7 @@ static enum verdict leave(struct view *v, const struct event *e) {
         if (m->state == PYPS_ACTIVE) v->active--, clock_leaves(v, m);
         view_rank(v, (uint32_t)m->rank)->slot_plus_1 = 0;
     }
-    v->stir++;
+    v->wake_epoch++;
     if (v->snapshot_active && v->snapshot_slot == e->slot) v->snapshot_active = 0;
     m->state = e->state;
     return STEP_COMMIT;
@@ -118,7 +120,7 @@ static enum verdict rejoin(struct view *v, const struct event *e) {
     struct member *m = view_member(v, e->slot);
     if (m->state == PYPS_ACTIVE) return STEP_UNCHANGED;
     m->state = PYPS_ACTIVE;
-    v->active++, v->stir++;
+    v->active++, v->wake_epoch++;
     clock_enters(v, m);
     return STEP_COMMIT;
 }
@@ -128,7 +130,7 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     const struct policy *policy = policy_find(v->policy);
     enum verdict verdict = STEP_UNCHANGED;
     out->until = policy->allots ? v->round + 1 : 0;
-    if (!v->opened || (policy->awaits && m->staged)) return STEP_WAIT;
+    if (!v->all_joined || (policy->awaits && m->staged)) return STEP_WAIT;
     if (!m->claim_count) {
         if (!samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
         if (policy->allots || !samples_left(v)) return STEP_WAIT;
@@ -176,7 +178,7 @@ static uint64_t held_up_since(const struct view *v, uint32_t slot, uint64_t now)
 
 /* Live members that have kept others waiting for longer than the round timeout are out until they rejoin. */
 static enum verdict tick(struct view *v, const struct event *e) {
-    enum verdict verdict = v->due && e->now >= v->due ? STEP_COMMIT : STEP_UNCHANGED;
+    enum verdict verdict = v->next_deadline && e->now >= v->next_deadline ? STEP_COMMIT : STEP_UNCHANGED;
     if (e->waited < v->round_timeout) return verdict;
     for (uint32_t slot = 0; slot < v->participants; slot++) {
         struct member *m = view_member(v, slot);
@@ -185,7 +187,7 @@ static enum verdict tick(struct view *v, const struct event *e) {
         samples_forsake(v, slot);
         clock_leaves(v, m);
         m->state = PYPS_FENCED;
-        v->active--, v->stir++;
+        v->active--, v->wake_epoch++;
         verdict = STEP_COMMIT;
     }
     return verdict;
@@ -217,8 +219,8 @@ static enum verdict replan(struct view *v, const struct event *e) {
 static enum verdict pull(struct view *v, const struct event *e) {
     struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
-    if (m->pulled == e->version) return STEP_UNCHANGED;
-    m->pulled = e->version;
+    if (m->pulled_version == e->version) return STEP_UNCHANGED;
+    m->pulled_version = e->version;
     if (policy->on_pull) policy->on_pull(v, e);
     return STEP_COMMIT;
 }
@@ -233,7 +235,7 @@ static enum verdict offer(struct view *v, const struct event *e) {
 /* Events that only the slot's present, unfenced member may cause, and those of a worker's. */
 static bool needs_rank(enum event_kind kind) {
     return kind == EVENT_START || kind == EVENT_START_AHEAD || kind == EVENT_PULL || kind == EVENT_PUSH ||
-           kind == EVENT_CHECK || kind == EVENT_OFFER || kind == EVENT_GATE;
+           kind == EVENT_CHECK || kind == EVENT_MAX_SAMPLES || kind == EVENT_GATE;
 }
 
 static bool needs_member(enum event_kind kind) {
@@ -273,7 +275,7 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
         return replan(v, e);
     case EVENT_CHECK:
         return check_step(v, e, out);
-    case EVENT_OFFER:
+    case EVENT_MAX_SAMPLES:
         return offer(v, e);
     case EVENT_GATE:
         return gate_step(v, e, out);
@@ -315,13 +317,14 @@ enum verdict view_step(struct view *v, const struct event *e, struct outcome *ou
 }
 
 static bool source_valid(const struct view *v, const struct source *source) {
-    return source->slot < v->participants && source->area < v->areas;
+    return source->slot < v->participants && source->staging < v->staging_buffers;
 }
 
 bool view_valid(const struct view *v, const struct view *expected) {
     if (v->participants != expected->participants || v->ranks != expected->ranks ||
-        v->areas != expected->areas || v->tickets != expected->tickets || v->ranges != expected->ranges ||
-        v->policy != expected->policy || memcmp(&v->rules, &expected->rules, sizeof v->rules) != 0)
+        v->staging_buffers != expected->staging_buffers || v->tickets != expected->tickets ||
+        v->ranges != expected->ranges || v->policy != expected->policy ||
+        memcmp(&v->policy_params, &expected->policy_params, sizeof v->policy_params) != 0)
         return false;
     if (v->returned > v->ranges || v->round_sources > v->participants || v->staged > v->participants ||
         v->snapshot_slot >= v->participants)
@@ -345,6 +348,6 @@ bool view_valid(const struct view *v, const struct view *expected) {
         if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;
     }
     for (uint32_t t = 0; t < v->tickets; t++)
-        if (tickets[t].slot >= v->participants || tickets[t].area >= v->areas) return false;
+        if (tickets[t].slot >= v->participants || tickets[t].staging >= v->staging_buffers) return false;
     return true;
 }

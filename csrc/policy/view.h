@@ -10,7 +10,7 @@
  *                  lost CAS, so that no time in the view is later
  *   event waited   how long who ticks has been waiting; nobody is fenced before that is the round timeout
  *   view now       that of the last event
- *   view due       from then on a tick has something to do, though nothing else happens
+ *   view next_deadline       from then on a tick has something to do, though nothing else happens
  *   outcome at     who was told to wait should ask again then, though nothing happens
  *   claim_since    when a member's claim came under way, and seen, its last event that changed the view: one
  *                  of the two is since when it holds others up
@@ -25,8 +25,8 @@
 
 #include "pyps.h"
 
-#define MAX_AREAS 4u
-#define STALE     1 /* not an error: look again */
+#define MAX_STAGING_BUFFERS 4u
+#define STALE               1 /* not an error: look again */
 
 enum event_kind { /* those of virtual time have the public numbers */
                   EVENT_NONE,
@@ -39,8 +39,8 @@ enum event_kind { /* those of virtual time have the public numbers */
                   EVENT_TICK = PYPS_ON_TICK, /* somebody waited too long: live members that hold others up are
                                                 fenced */
                   EVENT_REPLAN = PYPS_ON_REPLAN,
-                  EVENT_CHECK = PYPS_ON_CHECK, /* between micro-batches */
-                  EVENT_OFFER = PYPS_ON_OFFER, /* how many samples its memory holds */
+                  EVENT_CHECK = PYPS_ON_CHECK,             /* between micro-batches */
+                  EVENT_MAX_SAMPLES = PYPS_ON_MAX_SAMPLES, /* how many samples its memory holds */
                   EVENT_GATE = PYPS_ON_GATE,
                   EVENT_START_AHEAD = PYPS_ON_START_AHEAD, /* claims the samples of the step after this one */
                   EVENT_SNAPSHOT_BEGIN,
@@ -57,13 +57,13 @@ struct event {
     int32_t rank;                       /* join; -1: any */
     uint32_t pid;                       /* join */
     uint32_t state;                     /* leave: PYPS_LEFT or PYPS_DEAD */
-    uint32_t area;                      /* push */
+    uint32_t staging;                   /* push */
     uint32_t samples;                   /* push */
     uint64_t version;                   /* pull: what was pulled; push into a round: every chunk holds it */
-    uint32_t residual_before, residual; /* push with feedback: as struct rank names them; else 0 */
-    uint64_t based;                     /* push: 1 + the version computed on; 0: what was pulled last */
-    uint64_t took;                      /* push: from the claim to the ready gradient, nanoseconds */
-    double square_norm;                 /* push: of the gradient; 0: not known */
+    uint32_t residual_before, residual; /* push with error_feedback: as struct rank names them; else 0 */
+    uint64_t base_version;              /* push: 1 + the version computed on; 0: what was pulled last */
+    uint64_t compute_nanoseconds;       /* push: from the claim to the ready gradient, nanoseconds */
+    double grad_norm_squared;           /* push: of the gradient; 0: not known */
     uint32_t done, next;                /* check: samples computed, and to come; offer: next */
     uint64_t waited;                    /* tick: how long, nanoseconds */
     uint64_t snapshot;                  /* end, cancel */
@@ -81,7 +81,7 @@ struct outcome {
     uint64_t until, at; /* wait: for the policy's progress to be `until`, and the time to be `at` */
     uint64_t staleness;
     float scale;                /* push: the policy's */
-    int advice;                 /* check: PYPS_GO_ON ... */
+    int advice;                 /* check: PYPS_CONTINUE ... */
     int32_t rank;               /* join */
     uint64_t snapshot, version; /* snapshot begin */
     pyps_claim claim;
@@ -92,19 +92,20 @@ struct member {
     uint32_t state, role;
     int32_t rank;
     uint32_t pid;
-    uint64_t clock, pulled;
+    uint64_t clock, pulled_version;
     uint64_t ticket; /* its last gradient went into this one; 0: none yet, or the step was skipped */
     uint64_t claim_first;
     uint64_t claim_since; /* when it was claimed */
     uint64_t seen;        /* its last event that changed the view */
     uint32_t claim_count; /* 0: holds no samples */
     uint32_t begun;       /* 1 once it has been told of its claim */
-    uint32_t staged;      /* bit by area: waits for the round to close */
+    uint32_t staged;      /* bit by staging: waits for the round to close */
     uint32_t next_count;  /* the claim after this one, of who works ahead; 0: none */
     uint64_t next_first;
     uint32_t ahead; /* 1: works ahead; where rounds allot samples, it is allotted the next one's too */
     uint32_t reserved;
-    uint64_t area_ticket[MAX_AREAS]; /* the slot's: last ticket of each staging area, whoever was in it */
+    uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* the slot's: last ticket of each staging buffer, whoever
+                                                     was in it */
 };
 
 struct rank {
@@ -127,13 +128,13 @@ enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };
 struct ticket {
     uint64_t number;
     uint32_t slot; /* push: whose staging */
-    uint16_t area, kind;
+    uint16_t staging, kind;
     uint32_t samples;
     float scale; /* the policy's */
 };
 
 struct source {
-    uint32_t slot, area, samples;
+    uint32_t slot, staging, samples;
     float scale; /* the policy's */
 };
 
@@ -157,8 +158,8 @@ struct lateness {           /* saps */
 
 /* All that a view is made from. */
 struct terms {
-    uint32_t participants, ranks, areas, policy;
-    pyps_rules rules;
+    uint32_t participants, ranks, staging_buffers, policy;
+    pyps_policy_params policy_params;
     uint64_t samples, round_timeout; /* nanoseconds */
     const uint32_t *batches;         /* [ranks] */
 };
@@ -167,16 +168,16 @@ struct terms {
  * closed round, and of the open one; range[ranges]. */
 struct view {
     uint64_t sequence, version, round, plan, now;
-    uint32_t participants, ranks, tickets, ranges, policy, areas;
-    uint32_t opened, active, outstanding, returned;
+    uint32_t participants, ranks, tickets, ranges, policy, staging_buffers;
+    uint32_t all_joined, active, outstanding, returned;
     uint32_t staged; /* gradients that wait for the round to close */
     uint32_t at_floor;
     uint64_t floor, ceiling; /* least clock of the active workers, and how many have it; greatest ever */
-    uint64_t stir;           /* changes whenever waiting members should look again, whatever they wait for */
-    uint64_t due;            /* then there is something to do even if nothing happens; 0: no such time */
-    pyps_rules rules;
+    uint64_t wake_epoch;     /* changes whenever waiting members should look again, whatever they wait for */
+    uint64_t next_deadline;  /* then there is something to do even if nothing happens; 0: no such time */
+    pyps_policy_params policy_params;
     uint64_t cursor, limit; /* sample positions */
-    uint64_t lost;
+    uint64_t samples_dropped;
     uint64_t round_timeout; /* nanoseconds */
     uint64_t round_ticket;  /* of the last closed round; 0: all skipped */
     uint32_t round_sources, round_samples;
@@ -184,7 +185,7 @@ struct view {
     uint64_t snapshot_since; /* when it began */
     uint32_t snapshot_slot, snapshot_active;
     union {
-        uint64_t scratch[PYPS_WORDS]; /* the policy's own words */
+        uint64_t scratch[PYPS_STATE_WORDS]; /* the policy's own words */
         struct ring ring;
         struct lateness late;
     };
@@ -192,7 +193,7 @@ struct view {
     uint64_t event_id;
 };
 
-size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t areas);
+size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t staging_buffers);
 struct member *view_member(const struct view *view, uint32_t slot);
 struct rank *view_rank(const struct view *view, uint32_t rank);
 struct ticket *view_ticket(const struct view *view, uint64_t number); /* its place in the ring */

@@ -16,9 +16,10 @@ static void time_rank(struct view *v, const struct event *e) {
     struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
     rank->interval = rank->pushed_at ? e->now - rank->pushed_at : 0;
     rank->pushed_at = e->now;
-    if (!e->took || !e->samples) return;
-    average(&rank->step_seconds, (double)e->took * 1e-9, rank->total.pushes, STEADY);
-    average(&rank->sample_seconds, (double)e->took * 1e-9 / e->samples, rank->total.pushes, QUICK);
+    if (!e->compute_nanoseconds || !e->samples) return;
+    average(&rank->step_seconds, (double)e->compute_nanoseconds * 1e-9, rank->total.pushes, STEADY);
+    average(&rank->sample_seconds, (double)e->compute_nanoseconds * 1e-9 / e->samples, rank->total.pushes,
+            QUICK);
 }
 
 /* The claim under way is over. Where rounds allot samples, the next one begins with its round. */
@@ -42,7 +43,7 @@ static void claim_done(struct view *v, const struct event *e, uint64_t staleness
     m->ticket = 0;
     v->outstanding--;
     claim_over(v, e->slot, e->now);
-    if (!v->outstanding) v->stir++;
+    if (!v->outstanding) v->wake_epoch++;
     clock_advances(v, m);
     time_rank(v, e);
 }
@@ -54,11 +55,11 @@ static void admit(struct view *v, const struct event *e, struct outcome *out) {
     out->ticket = ++v->version;
     *view_ticket(v, v->version) = (struct ticket){.number = v->version,
                                                   .slot = e->slot,
-                                                  .area = (uint16_t)e->area,
+                                                  .staging = (uint16_t)e->staging,
                                                   .kind = TICKET_PUSH,
                                                   .samples = e->samples,
                                                   .scale = out->scale};
-    m->ticket = m->area_ticket[e->area] = v->version;
+    m->ticket = m->staging_ticket[e->staging] = v->version;
 }
 
 /* Who waits for the round has a place in it even without a gradient. */
@@ -66,9 +67,9 @@ static void stage(struct view *v, const struct event *e, const struct outcome *o
     bool awaits = policy_find(v->policy)->awaits;
     claim_done(v, e, out->staleness);
     if (!e->samples && !awaits) return;
-    view_member(v, e->slot)->staged |= 1u << e->area;
+    view_member(v, e->slot)->staged |= 1u << e->staging;
     view_pending(v)[v->staged++] =
-        (struct source){.slot = e->slot, .area = e->area, .samples = e->samples, .scale = out->scale};
+        (struct source){.slot = e->slot, .staging = e->staging, .samples = e->samples, .scale = out->scale};
 }
 
 static enum verdict refuse(struct outcome *out, int code) {
@@ -90,12 +91,12 @@ enum verdict gate_step(struct view *v, const struct event *e, struct outcome *ou
 enum verdict check_step(struct view *v, const struct event *e, struct outcome *out) {
     const struct policy *policy = policy_find(v->policy);
     const struct member *m = view_member(v, e->slot);
-    out->advice = PYPS_GO_ON;
+    out->advice = PYPS_CONTINUE;
     if (round_went_on(v, m)) out->advice = PYPS_ABORT;
     else if (m->claim_count && policy->on_check) out->advice = policy->on_check(v, e);
     if (out->advice != PYPS_ABORT || !m->begun) return STEP_UNCHANGED;
     samples_return(v, e->slot, 0);
-    if (samples_follow(v, e->slot, e->now)) v->stir++;
+    if (samples_follow(v, e->slot, e->now)) v->wake_epoch++;
     return STEP_COMMIT;
 }
 
@@ -104,7 +105,7 @@ static enum verdict check_push(struct view *v, const struct event *e, struct out
     const struct policy *policy = policy_find(v->policy);
     if (round_went_on(v, m))
         return refuse(out, fail(PYPS_EREJECTED, "the round closed without rank %d", m->rank));
-    if (m->staged >> e->area & 1 || e->samples > m->claim_count || !m->claim_count)
+    if (m->staged >> e->staging & 1 || e->samples > m->claim_count || !m->claim_count)
         return refuse(out,
                       fail(PYPS_EINVAL, "samples: found %u; expected at most the %u that this worker claimed",
                            e->samples, m->claim_count));
@@ -122,7 +123,9 @@ enum verdict push_step(struct view *v, const struct event *e, struct outcome *ou
     enum verdict verdict = check_push(v, e, out);
     if (verdict != STEP_UNCHANGED) return verdict;
     out->round = v->round;
-    out->staleness = v->version - (e->based && e->based - 1 < m->pulled ? e->based - 1 : m->pulled);
+    out->staleness =
+        v->version - (e->base_version && e->base_version - 1 < m->pulled_version ? e->base_version - 1
+                                                                                 : m->pulled_version);
     enum push_decision decision = policy->on_push(v, e, out);
     if (out->code) return STEP_REFUSED;
     if (decision == PUSH_REJECT) {
@@ -175,12 +178,12 @@ static void close_round(struct view *v) {
     for (uint32_t k = 0; k < v->staged; k++) {
         const struct source *from = &view_pending(v)[k];
         struct member *m = view_member(v, from->slot);
-        m->staged &= ~(1u << from->area);
-        if (from->samples) m->ticket = m->area_ticket[from->area] = v->round_ticket;
+        m->staged &= ~(1u << from->staging);
+        if (from->samples) m->ticket = m->staging_ticket[from->staging] = v->round_ticket;
     }
     v->staged = 0;
     if (policy_find(v->policy)->drops_late) take_back_late(v);
-    v->stir++;
+    v->wake_epoch++;
 }
 
 static void open_round(struct view *v, uint64_t now) {
@@ -196,7 +199,7 @@ static void open_round(struct view *v, uint64_t now) {
 
 void round_settle(struct view *v, uint64_t now) {
     const struct policy *policy = policy_find(v->policy);
-    if (!v->opened) return;
+    if (!v->all_joined) return;
     if (v->staged && policy->closes(v)) close_round(v);
     if (policy->allots && !v->outstanding && !v->staged) open_round(v, now);
 }

@@ -34,9 +34,9 @@ static void give_back(struct view *v, uint32_t slot, uint64_t first, uint64_t co
         view_ranges(v)[v->returned++] = (struct range){first, count};
         view_rank(v, (uint32_t)view_member(v, slot)->rank)->total.returned += count;
     } else {
-        v->lost += count;
+        v->samples_dropped += count;
     }
-    v->stir++;
+    v->wake_epoch++;
 }
 
 void samples_take(struct view *v, uint32_t slot, uint64_t now) {

@@ -8,20 +8,21 @@
 
 #define BLOCK 1024u /* floats at a time: what is decoded or reduced stays in the first-level cache */
 
-static uint8_t *area_start(const pyps_store *s, uint32_t slot, uint32_t area) {
-    return s->base + s->layout.staging + ((uint64_t)slot * s->geometry.areas + area) * s->layout.area_stride;
+static uint8_t *area_start(const pyps_store *s, uint32_t slot, uint32_t staging) {
+    return s->base + s->layout.staging +
+           ((uint64_t)slot * s->geometry.staging_buffers + staging) * s->layout.area_stride;
 }
 
-struct area_header *area_header(const pyps_store *s, uint32_t slot, uint32_t area) {
-    return (struct area_header *)(void *)area_start(s, slot, area);
+struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging) {
+    return (struct staging_header *)(void *)area_start(s, slot, staging);
 }
 
-float *area_data(const pyps_store *s, uint32_t slot, uint32_t area) {
-    return (float *)(void *)(area_start(s, slot, area) + s->layout.area_data);
+float *staging_data(const pyps_store *s, uint32_t slot, uint32_t staging) {
+    return (float *)(void *)(area_start(s, slot, staging) + s->layout.staging_data);
 }
 
-float *area_pulled(const pyps_store *s, uint32_t slot, uint32_t area) {
-    return (float *)(void *)(area_start(s, slot, area) + s->layout.area_pulled);
+float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging) {
+    return (float *)(void *)(area_start(s, slot, staging) + s->layout.staging_base_params);
 }
 
 /* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for `length` floats from `at` of the
@@ -30,17 +31,17 @@ static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) 
     const struct kernels *kernels = kernels_chosen();
     for (uint32_t i = 0; i < s->source_count; i++) {
         const struct source *from = &s->sources[i];
-        float block[BLOCK], scale = area_header(s, from->slot, from->area)->scale * from->scale;
+        float block[BLOCK], scale = staging_header(s, from->slot, from->staging)->scale * from->scale;
         float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
-        const float *gradient = area_gradient(s, from->slot, from->area,
-                                              area_codec(s, from->slot, from->area), at, length, block);
+        const float *gradient = staging_gradient(
+            s, from->slot, from->staging, staging_codec(s, from->slot, from->staging), at, length, block);
         (i ? kernels->weigh_add : kernels->weigh)(sum, gradient, weight, length);
     }
     if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
 }
 
 /* DC-ASGD: g + lambda g g (w - w_pulled), where both gradients are the scaled ones. */
-static const float *compensated(const struct area_header *staged, float scale, const float *pulled,
+static const float *compensated(const struct staging_header *staged, float scale, const float *pulled,
                                 const struct step *step, const float *gradient, float *block) {
     float weight = staged->compensation * scale;
     for (size_t i = 0; i < step->length; i++)
@@ -63,8 +64,8 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
     const struct ticket *ticket = &s->ticket;
     bool round = ticket->kind == TICKET_ROUND;
     uint32_t slot = round ? s->sources[0].slot : ticket->slot;
-    uint32_t area = round ? s->sources[0].area : ticket->area;
-    const struct area_header *staged = area_header(s, slot, area);
+    uint32_t staging = round ? s->sources[0].staging : ticket->staging;
+    const struct staging_header *staged = staging_header(s, slot, staging);
     const struct chunk_header *before = buffer_header(s, old);
     uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
     uint32_t length = s->chunks[chunk].length;
@@ -76,7 +77,7 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
 
     *buffer_header(s, s->private_buffer) =
         (struct chunk_header){.version = ticket->number, .steps = before->steps + 1};
-    uint32_t codec = area_codec(s, slot, area);
+    uint32_t codec = staging_codec(s, slot, staging);
     bool corrected = s->geometry.policy == PYPS_DCASGD && staged->compensation > 0;
     uint32_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : length;
     for (uint32_t from = 0; from < length; from += at_a_time) {
@@ -84,11 +85,12 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
         uint32_t block = length - from < at_a_time ? length - from : at_a_time;
         struct step step = step_on(s, old, s->private_buffer, from, block);
         if (round) reduce(s, gradient, at + from, block);
-        step.gradient = round ? gradient : area_gradient(s, slot, area, codec, at + from, block, gradient);
+        step.gradient =
+            round ? gradient : staging_gradient(s, slot, staging, codec, at + from, block, gradient);
         if (corrected)
-            step.gradient =
-                compensated(staged, staged->scale * ticket->scale, area_pulled(s, slot, area) + at + from,
-                            &step, step.gradient, gradient);
+            step.gradient = compensated(staged, staged->scale * ticket->scale,
+                                        staging_base_params(s, slot, staging) + at + from, &step,
+                                        step.gradient, gradient);
         step.copy = stream ? s->stream_to + at + from : NULL;
         kernels->update[s->geometry.optimizer](&step, &constants);
     }

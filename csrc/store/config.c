@@ -64,12 +64,12 @@ static int place(struct geometry *g, pyps_tensor *tensors, struct group *groups)
 
 /* A caller of an earlier version knows fewer fields: the others are zeros. */
 int config_read(const pyps_config *given, pyps_config *c) {
-    size_t least = offsetof(pyps_config, rules);
+    size_t least = offsetof(pyps_config, policy_params);
     if (given->size != sizeof *c && given->size != least)
         return fail(PYPS_EINVAL, "config: size: found %u; expected %zu", given->size, sizeof *c);
     *c = (pyps_config){0};
     memcpy(c, given, given->size);
-    return policy_check(c->policy, &c->rules);
+    return policy_check(c->policy, &c->policy_params);
 }
 
 static int check(const pyps_config *c) {
@@ -103,7 +103,7 @@ int config_geometry(const pyps_config *given, struct geometry *g, pyps_tensor **
     if (rc || (rc = check(c))) return rc;
     *g = (struct geometry){.chunk_params = or_default(c->chunk_params, 32768),
                            .max_participants = or_default(c->max_participants, 64),
-                           .areas = or_default(c->areas, 2),
+                           .staging_buffers = or_default(c->staging_buffers, 2),
                            .optimizer = c->optimizer,
                            .policy = c->policy,
                            .ranks = c->ranks,
@@ -111,7 +111,7 @@ int config_geometry(const pyps_config *given, struct geometry *g, pyps_tensor **
                            .tensors = c->tensors,
                            .samples = c->samples ? c->samples : UINT64_MAX,
                            .round_timeout_nanoseconds = config_round_timeout(c),
-                           .rules = c->rules};
+                           .policy_params = c->policy_params};
     *tensors = malloc(c->tensors * sizeof **tensors);
     *groups = calloc(c->groups, sizeof **groups);
     if (!*tensors || !*groups) rc = fail(PYPS_ENOSPC, "out of memory for %u tensors", c->tensors);

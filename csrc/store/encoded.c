@@ -1,10 +1,10 @@
 /* encoded.c: a gradient that travels encoded, and what its code did not carry.
  *
- * What an encoder drops is kept and added to the next gradient of the same rank (error feedback: Seide et
- * al., Interspeech 2014; Karimireddy et al., ICML 2019). Every worker's slot has two such residuals. The view
- * names the one that belongs to each rank; an encode reads that one and writes another of its own slot, and
- * the event that admits the push makes the view name the new one. So a push that is refused, fails or dies
- * has changed nothing, and a successor finds its rank's residual whole, wherever it lies. A slot whose
+ * What an encoder drops is kept and added to the next gradient of the same rank (error error_feedback: Seide
+ * et al., Interspeech 2014; Karimireddy et al., ICML 2019). Every worker's slot has two such residuals. The
+ * view names the one that belongs to each rank; an encode reads that one and writes another of its own slot,
+ * and the event that admits the push makes the view name the new one. So a push that is refused, fails or
+ * dies has changed nothing, and a successor finds its rank's residual whole, wherever it lies. A slot whose
  * residual a rank still needs is the last that a newcomer takes; if it does, that residual is dropped, and
  * counted.
  */
@@ -13,12 +13,12 @@
 
 #include "store/store.h"
 
-static uint8_t *codes_of(const pyps_store *s, uint32_t slot, uint32_t area) {
-    return (uint8_t *)(void *)area_header(s, slot, area) + s->layout.area_codes;
+static uint8_t *codes_of(const pyps_store *s, uint32_t slot, uint32_t staging) {
+    return (uint8_t *)(void *)staging_header(s, slot, staging) + s->layout.staging_codes_of;
 }
 
-static float *scales_of(const pyps_store *s, uint32_t slot, uint32_t area, uint32_t codec) {
-    return (float *)(void *)(codes_of(s, slot, area) + codec_codes(codec, store_elements(s)));
+static float *scales_of(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec) {
+    return (float *)(void *)(codes_of(s, slot, staging) + codec_codes(codec, store_elements(s)));
 }
 
 /* `name` as the view has it: 1 + 2 * slot + which; within the view's bounds. */
@@ -27,24 +27,24 @@ static float *residual_at(const pyps_store *s, uint32_t name) {
 }
 
 /* Read once from shared memory, where a hostile owner may change it. */
-uint32_t area_codec(const pyps_store *s, uint32_t slot, uint32_t area) {
-    uint32_t codec = *(volatile uint32_t *)&area_header(s, slot, area)->codec;
+uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging) {
+    uint32_t codec = *(volatile uint32_t *)&staging_header(s, slot, staging)->codec;
     return codec < CODECS ? codec : PYPS_F32;
 }
 
-const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint32_t codec, uint64_t at,
-                           size_t length, float *block) {
-    if (codec == PYPS_F32) return area_data(s, slot, area) + at;
-    kernels_chosen()->decode(codec, block, codes_of(s, slot, area) + codec_codes(codec, at),
-                             scales_of(s, slot, area, codec) + codec_scales(codec, at), length);
+const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
+                              uint64_t at, size_t length, float *block) {
+    if (codec == PYPS_F32) return staging_data(s, slot, staging) + at;
+    kernels_chosen()->decode(codec, block, codes_of(s, slot, staging) + codec_codes(codec, at),
+                             scales_of(s, slot, staging, codec) + codec_scales(codec, at), length);
     return block;
 }
 
-static int back_codes(pyps_store *s, uint32_t area) {
-    if (s->codes_backed & 1u << area) return PYPS_OK;
-    uint64_t offset = (uint64_t)(codes_of(s, s->slot, area) - s->base);
-    int rc = allocate(s, offset, s->layout.area_pulled - s->layout.area_codes);
-    if (!rc) s->codes_backed |= 1u << area;
+static int back_codes(pyps_store *s, uint32_t staging) {
+    if (s->codes_backed & 1u << staging) return PYPS_OK;
+    uint64_t offset = (uint64_t)(codes_of(s, s->slot, staging) - s->base);
+    int rc = allocate(s, offset, s->layout.staging_base_params - s->layout.staging_codes_of);
+    if (!rc) s->codes_backed |= 1u << staging;
     return rc;
 }
 
@@ -56,9 +56,10 @@ static int back_residuals(pyps_store *s) {
     return rc;
 }
 
-void *pyps_staging_codes(pyps_store *s, uint32_t area) {
-    if (store_usable(s, true) || area >= s->geometry.areas || s->role != PYPS_WORKER) return NULL;
-    return back_codes(s, area) ? NULL : codes_of(s, s->slot, area);
+void *pyps_staging_codes(pyps_store *s, uint32_t staging) {
+    if (store_usable(s, true) || staging >= s->geometry.staging_buffers || s->role != PYPS_WORKER)
+        return NULL;
+    return back_codes(s, staging) ? NULL : codes_of(s, s->slot, staging);
 }
 
 /* Which residual the rank's next gradient starts from, and which it may leave behind. */
@@ -78,13 +79,14 @@ static int find_residuals(pyps_store *s, struct event *e) {
 static int check(const pyps_store *s, const pyps_push_args *a) {
     if (a->codec >= CODECS)
         return fail(PYPS_EINVAL, "push: codec: found %u; expected PYPS_F32 to PYPS_NF4", a->codec);
-    bool corrects = s->geometry.policy == PYPS_DCASGD && s->geometry.rules.strength > 0;
-    if (corrects && !a->pulled && a->samples)
+    bool corrects = s->geometry.policy == PYPS_DCASGD && s->geometry.policy_params.lambda_ > 0;
+    if (corrects && !a->base_params && a->samples)
         return fail(PYPS_EINVAL, "push: pulled: found NULL; the policy dcasgd needs what was pulled");
-    if (a->codec == PYPS_F32 && (a->feedback || a->encoded))
-        return fail(PYPS_EINVAL, "push: codec: found PYPS_F32; it has no feedback and is not encoded");
-    if (a->encoded && (a->feedback || a->gradient))
-        return fail(PYPS_EINVAL, "push: encoded: found with feedback or gradient; expected codes alone");
+    if (a->codec == PYPS_F32 && (a->error_feedback || a->encoded))
+        return fail(PYPS_EINVAL, "push: codec: found PYPS_F32; it has no error_feedback and is not encoded");
+    if (a->encoded && (a->error_feedback || a->gradient))
+        return fail(PYPS_EINVAL,
+                    "push: encoded: found with error_feedback or gradient; expected codes alone");
     pyps_encode_args encode = {.size = sizeof encode,
                                .codec = a->codec,
                                .rounding = a->rounding,
@@ -118,10 +120,10 @@ static int encode_area(pyps_store *s, const pyps_push_args *a, const struct even
                             .nonfinite = a->nonfinite,
                             .scale = a->scale,
                             .seed = a->seed,
-                            .codes = codes_of(s, s->slot, a->area),
-                            .scales = scales_of(s, s->slot, a->area, a->codec)};
-    const float *values = a->gradient ? a->gradient : area_data(s, s->slot, a->area);
-    if (a->feedback) {
+                            .codes = codes_of(s, s->slot, a->staging),
+                            .scales = scales_of(s, s->slot, a->staging, a->codec)};
+    const float *values = a->gradient ? a->gradient : staging_data(s, s->slot, a->staging);
+    if (a->error_feedback) {
         flat.residual = e->residual_before ? residual_at(s, e->residual_before) : NULL;
         flat.residual_out = residual_at(s, e->residual);
     }
@@ -135,37 +137,37 @@ static int encode_area(pyps_store *s, const pyps_push_args *a, const struct even
 }
 
 static int stage_pulled(pyps_store *s, const pyps_push_args *a) {
-    float *to = area_pulled(s, s->slot, a->area);
-    if (!(s->pulled_backed & 1u << a->area)) {
+    float *to = staging_base_params(s, s->slot, a->staging);
+    if (!(s->base_params_backed & 1u << a->staging)) {
         int rc = allocate(s, (uint64_t)((uint8_t *)to - s->base), 4 * store_elements(s));
         if (rc) return rc;
-        s->pulled_backed |= 1u << a->area;
+        s->base_params_backed |= 1u << a->staging;
     }
-    memcpy(to, a->pulled, 4 * store_elements(s));
+    memcpy(to, a->base_params, 4 * store_elements(s));
     return PYPS_OK;
 }
 
 int stage_gradient(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
-    struct area_header *header = area_header(s, s->slot, a->area);
+    struct staging_header *header = staging_header(s, s->slot, a->staging);
     int rc = check(s, a);
     if (rc) return rc;
     header->codec = a->codec, header->scale = a->scale, header->samples = a->samples;
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
-    header->compensation = (float)s->geometry.rules.strength;
+    header->compensation = (float)s->geometry.policy_params.lambda_;
     if (!a->samples) return PYPS_OK; /* the step is skipped: nothing of the gradient is looked at */
     if (header->compensation > 0 && (rc = stage_pulled(s, a))) return rc;
     if (a->codec == PYPS_F32) {
-        if (a->gradient) memcpy(area_data(s, s->slot, a->area), a->gradient, 4 * store_elements(s));
+        if (a->gradient) memcpy(staging_data(s, s->slot, a->staging), a->gradient, 4 * store_elements(s));
         return PYPS_OK;
     }
-    if ((rc = back_codes(s, a->area))) return rc;
+    if ((rc = back_codes(s, a->staging))) return rc;
     if (a->encoded) {
         uint64_t scales = codec_scales(a->codec, store_elements(s));
-        return scales_finite(scales_of(s, s->slot, a->area, a->codec), scales)
+        return scales_finite(scales_of(s, s->slot, a->staging, a->codec), scales)
                    ? PYPS_OK
-                   : fail(PYPS_ENONFINITE, "push: area %u: found a scale that is not finite", a->area);
+                   : fail(PYPS_ENONFINITE, "push: staging %u: found a scale that is not finite", a->staging);
     }
-    if (a->feedback && ((rc = back_residuals(s)) || (rc = find_residuals(s, e)))) return rc;
+    if (a->error_feedback && ((rc = back_residuals(s)) || (rc = find_residuals(s, e)))) return rc;
     header->scale = 1.0f; /* the codes hold the scaled gradient */
     return encode_area(s, a, e, out);
 }

@@ -37,6 +37,6 @@ int pyps_exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_p
     if (rc) return rc;
     /* Fenced since: the next call says so. This one's push counts, and the caller must not take it for lost.
      */
-    rc = pulled(s, *version_out);
+    rc = record_pull(s, *version_out);
     return rc == PYPS_EFENCED ? PYPS_OK : rc;
 }

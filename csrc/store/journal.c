@@ -35,7 +35,7 @@ struct entry {
 };
 
 static uint64_t digest(const struct view *v) {
-    size_t bytes = view_bytes(v->participants, v->ranks, v->areas);
+    size_t bytes = view_bytes(v->participants, v->ranks, v->staging_buffers);
     const uint8_t *at = (const uint8_t *)v;
     uint64_t h = UINT64_C(0xcbf29ce484222325);
     for (size_t i = 0; i + 8 <= bytes; i += 8) {
@@ -86,7 +86,7 @@ static int put_view(pyps_store *s) {
     struct entry entry;
     memset(&entry, 0, sizeof entry);
     entry.sequence = v->sequence, entry.digest = rc ? 0 : digest(v);
-    if (!rc) rc = put(s->journal, &entry, v, view_bytes(v->participants, v->ranks, v->areas));
+    if (!rc) rc = put(s->journal, &entry, v, view_bytes(v->participants, v->ranks, v->staging_buffers));
     free(v);
     return rc;
 }
@@ -113,17 +113,19 @@ struct again {
 static bool can_be_view(const struct entry *entry, const struct view *v) {
     size_t bytes = entry->bytes - sizeof *entry;
     if (bytes < sizeof *v || !v->participants || v->participants > MOST_RANKS || !v->ranks ||
-        v->ranks > v->participants || !v->areas || v->areas > MAX_AREAS ||
-        v->tickets != v->participants * v->areas)
+        v->ranks > v->participants || !v->staging_buffers || v->staging_buffers > MAX_STAGING_BUFFERS ||
+        v->tickets != v->participants * v->staging_buffers)
         return false;
-    size_t needed = view_bytes(v->participants, v->ranks, v->areas);
-    return bytes >= needed && bytes < needed + 8 && !policy_check(v->policy, &v->rules) && view_valid(v, v);
+    size_t needed = view_bytes(v->participants, v->ranks, v->staging_buffers);
+    return bytes >= needed && bytes < needed + 8 && !policy_check(v->policy, &v->policy_params) &&
+           view_valid(v, v);
 }
 
 /* As what a handle checks before it asks: that only workers work, and ranks exist. */
 static bool can_be_event(const struct entry *entry, const struct view *v) {
     const struct event *e = &entry->event;
-    if (e->kind > EVENT_SNAPSHOT_CANCEL || e->slot >= v->participants || e->area >= v->areas) return false;
+    if (e->kind > EVENT_SNAPSHOT_CANCEL || e->slot >= v->participants || e->staging >= v->staging_buffers)
+        return false;
     if (e->residual > 2 * v->participants) return false;
     if (e->kind == EVENT_JOIN)
         return e->rank >= -1 && e->rank < (int32_t)v->ranks && (e->role == PYPS_WORKER || e->rank < 0);
@@ -136,7 +138,7 @@ static int begin_at(struct again *a, const struct entry *entry) {
     const struct view *v = (const struct view *)(entry + 1);
     if (!can_be_view(entry, v))
         return fail(PYPS_ECORRUPT, "journal: view %llu is none", (unsigned long long)entry->sequence);
-    size_t bytes = view_bytes(v->participants, v->ranks, v->areas);
+    size_t bytes = view_bytes(v->participants, v->ranks, v->staging_buffers);
     free(a->view), free(a->next);
     a->view = malloc(bytes), a->next = malloc(bytes), a->capacity = bytes;
     if (!a->view || !a->next) return fail(PYPS_ENOSPC, "out of memory for a view of %zu bytes", bytes);
@@ -190,7 +192,7 @@ static int follow(struct again *a, const struct entry *entry) {
         return PYPS_OK;
     }
     if (entry->event.kind) return PYPS_OK; /* before the first view on file, or after a loss */
-    if (a->view) a->out->lost += entry->sequence - at;
+    if (a->view) a->out->missing_events += entry->sequence - at;
     return begin_at(a, entry);
 }
 
@@ -210,7 +212,7 @@ static int replay_all(struct entry **entries, size_t count, pyps_replay_result *
     qsort(entries, count, sizeof *entries, in_order);
     for (size_t i = 0; i < count && !rc; i++) rc = follow(&a, entries[i]);
     if (!rc && a.view && entries[count - 1]->sequence > a.view->sequence)
-        out->lost += entries[count - 1]->sequence - a.view->sequence;
+        out->missing_events += entries[count - 1]->sequence - a.view->sequence;
     free(a.view), free(a.next);
     return rc;
 }

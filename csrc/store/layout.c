@@ -21,23 +21,24 @@ static int check(const struct geometry *g) {
     const struct {
         const char *field;
         uint64_t found, low, high;
-    } rules[] = {
+    } policy_params[] = {
         {"chunk_params", g->chunk_params, 1024, 1u << 24},
         {"chunks", g->chunks, 1, OWNER_CHUNK_NONE - 1},
         {"max_participants", g->max_participants, 1, MAX_PARTICIPANTS},
         {"snapshot_spares", g->snapshot_spares, 1, 1u << 20},
-        {"areas", g->areas, 1, MAX_AREAS},
+        {"staging_buffers", g->staging_buffers, 1, MAX_STAGING_BUFFERS},
         {"optimizer", g->optimizer, PYPS_SGD, PYPS_ADAGRAD},
         {"ranks", g->ranks, 1, g->max_participants},
         {"groups", g->groups, 1, 4096},
         {"tensors", g->tensors, 1, 1u << 20},
         {"round_timeout_nanoseconds", g->round_timeout_nanoseconds, 1000000, UINT64_MAX / 4},
     };
-    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
-        int rc = out_of_range(rules[i].field, rules[i].found, rules[i].low, rules[i].high);
+    for (size_t i = 0; i < sizeof policy_params / sizeof *policy_params; i++) {
+        int rc = out_of_range(policy_params[i].field, policy_params[i].found, policy_params[i].low,
+                              policy_params[i].high);
         if (rc) return rc;
     }
-    int rc = policy_check(g->policy, &g->rules);
+    int rc = policy_check(g->policy, &g->policy_params);
     if (rc) return rc;
     if (g->chunk_params % 1024)
         return fail(PYPS_EINVAL, "chunk_params: found %u; expected a multiple of 1024", g->chunk_params);
@@ -58,12 +59,13 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     /* An odd number of cache lines: buffers a power of two apart would fight for the same cache sets, and a
      * load from one would seem to depend on a store to another (both compare the low 12 address bits). */
     l->buffer_stride = round_up(sizeof(struct chunk_header) + 4 * floats, PAGE) + 5 * 64;
-    l->view_stride = round_up(view_bytes(g->max_participants, g->ranks, g->areas), 64);
-    l->area_data = round_up(sizeof(struct area_header) + g->groups * sizeof(pyps_hyper), 64) + 3 * 64;
+    l->view_stride = round_up(view_bytes(g->max_participants, g->ranks, g->staging_buffers), 64);
+    l->staging_data = round_up(sizeof(struct staging_header) + g->groups * sizeof(pyps_hyper), 64) + 3 * 64;
     uint64_t flat = (uint64_t)g->chunks * g->chunk_params;
-    l->area_codes = round_up(l->area_data + 4 * flat, PAGE);
-    l->area_pulled = l->area_codes + round_up(2 * flat, PAGE); /* halves are the longest codes */
-    l->area_stride = l->area_pulled + (g->policy == PYPS_DCASGD ? round_up(4 * flat, PAGE) : 0);
+    l->staging_codes_of = round_up(l->staging_data + 4 * flat, PAGE);
+    l->staging_base_params =
+        l->staging_codes_of + round_up(2 * flat, PAGE); /* halves are the longest codes */
+    l->area_stride = l->staging_base_params + (g->policy == PYPS_DCASGD ? round_up(4 * flat, PAGE) : 0);
     l->residual_stride = round_up(4 * flat, PAGE) + 5 * 64;
 
     uint64_t at = PAGE;
@@ -76,7 +78,8 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->view_owners = at, at += round_up(8 * (uint64_t)l->view_count, 64);
     l->views = at, at += l->view_count * l->view_stride;
     l->buffers = at = round_up(at, PAGE), at += l->buffer_count * l->buffer_stride;
-    l->staging = at = round_up(at, PAGE), at += (uint64_t)g->max_participants * g->areas * l->area_stride;
+    l->staging = at = round_up(at, PAGE),
+    at += (uint64_t)g->max_participants * g->staging_buffers * l->area_stride;
     l->residuals = at, at += 2 * (uint64_t)g->max_participants * l->residual_stride;
     l->bytes = at;
     if (at > (uint64_t)1 << 46)

@@ -20,17 +20,18 @@
 
 enum segment_state { SEGMENT_INIT = 0, SEGMENT_READY = 1 };
 
-/* All that the layout and the rules follow from; fixed at creation. No padding: it is compared and summed. */
+/* All that the layout and the policy_params follow from; fixed at creation. No padding: it is compared and
+ * summed. */
 struct geometry {
     uint32_t chunk_params, chunks, max_participants, snapshot_spares;
-    uint32_t areas, optimizer, policy, ranks;
+    uint32_t staging_buffers, optimizer, policy, ranks;
     uint32_t groups, tensors;
     uint64_t samples; /* UINT64_MAX: without end */
     uint64_t round_timeout_nanoseconds;
-    pyps_rules rules;
+    pyps_policy_params policy_params;
 };
 
-_Static_assert(sizeof(pyps_rules) == 6 * 4 + 5 * 8, "no padding");
+_Static_assert(sizeof(pyps_policy_params) == 6 * 4 + 5 * 8, "no padding");
 
 struct group {
     uint64_t elements;
@@ -69,18 +70,19 @@ struct chunk_header {
     uint64_t reserved[6];
 };
 
-/* In front of every staging area; groups hyper constants follow it. Immutable from admission on. */
-struct area_header {
+/* In front of every staging buffer; groups hyper constants follow it. Immutable from admission on. */
+struct staging_header {
     float scale;
     uint32_t samples, codec;
-    float compensation; /* dcasgd: lambda; the area's last floats are then the pulled parameters */
+    float compensation; /* dcasgd: lambda; the staging buffer's last floats are then the pulled parameters */
     pyps_hyper hyper[];
 };
 
 struct layout {
     uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
         bytes;
-    uint64_t view_stride, buffer_stride, area_stride, area_data, area_codes, area_pulled, residual_stride;
+    uint64_t view_stride, buffer_stride, area_stride, staging_data, staging_codes_of, staging_base_params,
+        residual_stride;
     uint32_t buffer_count, view_count, states, common_buffers; /* common: not belonging to a slot */
 };
 

@@ -144,9 +144,9 @@ static void sign(pyps_store *s) {
  * ticket that is complete by now? */
 static bool staging_is_needed(pyps_store *s, const struct member *before) {
     bool needed = before->staged;
-    for (uint32_t area = 0; area < s->geometry.areas; area++) {
-        s->area_ticket[area] = before->area_ticket[area];
-        needed |= s->area_ticket[area] && ticket_is_read(s, s->area_ticket[area]);
+    for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
+        s->staging_ticket[staging] = before->staging_ticket[staging];
+        needed |= s->staging_ticket[staging] && ticket_is_read(s, s->staging_ticket[staging]);
     }
     return needed;
 }
@@ -184,9 +184,10 @@ static int back_with_memory(pyps_store *s, int role) {
     uint32_t first = s->layout.common_buffers + SPARES_A_SLOT * s->slot;
     int rc = allocate(s, s->layout.buffers + first * s->layout.buffer_stride,
                       SPARES_A_SLOT * s->layout.buffer_stride);
-    for (uint32_t area = 0; !rc && role == PYPS_WORKER && area < s->geometry.areas; area++)
-        rc = allocate(s, s->layout.staging + (s->slot * s->geometry.areas + area) * s->layout.area_stride,
-                      s->layout.area_codes);
+    for (uint32_t staging = 0; !rc && role == PYPS_WORKER && staging < s->geometry.staging_buffers; staging++)
+        rc = allocate(
+            s, s->layout.staging + (s->slot * s->geometry.staging_buffers + staging) * s->layout.area_stride,
+            s->layout.staging_codes_of);
     for (uint32_t b = first; !rc && b < first + SPARES_A_SLOT; b++) {
         uint64_t owner = load_acquire(&s->owners[b]);
         if (owner_holder(owner) == HOLDER_ABSENT)
@@ -199,9 +200,9 @@ static int back_with_memory(pyps_store *s, int role) {
 static void forget(pyps_store *s) {
     s->slot = s->private_view = s->private_buffer = NONE;
     s->id = 0, s->rank = -1, s->in_round = false, s->complete = 0, s->ticket.number = 0;
-    memset(s->area_ticket, 0, sizeof s->area_ticket);
-    memset(s->area_staged, 0, sizeof s->area_staged);
-    s->codes_backed = s->pulled_backed = s->gathered = 0, s->residuals_backed = false;
+    memset(s->staging_ticket, 0, sizeof s->staging_ticket);
+    memset(s->staging_taken, 0, sizeof s->staging_taken);
+    s->codes_backed = s->base_params_backed = s->gathered = 0, s->residuals_backed = false;
     s->claimed_at = 0;
 }
 
@@ -296,7 +297,7 @@ int pyps_rejoin(pyps_store *s) {
     struct outcome out;
     enum verdict verdict;
     if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
-    areas_forget(s);
+    staging_forget(s);
     return PYPS_OK;
 }
 

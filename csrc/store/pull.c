@@ -16,8 +16,8 @@ void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t v
     memset(flat + length, 0, (s->geometry.chunk_params - length) * sizeof *flat);
 }
 
-int pulled(pyps_store *s, uint64_t version) {
-    s->pulled = version;
+int record_pull(pyps_store *s, uint64_t version) {
+    s->pulled_version = version;
     if (s->role != PYPS_WORKER) return PYPS_OK;
     struct event e = event_of(s, EVENT_PULL);
     e.version = version;
@@ -51,7 +51,7 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     }
     kernels_chosen()->copied();
     *version_out = oldest;
-    return pulled(s, oldest);
+    return record_pull(s, oldest);
 }
 
 int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes, uint64_t *version_out) {
@@ -69,7 +69,7 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
         if (word_version(word) < oldest) oldest = word_version(word);
     }
     *version_out = oldest;
-    return rc ? rc : pulled(s, oldest);
+    return rc ? rc : record_pull(s, oldest);
 }
 
 struct target {

@@ -1,16 +1,16 @@
 /* push.c: a worker's step: start, stage, push; alone (a ticket of its own) or into a round.
  *
- * An area is free when nobody has it (area_staged), every chunk holds the ticket that it went into last
- * (complete >= area_ticket), and no helper reads it (ticket_is_read). The marks, and who sets them:
+ * An staging is free when nobody has it (staging_taken), every chunk holds the ticket that it went into last
+ * (complete >= staging_ticket), and no helper reads it (ticket_is_read). The marks, and who sets them:
  *
- *   handle  area_staged   set by stage; cleared by the end of its push, and by areas_forget
- *           in_round      a push waits for a round with round_area; until finish_round or areas_forget
+ *   handle  staging_taken   set by stage; cleared by the end of its push, and by staging_forget
+ *           in_round      a push waits for a round with round_staging; until finish_round or staging_forget
  *           gathered      it waits in a round without its owner (softsync, or a push that was given up),
  *                         until forget_gathered finds that the view no longer says so
- *           area_ticket   its last ticket: by push, finish_round, forget_gathered; at a join the view's
+ *           staging_ticket   its last ticket: by push, finish_round, forget_gathered; at a join the view's
  *           complete      by chunks_follow; never goes back
  *   view    staged        it waits in the open round: by stage (view_round.c), until close_round
- *           area_ticket   its last ticket, for whoever is in this slot next: by admit, close_round
+ *           staging_ticket   its last ticket, for whoever is in this slot next: by admit, close_round
  *           ticket        its owner's last, which finish_round asks for: by the same two
  */
 #include <math.h>
@@ -51,10 +51,11 @@ int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
 
 /* A push that timed out in a round is waited for no longer; what it admitted stays there until that closes.
  */
-void areas_forget(pyps_store *s) {
-    if (s->in_round) s->gathered |= 1u << s->round_area;
+void staging_forget(pyps_store *s) {
+    if (s->in_round) s->gathered |= 1u << s->round_staging;
     s->in_round = false;
-    for (uint32_t area = 0; area < s->geometry.areas; area++) s->area_staged[area] = s->gathered >> area & 1;
+    for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++)
+        s->staging_taken[staging] = s->gathered >> staging & 1;
 }
 
 /* Areas whose round has closed meanwhile, although nobody waited for that, are ordinary ones again. */
@@ -64,18 +65,18 @@ static int forget_gathered(pyps_store *s) {
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
     const struct member *m = view_member(v, s->slot);
-    for (uint32_t area = 0; area < s->geometry.areas; area++) {
-        if (!(s->gathered >> area & 1) || m->staged >> area & 1) continue;
-        s->gathered &= ~(1u << area);
-        s->area_ticket[area] = m->area_ticket[area];
-        s->area_staged[area] = false;
+    for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
+        if (!(s->gathered >> staging & 1) || m->staged >> staging & 1) continue;
+        s->gathered &= ~(1u << staging);
+        s->staging_ticket[staging] = m->staging_ticket[staging];
+        s->staging_taken[staging] = false;
     }
     uint64_t version = v->version;
     view_unpin(s);
     return chunks_complete(s, version);
 }
 
-int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *area_out) {
+int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *staging_out) {
     int rc = store_works(s);
     if (rc) return rc;
     uint64_t deadline = deadline_of(s, timeout_seconds), since = now_nanoseconds();
@@ -83,21 +84,22 @@ int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *area_out) {
     for (;;) {
         uint32_t seen_view = view_sequence_word(s);
         if ((rc = forget_gathered(s))) return rc;
-        for (uint32_t area = 0; area < s->geometry.areas; area++) {
-            staged += s->area_staged[area];
-            if (s->area_staged[area] || s->complete < s->area_ticket[area]) continue;
-            if (s->area_ticket[area] && ticket_is_read(s, s->area_ticket[area])) continue;
-            s->area_staged[area] = true;
-            *area_out = area;
+        for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
+            staged += s->staging_taken[staging];
+            if (s->staging_taken[staging] || s->complete < s->staging_ticket[staging]) continue;
+            if (s->staging_ticket[staging] && ticket_is_read(s, s->staging_ticket[staging])) continue;
+            s->staging_taken[staging] = true;
+            *staging_out = staging;
             return PYPS_OK;
         }
-        if (staged == s->geometry.areas && s->gathered) {
+        if (staged == s->geometry.staging_buffers && s->gathered) {
             staged = 0;
             if ((rc = wait_for_others(s, seen_view, since, 0, deadline))) return rc;
             continue;
         }
-        if (staged == s->geometry.areas)
-            return fail(PYPS_EINVAL, "stage: all %u areas are handed out; push one first", s->geometry.areas);
+        if (staged == s->geometry.staging_buffers)
+            return fail(PYPS_EINVAL, "stage: all %u staging_buffers are handed out; push one first",
+                        s->geometry.staging_buffers);
         staged = 0;
         if (now_nanoseconds() >= deadline)
             return fail(PYPS_ETIMEDOUT, "stage: others still read this worker's earlier gradients");
@@ -106,19 +108,22 @@ int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *area_out) {
     }
 }
 
-float *pyps_staging(pyps_store *s, uint32_t area) {
-    if (store_usable(s, true) || area >= s->geometry.areas || s->role != PYPS_WORKER) return NULL;
-    return area_data(s, s->slot, area);
+float *pyps_staging(pyps_store *s, uint32_t staging) {
+    if (store_usable(s, true) || staging >= s->geometry.staging_buffers || s->role != PYPS_WORKER)
+        return NULL;
+    return staging_data(s, s->slot, staging);
 }
 
 static int check_args(const pyps_store *s, const pyps_push_args *a) {
     if (a->size != sizeof *a)
         return fail(PYPS_EINVAL, "push: size: found %u; expected %zu", a->size, sizeof *a);
-    if (a->area >= s->geometry.areas || !s->area_staged[a->area])
-        return fail(PYPS_EINVAL, "push: area: found %u; expected one that pyps_stage handed out", a->area);
-    if (s->in_round && a->area != s->round_area)
-        return fail(PYPS_EINVAL, "push: area: found %u; expected %u, whose round an earlier push waited for",
-                    a->area, s->round_area);
+    if (a->staging >= s->geometry.staging_buffers || !s->staging_taken[a->staging])
+        return fail(PYPS_EINVAL, "push: staging: found %u; expected one that pyps_stage handed out",
+                    a->staging);
+    if (s->in_round && a->staging != s->round_staging)
+        return fail(PYPS_EINVAL,
+                    "push: staging: found %u; expected %u, whose round an earlier push waited for",
+                    a->staging, s->round_staging);
     if (!isfinite(a->scale))
         return fail(PYPS_EINVAL, "push: scale: found %g; expected a finite number", (double)a->scale);
     if (!a->hyper)
@@ -129,7 +134,7 @@ static int check_args(const pyps_store *s, const pyps_push_args *a) {
 
 /* The round that this worker staged into has closed: complete its ticket, an own share of the chunks first,
  * so that N workers reduce in parallel. */
-static int finish_round(pyps_store *s, uint32_t area, pyps_push_result *out) {
+static int finish_round(pyps_store *s, uint32_t staging, pyps_push_result *out) {
     int rc = PYPS_OK;
     uint64_t word, ticket = 0;
     const struct view *v = view_pin(s, &word);
@@ -152,13 +157,13 @@ static int finish_round(pyps_store *s, uint32_t area, pyps_push_result *out) {
     if (rc == STALE) rc = PYPS_OK; /* others have gone a round further without us: it is complete */
     if (rc == PYPS_OK) rc = chunks_complete(s, ticket);
     if (rc) return rc;
-    s->area_ticket[area] = ticket;
-    s->area_staged[area] = false;
+    s->staging_ticket[staging] = ticket;
+    s->staging_taken[staging] = false;
     s->in_round = false;
     return PYPS_OK;
 }
 
-static int await_round(pyps_store *s, uint32_t area, uint64_t deadline, pyps_push_result *out) {
+static int await_round(pyps_store *s, uint32_t staging, uint64_t deadline, pyps_push_result *out) {
     uint64_t since = now_nanoseconds(), word;
     for (;;) {
         uint32_t seen = view_sequence_word(s);
@@ -169,7 +174,7 @@ static int await_round(pyps_store *s, uint32_t area, uint64_t deadline, pyps_pus
         int rc = closed ? PYPS_OK : wait_for_others(s, seen, since, 0, deadline);
         out->wait_nanoseconds = now_nanoseconds() - since;
         if (rc) return rc;
-        if (closed) return finish_round(s, area, out);
+        if (closed) return finish_round(s, staging, out);
     }
 }
 
@@ -201,12 +206,13 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
 
 static int admit(pyps_store *s, const pyps_push_args *args, uint64_t deadline, struct outcome *outcome,
                  pyps_push_result *out) {
-    uint64_t took = args->took_nanoseconds;
+    uint64_t took = args->compute_nanoseconds;
     if (!took && s->claimed_at) took = now_nanoseconds() - s->claimed_at;
     for (;;) {
         struct event e = event_of(s, EVENT_PUSH);
-        e.area = args->area, e.samples = args->samples;
-        e.based = args->based, e.took = took, e.square_norm = args->square_norm;
+        e.staging = args->staging, e.samples = args->samples;
+        e.base_version = args->base_version, e.compute_nanoseconds = took,
+        e.grad_norm_squared = args->grad_norm_squared;
         int rc = stage_gradient(s, args, &e, out);
         FAILPOINT("push.staged");
         if (!rc) rc = admit_staged(s, &e, deadline, outcome, out);
@@ -217,8 +223,8 @@ static int admit(pyps_store *s, const pyps_push_args *args, uint64_t deadline, s
 /* Staged into a round that nobody waits for: whoever closes it completes it. */
 static int gathered(pyps_store *s, const pyps_push_args *args, const struct outcome *outcome,
                     pyps_push_result *out) {
-    if (args->samples) s->gathered |= 1u << args->area;
-    else s->area_staged[args->area] = false;
+    if (args->samples) s->gathered |= 1u << args->staging;
+    else s->staging_taken[args->staging] = false;
     out->samples = args->samples;
     if (!outcome->ticket) return PYPS_OK;
     out->version = s->stream_ticket = outcome->ticket;
@@ -234,25 +240,25 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     *out = (pyps_push_result){0};
     uint64_t deadline = deadline_of(s, args->timeout_seconds);
     struct outcome outcome;
-    if (s->in_round) return await_round(s, args->area, deadline, out); /* an earlier call timed out */
+    if (s->in_round) return await_round(s, args->staging, deadline, out); /* an earlier call timed out */
     rc = admit(s, args, deadline, &outcome, out);
-    if (rc == PYPS_EREJECTED) s->area_staged[args->area] = false; /* nobody has seen it */
+    if (rc == PYPS_EREJECTED) s->staging_taken[args->staging] = false; /* nobody has seen it */
     if (rc) return rc;
     FAILPOINT("push.admitted");
     out->staleness = outcome.staleness;
     if (s->policy->awaits) {
-        s->in_round = true, s->round = outcome.round, s->round_area = args->area;
-        return await_round(s, args->area, deadline, out);
+        s->in_round = true, s->round = outcome.round, s->round_staging = args->staging;
+        return await_round(s, args->staging, deadline, out);
     }
     if (s->policy->stages) return gathered(s, args, &outcome, out);
-    s->area_ticket[args->area] = outcome.ticket;
-    s->area_staged[args->area] = false;
+    s->staging_ticket[args->staging] = outcome.ticket;
+    s->staging_taken[args->staging] = false;
     if (!outcome.ticket) return PYPS_OK; /* skipped */
     out->version = s->stream_ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
     return chunks_follow(s, outcome.ticket, outcome.ticket);
 }
 
-int pyps_check(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {
+int pyps_should_continue(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {
     int rc = store_works(s);
     if (rc) return rc;
     struct event e = event_of(s, EVENT_CHECK);
@@ -261,14 +267,14 @@ int pyps_check(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {
     e.done = done, e.next = next;
     if ((rc = view_commit(s, &e, &outcome, &verdict))) return rc;
     *advice_out = outcome.advice;
-    if (outcome.advice == PYPS_ABORT) areas_forget(s);
+    if (outcome.advice == PYPS_ABORT) staging_forget(s);
     return PYPS_OK;
 }
 
-int pyps_offer(pyps_store *s, uint32_t most) {
+int pyps_set_max_samples(pyps_store *s, uint32_t most) {
     int rc = store_works(s);
     if (rc) return rc;
-    struct event e = event_of(s, EVENT_OFFER);
+    struct event e = event_of(s, EVENT_MAX_SAMPLES);
     struct outcome outcome;
     enum verdict verdict;
     e.next = most;

@@ -1,4 +1,5 @@
-/* segment.c: the file behind a store: made whole or not at all, opened without trust, removed when unused.
+/* segment.c: the file behind a store: made whole or not at all, all_joined without trust, removed when
+ * unused.
  *
  * A new segment is written into an unnamed file and linked under its name when it is ready, so nobody ever
  * meets half a segment and a killed creator leaves nothing. Every handle keeps a read lock on one byte of the
@@ -37,7 +38,8 @@ static void after_fork_child(void) {
 
 static void install_fork_handlers(void) { pthread_atfork(before_fork, after_fork_parent, after_fork_child); }
 
-/* No fork comes between: a file is opened, and its handle is where a forked child looks for what to close. */
+/* No fork comes between: a file is all_joined, and its handle is where a forked child looks for what to
+ * close. */
 static void hold_forks(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, install_fork_handlers);
@@ -104,9 +106,9 @@ static int map_failed(const char *what) {
 static struct terms terms_of(const struct geometry *g, const uint32_t *batches) {
     return (struct terms){.participants = g->max_participants,
                           .ranks = g->ranks,
-                          .areas = g->areas,
+                          .staging_buffers = g->staging_buffers,
                           .policy = g->policy,
-                          .rules = g->rules,
+                          .policy_params = g->policy_params,
                           .samples = g->samples,
                           .round_timeout = g->round_timeout_nanoseconds,
                           .batches = batches};
@@ -350,7 +352,7 @@ int pyps_unlink(const char *name, int force) {
     struct stat status;
     int rc = open_file(name, &fd, &status);
     if (rc) return rc;
-    FAILPOINT("unlink.opened");
+    FAILPOINT("unlink.all_joined");
     rc = force ? PYPS_OK : byte_lock(fd, F_WRLCK, ATTACHED_BYTE);
     if (rc == PYPS_EBUSY) fail(rc, "%s: a live process has it open", name);
     /* Removed between open and lock? Then the name is another segment's by now, or nobody's. */

@@ -13,7 +13,7 @@ int pyps_get_layout(pyps_store *s, pyps_layout *out) {
                          .chunks = g->chunks,
                          .chunk_params = g->chunk_params,
                          .max_participants = g->max_participants,
-                         .areas = g->areas,
+                         .staging_buffers = g->staging_buffers,
                          .groups = g->groups,
                          .tensors = g->tensors,
                          .ranks = g->ranks,
@@ -24,9 +24,9 @@ int pyps_get_layout(pyps_store *s, pyps_layout *out) {
     return PYPS_OK;
 }
 
-int pyps_get_rules(pyps_store *s, pyps_rules *out) {
+int pyps_get_policy_params(pyps_store *s, pyps_policy_params *out) {
     int rc = store_usable(s, false);
-    if (!rc) *out = s->geometry.rules;
+    if (!rc) *out = s->geometry.policy_params;
     return rc;
 }
 
@@ -59,10 +59,10 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
                          .version = v->version,
                          .round = v->round,
                          .plan = v->plan,
-                         .handed_out = v->cursor,
-                         .lost = v->lost,
+                         .samples_assigned = v->cursor,
+                         .samples_dropped = v->samples_dropped,
                          .active = v->active,
-                         .opened = v->opened};
+                         .all_joined = v->all_joined};
     free(v);
     return PYPS_OK;
 }
@@ -81,7 +81,7 @@ int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_
                                             .rank = m->rank,
                                             .pid = m->pid,
                                             .clock = m->clock,
-                                            .pulled = m->pulled,
+                                            .pulled_version = m->pulled_version,
                                             .claim_first = m->claim_first,
                                             .claim_count = m->claim_count,
                                             .staged = m->staged != 0};

@@ -3,24 +3,23 @@
  * THE PROTOCOL, in one page.
  *
  * Everything that must be decided together is in the view (view.h), a small block that is copied, changed and
- * published by one CAS (view_store.c). Everything bulky is in chunk buffers and staging areas.
+ * published by one CAS (view_store.c). Everything bulky is in chunk buffers and staging buffers.
  *
- *   push   A worker fills a staging area of its own. One view CAS admits it: the push has the next ticket and
- *          will be applied, by its owner or by anyone else. Before that CAS it never happened.
- *   apply  Every chunk applies tickets in order (apply.c). A chunk's word is {last ticket, buffer}. To apply
- *          ticket k: see the word at k - 1, hazard its buffer, write parameters and state into a private
- * spare, CAS the word to {k, spare}. Whoever loses that CAS finds the ticket applied; nothing is done twice.
- *          Parameters are therefore a function of the order of admission alone.
- *   help   Who needs a chunk that is behind applies the missing tickets itself from their staging. A staging
- *          area is immutable from admission until every chunk holds its ticket and no ticket hazard names it.
- *          It carries all that apply reads, so the helper's own settings never matter.
- *   pull   Hazard, copy, clear, chunk by chunk (pull.c). Never torn: a published buffer is immutable.
- *   reuse  A buffer is free when nobody holds it, neither its chunk's word nor a live snapshot names it, and
- * no hazard does (buffers.c). With two spares a participant somebody's stop or death delays no one: each
- *          participant pins at most one buffer by its hazard and holds at most one in private.
- *   death  A participant is dead when its lock byte is free or its process is gone (participant.c). Its
- * admitted pushes are completed, its claims returned, what it held released. A *stopped* process is not dead:
- *          it keeps its buffers, and if it delays a round it is fenced: its next admission is refused.
+ *   push   A worker fills a staging buffer of its own. One view CAS admits it: the push has the next ticket
+ * and will be applied, by its owner or by anyone else. Before that CAS it never happened. apply  Every chunk
+ * applies tickets in order (apply.c). A chunk's word is {last ticket, buffer}. To apply ticket k: see the
+ * word at k - 1, hazard its buffer, write parameters and state into a private spare, CAS the word to {k,
+ * spare}. Whoever loses that CAS finds the ticket applied; nothing is done twice. Parameters are therefore a
+ * function of the order of admission alone. help   Who needs a chunk that is behind applies the missing
+ * tickets itself from their staging. A staging staging is immutable from admission until every chunk holds
+ * its ticket and no ticket hazard names it. It carries all that apply reads, so the helper's own settings
+ * never matter. pull   Hazard, copy, clear, chunk by chunk (pull.c). Never torn: a published buffer is
+ * immutable. reuse  A buffer is free when nobody holds it, neither its chunk's word nor a live snapshot names
+ * it, and no hazard does (buffers.c). With two spares a participant somebody's stop or death delays no one:
+ * each participant pins at most one buffer by its hazard and holds at most one in private. death  A
+ * participant is dead when its lock byte is free or its process is gone (participant.c). Its admitted pushes
+ * are completed, its claims returned, what it held released. A *stopped* process is not dead: it keeps its
+ * buffers, and if it delays a round it is fenced: its next admission is refused.
  *
  * What may be stale, and why that is harmless: hints of free buffers (a claim checks), the cached ticket
  * (tickets are immutable), a pinned view (a decision on it is thrown away by the lost CAS), waiter counts (a
@@ -66,20 +65,20 @@ struct pyps_store {
     uint32_t slot; /* NONE: not joined */
     uint64_t id;
     int role, rank;
-    uint32_t private_view, private_buffer; /* held by this handle, or NONE */
-    uint32_t hints[4];                     /* buffers that were lately displaced here; NONE if empty */
-    uint32_t scan, view_scan;              /* where the next search for a free one starts */
-    uint64_t area_ticket[MAX_AREAS];       /* last ticket admitted from each area; 0: none */
-    bool area_staged[MAX_AREAS];           /* handed to the caller or waiting in a round */
-    uint32_t gathered;                     /* bit by area: it waits in a round that nobody waits for */
-    uint32_t codes_backed, pulled_backed;  /* bit by area: its codes, its pulled copy have memory */
+    uint32_t private_view, private_buffer;        /* held by this handle, or NONE */
+    uint32_t hints[4];                            /* buffers that were lately displaced here; NONE if empty */
+    uint32_t scan, view_scan;                     /* where the next search for a free one starts */
+    uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* last ticket admitted from each staging buffer; 0: none */
+    bool staging_taken[MAX_STAGING_BUFFERS];     /* handed to the caller or waiting in a round */
+    uint32_t gathered;                         /* bit by staging: it waits in a round that nobody waits for */
+    uint32_t codes_backed, base_params_backed; /* bit by staging: its codes, its pulled copy have memory */
     bool residuals_backed;
     float *stream_to;   /* during an exchange: the caller's copy of the parameters */
     uint64_t *streamed; /* [chunks] the ticket with which a chunk went there */
     uint64_t stream_ticket;
-    bool in_round; /* round_area is staged into `round`, whose outcome a push has not returned yet */
-    uint32_t round_area;
-    uint64_t round, pulled;
+    bool in_round; /* round_staging is staged into `round`, whose outcome a push has not returned yet */
+    uint32_t round_staging;
+    uint64_t round, pulled_version;
     uint64_t claimed_at; /* nanoseconds: when the claim under way was told */
     uint64_t complete;   /* every chunk has been seen at this version or later */
 
@@ -133,8 +132,8 @@ int view_load_snapshot(pyps_store *s);                          /* s->snapshot* 
 const struct view *view_pin(pyps_store *s, uint64_t *word_out); /* NULL: PYPS_ECORRUPT, message set */
 void view_unpin(pyps_store *s);
 /* Sleeps until the view moves on from `seen`, the time is `at` (0: no such time) or a slice of `deadline` has
- * passed, then takes out the dead, does what is due and, once `since` lies a round timeout back, fences the
- * late. PYPS_ETIMEDOUT at the deadline. */
+ * passed, then takes out the dead, does what is next_deadline and, once `since` lies a round timeout back,
+ * fences the late. PYPS_ETIMEDOUT at the deadline. */
 int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline);
 
 /* journal.c */
@@ -157,27 +156,27 @@ void chunk_unpin(pyps_store *s);
 /* push.c */
 uint64_t deadline_of(const pyps_store *s,
                      double timeout_seconds); /* of a caller's timeout, as pyps.h has it */
-void areas_forget(pyps_store *s);             /* of a step that is given up: all but what waits in a round */
+void staging_forget(pyps_store *s);           /* of a step that is given up: all but what waits in a round */
 
 /* pull.c */
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);
-int pulled(pyps_store *s, uint64_t version); /* tells the view */
+int record_pull(pyps_store *s, uint64_t version); /* tells the view */
 
 /* encoded.c */
 /* `length` floats from `at` of a staged gradient: in place, or decoded into `block`. */
-const float *area_gradient(const pyps_store *s, uint32_t slot, uint32_t area, uint32_t codec, uint64_t at,
-                           size_t length, float *block);
-uint32_t area_codec(const pyps_store *s, uint32_t slot, uint32_t area);
+const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
+                              uint64_t at, size_t length, float *block);
+uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging);
 /* Encodes one chunk, of which `values` are the parameters; all else in `flat` is of the whole vector. */
 int encode_chunk(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat);
-/* Puts all that apply will read into the area; for feedback `e` tells the residuals. Nothing has happened
- * before `e` is committed. */
+/* Puts all that apply will read into the staging buffer; for error_feedback `e` tells the residuals. Nothing
+ * has happened before `e` is committed. */
 int stage_gradient(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
 
 /* apply.c */
-struct area_header *area_header(const pyps_store *s, uint32_t slot, uint32_t area);
-float *area_data(const pyps_store *s, uint32_t slot, uint32_t area);
-float *area_pulled(const pyps_store *s, uint32_t slot, uint32_t area);
+struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging);
+float *staging_data(const pyps_store *s, uint32_t slot, uint32_t staging);
+float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging);
 int chunk_advance(pyps_store *s, uint32_t chunk,
                   uint64_t version); /* applies tickets up to version, as needed */
 /* Brings every chunk to `version`, following whoever is at it; `own` is the ticket that nobody but us is at,

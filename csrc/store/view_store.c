@@ -9,7 +9,7 @@ static struct view *view_at(const pyps_store *s, uint32_t buffer) {
 }
 
 static size_t bytes_of_view(const pyps_store *s) {
-    return view_bytes(s->geometry.max_participants, s->geometry.ranks, s->geometry.areas);
+    return view_bytes(s->geometry.max_participants, s->geometry.ranks, s->geometry.staging_buffers);
 }
 
 struct view *view_allocate(const pyps_store *s) {
@@ -97,28 +97,28 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
 static uint64_t present_due(pyps_store *s) {
     uint64_t word;
     const struct view *v = view_pin(s, &word);
-    uint64_t due = v && v->due ? v->due : UINT64_MAX;
+    uint64_t next_deadline = v && v->next_deadline ? v->next_deadline : UINT64_MAX;
     view_unpin(s);
-    return due;
+    return next_deadline;
 }
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 /* A peer found dead is taken out; one that merely took too long is fenced by a tick. */
 int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline) {
-    uint64_t now = now_nanoseconds(), due = present_due(s);
+    uint64_t now = now_nanoseconds(), next_deadline = present_due(s);
     if (now >= deadline)
         return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - since) / 1e9);
-    uint64_t until = least(least(now + WAIT_SLICE_NANOSECONDS, deadline), due);
+    uint64_t until = least(least(now + WAIT_SLICE_NANOSECONDS, deadline), next_deadline);
     if (at && at <= now) return PYPS_OK; /* it came while this was decided */
     if (at) until = least(until, at);
     if (until > now) view_wait(s, seen, until - now);
     if (view_sequence_word(s) != seen) return PYPS_OK;
     now = now_nanoseconds();
-    if (at && now >= at && now < due) return PYPS_OK;
+    if (at && now >= at && now < next_deadline) return PYPS_OK;
     int rc = reap_dead(s, NULL);
     now = now_nanoseconds();
-    if (rc || (now < due && now - since < s->geometry.round_timeout_nanoseconds)) return rc;
+    if (rc || (now < next_deadline && now - since < s->geometry.round_timeout_nanoseconds)) return rc;
     struct event tick = event_of(s, EVENT_TICK);
     tick.waited = now - since;
     struct outcome out;
@@ -155,10 +155,12 @@ int view_load_snapshot(pyps_store *s) {
 }
 
 static bool ticket_possible(const pyps_store *s, const struct ticket *t) {
-    if (t->kind == TICKET_PUSH) return t->slot < s->geometry.max_participants && t->area < s->geometry.areas;
+    if (t->kind == TICKET_PUSH)
+        return t->slot < s->geometry.max_participants && t->staging < s->geometry.staging_buffers;
     if (t->kind != TICKET_ROUND || !s->source_count) return false;
     for (uint32_t i = 0; i < s->source_count; i++)
-        if (s->sources[i].slot >= s->geometry.max_participants || s->sources[i].area >= s->geometry.areas)
+        if (s->sources[i].slot >= s->geometry.max_participants ||
+            s->sources[i].staging >= s->geometry.staging_buffers)
             return false;
     return true;
 }

@@ -48,10 +48,10 @@ static void add_gradient(const struct data *d, const float *sample, const float 
 
 static void step(pyps_store *store, const struct data *d, const pyps_claim *claim, float *weights) {
     uint64_t version;
-    uint32_t area;
+    uint32_t staging;
     must(pyps_pull(store, weights, &version), "pull");
-    must(pyps_stage(store, -1, &area), "stage");
-    float *gradient = pyps_staging(store, area);
+    must(pyps_stage(store, -1, &staging), "stage");
+    float *gradient = pyps_staging(store, staging);
     memset(gradient, 0, (size_t)(d->columns + 1) * sizeof *gradient);
     for (uint64_t i = 0; i < claim->count; i++) {
         uint64_t row = (claim->first + i) % (uint64_t)d->rows;
@@ -59,7 +59,7 @@ static void step(pyps_store *store, const struct data *d, const pyps_claim *clai
     }
     pyps_hyper hyper = {.lr = 0.5f, .weight_decay = 1e-4f};
     pyps_push_args push = {.size = sizeof push,
-                           .area = area,
+                           .staging = staging,
                            .samples = claim->count,
                            .scale = 1.0f / (float)claim->count, /* the mean */
                            .timeout_seconds = -1,

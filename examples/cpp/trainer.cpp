@@ -62,18 +62,18 @@ void add_gradient(const Data &data, const float *sample, const std::vector<float
 
 // Pushes the claim's mean gradient and has the new weights come back in the same pass.
 void step(pyps_store *store, const Data &data, const pyps_claim &claim, std::vector<float> &weights) {
-    std::uint32_t area = 0;
-    must(pyps_stage(store, -1, &area), "stage");
-    float *gradient = pyps_staging(store, area);
+    std::uint32_t staging = 0;
+    must(pyps_stage(store, -1, &staging), "stage");
+    float *gradient = pyps_staging(store, staging);
     std::fill(gradient, gradient + data.columns + 1, 0.0f);
     for (std::uint64_t i = 0; i < claim.count; i++)
         add_gradient(data, data.row(claim.first + i), weights, gradient);
     pyps_hyper hyper{};
     hyper.lr = 0.5f, hyper.weight_decay = 1e-4f;
     pyps_push_args push{};
-    push.size = sizeof push, push.area = area, push.samples = claim.count;
+    push.size = sizeof push, push.staging = staging, push.samples = claim.count;
     push.scale = 1.0f / static_cast<float>(claim.count), push.timeout_seconds = -1, push.hyper = &hyper;
-    push.codec = PYPS_INT8, push.feedback = 1;
+    push.codec = PYPS_INT8, push.error_feedback = 1;
     pyps_push_result result{};
     std::uint64_t version = 0;
     const int code = pyps_exchange(store, &push, weights.data(), &result, &version);

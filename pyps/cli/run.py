@@ -190,8 +190,8 @@ class _Screen:
     def tick(self, status: Status | None) -> None:
         if self._bar is None or status is None:
             return
-        done, now = status.handed_out, time.monotonic()
-        if status.opened and self._began is None:
+        done, now = status.samples_assigned, time.monotonic()
+        if status.all_joined and self._began is None:
             self._began = (now, done)
         note = f"{status.active} workers, version {status.version}"
         if self._began is not None and now - self._began[0] > 1.0:

@@ -30,13 +30,13 @@ from pyps.native.values import (
     MemberState,
     NonFinite,
     Optimizer,
-    Push,
+    PolicyParams,
+    PushRequest,
     PushResult,
     RankCounters,
     Replay,
     Role,
     Rounding,
-    Rules,
     Status,
     Tensor,
 )
@@ -88,7 +88,7 @@ def create(name: str, config: Config) -> Pointer:
     for field in ("chunk_params", "max_participants", "snapshot_spares", "areas", "groups"):
         setattr(c, field, unsigned(what, field, getattr(config, field), 32))
     c.optimizer, c.policy = int(config.optimizer), config.policy
-    fill_rules(c.rules, config.rules)
+    fill_policy_params(c.policy_params, config.policy_params)
     c.ranks, c.tensors = len(config.batches), len(config.tensors)
     c.samples = unsigned(what, "samples", config.samples, 64)
     c.round_timeout_seconds = config.round_timeout_seconds
@@ -98,15 +98,15 @@ def create(name: str, config: Config) -> Pointer:
     return _owned(out)
 
 
-def fill_rules(c: Any, rules: Rules) -> None:
-    for field in fields(Rules):
+def fill_policy_params(c: Any, rules: PolicyParams) -> None:
+    for field in fields(PolicyParams):
         setattr(c, field.name, getattr(rules, field.name))
 
 
-def get_rules(store: Pointer) -> Rules:
-    c = ffi.new("pyps_rules *")
-    check("rules", lib.pyps_get_rules(store, c))
-    return Rules(*(getattr(c, field.name) for field in fields(Rules)))
+def get_policy_params(store: Pointer) -> PolicyParams:
+    c = ffi.new("pyps_policy_params *")
+    check("rules", lib.pyps_get_policy_params(store, c))
+    return PolicyParams(*(getattr(c, field.name) for field in fields(PolicyParams)))
 
 
 def open_segment(name: str) -> Pointer:
@@ -144,7 +144,7 @@ def get_layout(store: Pointer) -> Layout:
     return Layout(
         segment_bytes=c.segment_bytes, flat_elements=c.flat_elements, parameters=c.parameters,
         chunks=c.chunks, chunk_params=c.chunk_params, max_participants=c.max_participants,
-        areas=c.areas, groups=c.groups, tensors=c.tensors, ranks=c.ranks,
+        staging_buffers=c.staging_buffers, groups=c.groups, tensors=c.tensors, ranks=c.ranks,
         optimizer=Optimizer(c.optimizer), policy=c.policy, states=c.states,
     )  # fmt: skip
 
@@ -195,9 +195,9 @@ def pull(store: Pointer, flat: Flat) -> int:
 
 
 def stage(store: Pointer, timeout: float) -> int:
-    area = ffi.new("uint32_t *")
-    check("stage", lib.pyps_stage(store, timeout, area))
-    return int(area[0])
+    staging = ffi.new("uint32_t *")
+    check("stage", lib.pyps_stage(store, timeout, staging))
+    return int(staging[0])
 
 
 class Mapping:
@@ -209,25 +209,29 @@ class Mapping:
         self.__array_interface__ = {**data, "version": 3}
 
 
-def staging(store: Pointer, area: int, elements: int) -> tuple[Flat, weakref.ref[Mapping]]:
-    """A zero-copy array over a staging area, and a reference that is dead once no array uses it any more."""
-    pointer = lib.pyps_staging(store, unsigned("staging", "area", area, 32))
+def staging(store: Pointer, staging: int, elements: int) -> tuple[Flat, weakref.ref[Mapping]]:
+    """A zero-copy array over a staging buffer, and a reference that dies with the last array over it."""
+    pointer = lib.pyps_staging(store, unsigned("staging", "buffer", staging, 32))
     if pointer == ffi.NULL:
-        raise InvalidArgument("staging", f"area: found {area}; expected an area of a joined worker")
+        raise InvalidArgument(
+            "staging", f"buffer: found {staging}; expected a staging buffer of a joined worker"
+        )
     mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), elements, np.float32)
     return np.asarray(mapping), weakref.ref(mapping)
 
 
-def staging_codes(store: Pointer, area: int, size: int) -> tuple[NDArray[np.uint8], weakref.ref[Mapping]]:
-    """The same for the area's codes, `size` bytes."""
-    pointer = lib.pyps_staging_codes(store, unsigned("staging", "area", area, 32))
+def staging_codes(store: Pointer, staging: int, size: int) -> tuple[NDArray[np.uint8], weakref.ref[Mapping]]:
+    """The same for the staging buffer's codes, `size` bytes."""
+    pointer = lib.pyps_staging_codes(store, unsigned("staging", "buffer", staging, 32))
     if pointer == ffi.NULL:
-        raise InvalidArgument("staging", f"area: found {area}; expected one of a joined worker, and memory")
+        raise InvalidArgument(
+            "staging", f"buffer: found {staging}; expected one of a joined worker, and memory"
+        )
     mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), size, np.uint8)
     return np.asarray(mapping), weakref.ref(mapping)
 
 
-def push(store: Pointer, arguments: Push) -> PushResult:
+def push(store: Pointer, arguments: PushRequest) -> PushResult:
     c, keep = _push_args("push", arguments)
     r = ffi.new("pyps_push_result *")
     check("push", lib.pyps_push(store, c, r))
@@ -235,17 +239,17 @@ def push(store: Pointer, arguments: Push) -> PushResult:
     return _push_result(r)
 
 
-def check_step(store: Pointer, done: int, following: int) -> Advice:
+def should_continue(store: Pointer, done: int, following: int) -> Advice:
     advice = ffi.new("int *")
-    check("check", lib.pyps_check(store, done, following, advice))
+    check("check", lib.pyps_should_continue(store, done, following, advice))
     return Advice(advice[0])
 
 
-def offer(store: Pointer, most: int) -> None:
-    check("offer", lib.pyps_offer(store, unsigned("offer", "most", most, 32)))
+def set_max_samples(store: Pointer, most: int) -> None:
+    check("offer", lib.pyps_set_max_samples(store, unsigned("offer", "most", most, 32)))
 
 
-def exchange(store: Pointer, arguments: Push, flat: Flat) -> tuple[PushResult, int]:
+def exchange(store: Pointer, arguments: PushRequest, flat: Flat) -> tuple[PushResult, int]:
     c, keep = _push_args("exchange", arguments)
     r, version = ffi.new("pyps_push_result *"), ffi.new("uint64_t *")
     to = ffi.from_buffer("float[]", flat, require_writable=True)
@@ -259,7 +263,7 @@ def _push_result(r: Any) -> PushResult:
     return PushResult(r.version, r.staleness, r.sources, r.samples, wait, r.nonfinite, r.blocks_skipped)
 
 
-def _push_args(what: str, push: Push) -> tuple[Any, Any]:
+def _push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
     """The C arguments, and what must live as long as they."""
     c, hyper = ffi.new("pyps_push_args *"), push.hyper
     constants = ffi.new("pyps_hyper[]", max(1, len(hyper)))
@@ -271,19 +275,19 @@ def _push_args(what: str, push: Push) -> tuple[Any, Any]:
         h.beta1, h.beta2 = group.betas
         h.eps, h.nesterov = group.eps, int(group.nesterov)
         h.lr_decay, h.clip = group.lr_decay, group.clip
-    c.size, c.area = ffi.sizeof("pyps_push_args"), unsigned(what, "area", push.area, 32)
+    c.size, c.staging = ffi.sizeof("pyps_push_args"), unsigned(what, "area", push.staging, 32)
     c.samples = unsigned(what, "samples", push.samples, 32)
     c.scale, c.timeout_seconds, c.hyper = push.scale, push.timeout, constants
     gradient = ffi.NULL if push.gradient is None else ffi.from_buffer("float[]", push.gradient)
     c.gradient, c.encoded = gradient, int(push.encoded)
-    pulled = ffi.NULL if push.pulled is None else ffi.from_buffer("float[]", push.pulled)
-    c.pulled, c.square_norm = pulled, push.square_norm
-    c.based = 0 if push.based is None else 1 + unsigned(what, "based", push.based, 63)
-    c.took_nanoseconds = round(push.seconds / NANOSECOND)
+    base_params = ffi.NULL if push.base_params is None else ffi.from_buffer("float[]", push.base_params)
+    c.base_params, c.grad_norm_squared = base_params, push.grad_norm_squared
+    c.base_version = 0 if push.base_version is None else 1 + unsigned(what, "based", push.base_version, 63)
+    c.compute_nanoseconds = round(push.compute_seconds / NANOSECOND)
     how = push.encoding
-    c.codec, c.seed, c.feedback = how.codec, how.seed, int(how.feedback)
+    c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
-    return c, (constants, gradient, pulled)
+    return c, (constants, gradient, base_params)
 
 
 def _position(kinds: Any, name: str) -> int:
@@ -345,7 +349,7 @@ def get_status(store: Pointer) -> Status:
     c = ffi.new("pyps_status *")
     check("status", lib.pyps_get_status(store, c))
     return Status(
-        c.sequence, c.version, c.round, c.plan, c.handed_out, c.lost, c.active, bool(c.opened)
+        c.sequence, c.version, c.round, c.plan, c.samples_assigned, c.lost, c.active, bool(c.all_joined)
     )  # fmt: skip
 
 
@@ -355,7 +359,7 @@ def get_members(store: Pointer, capacity: int) -> list[Member]:
     return [
         Member(
             id=m.id, state=MemberState(m.state), role=Role(m.role), rank=m.rank if m.rank >= 0 else None,
-            pid=m.pid, clock=m.clock, pulled=m.pulled, claim_first=m.claim_first,
+            pid=m.pid, clock=m.clock, pulled_version=m.pulled_version, claim_first=m.claim_first,
             claim_count=m.claim_count, staged=bool(m.staged),
         )
         for m in (c[k] for k in range(min(count[0], capacity)))
@@ -383,7 +387,7 @@ def replay(path: str) -> Replay:
     c = ffi.new("pyps_replay_result *")
     check("replay", lib.pyps_replay(os.fsencode(path), c))
     first = ffi.string(c.first).decode()
-    return Replay(c.events, c.decisions, c.differences, c.lost, first)
+    return Replay(c.events, c.decisions, c.differences, c.missing_events, first)
 
 
 def wait(store: Pointer, sequence: int, timeout: float) -> None:

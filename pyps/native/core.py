@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from pyps._native import ffi, lib
-from pyps.native import check, fill_rules, u32_array, unsigned
-from pyps.native.values import Config, Decision, Moment, RankCounters
+from pyps.native import check, fill_policy_params, u32_array, unsigned
+from pyps.native.values import Config, Decision, EventKind, RankCounters
 
 
 class Core:
@@ -22,10 +22,10 @@ class Core:
         batches = u32_array("core", "batches", config.batches)
         c, out = ffi.new("pyps_config *"), ffi.new("pyps_core **")
         c.size, c.policy, c.ranks = ffi.sizeof("pyps_config"), config.policy, len(config.batches)
-        c.max_participants, c.areas = config.max_participants, config.areas
+        c.max_participants, c.staging_buffers = config.max_participants, config.staging_buffers
         c.samples = unsigned("core", "samples", config.samples, 64)
         c.round_timeout_seconds, c.batches = config.round_timeout_seconds, batches
-        fill_rules(c.rules, config.rules)
+        fill_policy_params(c.policy_params, config.policy_params)
         check("core", lib.pyps_core_create(c, out))
         self._core = ffi.gc(out[0], lib.pyps_core_free)
         self._event, self._decision = ffi.new("pyps_event *"), ffi.new("pyps_decision *")
@@ -42,34 +42,47 @@ class Core:
             for name, value in values.items():
                 setattr(e, name, value)
         if rc := self._step(self._core, e, self._decision):
-            check(Moment(kind).name.lower(), rc)
+            check(EventKind(kind).name.lower(), rc)
         return self.last
 
     def push(
-        self, slot: int, now: int, area: int, samples: int, took: int, norm: float, based: int = 0
+        self,
+        slot: int,
+        now: int,
+        staging: int,
+        samples: int,
+        compute_nanoseconds: int,
+        norm: float,
+        base_version: int = 0,
     ) -> Decision:
         """A push, the most frequent of the steps that have values."""
         e = self._event
-        e.area, e.samples, e.took, e.square_norm, e.based = area, samples, took, norm, based
-        return self.step(Moment.PUSH, slot, now)
+        e.staging, e.samples, e.compute_nanoseconds, e.grad_norm_squared, e.base_version = (
+            staging,
+            samples,
+            compute_nanoseconds,
+            norm,
+            base_version,
+        )
+        return self.step(EventKind.PUSH, slot, now)
 
     def pull(self, slot: int, now: int, version: int) -> Decision:
         self._event.version = version
-        return self.step(Moment.PULL, slot, now)
+        return self.step(EventKind.PULL, slot, now)
 
     def replan(self, now: int, batches: Sequence[int]) -> Decision:
         keep = u32_array("replan", "batches", batches)
-        decision = self.step(Moment.REPLAN, 0, now, batches=keep)
+        decision = self.step(EventKind.REPLAN, 0, now, batches=keep)
         self._event.batches = ffi.NULL
         return decision
 
     def sources(self) -> list[tuple[int, int, int, float]]:
         """Of the last round that became a version, in order: slot, area, samples, scale."""
         n = self._capacity
-        slots, areas, samples = (ffi.new("uint32_t[]", n) for _ in range(3))
+        slots, staging_buffers, samples = (ffi.new("uint32_t[]", n) for _ in range(3))
         scales = ffi.new("float[]", n)
-        count = lib.pyps_core_sources(self._core, slots, areas, samples, scales, n)
-        return [(slots[k], areas[k], samples[k], scales[k]) for k in range(count)]
+        count = lib.pyps_core_sources(self._core, slots, staging_buffers, samples, scales, n)
+        return [(slots[k], staging_buffers[k], samples[k], scales[k]) for k in range(count)]
 
     def ranks(self) -> list[RankCounters]:
         c = ffi.new("pyps_rank[]", self._ranks)

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 from pyps._native import ffi, lib
 from pyps.native import check, raised
-from pyps.native.values import Sight
+from pyps.native.values import PolicyContext
 
 
 class Decider(Protocol):
     """What pyps.store.policies.Custom is to this module."""
 
-    def may_start(self, sight: Sight, words: Any) -> bool: ...
-    def scale(self, sight: Sight, words: Any) -> float | None: ...
+    def may_start(self, context: PolicyContext, shared_state: Any) -> bool: ...
+    def scale(self, context: PolicyContext, shared_state: Any) -> float | None: ...
 
 
 _known: dict[int, Decider] = {}
@@ -29,23 +29,23 @@ def knows(number: int) -> bool:
     return number in _known
 
 
-def _sight(c: Any) -> Sight:
-    return Sight(*(getattr(c, field.name) for field in fields(Sight)))
+def _context(c: Any) -> PolicyContext:
+    return PolicyContext(*(getattr(c, field.name) for field in fields(PolicyContext)))
 
 
 @ffi.def_extern(error=-1)
-def pyps_python_start(sight: Any, words: Any) -> int:
+def pyps_python_start(context: Any, shared_state: Any) -> int:
     try:
-        return int(_known[sight.custom].may_start(_sight(sight), words))
+        return int(_known[context.custom].may_start(_context(context), shared_state))
     except Exception as error:
         raised.append(error)
         return -1
 
 
 @ffi.def_extern(error=-1)
-def pyps_python_push(sight: Any, words: Any, scale: Any) -> int:
+def pyps_python_push(context: Any, shared_state: Any, scale: Any) -> int:
     try:
-        found = _known[sight.custom].scale(_sight(sight), words)
+        found = _known[context.custom].scale(_context(context), shared_state)
         if found is None:
             return 0
         scale[0] = found

@@ -103,14 +103,15 @@ class Hyper:
 class Encoding:
     """How a push is encoded.
 
-    `feedback`: what the code does not carry is added to the rank's next gradient. `nonfinite`: what NaN and
-    infinities lead to: "error", "skip" (their block is sent as zeros, its residual stays) or "zero" (they are
-    sent as zeros). `seed`: of stochastic rounding. Raises InputError on a combination that there is not.
+    `error_feedback`: what the code does not carry is added to the rank's next gradient. `nonfinite`: what
+    NaN and infinities lead to: "error", "skip" (their block is sent as zeros, its residual stays) or "zero"
+    (they are sent as zeros). `seed`: of stochastic rounding. Raises InputError on a combination that there
+    is not.
     """
 
     codec: Codec
     rounding: Rounding = "nearest"
-    feedback: bool = False
+    error_feedback: bool = False
     nonfinite: NonFinite = "error"
     seed: int = 0
 
@@ -121,8 +122,8 @@ class Encoding:
                 raise InputError("encoding", field, repr(getattr(self, field)), expected)
         if self.rounding == "stochastic" and self.codec < Codec.INT8:
             raise InputError("encoding", "rounding", "'stochastic'", f"nearest for {self.codec.name}")
-        if self.feedback and self.codec is Codec.F32:
-            raise InputError("encoding", "feedback", "True", "False: f32 carries everything")
+        if self.error_feedback and self.codec is Codec.F32:
+            raise InputError("encoding", "error_feedback", "True", "False: f32 carries everything")
         if not 0 <= self.seed < 1 << 64:
             raise InputError("encoding", "seed", str(self.seed), "0 to 2^64 - 1")
 
@@ -150,7 +151,7 @@ NO_BOUND = 2**32 - 1  # UINT32_MAX
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PolicyParams:
     """A policy's numbers, named as in pyps.h; those that it does not have are 0."""
 
     backup: int = 0
@@ -160,14 +161,14 @@ class Rules:
     threshold: int = 0
     abort: int = 0
     quantile: float = 0.0
-    strength: float = 0.0
+    lambda_: float = 0.0
     slack: float = 0.0
     patience: float = 0.0
     custom: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class PolicyContext:
     """What a policy of one's own is shown: the worker it is asked about, and the others."""
 
     now: int  # nanoseconds
@@ -183,14 +184,14 @@ class Sight:
 
 
 class Advice(IntEnum):
-    """What a worker does between two micro-batches: as PYPS_GO_ON ... in pyps.h."""
+    """What a worker does between two micro-batches: as PYPS_CONTINUE ... in pyps.h."""
 
-    GO_ON = 0
+    CONTINUE = 0
     PUSH_NOW = 1
     ABORT = 2
 
 
-class Moment(IntEnum):
+class EventKind(IntEnum):
     """What can happen to a view, as PYPS_ON_JOIN ... in pyps.h."""
 
     JOIN = 1
@@ -202,7 +203,7 @@ class Moment(IntEnum):
     TICK = 7
     REPLAN = 8
     CHECK = 9
-    OFFER = 10
+    MAX_SAMPLES = 10
     GATE = 11
     START_AHEAD = 12
 
@@ -224,8 +225,8 @@ class Decision(Protocol):
     progress: int
     version: int
     round: int
-    due: int
-    stir: int
+    next_deadline: int
+    wake_epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +244,8 @@ class Config:
     chunk_params: int
     max_participants: int
     snapshot_spares: int
-    areas: int
-    rules: Rules = Rules()
+    staging_buffers: int
+    policy_params: PolicyParams = PolicyParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,7 @@ class Layout:
     chunks: int
     chunk_params: int
     max_participants: int
-    areas: int
+    staging_buffers: int
     groups: int
     tensors: int
     ranks: int
@@ -279,10 +280,10 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
-    """One push's arguments: the area's gradient, or `gradient`, or with `encoded` the codes in the area."""
+class PushRequest:
+    """A push. The gradient is the staging buffer's, or `gradient`, or with `encoded` the buffer's codes."""
 
-    area: int
+    staging: int
     samples: int
     hyper: tuple[Hyper, ...]
     scale: float
@@ -290,10 +291,10 @@ class Push:
     encoding: Encoding
     gradient: Flat | None
     encoded: bool
-    pulled: Flat | None = None
-    square_norm: float = 0.0
-    based: int | None = None
-    seconds: float = 0.0
+    base_params: Flat | None = None
+    grad_norm_squared: float = 0.0
+    base_version: int | None = None
+    compute_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +336,7 @@ class Member:
     rank: int | None
     pid: int
     clock: int
-    pulled: int
+    pulled_version: int
     claim_first: int
     claim_count: int
     staged: bool
@@ -364,22 +365,22 @@ class Replay:
     events: int
     decisions: int
     differences: int
-    lost: int
+    missing_events: int
     first: str
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The store's counters; `sequence` counts every event, `opened` is True once every rank has joined."""
+    """The store's counters. `sequence` counts every event; `all_joined`: every rank has joined once."""
 
     sequence: int
     version: int
     round: int
     plan: int
-    handed_out: int
-    lost: int
+    samples_assigned: int
+    samples_dropped: int
     active: int
-    opened: bool
+    all_joined: bool
 
 
 def as_f32(where: str, field: str, value: Any) -> NDArray[np.float32]:

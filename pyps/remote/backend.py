@@ -1,8 +1,8 @@
 """pyps.native's functions on a store, over a link: the same names, arguments and results.
 
-Staging areas are this process's own memory. What is encoded is encoded here, and what the code does not carry
-(error feedback) is kept here too, for this process's next gradient: another process that inherits the rank
-begins without it.
+Staging buffers are this process's own memory. What is encoded is encoded here, and what the code does not
+carry (error feedback) is kept here too, for this process's next gradient: another process that inherits the
+rank begins without it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pyps.native.values import (
     Flat,
     Layout,
     Member,
-    Push,
+    PolicyParams,
+    PushRequest,
     PushResult,
     RankCounters,
     Role,
-    Rules,
     Status,
     Tensor,
 )
@@ -60,12 +60,12 @@ class Calls:
             raise
         self.client.know(self._welcome.server, self._welcome.silence_seconds)
         self._gaps = _gaps(self._welcome.tensors, self._welcome.layout.flat_elements)
-        self._areas: dict[int, Flat] = {}
+        self._staging_buffers: dict[int, Flat] = {}
         self._codes: NDArray[np.uint8] | None = None
         self._back = np.empty(0, np.uint8)
         self._residual: Flat | None = None
         self._rest: Flat | None = None  # the next residual, while a push is under way
-        self._next_area = 0
+        self._next_staging = 0
 
     def _open(self) -> Welcome:
         welcome: Welcome = self.client.call("hello", PROTOCOL, self.address.store)[0]
@@ -123,27 +123,30 @@ class Calls:
 
     def stage(self, timeout: float) -> int:
         """The next area in turn: none is still read when a call has returned."""
-        area, self._next_area = self._next_area, (self._next_area + 1) % self._welcome.layout.areas
-        return area
+        staging, self._next_staging = (
+            self._next_staging,
+            (self._next_staging + 1) % self._welcome.layout.staging_buffers,
+        )
+        return staging
 
-    def staging(self, area: int, elements: int) -> tuple[Flat, weakref.ref[Any]]:
-        flat = self._areas.get(area)
+    def staging(self, staging: int, elements: int) -> tuple[Flat, weakref.ref[Any]]:
+        flat = self._staging_buffers.get(staging)
         if flat is None:
-            flat = self._areas[area] = np.zeros(elements, np.float32)
-        view = flat[:]  # a later holder of the area gets one that may be written again
+            flat = self._staging_buffers[staging] = np.zeros(elements, np.float32)
+        view = flat[:]  # a later holder of the staging buffer gets one that may be written again
         return view, UNMAPPED
 
-    def staging_codes(self, area: int, size: int) -> tuple[NDArray[np.uint8], weakref.ref[Any]]:
+    def staging_codes(self, staging: int, size: int) -> tuple[NDArray[np.uint8], weakref.ref[Any]]:
         self._codes = np.empty(size, np.uint8)
         return self._codes, UNMAPPED
 
-    def push(self, push: Push) -> PushResult:
+    def push(self, push: PushRequest) -> PushResult:
         gradient, numbers, counts = self._gradient(push)
         result: PushResult = self.client.call("push", gradient, numbers=numbers)[0]
         self._admitted()
         return replace(result, nonfinite=counts[0], blocks_skipped=counts[1])
 
-    def exchange(self, push: Push, flat: Flat) -> tuple[PushResult, int]:
+    def exchange(self, push: PushRequest, flat: Flat) -> tuple[PushResult, int]:
         gradient, numbers, counts = self._gradient(push)
         back = self.address.pull
         (result, version), found = self.client.call("exchange", gradient, back, numbers=numbers)
@@ -151,15 +154,15 @@ class Calls:
         self._receive("exchange", found, flat)
         return replace(result, nonfinite=counts[0], blocks_skipped=counts[1]), int(version)
 
-    def check_step(self, done: int, following: int) -> Advice:
+    def should_continue(self, done: int, following: int) -> Advice:
         advice: Advice = self.client.call("check_step", done, following)[0]
         return advice
 
-    def offer(self, most: int) -> None:
+    def set_max_samples(self, most: int) -> None:
         self.client.call("offer", most)
 
-    def get_rules(self) -> Rules:
-        rules: Rules = self.client.call("get_rules")[0]
+    def get_policy_params(self) -> PolicyParams:
+        rules: PolicyParams = self.client.call("get_rules")[0]
         return rules
 
     def snapshot(self, flat: Flat, state: Sequence[Flat], steps: NDArray[np.uint64], timeout: float) -> int:
@@ -196,7 +199,7 @@ class Calls:
         fill(what, found, self._back)
         decode(self._back, self.address.pull, flat.size, flat)
 
-    def _gradient(self, push: Push) -> tuple[Gradient, NDArray[Any] | None, tuple[int, int]]:
+    def _gradient(self, push: PushRequest) -> tuple[Gradient, NDArray[Any] | None, tuple[int, int]]:
         """What is sent for a push: its constants, its numbers, and what was not finite among them."""
         how, scale, counts = push.encoding, push.scale, (0, 0)
         numbers: NDArray[Any] | None = None
@@ -213,18 +216,18 @@ class Calls:
                 if values[a:b].any():
                     values = values.copy() if values is push.gradient else values
                     values[a:b] = 0.0
-            self._rest = np.empty_like(values) if how.feedback else None
+            self._rest = np.empty_like(values) if how.error_feedback else None
             numbers, found = encode(
-                values, how, scale=scale, residual=self._residual if how.feedback else None,
+                values, how, scale=scale, residual=self._residual if how.error_feedback else None,
                 residual_out=self._rest,
             )  # fmt: skip
             scale, counts = 1.0, (found.nonfinite, found.blocks_skipped)
         timeout = _bounded(push.timeout)
-        gradient = Gradient(push.samples, push.hyper, scale, timeout, how.codec, push.square_norm)
+        gradient = Gradient(push.samples, push.hyper, scale, timeout, how.codec, push.grad_norm_squared)
         return gradient, numbers, counts
 
-    def _values(self, push: Push) -> Flat:
-        return self._areas[push.area] if push.gradient is None else push.gradient
+    def _values(self, push: PushRequest) -> Flat:
+        return self._staging_buffers[push.staging] if push.gradient is None else push.gradient
 
     def _admitted(self) -> None:
         """The push was taken: what its code did not carry goes with the next one."""

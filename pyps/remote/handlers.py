@@ -27,7 +27,7 @@ from pyps.native.values import (
     Flat,
     Layout,
     Member,
-    Push,
+    PushRequest,
     RankCounters,
     Role,
     Status,
@@ -73,7 +73,7 @@ class Acts:
         self._late = past is not None and past.role is Role.WORKER
         self._pointer: native.Pointer | None = None
         self._layout: Layout | None = None
-        self._area: int | None = None  # handed out and not pushed
+        self._staging: int | None = None  # handed out and not pushed
         self._reply: Numbers = np.empty(0)
         self._in_round = False  # its push timed out while the round was open
         self._pulled: Flat | None = None  # what DC-ASGD's next gradient was computed on
@@ -94,7 +94,7 @@ class Acts:
     def close(self) -> None:
         """Leave the store; the place is remembered. Idempotent."""
         pointer, self._pointer = self._pointer, None
-        self._area, self._in_round = None, False
+        self._staging, self._in_round = None, False
         if pointer is not None:
             native.close(pointer)
 
@@ -162,13 +162,13 @@ class Acts:
                     raise
                 with contextlib.suppress(TimedOut):
                     native.wait(self._store, sequence, left)
-        self.place, self._area, self._in_round = Place(role, got), None, False
+        self.place, self._staging, self._in_round = Place(role, got), None, False
         return got, ()
 
     def leave(self) -> Reply:
         if self._pointer is not None:
             native.leave(self._pointer)
-        self.place, self._late, self._area = Place(), False, None
+        self.place, self._late, self._staging = Place(), False, None
         return None, ()
 
     def rejoin(self) -> Reply:
@@ -182,7 +182,7 @@ class Acts:
                 native.close(pointer)
                 raise
             self._pointer, self._late = pointer, False
-        self._area, self._in_round = None, False
+        self._staging, self._in_round = None, False
         return None, ()
 
     def reap(self) -> Reply:
@@ -234,55 +234,55 @@ class Acts:
         self._remember(flat)
         return both, (flat,)
 
-    def _pushed(self, g: Gradient, numbers: Pieces, act: Callable[[Push], Any]) -> Any:
-        """Bring the gradient to a staging area and push it.
+    def _pushed(self, g: Gradient, numbers: Pieces, act: Callable[[PushRequest], Any]) -> Any:
+        """Bring the gradient to a staging buffer and push it.
 
         A push whose round did not close in time is resumed by the next call: its gradient stands already.
         """
         if len(g.hyper) != self.layout.groups:
             found = f"hyper: found {len(g.hyper)}; expected {self.layout.groups}, one for each group"
             raise InvalidArgument("push", found)
-        if self._area is None:
-            self._area = native.stage(self._store, g.timeout)
+        if self._staging is None:
+            self._staging = native.stage(self._store, g.timeout)
         encoded = g.codec is not Codec.F32 and g.samples > 0
         if g.samples and not self._in_round:
-            self._fill(self._area, g.codec, numbers)
+            self._fill(self._staging, g.codec, numbers)
         how = Encoding(g.codec if encoded else Codec.F32)
-        more = (self._pulled, g.square_norm)
-        push = Push(self._area, g.samples, g.hyper, g.scale, g.timeout, how, None, encoded, *more)
+        more = (self._pulled, g.grad_norm_squared)
+        push = PushRequest(self._staging, g.samples, g.hyper, g.scale, g.timeout, how, None, encoded, *more)
         try:
             result = act(push)
         except TimedOut:
             self._in_round = True
             raise
         except (Fenced, PushRejected):
-            self._area, self._in_round = None, False
+            self._staging, self._in_round = None, False
             raise
-        self._area, self._in_round = None, False
+        self._staging, self._in_round = None, False
         return result
 
-    def _fill(self, area: int, codec: Codec, numbers: Pieces) -> None:
+    def _fill(self, staging: int, codec: Codec, numbers: Pieces) -> None:
         elements = self.layout.flat_elements
         if codec is Codec.F32:
-            flat, _ = native.staging(self._store, area, elements)
+            flat, _ = native.staging(self._store, staging, elements)
             fill("push", numbers, flat)
         else:
             size = encoded_bytes(codec, elements)
-            codes, _ = native.staging_codes(self._store, area, size)
+            codes, _ = native.staging_codes(self._store, staging, size)
             fill("push", numbers, codes)
 
-    def check_step(self, done: int, following: int) -> Reply:
-        advice = native.check_step(self._store, done, following)
-        if advice is Advice.ABORT:  # the store has taken its areas back
-            self._area, self._in_round = None, False
+    def should_continue(self, done: int, following: int) -> Reply:
+        advice = native.should_continue(self._store, done, following)
+        if advice is Advice.ABORT:  # the store has taken its staging buffers back
+            self._staging, self._in_round = None, False
         return advice, ()
 
-    def offer(self, most: int) -> Reply:
-        native.offer(self._store, most)
+    def set_max_samples(self, most: int) -> Reply:
+        native.set_max_samples(self._store, most)
         return None, ()
 
-    def get_rules(self) -> Reply:
-        return native.get_rules(self._store), ()
+    def get_policy_params(self) -> Reply:
+        return native.get_policy_params(self._store), ()
 
     def snapshot(self, states: int, timeout: float) -> Reply:
         layout = self.layout

@@ -35,10 +35,10 @@ from pyps.native.values import (
     Layout,
     Member,
     Optimizer,
+    PolicyParams,
     PushResult,
     RankCounters,
     Role,
-    Rules,
     Status,
     Tensor,
 )
@@ -104,8 +104,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_params: int
     max_participants: int
     snapshot_spares: int
-    areas: int
-    rules: Rules
+    staging_buffers: int
+    rules: PolicyParams
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -125,7 +125,7 @@ class Gradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: float
     timeout: Seconds
     codec: Codec
-    square_norm: float = 0.0
+    grad_norm_squared: float = 0.0
 
 
 class Verb:
@@ -151,7 +151,7 @@ VERBS: Mapping[str, Verb] = {
     "exchange": Verb(tuple[Gradient, Codec], tuple[PushResult, int]),
     "check_step": Verb(tuple[Count, Count], Advice),
     "offer": Verb(tuple[Count], None),
-    "get_rules": Verb(tuple[()], Rules),
+    "get_rules": Verb(tuple[()], PolicyParams),
     "snapshot": Verb(tuple[Count, Seconds], int),
     "get_status": Verb(tuple[()], Status),
     "get_members": Verb(tuple[()], list[Member]),

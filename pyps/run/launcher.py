@@ -306,7 +306,7 @@ class Crew:
         status, ranks = store.status(), store.ranks()
         self.totals = Totals(
             versions=status.version,
-            lost=status.lost,
+            lost=status.samples_dropped,
             samples=tuple(r.samples for r in ranks),
             skipped=tuple(r.skipped for r in ranks),
             returned=tuple(r.returned for r in ranks),

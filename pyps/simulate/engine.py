@@ -12,7 +12,7 @@ from typing import Any
 
 from pyps.errors import Busy, Ended, Fenced, PushRejected, PypsError
 from pyps.native.core import Core
-from pyps.native.values import Advice, Config, Decision, MemberState, Moment, Optimizer
+from pyps.native.values import Advice, Config, Decision, EventKind, MemberState, Optimizer
 from pyps.simulate.clock import Clock, Life
 from pyps.simulate.devices import Device
 from pyps.simulate.metrics import COMPUTE, PULL, PUSH, WAIT, Tally
@@ -20,7 +20,7 @@ from pyps.simulate.network import Class, Network
 from pyps.simulate.pipelined import Held, PipelinedWorker
 from pyps.simulate.problem import Model, Vector
 from pyps.simulate.scenario import Mishap, Scenario
-from pyps.store.policies import Policy, acquaint
+from pyps.store.policies import Policy, register_policy
 
 WAIT_VERDICT = 2
 DOWN, UP = range(2)
@@ -53,9 +53,9 @@ class Engine:
         self.workers = scenario.workers
         config = Config(
             (), (), scenario.batches, 1, Optimizer.SGD, policy.number, policy.round_timeout_seconds,
-            samples, 0, len(scenario.workers), 0, AREAS, policy.rules(),
+            samples, 0, len(scenario.workers), 0, AREAS, policy.params(),
         )  # fmt: skip
-        acquaint(policy)
+        register_policy(policy)
         self.core = Core(config)
         self.devices = [
             Device(w.cost, w.jitter, w.slowdowns, seed, k, w.recorded) for k, w in enumerate(scenario.workers)
@@ -67,7 +67,7 @@ class Engine:
         self.finished_at = 1
         self._left = len(self.workers)  # lives that have not ended
         self._stir = self._due = self._ticks_at = 0
-        self._areas = [0] * len(self.workers)  # bit by area: staged in the open round
+        self._staging_buffers = [0] * len(self.workers)  # bit by area: staged in the open round
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
         self._watches = self._watched = 0
         self._sizes = (scenario.down_bytes, scenario.up_bytes)
@@ -129,21 +129,21 @@ class Engine:
         """A predecessor's gradient may be in the open round still."""
         while True:
             try:
-                self._note(self.core.step(Moment.JOIN, k, self.clock.now, rank=k))
+                self._note(self.core.step(EventKind.JOIN, k, self.clock.now, rank=k))
                 if most := self.workers[k].most:
-                    self._note(self.core.step(Moment.OFFER, k, self.clock.now, next=most))
+                    self._note(self.core.step(EventKind.MAX_SAMPLES, k, self.clock.now, next=most))
                 return
             except Busy:
                 self.clock.park(k, 0, 0)
                 yield None
 
     def leave(self, k: int) -> None:
-        self._note(self.core.step(Moment.LEAVE, k, self.clock.now, state=int(MemberState.LEFT)))
+        self._note(self.core.step(EventKind.LEAVE, k, self.clock.now, state=int(MemberState.LEFT)))
         self._left -= 1
 
     def rejoin(self, k: int) -> None:
         self.tally.fenced += 1
-        self._note(self.core.step(Moment.REJOIN, k, self.clock.now))
+        self._note(self.core.step(EventKind.REJOIN, k, self.clock.now))
 
     def rejected(self) -> None:
         self._note(self.core.last)
@@ -151,14 +151,14 @@ class Engine:
 
     def start_ahead(self, k: int) -> tuple[int, int] | None:
         """The samples of the step after the one under way; None: nothing now."""
-        d = self.core.step(Moment.START_AHEAD, k, self.clock.now)
+        d = self.core.step(EventKind.START_AHEAD, k, self.clock.now)
         self._note(d)
         return (d.first, d.count) if d.count else None
 
     def start(self, k: int) -> Generator[int | None, None, tuple[int, int]]:
         began = self.clock.now
         while True:
-            d = self.core.step(Moment.START, k, self.clock.now)
+            d = self.core.step(EventKind.START, k, self.clock.now)
             self._note(d)
             if d.verdict != WAIT_VERDICT:
                 break
@@ -184,11 +184,11 @@ class Engine:
         while done < count:
             part = min(most, count - done)
             if done and checks:
-                d = self.core.step(Moment.CHECK, k, self.clock.now, done=done, next=part)
+                d = self.core.step(EventKind.CHECK, k, self.clock.now, done=done, next=part)
                 self._note(d)
                 if d.advice == Advice.ABORT:
                     done = 0
-                if d.advice != Advice.GO_ON:
+                if d.advice != Advice.CONTINUE:
                     break
             yield self.clock.now + _ns(device.seconds(part, self.clock.now * 1e-9))
             done += part
@@ -196,45 +196,45 @@ class Engine:
         return done
 
     def push(
-        self, k: int, lane: int, first: int, done: int, pulled: Held, claimed: int, based: int = 0
+        self, k: int, lane: int, first: int, done: int, pulled: Held, claimed: int, base_version: int = 0
     ) -> Generator[int | None, None, Held | None]:
         """What a turn's pull brought; None: pull when the next step begins. `claimed`: when it began."""
         clock, began = self.clock, self.clock.now
-        took = clock.now - claimed
+        compute_nanoseconds = clock.now - claimed
         learnt = self.model.gradient(pulled[0], first, done)
         norm = float(learnt[0] @ learnt[0]) if learnt else 0.0
         while self.policy.turns:
-            d = self.core.step(Moment.GATE, k, clock.now)
+            d = self.core.step(EventKind.GATE, k, clock.now)
             self._note(d)
             if d.verdict != WAIT_VERDICT:
                 break
             clock.park(lane, d.until, d.at)
             yield None
-        while self._areas[k] == (1 << AREAS) - 1:  # both wait in a round
+        while self._staging_buffers[k] == (1 << AREAS) - 1:  # both wait in a round
             clock.park(lane, 0, 0)
             yield None
-        area = 1 if self._areas[k] & 1 else 0
+        staging = 1 if self._staging_buffers[k] & 1 else 0
         self.tally.add(lane, WAIT, began, clock.now, self.version)
         began = clock.now
         yield from self._transfer(k, lane, UP)
         self.tally.add(lane, PUSH, began, clock.now, self.version)
         began = clock.now
         while True:
-            self._staged[k, area] = (learnt[0], pulled[0]) if learnt else None
-            self._areas[k] |= 1 << area
+            self._staged[k, staging] = (learnt[0], pulled[0]) if learnt else None
+            self._staging_buffers[k] |= 1 << staging
             try:
-                d = self.core.push(k, clock.now, area, done, took, norm, based)
+                d = self.core.push(k, clock.now, staging, done, compute_nanoseconds, norm, base_version)
             except PypsError:
-                self._forget(k, area)
+                self._forget(k, staging)
                 raise
             if d.verdict != WAIT_VERDICT:
                 break
-            self._forget(k, area)
+            self._forget(k, staging)
             self._note(d)
             clock.park(lane, d.until, d.at)
             yield None
         until = d.until
-        self._admitted(k, area, done, d)
+        self._admitted(k, staging, done, d)
         while until > clock.progress:  # the round is still open, whatever else has stirred
             clock.park(lane, until, 0)
             yield None
@@ -252,7 +252,7 @@ class Engine:
 
     # What follows from decisions.
 
-    def _admitted(self, k: int, area: int, samples: int, d: Decision) -> None:
+    def _admitted(self, k: int, staging: int, samples: int, d: Decision) -> None:
         self.tally.staleness[d.staleness] += 1
         if self.tally.keep_slices:
             self.tally.pushed_at.append((k, self.clock.now * 1e-9))
@@ -263,10 +263,10 @@ class Engine:
                 network.peak = network.concurrent
         self.finished_at = self.clock.now
         if d.ticket and d.round == self.rounds:  # a version of its own
-            learnt = self._staged[k, area]
+            learnt = self._staged[k, staging]
             if learnt is not None:
                 self.model.step([(*learnt, samples, d.scale)])
-            self._forget(k, area)
+            self._forget(k, staging)
         self._note(d)
         if self._measure_every and self.trained >= self._measure_at:
             self._measure_at += self._measure_every
@@ -274,14 +274,14 @@ class Engine:
             self.tally.curve.append((self.clock.now * 1e-9, self.trained, loss))
             self._reached = self._target is not None and loss <= self._target
 
-    def _forget(self, k: int, area: int) -> None:
-        self._areas[k] &= ~(1 << area)
-        self._staged.pop((k, area), None)
+    def _forget(self, k: int, staging: int) -> None:
+        self._staging_buffers[k] &= ~(1 << staging)
+        self._staged.pop((k, staging), None)
 
     def _note(self, d: Decision) -> None:
         """Rounds that have closed, those who may look again, and what is due."""
         self.tally.events += 1
-        progress, stir, due, closed = d.progress, d.stir, d.due, d.round != self.rounds
+        progress, wake_epoch, due, closed = d.progress, d.wake_epoch, d.next_deadline, d.round != self.rounds
         version = d.version
         if closed:
             self.rounds = d.round
@@ -289,8 +289,8 @@ class Engine:
         self.version = version
         if progress != self.clock.progress:
             self.clock.wake(progress)
-        if stir != self._stir:
-            self._stir = stir
+        if wake_epoch != self._stir:
+            self._stir = wake_epoch
             if self.clock.parked:
                 self.clock.wake_all()
         self._due = due
@@ -302,11 +302,11 @@ class Engine:
         if not stepped:
             return
         sources = []
-        for slot, area, samples, scale in self.core.sources():
-            learnt = self._staged[slot, area]
+        for slot, staging, samples, scale in self.core.sources():
+            learnt = self._staged[slot, staging]
             if learnt is not None:
                 sources.append((*learnt, samples, scale))
-            self._forget(slot, area)
+            self._forget(slot, staging)
         if sources:
             self.model.step(sources)
 
@@ -316,7 +316,7 @@ class Engine:
         """What was due may be later by now: then so is the tick."""
         self._ticks_at = 0
         if self.clock.now >= self._due:
-            self._note(self.core.step(Moment.TICK, 0, self.clock.now, waited=0))
+            self._note(self.core.step(EventKind.TICK, 0, self.clock.now, waited=0))
         elif self._due:
             self._ticks_at = self._due
             self.clock.call(self._due, self._tick)
@@ -327,7 +327,7 @@ class Engine:
         if clock.parked:
             waited = clock.now - min(since for since, _ in clock.parked.values())
             if waited >= timeout:
-                self._note(self.core.step(Moment.TICK, 0, clock.now, waited=waited))
+                self._note(self.core.step(EventKind.TICK, 0, clock.now, waited=waited))
         self._watches = self._watches + 1 if self._watched == self.tally.events else 0
         self._watched = self.tally.events
         if self._watches > STUCK_WATCHES and len(clock.parked) >= self._left:
@@ -355,7 +355,7 @@ class Engine:
             self.clock.call(begins, lambda: self.clock.begin(k, self._worker(k), begins))
 
     def _bury(self, k: int, state: MemberState) -> None:
-        self._note(self.core.step(Moment.LEAVE, k, self.clock.now, state=int(state)))
+        self._note(self.core.step(EventKind.LEAVE, k, self.clock.now, state=int(state)))
 
 
 def _networks(scenario: Scenario) -> tuple[list[int], tuple[Network, Network]]:

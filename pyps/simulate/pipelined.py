@@ -89,7 +89,7 @@ class PipelinedWorker:
         engine, k, lane = self._engine, self._k, self._carrier
         try:
             try:
-                back = yield from engine.push(k, lane, first, done, held, began, based=1 + held[1])
+                back = yield from engine.push(k, lane, first, done, held, began, base_version=1 + held[1])
             except PushRejected:
                 engine.rejected()
                 back = None

@@ -6,7 +6,7 @@ import os
 
 from pyps import native
 from pyps.native.values import Replay
-from pyps.store.policies import Policy, acquaint, policy_named
+from pyps.store.policies import Policy, policy_named, register_policy
 
 
 def replay(path: str | os.PathLike[str], policy: Policy | str | None = None) -> Replay:
@@ -15,5 +15,5 @@ def replay(path: str | os.PathLike[str], policy: Policy | str | None = None) -> 
     `policy`: the run's, where it is one of one's own. Raises SegmentCorrupt if the file is no journal.
     """
     if policy is not None:
-        acquaint(policy_named(policy) if isinstance(policy, str) else policy)
+        register_policy(policy_named(policy) if isinstance(policy, str) else policy)
     return native.replay(os.fspath(path))

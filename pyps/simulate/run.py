@@ -41,7 +41,7 @@ def simulate(
     rules = policy_named(policy) if isinstance(policy, str) else policy
     if pipeline:
         check_pipeline(rules)
-    compensation = rules.strength if isinstance(rules, DCASGD) else 0.0
+    compensation = rules.lambda_ if isinstance(rules, DCASGD) else 0.0
     model = Model(learning, lr, scenario.global_batch, compensation)
     tally = Tally((1 + pipeline) * len(scenario.workers), slices)
     engine = Engine(scenario, rules, model, tally, iterations * scenario.global_batch, seed, pipeline)

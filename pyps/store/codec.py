@@ -37,7 +37,7 @@ def as_codec(codec: Codec | str) -> Codec:
 def fed_back(codec: Codec | str) -> Encoding:
     """The encoding of a training run: to nearest, with error feedback unless nothing is lost."""
     kind = as_codec(codec)
-    return Encoding(kind, feedback=kind is not Codec.F32)
+    return Encoding(kind, error_feedback=kind is not Codec.F32)
 
 
 def encoded_bytes(codec: Codec | str, count: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pyps.errors import InputError
 from pyps.native import custom
-from pyps.native.values import NO_BOUND, Rules, Sight
+from pyps.native.values import NO_BOUND, PolicyContext, PolicyParams
 
 Threshold = Literal["fixed", "quantile", "ringmaster"]
 CUSTOM = 12  # PYPS_CUSTOM
@@ -49,13 +49,13 @@ class Policy:
     def __post_init__(self) -> None:
         self._check("round_timeout_seconds", above=0.0)
 
-    def rules(self) -> Rules:
+    def params(self) -> PolicyParams:
         """The policy's numbers, as the C core takes them."""
-        return Rules()
+        return PolicyParams()
 
     def __str__(self) -> str:
         changed = (f for f in fields(self) if f.name not in COMMON and getattr(self, f.name) != f.default)
-        numbers = ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in changed)
+        numbers = ",".join(f"{_key(f.name)}={_text(getattr(self, f.name))}" for f in changed)
         return f"{self.name}:{numbers}" if numbers else self.name
 
     def _check(self, field: str, *, least: float = -math.inf, above: float = -math.inf) -> None:
@@ -105,8 +105,8 @@ class Backup(Policy):
         super().__post_init__()
         self._check_count("k", 0)
 
-    def rules(self) -> Rules:
-        return Rules(backup=self.k)
+    def params(self) -> PolicyParams:
+        return PolicyParams(backup=self.k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +122,8 @@ class Softsync(Policy):
         super().__post_init__()
         self._check_count("n", 1)
 
-    def rules(self) -> Rules:
-        return Rules(splits=self.n)
+    def params(self) -> PolicyParams:
+        return PolicyParams(splits=self.n)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +139,8 @@ class SSP(Policy):
         super().__post_init__()
         self._check_count("bound", 0, infinite=True)
 
-    def rules(self) -> Rules:
-        return Rules(bound=_bound(self.bound))
+    def params(self) -> PolicyParams:
+        return PolicyParams(bound=_bound(self.bound))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,8 @@ class DSSP(Policy):
         if self.extra > MOST_EXTRA:
             raise InputError(self.name, "extra", str(self.extra), f"at most {MOST_EXTRA}")
 
-    def rules(self) -> Rules:
-        return Rules(bound=self.bound, extra=self.extra)
+    def params(self) -> PolicyParams:
+        return PolicyParams(bound=self.bound, extra=self.extra)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,17 +186,17 @@ class ConSGD(Policy):
 class DCASGD(Policy):
     """ASP with the delay compensated: g + strength * g * g * (w - what w was when pulled); 0 is ASP."""
 
-    strength: float = 0.04
+    lambda_: float = 0.04
 
     name: ClassVar[str] = "dcasgd"
     number: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("strength", least=0.0)
+        self._check("lambda_", least=0.0)
 
-    def rules(self) -> Rules:
-        return Rules(strength=float(self.strength))
+    def params(self) -> PolicyParams:
+        return PolicyParams(lambda_=float(self.lambda_))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,9 +228,9 @@ class SaPS(Policy):
         if not 0.01 <= self.quantile <= 0.999:
             raise InputError(self.name, "quantile", repr(self.quantile), "0.01 to 0.999")
 
-    def rules(self) -> Rules:
+    def params(self) -> PolicyParams:
         threshold = get_args(Threshold).index(self.threshold)
-        return Rules(
+        return PolicyParams(
             bound=_bound(self.bound), threshold=threshold, abort=int(self.abort), quantile=self.quantile
         )
 
@@ -255,8 +255,8 @@ class R2SP(Policy):
         self._check("slack", least=0.0)
         self._check("patience", least=0.1)
 
-    def rules(self) -> Rules:
-        return Rules(slack=float(self.slack), patience=float(self.patience))
+    def params(self) -> PolicyParams:
+        return PolicyParams(slack=float(self.slack), patience=float(self.patience))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,31 +281,36 @@ class Custom(Policy):
     def __init_subclass__(cls) -> None:
         cls.name = f"{cls.__module__}.{cls.__qualname__}"
 
-    def may_start(self, sight: Sight, words: MutableSequence[int]) -> bool:
+    def may_start(self, context: PolicyContext, shared_state: MutableSequence[int]) -> bool:
         """Whether a worker may begin a step now; words that change are kept if it may."""
         return True
 
-    def scale(self, sight: Sight, words: MutableSequence[int]) -> float | None:
+    def scale(self, context: PolicyContext, shared_state: MutableSequence[int]) -> float | None:
         """What a gradient is multiplied by; None: it is dropped, its samples go back."""
         return 1.0
 
-    def rules(self) -> Rules:
+    def params(self) -> PolicyParams:
         text = str(self).encode()
-        return Rules(custom=int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()))
+        return PolicyParams(custom=int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()))
 
 
 def _bound(value: float) -> int:
     return NO_BOUND if value == math.inf else int(value)
 
 
+def _key(field: str) -> str:
+    """A field as texts name it: `lambda` is a keyword of Python's, so the field is `lambda_`."""
+    return field.rstrip("_")
+
+
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def acquaint(policy: Policy) -> None:
+def register_policy(policy: Policy) -> None:
     """Make a policy of one's own known to the core of this process."""
     if isinstance(policy, Custom):
-        custom.know(policy.rules().custom, policy)
+        custom.know(policy.params().custom, policy)
 
 
 def policy_named(text: str, round_timeout_seconds: float = 60.0) -> Policy:
@@ -314,13 +319,13 @@ def policy_named(text: str, round_timeout_seconds: float = 60.0) -> Policy:
     kind = Policy.known.get(name) or _imported(name)
     if kind is None:
         raise InputError("policy", "", repr(name), f"one of {', '.join(Policy.known)}")
-    own = {f.name: f.default for f in fields(kind) if f.name not in COMMON and f.default is not MISSING}
+    own = {_key(f.name): f for f in fields(kind) if f.name not in COMMON and f.default is not MISSING}
     values: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
         if key not in own:
             raise InputError(name, "", repr(item), f"key=value with one of {', '.join(own) or 'no keys'}")
-        values[key] = _parsed(name, key, value, own[key])
+        values[own[key].name] = _parsed(name, key, value, own[key].default)
     return kind(round_timeout_seconds=round_timeout_seconds, **values)
 
 

@@ -1,4 +1,4 @@
-"""A staging area as NumPy and torch see it."""
+"""A staging buffer as NumPy and torch see it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Area:
-    """A staging area: `flat` is a zero-copy fp32 array [flat_elements] to be filled with the mean
+class StagingBuffer:
+    """A staging buffer: `flat` is a zero-copy fp32 array [flat_elements] to be filled with the mean
     gradient.
     """
 

@@ -1,9 +1,9 @@
 """pyps.Store: one named segment as a Python object, with views instead of copies.
 
-Lifetime of views. A staging area is seen through NumPy arrays (and torch tensors over them) that keep the
+Lifetime of views. A staging buffer is seen through NumPy arrays (and torch tensors over them) that keep the
 segment mapped: close() while some are alive leaves the store at once and unmaps when the last of them dies,
-so a forgotten view is never a crash. After leave() or close() the area is no longer this worker's: arrays
-still held by the store turn read-only, and every operation raises a typed error.
+so a forgotten view is never a crash. After leave() or close() the staging buffer is no longer this worker's:
+arrays still held by the store turn read-only, and every operation raises a typed error.
 
 Threads share a Store safely: its calls run one after another. A forked child must open the store itself.
 """
@@ -47,19 +47,19 @@ from pyps.native.values import (
     Layout,
     Member,
     Optimizer,
-    Push,
+    PolicyParams,
+    PushRequest,
     PushResult,
     RankCounters,
     Role,
-    Rules,
     Snapshot,
     Status,
     Tensor,
     as_f32,
 )
 from pyps.store.codec import as_codec, encoded_bytes
-from pyps.store.policies import BSP, Custom, Policy, acquaint, policy_named
-from pyps.store.staging import Area, split
+from pyps.store.policies import BSP, Custom, Policy, policy_named, register_policy
+from pyps.store.staging import StagingBuffer, split
 
 T = TypeVar("T")
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
@@ -80,7 +80,7 @@ class Store:
         self._unlinks = unlinks
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._areas: dict[int, Area] = {}
+        self._staging_buffers: dict[int, StagingBuffer] = {}
         self._drawn = 0  # pushes that were rounded stochastically
         self._views: list[weakref.ref[native.Mapping]] = []
         self.layout: Layout = self._call(native.get_layout)
@@ -102,7 +102,7 @@ class Store:
         chunk_params: int = 0,
         max_participants: int = 0,
         snapshot_spares: int = 0,
-        areas: int = 0,
+        staging_buffers: int = 0,
         keep: bool = False,
     ) -> Self:
         """Make a segment and open it; the creator's close() removes the segment's name, unless `keep`.
@@ -121,7 +121,7 @@ class Store:
             key: as_f32(f"store {name!r}", f"tensors[{key!r}]", value) for key, value in tensors.items()
         }
         rules = policy_named(policy) if isinstance(policy, str) else policy or BSP()
-        acquaint(rules)
+        register_policy(rules)
         config = Config(
             tensors=tuple(Tensor(key, a.shape, group_of.get(key, 0)) for key, a in initial.items()),
             initial=tuple(initial.values()),
@@ -134,8 +134,8 @@ class Store:
             chunk_params=chunk_params,
             max_participants=max_participants,
             snapshot_spares=snapshot_spares,
-            areas=areas,
-            rules=rules.rules(),
+            staging_buffers=staging_buffers,
+            policy_params=rules.params(),
         )
         return cls._make(name, config, keep=keep)
 
@@ -194,13 +194,13 @@ class Store:
         """
         kind = Role[role.upper()] if isinstance(role, str) else role
         custom = self.layout.policy == Custom.number and kind is Role.WORKER
-        if custom and not custom_policies.knows(self._call(native.get_rules).custom):
+        if custom and not custom_policies.knows(self._call(native.get_policy_params).custom):
             raise UnknownPolicy("join", "the store has a policy of its maker's own, which is not known here")
         self.rank = self._call(native.join, kind, -1 if rank is None else rank)
         return self.rank
 
     def leave(self) -> None:
-        """Stop participating: claimed samples go back, staging areas are given up."""
+        """Stop participating: claimed samples go back, staging buffers are given up."""
         self._call(native.leave)
         with self._lock:
             self._retire()
@@ -250,24 +250,24 @@ class Store:
         if not out.flags.writeable:
             raise InvalidArgument(what, "out: found a read-only array; expected one to write to")
 
-    def stage(self, timeout: float | None = None) -> Area:
-        """A staging area of this worker that nobody reads any more, its contents undefined. Raises Fenced."""
+    def stage(self, timeout: float | None = None) -> StagingBuffer:
+        """A staging buffer of this worker that is free to be filled, contents undefined. Raises Fenced."""
         return self.staging(self._call(native.stage, native.timeout_seconds(timeout)))
 
-    def staging(self, area: int) -> Area:
-        """The zero-copy view of a staging area; it may only be written between stage() and push()."""
+    def staging(self, staging: int) -> StagingBuffer:
+        """The zero-copy view of a staging buffer; it may only be written between stage() and push()."""
         with self._lock:
-            if area not in self._areas:
-                flat, view = self._call(native.staging, area, self.layout.flat_elements)
+            if staging not in self._staging_buffers:
+                flat, view = self._call(native.staging, staging, self.layout.flat_elements)
                 self._views = [v for v in self._views if v()] + [view]
-                self._areas[area] = Area(area, flat, self.tensors)
+                self._staging_buffers[staging] = StagingBuffer(staging, flat, self.tensors)
             elif self._pointer is None:
                 raise StoreClosed("staging", "the store is closed")
-            return self._areas[area]
+            return self._staging_buffers[staging]
 
     def push(
         self,
-        area: Area | int,
+        staging: StagingBuffer | int,
         samples: int,
         hyper: Hyper | Sequence[Hyper],
         scale: float = 1.0,
@@ -275,29 +275,30 @@ class Store:
         *,
         encoding: Encoding | str | None = None,
         gradient: Flat | NDArray[np.uint8] | None = None,
-        pulled: Flat | None = None,
-        square_norm: float = 0.0,
-        based: int | None = None,
-        seconds: float = 0.0,
+        base_params: Flat | None = None,
+        grad_norm_squared: float = 0.0,
+        base_version: int | None = None,
+        compute_seconds: float = 0.0,
     ) -> PushResult:
         """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
 
         `hyper`: one for all parameter groups, or one each. The gradient is multiplied by `scale`. samples=0
         skips the step. `encoding`: how it travels, an Encoding or a codec's name; None: as fp32.
-        `gradient`: in place of the area's: fp32 [flat_elements], or what was encoded elsewhere, with that
-        codec (uint8). `pulled`: fp32 [flat_elements], what the gradient was computed on: DCASGD needs it.
-        `square_norm`: of the gradient, for SaPS's "ringmaster"; 0: not known. `based`: the version it was
-        computed on, where that is not the last one pulled. `seconds` it took; 0: since its claim. Raises
-        Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument.
+        `gradient`: in place of the staging buffer's: fp32 [flat_elements], or what was encoded elsewhere,
+        with that codec (uint8). `base_params`: fp32 [flat_elements], what the gradient was computed on:
+        DCASGD needs it. `grad_norm_squared`: of the gradient, for SaPS's "ringmaster"; 0: not known.
+        `base_version`: the version it was computed on, where that is not the last one pulled.
+        `compute_seconds` it took; 0: since its claim. Raises Fenced, PushRejected, TimedOut, NotFinite,
+        InvalidArgument.
         """
-        more = (pulled, square_norm, based, seconds)
+        more = (base_params, grad_norm_squared, base_version, compute_seconds)
         return self._call(
-            native.push, self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
+            native.push, self._push(staging, samples, hyper, scale, timeout, encoding, gradient, *more)
         )
 
     def exchange(
         self,
-        area: Area | int,
+        staging: StagingBuffer | int,
         samples: int,
         hyper: Hyper | Sequence[Hyper],
         out: Flat,
@@ -306,41 +307,41 @@ class Store:
         *,
         encoding: Encoding | str | None = None,
         gradient: Flat | NDArray[np.uint8] | None = None,
-        pulled: Flat | None = None,
-        square_norm: float = 0.0,
-        based: int | None = None,
-        seconds: float = 0.0,
+        base_params: Flat | None = None,
+        grad_norm_squared: float = 0.0,
+        base_version: int | None = None,
+        compute_seconds: float = 0.0,
     ) -> tuple[PushResult, int]:
         """A push and the pull after it in one pass: (the push's result, the version that `out` holds).
 
         Arguments as for push; `out` as for pull. After an error `out` may hold parts of two versions.
         """
         self._target("exchange", out)
-        more = (pulled, square_norm, based, seconds)
-        arguments = self._push(area, samples, hyper, scale, timeout, encoding, gradient, *more)
+        more = (base_params, grad_norm_squared, base_version, compute_seconds)
+        arguments = self._push(staging, samples, hyper, scale, timeout, encoding, gradient, *more)
         return self._call(native.exchange, arguments, out)
 
     def _push(
         self,
-        area: Area | int,
+        staging: StagingBuffer | int,
         samples: int,
         hyper: Hyper | Sequence[Hyper],
         scale: float,
         timeout: float | None,
         encoding: Encoding | str | None,
         gradient: Flat | NDArray[np.uint8] | None,
-        pulled: Flat | None = None,
-        square_norm: float = 0.0,
-        based: int | None = None,
-        seconds: float = 0.0,
-    ) -> Push:
+        base_params: Flat | None = None,
+        grad_norm_squared: float = 0.0,
+        base_version: int | None = None,
+        compute_seconds: float = 0.0,
+    ) -> PushRequest:
         constants = (hyper,) * self.layout.groups if isinstance(hyper, Hyper) else tuple(hyper)
         if len(constants) != self.layout.groups:
             expected = f"{self.layout.groups}, one for each parameter group"
             raise InvalidArgument("push", f"hyper: found {len(constants)}; expected {expected}")
         if not math.isfinite(scale):
             raise InvalidArgument("push", f"scale: found {scale}; expected a finite number")
-        index = area.index if isinstance(area, Area) else area
+        index = staging.index if isinstance(staging, StagingBuffer) else staging
         how = encoding if isinstance(encoding, Encoding) else Encoding(as_codec(encoding or Codec.F32))
         if how.rounding == "stochastic":  # noise of its own for each rank and push
             with self._lock:
@@ -354,18 +355,29 @@ class Store:
         elif gradient is not None:
             self._vector("push", "gradient", gradient)
             floats = cast(Flat, gradient)
-        if pulled is not None:
-            self._vector("push", "pulled", pulled)
-        wait, norm = native.timeout_seconds(timeout), float(square_norm)
-        return Push(
-            index, samples, constants, scale, wait, how, floats, encoded, pulled, norm, based, float(seconds)
+        if base_params is not None:
+            self._vector("push", "base_params", base_params)
+        wait, norm = native.timeout_seconds(timeout), float(grad_norm_squared)
+        return PushRequest(
+            index,
+            samples,
+            constants,
+            scale,
+            wait,
+            how,
+            floats,
+            encoded,
+            base_params,
+            norm,
+            base_version,
+            float(compute_seconds),
         )
 
-    def _stage_codes(self, area: int, codec: Codec, data: NDArray[Any]) -> None:
+    def _stage_codes(self, staging: int, codec: Codec, data: NDArray[Any]) -> None:
         size = encoded_bytes(codec, self.layout.flat_elements)
         if data.shape != (size,):
             raise InvalidArgument("push", f"gradient: found {data.size} bytes; expected {size}")
-        codes, view = self._call(native.staging_codes, area, size)
+        codes, view = self._call(native.staging_codes, staging, size)
         self._views = [v for v in self._views if v()] + [view]
         codes[:] = data
 
@@ -384,21 +396,21 @@ class Store:
             raise InvalidArgument("pull", f"out: found {data.dtype} {list(data.shape)}; expected {expected}")
         return data, self._call(native.pull_encoded, kind, data)
 
-    def check(self, done: int, following: int) -> Advice:
+    def should_continue(self, done: int, following: int) -> Advice:
         """Between two micro-batches, `done` samples computed and `following` in the next one: what to do.
 
         GO_ON; PUSH_NOW what there is, for the next one would come too late; or ABORT: the samples go back,
-        the area is free, start() anew. Raises Fenced.
+        the staging buffer is free, start() anew. Raises Fenced.
         """
-        return self._call(native.check_step, done, following)
+        return self._call(native.should_continue, done, following)
 
-    def offer(self, most: int) -> None:
+    def set_max_samples(self, most: int) -> None:
         """Say how many samples fit this worker's memory at once, from the next claim on; 0: no limit."""
-        self._call(native.offer, most)
+        self._call(native.set_max_samples, most)
 
-    def rules(self) -> Rules:
+    def policy_params(self) -> PolicyParams:
         """The numbers of the store's policy."""
-        return self._call(native.get_rules)
+        return self._call(native.get_policy_params)
 
     def snapshot(self, timeout: float | None = None) -> Snapshot:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.
@@ -476,9 +488,9 @@ class Store:
             self.leave()
 
     def _retire(self) -> None:
-        for area in self._areas.values():
-            area.flat.flags.writeable = False
-        self._areas.clear()
+        for staging in self._staging_buffers.values():
+            staging.flat.flags.writeable = False
+        self._staging_buffers.clear()
         self.rank = None
 
     @overload

@@ -4,8 +4,8 @@ What is put in the store: every parameter that requires a gradient and that the 
 parameters are one object), as fp32. What stays local: frozen parameters, parameters the optimizer does not
 have, empty ones, and buffers. What has no meaning here is refused with the parameter's or option's name.
 
-A CPU fp32 parameter becomes a view of one flat local vector, its `.grad` a view of the staging area: neither
-pull nor push copies anything more. Others (on a GPU, or of half precision) are copied over, in both
+A CPU fp32 parameter becomes a view of one flat local vector, its `.grad` a view of the staging buffer:
+neither pull nor push copies anything more. Others (on a GPU, or of half precision) are copied over, in both
 directions.
 """
 
@@ -25,7 +25,7 @@ from torch import nn
 from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
 from pyps.native.values import Codec, Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
-from pyps.store.staging import Area
+from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.buckets import Lane, Pins
 from pyps.worker.device_codec import LEVELS
@@ -259,7 +259,7 @@ class Binding:
         self._pins = Pins() if self.on_gpu else None
         if self._pins is not None:
             self._pins.pin(self.flat)
-        self._area: torch.Tensor | None = None
+        self._staging: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._kept: list[torch.Tensor | None] = []
 
@@ -282,25 +282,25 @@ class Binding:
 
     @property
     def codes(self) -> NDArray[np.uint8] | None:
-        """The gradient that was collected, encoded on the device; None: it is in the area as fp32."""
+        """The collected gradient, encoded on the device; None: the staging buffer holds it as fp32."""
         return self._lane.codes if self._lane is not None and self._lane.codec is not None else None
 
-    def fill(self, area: Area) -> None:
-        """Zero the area and let every `.grad` be a view of it, so that backward accumulates in place."""
-        area.flat.fill(0.0)
-        self._area = area.torch()
-        self._views = [_slice(self._area, place) for _, place in self._direct]
+    def fill(self, staging: StagingBuffer) -> None:
+        """Zero the staging buffer and make every `.grad` a view of it, so that backward accumulates there."""
+        staging.flat.fill(0.0)
+        self._staging = staging.torch()
+        self._views = [_slice(self._staging, place) for _, place in self._direct]
         for (p, _), view in zip(self._direct, self._views, strict=True):
             p.grad = view
         for p, _, _ in self._copied:
             p.grad = None
         if self._pins is not None:
-            self._pins.pin(area.flat)
+            self._pins.pin(staging.flat)
         if self._lane is not None:
-            self._lane.begin(self._area)
+            self._lane.begin(self._staging)
 
     def last(self, scale: float) -> None:
-        """The next backward is the last one: gradients may travel to the area as soon as each is there.
+        """The next backward is the last: each gradient may be copied to the staging buffer as it is ready.
 
         `scale` multiplies what is encoded on the way.
         """
@@ -334,11 +334,11 @@ class Binding:
                 raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
 
     def collect(self, scale: float, *, unscaled: bool) -> None:
-        """Bring every gradient that is not already a view of the area there; a missing one counts as zero.
+        """Copy to the staging buffer every gradient that is not a view of it; a missing one counts as zero.
 
         `scale` multiplies what is encoded on the way. unscaled: a GradScaler has changed the gradients.
         """
-        if self._area is None:
+        if self._staging is None:
             return
         for (p, _), view in zip(self._direct, self._views, strict=True):
             if p.grad is not view:
@@ -349,18 +349,18 @@ class Binding:
             self._lane.finish(scale)
             return
         for p, place, _ in self._copied:
-            _copy_gradient(p, _slice(self._area, place))
+            _copy_gradient(p, _slice(self._staging, place))
 
     def release(self) -> None:
-        """Let go of the area: `.grad` is None until the next `fill`."""
-        self._area, self._views, self._kept = None, [], []
+        """Let go of the staging buffer: `.grad` is None until the next `fill`."""
+        self._staging, self._views, self._kept = None, [], []
         for p, _ in self._direct:
             p.grad = None
         for p, _, _ in self._copied:
             p.grad = None
 
     def close(self) -> None:
-        """Let go of the area, of the driver and of the parameters' hooks. Idempotent."""
+        """Let go of the staging buffer, of the driver and of the parameters' hooks. Idempotent."""
         self.release()
         if self._lane is not None:
             self._lane.close()

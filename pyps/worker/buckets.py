@@ -1,4 +1,4 @@
-"""Gradients on their way from parameters to a staging area, bucket by bucket while backward goes on.
+"""Gradients on their way from parameters to a staging buffer, bucket by bucket while backward goes on.
 
 A bucket is a range of the flat vector. As soon as backward has accumulated all of its gradients, it is copied
 on a side stream, encoded before on the device if a codec is given. A gradient that was changed afterwards

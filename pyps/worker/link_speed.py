@@ -45,10 +45,10 @@ def _store_seconds(size: int, repeats: int) -> list[float]:
         flat, _ = store.pull()
         for _ in range(repeats + 1):
             store.start()
-            area = store.stage()
-            area.flat.fill(1.0)
+            staging = store.stage()
+            staging.flat.fill(1.0)
             began = time.perf_counter()
-            store.push(area, 1, hyper)
+            store.push(staging, 1, hyper)
             store.pull(flat)
             found.append((time.perf_counter() - began) / 2)
     return found[1:]

@@ -35,8 +35,8 @@ from pyps.errors import (
 from pyps.formats.records import RecordWriter, Span, record_path
 from pyps.native.values import Advice, Claim, Codec, MemberState, PushResult
 from pyps.profiler.host_memory import cgroup_peers, disable_malloc_trim
-from pyps.store.policies import DCASGD, HPS, R2SP, Backup, Policy, SaPS, acquaint
-from pyps.store.staging import Area
+from pyps.store.policies import DCASGD, HPS, R2SP, Backup, Policy, SaPS, register_policy
+from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment, Binding, check_same, hyper_of, inspect, open_or_create
 from pyps.worker.memory import MemoryBudget, budget_bytes
@@ -139,7 +139,7 @@ class Worker:
         disable_malloc_trim()
         chosen = optimizer if optimizer is not None else torch.optim.SGD(model.parameters())
         attachment = inspect(model, chosen)
-        acquaint(self.settings.policy)
+        register_policy(self.settings.policy)
         self._store = store = open_or_create(self.settings, attachment, timeout)
         atexit.register(_close_if_alive, weakref.ref(self))
         check_same(store, attachment)
@@ -157,7 +157,7 @@ class Worker:
         if self._is(HPS):
             read = partial(self._budget, binding.device)
             self._room = MemoryBudget(self.settings.memory, self.settings.max_batch, read)
-        self._learns_norm = self._is(SaPS) and store.rules().threshold == RINGMASTER
+        self._learns_norm = self._is(SaPS) and store.policy_params().threshold == RINGMASTER
         self._transfer = Transfer(store, self.settings.encoding, self.settings.pull_codec, self._is(R2SP))
         if self.settings.pipeline:
             patience = PATIENCE * max(1.0, self.settings.policy.round_timeout_seconds)
@@ -220,7 +220,7 @@ class Worker:
         step.loss = number_of(loss)
         if step.left:
             advice = self._advice(step)
-            if advice is Advice.GO_ON:
+            if advice is Advice.CONTINUE:
                 step.micro = 0
                 binding.keep()
                 return None
@@ -249,9 +249,9 @@ class Worker:
         answer would be about the gradient that is travelling.
         """
         if self._pipeline is not None or not self._is(SaPS, Backup):
-            return Advice.GO_ON
+            return Advice.CONTINUE
         try:
-            advice = self.store.check(step.done, self._at_once(step))
+            advice = self.store.should_continue(step.done, self._at_once(step))
         except Fenced:
             self.fenced += 1
             self.store.rejoin()
@@ -308,7 +308,7 @@ class Worker:
         return self._attached
 
     def _begin(self) -> Step | None:
-        """Claim, get an area, pull; None when the run's samples are used up. A fenced worker rejoins
+        """Claim, get a staging buffer, pull; None when the run's samples are used up. A fenced worker rejoins
         first.
         """
         _, _, binding = self._require()
@@ -318,9 +318,9 @@ class Worker:
         self._waited = []
         while True:
             try:
-                claim, area = self._claimed()
+                claim, staging = self._claimed()
                 ready = time.monotonic()
-                binding.fill(area)
+                binding.fill(staging)
                 fetched = self._fresh is None
                 version = self._transfer.pull(binding.flat) if self._fresh is None else self._fresh
                 if self._pipeline is None:
@@ -337,10 +337,10 @@ class Worker:
                 store.rejoin()
         binding.refresh()
         spans: list[Span] = [*waited, ("wait", began, ready), ("pull", ready, time.monotonic())]
-        self._step = Step(claim, area, version, spans)
+        self._step = Step(claim, staging, version, spans)
         return self._step
 
-    def _claimed(self) -> tuple[Claim, Area]:
+    def _claimed(self) -> tuple[Claim, StagingBuffer]:
         """The samples of the next step, and where its gradient goes. Raises Ended, Fenced."""
         if self._pipeline is not None and self._pipeline.ahead is not None:
             ahead, self._pipeline.ahead = self._pipeline.ahead, None
@@ -376,7 +376,7 @@ class Worker:
         others = [member.pid for member in self.store.members() if member.state in alive]
         self._neighbours = cgroup_peers(others)  # of this machine, as the segment is
         if self._room.look() != self._offered:
-            self.store.offer(self._room.most_)
+            self.store.set_max_samples(self._room.most_)
             self._offered = self._room.most_
 
     def _budget(self, device: torch.device) -> int:
@@ -390,11 +390,11 @@ class Worker:
             try:
                 return self.store.start()
             except TimedOut:
-                if self.store.status().opened or time.monotonic() > deadline:
+                if self.store.status().all_joined or time.monotonic() > deadline:
                     raise
 
     def _finish_gradients(self, attachment: Attachment, binding: Binding, scaler: Any) -> bool:
-        """Bring the gradients to the area; False if the scaler found some that are not finite.
+        """Bring the gradients to the staging buffer; False if the scaler found some that are not finite.
 
         torch's own optimizer.step() is called, with no gradients left: schedulers and scalers want to see it.
         """
@@ -429,7 +429,7 @@ class Worker:
     def _gradient(self, step: Step, attachment: Attachment, binding: Binding) -> Gradient:
         """What is to be sent of a step whose gradients are in its area."""
         share = step.micro / step.done  # see _begin_micro_batch
-        norm = float(np.dot(step.area.flat, step.area.flat)) * share**2 if self._learns_norm else 0.0
+        norm = float(np.dot(step.staging.flat, step.staging.flat)) * share**2 if self._learns_norm else 0.0
         pulled = binding.flat if self._is(DCASGD) else None
         if pulled is not None and self._pipeline is not None:
             pulled = pulled.copy()  # the model goes on while this travels
@@ -437,7 +437,7 @@ class Worker:
         # Serially it took as long as its claim was held. A claim of a pipeline is held for longer than that.
         seconds = time.monotonic() - step.created if self._pipeline is not None else 0.0
         return Gradient(
-            step.area, samples, hyper_of(attachment), share, step.version, seconds, norm, pulled,
+            step.staging, samples, hyper_of(attachment), share, step.version, seconds, norm, pulled,
             binding.codes if samples else None,
         )  # fmt: skip
 

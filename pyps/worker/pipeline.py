@@ -5,7 +5,7 @@
 
 A step is computed on what the carrier brought back while the step before it was computed: the period is the
 longer of compute and transfer instead of their sum, and staleness is one more step of this worker's own. The
-carrier claims samples and a staging area for the step after the one being computed, so that the main thread
+carrier claims samples and a staging buffer for the step after the one being computed, so that the main thread
 never has to wait for the store while a transfer is under way.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from pyps.errors import Fenced, TimedOut
 from pyps.native.values import Claim, Flat
-from pyps.store.staging import Area
+from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.step import Step
 from pyps.worker.transport import Gradient, Outcome, Transfer
@@ -85,7 +85,7 @@ class Delivery:
     """
 
     outcome: Outcome
-    ahead: tuple[Claim, Area] | None = None
+    ahead: tuple[Claim, StagingBuffer] | None = None
     lost: bool = False
 
 
@@ -100,7 +100,7 @@ class Pipeline:
         self, store: Store, transfer: Transfer, size: int, patience: float, prepare: Callable[[], None]
     ) -> None:
         self.spare: Flat = np.zeros(size, np.float32)
-        self.ahead: tuple[Claim, Area] | None = None
+        self.ahead: tuple[Claim, StagingBuffer] | None = None
         self._store, self._transfer, self._prepare, self._patience = store, transfer, prepare, patience
         self._carrier: Carrier[Delivery] = Carrier(f"pyps-carrier-{store.rank}")
         self._sent: Step | None = None
@@ -142,7 +142,7 @@ class Pipeline:
         """Leave the store after the transfer under way. Raises TimedOut. Idempotent."""
         self._carrier.close(self._store.close, timeout)
 
-    def _claimed(self) -> tuple[Claim, Area] | None:
+    def _claimed(self) -> tuple[Claim, StagingBuffer] | None:
         self._prepare()
         claim = self._store.start_ahead()
         return None if claim is None else (claim, self._store.stage())

@@ -11,7 +11,7 @@ import torch
 
 from pyps.formats.records import Span, StepRecord
 from pyps.native.values import Claim
-from pyps.store.staging import Area
+from pyps.store.staging import StagingBuffer
 from pyps.worker.transport import Outcome
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Step:
     """What is known of a step: a claim, computed in one micro-batch or several."""
 
-    def __init__(self, claim: Claim, area: Area, version: int, spans: list[Span]) -> None:
-        self.claim, self.area, self.version, self.spans = claim, area, version, spans
+    def __init__(self, claim: Claim, staging: StagingBuffer, version: int, spans: list[Span]) -> None:
+        self.claim, self.staging, self.version, self.spans = claim, staging, version, spans
         self.created = self.began = time.monotonic()
         self.throttle: AbstractContextManager[ThrottleSpan] | None = None
         self.throttled: ThrottleSpan | None = None

@@ -15,7 +15,7 @@ from pyps.errors import Fenced, NotFinite, PushRejected
 from pyps.formats.records import Span
 from pyps.native.values import Codec, Encoding, Flat, Hyper, PushResult
 from pyps.store.codec import decode, encoded_bytes
-from pyps.store.staging import Area
+from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 
 
@@ -23,19 +23,20 @@ from pyps.store.store import Store
 class Gradient:
     """A ready gradient in its area: the mean over `samples` once it is multiplied by `scale`.
 
-    samples 0: a step to skip. `based`: the version it was computed on; `pulled`: what that was, where the
-    policy needs it. `seconds` that it took; 0: since its claim. `square_norm`: for SaPS; 0: not known.
-    `codes`: the gradient, scaled and encoded already, in place of the area's.
+    samples 0: a step to skip. `base_version`: the version it was computed on; `base_params`: those
+    parameters, where the policy needs it. `compute_seconds` that it took; 0: since its claim.
+    `grad_norm_squared`: for SaPS; 0: not known. `codes`: the gradient, scaled and encoded already, in place
+    of the staging buffer's.
     """
 
-    area: Area
+    staging: StagingBuffer
     samples: int
     hyper: tuple[Hyper, ...]
     scale: float
-    based: int
-    seconds: float
-    square_norm: float = 0.0
-    pulled: Flat | None = None
+    base_version: int
+    compute_seconds: float
+    grad_norm_squared: float = 0.0
+    base_params: Flat | None = None
     codes: NDArray[np.uint8] | None = None
 
 
@@ -87,7 +88,7 @@ class Transfer:
             outcome.rejected = True
         except NotFinite:
             outcome.unencodable = True
-            self._store.push(gradient.area, 0, gradient.hyper)  # the claim was still ours
+            self._store.push(gradient.staging, 0, gradient.hyper)  # the claim was still ours
         done = time.monotonic()
         waited = began
         if outcome.result is not None and outcome.result.wait_seconds > 0.0:
@@ -100,13 +101,14 @@ class Transfer:
         scale, encoding = (g.scale, self._encoding) if g.codes is None else (1.0, self._encoded)
         if self._turns and self._codec is Codec.F32:
             outcome.result, outcome.version = self._store.exchange(
-                g.area, g.samples, g.hyper, out, scale, encoding=encoding, gradient=g.codes,
-                based=g.based, seconds=g.seconds,
+                g.staging, g.samples, g.hyper, out, scale, encoding=encoding, gradient=g.codes,
+                base_version=g.base_version, compute_seconds=g.compute_seconds,
             )  # fmt: skip
             return
         outcome.result = self._store.push(
-            g.area, g.samples, g.hyper, scale, encoding=encoding, gradient=g.codes, pulled=g.pulled,
-            square_norm=g.square_norm, based=g.based, seconds=g.seconds,
+            g.staging, g.samples, g.hyper, scale, encoding=encoding, gradient=g.codes,
+            base_params=g.base_params, grad_norm_squared=g.grad_norm_squared, base_version=g.base_version,
+            compute_seconds=g.compute_seconds,
         )  # fmt: skip
         if self._turns:
             outcome.version = self.pull(out)

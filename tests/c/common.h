@@ -39,7 +39,7 @@ static inline pyps_config small_config(const pyps_tensor *tensor, const uint32_t
                          .groups = 1,
                          .tensors = 1,
                          .policy = policy,
-                         .rules = {.backup = 1, .bound = 2, .extra = 2, .slack = 1, .patience = 2},
+                         .policy_params = {.backup = 1, .bound = 2, .extra = 2, .slack = 1, .patience = 2},
                          .round_timeout_seconds = 60,
                          .batches = batches,
                          .tensor = tensor};
@@ -50,18 +50,18 @@ static inline int push_value_by(pyps_store *s, float value, uint32_t codec, doub
                                 pyps_push_result *out) {
     static const pyps_hyper hyper = {.lr = 1};
     pyps_claim claim;
-    uint32_t area;
+    uint32_t staging;
     int rc = pyps_start(s, seconds, &claim);
-    if (rc || (rc = pyps_stage(s, seconds, &area))) return rc;
-    float *gradient = pyps_staging(s, area);
+    if (rc || (rc = pyps_stage(s, seconds, &staging))) return rc;
+    float *gradient = pyps_staging(s, staging);
     for (uint64_t i = 0; i < store_elements(s); i++) gradient[i] = value;
     pyps_push_args args = {.size = sizeof args,
-                           .area = area,
+                           .staging = staging,
                            .samples = claim.count,
                            .scale = 1,
                            .timeout_seconds = seconds,
                            .codec = codec,
-                           .feedback = codec != PYPS_F32,
+                           .error_feedback = codec != PYPS_F32,
                            .hyper = &hyper};
     return pyps_push(s, &args, out);
 }

@@ -130,12 +130,13 @@ static void first_thread_ends(void) {
     must(pyps_close(s), "close");
 }
 
-/* Pushes `value` from that area; the timeout is too short for a round that others are missing from. */
-static int push_area(pyps_store *s, uint32_t area, float value, uint32_t samples, pyps_push_result *result) {
+/* Pushes `value` from that staging; the timeout is too short for a round that others are missing from. */
+static int push_area(pyps_store *s, uint32_t staging, float value, uint32_t samples,
+                     pyps_push_result *result) {
     static const pyps_hyper hyper = {.lr = 1};
-    for (int i = 0; i < FLAT; i++) pyps_staging(s, area)[i] = value;
+    for (int i = 0; i < FLAT; i++) pyps_staging(s, staging)[i] = value;
     pyps_push_args args = {.size = sizeof args,
-                           .area = area,
+                           .staging = staging,
                            .samples = samples,
                            .scale = 1,
                            .timeout_seconds = 0.01,
@@ -147,10 +148,11 @@ static int push_area(pyps_store *s, uint32_t area, float value, uint32_t samples
 static uint32_t time_out_in_round(pyps_store *s, float value) {
     pyps_claim claim;
     pyps_push_result result;
-    uint32_t area;
-    must(pyps_start(s, 1, &claim), "start"), must(pyps_stage(s, 1, &area), "stage");
-    expect(push_area(s, area, value, claim.count, &result), PYPS_ETIMEDOUT, "a push that waits for others");
-    return area;
+    uint32_t staging;
+    must(pyps_start(s, 1, &claim), "start"), must(pyps_stage(s, 1, &staging), "stage");
+    expect(push_area(s, staging, value, claim.count, &result), PYPS_ETIMEDOUT,
+           "a push that waits for others");
+    return staging;
 }
 
 static void check_parameter(pyps_store *s, float value) {
@@ -165,24 +167,24 @@ static void check_parameter(pyps_store *s, float value) {
 static void area_in_round(void) {
     pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
     pyps_push_result result;
-    uint32_t area;
+    uint32_t staging;
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     uint32_t held = time_out_in_round(s, 1);
-    must(pyps_stage(s, 1, &area), "stage beside it");
-    expect(push_area(s, area, 100, 4, &result), PYPS_EINVAL, "a retry of the push with another area");
+    must(pyps_stage(s, 1, &staging), "stage beside it");
+    expect(push_area(s, staging, 100, 4, &result), PYPS_EINVAL, "a retry of the push with another staging");
     must(pyps_rejoin(s), "rejoin");
-    must(pyps_stage(s, 1, &area), "stage");
-    CHECK(area != held, "area %u waits in a round and is handed out", area);
-    for (int i = 0; i < FLAT; i++) pyps_staging(s, area)[i] = 100;
+    must(pyps_stage(s, 1, &staging), "stage");
+    CHECK(staging != held, "staging %u waits in a round and is handed out", staging);
+    for (int i = 0; i < FLAT; i++) pyps_staging(s, staging)[i] = 100;
     must(push_value(other, 1, PYPS_F32, &result), "push");
     CHECK(result.sources == 2, "found %u sources", result.sources);
     check_parameter(s, -1);
-    must(pyps_rejoin(s), "rejoin"), must(pyps_stage(s, 1, &area), "stage");
-    must(pyps_stage(s, 1, &area), "both areas are free again");
+    must(pyps_rejoin(s), "rejoin"), must(pyps_stage(s, 1, &staging), "stage");
+    must(pyps_stage(s, 1, &staging), "both staging_buffers are free again");
     must(pyps_close(other), "close"), must(pyps_close(s), "close");
 }
 
-/* The same push again, with the same area, has the round's outcome. */
+/* The same push again, with the same staging, has the round's outcome. */
 static void retry_in_round(void) {
     pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
     pyps_push_result result;
@@ -200,22 +202,22 @@ static void retry_in_round(void) {
 static void check_in_round(void) {
     pyps_store *s = created(3, PYPS_BACKUP, 60), *second = joined(), *third = joined();
     pyps_push_result result;
-    uint32_t area;
+    uint32_t staging;
     int advice;
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     uint32_t held = time_out_in_round(s, 1);
-    must(pyps_check(s, 1, 1, &advice), "check");
-    must(pyps_stage(s, 1, &area), "stage");
-    CHECK(area != held, "area %u waits in a round and is handed out", area);
-    for (int i = 0; i < FLAT; i++) pyps_staging(s, area)[i] = 100;
+    must(pyps_should_continue(s, 1, 1, &advice), "check");
+    must(pyps_stage(s, 1, &staging), "stage");
+    CHECK(staging != held, "staging %u waits in a round and is handed out", staging);
+    for (int i = 0; i < FLAT; i++) pyps_staging(s, staging)[i] = 100;
     must(push_value(second, 1, PYPS_F32, &result), "push");
     check_parameter(s, -1);
     must(pyps_close(third), "close"), must(pyps_close(second), "close"), must(pyps_close(s), "close");
 }
 
-static int allow(const pyps_sight *sight, uint64_t *words) { return (void)sight, (void)words, 1; }
+static int allow(const pyps_policy_context *sight, uint64_t *words) { return (void)sight, (void)words, 1; }
 
-static int admit(const pyps_sight *sight, uint64_t *words, float *scale) {
+static int admit(const pyps_policy_context *sight, uint64_t *words, float *scale) {
     return (void)sight, (void)words, (void)scale, 1;
 }
 
@@ -250,13 +252,13 @@ static void damaged_ranks(void) {
     must(pyps_join(s, PYPS_WORKER, 0, NULL), "join");
     struct view *v = present(s);
     struct member *own = view_member(v, s->slot), *stranger = view_member(v, 7);
-    stranger->state = PYPS_ACTIVE, view_rank(v, 1)->slot_plus_1 = 8, v->opened = 1;
+    stranger->state = PYPS_ACTIVE, view_rank(v, 1)->slot_plus_1 = 8, v->all_joined = 1;
     expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of one who has none");
     stranger->rank = 0;
     expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of one who has another");
     stranger->rank = -1, view_rank(v, 1)->slot_plus_1 = 0;
     expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a worker without a rank");
-    stranger->state = PYPS_EMPTY, v->opened = 0;
+    stranger->state = PYPS_EMPTY, v->all_joined = 0;
     expect(pyps_start(s, 0, &claim), PYPS_ETIMEDOUT, "nothing wrong");
     own->rank = -1, own->role = PYPS_OBSERVER, view_rank(v, 0)->slot_plus_1 = 0;
     expect(pyps_start(s, 1, &claim), PYPS_EINVAL, "a step of an observer's");
@@ -329,7 +331,7 @@ static const struct {
 } tests[] = {
     {"out-of-descriptors", out_of_descriptors},
     {"first-thread-ends", first_thread_ends},
-    {"area-in-round", area_in_round},
+    {"staging-in-round", area_in_round},
     {"retry-in-round", retry_in_round},
     {"check-in-round", check_in_round},
     {"unknown-policy", unknown_policy},

@@ -2,7 +2,7 @@
  *
  * An input is flags, then what is done to a good segment, of one of four policies (bits 2 and 3): patches of
  * 11 bytes {region, place / 4, 8 bytes}, or (WHOLE) bytes that take the place of the file's beginning; and
- * (SHORT) a file that ends where the input ends. What can be opened is joined by two, read, pushed to and
+ * (SHORT) a file that ends where the input ends. What can be all_joined is joined by two, read, pushed to and
  * reaped, with deadlines, as its owners would do.
  */
 #include <fcntl.h>
@@ -64,7 +64,7 @@ static void make_good(struct good *g) {
     uint32_t batches[] = {2, 2, 2};
     pyps_config config = small_config(&tensor, batches, g->ranks, g->policy);
     config.max_participants = g->ranks + 2, config.snapshot_spares = 1, config.samples = 100;
-    config.areas = g->ranks == 1 ? 1 : 2;
+    config.staging_buffers = g->ranks == 1 ? 1 : 2;
     config.round_timeout_seconds = SECONDS;
     pyps_store *stores[3];
     must(pyps_create("fuzz", &config, &stores[0]), "create");
@@ -118,7 +118,7 @@ static void use(pyps_store *s) {
     pyps_snapshot(s, flat, NULL, NULL, SECONDS, &version);
     uint32_t two = !pyps_open("fuzz", &both[1]) && !pyps_join(both[1], PYPS_WORKER, -1, NULL);
     push_each(both, 1 + two, PYPS_F32, SECONDS), push_each(both, 1 + two, PYPS_INT8, 0);
-    pyps_check(s, 1, 1, &advice), pyps_start_ahead(s, &claim);
+    pyps_should_continue(s, 1, 1, &advice), pyps_start_ahead(s, &claim);
     pyps_close(both[1]);
     pyps_reap(s, &count);
     pyps_wait(s, sequence, SECONDS);

@@ -193,23 +193,24 @@ static void *run_unlink(void *argument) {
     return NULL;
 }
 
-/* One who tidies up has opened a segment; another one removes it, and a new run takes the name: it keeps it.
+/* One who tidies up has all_joined a segment; another one removes it, and a new run takes the name: it keeps
+ * it.
  */
 static void late_remover(pyps_store *worker) {
     static struct stalled remover;
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
     uint32_t batches[] = {1};
     pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
-    pyps_store *s, *opened;
+    pyps_store *s, *all_joined;
     (void)worker;
     must(pyps_create("passing", &config, &s), "create"), must(pyps_close(s), "close");
-    stall(&remover, NULL, run_unlink, "unlink.opened");
+    stall(&remover, NULL, run_unlink, "unlink.all_joined");
     must(pyps_unlink("passing", 0), "unlink");
     must(pyps_create("passing", &config, &s), "create again");
     let_go(&remover);
     CHECK(remover.rc == PYPS_ENOENT, "the late remover: found %s", pyps_error_name(remover.rc));
-    must(pyps_open("passing", &opened), "the new run's segment");
-    must(pyps_close(opened), "close"), must(pyps_close(s), "close");
+    must(pyps_open("passing", &all_joined), "the new run's segment");
+    must(pyps_close(all_joined), "close"), must(pyps_close(s), "close");
     must(pyps_unlink("passing", 0), "unlink");
 }
 
@@ -283,12 +284,12 @@ static void guest_looks(pyps_store *worker) {
 static void observer_steps(pyps_store *worker) {
     pyps_store *s = joined(PYPS_OBSERVER);
     pyps_claim claim;
-    uint32_t area;
+    uint32_t staging;
     pyps_push_args args = {.size = sizeof args};
     pyps_push_result result;
     (void)worker;
     CHECK(pyps_start(s, 0, &claim) == PYPS_EINVAL, "an observer may start");
-    CHECK(pyps_stage(s, 0, &area) == PYPS_EINVAL, "an observer may stage");
+    CHECK(pyps_stage(s, 0, &staging) == PYPS_EINVAL, "an observer may stage");
     CHECK(pyps_push(s, &args, &result) == PYPS_EINVAL, "an observer may push");
     must(pyps_close(s), "close");
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MODEL = Path(__file__).parent / "spin" / "chunk.pml"
+MODEL = Path(__file__).parent / "chunk.pml"
 MEGABYTES = 1024  # a search that wants more stops, short of its states
 DEPTH = 10_000
 

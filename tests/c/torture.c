@@ -4,7 +4,7 @@
  * Usage: torture POLICY OPTIMIZER FAULTS SEED. Every push has the same gradient, so the parameters at version
  * V are those after V optimizer steps, whoever died where: a push lost, doubled or torn would show in their
  * bits. `expected` takes those steps with the scalar kernels alone. Gradients are such that every codec
- * carries them exactly, and each push draws one, with feedback, and whether it is an exchange.
+ * carries them exactly, and each push draws one, with error_feedback, and whether it is an exchange.
  *
  * A worker draws a fault and how many failpoints it passes before it. A stop is short, or longer than the
  * round timeout, so that the worker wakes up fenced; then the worker goes on to its next fault, or is killed
@@ -47,7 +47,7 @@ static const pyps_hyper hypers[] = {
 static const char *const optimizers[] = {
     [PYPS_SGD] = "sgd", [PYPS_MOMENTUM] = "momentum", [PYPS_ADAMW] = "adamw"};
 
-static long countdown; /* failpoints left until this process's next fault; 0: none is due */
+static long countdown; /* failpoints left until this process's next fault; 0: none is next_deadline */
 static int fault;
 
 static void draw_fault(void) {
@@ -123,22 +123,22 @@ static void push_once(pyps_store *s, float *flat) {
     pyps_claim claim;
     pyps_push_result result;
     uint64_t version;
-    uint32_t area;
+    uint32_t staging;
     int rc = pyps_start(s, 1, &claim);
     if (rc == PYPS_ETIMEDOUT || !done(s, rc, "start")) return;
     if (!done(s, pyps_pull(s, flat, &version), "pull")) return;
     check_whole(flat);
-    must(pyps_stage(s, 20, &area), "stage");
-    float *gradient = pyps_staging(s, area);
+    must(pyps_stage(s, 20, &staging), "stage");
+    float *gradient = pyps_staging(s, staging);
     for (int i = 0; i < PARAMETERS; i++) gradient[i] = pattern[i % PERIOD];
     pyps_push_args args = {.size = sizeof args,
-                           .area = area,
+                           .staging = staging,
                            .samples = claim.count,
                            .scale = 1,
                            .timeout_seconds = 20,
                            .hyper = &hypers[optimizer],
                            .codec = codecs[rand() % 5]};
-    args.feedback = args.codec != PYPS_F32;
+    args.error_feedback = args.codec != PYPS_F32;
     if (rand() % 2) {
         if (done(s, pyps_push(s, &args, &result), "push")) shared->acknowledged++;
     } else if (done(s, pyps_exchange(s, &args, flat, &result, &version), "exchange")) {
@@ -279,7 +279,7 @@ int main(int argc, char **argv) {
                           .tensors = 1,
                           .optimizer = optimizer,
                           .policy = policy_numbered(argv[1]),
-                          .rules = {.backup = 1, .bound = 1, .extra = 2, .slack = 1, .patience = 2},
+                          .policy_params = {.backup = 1, .bound = 1, .extra = 2, .slack = 1, .patience = 2},
                           .round_timeout_seconds = ROUND_TIMEOUT_SECONDS,
                           .batches = batches,
                           .tensor = &tensor};

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 from dataclasses import dataclass
 
-from pyps.native.values import Sight
+from pyps.native.values import PolicyContext
 from pyps.store.policies import Custom
 
 
@@ -16,9 +16,9 @@ class Halving(Custom):
     bound: int = 2
     most: int = 4
 
-    def may_start(self, sight: Sight, words: MutableSequence[int]) -> bool:
-        return sight.clock - sight.slowest <= self.bound
+    def may_start(self, context: PolicyContext, shared_state: MutableSequence[int]) -> bool:
+        return context.clock - context.slowest <= self.bound
 
-    def scale(self, sight: Sight, words: MutableSequence[int]) -> float | None:
-        words[0] += 1
-        return 0.5**sight.staleness if sight.staleness <= self.most else None
+    def scale(self, context: PolicyContext, shared_state: MutableSequence[int]) -> float | None:
+        shared_state[0] += 1
+        return 0.5**context.staleness if context.staleness <= self.most else None

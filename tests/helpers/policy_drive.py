@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pyps.errors import Ended, Fenced, PushRejected
 from pyps.native.core import Core
-from pyps.native.values import Config, Moment, Optimizer
+from pyps.native.values import Config, EventKind, Optimizer
 from pyps.store.policies import (
     ASP,
     BSP,
@@ -41,7 +41,7 @@ class Drive:
         self.policy, self.n = policy, len(batches)
         config = Config(
             (), (), tuple(batches), 1, Optimizer.SGD, policy.number, policy.round_timeout_seconds,
-            samples, 0, 0, 0, 2, policy.rules(),
+            samples, 0, 0, 0, 2, policy.params(),
         )  # fmt: skip
         self.core = Core(config)
         self.now = SECOND
@@ -49,7 +49,7 @@ class Drive:
         self.pulled = [0] * self.n
         self.claims: dict[int, tuple[int, int]] = {}
         self.waiting: dict[int, int] = {}  # staged: worker -> the round it waits for
-        self.areas: list[list[int]] = [[] for _ in batches]
+        self.staging_buffers: list[list[int]] = [[] for _ in batches]
         self.trained: list[tuple[int, int]] = []
         self.pushes: list[tuple[int, int, float]] = []  # worker, staleness, scale
         self.sources: list[list[tuple[int, int, int, float]]] = []
@@ -57,13 +57,13 @@ class Drive:
         self.fresh: set[int] = set()  # has pulled in its turn
         self.ended: set[int] = set()
         for k in range(self.n):
-            self.core.step(Moment.JOIN, k, self.now, rank=k)
+            self.core.step(EventKind.JOIN, k, self.now, rank=k)
 
     def start(self, k: int) -> bool:
         """Claims, and pulls; False: has to wait, or is done."""
         self.now += STEP
         try:
-            d = self.core.step(Moment.START, k, self.now)
+            d = self.core.step(EventKind.START, k, self.now)
         except Ended:
             self.ended.add(k)
             return False
@@ -79,21 +79,23 @@ class Drive:
         self.now += STEP
         self.pulled[k] = self.version
         self.owes_pull.discard(k)
-        self.core.step(Moment.PULL, k, self.now, version=self.version)
+        self.core.step(EventKind.PULL, k, self.now, version=self.version)
 
-    def push(self, k: int, samples: int | None = None, took: int = STEP, norm: float = 0.0) -> int:
+    def push(
+        self, k: int, samples: int | None = None, compute_nanoseconds: int = STEP, norm: float = 0.0
+    ) -> int:
         """The verdict; REFUSED: the gradient was dropped."""
         self.now += STEP
         first, count = self.claims[k]
         chosen = count if samples is None else samples
-        if len(self.areas[k]) == 2:
+        if len(self.staging_buffers[k]) == 2:
             return WAIT
-        area = 1 if 0 in self.areas[k] else 0
+        staging = 1 if 0 in self.staging_buffers[k] else 0
         before = self.version
         try:
-            d = self.core.push(k, self.now, area, chosen, took, norm)
+            d = self.core.push(k, self.now, staging, chosen, compute_nanoseconds, norm)
             while d.verdict == WAIT and 0 < d.at <= self.now:
-                d = self.core.push(k, self.now, area, chosen, took, norm)
+                d = self.core.push(k, self.now, staging, chosen, compute_nanoseconds, norm)
         except PushRejected:
             del self.claims[k]
             self.see()
@@ -105,7 +107,7 @@ class Drive:
         self.pushes.append((k, d.staleness, d.scale))
         assert d.staleness == before - self.pulled[k]
         if d.ticket == 0:
-            self.areas[k].append(area)
+            self.staging_buffers[k].append(staging)
             if d.until:
                 self.waiting[k] = d.until
         elif self.policy.turns:
@@ -118,7 +120,7 @@ class Drive:
         d = self.core.last
         if d.round != self.round:
             self.round = d.round
-            self.areas = [[] for _ in self.areas]
+            self.staging_buffers = [[] for _ in self.staging_buffers]
             if d.version != self.version:
                 self.sources.append(self.core.sources())
         assert d.version in (self.version, self.version + 1)
@@ -139,14 +141,14 @@ class Drive:
             return self.start(k) or k in self.ended
         except Fenced:
             self.claims.pop(k, None)
-            self.core.step(Moment.REJOIN, k, self.now)
+            self.core.step(EventKind.REJOIN, k, self.now)
             return True
 
     def tick(self) -> None:
         """What waiting workers do when a round timeout has passed."""
         timeout = int(self.policy.round_timeout_seconds * SECOND) + 1
         self.now += timeout
-        self.core.step(Moment.TICK, 0, self.now, waited=timeout)
+        self.core.step(EventKind.TICK, 0, self.now, waited=timeout)
         self.see()
 
     def finish(self) -> None:

@@ -198,7 +198,7 @@ class Soak:
         for rank in range(RANKS):
             self.fleet.start(rank)
         deadline = time.monotonic() + BEGIN_SECONDS
-        while not self.store.status().opened or self.store.status().version < RANKS:
+        while not self.store.status().all_joined or self.store.status().version < RANKS:
             if time.monotonic() > deadline:
                 raise Failed("they never began")
             time.sleep(TICK_SECONDS)

@@ -49,13 +49,13 @@ def join(store: Store, rank: int) -> None:
 
 
 def push(store: Store, rank: int, codec: str, samples: int) -> None:
-    area = store.stage()
-    area.flat[:] = 0.0
-    area[f"rank-{rank}"][:] = 1.0
+    staging = store.stage()
+    staging.flat[:] = 0.0
+    staging[f"rank-{rank}"][:] = 1.0
     say(b"(")
     while True:
         try:
-            store.push(area, samples, Hyper(lr=1.0), encoding=codec)
+            store.push(staging, samples, Hyper(lr=1.0), encoding=codec)
             return say(b".")
         except TimedOut:
             continue  # its turn has not come

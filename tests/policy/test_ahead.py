@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from pyps.errors import Ended, Fenced, InvalidArgument, PushRejected
 from pyps.native.core import Core
-from pyps.native.values import Claim, Config, Hyper, Moment, Optimizer, PushResult
+from pyps.native.values import Claim, Config, EventKind, Hyper, Optimizer, PushResult
 from pyps.store import Store
 from pyps.store.policies import ASP, HPS, SSP, Policy, SaPS
-from pyps.store.staging import Area
+from pyps.store.staging import StagingBuffer
 
 LR = Hyper(lr=0.5)
 WAIT = 2  # PYPS_WAIT
@@ -37,14 +37,14 @@ def close(stores: list[Store]) -> None:
         store.close()
 
 
-def filled(store: Store) -> Area:
-    area = store.stage()
-    area.flat.fill(0.0)
-    return area
+def filled(store: Store) -> StagingBuffer:
+    staging = store.stage()
+    staging.flat.fill(0.0)
+    return staging
 
 
-def push(store: Store, samples: int, based: int | None = None) -> PushResult:
-    return store.push(filled(store), samples, LR, based=based)
+def push(store: Store, samples: int, base_version: int | None = None) -> PushResult:
+    return store.push(filled(store), samples, LR, base_version=base_version)
 
 
 def test_claims_come_in_order_and_the_pushes_belong_to_them(shm: Path) -> None:
@@ -93,7 +93,7 @@ def test_both_claims_of_who_leaves_are_handed_out_again(shm: Path) -> None:
         other.pull()
         push(other, claim.count)
     assert sorted(firsts) == list(range(20))
-    assert other.status().lost == 0
+    assert other.status().samples_dropped == 0
     close(stores)
 
 
@@ -160,7 +160,7 @@ def rounds_of(stores: list[Store], rounds: int) -> list[list[Claim]]:
         base = store.pull()[1]
         for _ in range(rounds):
             ahead = store.start_ahead()
-            result = store.push(filled(store), claims[-1].count, LR, based=base)
+            result = store.push(filled(store), claims[-1].count, LR, base_version=base)
             assert result.staleness == min(1, result.version - 1)
             base = max(0, store.pull()[1] - 1)
             assert ahead is not None
@@ -173,7 +173,7 @@ def rounds_of(stores: list[Store], rounds: int) -> list[list[Claim]]:
 
 def test_rounds_of_hps_keep_the_global_batch_ahead(shm: Path) -> None:
     stores = make(HPS(), (5, 3, 2))
-    stores[1].offer(2)
+    stores[1].set_max_samples(2)
     claims = rounds_of(stores, 8)
     for of_round in zip(*claims, strict=True):
         assert sum(claim.count for claim in of_round) == 10
@@ -186,24 +186,24 @@ def test_rounds_of_hps_keep_the_global_batch_ahead(shm: Path) -> None:
 
 def test_the_core_steps_the_same_in_virtual_time() -> None:
     core = lone_core(ASP(), (4,), 0)
-    assert core.step(Moment.START, 0, 2).first == 0
-    assert core.step(Moment.START_AHEAD, 0, 3).first == 4
-    core.step(Moment.PULL, 0, 4, version=0)
+    assert core.step(EventKind.START, 0, 2).first == 0
+    assert core.step(EventKind.START_AHEAD, 0, 3).first == 4
+    core.step(EventKind.PULL, 0, 4, version=0)
     assert core.push(0, 5, 0, 4, 1, 0.0).ticket == 1
-    core.step(Moment.PULL, 0, 6, version=1)
-    assert core.step(Moment.START_AHEAD, 0, 7).first == 8
-    assert core.step(Moment.PUSH, 0, 8, area=1, samples=4, based=1).staleness == 1
+    core.step(EventKind.PULL, 0, 6, version=1)
+    assert core.step(EventKind.START_AHEAD, 0, 7).first == 8
+    assert core.step(EventKind.PUSH, 0, 8, staging=1, samples=4, base_version=1).staleness == 1
 
 
 def lone_core(policy: Policy, batches: tuple[int, ...], samples: int) -> Core:
     config = Config(
         tensors=(), initial=(), batches=batches, groups=1, optimizer=Optimizer.SGD, policy=policy.number,
         round_timeout_seconds=1e6, samples=samples, chunk_params=0, max_participants=len(batches),
-        snapshot_spares=0, areas=2, rules=policy.rules(),
+        snapshot_spares=0, staging_buffers=2, policy_params=policy.params(),
     )  # fmt: skip
     core = Core(config)
     for slot in range(len(batches)):
-        core.step(Moment.JOIN, slot, 1, rank=slot)
+        core.step(EventKind.JOIN, slot, 1, rank=slot)
     return core
 
 
@@ -214,20 +214,20 @@ class Crowd:
         self.core, self.now = core, 1
         self.ended = [False] * count
         self.gone = [False] * count
-        self.area = [0] * count
+        self.staging = [0] * count
         self.trained: list[int] = []
 
     def act(self, slot: int, deed: str) -> None:
         self.now += 1_000_000
         if self.gone[slot]:
-            self.core.step(Moment.JOIN, slot, self.now, rank=slot)
+            self.core.step(EventKind.JOIN, slot, self.now, rank=slot)
             self.gone[slot] = self.ended[slot] = False
         if deed == "leave":
-            self.core.step(Moment.LEAVE, slot, self.now, state=3)
+            self.core.step(EventKind.LEAVE, slot, self.now, state=3)
             self.gone[slot] = True
             return
         try:
-            claim = self.core.step(Moment.START, slot, self.now)
+            claim = self.core.step(EventKind.START, slot, self.now)
         except Ended:
             self.ended[slot] = True
             return
@@ -235,13 +235,13 @@ class Crowd:
             return
         first, count = claim.first, claim.count
         if deed == "ahead":
-            following = self.core.step(Moment.START_AHEAD, slot, self.now)
+            following = self.core.step(EventKind.START_AHEAD, slot, self.now)
             assert not following.count or following.first != first
             return
-        self.core.step(Moment.PULL, slot, self.now, version=claim.version)
-        self.area[slot] ^= 1
+        self.core.step(EventKind.PULL, slot, self.now, version=claim.version)
+        self.staging[slot] ^= 1
         try:
-            pushed = self.core.push(slot, self.now, self.area[slot], count, 1000, 0.0)
+            pushed = self.core.push(slot, self.now, self.staging[slot], count, 1000, 0.0)
         except PushRejected:
             return
         if pushed.verdict != WAIT:

@@ -12,7 +12,7 @@ from policy_drive import COMMITTED, POLICIES, REFUSED, STEP, Drive, orders, part
 
 from pyps.errors import InvalidArgument
 from pyps.native.core import Core
-from pyps.native.values import Config, MemberState, Moment, Optimizer
+from pyps.native.values import Config, EventKind, MemberState, Optimizer
 from pyps.store.policies import (
     ASP,
     DCASGD,
@@ -40,10 +40,12 @@ def test_every_sample_is_trained_once_and_all_end(policy: Policy, order: list[in
     assert sum(r.samples for r in drive.core.ranks()) == 100
 
 
-@pytest.mark.parametrize("kind", [m for m in Moment if m not in (Moment.JOIN, Moment.TICK, Moment.REPLAN)])
-def test_who_has_not_joined_is_refused(kind: Moment) -> None:
+@pytest.mark.parametrize(
+    "kind", [m for m in EventKind if m not in (EventKind.JOIN, EventKind.TICK, EventKind.REPLAN)]
+)
+def test_who_has_not_joined_is_refused(kind: EventKind) -> None:
     policy = ASP()
-    core = Core(Config((), (), (4, 4), 1, Optimizer.SGD, policy.number, 1.0, 8, 0, 0, 0, 2, policy.rules()))
+    core = Core(Config((), (), (4, 4), 1, Optimizer.SGD, policy.number, 1.0, 8, 0, 0, 0, 2, policy.params()))
     with pytest.raises(InvalidArgument, match="nobody has joined"):
         core.step(kind, 1, 1, state=int(MemberState.LEFT), next=1)
 
@@ -58,7 +60,7 @@ def test_a_death_or_a_fence_stops_nobody(policy: Policy, order: list[int], at: i
     lost = drive.claims.pop(1, None)
     drive.ended.add(1)
     if death:
-        drive.core.step(Moment.LEAVE, 1, drive.now, state=int(MemberState.DEAD))
+        drive.core.step(EventKind.LEAVE, 1, drive.now, state=int(MemberState.DEAD))
         drive.see()
     else:
         for k in (0, 2, 3):  # they go on as far as they can without it
@@ -163,10 +165,10 @@ def test_ssp_counts_who_is_there_and_newcomers_begin_beside_the_slowest() -> Non
         assert drive.start(k)
         assert drive.push(k) == COMMITTED
         assert not drive.start(k)
-    drive.core.step(Moment.LEAVE, 2, drive.now, state=int(MemberState.DEAD))
+    drive.core.step(EventKind.LEAVE, 2, drive.now, state=int(MemberState.DEAD))
     assert drive.start(0)
     assert drive.push(0) == COMMITTED
-    drive.core.step(Moment.JOIN, 2, drive.now, rank=2)
+    drive.core.step(EventKind.JOIN, 2, drive.now, rank=2)
     assert drive.start(1)
     assert drive.push(1) == COMMITTED
     assert not drive.start(1), "the newcomer stands where the slowest stood when it came"

@@ -20,10 +20,10 @@ from test_run import make_plan, script
 from pyps.errors import InputError, TimedOut, UnknownPolicy
 from pyps.formats import write_json
 from pyps.native import custom
-from pyps.native.values import Hyper, Sight
+from pyps.native.values import Hyper, PolicyContext
 from pyps.simulate import Logistic, Scenario, SimWorker, simulate
 from pyps.store import Store
-from pyps.store.policies import Custom, acquaint, policy_named
+from pyps.store.policies import Custom, policy_named, register_policy
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 
@@ -34,13 +34,13 @@ class Broken(Custom):
 
     when: str = "start"
 
-    def may_start(self, sight: Sight, words: MutableSequence[int]) -> bool:
-        words[0] = 7
+    def may_start(self, context: PolicyContext, shared_state: MutableSequence[int]) -> bool:
+        shared_state[0] = 7
         if self.when == "start":
             raise ValueError("the cat sat on it")
         return self.when != "never"
 
-    def scale(self, sight: Sight, words: MutableSequence[int]) -> float | None:
+    def scale(self, context: PolicyContext, shared_state: MutableSequence[int]) -> float | None:
         raise ValueError("the cat sat on it")
 
 
@@ -48,7 +48,7 @@ class Broken(Custom):
 @given(order=orders)
 def test_it_decides_in_virtual_time(order: list[int]) -> None:
     policy = Halving(bound=1, most=3)
-    acquaint(policy)
+    register_policy(policy)
     drive = Drive(policy, [5, 3, 2, 7])
     clocks = [0] * 4
     for k in order:
@@ -80,9 +80,9 @@ def test_it_decides_in_stores(shm: Path) -> None:
             store.start()
             store.pull()
         for store, expected in ((one, -1.0), (two, -1.5)):  # the second one is a version late
-            area = store.stage()
-            area.flat.fill(1.0)
-            store.push(area, 1, Hyper(lr=1.0))
+            staging = store.stage()
+            staging.flat.fill(1.0)
+            store.push(staging, 1, Hyper(lr=1.0))
             assert one.pull()[0][0] == expected
         for _ in range(2):
             one.start()
@@ -120,7 +120,7 @@ def test_what_it_raises_is_the_cause_of_a_typed_error(shm: Path, when: str) -> N
 
 def test_a_wait_changes_no_words(shm: Path) -> None:
     policy = Broken(when="never")
-    acquaint(policy)
+    register_policy(policy)
     drive = Drive(policy, [1])
     assert not drive.start(0)
     assert not drive.start(0), "and still the answer is to the same view"
@@ -129,7 +129,7 @@ def test_a_wait_changes_no_words(shm: Path) -> None:
 def test_text_leads_to_it_and_to_nothing_else() -> None:
     assert policy_named("halving.Halving:bound=1") == Halving(bound=1)
     assert str(Halving(most=7)) == "halving.Halving:most=7"
-    assert Halving(bound=1).rules() != Halving(bound=2).rules()
+    assert Halving(bound=1).params() != Halving(bound=2).params()
     for text in ("halving.Sight", "halving.Nothing", "nowhere.Halving"):
         with pytest.raises(InputError, match="policy"):
             policy_named(text)
@@ -139,7 +139,7 @@ def test_pyps_run_trains_with_it(shm: Path, tmp_path: Path) -> None:
     write_json(tmp_path / "plan.json", make_plan())
     command = [PYPS, "run", "--plan", str(tmp_path / "plan.json"), "--policy", "halving.Halving:bound=1"]
     command += ["--samples", "96", "--json", "--run-dir", str(tmp_path / "run"), str(script(tmp_path))]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["samples"]["trained"] == 96
@@ -149,7 +149,7 @@ def test_pyps_run_trains_with_it(shm: Path, tmp_path: Path) -> None:
 @given(order=orders)
 def test_every_sample_is_trained_once(order: list[int]) -> None:
     policy = Halving()
-    acquaint(policy)
+    register_policy(policy)
     drive = Drive(policy, [5, 3, 2, 7], samples=100)
     for k in order:
         drive.turn(k)

@@ -9,8 +9,8 @@ import pytest
 from policy_drive import COMMITTED, SECOND, Drive
 
 from pyps.errors import Fenced
-from pyps.native.values import Moment, Sight
-from pyps.store.policies import DSSP, R2SP, SSP, Custom, acquaint
+from pyps.native.values import EventKind, PolicyContext
+from pyps.store.policies import DSSP, R2SP, SSP, Custom, register_policy
 
 SLICE = SECOND // 20  # how often a waiter looks for something to do
 
@@ -21,17 +21,17 @@ class First(Custom):
 
     opens: int = 10**12
 
-    def may_start(self, sight: Sight, words: MutableSequence[int]) -> bool:
-        return sight.rank == 0 or sight.now >= self.opens
+    def may_start(self, context: PolicyContext, shared_state: MutableSequence[int]) -> bool:
+        return context.rank == 0 or context.now >= self.opens
 
-    def scale(self, sight: Sight, words: MutableSequence[int]) -> float | None:
+    def scale(self, context: PolicyContext, shared_state: MutableSequence[int]) -> float | None:
         return 1.0
 
 
 def fenced(drive: Drive, k: int) -> bool:
     """Whether worker k is out; it says so when it asks for anything."""
     try:
-        drive.core.step(Moment.CHECK, k, drive.now)
+        drive.core.step(EventKind.CHECK, k, drive.now)
     except Fenced:
         return True
     return False
@@ -39,7 +39,7 @@ def fenced(drive: Drive, k: int) -> bool:
 
 def test_a_waiter_that_its_own_policy_keeps_waiting_is_not_fenced() -> None:
     policy = First(round_timeout_seconds=10.0)
-    acquaint(policy)
+    register_policy(policy)
     drive = Drive(policy, [4, 4])
     assert drive.start(0)
     assert not drive.start(1), "the policy makes it wait"
@@ -49,13 +49,13 @@ def test_a_waiter_that_its_own_policy_keeps_waiting_is_not_fenced() -> None:
         drive.tick()
         assert fenced(drive, 0), "it stands still with samples in hand"
         assert not fenced(drive, 1)
-        drive.core.step(Moment.REJOIN, 0, drive.now)
+        drive.core.step(EventKind.REJOIN, 0, drive.now)
         assert drive.start(0)
 
 
 def test_one_that_may_begin_a_step_and_does_not_is_fenced() -> None:
     policy = First(round_timeout_seconds=10.0)
-    acquaint(policy)
+    register_policy(policy)
     drive = Drive(policy, [4, 4])
     assert not drive.start(1)
     drive.tick()
@@ -65,7 +65,7 @@ def test_one_that_may_begin_a_step_and_does_not_is_fenced() -> None:
 
 def test_a_policy_may_wait_for_a_time() -> None:
     policy = First(opens=5 * SECOND)
-    acquaint(policy)
+    register_policy(policy)
     drive = Drive(policy, [4, 4])
     assert not drive.start(1)
     drive.now = 5 * SECOND
@@ -82,8 +82,8 @@ def test_who_waits_for_its_turn_with_a_ready_gradient_is_not_fenced() -> None:
         if drive.push(2) == COMMITTED:
             break
         waited = drive.now - begun
-        if drive.now >= drive.core.last.due or waited >= 10 * SECOND:
-            drive.core.step(Moment.TICK, 2, drive.now, waited=waited)
+        if drive.now >= drive.core.last.next_deadline or waited >= 10 * SECOND:
+            drive.core.step(EventKind.TICK, 2, drive.now, waited=waited)
     assert drive.pushes[0][0] == 2
     assert fenced(drive, 0), "it kept others waiting, for longer than the round timeout"
 
@@ -98,7 +98,7 @@ def test_claims_ahead_keep_the_bound(policy: SSP | DSSP) -> None:
         begun = begun + 1
         while True:
             drive.now += SECOND
-            ahead = drive.core.step(Moment.START_AHEAD, 0, drive.now).count
+            ahead = drive.core.step(EventKind.START_AHEAD, 0, drive.now).count
             assert drive.push(0) == COMMITTED
             if not ahead:
                 break
@@ -110,4 +110,4 @@ def test_claims_ahead_keep_the_bound(policy: SSP | DSSP) -> None:
 def test_one_alone_may_always_work_ahead() -> None:
     drive = Drive(SSP(bound=0), [4])
     assert drive.start(0)
-    assert drive.core.step(Moment.START_AHEAD, 0, drive.now).count == 4
+    assert drive.core.step(EventKind.START_AHEAD, 0, drive.now).count == 4

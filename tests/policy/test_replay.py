@@ -33,12 +33,12 @@ def work(store: pyps.Store, rank: int, journal: Path) -> None:
     while True:
         try:
             claim = store.start()
-            area = store.stage()
+            staging = store.stage()
             store.pull(flat)
-            if store.check(1, 1) is Advice.ABORT:
+            if store.should_continue(1, 1) is Advice.ABORT:
                 continue
-            area.flat[:] = 1.0
-            store.push(area, claim.count, Hyper(lr=1e-3), pulled=flat, square_norm=1.0 + rank)
+            staging.flat[:] = 1.0
+            store.push(staging, claim.count, Hyper(lr=1e-3), base_params=flat, grad_norm_squared=1.0 + rank)
         except PushRejected:
             pass
         except Ended:
@@ -79,7 +79,7 @@ def commits_a_push(data: bytes, at: int) -> bool:
 @pytest.mark.parametrize("policy", [name for name in Policy.known if name != "custom"])
 def test_every_policy_decides_the_same_again(shm: Path, tmp_path: Path, policy: str) -> None:
     again = replay(journalled(tmp_path, policy))
-    assert (again.differences, again.lost, again.first) == (0, 0, "")
+    assert (again.differences, again.missing_events, again.first) == (0, 0, "")
     assert again.decisions > again.events >= 120 // 4
 
 
@@ -101,7 +101,7 @@ def test_an_event_that_is_missing_is_counted(shm: Path, tmp_path: Path) -> None:
     at = [at for at in entries(data) if commits_a_push(data, at)][-2]
     size = struct.unpack_from("<Q", data, at)[0]
     journal.write_bytes(data[:at] + data[at + size :])
-    assert replay(journal).lost > 0
+    assert replay(journal).missing_events > 0
     journal.write_bytes(data[:-3])  # the last entry, cut short
     assert replay(journal).differences == 0
 

@@ -61,14 +61,14 @@ while True:
         time.sleep(0.001 * claim.count)
         {within}
         area.flat[:] = 1.0
-        store.push(area, claim.count, Hyper(lr=1e-3), pulled=flat)
+        store.push(area, claim.count, Hyper(lr=1e-3), base_params=flat)
         step += 1
         if policy.turns:
             store.pull(flat)
     except Ended:
         break
     except TimedOut:
-        if store.status().opened:
+        if store.status().all_joined:
             raise
     except PushRejected:
         pass
@@ -115,7 +115,7 @@ def loop(tmp_path: Path, policy: str, within: str = "pass", template: str = LOOP
     rules = policy_named(policy, ROUND_TIMEOUT)
     report = run(tmp_path / "plan.json", path, rules, samples=SAMPLES, run_dir=tmp_path / "run", journal=True)
     again = replay(tmp_path / "run" / "journal")
-    assert (again.differences, again.lost, again.first) == (0, 0, "")
+    assert (again.differences, again.missing_events, again.first) == (0, 0, "")
     assert again.decisions >= again.events >= SAMPLES // max(BATCHES)
     return report
 

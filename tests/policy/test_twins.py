@@ -26,12 +26,12 @@ from pyps.store.policies import (
     SaPS,
     Softsync,
 )
-from pyps.store.staging import Area
+from pyps.store.staging import StagingBuffer
 
 BATCHES = [5, 3, 2, 7]
 SAMPLES = 100
 ORDERED = [  # those that decide by order alone, not by how long things took
-    BSP(), ASP(), Backup(k=1), Softsync(n=2), SSP(bound=1), DynSGD(), ConSGD(), DCASGD(strength=0.0),
+    BSP(), ASP(), Backup(k=1), Softsync(n=2), SSP(bound=1), DynSGD(), ConSGD(), DCASGD(lambda_=0.0),
     SaPS(threshold="fixed", bound=2), SaPS(), SaPS(threshold="quantile", quantile=0.5),
     R2SP(slack=0.0, patience=1e6),
 ]  # fmt: skip
@@ -48,16 +48,16 @@ class Twins:
             stack.enter_context(store)
             store.join(rank)
         self.flats: list[np.ndarray] = [np.zeros(0)] * len(BATCHES)
-        self.areas: dict[int, Area] = {}
-        self.staged: dict[int, tuple[Area, int]] = {}  # in a round that a store's worker waits for
+        self.staging_buffers: dict[int, StagingBuffer] = {}
+        self.staged: dict[int, tuple[StagingBuffer, int]] = {}  # in a round that a store's worker waits for
 
     def turn(self, k: int) -> None:
         drive = self.drive
         if k in drive.ended or k in drive.waiting:
             return
         if k in self.staged:  # the round has closed meanwhile
-            area, samples = self.staged.pop(k)
-            assert self.push(k, area, samples) is not None
+            staging, samples = self.staged.pop(k)
+            assert self.push(k, staging, samples) is not None
         if k in drive.owes_pull:
             self.pull(k)
             drive.turn(k)
@@ -85,33 +85,35 @@ class Twins:
         self.flats[k], version = self.stores[k].pull()
         assert version == self.drive.version
 
-    def push(self, k: int, area: Area, samples: int) -> PushResult | None:
+    def push(self, k: int, staging: StagingBuffer, samples: int) -> PushResult | None:
         """None: it has to wait."""
         try:
-            return self.stores[k].push(area, samples, Hyper(lr=0.1), timeout=0.0, pulled=self.flats[k])
+            return self.stores[k].push(
+                staging, samples, Hyper(lr=0.1), timeout=0.0, base_params=self.flats[k]
+            )
         except TimedOut:
             return None
 
     def push_both(self, k: int) -> None:
         drive, samples = self.drive, self.drive.claims[k][1]
-        if len(drive.areas[k]) == 2:
+        if len(drive.staging_buffers[k]) == 2:
             with pytest.raises(TimedOut):
                 self.stores[k].stage(timeout=0.0)
             return
-        area = self.areas.pop(k, None) or self.stores[k].stage()
+        staging = self.staging_buffers.pop(k, None) or self.stores[k].stage()
         verdict = drive.push(k)
         try:
-            result = self.push(k, area, samples)
+            result = self.push(k, staging, samples)
         except PushRejected:
             assert verdict == REFUSED
             return
         assert verdict != REFUSED
         if verdict == WAIT:
             assert result is None
-            self.areas[k] = area
+            self.staging_buffers[k] = staging
         elif k in drive.waiting:
             assert result is None
-            self.staged[k] = (area, samples)
+            self.staged[k] = (staging, samples)
         else:
             assert result is not None
             assert verdict == COMMITTED

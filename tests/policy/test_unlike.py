@@ -13,7 +13,7 @@ from policy_drive import COMMITTED, POLICIES, REFUSED, SECOND, WAIT, Drive, orde
 
 from pyps.errors import InputError, InvalidArgument
 from pyps.native.core import Core
-from pyps.native.values import Advice, Config, Moment, Optimizer, Rules
+from pyps.native.values import Advice, Config, EventKind, Optimizer, PolicyParams
 from pyps.store.policies import (
     ASP,
     HPS,
@@ -82,14 +82,14 @@ def test_saps_pushes_what_is_done_before_it_is_too_late() -> None:
     for done in (2, 4, 6):
         drive.start(1)
         drive.push(1)  # staleness is now done / 2
-        advice = drive.core.step(Moment.CHECK, 0, drive.now, done=done, next=2).advice
+        advice = drive.core.step(EventKind.CHECK, 0, drive.now, done=done, next=2).advice
         staleness = done // 2
         late = Fraction(staleness * (done + 2), done) > 4
-        assert advice == (Advice.PUSH_NOW if late else Advice.GO_ON)
+        assert advice == (Advice.PUSH_NOW if late else Advice.CONTINUE)
     for _ in range(3):
         drive.start(1)
         drive.push(1)
-    assert drive.core.step(Moment.CHECK, 0, drive.now, done=6, next=2).advice == Advice.ABORT
+    assert drive.core.step(EventKind.CHECK, 0, drive.now, done=6, next=2).advice == Advice.ABORT
     with pytest.raises(InvalidArgument):
         drive.push(0)
     assert drive.core.ranks()[0].returned == 8
@@ -169,12 +169,12 @@ def test_r2sp_passes_over_who_is_late_and_takes_it_back() -> None:
             if drive.version < 3:
                 drive.start(k)
             drive.now += SECOND
-            assert drive.push(k, took=SECOND) == COMMITTED
+            assert drive.push(k, compute_nanoseconds=SECOND) == COMMITTED
             drive.pull(k)
             drive.start(k)
     assert drive.push(1) == WAIT, "it is rank 0's turn"
     drive.now += 2 * SECOND  # past patience
-    drive.core.step(Moment.TICK, 1, drive.now, waited=0)
+    drive.core.step(EventKind.TICK, 1, drive.now, waited=0)
     before = len(drive.pushes)
     for k in (1, 2, 1, 2):
         assert drive.push(k) == COMMITTED
@@ -198,7 +198,7 @@ def test_r2sp_does_not_wait_for_a_pull_that_never_comes() -> None:
         for k in (0, 1):
             if k in drive.claims and drive.push(k) == COMMITTED:
                 order.append(k)
-                drive.core.step(Moment.START, k, drive.now)
+                drive.core.step(EventKind.START, k, drive.now)
                 drive.claims[k] = (0, 1)
     assert order == [k % 2 for k in range(len(order))]
     assert len(order) > 10
@@ -211,7 +211,7 @@ def test_r2sp_keeps_its_gaps() -> None:
         drive.start(k)
     for turn in range(12):
         k = turn % 2
-        while drive.push(k, took=SECOND) == WAIT:
+        while drive.push(k, compute_nanoseconds=SECOND) == WAIT:
             drive.now = max(drive.now, drive.core.last.at)
         times.append(drive.now)
         drive.pull(k)
@@ -232,12 +232,12 @@ def test_hps_shares_by_speed_within_memory(speeds: list[int], limits: list[int])
     batches = [20, 30, 10, 40]
     drive = Drive(HPS(), batches)
     for k, most in enumerate(limits):
-        drive.core.step(Moment.OFFER, k, drive.now, next=most)
+        drive.core.step(EventKind.MAX_SAMPLES, k, drive.now, next=most)
     for _ in range(2):
         for k in range(4):
             assert drive.start(k)
         for k in range(4):
-            assert drive.push(k, took=drive.claims[k][1] * SECOND // speeds[k]) == COMMITTED
+            assert drive.push(k, compute_nanoseconds=drive.claims[k][1] * SECOND // speeds[k]) == COMMITTED
     shares = []
     for k in range(4):
         assert drive.start(k)
@@ -274,7 +274,7 @@ def test_a_policy_is_what_its_text_says(policy: Policy) -> None:
         ("r2sp:slack=-1", "at least 0"),
         ("softsync:n=0", "at least 1"),
         ("dssp:extra=100000", "at most 10000"),
-        ("dcasgd:strength=nan", "at least 0"),
+        ("dcasgd:lambda=nan", "at least 0"),
     ],
 )
 def test_bad_numbers_are_named(text: str, message: str) -> None:
@@ -283,15 +283,15 @@ def test_bad_numbers_are_named(text: str, message: str) -> None:
 
 
 def test_the_core_checks_rules_itself() -> None:
-    def core(policy: int, rules: Rules) -> Core:
+    def core(policy: int, rules: PolicyParams) -> Core:
         return Core(Config((), (), (1,), 1, Optimizer.SGD, policy, 1.0, 0, 0, 0, 0, 0, rules))
 
     with pytest.raises(InvalidArgument, match="splits: found 0"):
-        core(Softsync.number, Rules())
+        core(Softsync.number, PolicyParams())
     with pytest.raises(InvalidArgument, match="patience"):
-        core(R2SP.number, Rules(slack=1.0))
+        core(R2SP.number, PolicyParams(slack=1.0))
     with pytest.raises(InvalidArgument, match="quantile"):
-        core(SaPS.number, Rules(threshold=1, quantile=math.nan))
-    made = core(ASP.number, Rules())
+        core(SaPS.number, PolicyParams(threshold=1, quantile=math.nan))
+    made = core(ASP.number, PolicyParams())
     with pytest.raises(InvalidArgument, match="slot"):
-        made.step(Moment.START, 7, 1)
+        made.step(EventKind.START, 7, 1)

@@ -62,9 +62,9 @@ def open_remote(address: str) -> RemoteStore:
 
 
 def push_ones(store: Store, samples: int) -> PushResult:
-    area = store.stage()
-    area["w"][:] = 1.0
-    return store.push(area, samples, HYPER)
+    staging = store.stage()
+    staging["w"][:] = 1.0
+    return store.push(staging, samples, HYPER)
 
 
 def value(store: Store) -> float:
@@ -83,16 +83,16 @@ def test_a_lost_reply_does_not_push_twice(store: Store, server: Server, exchange
         far.join(0)
         near.join(1)
         claim = far.start()
-        area = far.stage()
-        area["w"][:] = 1.0
+        staging = far.stage()
+        staging["w"][:] = 1.0
         out = np.zeros(far.layout.flat_elements, np.float32)
         results: list[PushResult] = []
 
         def push() -> None:
             if exchange:
-                results.append(far.exchange(area, claim.count, HYPER, out)[0])
+                results.append(far.exchange(staging, claim.count, HYPER, out)[0])
             else:
-                results.append(far.push(area, claim.count, HYPER))
+                results.append(far.push(staging, claim.count, HYPER))
 
         relay.deaf.set()
         pusher = threading.Thread(target=push)
@@ -162,7 +162,7 @@ def test_a_repeated_call_is_answered_when_its_first_one_is(store: Store, server:
         assert early.code == Busy.code
         store.join(1)
         assert isinstance(client.reply(), Answer)
-        assert store.status().handed_out == 4
+        assert store.status().samples_assigned == 4
 
 
 WORKER = """
@@ -219,7 +219,7 @@ def test_a_stopped_worker_is_fenced_and_comes_back(store: Store, server: Server)
         assert out == "fenced\n1\n"
         assert child.returncode == 0
     assert value(store) == -0.5
-    assert store.status().lost == 0
+    assert store.status().samples_dropped == 0
 
 
 def test_a_silent_worker_learns_what_became_of_its_push(store: Store, server: Server) -> None:
@@ -278,16 +278,16 @@ def test_a_push_that_waits_too_long_can_be_resumed(shm: Path) -> None:
             far.join(0)
             claim = far.start()
             store.start()
-            area = far.stage()
-            area["w"][:] = 1.0
+            staging = far.stage()
+            staging["w"][:] = 1.0
             with pytest.raises(TimedOut):
-                far.push(area, claim.count, HYPER, timeout=0.05)
-            area["w"][:] = 77.0  # what was staged counts
+                far.push(staging, claim.count, HYPER, timeout=0.05)
+            staging["w"][:] = 77.0  # what was staged counts
             other = store.stage()
             other["w"][:] = 3.0
             both = threading.Thread(target=store.push, args=(other, 4, HYPER))
             both.start()
-            assert far.push(area, claim.count, HYPER).sources == 2
+            assert far.push(staging, claim.count, HYPER).sources == 2
             both.join()
             assert value(far) == -1.0
 
@@ -297,17 +297,17 @@ def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server
     with open_remote(server.address) as far:
         far.join(0)
         claim = far.start()
-        area = far.stage()
-        area["w"][:] = np.nan
+        staging = far.stage()
+        staging["w"][:] = np.nan
         with pytest.raises(NotFinite):
-            far.push(area, claim.count, HYPER, encoding="int8")
-        assert far.push(area, 0, HYPER).version == 0
+            far.push(staging, claim.count, HYPER, encoding="int8")
+        assert far.push(staging, 0, HYPER).version == 0
         assert store.ranks()[0].skipped == claim.count
         far.start()
-        area = far.stage()
-        area["w"][:] = 1.0
-        area["w"][5] = np.inf
-        result = far.push(area, 4, HYPER, encoding=Encoding(Codec.INT8, nonfinite="zero"))
+        staging = far.stage()
+        staging["w"][:] = 1.0
+        staging["w"][5] = np.inf
+        result = far.push(staging, 4, HYPER, encoding=Encoding(Codec.INT8, nonfinite="zero"))
         assert result.nonfinite == 1
 
 
@@ -328,12 +328,12 @@ def test_a_killed_server_is_an_error_and_a_new_one_is_told_apart(store: Store) -
         far, other = open_remote(address), open_remote(address)
         far.join(0)
         claim = far.start()
-        area = far.stage()
+        staging = far.stage()
         child.kill()
         child.wait()
         began = time.monotonic()
         with pytest.raises(LinkLost, match="nothing more was heard") as lost:
-            far.push(area, claim.count, HYPER)
+            far.push(staging, claim.count, HYPER)
         assert time.monotonic() - began < 10 * SILENCE
         assert lost.value.code == "lost"
         far.close()

@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 
 def test_all_that_a_store_does_goes_over_the_link() -> None:
-    tree = ast.parse((ROOT / "pyps" / "store.py").read_text())
+    tree = ast.parse((ROOT / "pyps" / "store" / "store.py").read_text())
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self._call"]
     names = {ast.unparse(call.args[0]).removeprefix("native.") for call in calls}
     assert len(names) > 15
@@ -94,7 +94,7 @@ from pyps.native.values import Codec, Encoding, Hyper
 
 x = np.random.default_rng(0).standard_normal((60, 6)).astype(np.float32)
 y = np.random.default_rng(1).standard_normal((60, 2)).astype(np.float32)
-how = Encoding(Codec.INT8, feedback=True)
+how = Encoding(Codec.INT8, error_feedback=True)
 with open_store(sys.argv[1]) as store:
     store.join(int(sys.argv[2]))
     flat, _ = store.pull()
@@ -133,7 +133,7 @@ def test_two_processes_over_the_link_get_what_local_ones_get(shm: Path) -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["staged", "given"])
 def test_what_lies_between_the_parameters_is_not_sent(shm: Path, rounding: Rounding, given: bool) -> None:
     """Rubbish in a chunk's padding changes no scale, and a caller's own gradient is left as it was."""
-    how = Encoding(Codec.INT8, rounding, feedback=True, seed=3)
+    how = Encoding(Codec.INT8, rounding, error_feedback=True, seed=3)
     found = []
     for k in range(2):
         tensors = {"a": np.zeros(100), "b": np.zeros(300)}
@@ -144,14 +144,14 @@ def test_what_lies_between_the_parameters_is_not_sent(shm: Path, rounding: Round
                 rng = np.random.default_rng(5)
                 for _ in range(3):
                     worker.start()
-                    area = worker.stage()
-                    gradient = np.full(area.flat.size, 1e6, np.float32) if given else area.flat
+                    staging = worker.stage()
+                    gradient = np.full(staging.flat.size, 1e6, np.float32) if given else staging.flat
                     gradient[:] = 1e6
                     for view in worker.views(gradient).values():
                         view[:] = rng.standard_normal(view.size)
                     before = gradient.copy()
                     own = gradient if given else None
-                    worker.push(area, 1, [Hyper(lr=0.1)] * 2, scale=0.5, encoding=how, gradient=own)
+                    worker.push(staging, 1, [Hyper(lr=0.1)] * 2, scale=0.5, encoding=how, gradient=own)
                     assert not given or np.array_equal(before, gradient)
             found.append(store.snapshot().tensors)
     assert np.any(found[0]["a"])
@@ -197,11 +197,11 @@ def test_every_policy_decides_over_the_link_as_beside_the_store(shm: Path, polic
             flat, _ = one.pull()
             for turn in range(6):
                 claim = one.start()
-                area = one.stage()
-                area["w"][:] = flat[:5] + turn
-                one.offer(4)
-                assert one.check(0, claim.count) is pyps.native.values.Advice.GO_ON
-                one.push(area, claim.count, Hyper(lr=0.1), pulled=flat, square_norm=1.0)
+                staging = one.stage()
+                staging["w"][:] = flat[:5] + turn
+                one.set_max_samples(4)
+                assert one.check(0, claim.count) is pyps.native.values.Advice.CONTINUE
+                one.push(staging, claim.count, Hyper(lr=0.1), base_params=flat, grad_norm_squared=1.0)
                 if turn % 2 or policy == "r2sp":
                     one.pull(flat)
             found.append(store.snapshot().parameters.copy())

@@ -49,9 +49,9 @@ def works(address: str) -> bool:
     with open_store(address) as far:
         far.join()
         claim = far.start()
-        area = far.stage()
-        area.flat[:] = 0.0
-        version = far.push(area, claim.count, HYPER).version
+        staging = far.stage()
+        staging.flat[:] = 0.0
+        version = far.push(staging, claim.count, HYPER).version
         assert np.all(far.pull()[0] == 0.0)
         return version > 0
 

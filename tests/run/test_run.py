@@ -477,7 +477,7 @@ def test_the_worker_reads_what_the_supervisor_wrote(
         11,
     )
     assert found.policy == rules
-    assert found.encoding == Encoding(Codec.INT8, feedback=True)
+    assert found.encoding == Encoding(Codec.INT8, error_feedback=True)
     assert (found.run_dir, found.throttle, found.launched) == (tmp_path, spec, True)
     assert (env.get("OMP_NUM_THREADS") == "1") == (
         spec is not None or os.environ.get("OMP_NUM_THREADS") == "1"

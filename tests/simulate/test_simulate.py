@@ -211,7 +211,7 @@ def test_curves_fall_and_targets_stop() -> None:
 
 def test_delay_compensation_without_strength_is_asp() -> None:
     asp, none, some = compare(
-        PLAIN, ["asp", "dcasgd:strength=0", "dcasgd:strength=2"], iterations=30, learning=Logistic(), lr=1.0
+        PLAIN, ["asp", "dcasgd:lambda=0", "dcasgd:lambda=2"], iterations=30, learning=Logistic(), lr=1.0
     )
     assert asp.loss == none.loss != some.loss
 

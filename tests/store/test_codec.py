@@ -268,7 +268,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(errors.InputError, match="rounding"):
         Encoding(Codec.F16, "stochastic")
     with pytest.raises(errors.InputError, match="feedback"):
-        Encoding(Codec.F32, feedback=True)
+        Encoding(Codec.F32, error_feedback=True)
     with pytest.raises(errors.InvalidArgument, match="first: found 64"):
         encode(v, "int8", first=64)
     with pytest.raises(errors.InvalidArgument, match="the same array as residual"):

@@ -44,9 +44,9 @@ def weights(store: Store) -> Array:
 
 def give(store: Store, gradient: Array, samples: int = 1, **options: object) -> None:
     store.start()
-    area = store.stage()
-    area["w"][:] = gradient
-    store.push(area, samples, ONE, **options)  # type: ignore[arg-type]
+    staging = store.stage()
+    staging["w"][:] = gradient
+    store.push(staging, samples, ONE, **options)  # type: ignore[arg-type]
 
 
 def flat_of(store: Store, w: Array) -> Array:
@@ -78,14 +78,14 @@ def test_what_was_encoded_elsewhere_is_applied_as_it_is(codec: Codec) -> None:
         carried = store.views(decode(data, codec, store.layout.flat_elements))["w"]
         np.testing.assert_array_equal(weights(store), -2 * carried)
         store.start()
-        area = store.stage()
+        staging = store.stage()
         with pytest.raises(errors.InvalidArgument, match="gradient: found 4 bytes"):
-            store.push(area, 1, ONE, encoding=codec, gradient=data[:4])
+            store.push(staging, 1, ONE, encoding=codec, gradient=data[:4])
         if codec >= Codec.INT8:
             data[-4:] = np.array([np.nan], np.float32).view(np.uint8)
             with pytest.raises(errors.NotFinite, match="scale that is not finite"):
-                store.push(area, 1, ONE, encoding=codec, gradient=data)
-        store.push(area, 0, ONE)
+                store.push(staging, 1, ONE, encoding=codec, gradient=data)
+        store.push(staging, 0, ONE)
 
 
 @settings(derandomize=True, deadline=None, max_examples=20)
@@ -122,7 +122,7 @@ def test_a_round_reduces_every_codec_in_rank_order(workers: list[tuple[Codec, in
 @pytest.mark.parametrize("policy", ["asp", "bsp"])
 def test_feedback_telescopes(codec: Codec, policy: str) -> None:
     """All that was applied is all that was given, save the last residual; without feedback it is not."""
-    how = Encoding(codec, feedback=True)
+    how = Encoding(codec, error_feedback=True)
     ends = []
     for name, encoding in (("kept", how), ("lost", codec)):
         with make(name, policy) as store:
@@ -138,7 +138,7 @@ def test_feedback_telescopes(codec: Codec, policy: str) -> None:
 def residual_is(store: Store, codec: Codec, expected: Array) -> None:
     """A gradient of zeros brings out what was kept."""
     before = weights(store)
-    give(store, np.zeros(SIZE, np.float32), encoding=Encoding(codec, feedback=True))
+    give(store, np.zeros(SIZE, np.float32), encoding=Encoding(codec, error_feedback=True))
     carried = decode(encode(flat_of(store, expected), codec)[0], codec, store.layout.flat_elements)
     np.testing.assert_array_equal(weights(store), before - store.views(carried)["w"])
 
@@ -150,19 +150,19 @@ def left_by(store: Store, codec: Codec, gradient: Array) -> Array:
 
 
 def test_a_push_that_fails_leaves_the_residual_as_it_was() -> None:
-    gradient, how = randn(SIZE), Encoding(Codec.INT8, feedback=True)
+    gradient, how = randn(SIZE), Encoding(Codec.INT8, error_feedback=True)
     with make("refused") as store:
         store.join()
         give(store, gradient, encoding=how)
         store.start()
-        area = store.stage()
-        area.flat.fill(np.nan)
+        staging = store.stage()
+        staging.flat.fill(np.nan)
         with pytest.raises(errors.NotFinite, match="value 0"):
-            store.push(area, 1, ONE, encoding=how)
-        area.flat.fill(3.0)
+            store.push(staging, 1, ONE, encoding=how)
+        staging.flat.fill(3.0)
         with pytest.raises(errors.InvalidArgument, match="samples: found 5"):
-            store.push(area, 5, ONE, encoding=how)
-        store.push(area, 0, ONE, encoding=how)  # skipped: nothing is encoded
+            store.push(staging, 5, ONE, encoding=how)
+        store.push(staging, 0, ONE, encoding=how)  # skipped: nothing is encoded
         residual_is(store, Codec.INT8, left_by(store, Codec.INT8, gradient))
 
 
@@ -172,16 +172,16 @@ def test_counts_of_what_was_not_finite_come_back() -> None:
     with make("counts") as store:
         store.join()
         store.start()
-        area = store.stage()
-        area["w"][:] = gradient
-        result = store.push(area, 1, ONE, encoding=Encoding(Codec.INT4, nonfinite="skip"))
+        staging = store.stage()
+        staging["w"][:] = gradient
+        result = store.push(staging, 1, ONE, encoding=Encoding(Codec.INT4, nonfinite="skip"))
         assert (result.nonfinite, result.blocks_skipped) == (2, 2)
         assert np.isfinite(weights(store)).all()
 
 
 def test_a_successor_inherits_the_residual() -> None:
     """Wherever it lies: the next one in that rank may sit in another slot."""
-    gradient, how = randn(SIZE), Encoding(Codec.INT4, feedback=True)
+    gradient, how = randn(SIZE), Encoding(Codec.INT4, error_feedback=True)
     with make("inherit", max_participants=4) as owner:
         with Store.open("inherit") as first:
             first.join()
@@ -195,7 +195,7 @@ def test_a_successor_inherits_the_residual() -> None:
 
 
 def test_a_residual_in_a_slot_that_is_needed_is_dropped_and_counted() -> None:
-    how = Encoding(Codec.INT8, feedback=True)
+    how = Encoding(Codec.INT8, error_feedback=True)
     with make("drop", batches=(1, 1), max_participants=2):
         with Store.open("drop") as one, Store.open("drop") as two:
             one.join(0)
@@ -226,15 +226,15 @@ def test_exchange_is_push_then_pull(policy: str, codec: Codec, optimizer: str) -
             flat = np.empty(store.layout.flat_elements, np.float32)
             for step in range(3):
                 store.start()
-                area = store.stage()
-                area.flat.fill(0.0)
-                area["w"][:] = randn(SIZE, step)
+                staging = store.stage()
+                staging.flat.fill(0.0)
+                staging["w"][:] = randn(SIZE, step)
                 hyper = Hyper(lr=0.1)
                 if exchanging:
-                    result, version = store.exchange(area, 1, hyper, flat, encoding=codec)
+                    result, version = store.exchange(staging, 1, hyper, flat, encoding=codec)
                     assert (result.version, version) == (step + 1, step + 1)
                 else:
-                    store.push(area, 1, hyper, encoding=codec)
+                    store.push(staging, 1, hyper, encoding=codec)
                     flat, version = store.pull(flat)
                 np.testing.assert_array_equal(flat, store.pull()[0])
             assert store.members()[0].pulled == 3
@@ -256,9 +256,9 @@ def test_exchange_of_several_is_never_torn() -> None:
             flat = np.empty(store.layout.flat_elements, np.float32)
             for _ in range(rounds):
                 store.start()
-                area = store.stage()
-                area.flat.fill(-1.0)
-                result, version = store.exchange(area, 1, ONE, flat)
+                staging = store.stage()
+                staging.flat.fill(-1.0)
+                result, version = store.exchange(staging, 1, ONE, flat)
                 assert version >= result.version
                 w = store.views(flat)["w"]
                 assert w.min() >= version
@@ -315,11 +315,11 @@ def test_wrong_encodings_are_refused_before_anything_happens() -> None:
     with make("wrong") as store:
         store.join()
         store.start()
-        area = store.stage()
+        staging = store.stage()
         with pytest.raises(errors.InputError, match="'int3'"):
-            store.push(area, 1, ONE, encoding="int3")
+            store.push(staging, 1, ONE, encoding="int3")
         with pytest.raises(errors.InvalidArgument, match="gradient: found float64"):
-            store.push(area, 1, ONE, gradient=np.zeros(3))  # type: ignore[arg-type]
+            store.push(staging, 1, ONE, gradient=np.zeros(3))  # type: ignore[arg-type]
         with pytest.raises(errors.InvalidArgument, match="out: found float32"):
-            store.exchange(area, 1, ONE, np.zeros(3, np.float32))
+            store.exchange(staging, 1, ONE, np.zeros(3, np.float32))
         assert store.status().version == 0

@@ -129,21 +129,21 @@ def test_bad_pushes_are_refused(shm: Path) -> None:
     with Store.create("pushes", GOOD, batches=[4]) as store:
         store.join()
         store.start()
-        area = store.stage()
+        staging = store.stage()
         hyper = Hyper(lr=0.1)
         for bad in (
             lambda: store.push(7, 4, hyper),
             lambda: store.push(-1, 4, hyper),
-            lambda: store.push(area, 5, hyper),
-            lambda: store.push(area, -1, hyper),
-            lambda: store.push(area, 4, hyper, scale=float("nan")),
-            lambda: store.push(area, 4, hyper, timeout=-1.0),
-            lambda: store.push(area, 4, []),
+            lambda: store.push(staging, 5, hyper),
+            lambda: store.push(staging, -1, hyper),
+            lambda: store.push(staging, 4, hyper, scale=float("nan")),
+            lambda: store.push(staging, 4, hyper, timeout=-1.0),
+            lambda: store.push(staging, 4, []),
             lambda: store.staging(9),
             lambda: store.replan([1, 2]),
             lambda: store.replan([0]),
         ):
             with pytest.raises(errors.InvalidArgument):
                 bad()
-        area.flat.fill(0.0)
-        assert store.push(area, 4, hyper).version == 1
+        staging.flat.fill(0.0)
+        assert store.push(staging, 4, hyper).version == 1

@@ -54,9 +54,9 @@ def opened(shm: Path, data: bytes, mode: int = 0o600) -> None:
             store.pull()
             store.snapshot(timeout=0.2)
             store.start(timeout=0.2)
-            area = store.stage(timeout=0.2)
-            area.flat.fill(0.0)
-            store.push(area, 1, [Hyper(lr=0.1)] * store.layout.groups, timeout=0.2)
+            staging = store.stage(timeout=0.2)
+            staging.flat.fill(0.0)
+            store.push(staging, 1, [Hyper(lr=0.1)] * store.layout.groups, timeout=0.2)
     finally:
         path.unlink()
 
@@ -241,9 +241,9 @@ def test_a_late_worker_is_fenced_and_comes_back(shm: Path) -> None:
         late_area = late.stage()
         late_area.flat.fill(100.0)
         fast.start()
-        area = fast.stage()
-        area.flat.fill(1.0)
-        assert fast.push(area, 1, hyper, timeout=5.0).sources == 1
+        staging = fast.stage()
+        staging.flat.fill(1.0)
+        assert fast.push(staging, 1, hyper, timeout=5.0).sources == 1
         with pytest.raises(errors.Fenced, match="rejoin"):
             late.push(late_area, 1, hyper)
         late.rejoin()
@@ -259,9 +259,9 @@ def test_a_late_worker_is_fenced_and_comes_back(shm: Path) -> None:
         thread = threading.Thread(target=other)
         thread.start()
         late.start(timeout=5.0)
-        area = late.stage()
-        area.flat.fill(3.0)
-        result = late.push(area, 1, hyper, timeout=5.0)
+        staging = late.stage()
+        staging.flat.fill(3.0)
+        result = late.push(staging, 1, hyper, timeout=5.0)
         thread.join()
         assert result.version in (2, 3)
         assert done
@@ -283,7 +283,7 @@ def in_child(body: Callable[[], None]) -> int:
 def test_a_forked_child_is_refused_and_harms_nobody(shm: Path) -> None:
     store = Store.create("fork", TENSORS, batches=[1])
     store.join()
-    area = store.stage()
+    staging = store.stage()
     pointer = store._pointer
     assert pointer is not None
 
@@ -297,9 +297,9 @@ def test_a_forked_child_is_refused_and_harms_nobody(shm: Path) -> None:
             assert own.status().active == 1
 
     assert in_child(child) == 0
-    area.flat.fill(0.0)
+    staging.flat.fill(0.0)
     store.start()
-    assert store.push(area, 1, Hyper(lr=0.1)).version == 1
+    assert store.push(staging, 1, Hyper(lr=0.1)).version == 1
     store.close()
 
 

@@ -49,11 +49,11 @@ def some_tensors(seed: int) -> dict[str, NDArray[np.float32]]:
 
 def push_tensors(store: Store, gradient: dict[str, NDArray[np.float32]], hyper: Hyper) -> None:
     claim = store.start()
-    area = store.stage()
-    area.flat.fill(0.0)
-    for name, view in area.tensors().items():
+    staging = store.stage()
+    staging.flat.fill(0.0)
+    for name, view in staging.tensors().items():
         view[...] = gradient[name]
-    store.push(area, claim.count, hyper)
+    store.push(staging, claim.count, hyper)
 
 
 # The step, against formulas in fp64 and against torch.
@@ -175,23 +175,23 @@ def test_groups_have_their_own_constants() -> None:
     with Store.create("groups", initial, batches=[1], policy="asp", groups=groups) as store:
         store.join()
         store.start()
-        area = store.stage()
-        area.flat.fill(1.0)
-        store.push(area, 1, [Hyper(lr=1.0), Hyper(lr=0.0)])
+        staging = store.stage()
+        staging.flat.fill(1.0)
+        store.push(staging, 1, [Hyper(lr=1.0), Hyper(lr=0.0)])
         after = store.views(store.pull()[0])
         np.testing.assert_array_equal(after["weight"], initial["weight"] - 1.0)
         np.testing.assert_array_equal(after["bias"], initial["bias"])
         with pytest.raises(errors.InvalidArgument, match="found 1; expected 2"):
-            store.push(area, 1, [Hyper(lr=1.0)])
+            store.push(staging, 1, [Hyper(lr=1.0)])
 
 
 def test_scale_multiplies_the_gradient() -> None:
     with Store.create("scale", {"w": np.zeros(4)}, batches=[1], policy="asp") as store:
         store.join()
         store.start()
-        area = store.stage()
-        area.flat.fill(8.0)
-        store.push(area, 1, Hyper(lr=1.0), scale=0.125)
+        staging = store.stage()
+        staging.flat.fill(8.0)
+        store.push(staging, 1, Hyper(lr=1.0), scale=0.125)
         assert store.views(store.pull()[0])["w"].tolist() == [-1.0] * 4
 
 
@@ -208,10 +208,10 @@ def weighted_step(split: list[int], gradients: NDArray[np.float32]) -> tuple[F64
             claim = store.start()
             mean = gradients[claim.first : claim.first + claim.count].astype(np.float64).mean(axis=0)
             means[rank] = mean.astype(np.float32)
-            area = store.stage()
-            area.flat.fill(0.0)
-            area["w"][...] = means[rank]
-            result = store.push(area, claim.count, Hyper(lr=1.0))
+            staging = store.stage()
+            staging.flat.fill(0.0)
+            staging["w"][...] = means[rank]
+            result = store.push(staging, claim.count, Hyper(lr=1.0))
             assert (result.samples, result.sources) == (sum(split), len(split))
 
     size = gradients.shape[1]
@@ -244,10 +244,10 @@ def shuffled_run(seed: int, ranks: int, rounds: int) -> bytes:
             for k in range(rounds):
                 claim = store.start()
                 flat, _ = store.pull()
-                area = store.stage()
-                area.flat[...] = flat * np.float32(0.1) + np.float32(math.sin(claim.first))
+                staging = store.stage()
+                staging.flat[...] = flat * np.float32(0.1) + np.float32(math.sin(claim.first))
                 time.sleep(delays[rank][k])
-                store.push(area, claim.count, Hyper(lr=0.05, momentum=0.9))
+                store.push(staging, claim.count, Hyper(lr=0.05, momentum=0.9))
 
     initial = some_tensors(3)
     with Store.create("race", initial, batches=batches, optimizer="momentum", chunk_params=1024) as store:
@@ -274,9 +274,9 @@ def test_asp_applies_every_push_once() -> None:
                 except errors.Ended:
                     return
                 store.pull()
-                area = store.stage()
-                area.flat.fill(float(claim.first + 1))
-                store.push(area, claim.count, Hyper(lr=1.0))
+                staging = store.stage()
+                staging.flat.fill(float(claim.first + 1))
+                store.push(staging, claim.count, Hyper(lr=1.0))
 
     with Store.create(
         "count", {"w": np.zeros(3000)}, batches=[1] * ranks, policy="asp", samples=pushes, chunk_params=1024
@@ -318,7 +318,7 @@ def test_what_the_store_says_of_itself() -> None:
     with Store.create("who", some_tensors(0), batches=[2, 3]) as store:
         assert {t.name: t.shape for t in store.tensors} == SHAPES
         assert store.layout.parameters == sum(math.prod(shape) for shape in SHAPES.values())
-        assert not store.status().opened
+        assert not store.status().all_joined
         assert store.join(1) == 1
         (member,) = store.members()
         assert (member.rank, member.role, member.pid) == (1, Role.WORKER, os.getpid())
@@ -337,14 +337,14 @@ def test_what_the_store_says_of_itself() -> None:
 def test_views_are_of_the_area_itself() -> None:
     with Store.create("views", some_tensors(0), batches=[1]) as store:
         store.join()
-        area = store.stage()
-        assert area.flat.shape == (store.layout.flat_elements,)
-        assert area["weight"].shape == SHAPES["weight"]
-        area.flat.fill(0.0)
-        area["bias"][:] = 5.0
-        assert float(area.flat.sum()) == 5.0 * 33
-        assert area.torch().data_ptr() == area.flat.__array_interface__["data"][0]
-        assert store.staging(area.index) is area
+        staging = store.stage()
+        assert staging.flat.shape == (store.layout.flat_elements,)
+        assert staging["weight"].shape == SHAPES["weight"]
+        staging.flat.fill(0.0)
+        staging["bias"][:] = 5.0
+        assert float(staging.flat.sum()) == 5.0 * 33
+        assert staging.torch().data_ptr() == staging.flat.__array_interface__["data"][0]
+        assert store.staging(staging.index) is staging
 
 
 def mapped(shm: Path) -> bool:
@@ -354,13 +354,13 @@ def mapped(shm: Path) -> bool:
 def test_a_view_keeps_the_mapping_alive(shm: Path) -> None:
     store = Store.create("alive", some_tensors(0), batches=[1])
     store.join()
-    area = store.stage()
-    weight, tensor = area["weight"], area.torch()
+    staging = store.stage()
+    weight, tensor = staging["weight"], staging.torch()
     store.close()
     assert not any(shm.iterdir()), "the creator's close removes the name"
     assert mapped(shm)
-    assert not area.flat.flags.writeable
-    del area, weight
+    assert not staging.flat.flags.writeable
+    del staging, weight
     gc.collect()
     assert mapped(shm), "the torch tensor still needs it"
     assert math.isfinite(float(tensor.nan_to_num().sum()))
@@ -372,10 +372,10 @@ def test_a_view_keeps_the_mapping_alive(shm: Path) -> None:
 def test_after_leave_the_area_is_read_only_and_calls_are_refused() -> None:
     with Store.create("left", some_tensors(0), batches=[1]) as store:
         store.join()
-        area = store.stage()
+        staging = store.stage()
         store.leave()
         with pytest.raises(ValueError, match="read-only"):
-            area["bias"][:] = 1.0
+            staging["bias"][:] = 1.0
         for call in (store.start, store.stage, lambda: store.staging(0), store.pull):
             with pytest.raises(errors.InvalidArgument):
                 call()

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pyps import errors
 from pyps.native.values import Codec, Encoding, Hyper, Member, MemberState
 from pyps.store.codec import decode
-from pyps.store.store import Area, Store
+from pyps.store.store import StagingBuffer, Store
 
 SHAPES = {"weight": (700, 3), "bias": (5,)}
 SAMPLES = 40
@@ -37,7 +37,7 @@ class Worker:
     claim: tuple[int, int] | None = None
     pulled: int = 0
     clock: int = 0
-    staged: list[Area] = field(default_factory=list)
+    staged: list[StagingBuffer] = field(default_factory=list)
 
 
 @dataclass
@@ -60,7 +60,7 @@ class StoreMachine(RuleBasedStateMachine):
         zeros = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         self.owner = Store.create(
             "model", zeros, batches=[3, 2], policy="asp", samples=SAMPLES, chunk_params=1024,
-            max_participants=HANDLES + 1, areas=AREAS, groups={"weight": 0, "bias": 1},
+            max_participants=HANDLES + 1, staging_buffers=AREAS, groups={"weight": 0, "bias": 1},
         )  # fmt: skip
         self.workers = [Worker(Store.open("model")) for _ in range(HANDLES)]
         self.ranks = [Rank(3), Rank(2)]
@@ -203,9 +203,9 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(errors.InvalidArgument):
                 worker.store.stage(timeout=0)
             return
-        area = worker.store.stage(timeout=0)
-        assert area.index not in [a.index for a in worker.staged]
-        worker.staged.append(area)
+        staging = worker.store.stage(timeout=0)
+        assert staging.index not in [a.index for a in worker.staged]
+        worker.staged.append(staging)
 
     @rule(
         i=st.integers(0, HANDLES - 1),
@@ -213,7 +213,7 @@ class StoreMachine(RuleBasedStateMachine):
         sign=st.sampled_from([-1.0, 1.0, 2.0]),
         samples=st.integers(0, 4),
         exchange=st.booleans(),
-        feedback=st.booleans(),
+        error_feedback=st.booleans(),
     )
     def push(self, i: int, codec: Codec, sign: float, samples: int, exchange: bool, feedback: bool) -> None:
         worker = self.workers[i]
@@ -221,19 +221,19 @@ class StoreMachine(RuleBasedStateMachine):
             return
         if not worker.staged:
             self.stage(i)
-        area = worker.staged[0]
-        area.flat.fill(0.0)
-        area["weight"].fill(EXACT[codec])
-        how = Encoding(codec, feedback=feedback and codec is not Codec.F32)
+        staging = worker.staged[0]
+        staging.flat.fill(0.0)
+        staging["weight"].fill(EXACT[codec])
+        how = Encoding(codec, error_feedback=feedback and codec is not Codec.F32)
         if worker.claim is None or samples > worker.claim[1]:
             with pytest.raises(errors.InvalidArgument, match="samples"):
-                worker.store.push(area, samples, HYPER, sign, timeout=0, encoding=how)
+                worker.store.push(staging, samples, HYPER, sign, timeout=0, encoding=how)
             return
-        out, version = np.empty_like(area.flat), 0
+        out, version = np.empty_like(staging.flat), 0
         if exchange:
-            result, version = worker.store.exchange(area, samples, HYPER, out, sign, 0, encoding=how)
+            result, version = worker.store.exchange(staging, samples, HYPER, out, sign, 0, encoding=how)
         else:
-            result = worker.store.push(area, samples, HYPER, sign, 0, encoding=how)
+            result = worker.store.push(staging, samples, HYPER, sign, 0, encoding=how)
         worker.staged.pop(0)
         self.pushed(worker, samples, EXACT[codec] * sign)
         assert result.version == (self.version if samples else 0)
@@ -299,7 +299,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         status = self.owner.status()
         active = sum(w.rank is not None and w.rank >= 0 for w in self.workers)
-        found = (status.version, status.plan, status.lost, status.active, status.opened)
+        found = (status.version, status.plan, status.samples_dropped, status.active, status.all_joined)
         assert found == (self.version, self.plan, self.lost, active, self.opened)
         for rank, counted in zip(self.ranks, self.owner.ranks(), strict=True):
             assert counted.batch == rank.batch

@@ -48,7 +48,7 @@ def test_each_rank_has_its_own_each_way(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for rank, (push, pull) in enumerate(expected):
         settings = by_plan(monkeypatch, tmp_path / "plan.json", plan, rank)
         assert (settings.encoding.codec, settings.pull_codec) == (push, pull)
-        assert settings.encoding.feedback == (push is not Codec.F32)
+        assert settings.encoding.error_feedback == (push is not Codec.F32)
 
 
 def test_a_plan_without_bits_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

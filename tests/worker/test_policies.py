@@ -15,7 +15,7 @@ from pyps.formats.records import read_run
 from pyps.native.values import Advice, Hyper, PushResult
 from pyps.store import Store
 from pyps.store.policies import DCASGD, R2SP, Policy, SaPS, Softsync
-from pyps.store.staging import Area
+from pyps.store.staging import StagingBuffer
 from pyps.worker.loop import Worker, join
 
 LR = 0.5
@@ -54,11 +54,11 @@ def test_one_worker_is_plain_sgd_bitwise(shm: Path) -> None:
     assert len(set(results.values())) == 1, {k: hash(v) for k, v in results.items()}
 
 
-def filled(store: Store, values: np.ndarray) -> Area:
-    area = store.stage()
-    area.flat.fill(0.0)
-    area["w"][:] = values
-    return area
+def filled(store: Store, values: np.ndarray) -> StagingBuffer:
+    staging = store.stage()
+    staging.flat.fill(0.0)
+    staging["w"][:] = values
+    return staging
 
 
 def push(store: Store, samples: int, values: np.ndarray, **more: object) -> PushResult:
@@ -85,7 +85,7 @@ def two(
 def test_dcasgd_adds_its_correction(shm: Path, codec: str) -> None:
     draws = np.random.default_rng(0)
     w0, g1, g2 = (draws.standard_normal(3000).astype(np.float32) for _ in range(3))
-    one, other = two("delay", DCASGD(strength=0.3), w0)
+    one, other = two("delay", DCASGD(lambda_=0.3), w0)
     with one, other:
         pulled = {}
         for store in (one, other):
@@ -97,8 +97,8 @@ def test_dcasgd_adds_its_correction(shm: Path, codec: str) -> None:
         one.join(0)
         one.start()
         flat, _ = one.pull()
-        push(one, 1, g1, pulled=flat, encoding=codec)
-        push(other, 1, g2, pulled=pulled[other], encoding=codec, scale=2.0)
+        push(one, 1, g1, base_params=flat, encoding=codec)
+        push(other, 1, g2, base_params=pulled[other], encoding=codec, scale=2.0)
         found = other.pull()[0]
         decoded = [
             torch.from_numpy(g).bfloat16().float().numpy() if codec == "bf16" else g for g in (g1, 2.0 * g2)
@@ -112,7 +112,7 @@ def test_dcasgd_with_strength_0_is_asp_bitwise(shm: Path) -> None:
     draws = np.random.default_rng(1)
     w0, g1, g2 = (draws.standard_normal(3000).astype(np.float32) for _ in range(3))
     results = []
-    for policy in ("asp", "dcasgd:strength=0"):
+    for policy in ("asp", "dcasgd:lambda=0"):
         one, other = two("zero", policy, w0)
         with one, other:
             for store in (one, other):
@@ -146,7 +146,7 @@ def test_a_check_says_what_to_do_and_frees_the_area(shm: Path) -> None:
             assert other.start().count == 6 if round_ == 0 else other.start().count >= 1
             other.pull()
             filled(other, np.zeros(10))
-            assert other.check(1, 1) is Advice.GO_ON
+            assert other.check(1, 1) is Advice.CONTINUE
             for _ in range(2):
                 step(one, np.zeros(10))
             assert other.check(2, 2) is Advice.PUSH_NOW

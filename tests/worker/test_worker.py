@@ -212,7 +212,7 @@ def test_processes_under_a_launcher(shm: Path, tmp_path: Path, policy: str) -> N
         assert record.loss is not None
         assert record.sources in ((1,) if policy == "asp" else (1, 2))
     with Store.open("launched") as store:
-        assert store.status().handed_out == 120
+        assert store.status().samples_assigned == 120
     from pyps.store.segments import collect_garbage
 
     assert [s.name for s in collect_garbage()[0]] == ["launched"]
