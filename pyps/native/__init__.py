@@ -85,7 +85,7 @@ def create(name: str, config: Config) -> Pointer:
     batches = u32_array(what, "batches", config.batches)
     c = ffi.new("pyps_config *")
     c.size = ffi.sizeof("pyps_config")
-    for field in ("chunk_params", "max_participants", "snapshot_spares", "areas", "groups"):
+    for field in ("chunk_params", "max_participants", "snapshot_spares", "staging_buffers", "groups"):
         setattr(c, field, unsigned(what, field, getattr(config, field), 32))
     c.optimizer, c.policy = int(config.optimizer), config.policy
     fill_policy_params(c.policy_params, config.policy_params)
@@ -98,14 +98,14 @@ def create(name: str, config: Config) -> Pointer:
     return _owned(out)
 
 
-def fill_policy_params(c: Any, rules: PolicyParams) -> None:
+def fill_policy_params(c: Any, params: PolicyParams) -> None:
     for field in fields(PolicyParams):
-        setattr(c, field.name, getattr(rules, field.name))
+        setattr(c, field.name, getattr(params, field.name))
 
 
 def get_policy_params(store: Pointer) -> PolicyParams:
     c = ffi.new("pyps_policy_params *")
-    check("rules", lib.pyps_get_policy_params(store, c))
+    check("policy_params", lib.pyps_get_policy_params(store, c))
     return PolicyParams(*(getattr(c, field.name) for field in fields(PolicyParams)))
 
 
@@ -241,12 +241,15 @@ def push(store: Pointer, arguments: PushRequest) -> PushResult:
 
 def should_continue(store: Pointer, done: int, following: int) -> Advice:
     advice = ffi.new("int *")
-    check("check", lib.pyps_should_continue(store, done, following, advice))
+    check("should_continue", lib.pyps_should_continue(store, done, following, advice))
     return Advice(advice[0])
 
 
-def set_max_samples(store: Pointer, most: int) -> None:
-    check("offer", lib.pyps_set_max_samples(store, unsigned("offer", "most", most, 32)))
+def set_max_samples(store: Pointer, samples: int) -> None:
+    check(
+        "set_max_samples",
+        lib.pyps_set_max_samples(store, unsigned("set_max_samples", "samples", samples, 32)),
+    )
 
 
 def exchange(store: Pointer, arguments: PushRequest, flat: Flat) -> tuple[PushResult, int]:
@@ -275,14 +278,16 @@ def _push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
         h.beta1, h.beta2 = group.betas
         h.eps, h.nesterov = group.eps, int(group.nesterov)
         h.lr_decay, h.clip = group.lr_decay, group.clip
-    c.size, c.staging = ffi.sizeof("pyps_push_args"), unsigned(what, "area", push.staging, 32)
+    c.size, c.staging = ffi.sizeof("pyps_push_args"), unsigned(what, "staging", push.staging, 32)
     c.samples = unsigned(what, "samples", push.samples, 32)
     c.scale, c.timeout_seconds, c.hyper = push.scale, push.timeout, constants
     gradient = ffi.NULL if push.gradient is None else ffi.from_buffer("float[]", push.gradient)
     c.gradient, c.encoded = gradient, int(push.encoded)
     base_params = ffi.NULL if push.base_params is None else ffi.from_buffer("float[]", push.base_params)
     c.base_params, c.grad_norm_squared = base_params, push.grad_norm_squared
-    c.base_version = 0 if push.base_version is None else 1 + unsigned(what, "based", push.base_version, 63)
+    c.base_version = (
+        0 if push.base_version is None else 1 + unsigned(what, "base_version", push.base_version, 63)
+    )
     c.compute_nanoseconds = round(push.compute_seconds / NANOSECOND)
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
@@ -349,7 +354,7 @@ def get_status(store: Pointer) -> Status:
     c = ffi.new("pyps_status *")
     check("status", lib.pyps_get_status(store, c))
     return Status(
-        c.sequence, c.version, c.round, c.plan, c.samples_assigned, c.lost, c.active, bool(c.all_joined)
+        c.sequence, c.version, c.round, c.plan, c.samples_assigned, c.samples_dropped, c.active, bool(c.all_joined)
     )  # fmt: skip
 
 
