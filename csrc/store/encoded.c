@@ -81,7 +81,8 @@ static int check(const pyps_store *s, const pyps_push_args *a) {
         return fail(PYPS_EINVAL, "push: codec: found %u; expected PYPS_F32 to PYPS_NF4", a->codec);
     bool corrects = s->geometry.policy == PYPS_DCASGD && s->geometry.policy_params.lambda_ > 0;
     if (corrects && !a->base_params && a->samples)
-        return fail(PYPS_EINVAL, "push: pulled: found NULL; the policy dcasgd needs what was pulled");
+        return fail(PYPS_EINVAL, "push: base_params: found NULL; the policy dcasgd needs the parameters that "
+                                 "the gradient was computed on");
     if (a->codec == PYPS_F32 && (a->error_feedback || a->encoded))
         return fail(PYPS_EINVAL, "push: codec: found PYPS_F32; it has no error_feedback and is not encoded");
     if (a->encoded && (a->error_feedback || a->gradient))

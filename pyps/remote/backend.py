@@ -155,11 +155,11 @@ class Calls:
         return replace(result, nonfinite=counts[0], blocks_skipped=counts[1]), int(version)
 
     def should_continue(self, done: int, following: int) -> Advice:
-        advice: Advice = self.client.call("check_step", done, following)[0]
+        advice: Advice = self.client.call("should_continue", done, following)[0]
         return advice
 
     def set_max_samples(self, most: int) -> None:
-        self.client.call("offer", most)
+        self.client.call("set_max_samples", most)
 
     def get_policy_params(self) -> PolicyParams:
         rules: PolicyParams = self.client.call("get_rules")[0]

@@ -237,7 +237,7 @@ def test_exchange_is_push_then_pull(policy: str, codec: Codec, optimizer: str) -
                     store.push(staging, 1, hyper, encoding=codec)
                     flat, version = store.pull(flat)
                 np.testing.assert_array_equal(flat, store.pull()[0])
-            assert store.members()[0].pulled == 3
+            assert store.members()[0].pulled_version == 3
             results.append(flat.copy())
     np.testing.assert_array_equal(*results)
 

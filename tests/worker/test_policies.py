@@ -91,7 +91,7 @@ def test_dcasgd_adds_its_correction(shm: Path, codec: str) -> None:
         for store in (one, other):
             store.start()
             pulled[store] = store.pull()[0]
-        with pytest.raises(InvalidArgument, match="pulled"):
+        with pytest.raises(InvalidArgument, match="base_params"):
             push(one, 1, g1)
         one.leave()
         one.join(0)
