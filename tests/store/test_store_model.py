@@ -215,7 +215,9 @@ class StoreMachine(RuleBasedStateMachine):
         exchange=st.booleans(),
         error_feedback=st.booleans(),
     )
-    def push(self, i: int, codec: Codec, sign: float, samples: int, exchange: bool, feedback: bool) -> None:
+    def push(
+        self, i: int, codec: Codec, sign: float, samples: int, exchange: bool, error_feedback: bool
+    ) -> None:
         worker = self.workers[i]
         if worker.rank is None or worker.rank < 0:
             return
@@ -224,7 +226,7 @@ class StoreMachine(RuleBasedStateMachine):
         staging = worker.staged[0]
         staging.flat.fill(0.0)
         staging["weight"].fill(EXACT[codec])
-        how = Encoding(codec, error_feedback=feedback and codec is not Codec.F32)
+        how = Encoding(codec, error_feedback=error_feedback and codec is not Codec.F32)
         if worker.claim is None or samples > worker.claim[1]:
             with pytest.raises(errors.InvalidArgument, match="samples"):
                 worker.store.push(staging, samples, HYPER, sign, timeout=0, encoding=how)
@@ -315,7 +317,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         def told(m: Member) -> tuple[int, int, int, tuple[int, int] | None]:
             claim = (m.claim_first, m.claim_count) if m.claim_count else None
-            return (-1 if m.rank is None else m.rank, m.clock, m.pulled * (m.rank is not None), claim)
+            return (-1 if m.rank is None else m.rank, m.clock, m.pulled_version * (m.rank is not None), claim)
 
         found = [told(m) for m in self.owner.members() if m.state is MemberState.ACTIVE]
         expected = [

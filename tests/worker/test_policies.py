@@ -146,12 +146,12 @@ def test_a_check_says_what_to_do_and_frees_the_area(shm: Path) -> None:
             assert other.start().count == 6 if round_ == 0 else other.start().count >= 1
             other.pull()
             filled(other, np.zeros(10))
-            assert other.check(1, 1) is Advice.CONTINUE
+            assert other.should_continue(1, 1) is Advice.CONTINUE
             for _ in range(2):
                 step(one, np.zeros(10))
-            assert other.check(2, 2) is Advice.PUSH_NOW
+            assert other.should_continue(2, 2) is Advice.PUSH_NOW
             step(one, np.zeros(10))
-            assert other.check(2, 2) is Advice.ABORT
+            assert other.should_continue(2, 2) is Advice.ABORT
 
 
 def test_softsync_areas_come_back_when_their_round_has_closed(shm: Path) -> None:
