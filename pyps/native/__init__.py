@@ -354,8 +354,15 @@ def get_status(store: Pointer) -> Status:
     c = ffi.new("pyps_status *")
     check("status", lib.pyps_get_status(store, c))
     return Status(
-        c.sequence, c.version, c.round, c.plan, c.samples_assigned, c.samples_dropped, c.active, bool(c.all_joined)
-    )  # fmt: skip
+        sequence=c.sequence,
+        version=c.version,
+        round=c.round,
+        plan=c.plan,
+        samples_assigned=c.samples_assigned,
+        samples_dropped=c.samples_dropped,
+        active=c.active,
+        all_joined=bool(c.all_joined),
+    )
 
 
 def get_members(store: Pointer, capacity: int) -> list[Member]:
