@@ -9,8 +9,8 @@ CSRC = Path("csrc")  # setuptools runs this from the repository root
 
 PYTHON_POLICY = """
 extern "Python" int pyps_python_start(const pyps_policy_context *context, uint64_t *shared_state);
-extern "Python" int pyps_python_push(const pyps_policy_context *context, uint64_t *shared_state, float
-*scale);
+extern "Python" int pyps_python_push(const pyps_policy_context *context, uint64_t *shared_state,
+                                     float *scale);
 """
 
 
@@ -24,6 +24,8 @@ def cdef() -> str:
     return "\n".join(lines).replace("PYPS_API ", "") + PYTHON_POLICY
 
 
+FLAGS = "-std=c11 -O3 -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -D_GNU_SOURCE"
+
 ffi = FFI()
 ffi.cdef(cdef())
 ffi.set_source(
@@ -31,10 +33,7 @@ ffi.set_source(
     '#include "pyps.h"',
     depends=[str(path) for path in sorted(CSRC.rglob("*.h"))],
     include_dirs=[str(CSRC)],
-    extra_compile_args=[
-        "-std=c11", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
-        "-Wall", "-Wextra", "-D_GNU_SOURCE",
-    ],
+    extra_compile_args=FLAGS.split(),
     libraries=["m", "pthread"],
     py_limited_api=True,
-)  # fmt: skip
+)

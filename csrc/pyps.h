@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI 4
+#define PYPS_ABI 5
 #define PYPS_API __attribute__((visibility("default")))
 
 /* cffi: begin */
@@ -117,6 +117,16 @@ typedef struct {
     uint64_t custom;    /* custom: which one */
 } pyps_policy_params;
 
+/* What a policy asks of its workers; each field is 0 or 1. See pyps_get_policy_needs. */
+typedef struct {
+    uint32_t uses_turns; /* a push and the pull after it are one turn: pull after each push */
+    uint32_t checks_between_micro_batches; /* call pyps_should_continue between micro-batches */
+    uint32_t needs_base_params;            /* fill base_params in pyps_push_args */
+    uint32_t needs_grad_norm;              /* fill grad_norm_squared in pyps_push_args */
+    uint32_t resizes_batches;              /* claims follow measured speed, up to pyps_set_max_samples */
+    uint32_t allows_pipeline;              /* pyps_start_ahead works: steps may overlap */
+} pyps_policy_needs;
+
 typedef struct {
     uint32_t size;
     uint32_t chunk_params;     /* parameters a chunk; 0: 32768; a multiple of 1024 */
@@ -169,8 +179,9 @@ typedef struct {
     uint32_t error_feedback; /* 1: what the code does not carry is added to this rank's next gradient */
     uint32_t encoded;        /* 1: pyps_staging_codes() holds it in this codec already, scaled by nothing */
     uint32_t reserved;
-    const float *base_params; /* dcasgd: [flat_elements] the parameters that the gradient was computed on */
-    double grad_norm_squared; /* saps: of the gradient, for PYPS_RINGMASTER; 0: not known */
+    const float *base_params; /* policies that need them: [flat_elements] the parameters that the gradient was
+                                 computed on */
+    double grad_norm_squared; /* for policies that need it: of the gradient; 0: not known */
     uint64_t base_version;    /* 1 + the version that the gradient was computed on; 0: the one pulled last */
     uint64_t compute_nanoseconds; /* that the gradient took to compute; 0: since its claim */
 } pyps_push_args;
@@ -315,6 +326,9 @@ PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t co
 PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds);
 
 PYPS_API int pyps_get_policy_params(pyps_store *store, pyps_policy_params *out);
+/* `params` NULL: what the policy needs under any parameters. PYPS_EPOLICY: this library has no such policy.
+ */
+PYPS_API int pyps_get_policy_needs(uint32_t policy, const pyps_policy_params *params, pyps_policy_needs *out);
 
 /* The decision core alone, in virtual time: what stores decide by, on a private view. Slots are given by the
  * caller, 0 .. max_participants-1; times are nanoseconds of any clock that does not go back. */

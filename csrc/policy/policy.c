@@ -2,7 +2,7 @@
  *
  * ASP: every gradient a step of its own, at once. DynSGD: the same, scaled by 1 / (staleness + 1) (Jiang,
  * Cui, Zhang, Yu: Heterogeneity-aware distributed parameter servers, SIGMOD 2017). ConSGD: scaled by 1 /
- * workers. DC-ASGD: the gradient is corrected where it is applied (apply.c), for only there are both
+ * workers. DC-ASGD: the gradient is corrected where it is applied (the store), for only there are both
  * parameters known (Zheng and others: Asynchronous SGD with delay compensation, ICML 2017).
  */
 #include "policy/policy.h"
@@ -28,10 +28,17 @@ static enum push_decision admit_by_share(struct view *v, const struct event *e, 
     return PUSH_ADMIT;
 }
 
+static int check_dcasgd(const pyps_policy_params *params) {
+    return policy_check_number("lambda_", params->lambda_, 0, 1e9);
+}
+
+static bool corrects(const pyps_policy_params *params) { return !params || params->lambda_ > 0; }
+
 const struct policy policy_asp = {.name = "asp", .on_push = admit};
 const struct policy policy_dynsgd = {.name = "dynsgd", .on_push = admit_by_staleness};
 const struct policy policy_consgd = {.name = "consgd", .on_push = admit_by_share};
-const struct policy policy_dcasgd = {.name = "dcasgd", .on_push = admit};
+const struct policy policy_dcasgd = {
+    .name = "dcasgd", .needs_base_params = corrects, .check_params = check_dcasgd, .on_push = admit};
 
 static const struct policy *const policies[] = {
     [PYPS_BSP] = &policy_bsp,           [PYPS_ASP] = &policy_asp,       [PYPS_BACKUP] = &policy_backup,
@@ -45,26 +52,25 @@ const struct policy *policy_find(uint32_t number) {
     return number < sizeof policies / sizeof *policies ? policies[number] : NULL;
 }
 
-static int check_number(const char *rule, double found, double low, double high) {
+int policy_check_number(const char *name, double found, double low, double high) {
     if (found >= low && found <= high) return PYPS_OK;
-    return fail(PYPS_EINVAL, "policy_params: %s: found %g; expected %g to %g", rule, found, low, high);
+    return fail(PYPS_EINVAL, "policy_params: %s: found %g; expected %g to %g", name, found, low, high);
 }
 
-int policy_check(uint32_t number, const pyps_policy_params *r) {
-    int rc = PYPS_OK;
-    if (!policy_find(number)) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
-    if (number == PYPS_CUSTOM && !custom_known())
-        return fail(PYPS_EPOLICY, "policy: custom: this process has set none");
-    if (number == PYPS_SOFTSYNC) rc = check_number("splits", r->splits, 1, 1e6);
-    if (number == PYPS_DSSP) rc = check_number("extra", r->extra, 0, 1e4);
-    if (number == PYPS_DCASGD) rc = check_number("lambda_", r->lambda_, 0, 1e9);
-    if (number == PYPS_SAPS) {
-        rc = check_number("threshold", r->threshold, PYPS_FIXED, PYPS_RINGMASTER);
-        if (!rc && r->threshold == PYPS_QUANTILE) rc = check_number("quantile", r->quantile, 0.01, 0.999);
-    }
-    if (number == PYPS_R2SP) {
-        rc = check_number("slack", r->slack, 0, 1e6);
-        if (!rc) rc = check_number("patience", r->patience, 0.1, 1e6);
-    }
-    return rc;
+int policy_check(uint32_t number, const pyps_policy_params *params) {
+    const struct policy *policy = policy_find(number);
+    if (!policy) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
+    return policy->check_params ? policy->check_params(params) : PYPS_OK;
+}
+
+int pyps_get_policy_needs(uint32_t number, const pyps_policy_params *params, pyps_policy_needs *out) {
+    const struct policy *p = policy_find(number);
+    if (!p) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
+    *out = (pyps_policy_needs){.uses_turns = p->uses_turns,
+                               .checks_between_micro_batches = p->on_check || p->drops_late,
+                               .needs_base_params = p->needs_base_params && p->needs_base_params(params),
+                               .needs_grad_norm = p->needs_grad_norm && p->needs_grad_norm(params),
+                               .resizes_batches = p->resizes_batches,
+                               .allows_pipeline = !p->waits_for_round || p->overlaps_rounds};
+    return PYPS_OK;
 }

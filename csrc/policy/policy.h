@@ -16,12 +16,18 @@ enum gate_decision { GATE_OPEN, GATE_WAIT, GATE_AGAIN };
 
 struct policy {
     const char *name;
-    bool allots;     /* samples are allotted to all ranks when a round opens; else claimed at each start */
-    bool stages;     /* gradients are staged into a round */
-    bool awaits;     /* who has staged goes on when the round has closed */
-    bool overlaps;   /* with `awaits`: the next step may be computed while this one's round is open */
-    bool drops_late; /* a round that closes without somebody takes back what it held */
-    bool follows;    /* a pull follows each push, and the turn passes with it */
+    bool assigns_rounds;  /* samples are assigned to all ranks when a round opens; else at each start */
+    bool stages;          /* gradients are staged into a round */
+    bool waits_for_round; /* a worker that has staged continues when its round has closed */
+    bool overlaps_rounds; /* with waits_for_round: the next step may be computed meanwhile */
+    bool drops_late;      /* a round that closes without a worker takes the worker's samples back */
+    bool uses_turns;      /* a pull follows each push, and the turn passes with it */
+    bool resizes_batches; /* claims follow the measured speed of each rank */
+    /* What workers must send along. NULL: not needed under any parameters. `params` NULL: any parameters. */
+    bool (*needs_base_params)(const pyps_policy_params *params);
+    bool (*needs_grad_norm)(const pyps_policy_params *params);
+    /* PYPS_OK, or PYPS_EINVAL with the parameter that is out of range. NULL: nothing to check. */
+    int (*check_params)(const pyps_policy_params *params);
     /* May this member, which could claim samples, begin a step now (START), or the one after the step under
      * way once that is done (START_AHEAD)? NULL: always. */
     enum start_decision (*on_start)(struct view *view, const struct event *event, struct outcome *out);
@@ -50,8 +56,7 @@ extern const struct policy policy_asp, policy_dynsgd, policy_consgd, policy_dcas
 extern const struct policy policy_ssp, policy_dssp;                                 /* policy_bounded.c */
 extern const struct policy policy_saps;                                             /* policy_saps.c */
 extern const struct policy policy_custom;                                           /* policy_custom.c */
-bool custom_known(void);                /* this process has set it */
-extern const struct policy policy_r2sp; /* policy_r2sp.c */
+extern const struct policy policy_r2sp;                                             /* policy_r2sp.c */
 
 /* A whole number of at most `most` from a float that may be anything, for it may come from a damaged view. */
 static inline uint64_t whole(double x, uint64_t most) {
@@ -59,7 +64,8 @@ static inline uint64_t whole(double x, uint64_t most) {
 }
 
 const struct policy *policy_find(uint32_t number); /* NULL if unknown */
-int policy_check(uint32_t number,
-                 const pyps_policy_params *policy_params); /* PYPS_OK, or the rule that is out of range */
+/* PYPS_OK, PYPS_EPOLICY, or PYPS_EINVAL with the parameter that is out of range. */
+int policy_check(uint32_t number, const pyps_policy_params *params);
+int policy_check_number(const char *name, double found, double low, double high);
 
 #endif

@@ -81,7 +81,15 @@ static enum push_decision admit(struct view *v, const struct event *e, struct ou
     return PUSH_ADMIT;
 }
 
+static int check_dssp(const pyps_policy_params *params) {
+    return policy_check_number("extra", params->extra, 0, 1e4);
+}
+
 const struct policy policy_ssp = {
     .name = "ssp", .on_start = within_bound, .on_push = admit, .holds_up = holds_up, .progress = progress};
-const struct policy policy_dssp = {
-    .name = "dssp", .on_start = with_extra, .on_push = admit, .holds_up = holds_up, .progress = progress};
+const struct policy policy_dssp = {.name = "dssp",
+                                   .check_params = check_dssp,
+                                   .on_start = with_extra,
+                                   .on_push = admit,
+                                   .holds_up = holds_up,
+                                   .progress = progress};

@@ -15,7 +15,10 @@ int pyps_set_custom(const pyps_custom *custom) {
     return PYPS_OK;
 }
 
-bool custom_known(void) { return callbacks.start != NULL; }
+static int check_params(const pyps_policy_params *params) {
+    (void)params;
+    return callbacks.start ? PYPS_OK : fail(PYPS_EPOLICY, "policy: custom: this process has set none");
+}
 
 static pyps_policy_context sight(const struct view *v, uint32_t slot, uint64_t now) {
     const struct member *m = view_member(v, slot);
@@ -68,5 +71,9 @@ static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
 
 static uint64_t progress(const struct view *v) { return v->sequence; }
 
-const struct policy policy_custom = {
-    .name = "custom", .on_start = on_start, .on_push = on_push, .holds_up = holds_up, .progress = progress};
+const struct policy policy_custom = {.name = "custom",
+                                     .check_params = check_params,
+                                     .on_start = on_start,
+                                     .on_push = on_push,
+                                     .holds_up = holds_up,
+                                     .progress = progress};

@@ -110,8 +110,14 @@ static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
 
 static uint64_t progress(const struct view *v) { return v->ring.turn; }
 
+static int check_params(const pyps_policy_params *params) {
+    int rc = policy_check_number("slack", params->slack, 0, 1e6);
+    return rc ? rc : policy_check_number("patience", params->patience, 0.1, 1e6);
+}
+
 const struct policy policy_r2sp = {.name = "r2sp",
-                                   .follows = true,
+                                   .uses_turns = true,
+                                   .check_params = check_params,
                                    .gate = gate,
                                    .on_push = on_push,
                                    .on_pull = on_pull,

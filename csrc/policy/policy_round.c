@@ -110,28 +110,36 @@ static void size_tasks(struct view *v) {
     spread(v, samples, over ? all : speeds, timed, over);
 }
 
+static int check_softsync(const pyps_policy_params *params) {
+    return policy_check_number("splits", params->splits, 1, 1e6);
+}
+
 const struct policy policy_bsp = {.name = "bsp",
-                                  .allots = true,
+                                  .assigns_rounds = true,
                                   .stages = true,
-                                  .awaits = true,
+                                  .waits_for_round = true,
                                   .on_push = stage,
                                   .closes = everybody_staged,
                                   .progress = progress};
 const struct policy policy_backup = {.name = "backup",
-                                     .allots = true,
+                                     .assigns_rounds = true,
                                      .stages = true,
-                                     .awaits = true,
+                                     .waits_for_round = true,
                                      .drops_late = true,
                                      .on_push = stage,
                                      .closes = enough_staged,
                                      .progress = progress};
-const struct policy policy_softsync = {
-    .name = "softsync", .stages = true, .on_push = stage_by_staleness, .closes = split_staged};
+const struct policy policy_softsync = {.name = "softsync",
+                                       .check_params = check_softsync,
+                                       .stages = true,
+                                       .on_push = stage_by_staleness,
+                                       .closes = split_staged};
 const struct policy policy_hps = {.name = "hps",
-                                  .allots = true,
+                                  .assigns_rounds = true,
                                   .stages = true,
-                                  .awaits = true,
-                                  .overlaps = true,
+                                  .waits_for_round = true,
+                                  .overlaps_rounds = true,
+                                  .resizes_batches = true,
                                   .on_push = stage,
                                   .closes = everybody_staged,
                                   .on_open = size_tasks,

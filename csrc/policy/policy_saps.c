@@ -102,4 +102,18 @@ static int on_check(struct view *v, const struct event *e) {
     return late ? PYPS_PUSH_NOW : PYPS_CONTINUE;
 }
 
-const struct policy policy_saps = {.name = "saps", .on_push = on_push, .on_check = on_check};
+static bool fits_noise(const pyps_policy_params *params) {
+    return !params || params->threshold == PYPS_RINGMASTER;
+}
+
+static int check_params(const pyps_policy_params *params) {
+    int rc = policy_check_number("threshold", params->threshold, PYPS_FIXED, PYPS_RINGMASTER);
+    if (rc || params->threshold != PYPS_QUANTILE) return rc;
+    return policy_check_number("quantile", params->quantile, 0.01, 0.999);
+}
+
+const struct policy policy_saps = {.name = "saps",
+                                   .needs_grad_norm = fits_noise,
+                                   .check_params = check_params,
+                                   .on_push = on_push,
+                                   .on_check = on_check};

@@ -129,11 +129,11 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
     enum verdict verdict = STEP_UNCHANGED;
-    out->until = policy->allots ? v->round + 1 : 0;
-    if (!v->all_joined || (policy->awaits && m->staged)) return STEP_WAIT;
+    out->until = policy->assigns_rounds ? v->round + 1 : 0;
+    if (!v->all_joined || (policy->waits_for_round && m->staged)) return STEP_WAIT;
     if (!m->claim_count) {
         if (!samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
-        if (policy->allots || !samples_left(v)) return STEP_WAIT;
+        if (policy->assigns_rounds || !samples_left(v)) return STEP_WAIT;
         if (policy->on_start && policy->on_start(v, e, out) == START_WAIT)
             return out->code ? STEP_REFUSED : STEP_WAIT;
         samples_take(v, e->slot, e->now);
@@ -143,7 +143,7 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     if (verdict == STEP_COMMIT) m->begun = 1;
     out->claim = (pyps_claim){.first = m->claim_first, .count = m->claim_count, .plan = v->plan};
     out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
-    out->claim.round = policy->allots ? v->round : m->clock;
+    out->claim.round = policy->assigns_rounds ? v->round : m->clock;
     return verdict;
 }
 
@@ -151,7 +151,7 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
 static enum verdict start_ahead(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
-    if (policy->awaits && !policy->overlaps)
+    if (policy->waits_for_round && !policy->overlaps_rounds)
         return refuse(out, fail(PYPS_EINVAL, "the policy %s waits for each step: none can be begun ahead",
                                 policy->name));
     bool changed = !m->ahead;
@@ -163,7 +163,7 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
     }
     out->claim = (pyps_claim){.first = m->next_first, .count = m->next_count, .plan = v->plan};
     out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
-    out->claim.round = 1 + (policy->allots ? v->round : m->clock);
+    out->claim.round = 1 + (policy->assigns_rounds ? v->round : m->clock);
     return changed ? STEP_COMMIT : STEP_UNCHANGED;
 }
 
@@ -299,7 +299,7 @@ static void settle(struct view *v, const struct event *e, struct outcome *out) {
     if (policy->settle) policy->settle(v, e->now);
     if (e->kind != EVENT_PUSH || !policy->stages || out->code) return;
     if (v->round != round) out->ticket = v->round_ticket;
-    else if (policy->awaits) out->until = round + 1;
+    else if (policy->waits_for_round) out->until = round + 1;
 }
 
 enum verdict view_step(struct view *v, const struct event *e, struct outcome *out) {

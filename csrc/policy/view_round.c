@@ -26,7 +26,7 @@ static void time_rank(struct view *v, const struct event *e) {
 static void claim_over(struct view *v, uint32_t slot, uint64_t now) {
     struct member *m = view_member(v, slot);
     m->claim_count = 0, m->begun = 0;
-    if (!policy_find(v->policy)->allots) samples_follow(v, slot, now);
+    if (!policy_find(v->policy)->assigns_rounds) samples_follow(v, slot, now);
 }
 
 /* The claim is learnt from: its member may go on as far as the policy lets it. */
@@ -64,9 +64,9 @@ static void admit(struct view *v, const struct event *e, struct outcome *out) {
 
 /* Who waits for the round has a place in it even without a gradient. */
 static void stage(struct view *v, const struct event *e, const struct outcome *out) {
-    bool awaits = policy_find(v->policy)->awaits;
+    bool waits = policy_find(v->policy)->waits_for_round;
     claim_done(v, e, out->staleness);
-    if (!e->samples && !awaits) return;
+    if (!e->samples && !waits) return;
     view_member(v, e->slot)->staged |= 1u << e->staging;
     view_pending(v)[v->staged++] =
         (struct source){.slot = e->slot, .staging = e->staging, .samples = e->samples, .scale = out->scale};
@@ -201,5 +201,5 @@ void round_settle(struct view *v, uint64_t now) {
     const struct policy *policy = policy_find(v->policy);
     if (!v->all_joined) return;
     if (v->staged && policy->closes(v)) close_round(v);
-    if (policy->allots && !v->outstanding && !v->staged) open_round(v, now);
+    if (policy->assigns_rounds && !v->outstanding && !v->staged) open_round(v, now);
 }

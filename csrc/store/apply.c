@@ -40,12 +40,12 @@ static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) 
     if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
 }
 
-/* DC-ASGD: g + lambda g g (w - w_pulled), where both gradients are the scaled ones. */
-static const float *compensated(const struct staging_header *staged, float scale, const float *pulled,
-                                const struct step *step, const float *gradient, float *block) {
+/* For policies that need the base parameters: g + lambda g g (w - w_base), with g scaled. */
+static const float *compensate(const struct staging_header *staged, float scale, const float *base,
+                               const struct step *step, const float *gradient, float *block) {
     float weight = staged->compensation * scale;
     for (size_t i = 0; i < step->length; i++)
-        block[i] = gradient[i] + weight * gradient[i] * gradient[i] * (step->old[0][i] - pulled[i]);
+        block[i] = gradient[i] + weight * gradient[i] * gradient[i] * (step->old[0][i] - base[i]);
     return block;
 }
 
@@ -78,7 +78,7 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
     *buffer_header(s, s->private_buffer) =
         (struct chunk_header){.version = ticket->number, .steps = before->steps + 1};
     uint32_t codec = staging_codec(s, slot, staging);
-    bool corrected = s->geometry.policy == PYPS_DCASGD && staged->compensation > 0;
+    bool corrected = s->needs.needs_base_params && staged->compensation > 0;
     uint32_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : length;
     for (uint32_t from = 0; from < length; from += at_a_time) {
         float gradient[BLOCK];
@@ -88,9 +88,9 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
         step.gradient =
             round ? gradient : staging_gradient(s, slot, staging, codec, at + from, block, gradient);
         if (corrected)
-            step.gradient = compensated(staged, staged->scale * ticket->scale,
-                                        staging_base_params(s, slot, staging) + at + from, &step,
-                                        step.gradient, gradient);
+            step.gradient =
+                compensate(staged, staged->scale * ticket->scale,
+                           staging_base_params(s, slot, staging) + at + from, &step, step.gradient, gradient);
         step.copy = stream ? s->stream_to + at + from : NULL;
         kernels->update[s->geometry.optimizer](&step, &constants);
     }

@@ -79,10 +79,11 @@ static int find_residuals(pyps_store *s, struct event *e) {
 static int check(const pyps_store *s, const pyps_push_args *a) {
     if (a->codec >= CODECS)
         return fail(PYPS_EINVAL, "push: codec: found %u; expected PYPS_F32 to PYPS_NF4", a->codec);
-    bool corrects = s->geometry.policy == PYPS_DCASGD && s->geometry.policy_params.lambda_ > 0;
-    if (corrects && !a->base_params && a->samples)
-        return fail(PYPS_EINVAL, "push: base_params: found NULL; the policy dcasgd needs the parameters that "
-                                 "the gradient was computed on");
+    if (s->needs.needs_base_params && !a->base_params && a->samples)
+        return fail(PYPS_EINVAL,
+                    "push: base_params: found NULL; the policy %s needs the parameters that the "
+                    "gradient was computed on",
+                    s->policy->name);
     if (a->codec == PYPS_F32 && (a->error_feedback || a->encoded))
         return fail(PYPS_EINVAL, "push: codec: found PYPS_F32; it has no error_feedback and is not encoded");
     if (a->encoded && (a->error_feedback || a->gradient))
@@ -137,7 +138,7 @@ static int encode_area(pyps_store *s, const pyps_push_args *a, const struct even
     return rc;
 }
 
-static int stage_pulled(pyps_store *s, const pyps_push_args *a) {
+static int stage_base_params(pyps_store *s, const pyps_push_args *a) {
     float *to = staging_base_params(s, s->slot, a->staging);
     if (!(s->base_params_backed & 1u << a->staging)) {
         int rc = allocate(s, (uint64_t)((uint8_t *)to - s->base), 4 * store_elements(s));
@@ -154,9 +155,9 @@ int stage_gradient(pyps_store *s, const pyps_push_args *a, struct event *e, pyps
     if (rc) return rc;
     header->codec = a->codec, header->scale = a->scale, header->samples = a->samples;
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
-    header->compensation = (float)s->geometry.policy_params.lambda_;
+    header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.lambda_ : 0;
     if (!a->samples) return PYPS_OK; /* the step is skipped: nothing of the gradient is looked at */
-    if (header->compensation > 0 && (rc = stage_pulled(s, a))) return rc;
+    if (header->compensation > 0 && (rc = stage_base_params(s, a))) return rc;
     if (a->codec == PYPS_F32) {
         if (a->gradient) memcpy(staging_data(s, s->slot, a->staging), a->gradient, 4 * store_elements(s));
         return PYPS_OK;

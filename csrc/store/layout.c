@@ -55,6 +55,8 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     if (l->buffer_count > WORD_BUFFER_MASK)
         return fail(PYPS_EINVAL, "chunks: found %u; too many for 24-bit buffer indices", g->chunks);
 
+    pyps_policy_needs needs;
+    if ((rc = pyps_get_policy_needs(g->policy, &g->policy_params, &needs))) return rc;
     uint64_t floats = (uint64_t)g->chunk_params * (1 + l->states);
     /* An odd number of cache lines: buffers a power of two apart would fight for the same cache sets, and a
      * load from one would seem to depend on a store to another (both compare the low 12 address bits). */
@@ -65,7 +67,7 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->staging_codes_of = round_up(l->staging_data + 4 * flat, PAGE);
     l->staging_base_params =
         l->staging_codes_of + round_up(2 * flat, PAGE); /* halves are the longest codes */
-    l->area_stride = l->staging_base_params + (g->policy == PYPS_DCASGD ? round_up(4 * flat, PAGE) : 0);
+    l->area_stride = l->staging_base_params + (needs.needs_base_params ? round_up(4 * flat, PAGE) : 0);
     l->residual_stride = round_up(4 * flat, PAGE) + 5 * 64;
 
     uint64_t at = PAGE;

@@ -74,7 +74,7 @@ struct chunk_header {
 struct staging_header {
     float scale;
     uint32_t samples, codec;
-    float compensation; /* dcasgd: lambda; the staging buffer's last floats are then the pulled parameters */
+    float compensation; /* lambda if the policy needs base parameters, which are then the last floats */
     pyps_hyper hyper[];
 };
 

@@ -28,7 +28,7 @@ int record_pull(pyps_store *s, uint64_t version) {
 
 /* In a synchronous run everybody computes on the same version. */
 static int round_complete(pyps_store *s) {
-    if (!s->policy->awaits) return PYPS_OK;
+    if (!s->policy->waits_for_round) return PYPS_OK;
     uint64_t word;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;

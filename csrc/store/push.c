@@ -246,7 +246,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     if (rc) return rc;
     FAILPOINT("push.admitted");
     out->staleness = outcome.staleness;
-    if (s->policy->awaits) {
+    if (s->policy->waits_for_round) {
         s->in_round = true, s->round = outcome.round, s->round_staging = args->staging;
         return await_round(s, args->staging, deadline, out);
     }

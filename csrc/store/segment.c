@@ -129,6 +129,8 @@ static int bind(pyps_store *s, const struct group *groups) {
     s->owners = (a64 *)(void *)(s->base + s->layout.owners);
     s->view_owners = (a64 *)(void *)(s->base + s->layout.view_owners);
     s->policy = policy_find(g->policy);
+    int rc = pyps_get_policy_needs(g->policy, &g->policy_params, &s->needs);
+    if (rc) return rc;
     s->chunks = calloc(g->chunks, sizeof *s->chunks);
     s->streamed = calloc(g->chunks, sizeof *s->streamed);
     s->sources = calloc(g->max_participants, sizeof *s->sources);

@@ -53,6 +53,7 @@ struct pyps_store {
     struct layout layout;
     struct view *reference; /* a view as it must look: sizes and policy */
     const struct policy *policy;
+    pyps_policy_needs needs;
 
     struct header *header; /* into the segment */
     struct slot *slots;
@@ -69,7 +70,7 @@ struct pyps_store {
     uint32_t hints[4];                            /* buffers that were lately displaced here; NONE if empty */
     uint32_t scan, view_scan;                     /* where the next search for a free one starts */
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* last ticket admitted from each staging buffer; 0: none */
-    bool staging_taken[MAX_STAGING_BUFFERS];     /* handed to the caller or waiting in a round */
+    bool staging_taken[MAX_STAGING_BUFFERS];      /* handed to the caller or waiting in a round */
     uint32_t gathered;                         /* bit by staging: it waits in a round that nobody waits for */
     uint32_t codes_backed, base_params_backed; /* bit by staging: its codes, its pulled copy have memory */
     bool residuals_backed;

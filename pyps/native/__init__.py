@@ -30,6 +30,7 @@ from pyps.native.values import (
     MemberState,
     NonFinite,
     Optimizer,
+    PolicyNeeds,
     PolicyParams,
     PushRequest,
     PushResult,
@@ -106,7 +107,20 @@ def fill_policy_params(c: Any, params: PolicyParams) -> None:
 def get_policy_params(store: Pointer) -> PolicyParams:
     c = ffi.new("pyps_policy_params *")
     check("policy_params", lib.pyps_get_policy_params(store, c))
-    return PolicyParams(*(getattr(c, field.name) for field in fields(PolicyParams)))
+    return PolicyParams(**_values(PolicyParams, c))
+
+
+def policy_needs(number: int, params: PolicyParams | None = None) -> PolicyNeeds:
+    """What the policy of that number asks of a worker under these parameters; None: under any parameters.
+
+    Raises UnknownPolicy for a number that the C core does not have.
+    """
+    c, given = ffi.new("pyps_policy_needs *"), ffi.NULL
+    if params is not None:
+        given = ffi.new("pyps_policy_params *")
+        fill_policy_params(given, params)
+    check("policy_needs", lib.pyps_get_policy_needs(unsigned("policy_needs", "number", number, 32), given, c))
+    return PolicyNeeds(**{need: bool(value) for need, value in _values(PolicyNeeds, c).items()})
 
 
 def open_segment(name: str) -> Pointer:
@@ -141,12 +155,8 @@ def probe(name: str) -> int:
 def get_layout(store: Pointer) -> Layout:
     c = ffi.new("pyps_layout *")
     check("layout", lib.pyps_get_layout(store, c))
-    return Layout(
-        segment_bytes=c.segment_bytes, flat_elements=c.flat_elements, parameters=c.parameters,
-        chunks=c.chunks, chunk_params=c.chunk_params, max_participants=c.max_participants,
-        staging_buffers=c.staging_buffers, groups=c.groups, tensors=c.tensors, ranks=c.ranks,
-        optimizer=Optimizer(c.optimizer), policy=c.policy, states=c.states,
-    )  # fmt: skip
+    values = _values(Layout, c)
+    return Layout(**{**values, "optimizer": Optimizer(c.optimizer)})
 
 
 def get_tensor(store: Pointer, index: int) -> Tensor:
@@ -272,9 +282,8 @@ def _push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
     constants = ffi.new("pyps_hyper[]", max(1, len(hyper)))
     for k, group in enumerate(hyper):
         h = constants[k]
-        h.lr, h.weight_decay, h.momentum, h.dampening = (
-            group.lr, group.weight_decay, group.momentum, group.dampening,
-        )  # fmt: skip
+        h.lr, h.weight_decay = group.lr, group.weight_decay
+        h.momentum, h.dampening = group.momentum, group.dampening
         h.beta1, h.beta2 = group.betas
         h.eps, h.nesterov = group.eps, int(group.nesterov)
         h.lr_decay, h.clip = group.lr_decay, group.clip
@@ -353,37 +362,25 @@ def snapshot(
 def get_status(store: Pointer) -> Status:
     c = ffi.new("pyps_status *")
     check("status", lib.pyps_get_status(store, c))
-    return Status(
-        sequence=c.sequence,
-        version=c.version,
-        round=c.round,
-        plan=c.plan,
-        samples_assigned=c.samples_assigned,
-        samples_dropped=c.samples_dropped,
-        active=c.active,
-        all_joined=bool(c.all_joined),
-    )
+    return Status(**{**_values(Status, c), "all_joined": bool(c.all_joined)})
 
 
 def get_members(store: Pointer, capacity: int) -> list[Member]:
     c, count = ffi.new("pyps_member[]", capacity), ffi.new("uint32_t *")
     check("members", lib.pyps_get_members(store, c, capacity, count))
-    return [
-        Member(
-            id=m.id, state=MemberState(m.state), role=Role(m.role), rank=m.rank if m.rank >= 0 else None,
-            pid=m.pid, clock=m.clock, pulled_version=m.pulled_version, claim_first=m.claim_first,
-            claim_count=m.claim_count, staged=bool(m.staged),
-        )
-        for m in (c[k] for k in range(min(count[0], capacity)))
-    ]  # fmt: skip
+    return [_member(c[k]) for k in range(min(count[0], capacity))]
+
+
+def _member(c: Any) -> Member:
+    rank = c.rank if c.rank >= 0 else None
+    enums = {"state": MemberState(c.state), "role": Role(c.role)}
+    return Member(**{**_values(Member, c), **enums, "rank": rank, "staged": bool(c.staged)})
 
 
 def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
     c = ffi.new("pyps_rank[]", ranks)
     check("ranks", lib.pyps_get_ranks(store, c, ranks))
-    return [
-        RankCounters(*(getattr(c[k], field.name) for field in fields(RankCounters))) for k in range(ranks)
-    ]
+    return [RankCounters(**_values(RankCounters, c[k])) for k in range(ranks)]
 
 
 def replan(store: Pointer, batches: Sequence[int]) -> None:
@@ -413,6 +410,11 @@ def timeout_seconds(timeout: float | None) -> float:
     if not timeout >= 0.0:
         raise InvalidArgument("timeout", f"found {timeout}; expected at least 0, or None")
     return float(timeout)
+
+
+def _values(kind: Any, c: Any) -> dict[str, Any]:
+    """The fields of a dataclass, read from the C struct that has them under the same names."""
+    return {field.name: getattr(c, field.name) for field in fields(kind)}
 
 
 def _owned(out: Any) -> Pointer:

@@ -57,13 +57,8 @@ class Core:
     ) -> Decision:
         """A push, the most frequent of the steps that have values."""
         e = self._event
-        e.staging, e.samples, e.compute_nanoseconds, e.grad_norm_squared, e.base_version = (
-            staging,
-            samples,
-            compute_nanoseconds,
-            norm,
-            base_version,
-        )
+        e.staging, e.samples, e.base_version = staging, samples, base_version
+        e.compute_nanoseconds, e.grad_norm_squared = compute_nanoseconds, norm
         return self.step(EventKind.PUSH, slot, now)
 
     def pull(self, slot: int, now: int, version: int) -> Decision:

@@ -168,6 +168,24 @@ class PolicyParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyNeeds:
+    """What a policy asks of a worker; see pyps.native.policy_needs.
+
+    `uses_turns`: a push and the pull after it are one turn, so a pull follows each push.
+    `checks_between_micro_batches`: call should_continue between micro-batches. `needs_base_params`,
+    `needs_grad_norm`: a push carries these. `resizes_batches`: claims follow measured speed, up to
+    set_max_samples. `allows_pipeline`: steps may overlap (start_ahead works).
+    """
+
+    uses_turns: bool
+    checks_between_micro_batches: bool
+    needs_base_params: bool
+    needs_grad_norm: bool
+    resizes_batches: bool
+    allows_pipeline: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyContext:
     """What a policy of one's own is shown: the worker it is asked about, and the others."""
 

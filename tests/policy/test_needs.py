@@ -1,0 +1,44 @@
+"""What policies ask of workers, as the C core answers it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from pyps import errors, native
+from pyps.native.values import PolicyParams
+from pyps.store.policies import DCASGD, Custom, Policy, SaPS
+
+# Under any parameters; every policy that is not named for a need does not have it.
+NEEDS = {
+    "uses_turns": {"r2sp"},
+    "checks_between_micro_batches": {"backup", "saps"},
+    "needs_base_params": {"dcasgd"},
+    "needs_grad_norm": {"saps"},
+    "resizes_batches": {"hps"},
+    "allows_pipeline": set(Policy.known) - {"bsp", "backup"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(Policy.known))
+def test_needs_of_each_policy(name: str) -> None:
+    needs = native.policy_needs(Policy.known[name].number)
+    assert asdict(needs) == {need: name in having for need, having in NEEDS.items()}
+
+
+def test_parameters_can_make_a_need_go_away() -> None:
+    assert native.policy_needs(DCASGD.number, DCASGD(lambda_=0.1).params()).needs_base_params
+    assert not native.policy_needs(DCASGD.number, DCASGD(lambda_=0.0).params()).needs_base_params
+    assert native.policy_needs(SaPS.number, SaPS(threshold="ringmaster").params()).needs_grad_norm
+    assert not native.policy_needs(SaPS.number, SaPS(threshold="quantile").params()).needs_grad_norm
+
+
+def test_a_custom_policy_needs_nothing_more_than_a_push() -> None:
+    needs = native.policy_needs(Custom.number, PolicyParams(custom=1))
+    assert [need for need, value in asdict(needs).items() if value] == ["allows_pipeline"]
+
+
+def test_an_unknown_number_is_refused() -> None:
+    with pytest.raises(errors.UnknownPolicy, match="found 13"):
+        native.policy_needs(13)
