@@ -4,7 +4,7 @@
 #   make test      lint, then every test
 #   make lint      formatting, style and types
 #   make bench     the benchmarks, each beside its rival in the same run
-#   make papers    what the four systems promise, measured beside tuned rivals, into docs/results.md
+#   make papers    what the four systems promise, measured beside tuned rivals, into docs/results/papers.md
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make torture   the store's processes killed and stopped 5,000 times
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers

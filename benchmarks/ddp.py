@@ -7,7 +7,7 @@ plain DDP, with torch's own averaging hook and with the weighted one, in turn. D
 gradient into its bucket; behind a hook the scaling is a pass of its own, so it weighs most where a parameter
 has little work to do (mlp). The median of the rounds' ratios with its 95 % interval by bootstrap. link: two
 hosts (network namespaces, so root) on a shaped link; both wires train to the same loss, bytes are the
-interface's own count. devices: examples/ddp/demo.py. With --docs the tables go to docs/benchmarks.md.
+interface's own count. devices: examples/ddp/demo.py. With --docs the tables go to docs/results/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def table(rows: list[list[str]]) -> str:
 
 
 def write_section(name: str, text: str, where: str = "benchmarks.md") -> None:
-    """Put `text` between this section's markers in a page of docs/."""
-    page = DOCS / where
+    """Put `text` between this section's markers in a page of docs/results/."""
+    page = DOCS / "results" / where
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     _, found, after = rest.partition(end)

@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--docs", action="store_true", help="write the table to docs/benchmarks.md")
+    parser.add_argument("--docs", action="store_true", help="write the table to docs/results/benchmarks.md")
     options = parser.parse_args()
     n = options.parameters
     f32, int8, int4 = Codec.F32, Codec.INT8, Codec.INT4

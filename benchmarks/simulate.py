@@ -4,7 +4,7 @@
 
 Workers are of seven speeds, with 10 % lognormal jitter; with a link, each step moves a megabyte each way over
 a server link of a tenth of a gigabyte per second and worker. An event is a decision of the core. --full adds
-100 iterations of the most workers; --docs puts table and plot into docs/benchmarks.md.
+100 iterations of the most workers; --docs puts table and plot into docs/results/benchmarks.md.
 """
 
 from __future__ import annotations

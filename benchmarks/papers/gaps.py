@@ -81,7 +81,7 @@ def main() -> None:
     text = f"{machine()}. {SEEDS} seeds of {CYCLES} cycles, slack 1.\n\n{table(rows)}"
     print(text)
     if options.docs:
-        write_section("gaps", text, "results.md")
+        write_section("gaps", text, "papers.md")
 
 
 if __name__ == "__main__":

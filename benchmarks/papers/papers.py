@@ -5,7 +5,7 @@
 
 Simulations are of the clusters in benchmarks/clusters/ in virtual time, with real gradients (digits_mlp.py);
 `real` runs the same clusters as processes that last as long as their cost models say. --docs puts tables and
-plots into docs/results.md.
+plots into docs/results/papers.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from papers_straggler import straggler
 from record import DOCS, machine, write_section
 from tuning import Effort
 
-PAGE = "results.md"
+PAGE = "papers.md"
 PARTS = {"boa": boa, "saps": saps, "r2sp": r2sp, "hps": hps, "straggler": straggler, "real": real}
 QUICK = Effort(seeds=(1, 2), tuning=(101,), processes=1, quick=True)
 

@@ -96,7 +96,7 @@ def main() -> None:
     )
     print(text)
     if options.docs:
-        write_section("staleness", text, "results.md")
+        write_section("staleness", text, "papers.md")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/store.md: its examples run, and its table of errors is complete."""
+"""docs/concepts/store.md: its examples run, and its table of errors is complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pyps import errors
 
-TEXT = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "concepts" / "store.md").read_text()
 
 
 @pytest.mark.usefixtures("shm")
@@ -19,7 +19,7 @@ def test_the_examples_run() -> None:
     examples = re.findall(r"```python\n(.*?)```", TEXT, re.S)
     assert len(examples) == 3
     for example in examples:
-        exec(compile(example, "docs/store.md", "exec"), names)
+        exec(compile(example, "docs/concepts/store.md", "exec"), names)
 
 
 def test_every_error_is_in_the_table() -> None:
