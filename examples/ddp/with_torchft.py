@@ -97,7 +97,7 @@ def train(speed: float, observe: Callable[[dict[str, Any]], None]) -> None:
         optimizer.zero_grad()  # the step's quorum
         step, rows = manager.current_step(), member.batch()
         loss = cross_entropy(model(images[rows]), labels[rows])
-        total = member.sampler.handed(member.sampler.drawn - 1)[0]
+        total = member.sampler.round_samples(member.sampler.drawn - 1)[0]
         (loss * loss_scale(len(rows), total, ranks=manager.num_participants())).backward()
         optimizer.step()
         done = manager.current_step() > step

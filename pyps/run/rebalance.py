@@ -18,7 +18,7 @@ import msgspec
 from pyps.formats import MAX_BATCH, Plan, PlanWorker
 from pyps.formats.records import StepRecord
 from pyps.solver.costs import Cost, Line
-from pyps.solver.online.decide import Move, Split, decide
+from pyps.solver.online.decide import Split, SplitChange, decide
 from pyps.solver.online.refit import OnlineCost, stretched
 from pyps.solver.ranks import cost_of
 
@@ -56,7 +56,7 @@ class Balancer:
     ) -> None:
         workers = [worker for worker in plan.workers if worker.batch > 0]
         self.split: Split = tuple(worker.batch for worker in workers)
-        self.history: list[Move] = []
+        self.history: list[SplitChange] = []
         self._caps = [_cap(worker) for worker in workers]
         self._devices = [OnlineCost(_prior(worker)) for worker in workers]
         self._link_seconds = [worker.link_seconds for worker in workers]
@@ -66,7 +66,7 @@ class Balancer:
         self._planned_at = [1.0] * len(workers)
         self._plans = 0
 
-    def look(self) -> Move | None:
+    def look(self) -> SplitChange | None:
         """Take in new records; the change that they make worth while, which is then taken to be in force."""
         step = 0
         for record in self._tail.new():
@@ -84,7 +84,7 @@ class Balancer:
             return False
         return record.samples == record.batch == self.split[record.rank] and not record.skipped
 
-    def _decide(self, step: int) -> Move | None:
+    def _decide(self, step: int) -> SplitChange | None:
         doubt = 0.0
         for rank, times in enumerate(self._times):
             middle = median(times)

@@ -1,16 +1,17 @@
-"""Uneven data parallelism on torch's own DistributedDataParallel: each rank its batch, the gradient exact.
+"""Uneven data parallelism on torch's DistributedDataParallel: a batch for each rank, and the exact gradient.
 
 loader = DataLoader(dataset, batch_sampler=UnevenBatchSampler(dataset, "plan.json"))
 model = DistributedDataParallel(model)
 weighted_hook(model)
 """
 
+from pyps.solver.online.decide import SplitChange
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.hook import WeightedHook, weighted_hook
-from pyps.torch.members import agreed_split
+from pyps.torch.initial_split import agreed_split
 from pyps.torch.metrics import to_prometheus, to_tensorboard
 from pyps.torch.norm import UnevenSyncBatchNorm
-from pyps.torch.rebalance import RankState, Rebalancer, Replan
+from pyps.torch.rebalance import RankState, Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.scale import loss_scale
 from pyps.torch.stream import UnevenIterableDataset
@@ -20,7 +21,7 @@ __all__ = [
     "GradientCheck",
     "RankState",
     "Rebalancer",
-    "Replan",
+    "SplitChange",
     "UnevenBatchSampler",
     "UnevenIterableDataset",
     "UnevenSyncBatchNorm",

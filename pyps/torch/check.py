@@ -1,7 +1,7 @@
-"""check_gradient: how far this run's reduced gradient is from that of a single process, and why.
+"""check_gradient: how far the reduced gradient is from that of a single process, and the likely cause.
 
-Every rank computes, beside the reduced gradient, the one of all ranks' samples together. Where they differ,
-the reduced one is compared with what the usual mistakes make of the ranks' own gradients.
+Every rank also computes the gradient of all ranks' samples together. Where the two differ, the reduced one is
+compared with the results of the usual mistakes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.utils._pytree import tree_map
 from pyps.errors import InputError
 from pyps.torch.hook import rows_of
 from pyps.torch.norm import UnevenSyncBatchNorm, equally_weighted
-from pyps.torch.schedule import Planned, read_split
+from pyps.torch.schedule import PlanLike, read_split
 
-TOLERANCE = 1e-3  # relative: well above fp32's rounding, well below what any of the mistakes makes
+TOLERANCE = 1e-3  # relative: well above fp32's rounding, well below the effect of any of the mistakes
 Loss = Callable[..., torch.Tensor]
 
 
 class Cause(Enum):
-    """Why a gradient is off, and what helps."""
+    """Why a gradient is wrong, and what helps."""
 
     NONE = "it is the gradient of the mean over all samples"
     EQUAL_WEIGHTS = "ranks count equally, whatever their batches: weighted_hook(model), or loss_scale"
@@ -39,7 +39,7 @@ class Cause(Enum):
     BATCH_NORM = "BatchNorm sees each rank's batch alone: UnevenSyncBatchNorm.convert(model)"
     RANDOM = "dropout draws differently each time: check with model.eval() or p = 0"
     NOT_SAMPLES = "the loss is no mean over samples (over targets?): weighted_hook(model, count=...)"
-    UNKNOWN = "none of the usual mistakes; gradients in few bits or autocast are off by their rounding"
+    UNKNOWN = "none of the usual mistakes; int8, int4 and autocast gradients differ by their rounding"
 
 
 @dataclass(frozen=True)
@@ -60,41 +60,44 @@ class GradientCheck:
 
 
 def check_gradient(
-    model: nn.Module, loss: Loss, batch: Sequence[Any], plan: Planned | None = None
+    model: nn.Module, loss: Loss, batch: Sequence[Any], plan: PlanLike | None = None
 ) -> GradientCheck:
-    """Compare on all ranks; gradients, buffers and random states are left as they were.
+    """Compare on all ranks; gradients, buffers and random states stay as they were.
 
-    model: DistributedDataParallel, with its hook. loss: (model, *batch) -> the scalar that backward() is
-    called on. batch: this rank's tensors, samples first. plan: if given, the batches must be its. Every rank
-    needs room for all ranks' samples. With kept errors (int8, int4) call it before training: it reduces like
-    a step. Raises InputError for another model, or batches that are not the plan's.
+    model: DistributedDataParallel, with its hook. loss: (model, *batch) -> the scalar to call backward() on.
+    batch: this rank's tensors, samples in the first dimension. plan: if given, the batches must match it.
+    Every rank needs memory for all ranks' samples. With int8 or int4 call it before training, because it
+    reduces like a step and changes the kept errors. Raises InputError for another model, or batches that are
+    not the plan's.
     """
     if not isinstance(model, DistributedDataParallel):
         raise InputError("check_gradient", "model", type(model).__name__, "a DistributedDataParallel")
     group, module = model.process_group, model.module
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, tree_map(_to("cpu"), tuple(batch)), group=group)
-    batches = tuple(rows_of(one) for one in every)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, tree_map(_to("cpu"), tuple(batch)), group=group)
+    batches = tuple(rows_of(one) for one in gathered)
     if plan is not None and (planned := read_split(plan)) != batches:
         raise InputError("check_gradient", "batches", f"{batches}", f"the plan's {planned}")
-    whole = tree_map(_to(next(module.parameters()).device), tree_map(_joined, *every))
+    whole = tree_map(_to(next(module.parameters()).device), tree_map(_concatenated, *gathered))
     with _restored(model), equally_weighted(module):
         own = _gradient(module, loss, batch)
         right = _gradient(module, loss, whole)
         is_sum = _is_sum(module, loss, whole)
     with _restored(model):
-        found = _reduced(model, loss, batch)
+        reduced = _reduced(model, loss, batch)
     if is_sum:
         right = right / sum(batches)
     sums = torch.stack([own, own * rows_of(batch)])
     dist.all_reduce(sums, group=group)
     candidates = _Candidates(right, sums[1] / sum(batches), sums[0] / len(batches), sums[0])
-    return GradientCheck(_off(found, right), _cause(found, candidates, module, is_sum), batches)
+    return GradientCheck(
+        _relative_error(reduced, right), _cause(reduced, candidates, module, is_sum), batches
+    )
 
 
 @dataclass(frozen=True)
 class _Candidates:
-    """What the gradient may be: right, or ranks' own ones weighted by samples, averaged, or added up."""
+    """Gradients to compare with: right; the ranks' own, weighted by samples, averaged, or added up."""
 
     right: torch.Tensor
     weighted: torch.Tensor
@@ -103,30 +106,30 @@ class _Candidates:
 
 
 def _cause(found: torch.Tensor, known: _Candidates, module: nn.Module, is_sum: bool) -> Cause:
-    if _off(found, known.right) < TOLERANCE:
+    if _relative_error(found, known.right) < TOLERANCE:
         return Cause.NONE
     if is_sum:
         return Cause.SUM_LOSS
     layers = [layer for layer in module.modules() if layer.training]
     if any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers):
         return Cause.RANDOM
-    if _off(found, known.weighted) < TOLERANCE:
+    if _relative_error(found, known.weighted) < TOLERANCE:
         alone = any(isinstance(x, _BatchNorm) and not isinstance(x, UnevenSyncBatchNorm) for x in layers)
         return Cause.BATCH_NORM if alone else Cause.NOT_SAMPLES
-    if _off(found, known.averaged) < TOLERANCE:
+    if _relative_error(found, known.averaged) < TOLERANCE:
         return Cause.EQUAL_WEIGHTS
-    return Cause.SUM if _off(found, known.summed) < TOLERANCE else Cause.UNKNOWN
+    return Cause.SUM if _relative_error(found, known.summed) < TOLERANCE else Cause.UNKNOWN
 
 
 def _gradient(module: nn.Module, loss: Loss, batch: Sequence[Any]) -> torch.Tensor:
-    """Without any reduction, float64 [parameters]: DDP's own hooks are on .grad, which stays as it is."""
+    """The gradient without reduction, float64 [parameters]; .grad, which DDP hooks into, does not change."""
     trained = [p for p in module.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss(module, *batch), trained, allow_unused=True)
     return _flat(torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True))
 
 
 def _reduced(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> torch.Tensor:
-    """As a step would have it: float64 [parameters]."""
+    """The gradient as a training step reduces it: float64 [parameters]."""
     model.zero_grad(set_to_none=True)
     loss(model, *batch).backward()  # type: ignore[no-untyped-call]
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -134,16 +137,16 @@ def _reduced(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> torch.Tensor
 
 
 def _is_sum(module: nn.Module, loss: Loss, batch: Sequence[Any]) -> bool:
-    """Whether twice the samples make twice the loss."""
+    """Whether the loss doubles with the samples."""
     with torch.no_grad():
         once = float(loss(module, *batch))
-        twice = float(loss(module, *tree_map(lambda x: _joined(x, x), tuple(batch))))
+        twice = float(loss(module, *tree_map(lambda x: _concatenated(x, x), tuple(batch))))
     return abs(twice - 2 * once) < abs(twice - once)
 
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers and the random state as they were before."""
+    """Puts gradients, buffers and the random state back at the end."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.clone()) for b in model.buffers()]
     with torch.random.fork_rng():
@@ -159,7 +162,7 @@ def _to(device: Any) -> Callable[[Any], Any]:
     return lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _joined(*leaves: Any) -> Any:
+def _concatenated(*leaves: Any) -> Any:
     return torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) and leaves[0].dim() else leaves[0]
 
 
@@ -167,5 +170,5 @@ def _flat(gradients: Iterator[torch.Tensor]) -> torch.Tensor:
     return torch.cat([g.detach().double().flatten() for g in gradients])
 
 
-def _off(found: torch.Tensor, right: torch.Tensor) -> float:
+def _relative_error(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found - right).norm() / right.norm().clamp_min(1e-300))

@@ -1,7 +1,7 @@
-"""How ranks come to one decision: each posts what it knows, the first one decides, all read the same answer.
+"""Consensus: all ranks report what they know, the first rank decides, and all read the same decision.
 
-Messages lie in the process group's store. Who decides may wait for posts, who reads for the answer, both with
-a deadline; where training steps lie between (each is a barrier), nobody ever waits.
+Messages lie in the process group's store. The first rank may wait for reports and the others for the
+decision, both with a deadline. Where training steps lie between (each is a barrier), no rank ever waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class CostMessage(msgspec.Struct, frozen=True):
-    """A cost on its way: the three numbers of a line, or the points of a table."""
+    """A cost as a message: the three numbers of a line, or the points of a table."""
 
     line: tuple[float, float, float] | None = None
     table: list[tuple[int, float]] | None = None
@@ -36,24 +36,27 @@ class CostMessage(msgspec.Struct, frozen=True):
         return Line(*self.line) if self.line else Table(tuple(self.table or ()))
 
 
-class Meeting:
-    """Numbered decisions of the ranks of a group. All ranks make it together: it begins with a broadcast."""
+class Consensus:
+    """Numbered decisions of the ranks of a group.
+
+    All ranks construct it together: it begins with a broadcast.
+    """
 
     def __init__(self, purpose: str, group: dist.ProcessGroup | None = None, store: Any = None) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        # The store may outlive a restart, and with it what was said before: no two meetings share a name.
+        # The store may outlive a restart, with its messages: each Consensus has a random name.
         first = 0 if group is None else dist.get_global_rank(group, 0)
         name = [secrets.token_hex(8)]
         dist.broadcast_object_list(name, src=first, group=group)
         base = store or dist.distributed_c10d._get_default_store()
         self._store = PrefixStore(f"pyps/{purpose}/{name[0]}", base)
 
-    def post(self, number: int, message: msgspec.Struct) -> None:
-        """Say what this rank knows for decision `number`."""
+    def report(self, number: int, message: msgspec.Struct) -> None:
+        """Send what this rank knows for decision `number`."""
         self._store.set(f"{number}/{self.rank}", msgspec.json.encode(message).decode())
 
-    def posted(self, number: int, kind: type[Message]) -> list[Message]:
-        """What all ranks know, in their order; waits for those that have not posted yet."""
+    def reports(self, number: int, kind: type[Message]) -> list[Message]:
+        """The reports of all ranks, in their order; waits for those that have not reported yet."""
         keys = [f"{number}/{rank}" for rank in range(self.ranks)]
         self._store.wait(keys, DEADLINE)
         found = [msgspec.json.decode(self._store.get(key), type=kind) for key in keys]
@@ -61,13 +64,13 @@ class Meeting:
             self._store.delete_key(key)
         return found
 
-    def answer(self, number: int, message: msgspec.Struct) -> None:
-        """Announce the decision; the one before the last is forgotten: everybody has read it."""
-        self._store.set(f"{number}/answer", msgspec.json.encode(message).decode())
-        self._store.delete_key(f"{number - 2}/answer")
+    def decide(self, number: int, message: msgspec.Struct) -> None:
+        """Announce the decision. The one before the last is deleted: all ranks have read it."""
+        self._store.set(f"{number}/decision", msgspec.json.encode(message).decode())
+        self._store.delete_key(f"{number - 2}/decision")
 
-    def answered(self, number: int, kind: type[Message]) -> Message:
+    def decision(self, number: int, kind: type[Message]) -> Message:
         """The decision; waits for it."""
-        key = f"{number}/answer"
+        key = f"{number}/decision"
         self._store.wait([key], DEADLINE)
         return msgspec.json.decode(self._store.get(key), type=kind)

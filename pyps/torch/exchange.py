@@ -1,16 +1,15 @@
-"""A sum over all ranks in few bits: each rank reduces a part of it; what rounding loses is kept for later.
+"""A sum over all ranks in int8 or int4: each rank reduces one part; rounding errors are kept and sent later.
 
-Stage 1: everybody cuts its vector in N parts, encodes each and sends part j to rank j (all_to_all). Rank j
-sums what it got, in rank order. Stage 2: it encodes the sum and sends it to everybody (all_gather). All ranks
-decode the same bytes, so all get the same bits.
+Stage 1: each rank cuts its vector into N parts, encodes each and sends part j to rank j (all_to_all). Rank j
+sums the parts it receives, in rank order. Stage 2: rank j encodes its sum and sends it to all ranks
+(all_gather). All ranks decode the same bytes, so all get the same bits.
 
 Both stages round, and both errors are fed back (Seide et al., Interspeech 2014, for one stage). Rank j adds
-what stage 2 lost of its part to its own residual of stage 1: the next round's sum takes it up once, from rank
-j. So one residual a rank holds both, it belongs to a parameter and not to a part, and it stays right when the
-parts change. What was sent and the residuals sum to what was put in.
+the error of stage 2 in its part to its own residual of stage 1, so the next sum takes that error up once,
+from rank j. One residual a rank therefore holds both errors. It belongs to a parameter and not to a part, and
+it stays right when the parts change: the sums sent and the residuals add up to the gradients put in.
 
-A long vector goes in pieces, so that one is encoded while another is on its way, and all of a piece is in
-cache.
+A long vector goes in pieces: one is encoded while another is on its way, and a piece fits into the cache.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyps.torch.codec import Codec, decode, encode
+from pyps.torch.codec import decode, encode
+from pyps.worker.quantize import BlockFormat
 
 PIECE = 1 << 19  # values
 
 
 def quantized_sum(
-    codec: Codec, values: torch.Tensor, group: dist.ProcessGroup | None = None
+    form: BlockFormat, values: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The sum over ranks of float32 [n], this rank's error [n] to add next time, and the bytes it sent.
 
-    Where any rank's block holds a value that is not finite, the sum is NaN on all ranks; the error says
-    nothing there.
+    Where any rank's block holds a value that is not finite, the sum is NaN on all ranks and the error means
+    nothing.
     """
-    pieces = [_Piece(codec, piece, group) for piece in torch.split(values, PIECE)]
+    pieces = [_Piece(form, piece, group) for piece in torch.split(values, PIECE)]
     for piece in pieces:
         piece.reduce()
     for piece in pieces:
@@ -43,33 +43,36 @@ def quantized_sum(
 
 
 class _Piece:
-    """A piece on its way: made, it is being scattered; reduced, it is being gathered; then it is there."""
+    """A piece of the vector.
 
-    def __init__(self, codec: Codec, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        self._codec, self._group, self._length = codec, group, len(values)
+    Made: stage 1 is under way. After reduce(): stage 2. After finish(): `total`, `error`.
+    """
+
+    def __init__(self, form: BlockFormat, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        self._form, self._group, self._length = form, group, len(values)
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._part = -(-len(values) // (self._ranks * codec.block)) * codec.block
+        self._part = -(-len(values) // (self._ranks * form.block)) * form.block
         missing = self._ranks * self._part - len(values)
         padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
         padded = padded.view(self._ranks, self._part)
-        self._sent = encode(codec, padded)
+        self._sent = encode(form, padded)
         self._received = torch.empty_like(self._sent)
         self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
         self.sent_bytes = 2 * (self._ranks - 1) * self._sent.shape[1]
-        self._error = padded - decode(codec, self._sent, self._part)
+        self._error = padded - decode(form, self._sent, self._part)
 
     def reduce(self) -> None:
         self._work.wait()
-        mine = decode(self._codec, self._received, self._part).sum(dim=0, keepdim=True)
-        back = encode(self._codec, mine)
+        mine = decode(self._form, self._received, self._part).sum(dim=0, keepdim=True)
+        back = encode(self._form, mine)
         self._gathered = torch.empty(self._ranks * back.shape[1], dtype=torch.uint8, device=back.device)
         self._back = back.view(-1)
         self._work = _all_gather(self._gathered, self._back, self._group)
-        self._error[self._rank] += mine[0] - decode(self._codec, back, self._part)[0]
+        self._error[self._rank] += mine[0] - decode(self._form, back, self._part)[0]
 
     def finish(self) -> None:
         self._work.wait()
-        total = decode(self._codec, self._gathered.view(self._ranks, -1), self._part)
+        total = decode(self._form, self._gathered.view(self._ranks, -1), self._part)
         self.total, self.error = total.view(-1)[: self._length], self._error.view(-1)[: self._length]
 
 

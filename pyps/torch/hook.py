@@ -4,16 +4,16 @@ DDP averages: 1/N for each rank, whatever its batch. The gradient of the mean lo
 
     g = sum_i (w_i / W) g_i,    W = sum_i w_i,    w_i the samples (or targets) behind rank i's gradient g_i
 
-The hook multiplies each bucket by w_i / W and sums. w_i is counted from the batch that the model was given, W
-is summed beside the first bucket: both are true also in the epoch's last round, after a new plan and after
-ranks have come or gone. W of the round before is used for the multiplication, so that nobody waits for the
-sum, and corrected once it is there, if it changed.
+The hook multiplies each bucket by w_i / W and sums. It counts w_i from the batch that the model got and sums
+W over the ranks together with the first bucket, so both are right in the epoch's last round, after a new plan
+and after ranks have come or gone. To avoid a wait for W, a bucket is multiplied with the W of the round
+before, and corrected when the new W has arrived and differs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,27 +25,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from pyps.errors import InputError
-from pyps.torch.codec import INT4, INT8
 from pyps.torch.exchange import quantized_sum
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.residual import Residuals
 from pyps.torch.sampler import UnevenBatchSampler
+from pyps.worker.quantize import INT4, INT8
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 Wire = Literal["same", "bf16", "f16", "int8", "int4"]
 HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
-CODECS = {"int8": INT8, "int4": INT4}
+QUANTIZED = {"int8": INT8, "int4": INT4}
 Reduced = Future[torch.Tensor]
 
 
 @dataclass
-class Traffic:
-    """What this rank sent for gradients: bytes, and what fp32 by ring all-reduce would have sent."""
+class GradientBytes:
+    """Bytes that this rank has sent for gradients, and bytes that an fp32 ring all-reduce would have sent."""
 
-    sent_bytes: int = 0
-    fp32_bytes: int = 0
+    sent: int = 0
+    fp32: int = 0
 
 
 def weighted_hook(
@@ -59,17 +59,19 @@ def weighted_hook(
 ) -> WeightedHook:
     """Register the weighted reduction on a DistributedDataParallel model, compiled or not.
 
-    sampler: if given, the first round's samples are checked against its rounds. count: from forward()'s
-    arguments to w_i; by default the length of the first tensor among them (its samples). For weights by
-    targets: count=lambda inputs, targets: (targets != -100).sum(), or hook.weigh(n) before each backward().
-    reduction: whether the loss is the mean over those w_i, or their sum. wire: what gradients travel as; int8
-    and int4 with error feedback. scaler: the torch.amp.GradScaler in use, so that kept errors follow its
-    scale. Raises InputError for a model that is not DDP or an unknown option.
+    sampler: if given, the samples of the first round are checked against its rounds.
+    count: computes w_i from forward()'s arguments; by default the length of the first tensor among them (its
+        samples). For weights by targets: count=lambda inputs, targets: (targets != -100).sum(), or
+        hook.set_weight(n) before each backward().
+    reduction: whether the loss is the mean over those w_i, or their sum.
+    wire: the type in which gradients are sent; int8 and int4 with error feedback.
+    scaler: the torch.amp.GradScaler in use, so that kept errors follow its scale.
+    Raises InputError for a model that is not DDP or an unknown option.
     """
     ddp = getattr(model, "_orig_mod", model)
     if not isinstance(ddp, DistributedDataParallel):
         raise InputError("weighted_hook", "model", type(ddp).__name__, "a DistributedDataParallel")
-    if wire != "same" and wire not in HALVES and wire not in CODECS:
+    if wire != "same" and wire not in HALVES and wire not in QUANTIZED:
         raise InputError("weighted_hook", "wire", repr(wire), "same, bf16, f16, int8 or int4")
     if reduction not in ("mean", "sum"):
         raise InputError("weighted_hook", "reduction", repr(reduction), "mean or sum")
@@ -80,8 +82,10 @@ def weighted_hook(
 
 
 class WeightedHook:
-    """Made by weighted_hook. `traffic` counts bytes; what is in on_ready is called when this rank's last
-    gradient of a round is there but not yet on its way.
+    """Made by weighted_hook, which lists the parameters.
+
+    gradient_bytes: bytes sent so far. on_ready: functions called when this rank has the last gradient of a
+    round, before it is sent.
     """
 
     def __init__(
@@ -96,27 +100,27 @@ class WeightedHook:
         self.wire, self.reduction, self.scaler = wire, reduction, scaler
         self.group: dist.ProcessGroup = ddp.process_group
         self.device: torch.device = next(ddp.parameters()).device
-        self.traffic = Traffic()
+        self.gradient_bytes = GradientBytes()
         self.on_ready: list[Callable[[], None]] = []
-        self.blocked_seconds = 0.0  # of the step under way, in reductions before the last bucket
+        self.blocked_seconds = 0.0  # in reductions before the last bucket, in this step
         self._ddp, self._sampler, self._count = ddp, sampler, count
         self._residuals = Residuals(ddp.module.named_parameters())
-        self._earlier: Any = 0.0  # w of micro-batches whose gradients wait to be reduced
-        self._latest: Any = 0.0
-        self._latest_waits = False
-        self._scale = torch.ones(())  # w_i / W, or its estimate, of the round under way
+        self._accumulated_weight: Any = 0.0  # w of micro-batches whose gradients are not reduced yet
+        self._weight: Any = 0.0  # w of the latest micro-batch
+        self._accumulates = False  # whether the latest micro-batch ran under no_sync()
+        self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
-        self._total_is: Reduced | None = None
-        self._assumed = torch.ones(())  # the W that `_scale` was made with
-        self._lane: Any = None  # on CUDA: the stream of the quantized exchange
+        self._total_future: Reduced | None = None  # done when `_total` holds the sum over ranks
+        self._assumed = torch.ones(())
+        self._stream: Any = None  # on CUDA: the stream of the quantized exchange
         ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         for module in ddp.module.modules():
             if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
-                module.loss_weight = lambda: self._latest
+                module.loss_weight = lambda: self._weight
 
-    def weigh(self, weight: Any) -> None:
-        """Say w_i of the micro-batch whose backward() comes next, in place of what was counted."""
-        self._latest = weight
+    def set_weight(self, weight: Any) -> None:
+        """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
+        self._weight = weight
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's kept errors of int8 and int4 by parameter name, in the gradient's own units."""
@@ -133,15 +137,15 @@ class WeightedHook:
             for observe in self.on_ready:
                 observe()
         elements, ranks = buffer.numel(), dist.get_world_size(self.group)
-        self.traffic.fp32_bytes += 8 * elements * (ranks - 1) // ranks
-        if self.wire not in CODECS or ranks == 1:
+        self.gradient_bytes.fp32 += 8 * elements * (ranks - 1) // ranks
+        if self.wire not in QUANTIZED or ranks == 1:
             if bucket.index() == 0:
-                self._begin(buffer.device, wait=False)
+                self._sum_weights(buffer.device, wait=False)
             return self._reduce_plain(buffer)
         began = time.monotonic()
-        with self._aside(buffer.device):
+        with self._on_own_stream(buffer.device):
             if bucket.index() == 0:
-                self._begin(buffer.device, wait=True)
+                self._sum_weights(buffer.device, wait=True)
             done = self._reduce_quantized(bucket)
         if not bucket.is_last():
             self.blocked_seconds += time.monotonic() - began
@@ -150,26 +154,26 @@ class WeightedHook:
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
             return
-        if self._latest_waits:
-            self._earlier = self._earlier + self._latest
-        # A forward() whose backward() never came is forgotten; those under no_sync() are kept.
-        self._latest_waits, self.blocked_seconds = not self._ddp.require_backward_grad_sync, 0.0
-        self._latest = self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
+        if self._accumulates:
+            self._accumulated_weight = self._accumulated_weight + self._weight
+        # Forget a forward() whose backward() never came, but keep those under no_sync().
+        self._accumulates, self.blocked_seconds = not self._ddp.require_backward_grad_sync, 0.0
+        self._weight = self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
 
-    def _begin(self, device: torch.device, wait: bool) -> None:
-        """Sum the round's weights; without waiting, scale by the sum of the round before for now."""
-        weight = torch.as_tensor(self._earlier + self._latest, dtype=torch.float64, device=device)
-        self._earlier, self._latest_waits = 0.0, False
+    def _sum_weights(self, device: torch.device, wait: bool) -> None:
+        """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
+        weight = torch.as_tensor(self._accumulated_weight + self._weight, dtype=torch.float64, device=device)
+        self._accumulated_weight, self._accumulates = 0.0, False
         total, before = weight.clone(), self._total
         work = dist.all_reduce(total, group=self.group, async_op=True)
         if before is None or wait:
             work.wait()
-            self._total_is = None
+            self._total_future = None
             if before is None:
                 self._check(float(total))
             self._assumed = _not_zero(total)
         else:
-            self._total_is = work.get_future()
+            self._total_future = work.get_future()
             self._assumed = _not_zero(before)
         self._total = total
         self._scale = (weight if self.reduction == "mean" else 1.0) / self._assumed
@@ -178,44 +182,41 @@ class WeightedHook:
         if self._sampler is None or self._count is not None or self.reduction == "sum":
             return
         if total not in (sizes := set(self._sampler.sizes())) and self._sampler.accumulation == 1:
-            raise InputError(
-                "weighted_hook",
-                "samples of the first round",
-                f"{total:.0f}, by the first tensor that forward() got",
-                f"one of {sorted(sizes)[-3:]}; if samples are not its first dimension, pass count=",
-            )
+            found = f"{total:.0f}, by the first tensor that forward() got"
+            expected = f"one of {sorted(sizes)[-3:]}; if samples are not its first dimension, pass count="
+            raise InputError("weighted_hook", "samples of the first round", found, expected)
 
     def _reduce_plain(self, buffer: torch.Tensor) -> Reduced:
         half = HALVES.get(self.wire)
-        message = _weigh(buffer, self._scale) if half is None else _weigh(buffer, self._scale).to(half)
+        message = _scaled(buffer, self._scale) if half is None else _scaled(buffer, self._scale).to(half)
         ranks = dist.get_world_size(self.group)
-        self.traffic.sent_bytes += 2 * message.numel() * message.element_size() * (ranks - 1) // ranks
+        self.gradient_bytes.sent += 2 * message.numel() * message.element_size() * (ranks - 1) // ranks
         done = dist.all_reduce(message, group=self.group, async_op=True).get_future()
-        assumed, total, total_is = self._assumed, self._total, self._total_is
+        assumed, total, total_future = self._assumed, self._total, self._total_future
 
         def finish(_: object) -> torch.Tensor:
-            for reduced in waited_for:
-                reduced.wait()  # raises what the reduction raised: a lost peer must not pass for a sum
+            for reduced in futures:
+                reduced.wait()  # raises the reduction's error: a lost peer must not pass for a sum
             if message is not buffer:
                 buffer.copy_(message)
-            if total_is is not None and total is not None:
+            if total_future is not None and total is not None:
                 _correct(buffer, assumed / _not_zero(total))
             return buffer
 
-        waited_for = [done] if total_is is None else [total_is, done]
-        result: Reduced = torch.futures.collect_all(waited_for).then(finish)
+        futures = [done] if total_future is None else [total_future, done]
+        result: Reduced = torch.futures.collect_all(futures).then(finish)
         return result
 
     @contextmanager
-    def _aside(self, device: torch.device) -> Iterator[None]:
-        """On CUDA, in a stream of its own beside the rest of the backward pass; on a CPU it is waited for."""
+    def _on_own_stream(self, device: torch.device) -> Iterator[None]:
+        """On CUDA, run on another stream, parallel to the rest of the backward pass; on a CPU, at once."""
         if device.type != "cuda":
             yield
             return
-        if self._lane is None:
-            self._lane = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._lane.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._lane):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
             yield
 
     def _reduce_quantized(self, bucket: GradBucket) -> Reduced:
@@ -228,34 +229,34 @@ class WeightedHook:
     def _exchange(self, bucket: GradBucket, buffer: torch.Tensor) -> None:
         unit = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
         kept = self._residuals.of(bucket.parameters(), buffer)
-        values = _weigh(buffer.to(torch.float32, copy=True), self._scale).add_(kept, alpha=unit)
-        total, error, sent = quantized_sum(CODECS[self.wire], values, self.group)
+        values = _scaled(buffer.to(torch.float32, copy=True), self._scale).add_(kept, alpha=unit)
+        total, error, sent = quantized_sum(QUANTIZED[self.wire], values, self.group)
         if unit != 1.0:
             error.div_(unit)
         if total.device.type == "cpu" and torch.isfinite(total.sum()):
-            kept.copy_(error)  # what follows takes seven passes over memory, and is hardly ever needed
+            kept.copy_(error)  # the general case below takes seven passes over memory
         else:
-            # What is not finite must not stay: a scaler drops this step, and the errors are as they were.
+            # Where the sum is not finite the old errors stay: a scaler drops this step.
             kept.copy_(torch.where(torch.isfinite(total), error, kept))
-        self.traffic.sent_bytes += sent
+        self.gradient_bytes.sent += sent
         buffer.copy_(total)
 
 
 def _not_zero(total: torch.Tensor) -> torch.Tensor:
-    """W, or 1 where nobody has a target: every weight is zero then."""
+    """W, or 1 where no rank has a target: every weight is zero then."""
     return torch.where(total > 0, total, 1.0)
 
 
-def _weigh(buffer: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In place. A mean over no targets is NaN, and so is its gradient: weight 0 leaves it out."""
+def _scaled(buffer: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The buffer, multiplied in place. A mean over no targets has a NaN gradient: weight 0 makes it zero."""
     if buffer.device.type == "cpu":
-        factor = float(scale)  # a third of the time that a float64 tensor of one takes
+        factor = float(scale)  # three times as fast as a float64 tensor of one
         return buffer.mul_(factor) if factor else buffer.zero_()
     return buffer.mul_(scale).masked_fill_(scale == 0, 0)
 
 
 def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
-    """Bring a sum that was scaled by another W to the right one; mostly they are the same."""
+    """Multiply a sum that was scaled with another W; mostly the ratio is 1."""
     if buffer.device.type != "cpu":
         buffer.mul_(ratio)
     elif (factor := float(ratio)) != 1.0:
@@ -264,12 +265,8 @@ def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
 
 def rows_of(batch: Any) -> int:
     """The length of the first tensor in nested tuples, lists and dicts. Raises InputError without one."""
-    for leaf in _tensors(tree_leaves(batch)):
-        return int(leaf.shape[0])
-    raise InputError(
-        "weighted_hook", "count", "no tensor among forward()'s arguments", "count=, or hook.weigh(n)"
-    )
-
-
-def _tensors(leaves: Iterable[Any]) -> Iterable[torch.Tensor]:
-    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    found = "no tensor among forward()'s arguments"
+    raise InputError("weighted_hook", "count", found, "count=, or hook.set_weight(n)")

@@ -1,4 +1,4 @@
-"""How the ranks do, to TensorBoard and Prometheus, where these are installed.
+"""Figures of a Rebalancer's ranks for TensorBoard and Prometheus, where these are installed.
 
     balance.observers.append(to_tensorboard(SummaryWriter()))      # on one rank
     balance.observers.append(to_prometheus())
@@ -21,15 +21,15 @@ Observer = Callable[["Rebalancer"], None]
 
 def to_tensorboard(writer: Any, prefix: str = "pyps/") -> Observer:
     """Scalars at the training step; changes of the split as text. writer: a SummaryWriter."""
-    told = 0
+    written = 0
 
     def observe(balance: Rebalancer) -> None:
-        nonlocal told
+        nonlocal written
         for name, value in balance.scalars().items():
             writer.add_scalar(prefix + name, value, balance.steps)
-        for change in balance.history[told:]:
+        for change in balance.history[written:]:
             writer.add_text(prefix + "replan", str(change), change.step)
-        told = len(balance.history)
+        written = len(balance.history)
 
     return observe
 
@@ -42,16 +42,15 @@ def to_prometheus(registry: Any = None) -> Observer:
     try:
         import prometheus_client
     except ImportError:
-        raise InputError(
-            "to_prometheus", "prometheus_client", "no such package", "pip install prometheus-client"
-        ) from None
-    known: dict[str, Any] = {}
+        missing = "to_prometheus", "prometheus_client", "no such package"
+        raise InputError(*missing, "pip install prometheus-client") from None
+    gauges: dict[str, Any] = {}
 
     def gauge(name: str, labels: tuple[str, ...]) -> Any:
-        if name not in known:
+        if name not in gauges:
             where = registry or prometheus_client.REGISTRY
-            known[name] = prometheus_client.Gauge(f"pyps_{name}", f"pyps: {name}", labels, registry=where)
-        return known[name]
+            gauges[name] = prometheus_client.Gauge(f"pyps_{name}", f"pyps: {name}", labels, registry=where)
+        return gauges[name]
 
     def observe(balance: Rebalancer) -> None:
         for name, value in balance.scalars().items():

@@ -1,4 +1,4 @@
-"""UnevenSyncBatchNorm: BatchNorm over all samples of a round, whoever has them, exactly.
+"""UnevenSyncBatchNorm: BatchNorm over all samples of a round on all ranks, exactly.
 
 The statistics are those of the whole round: every rank's count, mean and sum of squared deviations, merged in
 rank order (Chan, Golub, LeVeque 1979). running_var takes the unbiased variance, n / (n - 1) with the whole
@@ -6,8 +6,9 @@ round's n.
 
 Its backward pass adds up, over the ranks, how each rank's loss depends on the statistics. These losses are
 means over unequal batches, so they count by their weights: sum_j w_j s_j / w_i for a gradient that the
-reduction multiplies by w_i / W afterwards. weighted_hook tells its model's layers the weights. Without it all
-are 1: right for a loss that carries its weight itself (loss_scale), and for plain DDP with equal batches.
+reduction multiplies by w_i / W afterwards. weighted_hook gives its model's layers the weights. Without it all
+are 1: right for a loss that is already multiplied by its weight (loss_scale), and for plain DDP with equal
+batches.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from pyps.errors import InputError
 
 
 class UnevenSyncBatchNorm(_BatchNorm):
-    """In place of BatchNorm1d, 2d, 3d and SyncBatchNorm: the same parameters, buffers and state_dict.
+    """Replaces BatchNorm1d, 2d, 3d and SyncBatchNorm, with the same parameters, buffers and state_dict.
 
     All ranks of `group` have to run it the same number of times, each with at least one sample. In eval mode,
-    and without a process group, it is BatchNorm.
+    and without a process group, it is BatchNorm. Raises InputError for an input of another shape.
     """
 
     group: dist.ProcessGroup | None = None
@@ -37,7 +38,7 @@ class UnevenSyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-        """The module, in which each BatchNorm is replaced by one of these with its parameters and buffers."""
+        """The module with each BatchNorm replaced; parameters and buffers are kept."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             return cls._like(module, group)
         for name, child in module.named_children():
@@ -78,14 +79,13 @@ class UnevenSyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
         if input.dim() < 2 or input.shape[0] < 1:
-            raise InputError(
-                "UnevenSyncBatchNorm", "input", f"shape {list(input.shape)}", "[n >= 1, channels, ...]"
-            )
+            shape = f"shape {list(input.shape)}"
+            raise InputError("UnevenSyncBatchNorm", "input", shape, "[n >= 1, channels, ...]")
 
 
 @contextmanager
 def equally_weighted(module: nn.Module) -> Iterator[None]:
-    """Losses count the same meanwhile, whatever a hook says."""
+    """Within it, all losses have weight 1, whatever the hook has set."""
     layers = [layer for layer in module.modules() if isinstance(layer, UnevenSyncBatchNorm)]
     weights = [layer.loss_weight for layer in layers]
     for layer in layers:
@@ -113,10 +113,10 @@ class _Normalise(torch.autograd.Function):
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         mean, squares, count = _merged(*_own_statistics(wide), group)
         variance = squares / count
-        spread = torch.rsqrt(variance + eps)
+        inverse_std = torch.rsqrt(variance + eps)
         shape = _across(values)
-        normed = (wide - mean.view(shape)) * spread.view(shape)
-        ctx.save_for_backward(normed, spread, weight, count)
+        normed = (wide - mean.view(shape)) * inverse_std.view(shape)
+        ctx.save_for_backward(normed, inverse_std, weight, count)
         ctx.group, ctx.loss_weight, ctx.dtype = group, loss_weight, values.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         result = normed if weight is None else normed * weight.view(shape)
@@ -125,17 +125,17 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, above: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        normed, spread, weight, count = ctx.saved_tensors
+        normed, inverse_std, weight, count = ctx.saved_tensors
         shape, others = _across(normed), _not_channels(normed)
         above = above.to(normed.dtype)
-        sums = torch.stack([above.sum(others), (above * normed).sum(others)])  # what bias and weight get
+        sums = torch.stack([above.sum(others), (above * normed).sum(others)])  # gradients of bias and weight
         own = torch.as_tensor(1.0 if ctx.loss_weight is None else ctx.loss_weight()).to(sums)
-        everyones = sums * own
-        dist.all_reduce(everyones, group=ctx.group)
-        # A loss of weight 0 is left out of the reduction, and this rank's gradient with it.
-        everyones = torch.where(own > 0, everyones / (own * count), 0.0)
-        below = above - everyones[0].view(shape) - normed * everyones[1].view(shape)
-        below = below * spread.view(shape) if weight is None else below * (spread * weight).view(shape)
+        total = sums * own
+        dist.all_reduce(total, group=ctx.group)
+        # The reduction leaves out a loss of weight 0, and with it this rank's gradient.
+        total = torch.where(own > 0, total / (own * count), 0.0)
+        below = above - total[0].view(shape) - normed * total[1].view(shape)
+        below = below * (inverse_std if weight is None else inverse_std * weight).view(shape)
         own_weight, own_bias = (None, None) if weight is None else (sums[1].to(weight), sums[0].to(weight))
         return below.to(ctx.dtype), own_weight, own_bias, None, None, None
 
@@ -151,14 +151,14 @@ def _merged(
     mean: torch.Tensor, squares: torch.Tensor, count: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same over all ranks, in rank order; count becomes a tensor []."""
-    mine = torch.cat([mean, squares, mean.new_tensor([count])])
-    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_of_them, mine, group=group)
-    table = torch.stack(all_of_them)
-    means, spreads, counts = table[:, : len(mean)], table[:, len(mean) : -1], table[:, -1:]
+    own = torch.cat([mean, squares, mean.new_tensor([count])])
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    table = torch.stack(gathered)
+    means, deviations, counts = table[:, : len(mean)], table[:, len(mean) : -1], table[:, -1:]
     total = counts.sum()
     merged = (means * (counts / total)).sum(0)
-    return merged, (spreads + counts * (means - merged) ** 2).sum(0), total
+    return merged, (deviations + counts * (means - merged) ** 2).sum(0), total
 
 
 def _across(values: torch.Tensor) -> list[int]:

@@ -1,7 +1,7 @@
-"""What rounding has kept back of each parameter's gradient: flat vectors a bucket at a time, found by name.
+"""The rounding error of each parameter's gradient that is still to be sent: one flat vector for each bucket.
 
-DDP cuts parameters into buckets, and cuts them anew after the first step. A residual belongs to the
-parameter: when a bucket turns up with other parameters than before, its vector is put together from theirs.
+DDP cuts parameters into buckets, and cuts them anew after the first step. A residual belongs to its
+parameter: for a bucket of other parameters than before, a new vector is put together from theirs.
 """
 
 from __future__ import annotations
@@ -42,17 +42,16 @@ class Residuals:
         return flat
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy by parameter name, float32 [numel]; only of those that were reduced once."""
+        """A copy by parameter name, float32 [numel]; only of those that were reduced at least once."""
         return {name: view.clone() for name, view in self._views.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take a copy of a state; what it does not name becomes zero."""
+        """Take a copy of a state; parameters that it does not name get zero.
+
+        Raises InputError for a wrong size.
+        """
         for name, values in state.items():
             if self._sizes.get(name) != values.numel():
-                raise InputError(
-                    "hook state",
-                    f"residuals[{name!r}]",
-                    f"{values.numel()} values",
-                    f"{self._sizes.get(name)} values",
-                )
+                expected = f"{self._sizes.get(name)} values"
+                raise InputError("hook state", f"residuals[{name!r}]", f"{values.numel()} values", expected)
         self._flat, self._views = {}, {name: values.clone() for name, values in state.items()}

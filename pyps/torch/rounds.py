@@ -1,4 +1,4 @@
-"""Rounds: what the sampler and the stream have in common, and all that a Rebalancer has to know of either."""
+"""Rounds: what the sampler and the stream have in common, and all that a Rebalancer uses of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from pyps.torch.schedule import Planned, Split, check_accumulation, read_split
+from pyps.torch.schedule import PlanLike, Split, check_accumulation, read_split
 
-Edge = tuple[int, int]  # an epoch and a round of it
+RoundIndex = tuple[int, int]  # an epoch and a round of it
 
 
 def default_rank() -> tuple[int, int]:
-    """This rank and the number of ranks: of the process group, else of the environment, else 0 and 1."""
+    """This rank and the number of ranks, from the process group, else the environment, else 0 and 1."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -21,18 +21,19 @@ def default_rank() -> tuple[int, int]:
 
 
 class Rounds(ABC):
-    """A split, this rank's place in it, and its walks through the data, a round at a time.
+    """A split, this rank's part of it, and its passes over the data, round by round.
 
-    epoch and position say where the walk begins that comes next; passes counts the walks that were begun.
+    epoch and position say where the next pass begins. The three parameters are described in
+    UnevenBatchSampler.
     """
 
-    def __init__(self, plan: Planned, rank: int | None, accumulate: int | Sequence[int]) -> None:
+    def __init__(self, plan: PlanLike, rank: int | None, accumulate: int | Sequence[int]) -> None:
         own, ranks = default_rank()
         self.split: Split = read_split(plan, ranks if rank is None else None)
         self.rank = own if rank is None else rank
-        self._least = check_accumulation(self.split, self.rank, accumulate)
+        self._min_batches = check_accumulation(self.split, self.rank, accumulate)
         self.epoch = 0
-        self.position = 0  # samples of this epoch that were consumed before its first round here
+        self.position = 0  # samples of this epoch that were consumed before the pass begins
 
     @property
     def global_batch(self) -> int:
@@ -41,23 +42,23 @@ class Rounds(ABC):
 
     @property
     def batch(self) -> int:
-        """b_i, this rank's samples of a full round, by the split in force."""
+        """b_i, this rank's samples of a full round, by the current split."""
         return self.split[self.rank]
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of this rank in a round."""
-        return self._least[self.rank]
+        return self._min_batches[self.rank]
 
     @property
     @abstractmethod
-    def latest(self) -> Split:
-        """The split that was decided last, in force or to come."""
+    def latest_split(self) -> Split:
+        """The split that was decided last, current or still to come."""
 
     @property
     @abstractmethod
     def passes(self) -> int:
-        """Walks that were begun; the same on all ranks."""
+        """How many passes were begun; the same on all ranks."""
 
     @property
     @abstractmethod
@@ -65,13 +66,13 @@ class Rounds(ABC):
         """Rounds from `position` to the epoch's end, the same on all ranks; None if unknown until then."""
 
     @abstractmethod
-    def begun(self, trained: int) -> int:
-        """The most rounds of this walk that may have been handed out by now, `trained` of them trained."""
+    def max_drawn(self, trained: int) -> int:
+        """The most rounds of this pass that may have been handed out by now, `trained` of them trained."""
 
     @abstractmethod
-    def handed(self, number: int) -> tuple[int, int] | None:
-        """A round of this walk that was trained lately: its samples, and this rank's; None for any other."""
+    def round_samples(self, number: int) -> tuple[int, int] | None:
+        """A recently trained round of this pass: its samples, and this rank's; None for any other."""
 
     @abstractmethod
-    def replan(self, plan: Planned, epoch: int | None = None, number: int | None = None) -> None:
+    def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of `epoch` on."""

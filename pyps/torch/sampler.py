@@ -1,11 +1,11 @@
-"""UnevenBatchSampler: b_i samples of each round for rank i, every sample of the epoch exactly once.
+"""UnevenBatchSampler: b_i samples of each round for rank i, every sample of an epoch exactly once.
 
     loader = DataLoader(dataset, batch_sampler=UnevenBatchSampler(dataset, "plan.json"))
 
-An epoch is the permutation that its number and the seed give, cut in rounds of B samples
-(pyps.torch.schedule). A new split takes effect at a round's edge that lies ahead on all ranks, also of what
-DataLoader workers fetched in advance. The state is a position in the epoch: it says nothing of ranks, so any
-number of them can go on.
+An epoch is a permutation, given by the epoch's number and the seed, and cut into rounds of B samples
+(pyps.torch.schedule). A new split starts at a round that no rank has handed out yet, not even to its
+DataLoader workers. The state is a position in the epoch. It does not depend on the ranks, so any number of
+them can resume from it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from pyps.errors import InputError
-from pyps.torch.rounds import Edge, Rounds
-from pyps.torch.schedule import Planned, Split, bounds, check_replan, pieces, round_sizes
+from pyps.torch.rounds import RoundIndex, Rounds
+from pyps.torch.schedule import PlanLike, Split, check_replan, micro_batches, rank_range, round_sizes
 from pyps.worker.sampling import MAX_SEED, permutation
 
 
 class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     """Lists of dataset indices, b_i of them for rank i, for DataLoader(batch_sampler=...).
 
-    dataset: anything with a length, or the length. plan: a pyps.plan/1 file, a Plan, or the batches by rank.
-    rank: this process's, by default. drop_last: leave out what does not fill a round, else the last round is
-    planned too. accumulate: micro-batches that a rank's share is cut in (one number, or one for each rank).
+    dataset: anything with a length, or the length.
+    plan: a pyps.plan/1 file, a Plan, or the batches by rank.
+    rank: by default this process's rank.
+    seed, shuffle: the permutation of each epoch; without shuffle the samples come in order.
+    drop_last: leave out samples that do not fill a round; otherwise the last round is planned too.
+    accumulate: the number of micro-batches of a rank in a round, one number or one for each rank.
     Raises InputError for a plan of another number of ranks, or a data set too small for all of them.
     """
 
     def __init__(
         self,
         dataset: Sized | int,
-        plan: Planned,
+        plan: PlanLike,
         rank: int | None = None,
         *,
         seed: int = 0,
@@ -46,19 +49,19 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self._check()
         self.drawn = 0  # rounds of this epoch that were handed out, counted from `position`
-        self._handed: list[tuple[int, int]] = []  # of each of these: its samples, and this rank's among them
+        self._round_samples: list[tuple[int, int]] = []  # for each of these: its samples, and this rank's
         self._passes = 0
-        self._coming: list[tuple[Edge, Split]] = []
+        self._planned: list[tuple[RoundIndex, Split]] = []
         self.sizes()
 
     @property
-    def latest(self) -> Split:
-        """The split that was decided last, in force or to come."""
-        return self._coming[-1][1] if self._coming else self.split
+    def latest_split(self) -> Split:
+        """The split that was decided last, current or still to come."""
+        return self._planned[-1][1] if self._planned else self.split
 
     @property
     def passes(self) -> int:
-        """Walks that were begun."""
+        """How many passes were begun."""
         return self._passes
 
     @property
@@ -66,30 +69,30 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         """Rounds from `position` to the epoch's end; the same on all ranks."""
         return len(self.sizes())
 
-    def begun(self, trained: int) -> int:
-        """Rounds that were handed out: indices are drawn in this process, whoever fetches the samples."""
+    def max_drawn(self, trained: int) -> int:
+        """Rounds that were handed out: indices are drawn in this process, even for DataLoader workers."""
         return self.drawn
 
-    def handed(self, number: int) -> tuple[int, int] | None:
-        """A round that was handed out: its samples, and this rank's."""
-        return self._handed[number] if number < len(self._handed) else None
+    def round_samples(self, number: int) -> tuple[int, int] | None:
+        """The samples of a round that was handed out, and this rank's; None for any other."""
+        return self._round_samples[number] if number < len(self._round_samples) else None
 
     def __len__(self) -> int:
         return self.rounds * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.drawn and self.drawn == self.rounds:
-            self.position = 0  # the same epoch again, from its first sample, also where a state began it late
+            self.position = 0  # the same epoch again, from its first sample, even after a resumed part
         order = self._order()
         first = self.position
-        self.drawn, self._handed = 0, []
+        self.drawn, self._round_samples = 0, []
         self._passes += 1
         for number, size in enumerate(self.sizes()):
             self._adopt((self.epoch, number))
             self.drawn = number + 1
-            begin, end = bounds(size, self.split, self.rank, self._least)
-            self._handed.append((size, end - begin))
-            for low, high in pieces(first + begin, first + end, self.accumulation):
+            begin, end = rank_range(size, self.split, self.rank, self._min_batches)
+            self._round_samples.append((size, end - begin))
+            for low, high in micro_batches(first + begin, first + end, self.accumulation):
                 yield [int(k) for k in order[low:high]]
             first += size
 
@@ -99,26 +102,25 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             self.epoch, self.position, self.drawn = epoch, 0, 0
             self._adopt((epoch, 0))
 
-    def replan(self, plan: Planned, epoch: int | None = None, number: int | None = None) -> None:
+    def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of `epoch` on.
 
         By default from the first round that this rank has not handed out. All ranks must name the same one.
         Raises InputError if B would change or the round is past.
         """
-        split = check_replan(plan, self.split, self._least)
-        edge = (self.epoch if epoch is None else epoch, self.drawn if number is None else number)
-        if edge < (self.epoch, self.drawn):
-            raise InputError(
-                "replan", "round", f"{edge}", f"{(self.epoch, self.drawn)} or later: it is handed out"
-            )
-        self._coming = sorted([*(item for item in self._coming if item[0] < edge), (edge, split)])
-        if edge == (self.epoch, self.drawn):
-            self._adopt(edge)
+        split = check_replan(plan, self.split, self._min_batches)
+        start = (self.epoch if epoch is None else epoch, self.drawn if number is None else number)
+        if start < (self.epoch, self.drawn):
+            expected = f"{(self.epoch, self.drawn)} or later: it is handed out"
+            raise InputError("replan", "round", f"{start}", expected)
+        self._planned = sorted([*(item for item in self._planned if item[0] < start), (start, split)])
+        if start == (self.epoch, self.drawn):
+            self._adopt(start)
 
     def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands after `rounds` trained rounds of it, counted since it began or was loaded.
+        """The position after `rounds` trained rounds of the epoch, counted since it began or was loaded.
 
-        By default all rounds handed out, which is right without DataLoader workers: these fetch ahead.
+        By default all rounds that were handed out. With DataLoader workers, which fetch ahead, give `rounds`.
         """
         done = self.drawn if rounds is None else rounds
         if not 0 <= done <= len(sizes := self.sizes()):
@@ -132,33 +134,33 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, with this sampler's own split and ranks.
+        """Resume from a state, with this sampler's own split and ranks.
 
-        Raises InputError for a state of another data set, and if what is left of the epoch does not go round.
+        Raises InputError for a state of another data set, or if too few samples of the epoch are left.
         """
-        for field, mine in (("length", self.length), ("shuffle", self.shuffle)):
-            if state.get(field) != mine:
-                raise InputError("sampler state", field, repr(state.get(field)), repr(mine))
+        for field, own in (("length", self.length), ("shuffle", self.shuffle)):
+            if state.get(field) != own:
+                raise InputError("sampler state", field, repr(state.get(field)), repr(own))
         epoch, position, seed = (state.get(field) for field in ("epoch", "position", "seed"))
         if not isinstance(epoch, int) or epoch < 0 or not isinstance(seed, int):
             raise InputError("sampler state", "epoch, seed", repr((epoch, seed)), "whole numbers from 0")
         if not isinstance(position, int) or not 0 <= position <= self.length:
             raise InputError("sampler state", "position", repr(position), f"0 to {self.length}")
-        round_sizes(self.length - position, self.split, self._least, self.drop_last)
+        round_sizes(self.length - position, self.split, self._min_batches, self.drop_last)
         self.epoch, self.position, self.seed, self.drawn = epoch, position, seed, 0
-        self._coming = []
+        self._planned = []
 
     def sizes(self) -> list[int]:
         """The samples of each round from `position` to the epoch's end."""
-        return round_sizes(self.length - self.position, self.split, self._least, self.drop_last)
+        return round_sizes(self.length - self.position, self.split, self._min_batches, self.drop_last)
 
     def _order(self) -> Any:
         return permutation(self.seed, self.epoch, self.length) if self.shuffle else range(self.length)
 
-    def _adopt(self, edge: Edge) -> None:
-        """Take the newest split that is due at an edge."""
-        while self._coming and self._coming[0][0] <= edge:
-            self.split = self._coming.pop(0)[1]
+    def _adopt(self, start: RoundIndex) -> None:
+        """Take the newest split that starts at this round or before."""
+        while self._planned and self._planned[0][0] <= start:
+            self.split = self._planned.pop(0)[1]
 
     def _check(self) -> None:
         if self.length < 1:

@@ -2,8 +2,8 @@
 
     loss = loss * loss_scale(len(inputs))
 
-DDP, FSDP2 and what is built on them take 1/N of each rank's gradient. A loss that is first multiplied by
-N w_i / W makes of that the gradient of the mean over all samples, sum_i (w_i / W) g_i.
+DDP, FSDP2 and the libraries built on them take 1/N of each rank's gradient. With a loss multiplied by
+N w_i / W, the average is the gradient of the mean over all samples, sum_i (w_i / W) g_i.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch.distributed as dist
 def loss_scale(
     weight: Any, total: Any = None, group: dist.ProcessGroup | None = None, *, ranks: int | None = None
 ) -> torch.Tensor:
-    """N w_i / W as float64 [], for the mean loss over w_i samples (or targets) of this rank.
+    """N w_i / W as float64 [], for the mean loss over w_i samples (or targets) of this rank; 0 if W is 0.
 
-    weight: w_i, a number or a tensor of one, on whose device the result is. total: W of the whole round; if
-    absent, the weights are summed over the ranks of `group`, which all have to call this. For micro-batches:
-    that of the micro-batch, and the total of the round. ranks: N, by default the group's, or 1 without one;
-    to be given with the total where somebody else averages (torchft's Manager). 0 if W is 0.
+    weight: w_i, a number or a tensor of one element; the result lies on its device. For micro-batches: the
+        micro-batch's.
+    total: W of the whole round. If absent, the weights are summed over the ranks of `group`, and all of them
+        have to call this.
+    ranks: N, by default the group's size, or 1 without a group. Give it together with the total where a
+        library averages over other ranks (torchft's Manager).
     """
     own = torch.as_tensor(weight, dtype=torch.float64)
     grouped = dist.is_available() and dist.is_initialized()
@@ -39,7 +41,7 @@ def loss_scale(
 
 
 def _device_for(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group can sum it: NCCL takes nothing from a CPU."""
+    """The device on which the group can sum it: NCCL takes no tensors of the CPU."""
     if tensor.device.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return tensor.device

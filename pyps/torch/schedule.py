@@ -1,12 +1,12 @@
 """Which samples of an epoch each rank takes in each round: a pure function of the split and the position.
 
-A round is what all ranks compute between two updates: B samples, b_i of them rank i's. Rounds follow one
-another through the epoch's permutation, so a position says where an epoch stands whatever the split was on
-the way: a changed split or a changed number of ranks goes on from there.
+A round is what all ranks compute between two updates: B samples, b_i of them for rank i. Rounds follow one
+another through the epoch's permutation. So a position alone says where an epoch stands, and another split or
+another number of ranks continues from there.
 
-The last round is planned too. T samples are left, T < B: they are shared in proportion to b_i, at least one
-each (largest remainder), so that every rank joins every reduction. If T is too small for that, the last two
-rounds share their B + T samples evenly; if even that gives somebody nothing, the last round takes all B + T.
+The last round is planned too. It has T < B samples, shared in proportion to b_i, at least one for each rank
+(largest remainder), so that every rank joins every reduction. If T is too small for that, the last two rounds
+share their B + T samples evenly. If even that leaves a rank without a sample, the last round takes all B + T.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Plan, read_plan
+from pyps.solver.online.decide import Split
 
-Split = tuple[int, ...]  # samples a round, by rank
-Planned = Plan | str | os.PathLike[str] | Sequence[int]
+PlanLike = Plan | str | os.PathLike[str] | Sequence[int]
 
 
-def read_split(plan: Planned, ranks: int | None = None) -> Split:
-    """The batches of the ranks that train: of a plan, of a plan's file, or as they are given.
+def read_split(plan: PlanLike, ranks: int | None = None) -> Split:
+    """The batches by rank, from a plan, a plan's file, or a sequence.
 
-    Workers that the plan leaves out have no rank here: ranks count those that it uses, in order. Raises
+    Ranks count the workers that the plan uses, in order; a worker that it leaves out has no rank. Raises
     InputError for a file that is no plan, a batch below 1, or a number of batches other than `ranks`.
     """
     if isinstance(plan, str | os.PathLike):
@@ -45,27 +45,25 @@ def read_split(plan: Planned, ranks: int | None = None) -> Split:
         raise InputError(where, "batches", "none", "at least one")
     if ranks is not None and ranks != len(batches):
         note = f" (it leaves out {', '.join(left_out)})" if left_out else ""
-        raise InputError(
-            where, "workers", f"{len(batches)} with a batch{note}", f"{ranks}, as many as there are processes"
-        )
+        found = f"{len(batches)} with a batch{note}"
+        raise InputError(where, "workers", found, f"{ranks}, as many as there are processes")
     return tuple(batches)
 
 
-def check_replan(plan: Planned, split: Split, least: Split) -> Split:
-    """The split that follows `split`: as many ranks, the same B, at least `least` each, or InputError."""
+def check_replan(plan: PlanLike, split: Split, min_batches: Split) -> Split:
+    """The split that follows `split`. Raises InputError for other ranks, another B, or too small batches."""
     after = read_split(plan, len(split))
     if sum(after) != sum(split):
-        raise InputError(
-            "replan", "plan", f"batches that sum to {sum(after)}", f"{sum(split)}, the global batch"
-        )
-    for rank, (batch, low) in enumerate(zip(after, least, strict=True)):
-        if batch < low:
-            raise InputError("replan", f"batches[{rank}]", str(batch), f"at least {low}, to accumulate")
+        found = f"batches that sum to {sum(after)}"
+        raise InputError("replan", "plan", found, f"{sum(split)}, the global batch")
+    for rank, (batch, least) in enumerate(zip(after, min_batches, strict=True)):
+        if batch < least:
+            raise InputError("replan", f"batches[{rank}]", str(batch), f"at least {least}, to accumulate")
     return after
 
 
 def check_accumulation(split: Split, rank: int, accumulate: int | Sequence[int]) -> Split:
-    """Micro-batches by rank, from 1 to the rank's batch each; InputError otherwise or for no such rank."""
+    """Micro-batches by rank. Raises InputError unless each is 1 to its rank's batch, or for a wrong rank."""
     if not 0 <= rank < len(split):
         raise InputError("sampler", "rank", str(rank), f"0 to {len(split) - 1}")
     parts = (accumulate,) * len(split) if isinstance(accumulate, int) else tuple(accumulate)
@@ -77,12 +75,15 @@ def check_accumulation(split: Split, rank: int, accumulate: int | Sequence[int])
     return parts
 
 
-def round_sizes(samples: int, split: Split, least: Split | None = None, drop_last: bool = False) -> list[int]:
-    """The samples of each round that `samples` make; they sum to it, or to a multiple of B with drop_last.
+def round_sizes(
+    samples: int, split: Split, min_batches: Split | None = None, drop_last: bool = False
+) -> list[int]:
+    """The sizes of the rounds that `samples` make. They sum to `samples`, with drop_last to a multiple of B.
 
-    `least`: what each rank takes at least (1). Raises InputError if that many samples do not go round.
+    min_batches: the least samples of each rank in a round, 1 by default. Raises InputError if there are too
+    few samples for all ranks.
     """
-    total, needed = sum(split), sum(least or (1,) * len(split))
+    total, needed = sum(split), sum(min_batches or (1,) * len(split))
     full, tail = divmod(samples, total)
     sizes = [total] * full
     if not tail or drop_last:
@@ -90,39 +91,37 @@ def round_sizes(samples: int, split: Split, least: Split | None = None, drop_las
     if tail >= needed:
         return [*sizes, tail]
     if not sizes:
-        raise InputError(
-            "dataset", "length", f"{samples} samples left", f"at least {needed}, so many for all ranks"
-        )
+        raise InputError("dataset", "length", f"{samples} samples left", f"at least {needed}, for all ranks")
     both = total + tail
     if both // 2 >= needed:
         return [*sizes[:-1], both - both // 2, both // 2]
     return [*sizes[:-1], both]
 
 
-def share(size: int, split: Split, least: Split | None = None) -> Split:
-    """`size` samples in proportion to the split, exactly; at least `least` each, largest remainders first."""
+def proportional_split(size: int, split: Split, min_batches: Split | None = None) -> Split:
+    """`size` samples in proportion to the split, at least `min_batches` each, largest remainders first."""
     total = sum(split)
     if size == total:
         return split
-    floor = least or (1,) * len(split)
-    given = [max(size * batch // total, low) for batch, low in zip(split, floor, strict=True)]
-    while (missing := size - sum(given)) != 0:
-        # Who is furthest below, or above and able to give: one sample at a time, so that ties go by rank.
+    minima = min_batches or (1,) * len(split)
+    shares = [max(size * batch // total, least) for batch, least in zip(split, minima, strict=True)]
+    while (missing := size - sum(shares)) != 0:
+        # One sample to the rank furthest below its proportion, or from the one furthest above; ties by rank.
         step = 1 if missing > 0 else -1
-        open_ = [k for k in range(len(split)) if step > 0 or given[k] > floor[k]]
-        chosen = max(open_, key=lambda k: step * (size * split[k] - given[k] * total))
-        given[chosen] += step
-    return tuple(given)
+        candidates = [k for k in range(len(split)) if step > 0 or shares[k] > minima[k]]
+        chosen = max(candidates, key=lambda k: step * (size * split[k] - shares[k] * total))
+        shares[chosen] += step
+    return tuple(shares)
 
 
-def bounds(size: int, split: Split, rank: int, least: Split | None = None) -> tuple[int, int]:
-    """Where rank's samples begin and end among the round's `size`."""
-    ends = list(running_sums(share(size, split, least)))
+def rank_range(size: int, split: Split, rank: int, min_batches: Split | None = None) -> tuple[int, int]:
+    """The rank's samples among the `size` of a round: from, to."""
+    ends = list(running_sums(proportional_split(size, split, min_batches)))
     return (ends[rank - 1] if rank else 0), ends[rank]
 
 
-def pieces(first: int, last: int, parts: int) -> list[tuple[int, int]]:
-    """A range cut in `parts` as equal as whole samples allow, the first ones taking what is over."""
+def micro_batches(first: int, last: int, parts: int) -> list[tuple[int, int]]:
+    """A range cut into `parts` ranges that are as equal as possible; the first ones are longer by one."""
     length = last - first
     cuts = list(running_sums(length // parts + (k < length % parts) for k in range(parts)))
     return [(first + (cuts[k - 1] if k else 0), first + cuts[k]) for k in range(parts)]

@@ -1,15 +1,15 @@
-"""UnevenIterableDataset: the sampler's rounds for a data set that can only be read from its beginning.
+"""UnevenIterableDataset: the sampler's rounds for a data set that can only be read from its start.
 
     loader = DataLoader(UnevenIterableDataset(lines, "plan.json"), batch_size=None, num_workers=2)
 
-Every rank, and every DataLoader worker in it, reads the whole stream and keeps its own part of each round; so
-the stream should be cheap (names, offsets, raw records), and `transform`, which only the kept samples go
-through, should do the work. The stream has to be the same on all ranks: it is what they agree by.
+Every rank, and every DataLoader worker of it, reads the whole stream and keeps its own part of each round. So
+the stream should be cheap (names, offsets, raw records), and `transform`, which is applied to the kept
+samples only, should do the work. The stream has to be the same on all ranks.
 
-A round is B samples. What is left for the last one joins the round before if it is too little to go round.
+A round is B samples. Samples left at the end that are too few for all ranks join the round before.
 
-DataLoader workers have copies of this object. What they and the training process have to tell each other (new
-splits with their rounds, the rounds that were handed out) lies in memory that they share.
+DataLoader workers have copies of this object. New splits with their rounds, and the rounds that were handed
+out, are in memory that these processes share.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from pyps.errors import InputError
 from pyps.torch.rounds import Rounds
-from pyps.torch.schedule import Planned, Split, bounds, check_replan, pieces
+from pyps.torch.schedule import PlanLike, Split, check_replan, micro_batches, rank_range
 
 REMEMBERED = 256  # rounds, and changes of the split: more than any loader fetches ahead
-PASSES, WORKERS, CHANGES = range(3)  # where these stand among the shared numbers
+PASSES, WORKERS, CHANGES = range(3)  # indices of `_numbers`
 
 
 class UnevenIterableDataset(Rounds, IterableDataset[Any]):
     """Collated batches of b_i samples for rank i, for DataLoader(batch_size=None, num_workers=any).
 
-    dataset: an iterable that starts anew each time it is iterated; if it has set_epoch, that is called. plan,
-    rank, accumulate and drop_last as in UnevenBatchSampler. transform: of one sample; collate: of a list of
-    them. prefetch_factor: the DataLoader's, if it has workers and another one than its default.
+    dataset: an iterable that restarts each time it is iterated; its set_epoch is called if it has one.
+    plan, rank, drop_last, accumulate: as in UnevenBatchSampler.
+    transform: applied to each kept sample. collate: makes a batch of a list of samples.
+    prefetch_factor: the DataLoader's, if it has workers and does not use the default.
     Raises InputError for a plan of another number of ranks, for a stream too short for all of them, and for
-    persistent_workers, which would not learn of another epoch.
+    persistent_workers, which would miss a change of the epoch.
     """
 
     def __init__(
         self,
         dataset: Iterable[Any],
-        plan: Planned,
+        plan: PlanLike,
         rank: int | None = None,
         *,
         transform: Callable[[Any], Any] | None = None,
@@ -56,54 +57,54 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         self.dataset = dataset
         self.transform, self.collate, self.drop_last = transform, collate, drop_last
         self.prefetch_factor = prefetch_factor
-        self.drawn = 0  # rounds that this process has handed out in this walk
+        self.drawn = 0  # rounds that this process has handed out in this pass
         self._numbers = _shared(3)
         self._sizes = _shared(REMEMBERED, 2)
-        self._coming = _shared(REMEMBERED, 1 + len(self.split))
-        self._decided_here = 0  # changes by replan() of this very object
-        self._known = 0  # those that are in force here
-        self._process = 0  # that began the latest walk of this copy
+        self._changes = _shared(REMEMBERED, 1 + len(self.split))
+        self._decided_here = 0  # changes by replan() of this copy
+        self._applied = 0  # changes that this copy has taken
+        self._process = 0  # the one that began the latest pass of this copy
 
     @property
-    def latest(self) -> Split:
-        """The split that was decided last, in force or to come."""
+    def latest_split(self) -> Split:
+        """The split that was decided last, current or still to come."""
         changes = int(self._numbers[CHANGES])
-        return self._change(changes - 1)[1] if changes > self._known else self.split
+        return self._change(changes - 1)[1] if changes > self._applied else self.split
 
     @property
     def passes(self) -> int:
-        """Walks that were begun, in whatever process."""
+        """How many passes were begun, in any process."""
         return int(self._numbers[PASSES])
 
     @property
     def rounds(self) -> None:
-        """Only the stream's end tells."""
+        """Unknown until the stream ends."""
         return None
 
-    def begun(self, trained: int) -> int:
-        """The most rounds that may have been handed out: DataLoader workers fetch ahead, but so many."""
+    def max_drawn(self, trained: int) -> int:
+        """The most rounds that may have been handed out, with those that DataLoader workers fetch ahead."""
         if not (workers := int(self._numbers[WORKERS])):
             return self.drawn
         return trained + -(-self.prefetch_factor * workers // self.accumulation) + 1
 
-    def handed(self, number: int) -> tuple[int, int] | None:
-        """A round that was trained lately: its samples, and this rank's."""
+    def round_samples(self, number: int) -> tuple[int, int] | None:
+        """A recently trained round: its samples, and this rank's."""
         size, own = self._sizes[number % REMEMBERED].tolist()
         return size, own
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        self._begin_walk(turn, 0 if worker is None else workers)
+        index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        self._begin_pass(index, 0 if worker is None else workers)
         item = 0
         for number, samples in enumerate(self._rounds()):
             self._adopt(number)
-            begin, end = bounds(len(samples), self.split, self.rank, self._least)
+            begin, end = rank_range(len(samples), self.split, self.rank, self._min_batches)
             self._sizes[number % REMEMBERED] = torch.tensor([len(samples), end - begin])
             self.drawn = number + 1
-            for low, high in pieces(begin, end, self.accumulation):
-                # The loader asks its workers in turn, so what it gets is in order.
-                if item % workers == turn:
+            for low, high in micro_batches(begin, end, self.accumulation):
+                # The loader asks its workers in order, so the batches are in order too.
+                if item % workers == index:
                     kept = samples[low:high]
                     yield self.collate([self.transform(x) for x in kept] if self.transform else kept)
                 item += 1
@@ -113,80 +114,78 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
-    def replan(self, plan: Planned, epoch: int | None = None, number: int | None = None) -> None:
-        """Take another split with the same B and ranks, from round `number` of the walk under way on.
+    def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
+        """Take another split with the same B and ranks, from round `number` of the current pass on.
 
-        By default from the next round that is handed out, or with DataLoader workers when the loader is
-        iterated next. Raises InputError if B would change, for another epoch, or if the round is past; a
-        worker that has handed it out by then raises.
+        By default from the next round that is handed out, or with DataLoader workers from the next pass.
+        Raises InputError if B would change, for another epoch, or if the round is past. A DataLoader worker
+        that has handed the round out already raises it too.
         """
-        split = check_replan(plan, self.split, self._least)
-        elsewhere = int(self._numbers[WORKERS]) > 0
+        split = check_replan(plan, self.split, self._min_batches)
+        has_workers = int(self._numbers[WORKERS]) > 0
         if epoch not in (None, self.epoch):
             raise InputError("replan", "epoch", str(epoch), f"{self.epoch}, this one")
         changes = int(self._numbers[CHANGES])
-        if number is not None or not elsewhere:
+        if number is not None or not has_workers:
             at = self.drawn if number is None else number
-            if not elsewhere and at < self.drawn:
+            if not has_workers and at < self.drawn:
                 raise InputError("replan", "round", str(at), f"{self.drawn} or later: it is handed out")
-            self._coming[changes % REMEMBERED] = torch.tensor([at, *split])
+            self._changes[changes % REMEMBERED] = torch.tensor([at, *split])
             changes += 1
-            self._numbers[CHANGES] = changes  # last: whoever sees it sees the split as well
+            self._numbers[CHANGES] = changes  # last: a process that sees it sees the split too
         self._decided_here = changes
-        if elsewhere:
-            self.split, self._known = split, changes  # of this copy, for the workers to come
+        if has_workers:
+            self.split, self._applied = split, changes  # of this copy, for workers started later
         else:
             self._adopt(self.drawn)
 
     def _change(self, number: int) -> tuple[int, Split]:
-        """From which round on, and the split."""
-        at, *split = self._coming[number % REMEMBERED].tolist()
+        """The round at which a change starts, and its split."""
+        at, *split = self._changes[number % REMEMBERED].tolist()
         return at, tuple(split)
 
     def state_dict(self, rounds: int) -> dict[str, Any]:
-        """Where the stream stands after `rounds` trained rounds, counted since it began or was loaded."""
+        """The position after `rounds` trained rounds, counted since the stream began or was loaded."""
         return {"epoch": self.epoch, "position": self.position + rounds * self.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, with this object's own split and ranks: what was consumed is skipped."""
+        """Resume from a state, with this object's own split and ranks; consumed samples are skipped."""
         epoch, position = state.get("epoch"), state.get("position")
         if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or position < 0:
-            raise InputError(
-                "stream state", "epoch, position", repr((epoch, position)), "whole numbers from 0"
-            )
+            found = repr((epoch, position))
+            raise InputError("stream state", "epoch, position", found, "whole numbers from 0")
         self.epoch, self.position = epoch, position
 
-    def _begin_walk(self, turn: int, workers: int) -> None:
-        """All that was decided before is in force, by what the training process knew when it began."""
+    def _begin_pass(self, index: int, workers: int) -> None:
+        """Take all changes that the training process had decided when the pass began."""
         if workers and self._process == os.getpid():
-            raise InputError(
-                "UnevenIterableDataset", "persistent_workers", "True", "False: they have an old copy of this"
-            )
+            expected = "False: they have an old copy of this"
+            raise InputError("UnevenIterableDataset", "persistent_workers", "True", expected)
         self._process = os.getpid()
-        # A worker's copy knows as many changes as there were when it was made; the same in all of them.
-        if self._decided_here > self._known:
-            self._known, self.split = self._decided_here, self._change(self._decided_here - 1)[1]
+        # All workers' copies were made at the same time, so they take the same changes here.
+        if self._decided_here > self._applied:
+            self._applied, self.split = self._decided_here, self._change(self._decided_here - 1)[1]
         self.drawn = 0
-        if turn == 0:
+        if index == 0:
             self._numbers[WORKERS] = workers
             self._numbers[PASSES] += 1
 
     def _adopt(self, number: int) -> None:
-        """Take the changes that are due at a round that is about to be handed out."""
-        while self._known < int(self._numbers[CHANGES]):
-            at, split = self._change(self._known)
+        """Take the changes that start at a round that is about to be handed out."""
+        while self._applied < int(self._numbers[CHANGES]):
+            at, split = self._change(self._applied)
             if at > number:
                 return
             if at < number:
                 raise InputError("replan", "round", str(at), f"{number} or later: it is handed out")
-            self._known, self.split = self._known + 1, split
+            self._applied, self.split = self._applied + 1, split
 
     def _rounds(self) -> Iterator[list[Any]]:
-        """The samples of each round, read far enough ahead to know which one is the last."""
+        """The samples of each round, read far enough ahead to recognize the last one."""
         if (set_epoch := getattr(self.dataset, "set_epoch", None)) is not None:
             set_epoch(self.epoch)
         source = islice(iter(self.dataset), self.position, None)
-        size, needed = self.global_batch, sum(self._least)
+        size, needed = self.global_batch, sum(self._min_batches)
         ahead = list(islice(source, size + needed))
         while len(ahead) == size + needed:
             yield ahead[:size]
@@ -200,6 +199,6 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
 
 
 def _shared(*shape: int) -> torch.Tensor:
-    """Zeros, int64, that processes share to which they are passed on."""
+    """Zeros, int64, in memory shared with processes that get a copy of the tensor."""
     zeros: torch.Tensor = torch.zeros(shape, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
     return zeros

@@ -28,7 +28,7 @@ from pyps.remote import create_store, open_store
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.buckets import Lane, Pins
-from pyps.worker.device_codec import LEVELS
+from pyps.worker.device_codec import FORMATS
 from pyps.worker.settings import Settings
 
 KINDS = {
@@ -251,7 +251,7 @@ class Binding:
             else:
                 self._copied.append((p, place, view))
         copied = [(p, place) for p, place, _ in self._copied]
-        encodes = not self._direct and self.device.type in ENCODES_ON and codec in LEVELS
+        encodes = not self._direct and self.device.type in ENCODES_ON and codec in FORMATS
         together = {p.device for p, _ in copied} == {self.device}
         self._lane = (
             Lane(copied, self.flat.size, self.device, codec if encodes else None) if together else None

@@ -1,36 +1,17 @@
-"""int8 and int4 in torch operations, where the gradient is: the very bits of the C codec, to nearest.
-
-    int8   blocks of 256   scale = amax / 127   code = round(x * (127 / amax))
-    int4   blocks of 64    scale = amax / 7     two codes a byte: value i below, value i + 32 above
-
-Every operation is one kernel, so that no compiler fuses a product and a sum. Divisors are tensors of the
-device: torch divides by a number on a GPU by multiplying with its reciprocal, which is not the same.
-"""
+"""A gradient encoded as int8 or int4 on its device, with its residual: the bits of the C codec."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from pyps.errors import InputError, NotFinite
 from pyps.native.values import Codec, EncodeCounts, NonFinite
+from pyps.worker.quantize import INT4, INT8, TINY, block_maxima, pack, quantize
 
 Carried = NonFinite | Literal["carry"]
-
-TINY = 1e-30  # below it a block's scale is 0, and all of it stays in the residual
-
-
-@dataclass(frozen=True)
-class Levels:
-    """A block's values, and the largest code."""
-
-    block: int
-    most: float
-
-
-LEVELS = {Codec.INT8: Levels(256, 127.0), Codec.INT4: Levels(64, 7.0)}
+FORMATS = {Codec.INT8: INT8, Codec.INT4: INT4}
 
 
 def encode(
@@ -50,32 +31,27 @@ def encode(
     a NaN for its scale, which a store refuses, and the device is not waited for. Raises NotFinite under the
     policy "error", InputError for another codec.
     """
-    if codec not in LEVELS:
+    if codec not in FORMATS:
         raise InputError("device codec", "codec", codec.name.lower(), "int8 or int4")
-    levels = LEVELS[codec]
-    v = _blocks(values, levels.block)
-    kept = None if residual is None else _blocks(residual, levels.block)
+    form = FORMATS[codec]
+    v = _blocks(values, form.block)
+    kept = None if residual is None else _blocks(residual, form.block)
     v = v if scale == 1.0 else v * scale
     summed = v if kept is None else v + kept
-    amax = summed.abs().amax(dim=1)
-    bad = ~torch.isfinite(amax)
+    maxima = block_maxima(summed)
+    bad = ~torch.isfinite(maxima)
     counts = EncodeCounts(0, 0)
     if nonfinite != "carry" and bool(bad.any()):
         summed, counts = _mended(v, kept, bad, nonfinite)
-        amax = summed.abs().amax(dim=1)
+        maxima = block_maxima(summed)
         if nonfinite == "skip":
-            amax = torch.where(bad, torch.zeros_like(amax), amax)
-    large = amax >= TINY
-    most = torch.full_like(amax, levels.most)
-    scales = torch.where(large, amax / most, torch.zeros_like(amax))
-    scales = torch.where(torch.isfinite(amax), scales, torch.nan)
-    inverse = torch.where(large, most / torch.where(large, amax, most), torch.zeros_like(amax))
-    codes = (summed * inverse.unsqueeze(1)).round_()
+            maxima = torch.where(bad, torch.zeros_like(maxima), maxima)
+    codes, scales = quantize(summed, maxima, form)
     if residual_out is not None:
         left = summed - codes * scales.unsqueeze(1)
-        left = torch.where(large.unsqueeze(1), left, summed)
+        left = torch.where((maxima >= TINY).unsqueeze(1), left, summed)
         residual_out.copy_(left.reshape(-1)[: residual_out.numel()])
-    return _packed(codec, codes.to(torch.int8)), scales, counts
+    return pack(codes, form).reshape(-1), scales, counts
 
 
 def _blocks(flat: torch.Tensor, block: int) -> torch.Tensor:
@@ -87,7 +63,7 @@ def _blocks(flat: torch.Tensor, block: int) -> torch.Tensor:
 def _mended(
     v: torch.Tensor, kept: torch.Tensor | None, bad: torch.Tensor, nonfinite: NonFinite
 ) -> tuple[torch.Tensor, EncodeCounts]:
-    """Blocks in which something is not finite send what was kept in its place; skipped ones, of all."""
+    """Values that are not finite give way to their residual; a skipped block sends its residual only."""
     summed = v + (torch.zeros_like(v) if kept is None else kept)
     infinite = ~torch.isfinite(summed)
     count = int(infinite.sum())
@@ -100,10 +76,3 @@ def _mended(
     return torch.where(bad.unsqueeze(1), mended, whole), EncodeCounts(
         count, int(bad.sum()) if nonfinite == "skip" else 0
     )
-
-
-def _packed(codec: Codec, codes: torch.Tensor) -> torch.Tensor:
-    bits = codes.view(torch.uint8)
-    if codec is Codec.INT8:
-        return bits.reshape(-1)
-    return ((bits[:, :32] & 15) | (bits[:, 32:] << 4)).reshape(-1)

@@ -20,14 +20,23 @@ WORTH_SAYING = 0.05  # a rank whose pace changed by less is no reason
 
 
 @dataclass(frozen=True)
-class Move:
-    """Another split: by whom and why, and the seconds of a round before and after, by the ranks' costs."""
+class SplitChange:
+    """A change of the split, decided at `step`, with its reasons.
 
+    The seconds are those of a round, by the ranks' costs. start: (epoch, round) from which the change holds,
+    in runs that count rounds.
+    """
+
+    step: int
     before: Split
     after: Split
     seconds_before: float
     seconds_after: float
     reasons: tuple[str, ...]
+    start: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons)
 
 
 def best_split(global_batch: int, costs: Sequence[Cost], low: Sequence[int], caps: Sequence[int]) -> Split:
@@ -45,8 +54,8 @@ def decide(
     caps: Sequence[int],
     deadband: float,
     step: int,
-) -> Move | None:
-    """The move that is worth it, or None. paces: how much longer each rank takes than when last planned."""
+) -> SplitChange | None:
+    """The change that is worth it, or None. paces: how much longer each rank takes than when last planned."""
     try:
         after = best_split(sum(split), costs, low, caps)
     except Infeasible:
@@ -54,7 +63,7 @@ def decide(
     was, will = round_seconds(costs, split), round_seconds(costs, after)
     if after == split or will > was * (1 - deadband):
         return None
-    return Move(split, after, was, will, _reasons(split, after, paces, step))
+    return SplitChange(step, split, after, was, will, _reasons(split, after, paces, step))
 
 
 def round_seconds(costs: Sequence[Cost], split: Split) -> float:

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
 from pyps.torch import UnevenBatchSampler, weighted_hook
-from pyps.torch.codec import INT4, INT8
 from pyps.torch.exchange import quantized_sum
-from pyps.torch.schedule import pieces
+from pyps.torch.schedule import micro_batches
+from pyps.worker.quantize import INT4, INT8
 
 TOKENS, WORDS, IGNORED = 6, 11, -100
 Model = nn.Module
@@ -76,7 +76,7 @@ def mine(batches: list[int], group: dist.ProcessGroup) -> slice:
 def backward(ddp: Any, loss: Callable[..., torch.Tensor], batch: Any, parts: int = 1) -> None:
     """The gradient of a mean over a batch, in `parts` micro-batches of which the last one reduces."""
     count = len(batch[0])
-    for number, (low, high) in enumerate(pieces(0, count, parts)):
+    for number, (low, high) in enumerate(micro_batches(0, count, parts)):
         last = number == parts - 1
         with nullcontext() if last else ddp.no_sync():
             (loss(ddp, *(x[low:high] for x in batch)) * ((high - low) / count)).backward()
@@ -165,7 +165,7 @@ def token_errors(group: dist.ProcessGroup, batches: list[int], said: bool) -> li
         ddp.zero_grad()
         loss = ddp(*own)
         if said:
-            hook.weigh((own[1] != IGNORED).sum())
+            hook.set_weight((own[1] != IGNORED).sum())
         loss.backward()
         if number == 2:
             assert all(p.grad is None or not p.grad.any() for p in ddp.parameters())
@@ -199,7 +199,7 @@ def feedback_left(
     residuals = hook.state_dict()["residuals"]
     kept = flat(residuals[name] for name, _ in alone.named_parameters())
     dist.all_reduce(kept, group=group)
-    return off(sent + kept, put_in), off(sent, put_in), hook.traffic.sent_bytes / hook.traffic.fp32_bytes
+    return off(sent + kept, put_in), off(sent, put_in), hook.gradient_bytes.sent / hook.gradient_bytes.fp32
 
 
 def one_bad_value(group: dist.ProcessGroup, bits: int) -> tuple[int, bool, bool]:

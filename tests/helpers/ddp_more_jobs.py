@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.torch import UnevenSyncBatchNorm, check_gradient, loss_scale, weighted_hook
-from pyps.torch.schedule import pieces
+from pyps.torch.schedule import micro_batches
 
 
 def scaled_errors(
@@ -37,7 +37,7 @@ def scaled_errors(
         own = [x[mine(batches, group)] for x in whole]
         right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
         model.zero_grad()
-        cuts = pieces(0, len(own[0]), parts[dist.get_rank(group)])
+        cuts = micro_batches(0, len(own[0]), parts[dist.get_rank(group)])
         for low, high in cuts:
             total = None if len(cuts) == 1 and max(parts) == 1 else sum(batches)
             with _held_back(model, sharded, high == len(own[0])):

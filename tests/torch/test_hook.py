@@ -15,8 +15,9 @@ from ranks import Ranks
 
 from pyps.errors import InputError
 from pyps.torch import weighted_hook
-from pyps.torch.codec import INT4, INT8, Codec, decode, encode
+from pyps.torch.codec import decode, encode, packed_bytes
 from pyps.torch.hook import rows_of
+from pyps.worker.quantize import INT4, INT8, BlockFormat
 
 FP32 = 1e-6  # relative: rounding of another order of summation
 FP64_AFTER_100 = 1e-10
@@ -107,19 +108,19 @@ def test_a_step_that_is_dropped_leaves_what_was_kept(ranks: Ranks) -> None:
     assert ranks.run(2, ddp_jobs.kept_after_a_bad_step) == [True, True]
 
 
-@pytest.mark.parametrize("codec", [INT8, INT4])
-def test_a_level_is_at_most_half_a_step_off(codec: Codec) -> None:
-    values = torch.randn(3, 4 * codec.block, generator=torch.Generator().manual_seed(1))
-    values[0, : codec.block] = 0.0
-    values[1, : codec.block] *= 1e-32
-    packed = encode(codec, values)
-    assert packed.shape == (3, codec.packed_bytes(4 * codec.block))
-    found = decode(codec, packed, 4 * codec.block)
-    step = values.view(3, 4, -1).abs().amax(2, keepdim=True) / codec.levels
+@pytest.mark.parametrize("form", [INT8, INT4])
+def test_a_level_is_at_most_half_a_step_off(form: BlockFormat) -> None:
+    values = torch.randn(3, 4 * form.block, generator=torch.Generator().manual_seed(1))
+    values[0, : form.block] = 0.0
+    values[1, : form.block] *= 1e-32
+    packed = encode(form, values)
+    assert packed.shape == (3, packed_bytes(form, 4 * form.block))
+    found = decode(form, packed, 4 * form.block)
+    step = values.view(3, 4, -1).abs().amax(2, keepdim=True) / form.largest
     wrong = (found - values).view(3, 4, -1).abs()
     assert bool((wrong <= step * 0.5001 + 1e-30).all())
-    assert not found[0, : codec.block].any()
-    assert not found[1, : codec.block].any()
+    assert not found[0, : form.block].any()
+    assert not found[1, : form.block].any()
 
 
 def test_a_first_round_that_is_not_the_samplers_is_refused(ranks: Ranks) -> None:

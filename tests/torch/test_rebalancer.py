@@ -21,7 +21,7 @@ from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Cost, Line, Table
 from pyps.solver.online.decide import best_split, decide, round_seconds
 from pyps.solver.online.refit import OnlineCost, refit, stretched
-from pyps.torch import Rebalancer, Replan, to_prometheus, to_tensorboard
+from pyps.torch import Rebalancer, SplitChange, to_prometheus, to_tensorboard
 from pyps.torch.schedule import Split
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3
@@ -219,7 +219,7 @@ class Balanced:
     """What an observer reads of a Rebalancer."""
 
     steps = 7
-    history: ClassVar = [Replan(5, (0, 7), (8, 8), (10, 6), 1.0, 0.8, ("rank 1 slowed by 2.0x",))]
+    history: ClassVar = [SplitChange(5, (8, 8), (10, 6), 1.0, 0.8, ("rank 1 slowed by 2.0x",), (0, 7))]
 
     def scalars(self) -> dict[str, float]:
         return {"replans": 1.0, "rank0/batch": 10.0, "rank1/batch": 6.0}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyps.errors import InputError
 from pyps.formats import EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule, write_json
 from pyps.torch.sampler import UnevenBatchSampler
-from pyps.torch.schedule import pieces, read_split, round_sizes, share
+from pyps.torch.schedule import micro_batches, proportional_split, read_split, round_sizes
 from pyps.torch.stream import UnevenIterableDataset
 
 torch.set_num_threads(1)
@@ -58,11 +58,11 @@ def test_an_epoch_is_every_sample_once(data: Any, split: list[int], more: int, d
 @given(SPLITS, st.integers(0, 500))
 def test_a_share_is_near_its_proportion_and_everybody_has_one(split: list[int], more: int) -> None:
     size = len(split) + more
-    given_out = share(size, tuple(split))
-    assert sum(given_out) == size
-    assert min(given_out) >= 1
+    shares = proportional_split(size, tuple(split))
+    assert sum(shares) == size
+    assert min(shares) >= 1
     low = sum(1 for b in split if size * b < sum(split))
-    for batch, mine in zip(split, given_out, strict=True):
+    for batch, mine in zip(split, shares, strict=True):
         exact = size * batch / sum(split)
         assert exact - 1 - low < mine < max(exact, 1) + 1
 
@@ -80,11 +80,11 @@ def test_rounds_sum_to_the_epoch_and_serve_all(split: list[int], more: int) -> N
 
 def test_the_tail_as_an_example() -> None:
     assert round_sizes(150, (48, 16)) == [64, 64, 22]
-    assert share(22, (48, 16)) == (17, 5)  # 16.5 and 5.5: the tie goes to the lower rank
+    assert proportional_split(22, (48, 16)) == (17, 5)  # 16.5 and 5.5: the tie goes to the lower rank
     assert round_sizes(129, (48, 16)) == [64, 33, 32]  # one sample left over cannot be shared by two
     assert round_sizes(5, (1, 1)) == [2, 3]
     assert round_sizes(129, (48, 16), drop_last=True) == [64, 64]
-    assert pieces(10, 17, 3) == [(10, 13), (13, 15), (15, 17)]
+    assert micro_batches(10, 17, 3) == [(10, 13), (13, 15), (15, 17)]
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -244,12 +244,12 @@ def sizes_of(loader: DataLoader[Any], replans: dict[int, tuple[Any, ...]]) -> li
 def test_a_new_split_reaches_a_stream_whoever_reads_it(workers: int) -> None:
     stream = UnevenIterableDataset(Lines(200), [6, 4], 0)
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
-    assert stream.begun(0) == 0
+    assert stream.max_drawn(0) == 0
     assert sizes_of(loader, {1: ([2, 8], 0, 12), 12: ([3, 7], 0, 30)}) == [6] * 12 + [2] * 8
-    assert stream.latest == (3, 7)
+    assert stream.latest_split == (3, 7)
     assert stream.passes == 1
-    assert stream.handed(13) == (10, 2)
-    assert stream.begun(20) >= 20
+    assert stream.round_samples(13) == (10, 2)
+    assert stream.max_drawn(20) >= 20
     # The round 30 never came: the split is in force when the stream is read again.
     assert sizes_of(loader, {2: ([5, 5], 0, 15)}) == [3] * 15 + [5] * 5
     assert stream.passes == 2

@@ -1,0 +1,102 @@
+"""agreed_split: batches for the ranks that are there, agreed when training starts or restarts.
+
+    split = agreed_split(768, profile="v100.json")      # on every rank, each with the profile of its device
+    sampler = UnevenBatchSampler(dataset, split)
+
+When ranks are lost or come, torchrun restarts the script with the ranks that are there: the same line gives
+them a split of the same B.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import torch.distributed as dist
+
+from pyps.errors import Infeasible, InputError
+from pyps.formats import MAX_BATCH, Profile
+from pyps.solver.online.decide import best_split
+from pyps.solver.online.prior import prior_of
+from pyps.torch.consensus import Consensus, CostMessage
+from pyps.torch.schedule import Split, proportional_split
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """A rank and its device. cost: None if the device's speed is unknown."""
+
+    global_batch: int
+    min_batch: int
+    max_batch: int
+    cost: CostMessage | None
+
+
+class _Decision(msgspec.Struct, frozen=True):
+    """The batches by rank; or the arguments of an InputError; or the message of an Infeasible."""
+
+    split: list[int] = []
+    input_error: tuple[str, str, str, str] | None = None
+    infeasible: str = ""
+
+
+def agreed_split(
+    global_batch: int,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    *,
+    max_batch: int | None = None,
+    accumulate: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> Split:
+    """The split of B with the shortest round, by all ranks' profiles; all ranks of the group call this.
+
+    global_batch: B, the same on all ranks.
+    profile: of this rank's device. If no rank has one, the batches are equal, for a Rebalancer to improve.
+    max_batch: the largest batch that fits this rank.
+    accumulate: this rank's micro-batches, each of at least one sample.
+    Raises on all ranks InputError if only some have a profile or they disagree on B, Infeasible if B is too
+    large or too small for the ranks.
+    """
+    prior, fits = prior_of(profile)
+    consensus = Consensus("agreed_split", group)
+    cost = CostMessage.of(prior) if prior else None
+    consensus.report(0, _Report(global_batch, accumulate, min(fits, max_batch or MAX_BATCH), cost))
+    if consensus.rank == 0:
+        consensus.decide(0, _decide(consensus.reports(0, _Report)))
+    agreed = consensus.decision(0, _Decision)
+    if agreed.input_error:
+        raise InputError(*agreed.input_error)
+    if agreed.infeasible:
+        raise Infeasible(agreed.infeasible)
+    return tuple(agreed.split)
+
+
+def _decide(reports: list[_Report]) -> _Decision:
+    found = sorted({report.global_batch for report in reports})
+    if len(found) > 1 or found[0] < 1:
+        expected = "one number from 1, on all ranks"
+        return _Decision(input_error=("agreed_split", "global_batch", f"{found}", expected))
+    unknown = [rank for rank, report in enumerate(reports) if report.cost is None]
+    if 0 < len(unknown) < len(reports):
+        expected = "a profile on every rank, or on none"
+        return _Decision(input_error=("agreed_split", "profile", f"none on ranks {unknown}", expected))
+    costs = [report.cost.cost() for report in reports if report.cost]
+    minima, maxima = [r.min_batch for r in reports], [r.max_batch for r in reports]
+    try:
+        if costs:
+            return _Decision(list(best_split(found[0], costs, minima, maxima)))
+        return _Decision(list(_equal(found[0], minima, maxima)))
+    except Infeasible as error:
+        return _Decision(infeasible=str(error))
+
+
+def _equal(total: int, minima: list[int], maxima: list[int]) -> Split:
+    """Batches as equal as bounds and whole samples allow. Raises Infeasible."""
+    low, high = sum(minima), sum(maxima)
+    if not low <= total <= high:
+        nearest = f"a global batch of at most {high}" if total > high else f"a global batch of at least {low}"
+        raise Infeasible(f"global_batch {total}: the ranks take {low} to {high}", nearest)
+    split = list(proportional_split(total, (1,) * len(minima), tuple(minima)))
+    while over := [k for k, batch in enumerate(split) if batch > maxima[k]]:
+        split[over[0]] -= 1
+        split[min((k for k in range(len(split)) if split[k] < maxima[k]), key=lambda k: split[k])] += 1
+    return tuple(split)
