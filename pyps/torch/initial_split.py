@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Profile
-from pyps.solver.online.decide import best_split
+from pyps.solver.online.decide import Split, best_split
 from pyps.solver.online.prior import prior_of
 from pyps.torch.consensus import Consensus, CostMessage
-from pyps.torch.schedule import Split, proportional_split
+from pyps.torch.schedule import proportional_split
 
 
 class _Report(msgspec.Struct, frozen=True):

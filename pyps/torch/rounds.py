@@ -6,7 +6,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from pyps.torch.schedule import PlanLike, Split, check_accumulation, read_split
+from pyps.solver.online.decide import Split
+from pyps.torch.schedule import PlanLike, check_accumulation, read_split
 
 RoundIndex = tuple[int, int]  # an epoch and a round of it
 

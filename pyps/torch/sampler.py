@@ -16,8 +16,9 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from pyps.errors import InputError
+from pyps.solver.online.decide import Split
 from pyps.torch.rounds import RoundIndex, Rounds
-from pyps.torch.schedule import PlanLike, Split, check_replan, micro_batches, rank_range, round_sizes
+from pyps.torch.schedule import PlanLike, check_replan, micro_batches, rank_range, round_sizes
 from pyps.worker.sampling import MAX_SEED, permutation
 
 

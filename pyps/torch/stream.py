@@ -23,8 +23,9 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from pyps.errors import InputError
+from pyps.solver.online.decide import Split
 from pyps.torch.rounds import Rounds
-from pyps.torch.schedule import PlanLike, Split, check_replan, micro_batches, rank_range
+from pyps.torch.schedule import PlanLike, check_replan, micro_batches, rank_range
 
 REMEMBERED = 256  # rounds, and changes of the split: more than any loader fetches ahead
 PASSES, WORKERS, CHANGES = range(3)  # indices of `_numbers`

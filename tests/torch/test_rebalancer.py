@@ -19,10 +19,9 @@ from ranks import Ranks
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Cost, Line, Table
-from pyps.solver.online.decide import best_split, decide, round_seconds
+from pyps.solver.online.decide import Split, best_split, decide, round_seconds
 from pyps.solver.online.refit import OnlineCost, refit, stretched
 from pyps.torch import Rebalancer, SplitChange, to_prometheus, to_tensorboard
-from pyps.torch.schedule import Split
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
