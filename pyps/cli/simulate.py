@@ -87,7 +87,7 @@ def _watched() -> bool:
 
 
 def _policies(text: str, round_timeout: float, pipeline: bool) -> list[Policy]:
-    able = [name for name, kind in Policy.known.items() if kind.overlaps or not pipeline]
+    able = [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline or not pipeline]
     names = able if text.strip() == "all" else text.split()
     if not names:
         raise InputError("--policies", "", repr(text), f'"all", or some of {", ".join(Policy.known)}')

@@ -45,6 +45,7 @@ from pyps.native.values import (
 NANOSECOND = 1e-9
 MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
 MAX_DIMENSIONS = 8
+MAX_COMPUTE_SECONDS = 1e9
 F32 = 0  # PYPS_F32, the one element type
 STORE_TIMEOUT = -1.0  # C: twice the store's round_timeout_seconds
 raised: list[BaseException] = []  # by what C called back, until the call that it was in has returned
@@ -241,8 +242,8 @@ def staging_codes(store: Pointer, staging: int, size: int) -> tuple[NDArray[np.u
     return np.asarray(mapping), weakref.ref(mapping)
 
 
-def push(store: Pointer, arguments: PushRequest) -> PushResult:
-    c, keep = _push_args("push", arguments)
+def push(store: Pointer, request: PushRequest) -> PushResult:
+    c, keep = _push_args("push", store, request)
     r = ffi.new("pyps_push_result *")
     check("push", lib.pyps_push(store, c, r))
     del keep
@@ -262,8 +263,8 @@ def set_max_samples(store: Pointer, samples: int) -> None:
     )
 
 
-def exchange(store: Pointer, arguments: PushRequest, flat: Flat) -> tuple[PushResult, int]:
-    c, keep = _push_args("exchange", arguments)
+def exchange(store: Pointer, request: PushRequest, flat: Flat) -> tuple[PushResult, int]:
+    c, keep = _push_args("exchange", store, request)
     r, version = ffi.new("pyps_push_result *"), ffi.new("uint64_t *")
     to = ffi.from_buffer("float[]", flat, require_writable=True)
     check("exchange", lib.pyps_exchange(store, c, to, r, version))
@@ -276,8 +277,10 @@ def _push_result(r: Any) -> PushResult:
     return PushResult(r.version, r.staleness, r.sources, r.samples, wait, r.nonfinite, r.blocks_skipped)
 
 
-def _push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
-    """The C arguments, and what must live as long as they."""
+def _push_args(what: str, store: Pointer, push: PushRequest) -> tuple[Any, Any]:
+    """The C arguments, and what must live as long as they. Codes are copied to the staging buffer."""
+    if push.encoded and push.gradient is not None:
+        staging_codes(store, push.staging, push.gradient.size)[0][:] = push.gradient
     c, hyper = ffi.new("pyps_push_args *"), push.hyper
     constants = ffi.new("pyps_hyper[]", max(1, len(hyper)))
     for k, group in enumerate(hyper):
@@ -289,14 +292,18 @@ def _push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
         h.lr_decay, h.clip = group.lr_decay, group.clip
     c.size, c.staging = ffi.sizeof("pyps_push_args"), unsigned(what, "staging", push.staging, 32)
     c.samples = unsigned(what, "samples", push.samples, 32)
-    c.scale, c.timeout_seconds, c.hyper = push.scale, push.timeout, constants
-    gradient = ffi.NULL if push.gradient is None else ffi.from_buffer("float[]", push.gradient)
+    c.scale, c.timeout_seconds, c.hyper = push.scale, timeout_seconds(push.timeout), constants
+    gradient = ffi.NULL
+    if push.gradient is not None and not push.encoded:
+        gradient = ffi.from_buffer("float[]", push.gradient)
     c.gradient, c.encoded = gradient, int(push.encoded)
     base_params = ffi.NULL if push.base_params is None else ffi.from_buffer("float[]", push.base_params)
     c.base_params, c.grad_norm_squared = base_params, push.grad_norm_squared
     c.base_version = (
         0 if push.base_version is None else 1 + unsigned(what, "base_version", push.base_version, 63)
     )
+    if not 0.0 <= push.compute_seconds <= MAX_COMPUTE_SECONDS:
+        raise InvalidArgument(what, f"compute_seconds: found {push.compute_seconds}; expected at least 0")
     c.compute_nanoseconds = round(push.compute_seconds / NANOSECOND)
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)

@@ -299,19 +299,28 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """A push. The gradient is the staging buffer's, or `gradient`, or with `encoded` the buffer's codes."""
+    """One push: a gradient, and everything that the store needs to apply it, from the worker to the core.
+
+    staging: index of the staging buffer. samples: how many samples the gradient is the mean of; 0 skips the
+    step. hyper: one for each parameter group. scale: multiplies the gradient. timeout: seconds; None: the
+    store's own. encoding: how the gradient travels. gradient: fp32 [flat_elements], or with `encoded` codes
+    of that codec, uint8; None: what the staging buffer holds. base_params: fp32 [flat_elements], the
+    parameters that the gradient was computed on, where the policy needs them. base_version: their version;
+    None: the version pulled last. grad_norm_squared: of the gradient, where the policy needs it; 0: not
+    known. compute_seconds: how long the gradient took to compute; 0: since its claim.
+    """
 
     staging: int
     samples: int
     hyper: tuple[Hyper, ...]
-    scale: float
-    timeout: float
-    encoding: Encoding
-    gradient: Flat | None
-    encoded: bool
+    scale: float = 1.0
+    timeout: float | None = None
+    encoding: Encoding = Encoding(Codec.F32)
+    gradient: Flat | NDArray[np.uint8] | None = None
+    encoded: bool = False
     base_params: Flat | None = None
-    grad_norm_squared: float = 0.0
     base_version: int | None = None
+    grad_norm_squared: float = 0.0
     compute_seconds: float = 0.0
 
 

@@ -7,6 +7,7 @@ rank begins without it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pyps import native
 from pyps.native.values import (
     Advice,
     Claim,
     Codec,
     Config,
+    EncodeCounts,
+    Encoding,
     Flat,
     Layout,
     Member,
@@ -35,7 +39,7 @@ from pyps.native.values import (
 from pyps.remote.address import Address, parse_address
 from pyps.remote.client import Client
 from pyps.remote.framing import Pieces, fill
-from pyps.remote.wire import MAX_CALL_SECONDS, PROTOCOL, Gradient, Recipe, Welcome
+from pyps.remote.wire import MAX_CALL_SECONDS, PROTOCOL, CreateRequest, OpenReply, PushHeader
 from pyps.store.codec import decode, encode, encoded_bytes
 
 
@@ -46,7 +50,7 @@ class _Nothing:
 UNMAPPED: weakref.ref[Any] = weakref.ref(_Nothing())  # dead: no view needs a segment to stay mapped
 
 
-class Calls:
+class RemoteBackend:
     """An open remote store. Not thread-safe: pyps.Store makes one call at a time."""
 
     def __init__(self, address: str, config: Config | None = None) -> None:
@@ -54,39 +58,39 @@ class Calls:
         self.address: Address = parse_address(address)
         self.client = Client(self.address)
         try:
-            self._welcome = self._open() if config is None else self._create(config)
+            self._opened = self._open() if config is None else self._create(config)
         except BaseException:
             self.client.close()
             raise
-        self.client.know(self._welcome.server, self._welcome.silence_seconds)
-        self._gaps = _gaps(self._welcome.tensors, self._welcome.layout.flat_elements)
+        self.client.know(self._opened.server, self._opened.silence_seconds)
+        self._gaps = _gaps(self._opened.tensors, self._opened.layout.flat_elements)
         self._staging_buffers: dict[int, Flat] = {}
-        self._codes: NDArray[np.uint8] | None = None
         self._back = np.empty(0, np.uint8)
         self._residual: Flat | None = None
-        self._rest: Flat | None = None  # the next residual, while a push is under way
+        self._next_residual: Flat | None = None  # while a push is under way
+        self._compute_began = time.monotonic()  # when the last claim or pull had come
         self._next_staging = 0
 
-    def _open(self) -> Welcome:
-        welcome: Welcome = self.client.call("hello", PROTOCOL, self.address.store)[0]
-        return welcome
+    def _open(self) -> OpenReply:
+        reply: OpenReply = self.client.call("hello", PROTOCOL, self.address.store)[0]
+        return reply
 
-    def _create(self, config: Config) -> Welcome:
-        options = {field: getattr(config, field) for field in Recipe.__struct_fields__}
+    def _create(self, config: Config) -> OpenReply:
+        options = {field: getattr(config, field) for field in CreateRequest.__struct_fields__}
         values = np.concatenate([np.ravel(a) for a in config.initial] or [np.empty(0, np.float32)])
-        create = ("create", PROTOCOL, self.address.store, Recipe(**options))
-        welcome: Welcome = self.client.call(*create, numbers=values)[0]
-        return welcome
+        create = ("create", PROTOCOL, self.address.store, CreateRequest(**options))
+        reply: OpenReply = self.client.call(*create, numbers=values)[0]
+        return reply
 
     def close(self) -> None:
         """Leave and hang up."""
         self.client.close()
 
     def get_layout(self) -> Layout:
-        return self._welcome.layout
+        return self._opened.layout
 
     def get_tensor(self, index: int) -> Tensor:
-        return self._welcome.tensors[index]
+        return self._opened.tensors[index]
 
     def join(self, role: Role, rank: int) -> int:
         return int(self.client.call("join", role, rank)[0])
@@ -102,6 +106,7 @@ class Calls:
 
     def start(self, timeout: float) -> Claim:
         claim: Claim = self.client.call("start", _bounded(timeout))[0]
+        self._compute_began = time.monotonic()
         return claim
 
     def start_ahead(self) -> Claim:
@@ -114,18 +119,20 @@ class Calls:
         else:
             version, found = self.client.call("pull_encoded", self.address.pull)
         self._receive("pull", found, flat)
+        self._compute_began = time.monotonic()
         return int(version)
 
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
         version, found = self.client.call("pull_encoded", codec)
         fill("pull", found, out)
+        self._compute_began = time.monotonic()
         return int(version)
 
     def stage(self, timeout: float) -> int:
         """The next area in turn: none is still read when a call has returned."""
         staging, self._next_staging = (
             self._next_staging,
-            (self._next_staging + 1) % self._welcome.layout.staging_buffers,
+            (self._next_staging + 1) % self._opened.layout.staging_buffers,
         )
         return staging
 
@@ -136,23 +143,19 @@ class Calls:
         view = flat[:]  # a later holder of the staging buffer gets one that may be written again
         return view, UNMAPPED
 
-    def staging_codes(self, staging: int, size: int) -> tuple[NDArray[np.uint8], weakref.ref[Any]]:
-        self._codes = np.empty(size, np.uint8)
-        return self._codes, UNMAPPED
+    def push(self, request: PushRequest) -> PushResult:
+        header, numbers, counts = self._encoded(request)
+        result: PushResult = self.client.call("push", header, numbers=numbers)[0]
+        self._commit_residual()
+        return replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
 
-    def push(self, push: PushRequest) -> PushResult:
-        gradient, numbers, counts = self._gradient(push)
-        result: PushResult = self.client.call("push", gradient, numbers=numbers)[0]
-        self._admitted()
-        return replace(result, nonfinite=counts[0], blocks_skipped=counts[1])
-
-    def exchange(self, push: PushRequest, flat: Flat) -> tuple[PushResult, int]:
-        gradient, numbers, counts = self._gradient(push)
-        back = self.address.pull
-        (result, version), found = self.client.call("exchange", gradient, back, numbers=numbers)
-        self._admitted()
+    def exchange(self, request: PushRequest, flat: Flat) -> tuple[PushResult, int]:
+        header, numbers, counts = self._encoded(request)
+        (result, version), found = self.client.call("exchange", header, self.address.pull, numbers=numbers)
+        self._commit_residual()
         self._receive("exchange", found, flat)
-        return replace(result, nonfinite=counts[0], blocks_skipped=counts[1]), int(version)
+        result = replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
+        return result, int(version)
 
     def should_continue(self, done: int, following: int) -> Advice:
         advice: Advice = self.client.call("should_continue", done, following)[0]
@@ -162,8 +165,8 @@ class Calls:
         self.client.call("set_max_samples", most)
 
     def get_policy_params(self) -> PolicyParams:
-        rules: PolicyParams = self.client.call("get_rules")[0]
-        return rules
+        params: PolicyParams = self.client.call("get_policy_params")[0]
+        return params
 
     def snapshot(self, flat: Flat, state: Sequence[Flat], steps: NDArray[np.uint64], timeout: float) -> int:
         version, found = self.client.call("snapshot", len(state), _bounded(timeout))
@@ -199,40 +202,42 @@ class Calls:
         fill(what, found, self._back)
         decode(self._back, self.address.pull, flat.size, flat)
 
-    def _gradient(self, push: PushRequest) -> tuple[Gradient, NDArray[Any] | None, tuple[int, int]]:
-        """What is sent for a push: its constants, its numbers, and what was not finite among them."""
-        how, scale, counts = push.encoding, push.scale, (0, 0)
-        numbers: NDArray[Any] | None = None
-        self._rest = None
-        if push.samples == 0:
-            pass  # the gradient is not looked at
-        elif push.encoded:
-            numbers = self._codes
-        elif how.codec is Codec.F32:
-            numbers = self._values(push)
-        else:
-            values = self._values(push)
-            for a, b in self._gaps:
-                if values[a:b].any():
-                    values = values.copy() if values is push.gradient else values
-                    values[a:b] = 0.0
-            self._rest = np.empty_like(values) if how.error_feedback else None
-            numbers, found = encode(
-                values, how, scale=scale, residual=self._residual if how.error_feedback else None,
-                residual_out=self._rest,
-            )  # fmt: skip
-            scale, counts = 1.0, (found.nonfinite, found.blocks_skipped)
-        timeout = _bounded(push.timeout)
-        gradient = Gradient(push.samples, push.hyper, scale, timeout, how.codec, push.grad_norm_squared)
-        return gradient, numbers, counts
+    def _encoded(self, request: PushRequest) -> tuple[PushHeader, NDArray[Any] | None, EncodeCounts]:
+        """What is sent for a push: its header, its numbers, and what was not finite among them."""
+        seconds = request.compute_seconds or time.monotonic() - self._compute_began
+        numbers, counts, scale = self._gradient(request), EncodeCounts(0, 0), request.scale
+        how = request.encoding
+        self._next_residual = None
+        if request.samples and not request.encoded and how.codec is not Codec.F32:
+            values = self._without_gaps(request)
+            residual = self._residual if how.error_feedback else None
+            self._next_residual = np.empty_like(values) if how.error_feedback else None
+            numbers, counts = encode(
+                values, how, scale=scale, residual=residual, residual_out=self._next_residual
+            )
+            scale = 1.0
+        timeout = None if request.timeout is None else _bounded(native.timeout_seconds(request.timeout))
+        request = replace(
+            request, scale=scale, timeout=timeout, encoding=Encoding(how.codec), compute_seconds=seconds
+        )
+        return PushHeader.of(request), numbers if request.samples else None, counts
 
-    def _values(self, push: PushRequest) -> Flat:
-        return self._staging_buffers[push.staging] if push.gradient is None else push.gradient
+    def _gradient(self, request: PushRequest) -> NDArray[Any]:
+        return self._staging_buffers[request.staging] if request.gradient is None else request.gradient
 
-    def _admitted(self) -> None:
-        """The push was taken: what its code did not carry goes with the next one."""
-        if self._rest is not None:
-            self._residual, self._rest = self._rest, None
+    def _without_gaps(self, request: PushRequest) -> Flat:
+        """The gradient's values, zero where no parameter lies."""
+        values: Flat = self._gradient(request)
+        for a, b in self._gaps:
+            if values[a:b].any():
+                values = values.copy() if values is request.gradient else values
+                values[a:b] = 0.0
+        return values
+
+    def _commit_residual(self) -> None:
+        """The push was admitted: add what its code did not carry to the next gradient."""
+        if self._next_residual is not None:
+            self._residual, self._next_residual = self._next_residual, None
 
 
 def _bounded(timeout: float) -> float:

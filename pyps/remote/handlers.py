@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -34,12 +35,12 @@ from pyps.native.values import (
     Tensor,
 )
 from pyps.remote.framing import Pieces, check_size, fill
-from pyps.remote.wire import PROTOCOL, VERBS, Gradient, Recipe, Welcome
+from pyps.remote.wire import PROTOCOL, VERBS, CreateRequest, OpenReply, PushHeader
 from pyps.store.codec import decode, encoded_bytes
-from pyps.store.policies import DCASGD
 
 Numbers = NDArray[Any]
 Reply = tuple[Any, tuple[Numbers, ...]]  # a value, and what follows the header
+KEPT_VERSIONS = 2  # pulled ones: a pipeline computes on the one before the last
 WITHOUT_STORE = ("hello", "create", "rejoin", "leave")
 
 
@@ -61,7 +62,7 @@ class Place:
     rank: int = -1
 
 
-class Acts:
+class Handlers:
     """One participant of the store; public methods but `do` and `close` are the verbs of pyps.remote.wire.
 
     Not thread-safe. `numbers` are the pieces of what came with a call.
@@ -76,7 +77,7 @@ class Acts:
         self._staging: int | None = None  # handed out and not pushed
         self._reply: Numbers = np.empty(0)
         self._in_round = False  # its push timed out while the round was open
-        self._pulled: Flat | None = None  # what DC-ASGD's next gradient was computed on
+        self._pulled: dict[int, Flat] = {}  # by version, the last ones at the end
 
     def do(self, verb: str, arguments: msgspec.Raw, numbers: Pieces) -> Reply:
         """One call. Raises StoreError as pyps.native does, or msgspec's errors for wrong arguments."""
@@ -130,24 +131,24 @@ class Acts:
         self._check_caller(protocol, name)
         self._pointer = native.open_segment(name)
         self.place = Place()
-        return self._welcome()
+        return self._opened()
 
-    def create(self, protocol: int, name: str, recipe: Recipe, numbers: Pieces) -> Reply:
+    def create(self, protocol: int, name: str, request: CreateRequest, numbers: Pieces) -> Reply:
         self._check_caller(protocol, name)
-        sizes = [int(np.prod(tensor.shape, dtype=object)) for tensor in recipe.tensors]
+        sizes = [int(np.prod(tensor.shape, dtype=object)) for tensor in request.tensors]
         check_size("create", numbers, 4 * sum(sizes))  # before there is memory for it
         parts = tuple(np.empty(size, np.float32) for size in sizes)
         fill("create", numbers, *parts)
-        options = {field: getattr(recipe, field) for field in recipe.__struct_fields__}
+        options = {field: getattr(request, field) for field in request.__struct_fields__}
         self._pointer = native.create(name, Config(initial=parts, **options))
         self.place = Place()
         self._site.created()
-        return self._welcome()
+        return self._opened()
 
-    def _welcome(self) -> Reply:
+    def _opened(self) -> Reply:
         tensors: list[Tensor] = [native.get_tensor(self._store, k) for k in range(self.layout.tensors)]
         site = self._site
-        return Welcome(site.server, site.silence_seconds, self.layout, tuple(tensors)), ()
+        return OpenReply(site.server, site.silence_seconds, self.layout, tuple(tensors)), ()
 
     def join(self, role: Role, rank: int) -> Reply:
         """A rank whose worker has died is free only once its silence was noticed: so long one waits."""
@@ -205,53 +206,72 @@ class Acts:
     def pull(self) -> Reply:
         flat = self._room(np.float32, self.layout.flat_elements)
         version = native.pull(self._store, flat)
-        self._remember(flat)
+        self._keep_pulled(version, flat)
         return version, (flat,)
-
-    def _remember(self, flat: Flat) -> None:
-        """The worker's copy need not travel back with its gradient."""
-        if self.layout.policy == DCASGD.number:
-            self._pulled = flat.copy()
 
     def pull_encoded(self, codec: Codec) -> Reply:
         data = self._room(np.uint8, encoded_bytes(codec, self.layout.flat_elements))
         version = native.pull_encoded(self._store, codec, data)
-        if self.layout.policy == DCASGD.number:
-            self._remember(decode(data, codec, self.layout.flat_elements))
+        if self._needs_base_params:
+            self._keep_pulled(version, decode(data, codec, self.layout.flat_elements))
         return version, (data,)
 
-    def push(self, gradient: Gradient, numbers: Pieces) -> Reply:
-        result = self._pushed(gradient, numbers, lambda push: native.push(self._store, push))
+    @cached_property
+    def _needs_base_params(self) -> bool:
+        params = native.get_policy_params(self._store)
+        return native.policy_needs(self.layout.policy, params).needs_base_params
+
+    def _keep_pulled(self, version: int, flat: Flat) -> None:
+        """Where the policy needs base parameters, they need not travel back with their gradient."""
+        if self._needs_base_params:
+            self._pulled.pop(version, None)
+            self._pulled[version] = flat.copy()
+            while len(self._pulled) > KEPT_VERSIONS:
+                del self._pulled[next(iter(self._pulled))]
+
+    def _base_params(self, version: int | None) -> Flat | None:
+        """The parameters of a version that this worker has pulled; None: of the last one."""
+        if not self._pulled:
+            return None
+        last = next(reversed(self._pulled))
+        if (found := self._pulled.get(last if version is None else version)) is None:
+            kept = ", ".join(map(str, self._pulled))
+            raise InvalidArgument("push", f"base_version: found {version}; expected one pulled last: {kept}")
+        return found
+
+    def push(self, header: PushHeader, numbers: Pieces) -> Reply:
+        result = self._pushed(header, numbers, lambda request: native.push(self._store, request))
         return result, ()
 
-    def exchange(self, gradient: Gradient, back: Codec, numbers: Pieces) -> Reply:
+    def exchange(self, header: PushHeader, back: Codec, numbers: Pieces) -> Reply:
         if back is not Codec.F32:
-            result = self._pushed(gradient, numbers, lambda push: native.push(self._store, push))
-            version, frames = self.pull_encoded(back)
+            (result, _), (version, frames) = self.push(header, numbers), self.pull_encoded(back)
             return (result, version), frames
         flat = self._room(np.float32, self.layout.flat_elements)
-        both = self._pushed(gradient, numbers, lambda push: native.exchange(self._store, push, flat))
-        self._remember(flat)
+        both = self._pushed(header, numbers, lambda request: native.exchange(self._store, request, flat))
+        self._keep_pulled(both[1], flat)
         return both, (flat,)
 
-    def _pushed(self, g: Gradient, numbers: Pieces, act: Callable[[PushRequest], Any]) -> Any:
+    def _pushed(self, header: PushHeader, numbers: Pieces, send: Callable[[PushRequest], Any]) -> Any:
         """Bring the gradient to a staging buffer and push it.
 
         A push whose round did not close in time is resumed by the next call: its gradient stands already.
         """
-        if len(g.hyper) != self.layout.groups:
-            found = f"hyper: found {len(g.hyper)}; expected {self.layout.groups}, one for each group"
+        if len(header.hyper) != self.layout.groups:
+            found = f"hyper: found {len(header.hyper)}; expected {self.layout.groups}, one for each group"
             raise InvalidArgument("push", found)
         if self._staging is None:
-            self._staging = native.stage(self._store, g.timeout)
-        encoded = g.codec is not Codec.F32 and g.samples > 0
-        if g.samples and not self._in_round:
-            self._fill(self._staging, g.codec, numbers)
-        how = Encoding(g.codec if encoded else Codec.F32)
-        more = (self._pulled, g.grad_norm_squared)
-        push = PushRequest(self._staging, g.samples, g.hyper, g.scale, g.timeout, how, None, encoded, *more)
+            self._staging = native.stage(self._store, native.timeout_seconds(header.timeout))
+        codec = header.encoding.codec if header.samples else Codec.F32
+        if header.samples and not self._in_round:
+            self._fill(self._staging, codec, numbers)
+        fields = {name: getattr(header, name) for name in header.__struct_fields__}
+        fields["encoding"] = Encoding(codec)
+        base_params = self._base_params(header.base_version) if header.samples else None
+        encoded = codec is not Codec.F32
+        request = PushRequest(self._staging, **fields, encoded=encoded, base_params=base_params)
         try:
-            result = act(push)
+            result = send(request)
         except TimedOut:
             self._in_round = True
             raise
@@ -291,6 +311,7 @@ class Acts:
         vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + states)]
         steps = np.empty(layout.chunks, np.uint64)
         version = native.snapshot(self._store, vectors[0], vectors[1:], steps, timeout)
+        self._keep_pulled(version, vectors[0])
         return version, (*vectors, steps)
 
     def get_status(self) -> Reply:

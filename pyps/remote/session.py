@@ -15,7 +15,7 @@ import zmq
 
 from pyps.errors import InvalidArgument, PypsError, StoreError
 from pyps.remote.framing import Pieces, pieces
-from pyps.remote.handlers import Acts, Place, Site
+from pyps.remote.handlers import Handlers, Place, Site
 from pyps.remote.wire import Answer, Call, Failure, encode, encode_raw, failure
 
 
@@ -36,7 +36,7 @@ class Deputy(threading.Thread):
         if self._before is not None:
             self._before.join()  # its rank is free only when it has left; each of its calls has a deadline
             past, self._before = self._before.place, None
-        acts = Acts(self._site, past)
+        acts = Handlers(self._site, past)
         with self._context.socket(zmq.PUSH) as outlet:
             outlet.connect(self._outlet)
             try:
@@ -47,7 +47,7 @@ class Deputy(threading.Thread):
                 acts.close()
 
 
-def _reply(acts: Acts, call: Call, numbers: Pieces) -> list[Any]:
+def _reply(acts: Handlers, call: Call, numbers: Pieces) -> list[Any]:
     try:
         value, frames = acts.do(call.verb, call.arguments, numbers)
         return [encode(Answer(call.seq, encode_raw(value))), *pieces(frames)]

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 from pyps import native
 from pyps.errors import InvalidArgument, StoreError
 from pyps.native.values import Config
-from pyps.remote.backend import Calls
+from pyps.remote.backend import RemoteBackend
 from pyps.remote.client import Traffic
 from pyps.store.store import Store
 
@@ -26,11 +26,11 @@ class RemoteStore(Store):
 
     @classmethod
     def open(cls, name: str) -> Self:
-        return cls(name, native.Pointer(Calls(name)), unlinks=False)
+        return cls(name, native.Pointer(RemoteBackend(name)), unlinks=False)
 
     @classmethod
     def _make(cls, name: str, config: Config, *, keep: bool) -> Self:
-        return cls(name, native.Pointer(Calls(name, config)), unlinks=False)
+        return cls(name, native.Pointer(RemoteBackend(name, config)), unlinks=False)
 
     @property
     def traffic(self) -> Traffic:
@@ -42,14 +42,14 @@ class RemoteStore(Store):
         raise InvalidArgument("journal", f"{path}: the store is elsewhere, and so is its journal")
 
     @property
-    def _calls(self) -> Calls:
-        return cast(Calls, self._pointer)
+    def _calls(self) -> RemoteBackend:
+        return cast(RemoteBackend, self._pointer)
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         return cast(T, getattr(self._calls, function.__name__)(*arguments))
 
     def _release(self, pointer: native.Pointer, joined: bool) -> None:
-        calls = cast(Calls, pointer)
+        calls = cast(RemoteBackend, pointer)
         with contextlib.suppress(StoreError):
             if joined:
                 calls.leave()

@@ -31,11 +31,13 @@ from pyps.native.values import (
     Advice,
     Claim,
     Codec,
+    Encoding,
     Hyper,
     Layout,
     Member,
     Optimizer,
     PolicyParams,
+    PushRequest,
     PushResult,
     RankCounters,
     Role,
@@ -43,7 +45,7 @@ from pyps.native.values import (
     Tensor,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 4 << 20  # tensors by name: some 20,000 of them
 MAX_CALL_SECONDS = 3600.0  # no call waits longer, whatever was asked
@@ -91,7 +93,7 @@ class Pong(_Message, frozen=True):
     server: bytes
 
 
-class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """pyps.native.values.Config without the initial values, which are the call's numbers."""
 
     tensors: tuple[Tensor, ...]
@@ -105,10 +107,10 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_participants: int
     snapshot_spares: int
     staging_buffers: int
-    rules: PolicyParams
+    policy_params: PolicyParams
 
 
-class Welcome(msgspec.Struct, frozen=True):
+class OpenReply(msgspec.Struct, frozen=True):
     """What an opened store is like; `silence_seconds`: a client that says nothing for so long is dead."""
 
     server: bytes
@@ -117,15 +119,25 @@ class Welcome(msgspec.Struct, frozen=True):
     tensors: tuple[Tensor, ...]
 
 
-class Gradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A push; the gradient, or its codes, are the call's numbers, unless samples is 0."""
+class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """pyps.native.values.PushRequest without its arrays.
+
+    The gradient is the call's numbers, encoded unless it is fp32; there are none where samples is 0. The
+    server keeps the base parameters itself, by their version.
+    """
 
     samples: Count
     hyper: tuple[Hyper, ...]
     scale: float
-    timeout: Seconds
-    codec: Codec
+    timeout: Annotated[float, Meta(ge=0.0, le=MAX_CALL_SECONDS)] | None
+    encoding: Encoding
+    base_version: Position | None = None
     grad_norm_squared: float = 0.0
+    compute_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, request: PushRequest) -> PushHeader:
+        return cls(**{name: getattr(request, name) for name in cls.__struct_fields__})
 
 
 class Verb:
@@ -137,8 +149,8 @@ class Verb:
 
 
 VERBS: Mapping[str, Verb] = {
-    "hello": Verb(tuple[int, str], Welcome),
-    "create": Verb(tuple[int, str, Recipe], Welcome),
+    "hello": Verb(tuple[int, str], OpenReply),
+    "create": Verb(tuple[int, str, CreateRequest], OpenReply),
     "join": Verb(tuple[Role, Rank], int),
     "leave": Verb(tuple[()], None),
     "rejoin": Verb(tuple[()], None),
@@ -147,11 +159,11 @@ VERBS: Mapping[str, Verb] = {
     "start_ahead": Verb(tuple[()], Claim),
     "pull": Verb(tuple[()], int),
     "pull_encoded": Verb(tuple[Codec], int),
-    "push": Verb(tuple[Gradient], PushResult),
-    "exchange": Verb(tuple[Gradient, Codec], tuple[PushResult, int]),
+    "push": Verb(tuple[PushHeader], PushResult),
+    "exchange": Verb(tuple[PushHeader, Codec], tuple[PushResult, int]),
     "should_continue": Verb(tuple[Count, Count], Advice),
     "set_max_samples": Verb(tuple[Count], None),
-    "get_rules": Verb(tuple[()], PolicyParams),
+    "get_policy_params": Verb(tuple[()], PolicyParams),
     "snapshot": Verb(tuple[Count, Seconds], int),
     "get_status": Verb(tuple[()], Status),
     "get_members": Verb(tuple[()], list[Member]),

@@ -50,7 +50,7 @@ class Engine:
         pipeline: bool = False,
     ) -> None:
         self.scenario, self.policy, self.model, self.tally = scenario, policy, model, tally
-        self.workers = scenario.workers
+        self.workers, self.needs = scenario.workers, policy.needs
         config = Config(
             (), (), scenario.batches, 1, Optimizer.SGD, policy.number, policy.round_timeout_seconds,
             samples, 0, len(scenario.workers), 0, AREAS, policy.params(),
@@ -109,7 +109,7 @@ class Engine:
                 claimed = self.clock.now
                 if pulled is None:
                     pulled = yield from self.pull(k, k)
-                done = yield from self.compute(k, count, checks=self.policy.checks)
+                done = yield from self.compute(k, count, checks=self.needs.checks_between_micro_batches)
                 if done:
                     pulled = yield from self.push(k, k, first, done, pulled, claimed)
                 else:
@@ -203,7 +203,7 @@ class Engine:
         compute_nanoseconds = clock.now - claimed
         learnt = self.model.gradient(pulled[0], first, done)
         norm = float(learnt[0] @ learnt[0]) if learnt else 0.0
-        while self.policy.turns:
+        while self.needs.uses_turns:
             d = self.core.step(EventKind.GATE, k, clock.now)
             self._note(d)
             if d.verdict != WAIT_VERDICT:
@@ -239,7 +239,7 @@ class Engine:
             clock.park(lane, until, 0)
             yield None
         self.tally.add(lane, WAIT, began, clock.now, self.version)
-        return (yield from self.pull(k, lane)) if self.policy.turns else None
+        return (yield from self.pull(k, lane)) if self.needs.uses_turns else None
 
     def _transfer(self, k: int, lane: int, network: int) -> Step:
         worker, size = self.workers[k], self._sizes[network]

@@ -10,7 +10,7 @@ from pyps.simulate.engine import Engine
 from pyps.simulate.metrics import Result, Tally, rank_results
 from pyps.simulate.problem import Learning, Model
 from pyps.simulate.scenario import Scenario
-from pyps.store.policies import DCASGD, Policy, check_pipeline, policy_named
+from pyps.store.policies import Policy, check_pipeline, policy_named
 
 CURVE_POINTS = 200
 
@@ -41,8 +41,7 @@ def simulate(
     rules = policy_named(policy) if isinstance(policy, str) else policy
     if pipeline:
         check_pipeline(rules)
-    compensation = rules.lambda_ if isinstance(rules, DCASGD) else 0.0
-    model = Model(learning, lr, scenario.global_batch, compensation)
+    model = Model(learning, lr, scenario.global_batch, rules.params().lambda_)
     tally = Tally((1 + pipeline) * len(scenario.workers), slices)
     engine = Engine(scenario, rules, model, tally, iterations * scenario.global_batch, seed, pipeline)
     if learning is not None:

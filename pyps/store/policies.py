@@ -13,11 +13,13 @@ import os
 import sys
 from collections.abc import MutableSequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
+from pyps import native
 from pyps.errors import InputError
 from pyps.native import custom
-from pyps.native.values import NO_BOUND, PolicyContext, PolicyParams
+from pyps.native.values import NO_BOUND, PolicyContext, PolicyNeeds, PolicyParams
 
 Threshold = Literal["fixed", "quantile", "ringmaster"]
 CUSTOM = 12  # PYPS_CUSTOM
@@ -37,9 +39,6 @@ class Policy:
 
     name: ClassVar[str]
     number: ClassVar[int]
-    turns: ClassVar[bool] = False  # a push and the pull after it are one turn
-    checks: ClassVar[bool] = False  # has something to say between micro-batches
-    overlaps: ClassVar[bool] = True  # a step may be computed while the one before it is under way
     known: ClassVar[dict[str, type[Policy]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -52,6 +51,11 @@ class Policy:
     def params(self) -> PolicyParams:
         """The policy's numbers, as the C core takes them."""
         return PolicyParams()
+
+    @cached_property
+    def needs(self) -> PolicyNeeds:
+        """What the policy asks of its workers."""
+        return native.policy_needs(self.number, self.params())
 
     def __str__(self) -> str:
         changed = (f for f in fields(self) if f.name not in COMMON and getattr(self, f.name) != f.default)
@@ -77,7 +81,6 @@ class Policy:
 class BSP(Policy):
     """Bulk synchronous: one step from everybody's gradient, weighted by its samples, bitwise reproducible."""
 
-    overlaps: ClassVar[bool] = False
     name: ClassVar[str] = "bsp"
     number: ClassVar[int] = 0
 
@@ -96,8 +99,6 @@ class Backup(Policy):
 
     k: int = 1
 
-    overlaps: ClassVar[bool] = False
-    checks: ClassVar[bool] = True
     name: ClassVar[str] = "backup"
     number: ClassVar[int] = 2
 
@@ -213,7 +214,6 @@ class SaPS(Policy):
     quantile: float = 0.9
     abort: bool = False
 
-    checks: ClassVar[bool] = True
     name: ClassVar[str] = "saps"
     number: ClassVar[int] = 9
 
@@ -246,7 +246,6 @@ class R2SP(Policy):
     slack: float = 1.0
     patience: float = 2.0
 
-    turns: ClassVar[bool] = True
     name: ClassVar[str] = "r2sp"
     number: ClassVar[int] = 10
 
@@ -364,7 +363,7 @@ def _parsed(name: str, key: str, text: str, default: object) -> object:
 
 def check_pipeline(policy: Policy) -> None:
     """Raise InputError under a policy whose steps follow one another."""
-    if not policy.overlaps:
-        able = ", ".join(name for name, kind in Policy.known.items() if kind.overlaps)
+    if not policy.needs.allows_pipeline:
+        able = ", ".join(name for name, kind in Policy.known.items() if kind().needs.allows_pipeline)
         found = f"on under {policy.name}, whose every step waits for the one before it"
         raise InputError("run", "pipeline", found, f"off, or one of {able}")

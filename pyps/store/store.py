@@ -10,7 +10,6 @@ Threads share a Store safely: its calls run one after another. A forked child mu
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,12 +40,12 @@ from pyps.native.values import (
     Claim,
     Codec,
     Config,
-    Encoding,
     Flat,
     Hyper,
     Layout,
     Member,
     Optimizer,
+    PolicyNeeds,
     PolicyParams,
     PushRequest,
     PushResult,
@@ -59,6 +58,7 @@ from pyps.native.values import (
 )
 from pyps.store.codec import as_codec, encoded_bytes
 from pyps.store.policies import BSP, Custom, Policy, policy_named, register_policy
+from pyps.store.request import check_request, check_vector, push_request
 from pyps.store.staging import StagingBuffer, split
 
 T = TypeVar("T")
@@ -239,14 +239,8 @@ class Store:
             return out, self._call(native.pull, out)
         return out, self._snapshot_into(out, (), np.empty(self.layout.chunks, np.uint64), None)
 
-    def _vector(self, what: str, name: str, flat: NDArray[Any]) -> None:
-        size = self.layout.flat_elements
-        if flat.shape != (size,) or flat.dtype != np.float32 or not flat.flags.c_contiguous:
-            expected = f"contiguous float32 [{size}]"
-            raise InvalidArgument(what, f"{name}: found {flat.dtype} {list(flat.shape)}; expected {expected}")
-
     def _target(self, what: str, out: Flat) -> None:
-        self._vector(what, "out", out)
+        check_vector(what, "out", out, self.layout.flat_elements)
         if not out.flags.writeable:
             raise InvalidArgument(what, "out: found a read-only array; expected one to write to")
 
@@ -272,29 +266,18 @@ class Store:
         hyper: Hyper | Sequence[Hyper],
         scale: float = 1.0,
         timeout: float | None = None,
-        *,
-        encoding: Encoding | str | None = None,
-        gradient: Flat | NDArray[np.uint8] | None = None,
-        base_params: Flat | None = None,
-        grad_norm_squared: float = 0.0,
-        base_version: int | None = None,
-        compute_seconds: float = 0.0,
+        **options: Any,
     ) -> PushResult:
         """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
 
-        `hyper`: one for all parameter groups, or one each. The gradient is multiplied by `scale`. samples=0
-        skips the step. `encoding`: how it travels, an Encoding or a codec's name; None: as fp32.
-        `gradient`: in place of the staging buffer's: fp32 [flat_elements], or what was encoded elsewhere,
-        with that codec (uint8). `base_params`: fp32 [flat_elements], what the gradient was computed on:
-        DCASGD needs it. `grad_norm_squared`: of the gradient, for SaPS's "ringmaster"; 0: not known.
-        `base_version`: the version it was computed on, where that is not the last one pulled.
-        `compute_seconds` it took; 0: since its claim. Raises Fenced, PushRejected, TimedOut, NotFinite,
-        InvalidArgument.
+        staging: the buffer that `stage` gave. samples: 0 skips the step. hyper: one for all parameter
+        groups, or one each. scale: multiplies the gradient. timeout: seconds. options: further fields of a
+        PushRequest by name, among them `encoding` (an Encoding, or a codec's name) and `gradient` (in place
+        of the staging buffer's: fp32 [flat_elements], or codes of that codec, uint8). Raises Fenced,
+        PushRejected, TimedOut, NotFinite, InvalidArgument.
         """
-        more = (base_params, grad_norm_squared, base_version, compute_seconds)
-        return self._call(
-            native.push, self._push(staging, samples, hyper, scale, timeout, encoding, gradient, *more)
-        )
+        groups = self.layout.groups
+        return self.send(push_request(staging, samples, hyper, scale, timeout, groups=groups, **options))
 
     def exchange(
         self,
@@ -304,82 +287,36 @@ class Store:
         out: Flat,
         scale: float = 1.0,
         timeout: float | None = None,
-        *,
-        encoding: Encoding | str | None = None,
-        gradient: Flat | NDArray[np.uint8] | None = None,
-        base_params: Flat | None = None,
-        grad_norm_squared: float = 0.0,
-        base_version: int | None = None,
-        compute_seconds: float = 0.0,
+        **options: Any,
     ) -> tuple[PushResult, int]:
         """A push and the pull after it in one pass: (the push's result, the version that `out` holds).
 
-        Arguments as for push; `out` as for pull. After an error `out` may hold parts of two versions.
+        out: as for `pull`. The other arguments: as for `push`. After an error `out` may hold parts of two
+        versions.
         """
+        groups = self.layout.groups
+        request = push_request(staging, samples, hyper, scale, timeout, groups=groups, **options)
+        return self.send_and_pull(request, out)
+
+    def send(self, request: PushRequest) -> PushResult:
+        """Push. Raises Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument."""
+        return self._call(native.push, self._checked(request))
+
+    def send_and_pull(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
+        """Push and pull in one pass, as `exchange` does."""
         self._target("exchange", out)
-        more = (base_params, grad_norm_squared, base_version, compute_seconds)
-        arguments = self._push(staging, samples, hyper, scale, timeout, encoding, gradient, *more)
-        return self._call(native.exchange, arguments, out)
+        return self._call(native.exchange, self._checked(request), out)
 
-    def _push(
-        self,
-        staging: StagingBuffer | int,
-        samples: int,
-        hyper: Hyper | Sequence[Hyper],
-        scale: float,
-        timeout: float | None,
-        encoding: Encoding | str | None,
-        gradient: Flat | NDArray[np.uint8] | None,
-        base_params: Flat | None = None,
-        grad_norm_squared: float = 0.0,
-        base_version: int | None = None,
-        compute_seconds: float = 0.0,
-    ) -> PushRequest:
-        constants = (hyper,) * self.layout.groups if isinstance(hyper, Hyper) else tuple(hyper)
-        if len(constants) != self.layout.groups:
-            expected = f"{self.layout.groups}, one for each parameter group"
-            raise InvalidArgument("push", f"hyper: found {len(constants)}; expected {expected}")
-        if not math.isfinite(scale):
-            raise InvalidArgument("push", f"scale: found {scale}; expected a finite number")
-        index = staging.index if isinstance(staging, StagingBuffer) else staging
-        how = encoding if isinstance(encoding, Encoding) else Encoding(as_codec(encoding or Codec.F32))
-        if how.rounding == "stochastic":  # noise of its own for each rank and push
-            with self._lock:
-                self._drawn += 1
-                mixed = ((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + self._drawn) * GOLDEN
-            how = replace(how, seed=mixed % 2**64)
-        encoded = gradient is not None and gradient.dtype == np.uint8
-        floats = None
-        if gradient is not None and encoded:
-            self._stage_codes(index, how.codec, gradient)
-        elif gradient is not None:
-            self._vector("push", "gradient", gradient)
-            floats = cast(Flat, gradient)
-        if base_params is not None:
-            self._vector("push", "base_params", base_params)
-        wait, norm = native.timeout_seconds(timeout), float(grad_norm_squared)
-        return PushRequest(
-            index,
-            samples,
-            constants,
-            scale,
-            wait,
-            how,
-            floats,
-            encoded,
-            base_params,
-            norm,
-            base_version,
-            float(compute_seconds),
-        )
-
-    def _stage_codes(self, staging: int, codec: Codec, data: NDArray[Any]) -> None:
-        size = encoded_bytes(codec, self.layout.flat_elements)
-        if data.shape != (size,):
-            raise InvalidArgument("push", f"gradient: found {data.size} bytes; expected {size}")
-        codes, view = self._call(native.staging_codes, staging, size)
-        self._views = [v for v in self._views if v()] + [view]
-        codes[:] = data
+    def _checked(self, request: PushRequest) -> PushRequest:
+        """The request as the core takes it: of this store's sizes, with noise of its own."""
+        check_request(request, self.layout)
+        how = request.encoding
+        if how.rounding != "stochastic":
+            return request
+        with self._lock:
+            self._drawn += 1
+            mixed = ((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + self._drawn) * GOLDEN
+        return replace(request, encoding=replace(how, seed=mixed % 2**64))
 
     def pull_encoded(
         self, codec: Codec | str, out: NDArray[np.uint8] | None = None
@@ -411,6 +348,10 @@ class Store:
     def policy_params(self) -> PolicyParams:
         """The numbers of the store's policy."""
         return self._call(native.get_policy_params)
+
+    def policy_needs(self) -> PolicyNeeds:
+        """What the store's policy asks of its workers."""
+        return native.policy_needs(self.layout.policy, self.policy_params())
 
     def snapshot(self, timeout: float | None = None) -> Snapshot:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.

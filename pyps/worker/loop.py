@@ -33,9 +33,9 @@ from pyps.errors import (
     TimedOut,
 )
 from pyps.formats.records import RecordWriter, Span, record_path
-from pyps.native.values import Advice, Claim, Codec, MemberState, PushResult
+from pyps.native.values import Advice, Claim, Codec, Encoding, MemberState, PushRequest, PushResult
 from pyps.profiler.host_memory import cgroup_peers, disable_malloc_trim
-from pyps.store.policies import DCASGD, HPS, R2SP, Backup, Policy, SaPS, register_policy
+from pyps.store.policies import Policy, register_policy
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment, Binding, check_same, hyper_of, inspect, open_or_create
@@ -44,13 +44,12 @@ from pyps.worker.pipeline import Delivery, Pipeline
 from pyps.worker.sampling import fetcher, indices
 from pyps.worker.settings import Settings, read_settings
 from pyps.worker.step import Step, number_of
-from pyps.worker.transport import Gradient, Outcome, Transfer
+from pyps.worker.transport import Outcome, Transfer
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
 
 ATTACH_TIMEOUT_SECONDS = 300.0  # others may still be importing torch and reading data
-RINGMASTER = 2  # Rules.threshold
 PATIENCE = 4.0  # round timeouts that a transfer may take: it waits twice, for up to two
 
 
@@ -104,7 +103,6 @@ class Worker:
         self._fresh: int | None = None  # the version that is in the model already
         self._waited: list[Span] = []
         self._pipeline: Pipeline | None = None
-        self._learns_norm = False
         self._neighbours = 1
 
     @property
@@ -154,11 +152,11 @@ class Worker:
         binding.refresh()
         chosen.register_step_pre_hook(self._on_optimizer_step)
         self._throttle = self.settings.make_throttle(on_gpu=binding.on_gpu)
-        if self._is(HPS):
+        self._needs = store.policy_needs()
+        if self._needs.resizes_batches:
             read = partial(self._budget, binding.device)
             self._room = MemoryBudget(self.settings.memory, self.settings.max_batch, read)
-        self._learns_norm = self._is(SaPS) and store.policy_params().threshold == RINGMASTER
-        self._transfer = Transfer(store, self.settings.encoding, self.settings.pull_codec, self._is(R2SP))
+        self._transfer = Transfer(store, self.settings.pull_codec, self._needs.uses_turns)
         if self.settings.pipeline:
             patience = PATIENCE * max(1.0, self.settings.policy.round_timeout_seconds)
             self._pipeline = Pipeline(store, self._transfer, binding.flat.size, patience, self._offer)
@@ -231,24 +229,20 @@ class Worker:
                 self._settle(step, Outcome(spans=[("push", ready, time.monotonic())]))
                 return None
         self._step = None
-        gradient = self._gradient(step, attachment, binding)
+        request = self._request(step, attachment, binding)
         if self._pipeline is not None:
-            return self._send(self._pipeline, step, gradient)
-        outcome = self._transfer.push(gradient, binding.flat)
+            return self._send(self._pipeline, step, request)
+        outcome = self._transfer.push(request, binding.flat)
         self._fresh = outcome.version
         binding.settle(outcome.result is not None and step.finite)
         self._settle(step, outcome)
         return outcome.result if step.finite else None
 
-    def _is(self, *kinds: type[Policy]) -> bool:
-        """Whether the store's policy is one of these."""
-        return self.store.layout.policy in [kind.number for kind in kinds]
-
     def _advice(self, step: Step) -> Advice:
         """Between two micro-batches: whether the next one is worth computing. In a pipeline nobody asks: the
         answer would be about the gradient that is travelling.
         """
-        if self._pipeline is not None or not self._is(SaPS, Backup):
+        if self._pipeline is not None or not self._needs.checks_between_micro_batches:
             return Advice.CONTINUE
         try:
             advice = self.store.should_continue(step.done, self._at_once(step))
@@ -426,28 +420,42 @@ class Worker:
         binding.release()
         self._finite = True
 
-    def _gradient(self, step: Step, attachment: Attachment, binding: Binding) -> Gradient:
-        """What is to be sent of a step whose gradients are in its area."""
+    def _request(self, step: Step, attachment: Attachment, binding: Binding) -> PushRequest:
+        """What is to be sent of a step whose gradients are in its staging buffer."""
         share = step.micro / step.done  # see _begin_micro_batch
-        norm = float(np.dot(step.staging.flat, step.staging.flat)) * share**2 if self._learns_norm else 0.0
-        pulled = binding.flat if self._is(DCASGD) else None
+        norm = (
+            float(np.dot(step.staging.flat, step.staging.flat)) * share**2
+            if self._needs.needs_grad_norm
+            else 0.0
+        )
+        pulled = binding.flat if self._needs.needs_base_params else None
         if pulled is not None and self._pipeline is not None:
             pulled = pulled.copy()  # the model goes on while this travels
         samples = step.done if step.finite else 0
-        # Serially it took as long as its claim was held. A claim of a pipeline is held for longer than that.
-        seconds = time.monotonic() - step.created if self._pipeline is not None else 0.0
-        return Gradient(
-            step.staging, samples, hyper_of(attachment), share, step.version, seconds, norm, pulled,
-            binding.codes if samples else None,
-        )  # fmt: skip
+        codes = binding.codes if samples else None
+        encoding = self.settings.encoding
+        return PushRequest(
+            staging=step.staging.index,
+            samples=samples,
+            hyper=hyper_of(attachment),
+            scale=share if codes is None else 1.0,
+            encoding=encoding if codes is None else Encoding(encoding.codec),
+            gradient=codes,
+            encoded=codes is not None,
+            base_params=pulled,
+            base_version=step.version,
+            grad_norm_squared=norm,
+            # Serially it took as long as its claim was held. A claim of a pipeline is held for longer.
+            compute_seconds=time.monotonic() - step.created if self._pipeline is not None else 0.0,
+        )
 
-    def _send(self, pipeline: Pipeline, step: Step, gradient: Gradient) -> PushResult | None:
+    def _send(self, pipeline: Pipeline, step: Step, request: PushRequest) -> PushResult | None:
         """Let a gradient travel beside the next step; the result of the one before."""
         before = self._receive()
         if before is not None and before.lost:
             self._settle(step, Outcome(rejected=True))
         else:
-            pipeline.send(step, gradient)
+            pipeline.send(step, request)
         return before.outcome.result if before is not None else None
 
     def _receive(self) -> Delivery | None:

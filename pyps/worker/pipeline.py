@@ -22,11 +22,11 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from pyps.errors import Fenced, TimedOut
-from pyps.native.values import Claim, Flat
+from pyps.native.values import Claim, Flat, PushRequest
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.step import Step
-from pyps.worker.transport import Gradient, Outcome, Transfer
+from pyps.worker.transport import Outcome, Transfer
 
 CLOSE_SECONDS = 10.0
 T = TypeVar("T")
@@ -110,10 +110,10 @@ class Pipeline:
         """With a step begun and nothing under way: claim the next one. Raises Fenced."""
         self.ahead = self._claimed()
 
-    def send(self, step: Step, gradient: Gradient) -> None:
+    def send(self, step: Step, request: PushRequest) -> None:
         """Let a gradient travel; receive() has told of the one before."""
         self._sent = step
-        self._carrier.give(partial(self._carry, gradient))
+        self._carrier.give(partial(self._carry, request))
 
     def receive(self) -> tuple[Step, Delivery] | None:
         """Wait for the transfer under way: the step it was of, and what came of it; None: there is none.
@@ -147,8 +147,8 @@ class Pipeline:
         claim = self._store.start_ahead()
         return None if claim is None else (claim, self._store.stage())
 
-    def _carry(self, gradient: Gradient) -> Delivery:
-        delivery = Delivery(self._transfer.push(gradient, self.spare))
+    def _carry(self, request: PushRequest) -> Delivery:
+        delivery = Delivery(self._transfer.push(request, self.spare))
         outcome = delivery.outcome
         if outcome.fenced:
             delivery.lost = True

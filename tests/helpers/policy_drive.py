@@ -110,7 +110,7 @@ class Drive:
             self.staging_buffers[k].append(staging)
             if d.until:
                 self.waiting[k] = d.until
-        elif self.policy.turns:
+        elif self.policy.needs.uses_turns:
             self.owes_pull.add(k)
         self.see()
         return COMMITTED

@@ -63,7 +63,7 @@ while True:
         area.flat[:] = 1.0
         store.push(area, claim.count, Hyper(lr=1e-3), base_params=flat)
         step += 1
-        if policy.turns:
+        if policy.needs.uses_turns:
             store.pull(flat)
     except Ended:
         break

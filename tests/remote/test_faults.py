@@ -33,7 +33,7 @@ from pyps.native.values import Codec, Encoding, Hyper, MemberState, PushResult, 
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.remote.store import RemoteStore
-from pyps.remote.wire import PROTOCOL, Answer, Failure, Gradient
+from pyps.remote.wire import PROTOCOL, Answer, Failure, PushHeader
 from pyps.store import Store
 
 PYPS = str(Path(sys.executable).parent / "pyps")
@@ -132,7 +132,7 @@ def test_the_same_message_twice_is_one_push(store: Store, server: Server) -> Non
         client.ask("hello", PROTOCOL, "model")
         client.ask("join", Role.WORKER, 0)
         client.ask("start", -1.0)
-        gradient = Gradient(4, (HYPER,), 1.0, -1.0, Codec.F32)
+        gradient = PushHeader(4, (HYPER,), 1.0, None, Encoding(Codec.F32))
         numbers = np.ones(store.layout.flat_elements, np.float32)
         message = client.message("push", gradient)
         client.send(message, numbers)
@@ -229,7 +229,7 @@ def test_a_silent_worker_learns_what_became_of_its_push(store: Store, server: Se
         client.ask("hello", PROTOCOL, "model")
         client.ask("join", Role.WORKER, 0)
         client.ask("start", -1.0)
-        message = client.message("push", Gradient(4, (HYPER,), 1.0, -1.0, Codec.F32))
+        message = client.message("push", PushHeader(4, (HYPER,), 1.0, None, Encoding(Codec.F32)))
         numbers = np.ones(store.layout.flat_elements, np.float32)
         client.send(message, numbers)
         assert isinstance(first := client.reply(), Answer)

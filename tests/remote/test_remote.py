@@ -16,7 +16,7 @@ from torch import nn
 import pyps
 from pyps.native.values import Codec, Encoding, Hyper, Rounding
 from pyps.remote import open_store
-from pyps.remote.backend import Calls
+from pyps.remote.backend import RemoteBackend
 from pyps.remote.server import Server
 from pyps.store import Store
 from pyps.store.codec import decode, encode
@@ -32,7 +32,7 @@ def test_all_that_a_store_does_goes_over_the_link() -> None:
     names = {ast.unparse(call.args[0]).removeprefix("native.") for call in calls}
     assert len(names) > 15
     refused = {"journal"}  # a file of the store's own machine
-    assert {name for name in names if not hasattr(Calls, name)} == refused
+    assert {name for name in names if not hasattr(RemoteBackend, name)} == refused
 
 
 class TestTraining:
@@ -200,7 +200,7 @@ def test_every_policy_decides_over_the_link_as_beside_the_store(shm: Path, polic
                 staging = one.stage()
                 staging["w"][:] = flat[:5] + turn
                 one.set_max_samples(4)
-                assert one.check(0, claim.count) is pyps.native.values.Advice.CONTINUE
+                assert one.should_continue(0, claim.count) is pyps.native.values.Advice.CONTINUE
                 one.push(staging, claim.count, Hyper(lr=0.1), base_params=flat, grad_norm_squared=1.0)
                 if turn % 2 or policy == "r2sp":
                     one.pull(flat)

@@ -16,16 +16,17 @@ import zmq
 from remote_tools import RawClient, eventually
 
 from pyps.errors import InputError, LinkLost, LinkRefused, SegmentNotFound, StoreFull
-from pyps.native.values import Codec, Hyper, Role
+from pyps.native.values import Codec, Encoding, Hyper, Role
 from pyps.remote import open_store
 from pyps.remote.address import is_loopback, parse_address
 from pyps.remote.keys import make_keys, read_client_keys, read_server_keys
 from pyps.remote.server import MAX_SESSIONS, Server
-from pyps.remote.wire import MAX_HEADER_BYTES, PROTOCOL, Answer, Failure, Gradient
+from pyps.remote.wire import MAX_HEADER_BYTES, PROTOCOL, Answer, Failure, PushHeader
 from pyps.store import Store
 from pyps.store.codec import encoded_bytes
 
 HYPER = Hyper(lr=0.5)
+F32, INT8, INT4 = Encoding(Codec.F32), Encoding(Codec.INT8), Encoding(Codec.INT4)
 SIZE = 3000
 SEED = 20
 ROUNDS = 400
@@ -187,7 +188,7 @@ def test_messages_that_are_none_are_counted_and_dropped(server: Server) -> None:
             client.message("hello", PROTOCOL, "model"),
             client.message("join", Role.WORKER, 0),
             client.message("start", 0.0),
-            client.message("push", Gradient(4, (HYPER,), 1.0, 0.0, Codec.INT8)),
+            client.message("push", PushHeader(4, (HYPER,), 1.0, 0.0, INT8)),
             client.message("wait", 5, 0.0),
             client.message("create", PROTOCOL, "model", {"tensors": []}),
         ]
@@ -215,7 +216,7 @@ def mutated(rng: random.Random, message: bytes) -> bytes:
     return bytes(data)
 
 
-RIGHT = {"samples": 1, "hyper": [{"lr": 1.0}], "scale": 1.0, "timeout": 0.0, "codec": 0}
+RIGHT = {"samples": 1, "hyper": [{"lr": 1.0}], "scale": 1.0, "timeout": 0.0, "encoding": {"codec": 0}}
 WRONG = {
     "an unknown verb": ("close", ()),
     "a private one": ("_return", ()),
@@ -229,10 +230,14 @@ WRONG = {
     "an unknown codec": ("pull_encoded", (9,)),
     "negative samples": ("push", ({**RIGHT, "samples": -1},)),
     "a step size below 0": ("push", ({**RIGHT, "hyper": [{"lr": -1.0}]},)),
-    "no group": ("push", (Gradient(1, (), 1.0, 0.0, Codec.F32),)),
-    "many groups": ("push", (Gradient(1, (HYPER,) * 9, 1.0, 0.0, Codec.F32),)),
-    "no gradient": ("push", (Gradient(1, (HYPER,), 1.0, 0.0, Codec.F32),)),
-    "no codes": ("exchange", (Gradient(1, (HYPER,), 1.0, 0.0, Codec.INT4), Codec.F32)),
+    "an unknown codec of a push": ("push", ({**RIGHT, "encoding": {"codec": 9}},)),
+    "a negative version": ("push", ({**RIGHT, "base_version": -1},)),
+    "compute seconds below 0": ("push", ({**RIGHT, "compute_seconds": -1.0},)),
+    "compute seconds without end": ("push", ({**RIGHT, "compute_seconds": float("inf")},)),
+    "no group": ("push", (PushHeader(1, (), 1.0, 0.0, F32),)),
+    "many groups": ("push", (PushHeader(1, (HYPER,) * 9, 1.0, 0.0, F32),)),
+    "no gradient": ("push", (PushHeader(1, (HYPER,), 1.0, 0.0, F32),)),
+    "no codes": ("exchange", (PushHeader(1, (HYPER,), 1.0, 0.0, INT4), Codec.F32)),
     "no batches": ("replan", ((),)),
     "batches that are huge": ("replan", ((2**40,),)),
     "a second hello": ("hello", (PROTOCOL, "model")),
@@ -260,16 +265,16 @@ def test_numbers_of_the_wrong_size_are_refused(store: Store, server: Server) -> 
         client.ask("start", 0.0)
         size = store.layout.flat_elements * 4
         for wrong in (0, 1, size - 4, size - 1):
-            client.send(client.message("push", Gradient(4, (HYPER,), 1.0, 0.0, Codec.F32)), bytes(wrong))
+            client.send(client.message("push", PushHeader(4, (HYPER,), 1.0, 0.0, F32)), bytes(wrong))
             assert isinstance(reply := client.reply(), Failure)
             assert reply.code == "PYPS_EINVAL"
         codes = np.full(size, 255, np.uint8)  # scales that are NaN
         few = codes[: encoded_bytes(Codec.INT8, store.layout.flat_elements)]
-        client.send(client.message("push", Gradient(4, (HYPER,), 1.0, 0.0, Codec.INT8)), few)
+        client.send(client.message("push", PushHeader(4, (HYPER,), 1.0, 0.0, INT8)), few)
         assert isinstance(reply := client.reply(), Failure)
         assert reply.code == "PYPS_ENONFINITE"
         right = np.zeros(store.layout.flat_elements, np.float32)
-        client.send(client.message("push", Gradient(4, (HYPER,), 1.0, 0.0, Codec.F32)), right)
+        client.send(client.message("push", PushHeader(4, (HYPER,), 1.0, 0.0, F32)), right)
         assert isinstance(client.reply(), Answer)
     assert store.status().version == 1
 

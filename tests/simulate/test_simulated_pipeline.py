@@ -17,7 +17,7 @@ from pyps.store.policies import Policy
 
 COMPUTE, BANDWIDTH = 0.1, 1e6
 BATCH, LR = 8, 0.5
-OVERLAPPING = sorted(name for name, kind in Policy.known.items() if kind.overlaps)
+OVERLAPPING = sorted(name for name, kind in Policy.known.items() if kind().needs.allows_pipeline)
 
 
 def alone(one_way: float, latency: float = 0.0) -> Scenario:

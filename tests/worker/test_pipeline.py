@@ -23,7 +23,7 @@ from pyps.worker.loop import Worker, join
 from pyps.worker.pipeline import Carrier
 from pyps.worker.sampling import indices
 
-OVERLAPPING = [name for name, kind in Policy.known.items() if kind.overlaps]
+OVERLAPPING = [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline]
 CLOSE = 0.05  # of the longer of the two: what the period may be more
 
 
@@ -35,7 +35,7 @@ class Slow:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._store, name)
-        return self._late(found) if name in ("push", "pull", "exchange") else found
+        return self._late(found) if name in ("send", "pull", "send_and_pull") else found
 
     def _late(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def late(*args: Any, **more: Any) -> Any:

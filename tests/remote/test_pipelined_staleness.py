@@ -1,0 +1,72 @@
+"""Over the link a policy decides as it does in shared memory: the same gradients, of the same staleness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from remote_tools import eventually
+from worker_tools import X, Y, backward, loss_of, make_model
+
+from pyps.formats.records import read_run
+from pyps.remote.server import Server
+from pyps.store.policies import R2SP, Policy, Softsync
+from pyps.worker.loop import Worker, join
+
+STEPS = 8  # of each worker
+ROUNDS = ("bsp", "backup", "hps")  # a worker waits for the other within a push: here it trains alone
+IN_TURN: dict[str, Policy] = {  # none waits for the other, however slow the machine is
+    "r2sp": R2SP(slack=0.0, patience=1e6),
+    "softsync": Softsync(n=2),
+}
+CASES = [(name, False) for name in Policy.known] + [
+    (name, True) for name, kind in Policy.known.items() if kind().needs.allows_pipeline
+]
+
+
+def idle(worker: Worker) -> bool:
+    """Whether no transfer is under way."""
+    return worker._pipeline is None or not worker._pipeline._carrier._results.empty()
+
+
+def train_in_turn(
+    store: str, policy: Policy, pipeline: bool, folder: Path
+) -> tuple[list[tuple[Any, ...]], bytes]:
+    """Each gradient's worker, step, staleness and whether it was dropped; and the parameters at the end.
+
+    One thread drives both workers in turn, so that the order is always the same.
+    """
+    count = 1 if policy.name in ROUNDS else 2
+    options: dict[str, Any] = {"batches": [5] * count, "seed": 5, "policy": policy, "run_dir": folder}
+    workers = [join(store, rank, pipeline=pipeline, **options) for rank in range(count)]
+    models = [make_model() for _ in workers]
+    for worker, model in zip(workers, models, strict=True):
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.02))
+    batches = [worker.batches((X, Y)) for worker in workers]
+    for _ in range(STEPS):
+        for worker, model, data in zip(workers, models, batches, strict=True):
+            x, y = next(data)
+            backward(loss_of(model, x, y))
+            worker.step()
+            eventually(lambda worker=worker: idle(worker))  # type: ignore[misc]
+    parameters = workers[0].store.snapshot().parameters.tobytes()
+    for worker in workers:
+        worker.close()
+    return sorted((r.rank, r.step, r.staleness, r.rejected) for r in read_run(folder)), parameters
+
+
+@pytest.mark.parametrize(("name", "pipeline"), CASES)
+def test_staleness_over_the_link_is_the_local_one(
+    shm: Path, tmp_path: Path, name: str, pipeline: bool
+) -> None:
+    policy = IN_TURN.get(name) or Policy.known[name]()
+    local, parameters = train_in_turn("near", policy, pipeline, tmp_path / "local")
+    with Server("far") as server:
+        remote, remote_parameters = train_in_turn(server.address, policy, pipeline, tmp_path / "remote")
+    assert remote == local
+    assert remote_parameters == parameters, "whatever the policy does with what a gradient was computed on"
+    assert len(local) == STEPS * (1 if name in ROUNDS else 2)
+    if pipeline:
+        assert max(found for _, _, found, _ in local) >= 1, "computed on parameters one more step old"
