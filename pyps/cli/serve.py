@@ -41,7 +41,7 @@ def serve_command(
         raise InputError("serve", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
     pair = make_keys(keys) if keys is not None else None
     _end_on_signals()
-    with Server(store, bind, keys=pair, insecure=insecure, silence_seconds=silence) as server:
+    with Server(store, bind, keys=pair, insecure=insecure, client_timeout_seconds=silence) as server:
         if as_json:
             sys.stdout.write(msgspec.json.encode({"address": server.address}).decode() + "\n")
         else:

@@ -38,7 +38,7 @@ from pyps.native.values import (
 )
 from pyps.remote.address import Address, parse_address
 from pyps.remote.client import Client
-from pyps.remote.framing import Pieces, fill
+from pyps.remote.framing import Frames, from_frames
 from pyps.remote.wire import MAX_CALL_SECONDS, PROTOCOL, CreateRequest, OpenReply, PushHeader
 from pyps.store.codec import decode, encode, encoded_bytes
 
@@ -62,7 +62,7 @@ class RemoteBackend:
         except BaseException:
             self.client.close()
             raise
-        self.client.know(self._opened.server, self._opened.silence_seconds)
+        self.client.set_server(self._opened.server, self._opened.client_timeout_seconds)
         self._gaps = _gaps(self._opened.tensors, self._opened.layout.flat_elements)
         self._staging_buffers: dict[int, Flat] = {}
         self._back = np.empty(0, np.uint8)
@@ -124,7 +124,7 @@ class RemoteBackend:
 
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
         version, found = self.client.call("pull_encoded", codec)
-        fill("pull", found, out)
+        from_frames("pull", found, out)
         self._compute_began = time.monotonic()
         return int(version)
 
@@ -170,7 +170,7 @@ class RemoteBackend:
 
     def snapshot(self, flat: Flat, state: Sequence[Flat], steps: NDArray[np.uint64], timeout: float) -> int:
         version, found = self.client.call("snapshot", len(state), _bounded(timeout))
-        fill("snapshot", found, flat, *state, steps)
+        from_frames("snapshot", found, flat, *state, steps)
         return int(version)
 
     def get_status(self) -> Status:
@@ -191,15 +191,15 @@ class RemoteBackend:
     def wait(self, sequence: int, timeout: float) -> None:
         self.client.call("wait", sequence, _bounded(timeout))
 
-    def _receive(self, what: str, found: Pieces, flat: Flat) -> None:
+    def _receive(self, what: str, found: Frames, flat: Flat) -> None:
         """Parameters, as they came back, to `flat`."""
         if self.address.pull is Codec.F32:
-            fill(what, found, flat)
+            from_frames(what, found, flat)
             return
         size = encoded_bytes(self.address.pull, flat.size)
         if self._back.size != size:
             self._back = np.empty(size, np.uint8)
-        fill(what, found, self._back)
+        from_frames(what, found, self._back)
         decode(self._back, self.address.pull, flat.size, flat)
 
     def _encoded(self, request: PushRequest) -> tuple[PushHeader, NDArray[Any] | None, EncodeCounts]:

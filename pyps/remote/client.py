@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pyps.errors import InputError, LinkLost, LinkRefused, StoreError
 from pyps.remote.address import Address
-from pyps.remote.framing import Pieces, pieces
+from pyps.remote.framing import Frames, to_frames
 from pyps.remote.keys import ClientKeys, read_client_keys
 from pyps.remote.wire import (
     SESSION_BYTES,
@@ -91,18 +91,18 @@ class Client:
             raise
         self._heart.start()
 
-    def call(self, verb: str, *arguments: Any, numbers: NDArray[Any] | None = None) -> tuple[Any, Pieces]:
+    def call(self, verb: str, *arguments: Any, numbers: NDArray[Any] | None = None) -> tuple[Any, Frames]:
         """The call's value, and the numbers that came with it. Raises what the call raised over there."""
         kind, self._seq = VERBS[verb], self._seq + 1
         call = encode(Call(self._session, self._seq, verb, encode_raw(arguments)))
-        reply, frames = self._converse([call, *pieces([] if numbers is None else [numbers])])
+        reply, frames = self._converse([call, *to_frames([] if numbers is None else [numbers])])
         if isinstance(reply, Failure):
             raise raised(reply)
         return self._value(verb, kind, reply), [frame.buffer for frame in frames]
 
-    def know(self, server: bytes, silence_seconds: float) -> None:
+    def set_server(self, server: bytes, client_timeout_seconds: float) -> None:
         """What the server said of itself: pings follow its patience from now on."""
-        self._heart.follow(server, silence_seconds)
+        self._heart.follow(server, client_timeout_seconds)
 
     def close(self) -> None:
         """End the session; the server's deputy leaves the store. Idempotent."""
@@ -229,10 +229,10 @@ class Heart(threading.Thread):
             self._trouble = f"{what} was heard of a server there for {seconds:.1f} s"
         return self._trouble
 
-    def follow(self, server: bytes, silence_seconds: float) -> None:
+    def follow(self, server: bytes, client_timeout_seconds: float) -> None:
         """Ping at the server's own rhythm."""
         self._server = self._server or server
-        self._interval, self._patience = silence_seconds / PINGS_IN_SILENCE, PINGS_IN_SILENCE
+        self._interval, self._patience = client_timeout_seconds / PINGS_IN_SILENCE, PINGS_IN_SILENCE
 
     def stop(self) -> None:
         self._bell.send(b"")

@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from pyps.errors import InvalidArgument
 
-PIECE_BYTES = 1 << 18
+FRAME_BYTES = 1 << 18
 
-Pieces = Sequence[Any]  # buffers: what came after a header
+Frames = Sequence[Any]  # buffers: what came after a header
 
 
-def pieces(arrays: Iterable[NDArray[Any]]) -> list[memoryview]:
-    """The bytes of contiguous arrays, one after the other, in views of PIECE_BYTES; none is copied."""
+def to_frames(arrays: Iterable[NDArray[Any]]) -> list[memoryview]:
+    """The bytes of contiguous arrays, one after the other, in views of FRAME_BYTES; none is copied."""
     flat = [array.data.cast("B") for array in arrays if array.size]
-    return [view[at : at + PIECE_BYTES] for view in flat for at in range(0, len(view), PIECE_BYTES)]
+    return [view[at : at + FRAME_BYTES] for view in flat for at in range(0, len(view), FRAME_BYTES)]
 
 
-def fill(what: str, found: Pieces, *arrays: NDArray[Any]) -> None:
+def from_frames(what: str, found: Frames, *arrays: NDArray[Any]) -> None:
     """Copy what came to contiguous arrays, one after the other.
 
     Raises InvalidArgument, having copied nothing, if it is not as large as they.
@@ -43,7 +43,7 @@ def fill(what: str, found: Pieces, *arrays: NDArray[Any]) -> None:
                 rest.append(piece[take:])
 
 
-def check_size(what: str, found: Pieces, size: int) -> None:
+def check_size(what: str, found: Frames, size: int) -> None:
     """Raise InvalidArgument if it is not `size` bytes that came."""
     came = sum(len(piece) for piece in found)
     if came != size:

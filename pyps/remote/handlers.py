@@ -34,7 +34,7 @@ from pyps.native.values import (
     Status,
     Tensor,
 )
-from pyps.remote.framing import Pieces, check_size, fill
+from pyps.remote.framing import Frames, check_size, from_frames
 from pyps.remote.wire import PROTOCOL, VERBS, CreateRequest, OpenReply, PushHeader
 from pyps.store.codec import decode, encoded_bytes
 
@@ -50,7 +50,7 @@ class Site:
 
     store: str
     server: bytes
-    silence_seconds: float
+    client_timeout_seconds: float
     created: Callable[[], None]  # called once the store has been made through the link
 
 
@@ -65,7 +65,7 @@ class Place:
 class Handlers:
     """One participant of the store; public methods but `do` and `close` are the verbs of pyps.remote.wire.
 
-    Not thread-safe. `numbers` are the pieces of what came with a call.
+    Not thread-safe. `numbers` are the frames that came with a call.
     """
 
     def __init__(self, site: Site, past: Place | None) -> None:
@@ -79,13 +79,13 @@ class Handlers:
         self._in_round = False  # its push timed out while the round was open
         self._pulled: dict[int, Flat] = {}  # by version, the last ones at the end
 
-    def do(self, verb: str, arguments: msgspec.Raw, numbers: Pieces) -> Reply:
+    def do(self, verb: str, arguments: msgspec.Raw, numbers: Frames) -> Reply:
         """One call. Raises StoreError as pyps.native does, or msgspec's errors for wrong arguments."""
         if verb not in VERBS:
             raise InvalidArgument("call", f"verb: found {verb[:40]!r}; expected one of {', '.join(VERBS)}")
         values = VERBS[verb].arguments.decode(arguments)
         if self._late and verb not in ("rejoin", "leave"):
-            silence = f"nothing was heard of this worker for {self._site.silence_seconds:g} s"
+            silence = f"nothing was heard of this worker for {self._site.client_timeout_seconds:g} s"
             raise Fenced(verb, f"{silence}: its samples went back")
         if verb not in WITHOUT_STORE and self._pointer is None:
             self._return()
@@ -133,12 +133,12 @@ class Handlers:
         self.place = Place()
         return self._opened()
 
-    def create(self, protocol: int, name: str, request: CreateRequest, numbers: Pieces) -> Reply:
+    def create(self, protocol: int, name: str, request: CreateRequest, numbers: Frames) -> Reply:
         self._check_caller(protocol, name)
         sizes = [int(np.prod(tensor.shape, dtype=object)) for tensor in request.tensors]
         check_size("create", numbers, 4 * sum(sizes))  # before there is memory for it
         parts = tuple(np.empty(size, np.float32) for size in sizes)
-        fill("create", numbers, *parts)
+        from_frames("create", numbers, *parts)
         options = {field: getattr(request, field) for field in request.__struct_fields__}
         self._pointer = native.create(name, Config(initial=parts, **options))
         self.place = Place()
@@ -148,11 +148,11 @@ class Handlers:
     def _opened(self) -> Reply:
         tensors: list[Tensor] = [native.get_tensor(self._store, k) for k in range(self.layout.tensors)]
         site = self._site
-        return OpenReply(site.server, site.silence_seconds, self.layout, tuple(tensors)), ()
+        return OpenReply(site.server, site.client_timeout_seconds, self.layout, tuple(tensors)), ()
 
     def join(self, role: Role, rank: int) -> Reply:
         """A rank whose worker has died is free only once its silence was noticed: so long one waits."""
-        deadline = time.monotonic() + 1.5 * self._site.silence_seconds
+        deadline = time.monotonic() + 1.5 * self._site.client_timeout_seconds
         while True:
             sequence = native.get_status(self._store).sequence
             try:
@@ -239,11 +239,11 @@ class Handlers:
             raise InvalidArgument("push", f"base_version: found {version}; expected one pulled last: {kept}")
         return found
 
-    def push(self, header: PushHeader, numbers: Pieces) -> Reply:
+    def push(self, header: PushHeader, numbers: Frames) -> Reply:
         result = self._pushed(header, numbers, lambda request: native.push(self._store, request))
         return result, ()
 
-    def exchange(self, header: PushHeader, back: Codec, numbers: Pieces) -> Reply:
+    def exchange(self, header: PushHeader, back: Codec, numbers: Frames) -> Reply:
         if back is not Codec.F32:
             (result, _), (version, frames) = self.push(header, numbers), self.pull_encoded(back)
             return (result, version), frames
@@ -252,7 +252,7 @@ class Handlers:
         self._keep_pulled(both[1], flat)
         return both, (flat,)
 
-    def _pushed(self, header: PushHeader, numbers: Pieces, send: Callable[[PushRequest], Any]) -> Any:
+    def _pushed(self, header: PushHeader, numbers: Frames, send: Callable[[PushRequest], Any]) -> Any:
         """Bring the gradient to a staging buffer and push it.
 
         A push whose round did not close in time is resumed by the next call: its gradient stands already.
@@ -281,15 +281,15 @@ class Handlers:
         self._staging, self._in_round = None, False
         return result
 
-    def _fill(self, staging: int, codec: Codec, numbers: Pieces) -> None:
+    def _fill(self, staging: int, codec: Codec, numbers: Frames) -> None:
         elements = self.layout.flat_elements
         if codec is Codec.F32:
             flat, _ = native.staging(self._store, staging, elements)
-            fill("push", numbers, flat)
+            from_frames("push", numbers, flat)
         else:
             size = encoded_bytes(codec, elements)
             codes, _ = native.staging_codes(self._store, staging, size)
-            fill("push", numbers, codes)
+            from_frames("push", numbers, codes)
 
     def should_continue(self, done: int, following: int) -> Reply:
         advice = native.should_continue(self._store, done, following)

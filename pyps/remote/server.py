@@ -1,8 +1,8 @@
 """Serving a store: one socket, one loop, and a deputy for each worker that is elsewhere.
 
 The loop decides who is answered what, and never waits for a call: a new call goes to the session's deputy,
-a repeated one gets the kept reply again, whatever is not understood is counted and dropped. Who has not been
-heard of for `silence_seconds` loses his deputy; what he was answered last is kept for when he comes back.
+a repeated one gets the kept reply again, whatever is not understood is counted and dropped. A client that is
+not heard of for `client_timeout_seconds` loses its deputy; its last reply is kept for its return.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from pyps import native
 from pyps.errors import Busy, InputError, InvalidArgument, LinkLost, SegmentNotFound, StoreError, StoreFull
 from pyps.remote.address import Address, endpoint_parts, is_loopback
-from pyps.remote.framing import Pieces
+from pyps.remote.framing import Frames
 from pyps.remote.handlers import Site
 from pyps.remote.keys import ServerKeys
 from pyps.remote.session import Deputy
@@ -38,7 +38,7 @@ from pyps.remote.wire import (
     failure,
 )
 
-SILENCE_SECONDS = 10.0
+CLIENT_TIMEOUT_SECONDS = 10.0
 MAX_SESSIONS = 256
 FORGET_SECONDS = 600.0  # what a silent worker was answered last is kept for so long
 SEAL_BYTES = 256  # what encryption adds to a frame, with room
@@ -79,8 +79,8 @@ class Server:
     """Serves the store of that name, there already or made by the first client, until close().
 
     bind: tcp://host:port, port * for any free one. keys: who is let in, encrypted; without them only this
-    machine's loopback is served, unless `insecure`. silence_seconds: a client not heard of for so long is
-    dead.
+    machine's loopback is served, unless `insecure`. client_timeout_seconds: a client not heard
+    of for so long is dead.
 
     Raises InputError for a wrong or taken address, or one that leaves this machine in the clear.
     """
@@ -92,23 +92,23 @@ class Server:
         *,
         keys: ServerKeys | None = None,
         insecure: bool = False,
-        silence_seconds: float = SILENCE_SECONDS,
+        client_timeout_seconds: float = CLIENT_TIMEOUT_SECONDS,
     ) -> None:
         check_byte_order()
         host, _ = endpoint_parts(bind)
         if keys is None and not insecure and not is_loopback(host):
             expected = "keys (`--keys DIR`), or that it is to be insecure (`--insecure`)"
             raise InputError("serve", "bind", f"{bind}, which leaves this machine, without keys", expected)
-        if not 0.0 < silence_seconds <= FORGET_SECONDS:
+        if not 0.0 < client_timeout_seconds <= FORGET_SECONDS:
             expected = f"more than 0, at most {FORGET_SECONDS:g} s"
-            raise InputError("serve", "silence", f"{silence_seconds} s", expected)
+            raise InputError("serve", "silence", f"{client_timeout_seconds} s", expected)
         if not re.fullmatch(r"[A-Za-z0-9._-]+", store):
             raise InputError("serve", "store", repr(store), "letters, digits, '.', '_' or '-'")
         self.counters = Counters()
         self.store = store
         self._sessions: dict[bytes, Session] = {}
         self._deputies: list[Deputy] = []
-        self._site = Site(store, secrets.token_bytes(8), silence_seconds, self._note_created)
+        self._site = Site(store, secrets.token_bytes(8), client_timeout_seconds, self._note_created)
         self._created = self._closed = False
         self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
         self._guard: ThreadAuthenticator | None = None
@@ -173,7 +173,7 @@ class Server:
 
     def _bind(self, bind: str, keys: ServerKeys | None) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        router.maxmsgsize = MAX_HEADER_BYTES + SEAL_BYTES  # of a frame; pieces are smaller still
+        router.maxmsgsize = MAX_HEADER_BYTES + SEAL_BYTES  # of a frame; those of arrays are smaller
         router.rcvhwm = 16
         router.ipv6 = ":" in endpoint_parts(bind)[0]
         if keys is not None:
@@ -237,7 +237,7 @@ class Server:
         else:
             self._send(identity.bytes, [encode(Pong(self._site.server))])
 
-    def _take(self, identity: bytes, session: Session | None, call: Call, numbers: Pieces) -> None:
+    def _take(self, identity: bytes, session: Session | None, call: Call, numbers: Frames) -> None:
         """A call: a new one to the deputy, a repeated one is answered as it was, another is refused."""
         if session is None:
             if call.seq != 1:
@@ -289,7 +289,11 @@ class Server:
         now = time.monotonic()
         for name, session in list(self._sessions.items()):
             quiet = now - session.heard
-            if session.deputy is not None and not session.silent and quiet > self._site.silence_seconds:
+            if (
+                session.deputy is not None
+                and not session.silent
+                and quiet > self._site.client_timeout_seconds
+            ):
                 session.deputy.work.put(None)
                 session.silent = True
                 self.counters.silenced += 1

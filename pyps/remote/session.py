@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from pyps.errors import InvalidArgument, PypsError, StoreError
-from pyps.remote.framing import Pieces, pieces
+from pyps.remote.framing import Frames, to_frames
 from pyps.remote.handlers import Handlers, Place, Site
 from pyps.remote.wire import Answer, Call, Failure, encode, encode_raw, failure
 
@@ -26,7 +26,7 @@ class Deputy(threading.Thread):
         self, context: zmq.Context[Any], outlet: str, session: bytes, site: Site, before: Deputy | None
     ) -> None:
         super().__init__(name=f"pyps-deputy-{session[:4].hex()}", daemon=True)
-        self.work: queue.SimpleQueue[tuple[Call, Pieces] | None] = queue.SimpleQueue()
+        self.work: queue.SimpleQueue[tuple[Call, Frames] | None] = queue.SimpleQueue()
         self.place: Place | None = None  # what it was, once it has left
         self._context, self._outlet, self._session = context, outlet, session
         self._site, self._before = site, before
@@ -47,10 +47,10 @@ class Deputy(threading.Thread):
                 acts.close()
 
 
-def _reply(acts: Handlers, call: Call, numbers: Pieces) -> list[Any]:
+def _reply(acts: Handlers, call: Call, numbers: Frames) -> list[Any]:
     try:
         value, frames = acts.do(call.verb, call.arguments, numbers)
-        return [encode(Answer(call.seq, encode_raw(value))), *pieces(frames)]
+        return [encode(Answer(call.seq, encode_raw(value))), *to_frames(frames)]
     except StoreError as error:
         return [failure(call.seq, error)]
     except (PypsError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

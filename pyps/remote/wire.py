@@ -1,6 +1,6 @@
 """What goes over the link: which calls there are, and what each carries. One page is the whole protocol.
 
-A message is a header (msgpack, at most MAX_HEADER_BYTES) and bare numbers in pieces (pyps.remote.framing).
+A message is a header (msgpack, at most MAX_HEADER_BYTES) and bare numbers in frames (pyps.remote.framing).
 The calls are those of pyps.native, by name. Every call has a name of its own, {session, seq}: a server does
 each one once, and answers a repeated one with the same bytes again. A session has one call under way at a
 time.
@@ -111,10 +111,10 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenReply(msgspec.Struct, frozen=True):
-    """What an opened store is like; `silence_seconds`: a client that says nothing for so long is dead."""
+    """What an opened store is like; a client not heard of for `client_timeout_seconds` is dead."""
 
     server: bytes
-    silence_seconds: float
+    client_timeout_seconds: float
     layout: Layout
     tensors: tuple[Tensor, ...]
 

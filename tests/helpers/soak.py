@@ -35,7 +35,7 @@ from pyps.store.policies import policy_named
 RANKS = 8
 CHUNK = 1024
 SAMPLES_A_PUSH = 4
-SILENCE_SECONDS = 0.5
+CLIENT_TIMEOUT_SECONDS = 0.5
 ROUND_TIMEOUT_SECONDS = 1.0
 BREAKS_EVERY = 400  # of the server's pieces that pass the relay
 MOST_AWAY = 5  # ranks that are stopped or gone at once: somebody must be left who makes progress
@@ -253,13 +253,13 @@ class Soak:
             fleet.back_at[rank] = time.monotonic() + rng.uniform(0.1, 2.0)
             self.harms["leave"] += 1
         else:
-            fleet.stop(rank, rng.choice((0.05, 0.3, 2.0 * SILENCE_SECONDS, 2.5)))
+            fleet.stop(rank, rng.choice((0.05, 0.3, 2.0 * CLIENT_TIMEOUT_SECONDS, 2.5)))
             self.harms["stop"] += 1
 
     def _silence_link(self, rng: random.Random) -> None:
         """What the server says is swallowed for a moment; then connections end."""
         self.relay.deaf.set()
-        time.sleep(rng.uniform(0.05, 0.8 * SILENCE_SECONDS))
+        time.sleep(rng.uniform(0.05, 0.8 * CLIENT_TIMEOUT_SECONDS))
         self.relay.deaf.clear()
         self.relay.cut()
         self.harms["silence"] += 1
@@ -338,7 +338,7 @@ def soak(seconds: float, policy: str, seed: int, folder: Path, report: bool = Fa
     segments = Path(os.environ.get("PYPS_SHM_DIR", "/dev/shm"))
     with Store.create(name, tensors, batches=batches, policy=rules, chunk_params=CHUNK) as store:
         (segment,) = segments.glob(f"*{name}*")
-        command = [sys.executable, str(FOLDER / "soak_server.py"), name, str(SILENCE_SECONDS)]
+        command = [sys.executable, str(FOLDER / "soak_server.py"), name, str(CLIENT_TIMEOUT_SECONDS)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdin is not None
             assert server.stdout is not None

@@ -1,10 +1,10 @@
-"""The server of tests/helpers/soak.py: python soak_server.py STORE SILENCE_SECONDS; ends with its stdin."""
+"""The server of tests/helpers/soak.py: python soak_server.py STORE TIMEOUT_SECONDS; ends with its stdin."""
 
 import sys
 
 from pyps.remote.server import Server
 
-with Server(sys.argv[1], silence_seconds=float(sys.argv[2])) as server:
+with Server(sys.argv[1], client_timeout_seconds=float(sys.argv[2])) as server:
     print(server.address, flush=True)
     sys.stdin.read()
     print(server.counters.repeated, flush=True)

@@ -31,7 +31,7 @@ def started(folder: Path, address: str, rank: int) -> subprocess.Popen[str]:
 
 
 def test_a_plan_on_two_machines_with_a_worker_killed_on_one(shm: Path, tmp_path: Path) -> None:
-    with Server("model", silence_seconds=1.0) as server:
+    with Server("model", client_timeout_seconds=1.0) as server:
         crews = [started(tmp_path / f"host-{rank}", server.address, rank) for rank in range(2)]
         outputs = [crew.communicate(timeout=100) for crew in crews]
         assert [crew.returncode for crew in crews] == [0, 0], [err for _, err in outputs]

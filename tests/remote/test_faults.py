@@ -51,7 +51,7 @@ def store(shm: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def server(store: Store) -> Iterator[Server]:
-    with Server("model", silence_seconds=SILENCE) as one:
+    with Server("model", client_timeout_seconds=SILENCE) as one:
         yield one
 
 
@@ -314,7 +314,7 @@ def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server
 SERVER = """
 import sys
 from pyps.remote.server import Server
-with Server("model", sys.argv[1], silence_seconds=float(sys.argv[2])) as server:
+with Server("model", sys.argv[1], client_timeout_seconds=float(sys.argv[2])) as server:
     print(server.address, flush=True)
     sys.stdin.readline()
 """
@@ -358,7 +358,7 @@ def test_no_server_is_an_error(shm: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_closing_a_server_ends_what_waits_there(store: Store) -> None:
-    server = Server("model", silence_seconds=SILENCE)
+    server = Server("model", client_timeout_seconds=SILENCE)
     with open_remote(server.address) as far:
         far.join(0)
         failures: list[BaseException] = []
@@ -438,7 +438,7 @@ def test_a_round_does_not_wait_for_the_silent(shm: Path) -> None:
     """Synchronous: who said nothing more is left out, and what he had is handed out again."""
     with (
         Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 2], samples=12),
-        Server("model", silence_seconds=SILENCE) as server,
+        Server("model", client_timeout_seconds=SILENCE) as server,
         open_remote(server.address) as far,
         RawClient(server.address) as dead,
     ):

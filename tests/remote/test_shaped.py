@@ -29,7 +29,7 @@ import sys
 from pyps.remote.keys import read_server_keys
 from pyps.remote.server import Server
 keys = read_server_keys(sys.argv[2])
-with Server("model", sys.argv[1], keys=keys, silence_seconds=float(sys.argv[3])) as server:
+with Server("model", sys.argv[1], keys=keys, client_timeout_seconds=float(sys.argv[3])) as server:
     print(server.address, flush=True)
     sys.stdin.readline()
 """
