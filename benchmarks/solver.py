@@ -20,9 +20,9 @@ from record import DOCS, machine, milliseconds, seconds_of, table, write_section
 from pyps.errors import PypsError
 from pyps.solver import Costs, Problem, Table, solve
 from pyps.solver.exact.subset import solve_subset
-from pyps.solver.milp.checks import milp
-from pyps.solver.milp.program import SolverName
-from pyps.solver.sync import Kind, Sync
+from pyps.solver.milp.checks import solve_milp
+from pyps.solver.milp.model import SolverName
+from pyps.solver.sync import Sync, SyncKind
 
 SAMPLES_A_WORKER = 64
 SIZES = (4, 16, 64, 256, 1_000, 10_000, 100_000)
@@ -45,13 +45,15 @@ def lines(n: int, *, knee: bool = False) -> Problem:
     luck = np.random.default_rng(n)
     floor = luck.uniform(0.0, 0.1, n) if knee else 0.0
     costs = Costs.lines(luck.uniform(0.001, 0.05, n), luck.uniform(1e-4, 5e-3, n), floor)
-    return Problem.of(costs, SAMPLES_A_WORKER * n, cap=luck.integers(96, 513, n))
+    return Problem.of(costs, SAMPLES_A_WORKER * n, max_batch=luck.integers(96, 513, n))
 
 
 def quanta(n: int, steps: Sequence[int] = (1, 8)) -> Problem:
     """The same in unlike steps, worker after worker."""
     base = lines(n)
-    return Problem.of(base.costs, base.global_batch, cap=base.cap, quantum=np.resize(steps, n))
+    return Problem.of(
+        base.costs, base.global_batch, max_batch=base.max_batch, batch_multiple=np.resize(steps, n)
+    )
 
 
 def tables(n: int) -> Problem:
@@ -63,7 +65,7 @@ def tables(n: int) -> Problem:
     return Problem.of(costs, SAMPLES_A_WORKER * n)
 
 
-def links(kind: Kind, n: int) -> Sync:
+def links(kind: SyncKind, n: int) -> Sync:
     """10 to 100 us of latency, 0.1 to 1 ms for the model."""
     luck = np.random.default_rng(n + 1)
     return Sync.of(kind, n, luck.uniform(1e-5, 1e-4, n), luck.uniform(1e-4, 1e-3, n))
@@ -73,7 +75,7 @@ def split(name: str, n: int, problem: Problem, bar: float | None = None) -> Case
     return Case(name, n, lambda: solve(problem), bar)
 
 
-def subset(kind: Kind, n: int, bar: float | None = None) -> Case:
+def subset(kind: SyncKind, n: int, bar: float | None = None) -> Case:
     """Quanta of 1, 8 and 16, and a choice of workers."""
     problem, sync = quanta(n, (1, 8, 16)), links(kind, n)
     return Case(f"quanta and a {kind}", n, lambda: solve_subset(problem, sync), bar)
@@ -126,7 +128,7 @@ def growth(runs: int, limit: float) -> dict[str, list[tuple[int, float]]]:
 
 def _by_rival(problem: Problem, rival: SolverName, limit: float) -> None:
     try:
-        _, theirs = milp(problem, time_limit_seconds=limit, solver=rival)
+        _, theirs = solve_milp(problem, time_limit_seconds=limit, solver=rival)
     except PypsError as error:
         print(f"{len(problem.costs)} workers, {rival}: {error}")
         return

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Point
+from pyps.profiler.statistics import SIGMA_PER_MAD
 
 TRUST_TOLERANCE = 0.10  # a measured batch that the model misses by more is not to be trusted
 KNEE_GAIN = 0.8  # a knee must cut the line's left-out loss to this share: below it is noise
@@ -195,7 +196,7 @@ def _refine(x: Vector, y: Vector, start: _Curve, *, knee: bool) -> _Curve:
         return np.column_stack([~on_line / y, *columns] if knee else columns)
 
     p0 = np.array([start.t0, start.c, start.a] if knee else [start.c, start.a])
-    scatter = 1.4826 * float(np.median(np.abs(residuals(p0))))  # the normal's sigma from the MAD
+    scatter = SIGMA_PER_MAD * float(np.median(np.abs(residuals(p0))))
     solution = least_squares(
         residuals,
         p0,

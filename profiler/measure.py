@@ -24,6 +24,7 @@ from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Device, Memory, ModelInfo, Parts, Point, Profile
 from pyps.profiler.clocks import gpu_clocks
 from pyps.profiler.select import select_fit
+from pyps.profiler.statistics import median_and_error
 from pyps.profiler.stepper import (
     PARTS,
     OutOfMemoryError,
@@ -170,7 +171,7 @@ def time_in_rounds(
     done, most = 0, max(repeats, MAX_REPEATS)
     for number in range(most):
         shuffle(order)
-        wanted = [b for b in order if number < repeats or median_error(seconds[b]) > MEDIAN_ERROR]
+        wanted = [b for b in order if number < repeats or median_and_error(seconds[b])[1] > MEDIAN_ERROR]
         for batch in wanted:
             data = stepper.prepare(batch)
             stepper.timed_step(data, batch)  # caches, allocator, clock and throttle settle on this size again
@@ -180,17 +181,6 @@ def time_in_rounds(
             if progress is not None:
                 progress(done, max(done, repeats * len(batches)))
     return seconds
-
-
-def median_error(seconds: Sequence[float]) -> float:
-    """The relative standard error of a median, from the scatter that outliers cannot move.
-
-    sigma = 1.4826 MAD; a normal sample's median has the error 1.2533 sigma / sqrt(n).
-    """
-    values = np.asarray(seconds)
-    middle = float(np.median(values))
-    sigma = 1.4826 * float(np.median(np.abs(values - middle)))
-    return 1.2533 * sigma / math.sqrt(len(values)) / middle
 
 
 def settle(stepper: Stepper, batch: int) -> bool:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pyps.errors import InputError, PypsError
 from pyps.formats import Fit, Profile
 from pyps.profiler.fit import point_seconds, predict_seconds
-from pyps.profiler.select import select_fit
+from pyps.profiler.select import fit_of
 
 Ints = NDArray[np.int64]
 
@@ -44,7 +44,7 @@ def plot_profile(profile: Profile, path: str | os.PathLike[str], chosen: Sequenc
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
-    fit = profile.fit or select_fit(profile.points)
+    fit = fit_of(profile)
     batches = np.array([p.batch for p in profile.points])
     _draw_measured(axes, profile, batches)
     _draw_fit(axes, fit, batches)

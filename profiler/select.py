@@ -1,13 +1,13 @@
-"""Which cost model a device's measurements deserve: the simplest that predicts batches it has not seen.
+"""Selects a device's cost model: the simplest one that predicts batches left out of the fit.
 
     affine   T(b) = c + a b
     knee     T(b) = max(t0, c + a b)
     convex   a convex, nondecreasing polygon through the measured batches: devices that get less efficient
-    table    a nondecreasing polygon: devices that do what they like
+    table    a nondecreasing polygon: any other device
 
-Each is judged by leaving every batch out in turn. A richer model replaces a simpler one only if it cuts
-that loss clearly: with ten points a table explains everything and predicts little. (The forms beyond the
-line, and this rule, are ours.)
+Each model is judged by leaving out every batch in turn. A richer model replaces a simpler one only if it
+clearly reduces that loss: with ten points a table explains everything and predicts little. (The forms other
+than the line, and this rule, are ours.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.formats import Fit, Point
+from pyps.formats import Fit, Point, Profile
 from pyps.profiler.fit import (
     KNEE_GAIN,
     NOISE_CEILING,
@@ -33,8 +33,8 @@ from pyps.profiler.fit import (
     trusted_range,
 )
 
-GOOD_ENOUGH = 0.02  # a line or a knee that errs less at batches left out needs no rival
-RICH_MIN_BATCHES = 6  # a polygon takes more than a line's evidence
+GOOD_ENOUGH = 0.02  # a line or a knee with a smaller error at batches left out is kept
+RICH_MIN_BATCHES = 6  # a polygon needs more evidence than a line
 RESAMPLES = 200
 CONFIDENCE = 0.90
 
@@ -50,11 +50,11 @@ class _Candidate:
 
 
 def select_fit(points: Sequence[Point]) -> Fit:
-    """The fit of a profile's points by the model that predicts best, with a band of its uncertainty.
+    """Fits a profile's points with the model that predicts best, and adds a band of its uncertainty.
 
-    `band` has (batch, low, high) for each measured batch: 90 % of the fits to measurements drawn again from
-    those of each batch (percentile bootstrap, seeded); None where every batch was measured once. Raises
-    InputError as fit_points does.
+    `band` has (batch, low, high) for each measured batch: 90 % of the fits to measurements resampled from
+    those of each batch lie between low and high seconds (percentile bootstrap, seeded). It is None if every
+    batch was measured once. Raises InputError as fit_points does.
     """
     measured = [(p.batch, s) for p in points for s in point_seconds(p)]
     fit = fit_points(measured)
@@ -64,8 +64,13 @@ def select_fit(points: Sequence[Point]) -> Fit:
     return _with_band(fit, points)
 
 
+def fit_of(profile: Profile) -> Fit:
+    """The profile's fit, or else the fit of its points. Raises InputError if these cannot be fitted."""
+    return profile.fit or select_fit(profile.points)
+
+
 def _richer(fit: Fit, batches: Vector, seconds: Vector) -> Fit:
-    """A polygon in place of `fit` where it predicts batches left out clearly better."""
+    """A polygon if it predicts batches left out clearly better, else `fit`."""
     simple = np.array([_simple_miss(fit.kind, batches, seconds, i) for i in range(len(batches))])
     best, loss = None, KNEE_GAIN * soft_l1(simple, NOISE_CEILING)
     for kind, polygon in (("convex", convex_polygon), ("table", monotone_polygon)):
@@ -86,17 +91,16 @@ def _richer(fit: Fit, batches: Vector, seconds: Vector) -> Fit:
 
 
 def _simple_miss(kind: str, batches: Vector, seconds: Vector, index: int) -> float:
-    """The relative error of the line or knee at a batch that was left out."""
+    """The relative error of the line or knee at the batch at `index`, fitted without it."""
     without = refitted(kind, np.delete(batches, index), np.delete(seconds, index))
     return without(float(batches[index])) / float(seconds[index]) - 1
 
 
 def _left_out(polygon: Polygon, batches: Vector, seconds: Vector, index: int) -> float:
+    """The relative error of a polygon at the batch at `index`, fitted without it."""
     x, y = np.delete(batches, index), np.delete(seconds, index)
-    table = Fit(
-        kind="table", trusted_min_batch=1, trusted_max_batch=1,
-        table=[(int(b), float(s)) for b, s in zip(x, polygon(x, y), strict=True)],
-    )  # fmt: skip
+    knots = [(int(b), float(s)) for b, s in zip(x, polygon(x, y), strict=True)]
+    table = Fit(kind="table", table=knots, trusted_min_batch=1, trusted_max_batch=1)
     return predict_seconds(table, float(batches[index])) / float(seconds[index]) - 1
 
 
@@ -104,7 +108,7 @@ def convex_polygon(batches: Vector, seconds: Vector) -> Vector:
     """The convex, nondecreasing values at the batches with the least Huber loss of relative errors."""
     import cvxpy
 
-    cp: Any = cvxpy  # its own types lack most of what it has
+    cp: Any = cvxpy  # cvxpy's types are incomplete
 
     x, scale = batches / batches[-1], float(np.median(seconds))
     y = seconds / scale
@@ -113,7 +117,7 @@ def convex_polygon(batches: Vector, seconds: Vector) -> Vector:
     constraints = [slopes[0] >= 0, cp.diff(slopes) >= 0] if len(x) > 2 else [slopes >= 0]
     loss = cp.sum(cp.huber(cp.multiply(values, 1 / y) - 1, NOISE_CEILING))
     cp.Problem(cp.Minimize(loss), constraints).solve(solver=cp.CLARABEL)
-    found: Vector = np.maximum.accumulate(np.asarray(values.value)) * scale  # the solver's last digits
+    found: Vector = np.maximum.accumulate(np.asarray(values.value)) * scale  # against the solver's rounding
     return found
 
 
@@ -126,7 +130,7 @@ def monotone_polygon(batches: Vector, seconds: Vector) -> Vector:
 
 
 def _with_band(fit: Fit, points: Sequence[Point]) -> Fit:
-    """The same fit with the band of its predictions; the kind is kept, its coefficients are fitted again."""
+    """The fit with the band of its predictions: each resample refits the coefficients of the same kind."""
     import msgspec
 
     groups = [(p.batch, np.array(point_seconds(p))) for p in sorted(points, key=lambda p: p.batch)]
@@ -144,7 +148,9 @@ def _with_band(fit: Fit, points: Sequence[Point]) -> Fit:
 
 
 def _refit(fit: Fit, batches: Vector, seconds: Vector) -> Vector:
-    """A convex polygon is drawn again as a monotone one: two hundred convex programs would take minutes."""
+    """The refitted curve at the batches. A convex polygon is refitted as a monotone one, which is much
+    faster.
+    """
     if fit.kind in ("convex", "table"):
         return monotone_polygon(batches, seconds)
     again = refitted(fit.kind, batches, seconds)

@@ -26,7 +26,7 @@ NANOSECOND = 1e-9
 
 
 @dataclass
-class Span:
+class ThrottledSpan:
     """What one throttled piece of work took, in seconds; filled when the span ends."""
 
     work_seconds: float = 0.0  # of this thread's own work, on the throttle's clock
@@ -63,13 +63,13 @@ class Throttle:
         return throttle
 
     @contextmanager
-    def span(self, batch: int | None = None) -> Iterator[Span]:
+    def span(self, batch: int | None = None) -> Iterator[ThrottledSpan]:
         """Time the body, then wait until the span has lasted its target; an exception leaves at once.
 
         `batch` (samples) is needed by a throttle made from a fit and ignored by one made from a factor.
         """
         model_seconds = self._model_seconds
-        span = Span()
+        span = ThrottledSpan()
         if model_seconds is not None:
             if batch is None or batch < 1:
                 raise InputError("throttle", "batch", repr(batch), "the span's number of samples, at least 1")

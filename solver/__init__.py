@@ -1,4 +1,4 @@
-"""Who computes how much: exact batch splits over unlike workers, and the plans made of them."""
+"""Splits a global batch exactly over unlike workers, and makes plans of such splits."""
 
 from pyps.solver.costs import Cost, Costs, Line, Table
 from pyps.solver.exact.minmax import Problem, Solution, solve

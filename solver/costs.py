@@ -1,17 +1,17 @@
-"""What a batch costs on one worker, T(b) in seconds, and its inverse: the largest b with T(b) <= t.
+"""The time T(b) of a batch on one worker, in seconds, and its inverse: the largest b with T(b) <= t.
 
-    Line(c, a, t0)    T(b) = max(t0, c + a*b)    affine with t0 = 0; a knee where small batches do not fill it
+    Line(c, a, t0)    T(b) = max(t0, c + a*b)    affine with t0 = 0; a knee if small batches do not fill it
     Table(points)     linear between measured points, flat before the first, infinite after the last
 
-Both are nondecreasing in b >= 1, also in floating point: each operation rounds monotonically. That is all the
-exact solver asks of a cost. `Costs` holds many workers as arrays and computes bit for bit what the scalar
-types compute. A worker that is left out (b = 0) costs nothing, which is the caller's business.
+Both are nondecreasing in b >= 1, also in floating point, because each operation rounds monotonically. The
+exact solver needs nothing else. `Costs` holds many workers as arrays and gives bit for bit the results of the
+scalar types. The caller handles workers that are left out (b = 0).
 
-Gradient accumulation: a batch above `micro` is computed in full micro-batches and a rest, one after another,
+Gradient accumulation: a batch above `micro` is computed in full micro-batches and a remainder, in sequence,
 
     T(k * micro + r) = k * T(micro) + T(r),    1 <= r <= micro
 
-What comes once an iteration whatever the batch, a transfer, is added to that.
+A transfer, once an iteration whatever the batch, is added to that.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ Cost = Line | Table
 class Costs:
     """Many workers' costs: lines in c, a, t0; tables as rows [start, stop) of the knots (empty: a line).
 
-    All arrays have one entry a worker, except the knots, which may be shared. micro: the most samples that
-    a worker computes at once; None where nobody accumulates. once: seconds beside the cost, each iteration.
+    All arrays have one entry a worker, except the knots, which workers may share. micro: the most samples
+    that a worker computes at once; None without accumulation. transfer: seconds added to each iteration, or
+    None.
     """
 
     c: Floats
@@ -98,11 +99,11 @@ class Costs:
     knot_batch: Ints
     knot_seconds: Floats
     micro: Ints | None = None
-    once: Floats | None = None
+    transfer: Floats | None = None
 
     @staticmethod
     def stack(costs: Sequence[Cost]) -> Costs:
-        """Arrays of a sequence of scalar costs, in their order; equal tables share their knots."""
+        """The arrays of scalar costs, in their order; equal tables share their knots."""
         lines = [cost if isinstance(cost, Line) else Line(0.0, 0.0, 1.0) for cost in costs]
         knots: list[tuple[int, float]] = []
         places: dict[Table, int] = {}
@@ -124,7 +125,7 @@ class Costs:
 
     @staticmethod
     def lines(c: npt.ArrayLike, a: npt.ArrayLike, t0: npt.ArrayLike = 0.0) -> Costs:
-        """Lines straight from arrays (broadcast together). Raises ValueError as Line does."""
+        """Lines from arrays, which are broadcast together. Raises ValueError as Line does."""
         arrays = np.broadcast_arrays(np.asarray(c, float), np.asarray(a, float), np.asarray(t0, float))
         c_, a_, t0_ = (np.atleast_1d(x).astype(float) for x in arrays)
         good = np.isfinite(c_) & (a_ >= 0) & np.isfinite(a_) & (t0_ >= 0) & np.isfinite(t0_)
@@ -148,49 +149,48 @@ class Costs:
             self.knot_batch,
             self.knot_seconds,
             None if self.micro is None else self.micro[index],
-            None if self.once is None else self.once[index],
+            None if self.transfer is None else self.transfer[index],
         )
 
     def accumulated(self, micro: Ints) -> Costs:
-        """The same workers, each computing at most micro_i >= 1 samples at once, as often as it takes.
+        """The same workers, each computing at most micro_i >= 1 samples at once, in as many parts as needed.
 
-        A worker that must not accumulate keeps micro_i as its cap. Raises ValueError for a micro below 1.
+        A worker that must not accumulate needs micro_i as its largest batch. Raises ValueError for a micro
+        below 1.
         """
         if (micro < 1).any():
             raise ValueError(f"not a micro-batch: {int(micro.min())}")
         return replace(self, micro=self.last_batch(micro))
 
     def keys(self) -> tuple[npt.NDArray[Any], ...]:
-        """Sort keys that depend on each cost alone, whatever order the costs were stacked in."""
+        """Sort keys that depend on each cost alone, not on the order in which the costs were stacked."""
         rows = list(zip(self.start.tolist(), self.stop.tolist(), strict=True))
         contents = {(i, j): (*self.knot_batch[i:j], *self.knot_seconds[i:j]) for i, j in set(rows)}
         rank = {row: k for k, row in enumerate(sorted(contents, key=contents.__getitem__))}
         table = np.array([rank[row] for row in rows], np.int64)
-        rest = [np.zeros(len(self)) if x is None else x for x in (self.micro, self.once)]
+        rest = [np.zeros(len(self)) if x is None else x for x in (self.micro, self.transfer)]
         return self.t0, self.a, self.c, table, *rest
 
-    def last_batch(self, cap: Ints) -> Ints:
-        """The largest batch up to `cap` whose time is defined: a table says nothing past its end."""
+    def last_batch(self, most: Ints) -> Ints:
+        """The largest batch up to `most` with a defined time: a table is undefined past its last point."""
         if not len(self.knot_batch) or self.micro is not None:
-            return cap
+            return most
         last = self.knot_batch[np.maximum(self.stop - 1, 0)]
-        return np.where(self.stop > self.start, np.minimum(cap, last), cap)
+        return np.where(self.stop > self.start, np.minimum(most, last), most)
 
     def seconds(self, batch: Ints) -> Floats:
         """T_i(batch_i) for each worker, batch >= 1."""
-        return self.compute(batch) if self.once is None else self.compute(batch) + self.once
+        return self.compute(batch) if self.transfer is None else self.compute(batch) + self.transfer
 
     def compute(self, batch: Ints) -> Floats:
-        """The same without what comes once."""
+        """T_i(batch_i) without the transfer."""
         if self.micro is None:
             return self._at_once(batch)
         full = (batch - 1) // self.micro
         times = self._at_once(batch - full * self.micro)
         if len(rows := np.flatnonzero(full)):
             whole = self.take(rows)._at_once(self.micro[rows])
-            before = (
-                full[rows] - 1
-            ) * whole + whole  # bounds the sum below, so that rounding keeps the order
+            before = (full[rows] - 1) * whole + whole  # a lower bound, so that rounding keeps T monotone
             times[rows] = np.maximum(before, full[rows] * whole + times[rows])
         return times
 
@@ -202,50 +202,52 @@ class Costs:
             times[rows] = self._table_seconds(rows, batch[rows])
         return times
 
-    def largest_batch(self, t: float, cap: Ints) -> Ints:
-        """The largest b in 0..cap with T_i(b) <= t for each worker (0: not even one sample fits); exact."""
-        guess = np.maximum(np.minimum(self.real_batch(t, cap), cap), 0).astype(np.int64)
+    def largest_batch(self, t: float, most: Ints) -> Ints:
+        """The largest b in 0..max_batch with T_i(b) <= t for each worker (0: not even one sample fits);
+        exact.
+        """
+        guess = np.maximum(np.minimum(self.real_batch(t, most), most), 0).astype(np.int64)
         fits = (guess == 0) | (self.seconds(np.maximum(guess, 1)) <= t)
-        more = fits & (guess < cap) & (self.seconds(guess + 1) <= t)
+        more = fits & (guess < most) & (self.seconds(guess + 1) <= t)
         wrong = np.flatnonzero(~fits | more)
         if len(wrong):
             few = self.take(wrong)
-            guess[wrong] = few._nudged(t, guess[wrong] + np.where(fits[wrong], 1, -1), cap[wrong])
+            guess[wrong] = few._nudged(t, guess[wrong] + np.where(fits[wrong], 1, -1), most[wrong])
         return guess
 
-    def _nudged(self, t: float, guess: Ints, cap: Ints) -> Ints:
-        """largest_batch from a guess that rounding put one beside it; where that is not so, by bisection."""
+    def _nudged(self, t: float, guess: Ints, most: Ints) -> Ints:
+        """largest_batch from a guess that rounding may have put off by one; otherwise by bisection."""
         fits = (guess == 0) | (self.seconds(np.maximum(guess, 1)) <= t)
-        more = (guess < cap) & (self.seconds(guess + 1) <= t)
+        more = (guess < most) & (self.seconds(guess + 1) <= t)
         wrong = np.flatnonzero(~fits | more)
         if len(wrong):
-            guess[wrong] = self.take(wrong)._search(t, cap[wrong])
+            guess[wrong] = self.take(wrong)._search(t, most[wrong])
         return guess
 
-    def real_batch(self, t: float, cap: Ints) -> Floats:
-        """The largest real b in [0, cap] with T_i(b) <= t, up to rounding; tables linear between points."""
-        left: Floats | float = t if self.once is None else t - self.once
+    def real_batch(self, t: float, most: Ints) -> Floats:
+        """The largest real b in [0, most] with T_i(b) <= t, up to rounding; tables linear between points."""
+        left: Floats | float = t if self.transfer is None else t - self.transfer
         if self.micro is None:
-            return self._real_at_once(left, cap)
+            return self._real_at_once(left, most)
         whole = self._at_once(self.micro)
         with np.errstate(invalid="ignore", over="ignore"):
-            full = np.where(np.isfinite(whole), np.clip(left // whole, 0, cap // self.micro + 1), 0)
+            full = np.where(np.isfinite(whole), np.clip(left // whole, 0, most // self.micro + 1), 0)
             rest = self._real_at_once(left - full * whole, self.micro)
-        return np.clip(full * self.micro + rest, 0, cap)
+        return np.clip(full * self.micro + rest, 0, most)
 
-    def _real_at_once(self, t: Floats | float, cap: Ints) -> Floats:
+    def _real_at_once(self, t: Floats | float, most: Ints) -> Floats:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             real = np.where(self.a > 0, (t - self.c) / self.a, np.where(self.c <= t, np.inf, 0.0))
-        real = np.where(self.t0 <= t, np.maximum(np.minimum(real, cap), 0.0), 0.0)
+        real = np.where(self.t0 <= t, np.maximum(np.minimum(real, most), 0.0), 0.0)
         if len(self.knot_batch):
             rows = np.flatnonzero(self.stop > self.start)
             by = t[rows] if isinstance(t, np.ndarray) else np.full(len(rows), t)
-            real[rows] = np.minimum(self._table_batch(rows, by), cap[rows])
+            real[rows] = np.minimum(self._table_batch(rows, by), most[rows])
         return real
 
-    def _search(self, t: float, cap: Ints) -> Ints:
-        """largest_batch by bisection, for the few whose line is too flat for its inverse to guess well."""
-        low, high = np.zeros(len(self), np.int64), cap + 1
+    def _search(self, t: float, most: Ints) -> Ints:
+        """largest_batch by bisection, for workers whose line is too flat for its inverse to guess well."""
+        low, high = np.zeros(len(self), np.int64), most + 1
         while (high - low > 1).any():
             middle = np.maximum((low + high) // 2, 1)
             fits = self.seconds(middle) <= t
@@ -275,7 +277,7 @@ class Costs:
         return np.where(row < self.start[rows], 0.0, b0 + (b1 - b0) * np.clip((t - s0) / rise, 0, 1))
 
     def _row_of(self, rows: Ints, value: npt.NDArray[Any], knots: npt.NDArray[Any]) -> Ints:
-        """The last knot <= value in each worker's rows, start - 1 if none: a binary search in all at once."""
+        """The last knot <= value in each worker's rows, or start - 1: one binary search for all workers."""
         row, stop, end = self.start[rows] - 1, self.stop[rows], len(knots) - 1
         step = 1 << int((stop - row).max(initial=1)).bit_length()
         while step := step >> 1:

@@ -1,8 +1,9 @@
-"""A worker's way to the store: what a push and a pull take, by the bits that each number has on the wire.
+"""The seconds that a push and a pull take over a worker's link to the store, by the bits of a number on the
+wire.
 
 Bytes and errors are those of the codecs: 32 is f32, 16 bf16, 8 int8 in blocks of 256, 4 int4 in blocks of 64,
-with an fp32 scale a block. An error is the root mean square of what is lost, relative to that of the numbers,
-measured on normally distributed ones, as the tests do again.
+with an fp32 scale a block. An error is the root mean square of the loss, relative to that of the numbers. It
+was measured on normally distributed numbers; the tests measure it again.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ BYTES_PER_PARAMETER = 4
 
 
 @dataclass(frozen=True)
-class Link:
-    """Seconds of a message of no bytes, and of the model's parameters on the wire, one way, at 32 bits."""
+class LinkCost:
+    """One way: seconds of an empty message, and seconds of the model's parameters on the wire at 32 bits."""
 
     latency_seconds: float
     model_seconds: float
 
     def wire_seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
-        """How long one push and one pull occupy the link."""
+        """Seconds for which one push and one pull occupy the link."""
         return self.model_seconds * (WIRE_BYTES[push] + WIRE_BYTES[pull]) / WIRE_BYTES[32]
 
     def seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
-        """A push, then a pull, of the whole model."""
+        """Seconds of a push followed by a pull of the whole model."""
         return 2 * self.latency_seconds + self.wire_seconds(push, pull)
 
 
-def link_of(parameters: int | None, bandwidth: float | None, latency: float | None) -> Link | None:
-    """The link of a bandwidth in bytes a second and a latency in seconds; None where a figure is missing."""
+def link_cost(parameters: int | None, bandwidth: float | None, latency: float | None) -> LinkCost | None:
+    """The cost of a link with this bandwidth, in bytes a second, and latency, in seconds.
+
+    Returns None if the number of parameters or the bandwidth is unknown; an unknown latency counts as 0.
+    """
     if parameters is None or bandwidth is None:
         return None
-    return Link(latency or 0.0, BYTES_PER_PARAMETER * parameters / bandwidth)
+    return LinkCost(latency or 0.0, BYTES_PER_PARAMETER * parameters / bandwidth)

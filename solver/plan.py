@@ -1,6 +1,7 @@
-"""From a cluster and its profiles to a plan: who computes how much, and what that is worth.
+"""Makes the plan for a cluster and its profiles: each worker's batch, and what follows from it.
 
-The even split beside the plan is the same batch for everyone, the first ranks taking what is over.
+The plan is compared with the even split: the same batch for every worker, with the remainder on the first
+ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from pyps.formats import (
     SyncEstimate,
 )
 from pyps.solver.exact.minmax import Problem, at_index, solve
-from pyps.solver.links import Link
-from pyps.solver.milp.constrained import Coupled, Split, solve_coupled, valued
-from pyps.solver.milp.pareto import PRICE, within_budget
+from pyps.solver.links import LinkCost
+from pyps.solver.milp.constrained import ConstrainedProblem, ConstrainedSolution, evaluate, solve_constrained
+from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
 from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.noise import Noise, forecast, noise_of, too_few
-from pyps.solver.ranks import Member, cap_of, cost_of, coupled_of, members_of, needs
+from pyps.solver.ranks import PlannedRank, constrained_problem_of, cost_of, max_batch_of, needs, planned_ranks
 from pyps.solver.report.warnings import link_warnings, warnings_of
-from pyps.solver.systems.goodput import Worth, best_batch
+from pyps.solver.systems.goodput import StatisticalEfficiency, best_batch
 from pyps.solver.systems.hps import hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies
 
@@ -42,57 +43,62 @@ MAX_REPEATS = 1000  # micro-batches that may be proposed
 
 
 def even_batches(global_batch: int, count: int) -> list[int]:
-    """As equal as whole samples allow, the first ranks taking what is over."""
+    """The global batch split as evenly as whole samples allow; the first ranks take the remainder."""
     return [global_batch // count + (k < global_batch % count) for k in range(count)]
 
 
-def even_split(coupled: Coupled) -> tuple[EvenSplit, list[float]]:
+def even_split(constrained: ConstrainedProblem) -> tuple[EvenSplit, list[float]]:
     """Whether an even split keeps every bound, its iteration time, and each worker's seconds."""
-    problem = coupled.problem
+    problem = constrained.problem
     batch = np.array(even_batches(problem.global_batch, len(problem.costs)), np.int64)
-    cap = problem.costs.last_batch(problem.cap)
-    within = (batch >= np.maximum(problem.low, 1)) & (batch <= cap) & (batch % problem.quantum == 0)
-    split = valued(coupled, batch)
-    seconds = (split.seconds + split.link_seconds).tolist()
-    kept = all(limit.need[batch > 0].sum() <= limit.at_most for limit in coupled.limits)
+    within = (np.maximum(problem.min_batch, 1) <= batch) & (batch % problem.batch_multiple == 0)
+    within &= batch <= problem.costs.last_batch(problem.max_batch)
+    solution = evaluate(constrained, batch)
+    seconds = (solution.seconds + solution.link_seconds).tolist()
+    kept = all(limit.need[batch > 0].sum() <= limit.at_most for limit in constrained.limits)
     if not (within.all() and kept):
         return EvenSplit(feasible=False), seconds
-    return EvenSplit(feasible=True, seconds=split.iteration_seconds), seconds
+    return EvenSplit(feasible=True, seconds=solution.iteration_seconds), seconds
 
 
 def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
-    """The plan for a cluster, with one fitted profile a group. Raises Infeasible, InputError, PypsError.
+    """The plan for a cluster. profiles: one with a fit for each group of the cluster.
 
-    Where the job names a quantile, all times are those of this quantile, and `noise` has the fitted ones.
+    If the job names a quantile, all times are at this quantile, and `noise` holds the fitted ones. Raises
+    Infeasible, InputError, PypsError.
     """
-    members, program = members_of(cluster, profiles), program_for(cluster, profiles)
+    ranks = planned_ranks(cluster, profiles)
+    return plan_ranks(cluster, ranks, planning_problem(cluster, ranks))
+
+
+def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> Plan:
+    """`make_plan` for the ranks and the planning problem that were made of the cluster and its profiles."""
     try:
-        split = solved(cluster, members, program)
+        solution = solve_within_limits(cluster, ranks, constrained)
     except Infeasible as error:
-        raise Infeasible(error.reason, _with_micro_batches(cluster, profiles, error.nearest)) from None
-    made = plan_of(cluster, members, program, split)
+        raise Infeasible(error.reason, _with_micro_batches(cluster, ranks, error.nearest)) from None
+    plan = plan_of(cluster, ranks, constrained, solution)
     quantile = cluster.job.quantile
     if quantile is None:
-        return made
-    fitted, noise = coupled_of(cluster, profiles), _noise(members)
+        return plan
+    fitted, noise = constrained_problem_of(cluster, ranks), _noise(ranks)
     nominal, robust = (
-        forecast(fitted, program, batches, noise)
-        for batches in (solved(cluster, members, fitted).batches, split.batches)
+        forecast(fitted, constrained, batches, noise)
+        for batches in (solve_within_limits(cluster, ranks, fitted).batches, solution.batches)
     )
-    quiet = [
-        f"{m.group.name}: too few timings to know its noise" for m in members if too_few(m.profile.points)
-    ]
+    quiet = [r.group.name for r in ranks if too_few(r.profile.points)]
+    unknown = [f"{name}: too few timings to estimate its noise" for name in dict.fromkeys(quiet)]
     return msgspec.structs.replace(
-        made,
-        warnings=made.warnings + list(dict.fromkeys(quiet)),
+        plan,
+        warnings=plan.warnings + unknown,
         noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=robust),
     )
 
 
-def _with_micro_batches(cluster: Cluster, profiles: Sequence[Profile], nearest: str) -> str:
-    """The way out that a refusal names, and how many micro-batches for everyone would be one as well."""
-    caps = [cap_of(group, p) * group.count for group, p in zip(cluster.worker, profiles, strict=True)]
-    repeats = -(-cluster.job.global_batch // max(sum(caps), 1))
+def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], nearest: str) -> str:
+    """The remedy of a refusal, and the max_accumulation for every worker that would be another one."""
+    at_once = sum(max_batch_of(rank.group, rank.profile) for rank in ranks)
+    repeats = -(-cluster.job.global_batch // max(at_once, 1))
     groups = [
         msgspec.structs.replace(group, max_accumulation=max(group.max_accumulation, repeats))
         for group in cluster.worker
@@ -100,91 +106,103 @@ def _with_micro_batches(cluster: Cluster, profiles: Sequence[Profile], nearest: 
     if groups == cluster.worker or repeats > MAX_REPEATS:
         return nearest
     wide = msgspec.structs.replace(cluster, worker=groups)
+    by_name = {group.name: group for group in groups}
+    wide_ranks = [replace(rank, group=by_name[rank.group.name]) for rank in ranks]
     try:
-        solved(wide, members_of(wide, profiles), program_for(wide, profiles))
+        solve_within_limits(wide, wide_ranks, planning_problem(wide, wide_ranks))
     except Infeasible:
         return nearest
     return f"{nearest}, or allow every worker max_accumulation = {repeats}"
 
 
-def solved(cluster: Cluster, members: Sequence[Member], program: Coupled) -> Split:
-    """The fastest split within every limit, that on the price of samples included. Raises Infeasible."""
-    budget, price = cluster.limits.price_per_million_samples, needs(members, PRICE)
+def solve_within_limits(
+    cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
+) -> ConstrainedSolution:
+    """The fastest solution within every limit, including the price of samples. Raises Infeasible."""
+    budget, price = cluster.limits.price_per_million_samples, needs(ranks, PRICE)
     if budget is None or price is None:
-        return solve_coupled(program)
-    return within_budget(program, price, budget)
+        return solve_constrained(constrained)
+    return within_budget(constrained, price, budget)
 
 
-def program_for(cluster: Cluster, profiles: Sequence[Profile]) -> Coupled:
-    """The program that a cluster's plan solves: by the fitted times, or by the job's quantile of them."""
+def planning_problem(cluster: Cluster, ranks: Sequence[PlannedRank]) -> ConstrainedProblem:
+    """The problem that a cluster's plan solves: with the fitted times, or with the job's quantile of them."""
     quantile = cluster.job.quantile
-    if quantile is None:
-        return coupled_of(cluster, profiles)
-    factors = [one.factor(quantile) for one in _noise(members_of(cluster, profiles))]
-    return coupled_of(cluster, profiles, factors)
+    factors = [] if quantile is None else [noise.factor(quantile) for noise in _noise(ranks)]
+    return constrained_problem_of(cluster, ranks, factors)
 
 
-def _noise(members: Sequence[Member]) -> list[Noise]:
+def _noise(ranks: Sequence[PlannedRank]) -> list[Noise]:
+    """The noise of each rank, computed once a profile."""
     cache: dict[int, Noise] = {}
-    for member in members:
-        if id(member.profile) not in cache:
-            cache[id(member.profile)] = noise_of(member.profile.points, cost_of(member.fit))
-    return [cache[id(member.profile)] for member in members]
+    for rank in ranks:
+        if id(rank.profile) not in cache:
+            cache[id(rank.profile)] = noise_of(rank.profile.points, cost_of(rank.fit))
+    return [cache[id(rank.profile)] for rank in ranks]
 
 
-def best_global_batch(cluster: Cluster, profiles: Sequence[Profile]) -> int:
+def best_global_batch(cluster: Cluster, ranks: Sequence[PlannedRank]) -> int:
     """The global batch of highest goodput, by the cluster's noise scale. Raises InputError without one."""
-    info, members = _goodput_info(cluster), members_of(cluster, profiles)
-    worth, most = Worth(info.noise_scale, info.base_batch), info.max_batch or MAX_BATCH
-    within_limits = partial(solved, cluster, members)
-    return best_batch(program_for(cluster, profiles), worth, most, within_limits)[0]
-
-
-def _goodput_info(cluster: Cluster) -> GoodputInfo:
     if cluster.goodput is None:
         raise InputError("the cluster file", "goodput", "nothing", "noise_scale and base_batch, in samples")
-    return cluster.goodput
+    most = cluster.goodput.max_batch or MAX_BATCH
+    solve = partial(solve_within_limits, cluster, ranks)
+    return best_batch(planning_problem(cluster, ranks), _efficiency(cluster.goodput), most, solve)[0]
 
 
-def plan_of(cluster: Cluster, members: Sequence[Member], coupled: Coupled, split: Split) -> Plan:
-    """The plan that a split makes, with everything that follows from it."""
-    problem, worth = coupled.problem, cluster.goodput
-    even, _ = even_split(coupled)
-    workers = [_planned(rank, member, split, problem) for rank, member in enumerate(members)]
+def _efficiency(info: GoodputInfo) -> StatisticalEfficiency:
+    return StatisticalEfficiency(info.noise_scale, info.base_batch)
+
+
+def plan_of(
+    cluster: Cluster,
+    ranks: Sequence[PlannedRank],
+    constrained: ConstrainedProblem,
+    solution: ConstrainedSolution,
+) -> Plan:
+    """The plan with this solution's batches, and all that follows from them."""
+    problem, seconds = constrained.problem, solution.iteration_seconds
+    even, _ = even_split(constrained)
+    workers = [_plan_worker(k, rank, solution, problem) for k, rank in enumerate(ranks)]
     used = [worker.rank for worker in workers if worker.batch]
-    compute = [float(split.seconds[rank]) for rank in used]
-    links = [members[rank].link for rank in used]
-    r2sp = _turns(coupled, members, used, compute)
-    goodput = Worth(worth.noise_scale, worth.base_batch) if worth else None
+    compute = [float(solution.seconds[k]) for k in used]
+    links = [ranks[k].link for k in used]
+    r2sp = _turns(constrained, used, compute, links)
+    warnings = warnings_of(ranks, workers, constrained.has_side_constraints)
+    goodput = _efficiency(cluster.goodput) if cluster.goodput else None
     return Plan(
         global_batch=problem.global_batch,
-        iteration_seconds=split.iteration_seconds,
-        lower_bound_seconds=subset_bound(problem, coupled.sync, split.iteration_seconds),
+        iteration_seconds=seconds,
+        lower_bound_seconds=subset_bound(problem, constrained.sync, seconds),
         even_split=even,
-        speedup_over_even=even.seconds / split.iteration_seconds if even.seconds else None,
+        speedup_over_even=even.seconds / seconds if even.seconds else None,
         workers=workers,
         r2sp=r2sp,
         hps=hps_estimate(used, compute, links, cluster.quantization.error_budget),
-        warnings=warnings_of(members, workers, coupled.loose) + link_warnings(r2sp, compute, links),
-        sync=SyncEstimate(kind=coupled.sync.kind, seconds=split.sync_seconds) if cluster.sync else None,
-        cost=cost_estimate(members, split),
-        goodput=goodput.estimate(problem.global_batch, split.iteration_seconds) if goodput else None,
+        warnings=warnings + link_warnings(r2sp, compute, links),
+        sync=SyncEstimate(kind=constrained.sync.kind, seconds=solution.sync_seconds)
+        if cluster.sync
+        else None,
+        cost=cost_estimate(ranks, solution),
+        goodput=goodput.estimate(problem.global_batch, seconds) if goodput else None,
     )
 
 
 def _turns(
-    coupled: Coupled, members: Sequence[Member], used: Sequence[int], compute: Sequence[float]
+    constrained: ConstrainedProblem,
+    used: Sequence[int],
+    compute: Sequence[float],
+    links: Sequence[LinkCost | None],
 ) -> R2spSchedule:
-    """The ring, and where it does not fit, what would make it fit."""
-    links = [members[rank].link for rank in used]
+    """The ring, with the remedies if its turns do not fit."""
     ring = r2sp_schedule(used, compute, links)
     known = [link for link in links if link is not None]
     if ring.feasible is not False:
         return ring
 
-    same = at_index(coupled.problem, np.array(used))
+    same = at_index(constrained.problem, np.array(used))
 
-    def at(batch: int) -> tuple[list[float], list[Link]] | None:
+    def at(batch: int) -> tuple[list[float], list[LinkCost]] | None:
         try:
             split = solve(replace(same, global_batch=batch))
         except Infeasible:
@@ -193,41 +211,40 @@ def _turns(
         computing = same.costs.take(np.array(kept)).compute(split.batches[kept])
         return computing.tolist(), [known[k] for k in kept]
 
-    found = remedies(compute, known, coupled.problem.global_batch, at)
+    found = remedies(compute, known, constrained.problem.global_batch, at)
     return msgspec.structs.replace(ring, remedies=found)
 
 
-def cost_estimate(members: Sequence[Member], split: Split) -> CostEstimate | None:
-    """Price and power of the workers in use; None where the cluster file states neither for all."""
-    used = split.batches > 0
-    price, watts = needs(members, "price_per_hour"), needs(members, "watts")
+def cost_estimate(ranks: Sequence[PlannedRank], solution: ConstrainedSolution) -> CostEstimate | None:
+    """Price and power of the workers in use; None if the cluster file states neither for all."""
+    used = solution.batches > 0
+    price, watts = needs(ranks, PRICE), needs(ranks, "watts")
     if price is None and watts is None:
         return None
     hourly = None if price is None else float(price[used].sum())
-    samples_per_hour = 3600 * int(split.batches.sum()) / split.iteration_seconds
     return CostEstimate(
         price_per_hour=hourly,
-        price_per_million_samples=None if hourly is None else 1e6 * hourly / samples_per_hour,
+        price_per_million_samples=None if hourly is None else price_per_million(solution, hourly),
         watts=None if watts is None else float(watts[used].sum()),
     )
 
 
-def _planned(rank: int, member: Member, split: Split, problem: Problem) -> PlanWorker:
-    batch = int(split.batches[rank])
-    micro = batch if problem.costs.micro is None else min(batch, int(problem.costs.micro[rank]))
+def _plan_worker(k: int, rank: PlannedRank, solution: ConstrainedSolution, problem: Problem) -> PlanWorker:
+    batch = int(solution.batches[k])
+    micro = batch if problem.costs.micro is None else min(batch, int(problem.costs.micro[k]))
     return PlanWorker(
-        rank=rank,
-        name=member.name,
+        rank=k,
+        name=rank.name,
         batch=batch,
         micro_batch=micro,
         accumulation=-(-batch // micro) if micro else 1,
         weight=batch / problem.global_batch,
-        predicted_seconds=float(split.seconds[rank] + split.link_seconds[rank]),
-        link_seconds=float(split.link_seconds[rank]),
-        fit_error=member.fit.leave_one_out_error,
-        throttle=member.profile.device.throttle,
-        max_batch=min(cap_of(member.group, member.profile), MAX_BATCH) or None,
-        max_accumulation=member.group.max_accumulation,
-        fit=msgspec.structs.replace(member.fit, band=None),
-        memory=member.profile.memory,
+        predicted_seconds=float(solution.seconds[k] + solution.link_seconds[k]),
+        link_seconds=float(solution.link_seconds[k]),
+        fit_error=rank.fit.leave_one_out_error,
+        throttle=rank.profile.device.throttle,
+        max_batch=min(max_batch_of(rank.group, rank.profile), MAX_BATCH) or None,
+        max_accumulation=rank.group.max_accumulation,
+        fit=msgspec.structs.replace(rank.fit, band=None),
+        memory=rank.profile.memory,
     )

@@ -1,13 +1,13 @@
-"""What it costs to bring the gradients together: seconds by the number of workers and the slowest link.
+"""The seconds of one gradient synchronisation, by the number of workers and the slowest link.
 
 For k workers, each with a one-way message of the whole model in x_i = bytes / bandwidth_i and a latency l_i,
 
     ring    2 (k-1) l + 2 (k-1)/k x    all-reduce in k-1 steps out and back, each of a k-th of the model
-    tree    2 ceil(log2 k) (l + x)     reduce and broadcast, the whole model a level
+    tree    2 ceil(log2 k) (l + x)     reduce and broadcast, the whole model at each level
     server  2 k (l + x)                push and pull of every worker through the server's one link, in turn
     none    0
 
-of the slowest link in use, as in the usual latency-bandwidth model (Thakur, Rabenseifner, Gropp, Int. J. High
+for the slowest link in use, in the usual latency-bandwidth model (Thakur, Rabenseifner, Gropp, Int. J. High
 Perform. Comput. Appl. 19, 2005, section 2, for ring and tree). Each is nondecreasing in k, in l and in x.
 """
 
@@ -21,20 +21,20 @@ import numpy.typing as npt
 
 from pyps.solver.costs import Floats
 
-Kind = Literal["none", "ring", "tree", "server"]
+SyncKind = Literal["none", "ring", "tree", "server"]
 
 
 @dataclass(frozen=True)
 class Sync:
-    """Kind and the links: latency_seconds and message_seconds (the model one way), one entry a worker."""
+    """How workers synchronise; latency_seconds and message_seconds (the model one way) of each worker."""
 
-    kind: Kind
+    kind: SyncKind
     latency_seconds: Floats
     message_seconds: Floats
 
     @staticmethod
-    def of(kind: Kind, count: int, latency: npt.ArrayLike = 0.0, message: npt.ArrayLike = 0.0) -> Sync:
-        """Links of `count` workers; a scalar stands for all. Raises ValueError if negative or not finite."""
+    def of(kind: SyncKind, count: int, latency: npt.ArrayLike = 0.0, message: npt.ArrayLike = 0.0) -> Sync:
+        """A Sync of `count` workers; a scalar applies to all. Raises ValueError if negative or not finite."""
         links = [np.broadcast_to(np.asarray(x, float), count) for x in (latency, message)]
         if any((~np.isfinite(x) | (x < 0)).any() for x in links):
             raise ValueError("latency and message seconds must be finite and not negative")
@@ -50,7 +50,7 @@ class Sync:
         return (2 * count if self.kind == "server" else 0) * (latency + message)
 
     def seconds(self, batches: npt.ArrayLike) -> float:
-        """What the workers with a batch above 0 pay together, once an iteration."""
+        """Seconds of one synchronisation of the workers with a batch above 0."""
         used = np.asarray(batches) > 0
         count = int(used.sum())
         return float(self.by_link(count)[used].max()) if count else 0.0

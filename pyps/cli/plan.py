@@ -1,11 +1,11 @@
-"""`pyps-plan`: who computes how much, why, what a change is worth, and what time costs."""
+"""`pyps-plan`: plans the batches of a cluster, explains a plan, and compares plans in time and price."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +15,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
-from pyps.profiler.select import select_fit
-from pyps.solver.milp.constrained import Limit
-from pyps.solver.plan import best_global_batch, even_split, make_plan, program_for
-from pyps.solver.ranks import members_of, needs
+from pyps.profiler.select import fit_of
+from pyps.solver.milp.constrained import ConstrainedProblem, Limit
+from pyps.solver.plan import best_global_batch, even_split, plan_ranks, planning_problem
+from pyps.solver.ranks import PlannedRank, needs, planned_ranks
 
 
 class _FileOrCommand(TyperGroup):
-    """A group whose first argument may be a file: `pyps-plan a.toml` is `pyps-plan plan a.toml`."""
+    """A command group in which `pyps-plan a.toml` means `pyps-plan plan a.toml`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in self.commands:
@@ -32,7 +32,7 @@ class _FileOrCommand(TyperGroup):
 
 
 class _Plan(TyperCommand):
-    """The command that is meant where none is named; its usage line shows the short form."""
+    """The default command; its usage line shows the short form."""
 
     def get_usage(self, ctx: Any) -> str:
         return super().get_usage(ctx).replace(" plan ", " ", 1)
@@ -41,61 +41,81 @@ class _Plan(TyperCommand):
 app = typer.Typer(
     cls=_FileOrCommand, add_completion=False, no_args_is_help=False, help="Plan the batches of a cluster."
 )
-File = Annotated[Path, typer.Argument(metavar="CLUSTER", show_default=False, help="Cluster file, TOML.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, alone, on stdout.")]
+File = Annotated[
+    Path, typer.Argument(metavar="CLUSTER", show_default=False, help="The cluster file, in TOML.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan and what it was made of."""
+
+    cluster: Cluster
+    ranks: list[PlannedRank]
+    problem: ConstrainedProblem
+    plan: Plan
 
 
 @app.command("plan", cls=_Plan)
 def plan_command(
     cluster: File,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Plan to write, e.g. plan.json.", show_default=False)
+        Path | None, typer.Option("--output", "-o", help="Plan to write, as plan.json.", show_default=False)
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Solve it a second time with HiGHS, and say that both agree.")
+        bool, typer.Option("--check", help="Solve again with HiGHS and confirm the optimum.")
     ] = False,
     global_batch: Annotated[
         str | None,
-        typer.Option(metavar="N|auto", help="Instead of the file's; auto: the highest goodput."),
+        typer.Option(
+            metavar="N|auto", help="Global batch instead of the file's; auto: the one of highest goodput."
+        ),
     ] = None,
     quantile: Annotated[
-        float | None, typer.Option(metavar="Q", help="Plan for this quantile of the measured noise, as 0.95.")
+        float | None,
+        typer.Option(metavar="Q", help="Plan for this quantile of the measured step times, as 0.95."),
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what binds, and what it is worth.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Explain which workers and bounds determine the time.")
+    ] = False,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Picture of an iteration, PNG or SVG.")
+        Path | None, typer.Option(metavar="FILE", help="Draw an iteration to FILE, PNG or SVG.")
     ] = None,
     ring: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Picture of R2SP's turns, PNG or SVG.")
+        Path | None, typer.Option(metavar="FILE", help="Draw R2SP's turns to FILE, PNG or SVG.")
     ] = None,
     curves: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A picture of each profile with its batches.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Draw each profile and its planned batches into FOLDER."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the batch of every worker such that the slowest one is done as early as it can be, exactly.
+    """Find the batches with which the slowest worker finishes as early as possible. The optimum is exact.
 
-    pyps-plan what-if CLUSTER says what workers more or fewer are worth, pyps-plan front what time costs.
+    pyps-plan what-if CLUSTER compares plans with more or fewer workers, pyps-plan pareto CLUSTER time and
+    price.
     """
     from pyps.cli.plan_view import working
 
     read = read_cluster(cluster)
     for option, path in (("--output", output), ("--timeline", timeline), ("--ring", ring)):
         _not_an_input(option, path, cluster, read)
-    profiles = fitted(read)
-    read = _with_options(read, profiles, cluster, global_batch, quantile)
+    profiles = _fitted_profiles(read)
+    ranks = planned_ranks(read, profiles)
+    read = _with_options(read, ranks, cluster, global_batch, quantile)
     with working("solving"):
-        plan = _planned(cluster, read, profiles)
+        planned = _planned(cluster, read, ranks)
     notes = []
     if check:
         with working("checking with HiGHS"):
-            notes.append(_checked(read, profiles, plan))
+            notes.append(_checked(planned))
     if output is not None:
-        write_json(output, plan)
-    _draw(read, profiles, plan, timeline, ring)
-    drawn = _draw_curves(read, profiles, plan, curves) if curves is not None else []
+        write_json(output, planned.plan)
+    _draw(planned, timeline, ring)
+    drawn = _draw_curves(read, profiles, planned.plan, curves) if curves is not None else []
     notes += [f"wrote {path}" for path in (output, timeline, ring, *drawn) if path is not None]
-    _print(read, profiles, plan, explain, as_json)
+    _print(planned, explain, as_json)
     for line in notes:
         typer.echo(line, err=as_json)
 
@@ -105,16 +125,17 @@ def what_if(
     cluster: File,
     add: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[*N]", help="Workers more: of a group, or of a profile file."),
+        typer.Option(metavar="NAME[*N]", help="Workers to add: of a group, or of a profile file."),
     ] = None,
     drop: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[*N]", help="A group less, or N workers of it.")
+        list[str] | None,
+        typer.Option(metavar="NAME[*N]", help="Workers to remove: N of a group, or the whole group."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Gain or loss in time, price and utilisation if workers come or go."""
+    """Compare time, price and utilisation before and after adding or removing workers."""
     from pyps.cli.plan_view import show_change
-    from pyps.solver.report.whatif import changed, outcome_of, verdict
+    from pyps.solver.report.whatif import changed, summary_of, verdict
 
     read = read_cluster(cluster)
     names = {group.name for group in read.worker}
@@ -124,8 +145,9 @@ def what_if(
     ]
     known = {name: count or 1 for name, count in more.items() if name not in {g.profile for g in new}}
     other = changed(read, known, dict(_counted("--drop", text) for text in drop or ()), new)
-    before = outcome_of(_planned(cluster, read, fitted(read)))
-    after = outcome_of(_planned(cluster, other, fitted(other)))
+    before, after = (
+        summary_of(_planned(cluster, c, planned_ranks(c, _fitted_profiles(c))).plan) for c in (read, other)
+    )
     sentence = verdict(before, after)
     if as_json:
         sys.stdout.write(encode({"before": before, "after": after, "verdict": sentence}).decode())
@@ -133,81 +155,80 @@ def what_if(
         show_change(before, after, sentence)
 
 
-@app.command("front")
-def front(
+@app.command("pareto")
+def pareto(
     cluster: File,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture, PNG or SVG.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the front to FILE, PNG or SVG.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """The choices of workers that no other beats in time and in price, the fastest first."""
-    from pyps.cli.plan_view import show_front, working
-    from pyps.solver.milp.pareto import pareto
+    """List the Pareto front of time and price: the choices of workers that no other beats in both."""
+    from pyps.cli.plan_view import show_pareto, working
+    from pyps.solver.milp.pareto import pareto_front
 
     read = read_cluster(cluster)
     _not_an_input("--picture", picture, cluster, read)
-    profiles = fitted(read)
-    members = members_of(read, profiles)
-    price = needs(members, "price_per_hour")
+    ranks = planned_ranks(read, _fitted_profiles(read))
+    price = needs(ranks, "price_per_hour")
     if price is None:
-        silent = next(k for k, group in enumerate(read.worker) if group.price_per_hour is None)
-        raise InputError(
-            str(cluster), f"worker[{silent}].price_per_hour", "nothing", "a price for each group"
-        )
-    with working("walking the front") as say:
+        unpriced = next(k for k, group in enumerate(read.worker) if group.price_per_hour is None)
+        field = f"worker[{unpriced}].price_per_hour"
+        raise InputError(str(cluster), field, "nothing", "a price for each group")
+    with working("computing the front") as progress:
         points = []
-        for point in pareto(program_for(read, profiles), price):
+        for point in pareto_front(planning_problem(read, ranks), price):
             points.append(point)
-            say(f"walking the front: {len(points)} points")
+            progress(f"computing the front: {len(points)} points")
     if picture is not None:
-        from pyps.solver.report.plots import draw_front
+        from pyps.solver.report.plots import draw_pareto
 
-        draw_front(points, picture)
+        draw_pareto(points, picture)
         typer.echo(f"wrote {picture}", err=True)
     if as_json:
         rows = [
             {
-                "iteration_seconds": point.split.iteration_seconds,
+                "iteration_seconds": point.solution.iteration_seconds,
                 "price_per_hour": point.price_per_hour,
                 "price_per_million_samples": point.price_per_million_samples,
-                "batches": point.split.batches.tolist(),
+                "batches": point.solution.batches.tolist(),
             }
             for point in points
         ]
         sys.stdout.write(encode(rows).decode())
     else:
-        show_front(points, [member.group.name for member in members])
+        show_pareto(points, [rank.group.name for rank in ranks])
 
 
-def fitted(cluster: Cluster) -> list[Profile]:
-    """One profile a group, with a fit: measured points are fitted here where the file brings none."""
-    cache: dict[str, Profile] = {}
-    for group in cluster.worker:
-        if group.profile not in cache:
-            cache[group.profile] = _fitted(group.profile)
-    return [cache[group.profile] for group in cluster.worker]
+def _fitted_profiles(cluster: Cluster) -> list[Profile]:
+    """The profile of each group, with a fit; a profile without one is fitted here."""
+    read = {group.profile: _fitted(group.profile) for group in cluster.worker}
+    return [read[group.profile] for group in cluster.worker]
 
 
 def _fitted(path: str) -> Profile:
     profile = read_profile(path)
-    if profile.fit is not None:
-        return profile
     try:
-        return msgspec.structs.replace(profile, fit=select_fit(profile.points))
+        return msgspec.structs.replace(profile, fit=fit_of(profile))
     except InputError as error:
         raise InputError(path, "points", error.found, error.expected) from None
 
 
 def _not_an_input(option: str, output: Path | None, cluster: Path, read: Cluster) -> None:
-    """Refuse to write over the files that the plan is made from."""
+    """Raises InputError if `output` would overwrite a file that the plan is made from."""
     for path in (cluster, *(Path(group.profile) for group in read.worker)):
         if output is not None and output.exists() and os.path.samefile(output, path):
             raise InputError(option, "", f"{output}, which is an input", "another file")
 
 
 def _with_options(
-    read: Cluster, profiles: list[Profile], cluster: Path, global_batch: str | None, quantile: float | None
+    read: Cluster, ranks: list[PlannedRank], path: Path, global_batch: str | None, quantile: float | None
 ) -> Cluster:
-    """The cluster with what the command line says instead."""
+    """The cluster with the values of the command line.
+
+    read: the cluster as read from `path`, with its ranks. global_batch, quantile: the options; None: not
+    given.
+    """
     job = read.job
     if quantile is not None:
         if not 0 < quantile < 1:
@@ -215,8 +236,8 @@ def _with_options(
         job = msgspec.structs.replace(job, quantile=quantile)
     if global_batch == "auto":
         if read.goodput is None:
-            raise InputError(str(cluster), "goodput", "nothing", "noise_scale and base_batch, for auto")
-        job = msgspec.structs.replace(job, global_batch=best_global_batch(read, profiles))
+            raise InputError(str(path), "goodput", "nothing", "noise_scale and base_batch, for auto")
+        job = msgspec.structs.replace(job, global_batch=best_global_batch(read, ranks))
     elif global_batch is not None:
         if not re.fullmatch(r"[1-9]\d{0,8}", global_batch):
             raise InputError("--global-batch", "", repr(global_batch), "a number of samples, or auto")
@@ -224,36 +245,37 @@ def _with_options(
     return msgspec.structs.replace(read, job=job)
 
 
-def _planned(path: Path, cluster: Cluster, profiles: list[Profile]) -> Plan:
+def _planned(path: Path, cluster: Cluster, ranks: list[PlannedRank]) -> _Planned:
+    """The plan of a cluster file. Raises Infeasible, naming the file."""
     try:
-        return make_plan(cluster, profiles)
+        problem = planning_problem(cluster, ranks)
+        return _Planned(cluster, ranks, problem, plan_ranks(cluster, ranks, problem))
     except Infeasible as error:
         raise Infeasible(f"{path}: {error.reason}", error.nearest) from None
 
 
-def _checked(cluster: Cluster, profiles: list[Profile], plan: Plan) -> str:
+def _checked(planned: _Planned) -> str:
+    """One line confirming the optimum. Raises PypsError if HiGHS finds a better one."""
     from pyps.solver.milp.checks import agreement
 
-    program, members = program_for(cluster, profiles), members_of(cluster, profiles)
-    price = needs(members, "price_per_hour")
-    if cluster.limits.price_per_million_samples is not None and price is not None and plan.cost:
-        # Of all that cost no more an hour, the plan is the fastest.
+    plan, problem, price = planned.plan, planned.problem, needs(planned.ranks, "price_per_hour")
+    if planned.cluster.limits.price_per_million_samples is not None and price is not None and plan.cost:
+        # The plan is the fastest of all that cost no more an hour.
         hourly = Limit("price_per_hour", price, plan.cost.price_per_hour or 0.0)
-        program = replace(program, limits=(*program.limits, hourly))
-    return agreement(program, [worker.batch for worker in plan.workers])
+        problem = replace(problem, limits=(*problem.limits, hourly))
+    return agreement(problem, [worker.batch for worker in plan.workers])
 
 
-def _draw(
-    cluster: Cluster, profiles: list[Profile], plan: Plan, timeline: Path | None, ring: Path | None
-) -> None:
+def _draw(planned: _Planned, timeline: Path | None, ring: Path | None) -> None:
+    """Draw the pictures that have a file to go to."""
     if timeline is None and ring is None:
         return
     from pyps.solver.report.plots import draw_ring, draw_timeline
 
     if timeline is not None:
-        draw_timeline(plan, even_split(program_for(cluster, profiles))[1], timeline)
+        draw_timeline(planned.plan, even_split(planned.problem)[1], timeline)
     if ring is not None:
-        draw_ring(plan, ring)
+        draw_ring(planned.plan, ring)
 
 
 def _draw_curves(cluster: Cluster, profiles: list[Profile], plan: Plan, folder: Path) -> list[Path]:
@@ -273,22 +295,22 @@ def _draw_curves(cluster: Cluster, profiles: list[Profile], plan: Plan, folder: 
     return drawn
 
 
-def _print(cluster: Cluster, profiles: list[Profile], plan: Plan, explain: bool, as_json: bool) -> None:
+def _print(planned: _Planned, explain: bool, as_json: bool) -> None:
+    """Print the plan on stdout; with JSON there, the explanation goes to stderr."""
     from pyps.cli.plan_view import show_explanation, show_plan
 
-    coupled = program_for(cluster, profiles)
     if as_json:
-        sys.stdout.write(encode(plan).decode())
+        sys.stdout.write(encode(planned.plan).decode())
     else:
-        show_plan(plan, even_split(coupled)[1])
+        show_plan(planned.plan, even_split(planned.problem)[1])
     if explain:
         from pyps.solver.report.explain import explain as explained
 
-        show_explanation(explained(plan, members_of(cluster, profiles), coupled), err=as_json)
+        show_explanation(explained(planned.plan, planned.ranks, planned.problem), err=as_json)
 
 
 def _counted(option: str, text: str) -> tuple[str, int | None]:
-    """A name, or a name and how many: "p100*2"."""
+    """The name and the number in "p100*2"; the number is None in "p100"."""
     found = re.fullmatch(r"(.+?)(?:\*([1-9]\d{0,5}))?", text)
     if found is None:
         raise InputError(option, "", repr(text), "a name, or a name and a number as in p100*2")
@@ -296,5 +318,5 @@ def _counted(option: str, text: str) -> tuple[str, int | None]:
 
 
 def _new_group(path: str, count: int | None) -> WorkerGroup:
-    """Workers like the profile's that the cluster file does not have."""
+    """A group of workers with a profile that the cluster file does not name."""
     return WorkerGroup(name=Path(path).stem, profile=path, count=count or 1)

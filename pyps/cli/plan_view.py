@@ -1,4 +1,4 @@
-"""How plans, explanations, changes and fronts look on a terminal."""
+"""Prints plans, explanations, changes and Pareto fronts on a terminal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.formats import Plan
-from pyps.solver.milp.pareto import FrontPoint
+from pyps.solver.milp.pareto import ParetoPoint
 from pyps.solver.plan import even_batches
 from pyps.solver.report.explain import Explanation
-from pyps.solver.report.whatif import Outcome
+from pyps.solver.report.whatif import PlanSummary
 
-ROWS_AT_MOST = 64  # of a terminal's patience; the plan file has them all
+ROWS_AT_MOST = 64  # the plan file has all rows
 
 
 def show_plan(plan: Plan, even_seconds: Sequence[float]) -> None:
-    """The table of workers, then one line for each thing that was asked for."""
+    """Print the table of workers, then one line for each result of the plan."""
     console = Console()
     console.print(_workers(plan, even_seconds))
     if len(plan.workers) > ROWS_AT_MOST:
@@ -39,7 +39,7 @@ def _summary(plan: Plan) -> list[str]:
     if even.seconds and plan.speedup_over_even:
         lines.append(f"even split {ms(even.seconds)}: the plan is {plan.speedup_over_even:.2f}x faster")
     else:
-        lines.append("even split not feasible: it breaks a minimum, a maximum, a quantum or a limit")
+        lines.append("even split not feasible: it breaks a minimum, a maximum, a batch multiple or a limit")
     if cost := plan.cost:
         if cost.price_per_hour is not None:
             million = f", {cost.price_per_million_samples:.4g} a million samples"
@@ -82,25 +82,24 @@ def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:
 
 
 def show_explanation(found: Explanation, err: bool = False) -> None:
-    """A row a group, then the verdict."""
+    """Print one row a group, then the verdict."""
     table = Table(box=None, header_style="bold")
     table.add_column("group")
-    for title in ("workers", "batch", "waits", "share", "worth of room"):
+    for title in ("workers", "batch", "waits", "share", "saved by room"):
         table.add_column(title, justify="right")
     table.add_column("")
-    for role in found.roles[:ROWS_AT_MOST]:
-        worth = f"{1e3 * role.bound_worth:.3g} ms/sample" if role.bound_worth > 1e-9 else "-"
-        table.add_row(
-            Text(role.name), str(role.workers), str(role.batch), ms(role.waits_seconds),
-            f"{role.share:.2f}", worth, role.binds,
-        )  # fmt: skip
+    for group in found.groups[:ROWS_AT_MOST]:
+        saved = group.seconds_saved_per_sample
+        room = f"{1e3 * saved:.3g} ms/sample" if saved > 1e-9 else "-"
+        figures = str(group.workers), str(group.batch), ms(group.waits_seconds), f"{group.share:.2f}"
+        table.add_row(Text(group.name), *figures, room, group.binds)
     console = Console(stderr=err)
     console.print(table)
     console.print(Text(found.verdict))
 
 
-def show_change(before: Outcome, after: Outcome, sentence: str) -> None:
-    """Two columns and a sentence."""
+def show_change(before: PlanSummary, after: PlanSummary, sentence: str) -> None:
+    """Print the figures before and after in two columns, then a sentence."""
     table = Table(box=None, header_style="bold")
     for title in ("", "now", "then"):
         table.add_column(title, justify="right" if title else "left")
@@ -115,28 +114,26 @@ def show_change(before: Outcome, after: Outcome, sentence: str) -> None:
     console.print(Text(sentence))
 
 
-def show_front(points: Sequence[FrontPoint], names: Sequence[str]) -> None:
-    """A row a point, the fastest first, with the workers in use counted by group."""
+def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str]) -> None:
+    """Print one row a point, fastest first, with the number of workers in use by group."""
     table = Table(box=None, header_style="bold")
     for title in ("iteration", "price/hour", "price/million samples"):
         table.add_column(title, justify="right")
     table.add_column("workers")
     for point in points:
         counts: dict[str, int] = {}
-        for name, batch in zip(names, point.split.batches.tolist(), strict=True):
+        for name, batch in zip(names, point.solution.batches.tolist(), strict=True):
             if batch:
                 counts[name] = counts.get(name, 0) + 1
         used = ", ".join(f"{name} x {count}" for name, count in counts.items())
-        table.add_row(
-            ms(point.split.iteration_seconds), f"{point.price_per_hour:.4g}",
-            f"{point.price_per_million_samples:.4g}", Text(used),
-        )  # fmt: skip
+        prices = f"{point.price_per_hour:.4g}", f"{point.price_per_million_samples:.4g}"
+        table.add_row(ms(point.solution.iteration_seconds), *prices, Text(used))
     Console().print(table)
 
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner with a text on stderr if that is a terminal; what it gives changes the text."""
+    """Show a spinner with a text on stderr if that is a terminal; yields a function that changes the text."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
@@ -150,5 +147,5 @@ def _or_dash(value: float | None) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, a dash where there are none."""
+    """Milliseconds, or a dash for 0 and infinity."""
     return "-" if seconds in (0.0, float("inf")) else f"{1000 * seconds:.2f} ms"

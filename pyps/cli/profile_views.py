@@ -11,7 +11,7 @@ from rich.table import Table
 from pyps.formats import Fit, Point, Profile
 from pyps.profiler.fit import point_seconds, predict_seconds
 from pyps.profiler.plot import describe_fit
-from pyps.profiler.select import select_fit
+from pyps.profiler.select import fit_of
 
 BAR_COLUMNS = 48
 BUSY, POOR = 0.2, 0.1  # spread of a batch's times; error at batches left out
@@ -19,7 +19,7 @@ BUSY, POOR = 0.2, 0.1  # spread of a batch's times; error at batches left out
 
 def show_profile(profile: Profile, *, bars: bool = False) -> None:
     """The table of points beside the fit, and what to trust, on stdout; `bars`: with a plot (log scale)."""
-    fit = profile.fit or select_fit(profile.points)
+    fit = fit_of(profile)
     table = Table(title=title(profile))
     for heading in ("batch", "median ms", "spread", "samples/s", "fitted ms", "error"):
         table.add_column(heading, justify="right")
@@ -124,7 +124,7 @@ def show_comparison(first: Profile, second: Profile) -> None:
     table = Table(title=f"{first.device.name} against {second.device.name}")
     for heading in ("batch", "first ms", "second ms", "second / first"):
         table.add_column(heading, justify="right")
-    fits = [profile.fit or select_fit(profile.points) for profile in (first, second)]
+    fits = [fit_of(profile) for profile in (first, second)]
     measured = [
         {point.batch: float(np.median(point_seconds(point))) for point in profile.points}
         for profile in (first, second)

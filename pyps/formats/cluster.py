@@ -36,7 +36,7 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_batch: Batch | None = None
     min_batch: Batch | None = None
     max_accumulation: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
-    quantum: Batch = 1
+    batch_multiple: Batch = 1
     price_per_hour: Elapsed | None = None
     watts: Elapsed | None = None
     bandwidth: Rate | None = None

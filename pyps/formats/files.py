@@ -1,7 +1,7 @@
-"""Files in and out.
+"""Reads and writes files.
 
-Reading trusts nothing: what is missing, damaged, of another version, misspelt or out of range is an
-InputError that names the file, the field, what was found and what would be right. Writing is atomic.
+Reading trusts nothing: anything missing, damaged, of another version, misspelt or out of range raises an
+InputError that names the file, the field, what was found and what was expected. Writing is atomic.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from msgspec import Struct
 from pyps.errors import InputError
 
 MAX_FILE_BYTES = 1 << 28
+RENAMED = {"quantum": "batch_multiple"}  # keys of earlier cluster files, for the error message
 T = TypeVar("T", bound=Struct)
 
 
@@ -31,9 +32,9 @@ def encode(value: Any) -> bytes:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` as JSON, entirely or not at all: a temporary file beside it, fsync, rename.
+    """Write `value` as JSON, entirely or not at all: a temporary file in the same folder, fsync, rename.
 
-    Raises InputError where the place cannot be written or is not a plain file.
+    Raises InputError if the path cannot be written or is not a plain file.
     """
     target, data = Path(path), encode(value)
     if target.exists() and not target.is_file():
@@ -51,6 +52,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
+    """The UTF-8 text of a file. Raises InputError if it is unreadable or larger than MAX_FILE_BYTES."""
     where = str(path)
     try:
         with open(path, "rb") as file:
@@ -70,6 +72,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_json(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
+    """The JSON object in a file whose `schema` field is `expected`. Raises InputError."""
     where = str(path)
     try:
         raw = msgspec.json.decode(read_text(path).encode())
@@ -84,6 +87,7 @@ def read_json(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
 
 
 def typed(where: str, raw: dict[str, Any], kind: type[T], check: Callable[[str, T], None]) -> T:
+    """`raw` as a value of a format, after `check`. Raises InputError, naming the file `where`."""
     refuse_non_finite(where, raw)
     try:
         value = msgspec.convert(raw, kind)
@@ -94,6 +98,7 @@ def typed(where: str, raw: dict[str, Any], kind: type[T], check: Callable[[str, 
 
 
 def refuse_non_finite(where: str, raw: Any) -> None:
+    """Raises InputError if NaN or an infinity is in `raw`."""
     for place, value in _leaves(raw, ""):
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(where, place, str(value), "a finite number")
@@ -111,7 +116,7 @@ def _leaves(raw: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _explain(where: str, raw: Any, kind: type[Struct], message: str) -> InputError:
-    """Turn "Expected `int` >= 1 - at `$.points[3].batch`" (msgspec) into field, found and expected."""
+    """Turns "Expected `int` >= 1 - at `$.points[3].batch`" (msgspec) into field, found and expected."""
     problem, _, place = message.partition(" - at ")
     place = place.strip("`").removeprefix("$").removeprefix(".")
     if unknown := re.match(r"Object contains unknown field `(.*)`", problem):
@@ -121,19 +126,19 @@ def _explain(where: str, raw: Any, kind: type[Struct], message: str) -> InputErr
         return InputError(where, field, "nothing", "a value: this field is required")
     expected = problem.partition(", got ")[0].replace("`", "").removeprefix("Expected ")
     if problem.startswith("Invalid enum value"):
-        expected = "a value that the format knows"
+        expected = "a value that the format allows"
     return InputError(where, place, _shown(_at(raw, place)), expected)
 
 
 def _unknown_key(where: str, place: str, key: str, kind: type[Struct]) -> InputError:
     fields = _fields_at(kind, place)
-    near = difflib.get_close_matches(key, fields, n=1)
+    near = [RENAMED[key]] if RENAMED.get(key) in fields else difflib.get_close_matches(key, fields, n=1)
     expected = f"{near[0]!r}" if near else f"one of {', '.join(fields)}"
     return InputError(where, f"{place}.{key}" if place else key, "an unknown key", expected)
 
 
 def _fields_at(kind: type[Struct], place: str) -> list[str]:
-    """The field names of the struct that lies at a place such as `worker[2]` of a format."""
+    """The field names of the struct at a place such as `worker[2]` of a format."""
     node: Any = msgspec.inspect.type_info(kind)
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", place):
         node = node.item_type if index else next(field.type for field in node.fields if field.name == name)

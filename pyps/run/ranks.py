@@ -15,7 +15,7 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats import Fit, Plan, PlanWorker, read_cluster, read_profile
 from pyps.profiler.fit import predict_seconds
-from pyps.profiler.select import select_fit
+from pyps.profiler.select import fit_of
 from pyps.solver.plan import even_batches
 from pyps.worker.settings import ThrottleSpec
 
@@ -58,7 +58,7 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
     specs: dict[str, ThrottleSpec | None] = {}
     for group in read_cluster(source).worker:
         profile = read_profile(group.profile)
-        fit = profile.fit or select_fit(profile.points)
+        fit = fit_of(profile)
         specs |= dict.fromkeys(group.worker_names(), ThrottleSpec(fit=fit))
     for k, worker in enumerate(plan.workers):
         if worker.name not in specs:

@@ -11,7 +11,7 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Happening, Jitter, Profile, WorkerGroup, read_cluster, read_profile
-from pyps.profiler.select import select_fit
+from pyps.profiler.select import fit_of
 from pyps.simulate.devices import Slowdown, fitted
 from pyps.solver.plan import make_plan
 
@@ -120,12 +120,12 @@ def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario
 
 def _profile(group: WorkerGroup) -> Profile:
     profile = read_profile(group.profile)
-    return msgspec.structs.replace(profile, fit=profile.fit or select_fit(profile.points))
+    return msgspec.structs.replace(profile, fit=fit_of(profile))
 
 
 def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str, SimWorker]:
     simulation = cluster.simulation
-    cost = fitted(profile.fit or select_fit(profile.points))
+    cost = fitted(fit_of(profile))
     host_of = {n: h.name for h in simulation.host for name in h.workers for n in cluster.named(name)}
     found = {}
     for name in group.worker_names():

@@ -15,7 +15,7 @@ from pyps.store.staging import StagingBuffer
 from pyps.worker.transport import Outcome
 
 if TYPE_CHECKING:
-    from pyps.profiler.throttle import Span as ThrottleSpan
+    from pyps.profiler.throttle import ThrottledSpan
 
 
 class Step:
@@ -24,8 +24,8 @@ class Step:
     def __init__(self, claim: Claim, staging: StagingBuffer, version: int, spans: list[Span]) -> None:
         self.claim, self.staging, self.version, self.spans = claim, staging, version, spans
         self.created = self.began = time.monotonic()
-        self.throttle: AbstractContextManager[ThrottleSpan] | None = None
-        self.throttled: ThrottleSpan | None = None
+        self.throttle: AbstractContextManager[ThrottledSpan] | None = None
+        self.throttled: ThrottledSpan | None = None
         self.overrun_seconds = 0.0
         self.micro = 0  # samples of the micro-batch under way; 0: step() has been called for it
         self.micro_before = 0  # of the last one that began

@@ -1,1 +1,1 @@
-"""Exact splits: min-max by bisection, subsets of workers, and which totals can be reached."""
+"""Exact solvers: the min-max split, the choice of workers, and subset sums."""

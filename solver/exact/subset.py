@@ -1,30 +1,41 @@
-"""Which workers to use when bringing gradients together costs time: exact.
+"""Chooses exactly which workers to use when synchronising their gradients costs time.
 
-    min over S, b   max_{i in S} T_i(b_i) + sync(S),    sum b_i = B,  b_i in [low_i, cap_i], multiples of q_i
+    min over S, b   max_{i in S} T_i(b_i) + sync(S),    sum b_i = B,  min_i <= b_i <= max_i,  q_i divides b_i
 
 with sync(S) the largest F_k(i) over i in S, k = |S|, and F nondecreasing in k (pyps.solver.sync). More
-workers compute sooner and synchronise later, so this is not monotone in S. But for every k and every bound w
-on F_k it is the min-max program over the links within w with at most k workers, and the optimum is the least
-of these. Boxes of (k, w) are discarded by one question each: could the best workers of the box, their largest
-batches added up, do B in the time that would beat the best answer so far? What is left is solved exactly.
+workers finish computing sooner and synchronise longer, so the objective is not monotone in S. But for every
+count k and every bound w on F_k it is the min-max program with at most k workers whose links are within w,
+and the optimum is the least of these. Branch and bound over boxes of (k, w) discards a box if its best
+workers, with their largest batches added up, cannot do B in less time than the best solution so far. What
+remains is solved exactly.
 
-The search over subsets is in the BOA authors' thesis; the objective and this way to solve it are ours.
+The search over subsets is in the BOA authors' thesis; the objective and this solution method are ours.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.cardinality import within_count
-from pyps.solver.exact.minmax import Bools, Problem, at_index, earliest, most_by, rounded, solve, times
+from pyps.solver.exact.minmax import (
+    Bools,
+    Problem,
+    at_index,
+    earliest,
+    most_by,
+    rounded,
+    solve,
+    times,
+    within_total,
+)
 from pyps.solver.sync import Sync
 
-LINKS_TO_EXPLORE = 9  # links a count in the first, coarse look
+LINKS_TO_EXPLORE = 9  # links for each count in the first, coarse search
 
 
 @dataclass(frozen=True)
@@ -42,9 +53,7 @@ def solve_subset(problem: Problem, sync: Sync) -> SubsetSolution:
     first = _valued(problem, sync, solve(problem).batches)
     if sync.kind == "none":
         return first
-    bounds = rounded(problem)
-    cap = np.minimum(bounds.cap, problem.global_batch // bounds.quantum * bounds.quantum)
-    return _Search(replace(bounds, cap=np.where(cap < bounds.low, 0, cap)), sync, first).run()
+    return _Search(within_total(rounded(problem)), sync, first).run()
 
 
 def _valued(problem: Problem, sync: Sync, batches: Ints) -> SubsetSolution:
@@ -53,34 +62,34 @@ def _valued(problem: Problem, sync: Sync, batches: Ints) -> SubsetSolution:
     return SubsetSolution(batches, seconds, sync_seconds, float(seconds.max()) + sync_seconds)
 
 
-def _spread(low: int, high: int) -> list[int]:
-    """A few counts from low to high, closer together where they are small: answers to beat."""
+def _some_counts(low: int, high: int) -> list[int]:
+    """A few counts from low to high, closer together where they are small."""
     return sorted({min(high, max(low, round(1.6**k))) for k in range(int(math.log(high, 1.6)) + 2)})
 
 
 class _Search:
     """Branch and bound over the count of workers and the slowest link that may be used.
 
-    `best_seconds` is the least time found, compute and synchronisation; `winner` is where: count, members and
-    compute seconds. The batches themselves are worked out once, at the end.
+    `best_seconds` is the least time found, compute plus synchronisation. `winner` holds its count, its
+    workers and its compute seconds. The batches themselves are computed once, at the end.
     """
 
     def __init__(self, bounds: Problem, sync: Sync, first: SubsetSolution) -> None:
         self.bounds, self.sync, self.first = bounds, sync, first
         self.best_seconds = first.iteration_seconds
         self.winner: tuple[int, Ints, float] | None = None
-        self.everyone = bounds.cap > 0
-        self.held = bounds.required
-        self.least_count = max(1, int(self.held.sum()))
-        self.most_count = int(self.everyone.sum())
-        self.least_seconds = float(times(bounds.costs, np.where(self.held, bounds.low, 0)).max())
+        self.usable = bounds.max_batch > 0
+        self.required = bounds.required
+        self.least_count = max(1, int(self.required.sum()))
+        self.most_count = int(self.usable.sum())
+        self.least_seconds = float(times(bounds.costs, np.where(self.required, bounds.min_batch, 0)).max())
 
     def run(self) -> SubsetSolution:
         self._explore()
         boxes = [(self.least_count, self.most_count)]
         while boxes:
             low, high = boxes.pop()
-            if not self._could_win(self._least_sync(low), high, self.everyone):
+            if not self._could_win(self._least_sync(low), high, self.usable):
                 continue
             if np.array_equal(self.sync.by_link(low), self.sync.by_link(high)):
                 self._search_links(high)  # fewer workers synchronise no sooner
@@ -90,10 +99,10 @@ class _Search:
         return self._answer()
 
     def _explore(self) -> None:
-        """Answers to beat: a coarse grid of counts and links, shuffled, then around the best of it."""
+        """Good first solutions: a coarse grid of counts and links in random order, then a local search."""
         spots = [
             (count, share)
-            for count in _spread(self.least_count, self.most_count)
+            for count in _some_counts(self.least_count, self.most_count)
             for share in np.linspace(0, 1, LINKS_TO_EXPLORE).tolist()
         ]
         best = (self.most_count, 1.0)
@@ -108,40 +117,40 @@ class _Search:
                 step, reach = step / 2, reach / 2
 
     def _better(self, best: tuple[int, float], count: int, share: float) -> tuple[int, float]:
-        """`best`, or the count and the share of the links that may be used if these are better."""
+        """(count, share of the links that may be used) if that beats `best`, else `best`."""
         if not (self.least_count <= count <= self.most_count and 0 <= share <= 1):
             return best
-        links = np.sort(self.sync.by_link(count)[self.everyone])
+        links = np.sort(self.sync.by_link(count)[self.usable])
         limit = max(float(links[round(share * (len(links) - 1))]), self._least_sync(count))
         return (count, share) if self._try(count, limit) else best
 
     def _search_links(self, count: int) -> None:
-        """The same for one count, over the distinct values that its synchronisation can take."""
+        """Branch and bound for one count, over the distinct values of its synchronisation."""
         by_link = self.sync.by_link(count)
-        values = np.unique(by_link[self.everyone])
+        values = np.unique(by_link[self.usable])
         values = values[values >= self._least_sync(count)]
         boxes = [(0, len(values) - 1)]
         while boxes:
             low, high = boxes.pop()
             if low == high:
                 self._try(count, float(values[low]))
-            elif self._could_win(float(values[low]), count, self.everyone & (by_link <= values[high])):
+            elif self._could_win(float(values[low]), count, self.usable & (by_link <= values[high])):
                 middle = (low + high) // 2
                 boxes += [(middle + 1, high), (low, middle)]
 
     def _least_sync(self, count: int) -> float:
-        """What `count` workers pay at least: for the count-th fastest link, or the slowest required one."""
+        """The least that `count` workers pay: for the count-th fastest link, or the slowest required one."""
         by_link = self.sync.by_link(count)
-        some = np.partition(by_link[self.everyone], count - 1)[count - 1]
-        return float(max(some, by_link[self.held].max(initial=0.0)))
+        some = np.partition(by_link[self.usable], count - 1)[count - 1]
+        return float(max(some, by_link[self.required].max(initial=0.0)))
 
     def _could_win(self, sync_seconds: float, count: int, allowed: Bools) -> bool:
-        """Whether at most `count` of the allowed, could samples be dealt out freely, beat the best so far."""
+        """Whether at most `count` allowed workers could beat the best, if samples were shared freely."""
         t = self._to_beat(sync_seconds)
-        if t <= 0 or t < self.least_seconds or (self.held & ~allowed).any():
+        if t <= 0 or t < self.least_seconds or (self.required & ~allowed).any():
             return False
         most = np.where(allowed, most_by(self.bounds, t), 0)
-        held, free = most[self.held], most[~self.held]
+        held, free = most[self.required], most[~self.required]
         spare = count - len(held)
         if 0 < spare < len(free):
             free = np.partition(free, -spare)[-spare:]
@@ -151,31 +160,31 @@ class _Search:
         return math.nextafter(self.best_seconds - sync_seconds, -math.inf)
 
     def _try(self, count: int, limit: float) -> bool:
-        """Whether `count` workers whose synchronisation is within `limit` seconds are the best so far."""
-        allowed = self.everyone & (self.sync.by_link(count) <= limit)
+        """Whether `count` workers whose synchronisation is within `limit` seconds beat the best so far."""
+        allowed = self.usable & (self.sync.by_link(count) <= limit)
         if not self._could_win(limit, count, allowed):
             return False
-        members = np.flatnonzero(allowed)
-        problem = at_index(self.bounds, members)
+        workers = np.flatnonzero(allowed)
+        problem = at_index(self.bounds, workers)
         t = earliest(problem, _enough(problem, count), self._to_beat(limit))
         if t is None:
             return False
         t = max(t, self.least_seconds)
         if t + limit >= self.best_seconds:
             return False
-        self.best_seconds, self.winner = t + limit, (count, members, t)
+        self.best_seconds, self.winner = t + limit, (count, workers, t)
         return True
 
     def _answer(self) -> SubsetSolution:
         if self.winner is None:
             return self.first
-        count, members, t = self.winner
-        problem = at_index(self.bounds, members)
+        count, workers, t = self.winner
+        problem = at_index(self.bounds, workers)
         used = within_count(problem, most_by(problem, t), count)
         if used is None:
             raise ValueError("the best subset cannot be rebuilt")
-        batches = np.zeros(len(self.everyone), np.int64)
-        batches[members[used]] = solve(at_index(problem, used)).batches
+        batches = np.zeros(len(self.usable), np.int64)
+        batches[workers[used]] = solve(at_index(problem, used)).batches
         return _valued(self.bounds, self.sync, batches)
 
 

@@ -1,9 +1,9 @@
-"""Which totals can be reached by picking one integer from each of several sets: exact, on big integers.
+"""Finds which totals can be reached by picking one integer from each of several sets; exact, on big integers.
 
-Bit s of a Python int says that the total s can be reached. Adding a set {low, low + step, .., high} is one
-shift and a smear by doubling, so n sets and a total B cost about n * B/64 * log(high/step) operations on
-words and, kept for backtracking, n * B/8 bytes. Subset sum is inside this problem: no method is known that
-is always polynomial in the number of digits of B.
+Bit s of a Python int is set if the total s can be reached. Adding a set {first, first + step, .., last} is
+one shift and a smear by doubling, so n sets and a total B cost about n * B/64 * log(last/step) operations on
+words and, kept for backtracking, n * B/8 bytes. Subset sum is a special case, so no method is known that is
+always polynomial in the number of digits of B.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
-ABOVE_SLACK = 65536  # how far past 4 B the next reachable total is looked for
+ABOVE_SLACK = 65536  # how far past 4 B the search for the next reachable total goes
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The set {low, low + step, .., high}, and 0 as well where it may be skipped."""
+class Progression:
+    """The set {first, first + step, .., last}, and 0 as well if `skip`."""
 
-    low: int
-    high: int
+    first: int
+    last: int
     step: int
     skip: bool = False
 
 
-def sums_to(choices: Sequence[Choice], total: int) -> list[int] | None:
-    """One value a choice with sum `total`, the later choices as large as can be; None if there are none."""
-    unit = _unit(choices)
+def subset_sum(sets: Sequence[Progression], total: int) -> list[int] | None:
+    """One value a one with sum `total`, the later sets as large as can be; None if there are none."""
+    unit = _unit(sets)
     if total % unit:
         return None
-    scaled = [_scaled(choice, unit) for choice in choices]
+    scaled = [_scaled(one, unit) for one in sets]
     prefixes = _reachable(scaled, total // unit)
     rest = total // unit
     if not prefixes[-1] >> rest & 1:
         return None
     values = []
-    for choice, before in zip(reversed(scaled), reversed(prefixes[:-1]), strict=True):
-        value = _largest(choice, before, rest)
+    for one, before in zip(reversed(scaled), reversed(prefixes[:-1]), strict=True):
+        value = _largest(one, before, rest)
         values.append(value * unit)
         rest -= value
     return values[::-1]
 
 
-def nearest_sums(choices: Sequence[Choice], total: int) -> list[int]:
+def nearest_sums(sets: Sequence[Progression], total: int) -> list[int]:
     """The nearest positive reachable totals: the largest below and the smallest above (at most one of each).
 
     Raising one value by one step raises a reachable total by at most the largest step or minimum, so the
     next total above lies within that of `total`, if there is one.
     """
-    unit = _unit(choices)
-    scaled = [_scaled(choice, unit) for choice in choices]
+    unit = _unit(sets)
+    scaled = [_scaled(one, unit) for one in sets]
     middle = total // unit
-    widest = max((max(c.step, c.low if c.skip else 0) for c in scaled), default=0)
+    widest = max((max(c.step, c.first if c.skip else 0) for c in scaled), default=0)
     bits = _reachable(scaled, min(middle + widest + 1, 4 * middle + ABOVE_SLACK))[-1]
     below = (bits & ((1 << (middle + 1)) - 1)) >> 1 << 1
     above = bits >> (middle + 1)
@@ -60,24 +60,24 @@ def nearest_sums(choices: Sequence[Choice], total: int) -> list[int]:
     return [*found, (middle + (above & -above).bit_length()) * unit] if above else found
 
 
-def _unit(choices: Sequence[Choice]) -> int:
-    return gcd(*(c.low for c in choices), *(c.step for c in choices if c.high > c.low)) or 1
+def _unit(sets: Sequence[Progression]) -> int:
+    return gcd(*(c.first for c in sets), *(c.step for c in sets if c.last > c.first)) or 1
 
 
-def _scaled(choice: Choice, unit: int) -> Choice:
-    step = choice.step // unit if choice.high > choice.low else 1
-    return Choice(choice.low // unit, choice.high // unit, step, choice.skip)
+def _scaled(one: Progression, unit: int) -> Progression:
+    step = one.step // unit if one.last > one.first else 1
+    return Progression(one.first // unit, one.last // unit, step, one.skip)
 
 
-def _reachable(choices: Sequence[Choice], limit: int) -> list[int]:
-    """The totals up to `limit` after no choice, after the first, after the first two, .."""
+def _reachable(sets: Sequence[Progression], limit: int) -> list[int]:
+    """The totals up to `limit` after no one, after the first, after the first two, .."""
     mask = (1 << (limit + 1)) - 1
     prefixes = [1]
-    for choice in choices:
+    for one in sets:
         before = prefixes[-1]
-        shifted = (before << choice.low) & mask if choice.low <= limit else 0
-        after = _smeared(shifted, choice.step, (choice.high - choice.low) // choice.step, mask)
-        prefixes.append(after | before if choice.skip else after)
+        shifted = (before << one.first) & mask if one.first <= limit else 0
+        after = _smeared(shifted, one.step, (one.last - one.first) // one.step, mask)
+        prefixes.append(after | before if one.skip else after)
     return prefixes
 
 
@@ -92,12 +92,12 @@ def _smeared(bits: int, step: int, times: int, mask: int) -> int:
     return bits
 
 
-def _largest(choice: Choice, before: int, rest: int) -> int:
-    """The largest value of a choice that leaves a total reachable before it; there is one."""
-    top = choice.low + (min(choice.high, rest) - choice.low) // choice.step * choice.step
-    if top >= choice.low:
-        count = (top - choice.low) // choice.step
-        window = (before >> (rest - top)) & _smeared(1, choice.step, count, (1 << (top - choice.low + 1)) - 1)
+def _largest(one: Progression, before: int, rest: int) -> int:
+    """The largest value of a one that leaves a total reachable before it; there is one."""
+    top = one.first + (min(one.last, rest) - one.first) // one.step * one.step
+    if top >= one.first:
+        count = (top - one.first) // one.step
+        window = (before >> (rest - top)) & _smeared(1, one.step, count, (1 << (top - one.first + 1)) - 1)
         if window:
             return top - (window & -window).bit_length() + 1
     return 0

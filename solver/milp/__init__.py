@@ -1,1 +1,1 @@
-"""The same programs as mixed-integer ones: constraints that tie workers, lower bounds, independent checks."""
+"""Mixed-integer programs: side constraints, the Pareto front, lower bounds, and independent checks."""

@@ -1,14 +1,14 @@
-"""The split under constraints that tie workers together, as a mixed-integer program for HiGHS.
+"""The optimal split under constraints between workers, as a mixed-integer linear program (MILP) for HiGHS.
 
-To the min-max program with its synchronisation (pyps.solver.exact.subset) come
+To the min-max problem with synchronisation (pyps.solver.exact.subset) come the side constraints:
 
-    limits      what the workers in use need together, price per hour or watts, is at most so much
-    resources   a link that several workers share: their transfers over it go one after another, so each of
-                them waits for all. A host: it prepares so many samples a second for all of its workers
+    limits      the needs of all workers in use, price per hour or watts, sum to at most a limit
+    resources   a link shared by several workers: their transfers take turns, so each worker waits for all of
+                them. A host: it prepares a fixed number of samples a second for all its workers
     together    sets of workers that are used all or not at all
 
-Without any of these the exact solver answers, which this program is tested to agree with. With them nothing
-faster than a MILP is known to us; HiGHS runs until it has proved the optimum, with no gap allowed.
+Without side constraints the exact solver finds the optimum, and the tests show that both agree. With them we
+know no method faster than a MILP. HiGHS runs until it has proved the optimum, with no gap allowed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pyps.errors import Infeasible, PypsError
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Bools, Problem, solve, times
 from pyps.solver.exact.subset import solve_subset
-from pyps.solver.milp.program import Program, build
+from pyps.solver.milp.model import Milp, minmax_milp
 from pyps.solver.sync import Sync
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The needs (one entry a worker) of those in use sum to at most at_most, in the unit of `key`."""
+    """The `need` of all workers in use (one entry a worker) sums to at most at_most, in the unit of `key`."""
 
     key: str
     need: Floats
@@ -38,17 +38,17 @@ class Limit:
 
 @dataclass(frozen=True)
 class Resource:
-    """What `members` share: transfer_seconds of each over a link (0: none), samples a second of a host."""
+    """A link or host that `workers` share: transfer_seconds of each (0: none), samples a second of a host."""
 
     name: str
-    members: Bools
+    workers: Bools
     transfer_seconds: Floats
     samples_per_second: float | None = None
 
 
 @dataclass(frozen=True)
-class Coupled:
-    """A min-max problem, how its workers synchronise, and what ties them together."""
+class ConstrainedProblem:
+    """A min-max problem, its synchronisation, and the side constraints between workers."""
 
     problem: Problem
     sync: Sync
@@ -57,16 +57,17 @@ class Coupled:
     together: tuple[Ints, ...] = ()
 
     @property
-    def loose(self) -> bool:
-        """Whether nothing ties the workers, save the sum of their batches and the synchronisation."""
-        return not (self.limits or self.resources or self.together)
+    def has_side_constraints(self) -> bool:
+        """Whether more ties the workers than the sum of their batches and the synchronisation."""
+        return bool(self.limits or self.resources or self.together)
 
 
 @dataclass(frozen=True)
-class Split:
-    """Batches (0 = left out) and seconds, by worker: computing, and its own and its shared links' transfers.
+class ConstrainedSolution:
+    """Batches (0 = left out), compute seconds and transfer seconds of each worker.
 
-    iteration_seconds = the slowest worker's compute and links, or a host's samples if later, + sync_seconds.
+    link_seconds covers a worker's own link and its shared links. iteration_seconds = the slowest worker's
+    compute and transfers, or a host's preparation if that takes longer, plus sync_seconds.
     """
 
     batches: Ints
@@ -76,105 +77,111 @@ class Split:
     iteration_seconds: float
 
 
-def valued(coupled: Coupled, batches: Ints) -> Split:
-    """What a split costs, by the definitions above."""
+def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolution:
+    """The seconds of given batches, by the definitions above."""
     used = batches > 0
-    costs, shared = coupled.problem.costs, np.zeros(len(batches))
+    costs, shared = constrained.problem.costs, np.zeros(len(batches))
     slowest = 0.0
-    for resource in coupled.resources:
-        mine = used & resource.members
+    for resource in constrained.resources:
+        mine = used & resource.workers
         shared[mine] += resource.transfer_seconds[mine].sum()
         if resource.samples_per_second is not None:
             slowest = max(slowest, int(batches[mine].sum()) / resource.samples_per_second)
-    sync = coupled.sync.seconds(batches)
+    sync = constrained.sync.seconds(batches)
     slowest = max(slowest, float((times(costs, batches) + shared).max()))
     computing = np.where(used, costs.compute(np.maximum(batches, 1)), 0.0)
-    own = shared if costs.once is None else shared + used * costs.once
-    return Split(batches, computing, own, sync, slowest + sync)
+    own = shared if costs.transfer is None else shared + used * costs.transfer
+    return ConstrainedSolution(batches, computing, own, sync, slowest + sync)
 
 
-def solve_coupled(coupled: Coupled, time_limit: float | None = None) -> Split:
-    """The optimum: by the exact solver where nothing but B ties the workers, else by HiGHS.
+def solve_constrained(
+    constrained: ConstrainedProblem, time_limit: float | None = None
+) -> ConstrainedSolution:
+    """The optimum: by the exact solver without side constraints, else by HiGHS.
 
-    Raises Infeasible, with the least change of one limit or of B that would help; PypsError if HiGHS stops.
+    time_limit: seconds for HiGHS. Raises Infeasible with the least change of one limit or of B that would
+    help, and PypsError if HiGHS stops without a proof.
     """
-    if coupled.loose:
-        return valued(coupled, solve_subset(coupled.problem, coupled.sync).batches)
-    return by_milp(coupled, time_limit)
+    if not constrained.has_side_constraints:
+        return evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
+    return solve_by_milp(constrained, time_limit)
 
 
-def by_milp(coupled: Coupled, time_limit: float | None = None) -> Split:
-    """`solve_coupled` by HiGHS, whatever ties the workers."""
-    solve(coupled.problem)  # refuses what has no split even without the ties
-    program, seconds = program_of(coupled)
-    if not program.minimise(seconds, time_limit=time_limit):
-        raise _refusal(coupled)
-    return answer(coupled, program)
+def solve_by_milp(constrained: ConstrainedProblem, time_limit: float | None = None) -> ConstrainedSolution:
+    """The optimum by HiGHS, with or without side constraints."""
+    solve(constrained.problem)  # raises Infeasible if no split exists even without side constraints
+    milp, seconds = constrained_milp(constrained)
+    if not milp.minimise(seconds, time_limit=time_limit):
+        raise _refusal(constrained)
+    return solution_of(constrained, milp)
 
 
-def answer(coupled: Coupled, program: Program) -> Split:
-    """The split that a solved program holds. Raises PypsError if rounding broke it."""
-    batches = program.batches()
-    if int(batches.sum()) != coupled.problem.global_batch:
+def solution_of(constrained: ConstrainedProblem, milp: Milp) -> ConstrainedSolution:
+    """The solution in a solved MILP. Raises PypsError if rounding broke it."""
+    batches = milp.batches()
+    if int(batches.sum()) != constrained.problem.global_batch:
         raise PypsError("HiGHS ended with batches that are not whole; please report this cluster")
-    return valued(coupled, batches)
+    return evaluate(constrained, batches)
 
 
-def program_of(coupled: Coupled, without: Limit | None = None, total: bool = True) -> tuple[Program, Any]:
-    """The program with all ties (`without` one limit; not `total`: for any B), and its time to minimise."""
+def constrained_milp(
+    constrained: ConstrainedProblem, without: Limit | None = None, total: bool = True
+) -> tuple[Milp, Any]:
+    """The MILP with all side constraints, and its iteration time, the objective.
+
+    without: a limit to leave out. total: fix the sum of the batches to B.
+    """
     import pulp
 
-    program = build(coupled.problem, extra=True, total=total)
-    model, used = program.model, program.used
-    for limit in coupled.limits:
+    milp = minmax_milp(constrained.problem, extra=True, total=total)
+    model, used = milp.model, milp.used
+    for limit in constrained.limits:
         if limit is not without:
             unit = limit.at_most or 1.0
-            model += needed(program, limit, unit) <= limit.at_most / unit
-    for group in coupled.together:
+            model += total_need(milp, limit, unit) <= limit.at_most / unit
+    for group in constrained.together:
         for k in group[1:]:
             model += used[int(k)] == used[int(group[0])]
-    _add_resources(program, coupled)
-    _break_symmetry(program, coupled)
-    if coupled.sync.kind == "none":
-        return program, program.t + 0
+    _add_resources(milp, constrained)
+    _break_symmetry(milp, constrained)
+    if constrained.sync.kind == "none":
+        return milp, milp.t + 0
     sync = model.add_variable("sync", lowBound=0)
-    _add_sync(program, coupled.sync, sync)
-    return program, pulp.lpSum([program.t, sync])
+    _add_sync(milp, constrained.sync, sync)
+    return milp, pulp.lpSum([milp.t, sync])
 
 
-def needed(program: Program, limit: Limit, unit: float = 1.0) -> Any:
-    """What the workers in use need together, in units of `unit`."""
+def total_need(milp: Milp, limit: Limit, unit: float = 1.0) -> Any:
+    """The needs of all workers in use, in units of `unit`."""
     import pulp
 
-    return pulp.lpSum(float(x) / unit * z for x, z in zip(limit.need, program.used, strict=True))
+    return pulp.lpSum(float(x) / unit * z for x, z in zip(limit.need, milp.used, strict=True))
 
 
-def _add_resources(program: Program, coupled: Coupled) -> None:
+def _add_resources(milp: Milp, constrained: ConstrainedProblem) -> None:
     import pulp
 
     waits: dict[int, list[tuple[Any, float]]] = {}
-    for resource in coupled.resources:
-        members = np.flatnonzero(resource.members).tolist()
-        seconds = resource.transfer_seconds / program.scale
-        on_link = pulp.lpSum(float(seconds[k]) * program.used[k] for k in members)
-        for k in members:
-            waits.setdefault(k, []).append((on_link, float(seconds[members].sum())))
+    for resource in constrained.resources:
+        workers = np.flatnonzero(resource.workers).tolist()
+        seconds = resource.transfer_seconds / milp.scale
+        on_link = pulp.lpSum(float(seconds[k]) * milp.used[k] for k in workers)
+        for k in workers:
+            waits.setdefault(k, []).append((on_link, float(seconds[workers].sum())))
         if resource.samples_per_second is not None:
-            rate = resource.samples_per_second * program.scale
-            program.model += program.t >= pulp.lpSum(program.batch[k] for k in members) / rate
+            rate = resource.samples_per_second * milp.scale
+            milp.model += milp.t >= pulp.lpSum(milp.batch[k] for k in workers) / rate
     for k, links in waits.items():
         most = sum(m for _, m in links)
         if most > 0:
-            program.model += program.extra[k] >= pulp.lpSum(x for x, _ in links) - most * (
-                1 - program.used[k]
-            )
+            milp.model += milp.extra[k] >= pulp.lpSum(x for x, _ in links) - most * (1 - milp.used[k])
 
 
-def _add_sync(program: Program, sync: Sync, seconds: Any) -> None:
+def _add_sync(milp: Milp, sync: Sync, seconds: Any) -> None:
     """seconds >= F_k(link) if k workers are in use and one of them has that link."""
     import pulp
 
-    model, used = program.model, program.used
+    model, used = milp.model, milp.used
     counts = [model.add_variable(f"n{k}", cat="Binary") for k in range(1, len(used) + 1)]
     model += pulp.lpSum(counts) == 1
     model += pulp.lpSum(k * y for k, y in enumerate(counts, 1)) == pulp.lpSum(used)
@@ -185,59 +192,60 @@ def _add_sync(program: Program, sync: Sync, seconds: Any) -> None:
         for k in np.flatnonzero(np.ravel(which) == p).tolist():
             model += link_used >= used[k]
         for count, y in enumerate(counts, 1):
-            cost = float(sync.by_link(count)[place]) / program.scale
+            cost = float(sync.by_link(count)[place]) / milp.scale
             if cost > 0:
                 model += seconds >= cost * (y + link_used - 1)
 
 
-def _break_symmetry(program: Program, coupled: Coupled) -> None:
-    """Of workers that nothing tells apart, the first take the larger batches."""
-    for twins in _twins(coupled):
-        for left, right in itertools.pairwise(twins):
-            program.model += program.steps[left] >= program.steps[right]
+def _break_symmetry(milp: Milp, constrained: ConstrainedProblem) -> None:
+    """Orders interchangeable workers: the first take the larger batches."""
+    for group in _interchangeable(constrained):
+        for left, right in itertools.pairwise(group):
+            milp.model += milp.steps[left] >= milp.steps[right]
 
 
-def _twins(coupled: Coupled) -> list[list[int]]:
-    problem, sync = coupled.problem, coupled.sync
-    rows = [*problem.costs.keys(), problem.low, problem.cap, problem.quantum, problem.required]
-    rows += [sync.latency_seconds, sync.message_seconds, *(limit.need for limit in coupled.limits)]
-    for resource in coupled.resources:
-        rows += [resource.members, resource.transfer_seconds]
-    for group in coupled.together:
+def _interchangeable(constrained: ConstrainedProblem) -> list[list[int]]:
+    """Groups of workers that the problem and its side constraints do not distinguish."""
+    problem, sync = constrained.problem, constrained.sync
+    needs = [limit.need for limit in constrained.limits]
+    rows = [*problem.keys(), sync.latency_seconds, sync.message_seconds, *needs]
+    for resource in constrained.resources:
+        rows += [resource.workers, resource.transfer_seconds]
+    for group in constrained.together:
         rows.append(np.isin(np.arange(len(problem.costs)), group))
     found: dict[tuple[float, ...], list[int]] = {}
     for k, key in enumerate(zip(*(np.asarray(row, float).tolist() for row in rows), strict=True)):
         found.setdefault(key, []).append(k)
-    return [twins for twins in found.values() if len(twins) > 1]
+    return [group for group in found.values() if len(group) > 1]
 
 
-def _refusal(coupled: Coupled) -> Infeasible:
-    """Why no split keeps the ties, and the smallest raise of one limit, or the nearest B, that has one."""
-    problem = coupled.problem
+def _refusal(constrained: ConstrainedProblem) -> Infeasible:
+    """The refusal, with the least increase of one limit, or the nearest B, for which a split exists."""
+    problem = constrained.problem
     changes = []
-    for limit in coupled.limits:
-        program, _ = program_of(coupled, without=limit)
-        if program.minimise(needed(program, limit)):
-            least = float(limit.need[program.batches() > 0].sum())
+    for limit in constrained.limits:
+        milp, _ = constrained_milp(constrained, without=limit)
+        if milp.minimise(total_need(milp, limit)):
+            least = float(limit.need[milp.batches() > 0].sum())
             changes.append(f"raise limits.{limit.key} from {limit.at_most:g} to {least:.6g}")
-    changes += [f"set global_batch to {batch}" for batch in _nearest_batches(coupled)]
-    what = [f"limits.{limit.key}" for limit in coupled.limits] + ["together"] * bool(coupled.together)
+    changes += [f"set global_batch to {batch}" for batch in _nearest_batches(constrained)]
+    what = [f"limits.{limit.key}" for limit in constrained.limits] + ["together"] * bool(constrained.together)
     return Infeasible(
         f"global_batch {problem.global_batch}: no workers within {' and '.join(what)} can do it",
         " or ".join(changes) or "no change of one limit helps",
     )
 
 
-def _nearest_batches(coupled: Coupled) -> list[int]:
-    """The feasible global batch nearest to the one that was asked for, if there is any."""
+def _nearest_batches(constrained: ConstrainedProblem) -> list[int]:
+    """The feasible global batch nearest to the requested one, if there is any."""
     import pulp
 
-    problem = coupled.problem
-    wide = replace(problem, global_batch=min(2 * problem.global_batch, int(problem.cap.sum())))
-    program, _ = program_of(replace(coupled, problem=wide), total=False)
-    away = program.model.add_variable("away", lowBound=0)
-    done = pulp.lpSum(program.batch)
-    program.model += done >= 1
-    program.model += away >= done - problem.global_batch
-    program.model += away >= problem.global_batch - done
-    return [int(program.batches().sum())] if program.minimise(away) else []
+    problem = constrained.problem
+    wide = replace(problem, global_batch=min(2 * problem.global_batch, int(problem.max_batch.sum())))
+    milp, _ = constrained_milp(replace(constrained, problem=wide), total=False)
+    away = milp.model.add_variable("away", lowBound=0)
+    done = pulp.lpSum(milp.batch)
+    milp.model += done >= 1
+    milp.model += away >= done - problem.global_batch
+    milp.model += away >= problem.global_batch - done
+    return [int(milp.batches().sum())] if milp.minimise(away) else []

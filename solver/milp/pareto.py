@@ -1,9 +1,10 @@
-"""The Pareto front of time against price: every choice that no other beats in both.
+"""The Pareto front of time against price: every choice of workers that no other beats in both.
 
-A point (iteration seconds, price per hour) is on it if no split is sooner at the same price or cheaper at the
-same time. It is walked from the fastest end: the least time within a price, then the least price within that
-time, then the next lower price. What a job costs is their product; a split of least product at its time is on
-this front too, as whoever beats it in both beats it in the product.
+A point (iteration seconds, price per hour) is on the front if no solution is faster at the same price or
+cheaper at the same time. The front is computed from its fastest end: the least time within a price, then the
+least price within that time, then the next lower price. A job's cost is the product of time and price. The
+solution with the least product is on this front too, because a solution that is better in both time and price
+has a smaller product.
 """
 
 from __future__ import annotations
@@ -16,48 +17,61 @@ import numpy as np
 
 from pyps.errors import Infeasible
 from pyps.solver.costs import Floats
-from pyps.solver.milp.constrained import Coupled, Limit, Split, answer, needed, program_of, solve_coupled
+from pyps.solver.milp.constrained import (
+    ConstrainedProblem,
+    ConstrainedSolution,
+    Limit,
+    constrained_milp,
+    solution_of,
+    solve_constrained,
+    total_need,
+)
 
 PRICE = "price_per_hour"
 POINTS_AT_MOST = 100
 MAX_POINTS = 1_000_000
-TIME_TOLERANCE = 1e-6  # relative: what HiGHS may miss a bound on the time by
-CHEAPER = 1e-4  # relative: the next point's price is lower by this, at least; well above HiGHS' tolerance
+TIME_TOLERANCE = 1e-6  # relative: the error that HiGHS may make in a bound on the time
+CHEAPER = 1e-4  # relative: how much cheaper the next point is at least; well above HiGHS' tolerance
 
 
 @dataclass(frozen=True)
-class FrontPoint:
-    """One choice: price_per_hour of the workers in use, and what a million samples cost at its speed."""
+class ParetoPoint:
+    """One point of the front: its solution, and the price of the workers in use, per hour and per million
+    samples.
+    """
 
-    split: Split
+    solution: ConstrainedSolution
     price_per_hour: float
     price_per_million_samples: float
 
 
-def pareto(coupled: Coupled, price: Floats, most: int = POINTS_AT_MOST) -> Iterator[FrontPoint]:
-    """The first `most` points of the front, the fastest first; price is that of each worker's hour.
+def pareto_front(
+    constrained: ConstrainedProblem, price: Floats, most: int = POINTS_AT_MOST
+) -> Iterator[ParetoPoint]:
+    """The first `most` points of the front, fastest first. price: of one hour of each worker.
 
-    Raises Infeasible if there is none, PypsError if HiGHS stops.
+    Raises Infeasible if there is no solution, PypsError if HiGHS stops without a proof.
     """
-    split: Split | None = solve_coupled(coupled)
+    solution: ConstrainedSolution | None = solve_constrained(constrained)
     for _ in range(most):
-        if split is None:
+        if solution is None:
             return
-        point = _point(_cheapest(coupled, price, split), price)
+        point = _point(_cheapest(constrained, price, solution), price)
         yield point
-        split = _fastest(coupled, price, point.price_per_hour * (1 - CHEAPER))
+        solution = _fastest(constrained, price, point.price_per_hour * (1 - CHEAPER))
 
 
-def within_budget(coupled: Coupled, price: Floats, budget: float) -> Split:
-    """The fastest split by which a million samples cost at most `budget`: the first such point of the front.
+def within_budget(constrained: ConstrainedProblem, price: Floats, budget: float) -> ConstrainedSolution:
+    """The fastest solution that computes a million samples for at most `budget`.
 
-    It is optimal, as a split that is as cheap and faster would be beaten by an earlier point in time and in
-    price an hour, and so in their product. Raises Infeasible with the least budget that would do.
+    It is the first point of the front within the budget: a faster solution within the budget would make an
+    earlier point, no worse in time and price and so in their product, lie within the budget too. Raises
+    Infeasible with the least budget for which there is a solution.
     """
     cheapest = math.inf
-    for point in pareto(coupled, price, most=MAX_POINTS):
+    for point in pareto_front(constrained, price, most=MAX_POINTS):
         if point.price_per_million_samples <= budget:
-            return point.split
+            return point.solution
         cheapest = min(cheapest, point.price_per_million_samples)
     raise Infeasible(
         f"no workers compute a million samples for {budget:g}",
@@ -66,41 +80,52 @@ def within_budget(coupled: Coupled, price: Floats, budget: float) -> Split:
 
 
 def _up(value: float) -> float:
-    """Six digits, rounded up, so that what is printed is enough."""
+    """Six digits, rounded up, so that the printed budget suffices."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 5)
     return math.ceil(value / unit) * unit
 
 
-def _point(split: Split, price: Floats) -> FrontPoint:
-    hourly = float(price[split.batches > 0].sum())
-    samples_per_hour = 3600 * int(split.batches.sum()) / split.iteration_seconds
-    return FrontPoint(split, hourly, 1e6 * hourly / samples_per_hour)
+def _point(solution: ConstrainedSolution, price: Floats) -> ParetoPoint:
+    hourly = float(price[solution.batches > 0].sum())
+    return ParetoPoint(solution, hourly, price_per_million(solution, hourly))
 
 
-def _fastest(coupled: Coupled, price: Floats, budget: float) -> Split | None:
+def price_per_million(solution: ConstrainedSolution, price_per_hour: float) -> float:
+    """What a million samples cost at the speed of a solution whose workers cost price_per_hour."""
+    samples_per_hour = 3600 * int(solution.batches.sum()) / solution.iteration_seconds
+    return 1e6 * price_per_hour / samples_per_hour
+
+
+def _fastest(constrained: ConstrainedProblem, price: Floats, budget: float) -> ConstrainedSolution | None:
     if budget <= 0:
         return None
     try:
-        return solve_coupled(replace(coupled, limits=(*coupled.limits, Limit(PRICE, price, budget))))
+        return solve_constrained(
+            replace(constrained, limits=(*constrained.limits, Limit(PRICE, price, budget)))
+        )
     except Infeasible:
         return None
 
 
-def _cheapest(coupled: Coupled, price: Floats, split: Split) -> Split:
-    """The least price within the time of `split`; then the least time with the workers of that."""
-    limit = Limit(PRICE, price, float(price[split.batches > 0].sum()))
-    program, seconds = program_of(coupled)
-    program.model += seconds <= split.iteration_seconds / program.scale * (1 + TIME_TOLERANCE)
-    if not program.minimise(needed(program, limit)):
-        return split
-    cheap = answer(coupled, program)
+def _cheapest(
+    constrained: ConstrainedProblem, price: Floats, solution: ConstrainedSolution
+) -> ConstrainedSolution:
+    """The least price within the time of `solution`, then the least time with the workers of that one."""
+    limit = Limit(PRICE, price, float(price[solution.batches > 0].sum()))
+    milp, seconds = constrained_milp(constrained)
+    milp.model += seconds <= solution.iteration_seconds / milp.scale * (1 + TIME_TOLERANCE)
+    if not milp.minimise(total_need(milp, limit)):
+        return solution
+    cheap = solution_of(constrained, milp)
     if float(price[cheap.batches > 0].sum()) >= limit.at_most * (1 - CHEAPER):
-        return split
-    return solve_coupled(_only(coupled, cheap.batches > 0))
+        return solution
+    return solve_constrained(_only(constrained, cheap.batches > 0))
 
 
-def _only(coupled: Coupled, used: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Coupled:
-    """The same with nobody else in use."""
-    problem = coupled.problem
-    cap = np.where(used, problem.cap, np.where(problem.required, problem.cap, 0))
-    return replace(coupled, problem=replace(problem, cap=cap))
+def _only(
+    constrained: ConstrainedProblem, used: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> ConstrainedProblem:
+    """The same problem with only the `used` workers, and the required ones."""
+    problem = constrained.problem
+    most = np.where(used, problem.max_batch, np.where(problem.required, problem.max_batch, 0))
+    return replace(constrained, problem=replace(problem, max_batch=most))

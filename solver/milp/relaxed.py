@@ -1,9 +1,9 @@
-"""The relaxed optimum: how fast the cluster could be if samples could be divided.
+"""The relaxed optimum: the least iteration time if samples could be divided.
 
-    min t   s.t.  sum b_i >= B,  0 <= b_i <= cap_i real,  T_i(b_i) <= t where b_i > 0
+    min t   s.t.  sum b_i >= B,  0 <= b_i <= max_i real,  T_i(b_i) <= t where b_i > 0
 
-A lower bound on the exact split, as minima and quanta are dropped (a required worker still holds t to
-T_i(low_i)). Where no bound binds and the costs are lines it has the closed form
+It is a lower bound for the exact split, because it drops minima and batch multiples (a required worker still
+keeps t at or above T_i(min_i)). If no bound binds and the costs are lines, it has the closed form
 
     t* = (B + sum c_i/a_i) / (sum 1/a_i),   b_i = (t* - c_i)/a_i
 """
@@ -19,28 +19,28 @@ from pyps.solver.exact.minmax import Problem, times
 from pyps.solver.sync import Sync
 
 BISECTIONS = 40  # to 1e-12 of the time
-ROUNDING = 1e-12  # relative: the inverse of a cost is rounded, the bound must not be
+ROUNDING = 1e-12  # relative: the inverse of a cost is rounded, but the bound must hold exactly
 
 
 def relaxed_seconds(problem: Problem, iteration_seconds: float) -> float:
-    """The relaxed optimum in seconds, rounded down; iteration_seconds is a time in which B can be done."""
-    costs, cap = problem.costs, problem.costs.last_batch(problem.cap)
+    """The relaxed optimum in seconds, rounded down. iteration_seconds: a time in which B can be done."""
+    costs, limit = problem.costs, problem.costs.last_batch(problem.max_batch)
     low, high = 0.0, iteration_seconds
     while low < (middle := low + (high - low) / 2) < high:
-        if costs.real_batch(middle, cap).sum() >= problem.global_batch:
+        if costs.real_batch(middle, limit).sum() >= problem.global_batch:
             high = middle
         else:
             low = middle
-    least = times(costs, np.where(problem.required, np.maximum(problem.low, 1), 0)).max()
+    least = times(costs, np.where(problem.required, np.maximum(problem.min_batch, 1), 0)).max()
     return min(iteration_seconds, max(high * (1 - ROUNDING), float(least)))
 
 
 def subset_bound(problem: Problem, sync: Sync, iteration_seconds: float) -> float:
-    """The same with the synchronisation of those in use, over all choices of them; rounded down.
+    """The relaxed optimum with synchronisation, in seconds, over all choices of workers; rounded down.
 
-    With at most `high` workers, whose samples can be divided, and the synchronisation of `low` of them over
-    their fastest links: no choice of low .. high workers is sooner. The least such bound's box of counts is
-    halved until it is a single count.
+    Every choice of low .. high workers takes at least the relaxed time of the best `high` workers plus the
+    synchronisation of `low` workers over the fastest links. The box of counts with the least such bound is
+    halved until it holds a single count.
     """
     if sync.kind == "none":
         return relaxed_seconds(problem, iteration_seconds)
@@ -62,15 +62,17 @@ def subset_bound(problem: Problem, sync: Sync, iteration_seconds: float) -> floa
 
 
 def _sooner(problem: Problem, count: int, high: float) -> float:
-    """A time by which no `count` workers can do B, nor the required ones their minima; at most `high`."""
-    costs, cap = problem.costs, problem.costs.last_batch(problem.cap)
-    low = float(times(costs, np.where(problem.required, np.maximum(problem.low, 1), 0)).max()) * (
+    """A lower bound, at most `high`, of the time in which `count` workers do B samples and the required
+    minima.
+    """
+    costs, limit = problem.costs, problem.costs.last_batch(problem.max_batch)
+    low = float(times(costs, np.where(problem.required, np.maximum(problem.min_batch, 1), 0)).max()) * (
         1 - ROUNDING
     )
     spare, held = count - int(problem.required.sum()), problem.required
 
     def enough(t: float) -> bool:
-        most = costs.real_batch(t, cap)
+        most = costs.real_batch(t, limit)
         free = np.sort(most[~held])[::-1][:spare]
         return bool(most[held].sum() + free.sum() >= problem.global_batch)
 
@@ -83,6 +85,6 @@ def _sooner(problem: Problem, count: int, high: float) -> float:
 
 
 def unbounded_seconds(costs: Costs, global_batch: int) -> float:
-    """The closed form above, for lines with a_i > 0 that all take part."""
-    fixed = costs.c if costs.once is None else costs.c + costs.once
+    """The closed form above, for lines with a_i > 0 and all workers in use."""
+    fixed = costs.c if costs.transfer is None else costs.c + costs.transfer
     return float((global_batch + (fixed / costs.a).sum()) / (1 / costs.a).sum())

@@ -1,1 +1,1 @@
-"""While a run trains: what a device costs by now, and when to move samples."""
+"""Estimates costs while a run trains, and decides when to move samples."""

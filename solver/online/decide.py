@@ -1,8 +1,7 @@
-"""When to move samples between ranks, and how many: a pure function of what the ranks have measured.
+"""Decides when to move samples between ranks, and how many: a pure function of what the ranks have measured.
 
-The split is the exact one for the costs as they are believed now. It replaces the one in force only if it
-makes the round shorter by more than the deadband, which is taken for noise; what was moved is not moved
-back.
+The new split is the exact one for the current cost estimates. It replaces the split in force only if it makes
+the round shorter by more than the deadband, so that noise does not move samples back and forth.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from pyps.solver.exact.minmax import Problem, solve
 
 Split = tuple[int, ...]  # samples a round, by rank
 
-WORTH_SAYING = 0.05  # a rank whose pace changed by less is no reason
+WORTH_NAMING = 0.05  # relative: a smaller change of a rank's pace is not given as a reason
 
 
 @dataclass(frozen=True)
 class SplitChange:
     """A change of the split, decided at `step`, with its reasons.
 
-    The seconds are those of a round, by the ranks' costs. start: (epoch, round) from which the change holds,
+    The seconds are those of a round, predicted by the ranks' costs. start: (epoch, round) from which the change holds,
     in runs that count rounds.
     """
 
@@ -39,27 +38,34 @@ class SplitChange:
         return "; ".join(self.reasons)
 
 
-def best_split(global_batch: int, costs: Sequence[Cost], low: Sequence[int], caps: Sequence[int]) -> Split:
-    """The split with the shortest round in which every rank has a part. Raises Infeasible."""
+def best_split(
+    global_batch: int, costs: Sequence[Cost], min_batches: Sequence[int], max_batches: Sequence[int]
+) -> Split:
+    """The split with the shortest round in which every rank has samples. Raises Infeasible."""
     stacked = Costs.stack(costs)
-    found = solve(Problem.of(stacked, global_batch, low=low, cap=caps, required=True))
-    return tuple(int(batch) for batch in found.batches)
+    problem = Problem.of(stacked, global_batch, min_batch=min_batches, max_batch=max_batches, required=True)
+    return tuple(int(batch) for batch in solve(problem).batches)
 
 
 def decide(
     split: Split,
     costs: Sequence[Cost],
     paces: Sequence[float],
-    low: Sequence[int],
-    caps: Sequence[int],
+    min_batches: Sequence[int],
+    max_batches: Sequence[int],
     deadband: float,
     step: int,
 ) -> SplitChange | None:
-    """The change that is worth it, or None. paces: how much longer each rank takes than when last planned."""
+    """The change of the split that is worth making, or None.
+
+    split: samples a round in force, by rank. costs: of each rank, as estimated now. paces: how many times
+    longer each rank takes than at the last change. min_batches, max_batches: bounds of each rank, in samples.
+    deadband: the relative gain below which nothing changes. step: the step at which this is decided.
+    """
     try:
-        after = best_split(sum(split), costs, low, caps)
+        after = best_split(sum(split), costs, min_batches, max_batches)
     except Infeasible:
-        return None  # what runs, runs
+        return None
     was, will = round_seconds(costs, split), round_seconds(costs, after)
     if after == split or will > was * (1 - deadband):
         return None
@@ -67,17 +73,17 @@ def decide(
 
 
 def round_seconds(costs: Sequence[Cost], split: Split) -> float:
-    """Until the last rank is done."""
+    """The seconds of a round: those of its slowest rank."""
     return max(cost.seconds(batch) for cost, batch in zip(costs, split, strict=True))
 
 
 def _reasons(split: Split, after: Split, paces: Sequence[float], step: int) -> tuple[str, ...]:
-    said = []
+    reasons = []
     for rank, pace in enumerate(paces):
         because = after[rank] < split[rank] if pace > 1 else after[rank] > split[rank]
-        if max(pace, 1 / pace) > 1 + WORTH_SAYING and because:
+        if max(pace, 1 / pace) > 1 + WORTH_NAMING and because:
             how = f"slowed by {pace:.1f}x" if pace > 1 else f"sped up by {1 / pace:.1f}x"
-            said.append(f"rank {rank} {how} at step {step}: {split[rank]} -> {after[rank]}")
-    if not said:
-        said.append(f"better known costs at step {step}: {list(split)} -> {list(after)}")
-    return tuple(said)
+            reasons.append(f"rank {rank} {how} at step {step}: {split[rank]} -> {after[rank]}")
+    if not reasons:
+        reasons.append(f"better cost estimates at step {step}: {list(split)} -> {list(after)}")
+    return tuple(reasons)

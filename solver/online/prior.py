@@ -1,4 +1,4 @@
-"""What a profile says of the device of a rank, before anything was measured in training."""
+"""Reads the prior of a rank's device from its profile, before training has measured anything."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 from pathlib import Path
 
 from pyps.formats import MAX_BATCH, Profile, WorkerGroup, read_profile
-from pyps.profiler.select import select_fit
+from pyps.profiler.select import fit_of
 from pyps.solver.costs import Cost
-from pyps.solver.ranks import cap_of, cost_of
+from pyps.solver.ranks import cost_of, max_batch_of
 
 
 def prior_of(profile: Profile | str | os.PathLike[str] | None) -> tuple[Cost | None, int]:
-    """(its cost model, fitted if it has none; its largest batch), or (None, no bound) without a profile.
+    """The device's cost model and its largest batch; None and no bound without a profile.
 
-    Raises InputError for a file that is no profile.
+    Fits the measured points if the profile has no fit. Raises InputError for a file that is no profile.
     """
     if profile is None:
         return None, MAX_BATCH
     if not isinstance(profile, Profile):
         profile = read_profile(Path(profile))
-    fit = profile.fit or select_fit(profile.points)
-    return cost_of(fit), cap_of(WorkerGroup(name="rank", profile="profile"), profile)
+    fit = fit_of(profile)
+    return cost_of(fit), max_batch_of(WorkerGroup(name="rank", profile="profile"), profile)

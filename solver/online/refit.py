@@ -1,15 +1,15 @@
-"""OnlineCost: what this device's steps take now, from few measurements and the profile as the prior.
+"""OnlineCost estimates the cost of this device's steps from few measurements, with the profile as the prior.
 
-    T(b) = d + f P(b)      P the cost as it was known before; at first the profile's, or in proportion to b
+    T(b) = d + f P(b)      P: the cost known before; at first the profile's, or proportional to b
 
-At first the level f is free, and d, what the profile has wrong in its fixed part, is kept small (ridge): one
-batch alone changes the level and leaves the shape to the profile.
+At first the level f is free, and d, the error of the profile's fixed part, is kept small (ridge):
+measurements of a single batch change the level and keep the profile's shape.
 
-A change at a batch that was measured before is the device's. A large one (a small one may be noise, and is
-taken in part) begins anew: P is then the cost before it. One sample cannot tell slope from intercept, and now
-the intercept d is charged first, f being kept near 1: who shares a device asks for its time once a step as
-often as once a sample, and if that was wrong, the next batch, an unlike one, says so. Two unlike batches
-determine both.
+A different time at a batch that was measured before means that the device has changed. A small change may be
+noise, so only a part of it is taken. A large change starts anew, with the current cost as P. One batch cannot
+separate slope from intercept. Now d is adjusted first and f is kept near 1, because a co-tenant that takes
+time once a step is as likely as one that takes time once a sample. The next, different batch corrects a wrong
+guess, since two different batches determine both d and f.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ import numpy as np
 
 from pyps.solver.costs import Cost, Line, Table
 
-CHANGE = 0.10  # of a window's median: more is no noise
+CHANGE = 0.10  # relative, of a window's median: a larger change is not noise
 FOLLOW = 0.3  # the part of a smaller change that is taken
-NOISE, FIXED = (
-    0.01,
-    0.3,
-)  # relative: of a window's median; of T(b), how far off the profile's fixed part may be
-REMEMBERED, AGING = 6, 0.7  # batches, and the weight of each next older one
+NOISE = 0.01  # relative error of a window's median
+FIXED = 0.3  # relative to T(b): how wrong the profile's fixed part may be
+REMEMBERED, AGING = 6, 0.7  # batches, and the weight of each older batch relative to the next newer one
 LEAST_SECONDS = 1e-9
 
 PROPORTIONAL = Line(0.0, 1e-3)
 
 
 class OnlineCost:
-    """Fed with the median seconds of windows; `cost` is what to plan with."""
+    """Takes in the median seconds of windows; plan with `cost`."""
 
     def __init__(self, prior: Cost | None = None) -> None:
         self.prior = PROPORTIONAL if prior is None else prior  # or the cost before the last change
@@ -45,7 +43,7 @@ class OnlineCost:
 
     @property
     def cost(self) -> Cost:
-        """The cost as it is believed now: the prior itself before anything was measured."""
+        """The current estimate: the prior itself before the first measurement."""
         return refit(self.prior, self.known, self.changed)
 
     def observe(self, batch: int, seconds: float) -> None:
@@ -68,7 +66,7 @@ class OnlineCost:
 def refit(prior: Cost, known: Mapping[int, float], changed: bool = False) -> Cost:
     """The d + f P(b), f > 0, nearest to the known seconds by batch, the latest last: ridge least squares.
 
-    changed: the prior's level was right, so that f is kept near 1; otherwise d is kept near 0.
+    changed: keep f near 1, because the prior's level was right; otherwise keep d near 0.
     """
     points = [(b, s) for b, s in known.items() if math.isfinite(prior.seconds(b))]
     if not points:
@@ -80,7 +78,7 @@ def refit(prior: Cost, known: Mapping[int, float], changed: bool = False) -> Cos
     ridge = [0.0, rigid, rigid] if changed else [rigid / seconds[-1], 0.0, 0.0]
     rows = np.vstack([np.column_stack([weight / seconds, weight * shape / seconds, weight]), ridge])
     d, f = np.linalg.lstsq(rows[:, :2], rows[:, 2], rcond=None)[0]
-    if not f > 0:  # longer for less: the shape is the profile's, the level of the latest
+    if not f > 0:  # a larger batch was faster: keep the profile's shape at the latest level
         d, f = 0.0, seconds[-1] / shape[-1]
     return stretched(prior, float(d), float(f))
 

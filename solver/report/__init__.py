@@ -1,1 +1,1 @@
-"""A plan for people: explanations, warnings, what-if, pictures."""
+"""Presents plans: explanations, warnings, what-if, pictures."""

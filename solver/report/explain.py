@@ -1,7 +1,8 @@
-"""Why a plan is as it is: who and what holds it up, what a change is worth, and a verdict in words.
+"""Explains a plan: which workers and bounds determine its time, what a change would save, and a verdict in
+words.
 
-The prices are the dual values of the relaxation over the workers in use (pyps.solver.milp.checks): true for
-small changes, as long as the same workers stay in use.
+The savings are the dual values of the relaxation over the workers in use (pyps.solver.milp.checks). They hold
+for small changes, as long as the same workers stay in use.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyps.formats import Plan
-from pyps.solver.milp.checks import Prices, prices
-from pyps.solver.milp.constrained import Coupled
-from pyps.solver.ranks import Member
+from pyps.solver.exact.minmax import Problem
+from pyps.solver.milp.checks import ShadowPrices, shadow_prices
+from pyps.solver.milp.constrained import ConstrainedProblem
+from pyps.solver.ranks import PlannedRank
 
-WORTH_NAMING = 1e-3  # of the iteration: smaller prices and waits are rounding
+NEGLIGIBLE = 1e-3  # of the iteration: smaller prices and waits are rounding errors
 NAMED_AT_MOST = 4
 PRICED_AT_MOST = 5000  # workers; beyond, a linear program of this size takes minutes
 
 
 @dataclass(frozen=True)
-class Role:
-    """One group of like workers with like batches: what binds it, and what that is worth in seconds.
+class GroupExplanation:
+    """Workers of one group with the same batch: what binds them, and what a change would save, in seconds.
 
     binds: "holds the others up", "at its maximum", "at its minimum", "waits" or "left out". waits_seconds:
-    for the slowest, every iteration. share: how far the group holds the iteration up, of 1. bound_worth:
-    saved for one more sample of room in a worker.
+    how long each worker waits for the slowest, every iteration. share: how much the workers determine the
+    iteration time, from 0 to 1. seconds_saved_per_sample: what a bound that is looser by one sample would
+    save.
     """
 
     name: str
@@ -36,86 +39,91 @@ class Role:
     binds: str
     waits_seconds: float
     share: float
-    bound_worth: float
+    seconds_saved_per_sample: float
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Roles in rank order; sample_worth: seconds that one more sample of global batch costs; the verdict."""
+    """Groups in rank order; the seconds that one more sample in the global batch costs; the verdict."""
 
-    roles: list[Role]
-    sample_worth: float
+    groups: list[GroupExplanation]
+    seconds_per_sample: float
     verdict: str
 
 
-def explain(plan: Plan, members: Sequence[Member], coupled: Coupled) -> Explanation:
-    """Explain the plan that was made of these. Raises PypsError if the relaxation has no optimum."""
+def explain(plan: Plan, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> Explanation:
+    """Explain a plan of these ranks and this problem. Raises PypsError if the relaxation has no optimum."""
     batches = [worker.batch for worker in plan.workers]
     n = len(batches)
-    priced = (
-        prices(coupled.problem, batches)
-        if n <= PRICED_AT_MOST
-        else Prices(plan.iteration_seconds, 0.0, np.zeros(n), np.zeros(n), np.zeros(n))
-    )
-    roles = _roles(plan, members, coupled, priced)
-    return Explanation(roles, priced.per_sample, _verdict(plan, roles, priced, coupled))
+    if n <= PRICED_AT_MOST:
+        priced = shadow_prices(constrained.problem, batches)
+    else:
+        priced = ShadowPrices(plan.iteration_seconds, 0.0, np.zeros(n), np.zeros(n), np.zeros(n))
+    groups = _groups(plan, ranks, constrained.problem, priced)
+    return Explanation(groups, priced.per_sample, _verdict(plan, groups, priced, constrained))
 
 
-def _roles(plan: Plan, members: Sequence[Member], coupled: Coupled, priced: Prices) -> list[Role]:
-    problem = coupled.problem
-    cap = problem.costs.last_batch(problem.cap)
+def _groups(
+    plan: Plan, ranks: Sequence[PlannedRank], problem: Problem, priced: ShadowPrices
+) -> list[GroupExplanation]:
     slowest = max(worker.predicted_seconds for worker in plan.workers)
     found: dict[tuple[str, int], list[int]] = {}
-    for rank, (member, worker) in enumerate(zip(members, plan.workers, strict=True)):
-        found.setdefault((member.group.name, worker.batch), []).append(rank)
-    roles = []
-    for (name, batch), ranks in found.items():
-        first, step = ranks[0], int(problem.quantum[ranks[0]])
+    for k, (rank, worker) in enumerate(zip(ranks, plan.workers, strict=True)):
+        found.setdefault((rank.group.name, worker.batch), []).append(k)
+    groups = []
+    for (name, batch), places in found.items():
+        first = places[0]
         waits = slowest - plan.workers[first].predicted_seconds
-        low = max(int(problem.low[first]), 1)
-        if not batch:
-            binds = "left out"
-        elif batch + step > cap[first]:
-            binds = "at its maximum"
-        elif batch - step < low and low > step:
-            binds = "at its minimum"
-        elif waits <= WORTH_NAMING * slowest or priced.share[first] > WORTH_NAMING:
-            binds = "holds the others up"
-        else:
-            binds = "waits"
-        worth = float(max(priced.cap[first], priced.low[first]))
-        roles.append(
-            Role(
-                name,
-                len(ranks),
-                batch,
-                binds,
-                waits if batch else 0.0,
-                float(priced.share[ranks].sum()),
-                worth,
+        delays = waits <= NEGLIGIBLE * slowest or priced.share[first] > NEGLIGIBLE
+        groups.append(
+            GroupExplanation(
+                name=name,
+                workers=len(places),
+                batch=batch,
+                binds=_binds(problem, first, batch, delays),
+                waits_seconds=waits if batch else 0.0,
+                share=float(priced.share[places].sum()),
+                seconds_saved_per_sample=float(max(priced.max_batch[first], priced.min_batch[first])),
             )
         )
-    return roles
+    return groups
 
 
-def _verdict(plan: Plan, roles: Sequence[Role], priced: Prices, coupled: Coupled) -> str:
-    """The one paragraph."""
+def _binds(problem: Problem, k: int, batch: int, delays: bool) -> str:
+    """What binds worker k at this batch. delays: the others wait for it."""
+    most = problem.costs.take(np.array([k])).last_batch(problem.max_batch[[k]])[0]
+    step, least = int(problem.batch_multiple[k]), max(int(problem.min_batch[k]), 1)
+    if not batch:
+        return "left out"
+    if batch + step > most:
+        return "at its maximum"
+    if batch - step < least and least > step:
+        return "at its minimum"
+    return "holds the others up" if delays else "waits"
+
+
+def _verdict(
+    plan: Plan, groups: Sequence[GroupExplanation], priced: ShadowPrices, constrained: ConstrainedProblem
+) -> str:
+    """The explanation in one paragraph."""
     sentences = [_time_sentence(plan)]
-    holders = [role for role in roles if role.binds == "holds the others up"]
+    holders = [group for group in groups if group.binds == "holds the others up"]
     if holders:
         several = len(holders) > 1 or holders[0].workers > 1
         sentences.append(f"{_names(holders)} {'set' if several else 'sets'} the pace.")
-    for role in roles:
-        if role.binds == "at its maximum":
-            room = f"; one more sample of room would save {_ms(role.bound_worth)}" if role.bound_worth else ""
-            sentences.append(f"{_names([role])} cannot take more than {role.batch} samples{room}.")
-        if role.binds == "at its minimum":
-            sentences.append(f"{_names([role])} may not take fewer than {role.batch} samples.")
-    out = [role for role in roles if role.binds == "left out"]
+    for group in groups:
+        if group.binds == "at its maximum":
+            saved = group.seconds_saved_per_sample
+            gain = f"; one more sample of room would save {_ms(saved)}" if saved else ""
+            sentences.append(f"{_names([group])} cannot take more than {group.batch} samples{gain}.")
+        if group.binds == "at its minimum":
+            sentences.append(f"{_names([group])} may not take fewer than {group.batch} samples.")
+    out = [group for group in groups if group.binds == "left out"]
     if out:
-        why = "the others are done sooner without" if coupled.loose else "that keeps limits and time"
+        tied = constrained.has_side_constraints
+        why = "the limits or ties require it" if tied else "the others finish sooner without"
         sentences.append(f"{_names(out)} should stay out: {why}.")
-    for limit in coupled.limits:
+    for limit in constrained.limits:
         used = float(limit.need[[worker.batch > 0 for worker in plan.workers]].sum())
         sentences.append(f"Of {limit.key} {limit.at_most:g}, {used:g} is used.")
     if priced.per_sample > 0:
@@ -136,15 +144,15 @@ def _bound_sentence(plan: Plan) -> str:
     gain = 1 - plan.lower_bound_seconds / plan.iteration_seconds
     if plan.sync:
         return "No choice of workers and batches within the bounds is faster."
-    if gain < WORTH_NAMING:
-        return "No split can be faster, even of divisible samples."
-    return f"No split is faster; were samples divisible and minima gone, at most {gain:.1%} could be gained."
+    if gain < NEGLIGIBLE:
+        return "No split can be faster, even if samples could be divided."
+    return f"No split is faster; with divisible samples and no minima, the gain would be at most {gain:.1%}."
 
 
-def _names(roles: Sequence[Role]) -> str:
+def _names(groups: Sequence[GroupExplanation]) -> str:
     counts: dict[str, int] = {}
-    for role in roles:
-        counts[role.name] = counts.get(role.name, 0) + role.workers
+    for group in groups:
+        counts[group.name] = counts.get(group.name, 0) + group.workers
     parts = [f"{name} ({count} workers)" if count > 1 else name for name, count in counts.items()]
     if len(parts) > NAMED_AT_MOST:
         parts = [*parts[: NAMED_AT_MOST - 1], f"{len(parts) - NAMED_AT_MOST + 1} more groups"]

@@ -1,6 +1,6 @@
-"""Pictures: a plan's timeline below that of the even split, R2SP's ring, the front of time against price.
+"""Draws a plan's timeline below that of the even split, R2SP's ring, and the Pareto front of time and price.
 
-PNG or SVG by the file's ending. They read in grey: what a bar means is in its hatch, not in its colour.
+The file's ending selects PNG or SVG. The pictures are readable in grey: a hatch, not a colour, marks a bar.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from pyps.errors import InputError, PypsError
 from pyps.formats import Plan
-from pyps.solver.milp.pareto import FrontPoint
+from pyps.solver.milp.pareto import ParetoPoint
+from pyps.solver.plan import even_batches
 
 ROWS_AT_MOST = 32  # workers on one page
 TURNS_AT_MOST = 360  # in one ring
@@ -27,7 +28,7 @@ Path_ = str | os.PathLike[str]
 
 
 def draw_timeline(plan: Plan, even_seconds: Sequence[float], path: Path_) -> None:
-    """One iteration of every worker: even split above, plan below; seconds of even_seconds by rank.
+    """One iteration of every worker: even split above, plan below. even_seconds: of each rank, evenly split.
 
     Raises PypsError without matplotlib, InputError where the file cannot be written.
     """
@@ -37,8 +38,8 @@ def draw_timeline(plan: Plan, even_seconds: Sequence[float], path: Path_) -> Non
     sync = plan.sync.seconds if plan.sync else 0.0
     names = [worker.name for worker in plan.workers[:rows]]
     even = list(even_seconds)[:rows]
-    n, B = len(plan.workers), plan.global_batch
-    batches = [B // n + (k < B % n) for k in range(rows)]
+    n = len(plan.workers)
+    batches = even_batches(plan.global_batch, n)[:rows]
     broken = "" if plan.even_split.feasible else " (breaks a bound)"
     _timeline(
         above, names, even, batches, max((s for s in even_seconds if math.isfinite(s)), default=0.0), sync
@@ -74,7 +75,7 @@ def _timeline(
 
 
 def draw_ring(plan: Plan, path: Path_) -> None:
-    """R2SP's period as a ring, clockwise from the top: each worker's turn, hatched, where it begins.
+    """R2SP's period as a ring, clockwise from the top, with each worker's turn hatched.
 
     Raises as draw_timeline.
     """
@@ -101,22 +102,20 @@ def draw_ring(plan: Plan, path: Path_) -> None:
     _save(figure, path)
 
 
-def draw_front(points: Sequence[FrontPoint], path: Path_) -> None:
-    """Iteration time against price per hour; a star where a sample is cheapest. Raises as draw_timeline."""
+def draw_pareto(points: Sequence[ParetoPoint], path: Path_) -> None:
+    """Iteration time against price per hour; a star marks the cheapest sample. Raises as draw_timeline."""
     figure = _figure(6.5, 4.5)
     axes = figure.subplots()
-    times = [1e3 * point.split.iteration_seconds for point in points]
+    times = [1e3 * point.solution.iteration_seconds for point in points]
     prices = [point.price_per_hour for point in points]
     axes.step(times, prices, where="post", color="0.5", linestyle="--", linewidth=1, zorder=1)
     axes.plot(times, prices, "o", color="black", zorder=2, label="no choice is better in both")
     cheapest = min(range(len(points)), key=lambda k: points[k].price_per_million_samples)
     label = f"cheapest sample: {points[cheapest].price_per_million_samples:.4g} a million"
-    axes.plot(
-        times[cheapest], prices[cheapest], "*", markersize=16, markerfacecolor="white",
-        markeredgecolor="black", zorder=3, label=label,
-    )  # fmt: skip
+    star = {"markersize": 16, "markerfacecolor": "white", "markeredgecolor": "black", "zorder": 3}
+    axes.plot(times[cheapest], prices[cheapest], "*", label=label, **star)
     for time, price, point in zip(times, prices, points, strict=True):
-        used = int((point.split.batches > 0).sum())
+        used = int((point.solution.batches > 0).sum())
         axes.annotate(f"{used} workers", (time, price), (6, 6), textcoords="offset points", fontsize=8)
     axes.set(xlabel="one iteration (ms)", ylabel="price per hour")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""What it would be worth to add or drop workers: the plan before and after, side by side."""
+"""Compares the plans before and after a change of the workers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pyps.formats import Cluster, Plan, WorkerGroup, check_cluster
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A plan in four figures; utilisation: the share of the iteration that the cluster's workers compute.
+class PlanSummary:
+    """The main figures of a plan. utilisation: the share of the iteration in which the workers compute.
 
-    price_per_million_samples is None where a worker in use states no price.
+    Prices are None if a worker in use states none.
     """
 
     iteration_seconds: float
@@ -25,10 +25,10 @@ class Outcome:
     price_per_million_samples: float | None
 
 
-def outcome_of(plan: Plan) -> Outcome:
-    """The four figures of a plan."""
+def summary_of(plan: Plan) -> PlanSummary:
+    """The main figures of a plan."""
     busy = sum(worker.predicted_seconds for worker in plan.workers)
-    return Outcome(
+    return PlanSummary(
         iteration_seconds=plan.iteration_seconds,
         samples_per_second=plan.global_batch / plan.iteration_seconds,
         utilisation=busy / (len(plan.workers) * plan.iteration_seconds),
@@ -40,9 +40,11 @@ def outcome_of(plan: Plan) -> Outcome:
 def changed(
     cluster: Cluster, add: Mapping[str, int], drop: Mapping[str, int | None], new: Sequence[WorkerGroup] = ()
 ) -> Cluster:
-    """The cluster with so many workers more and fewer in its groups (drop None: all of it), and new groups.
+    """The cluster after adding and removing workers.
 
-    Raises InputError for a name that no group has, for more dropped than there are, or if nobody is left.
+    add: workers to add, by group name. drop: workers to remove, by group name; None removes the whole group.
+    new: groups to append. Raises InputError for an unknown group, for more workers dropped than there are, or
+    if no worker is left.
     """
     names = [group.name for group in cluster.worker]
     for option, name in [*(("--add", name) for name in add), *(("--drop", name) for name in drop)]:
@@ -57,14 +59,14 @@ def changed(
         if count:
             groups.append(msgspec.structs.replace(group, count=count))
     if not (groups or new):
-        raise InputError("--drop", "", "every worker", "somebody left to compute")
+        raise InputError("--drop", "", "every worker", "at least one worker left")
     whole = msgspec.structs.replace(cluster, worker=[*groups, *new])
     check_cluster("the changed cluster", whole)
     return whole
 
 
-def verdict(before: Outcome, after: Outcome) -> str:
-    """One sentence: gain or loss in time, price and utilisation."""
+def verdict(before: PlanSummary, after: PlanSummary) -> str:
+    """The gain or loss in time, price and utilisation, in one sentence."""
     time = after.iteration_seconds / before.iteration_seconds - 1
     parts = [f"an iteration takes {abs(time):.1%} {'less' if time < 0 else 'more'} time"]
     if time == 0:

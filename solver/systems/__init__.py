@@ -1,1 +1,1 @@
-"""What a plan holds for each system: R2SP's ring, H-PS's pipelines and bits, the global batch by goodput."""
+"""The parts of a plan for single systems: R2SP's ring, H-PS's pipelines and bits, the batch by goodput."""

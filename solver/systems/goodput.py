@@ -1,13 +1,14 @@
-"""Which global batch learns fastest: throughput times what each sample is worth.
+"""Finds the global batch that learns fastest: throughput times the statistical efficiency of a sample.
 
-With the gradient noise scale phi = S / |G|^2 in samples, a sample in a batch of B is worth
+With the gradient noise scale phi = S / |G|^2 in samples, a sample in a batch of B contributes
 
     efficiency(B) = (phi + m0) / (phi + B)
 
-of one in a batch of m0 (Pollux, Qiao et al., OSDI 2021, section 2.2; the noise scale is that of McCandlish
-et al., arXiv 1812.06162), and goodput(B) = B / T(B) * efficiency(B) with T(B) the planned iteration.
-B / (phi + B) rises with B, and T's relaxation never falls, so on low .. high goodput is at most that of
-B = high in the relaxed time of low: branch and bound finds the best batch to within GAP.
+times as much as one in a batch of m0 (Pollux, Qiao et al., OSDI 2021, section 2.2; the noise scale is that of
+McCandlish et al., arXiv 1812.06162). Then goodput(B) = B / T(B) * efficiency(B), with T(B) the planned
+iteration. B / (phi + B) rises with B, and the relaxation of T never falls, so the goodput of every batch
+in low .. high is at most that of B = high in the relaxed time of low. Branch and bound uses this to find the
+best batch to within GAP.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from math import gcd
 from pyps.errors import Infeasible
 from pyps.formats import MAX_BATCH, GoodputEstimate
 from pyps.solver.exact.minmax import times
-from pyps.solver.milp.constrained import Coupled, Split, solve_coupled
+from pyps.solver.milp.constrained import ConstrainedProblem, ConstrainedSolution, solve_constrained
 from pyps.solver.milp.relaxed import subset_bound
 
 GAP = 1e-3  # relative: no batch has a goodput higher by more
 
 
 @dataclass(frozen=True)
-class Worth:
-    """noise_scale phi and base_batch m0, in samples."""
+class StatisticalEfficiency:
+    """How much a sample contributes in a larger batch; noise_scale phi and base_batch m0, in samples."""
 
     noise_scale: float
     base_batch: int
 
     def efficiency(self, global_batch: int) -> float:
-        """What a sample is worth, against one in a batch of base_batch."""
+        """The contribution of a sample, relative to one in a batch of base_batch."""
         return (self.noise_scale + self.base_batch) / (self.noise_scale + global_batch)
 
     def estimate(self, global_batch: int, iteration_seconds: float) -> GoodputEstimate:
@@ -50,25 +51,25 @@ class Worth:
 
 
 def best_batch(
-    coupled: Coupled,
-    worth: Worth,
+    constrained: ConstrainedProblem,
+    statistical: StatisticalEfficiency,
     most: int = MAX_BATCH,
-    solved: Callable[[Coupled], Split] = solve_coupled,
-) -> tuple[int, Split]:
-    """The global batch of highest goodput up to `most`, to within GAP, and its split, by `solved`.
+    solved: Callable[[ConstrainedProblem], ConstrainedSolution] = solve_constrained,
+) -> tuple[int, ConstrainedSolution]:
+    """The global batch of highest goodput up to `most`, to within GAP, and its solution by `solved`.
 
-    coupled.problem.global_batch is not used. Only multiples of what divides every quantum are tried. Raises
-    Infeasible if no batch has a split.
+    Ignores constrained.problem.global_batch. Tries only multiples of the greatest common divisor of the batch
+    multiples. Raises Infeasible if no batch has a solution.
     """
-    step = gcd(*coupled.problem.quantum.tolist())
-    last = min(most, int(coupled.problem.cap.sum()), MAX_BATCH) // step
-    best: tuple[float, int, Split] | None = None
-    bound = _bound_of(coupled)
+    step = gcd(*constrained.problem.batch_multiple.tolist())
+    last = min(most, int(constrained.problem.max_batch.sum()), MAX_BATCH) // step
+    best: tuple[float, int, ConstrainedSolution] | None = None
+    bound = _bound_of(constrained)
     seen: set[int] = set()
 
     def box(low: int, high: int) -> tuple[float, int, int]:
-        """The highest goodput that low .. high steps could have, negative for the heap."""
-        return -high * step / bound(low * step) * worth.efficiency(high * step), low, high
+        """An upper bound of the goodput of low .. high steps, negative for the heap."""
+        return -high * step / bound(low * step) * statistical.efficiency(high * step), low, high
 
     ends = [min(2**k, last) for k in range(last.bit_length() + 1)]
     boxes = [box(low, high) for low, high in itertools.pairwise(ends)]
@@ -80,10 +81,12 @@ def best_batch(
         middle = (low + high) // 2
         for k in {low, middle, high} - seen:
             seen.add(k)
-            split = _split_at(coupled, k * step, solved)
-            if split is not None:
-                goodput = worth.estimate(k * step, split.iteration_seconds).goodput
-                best = max(best or (0.0, 0, split), (goodput, k * step, split), key=lambda found: found[0])
+            solution = _solution_at(constrained, k * step, solved)
+            if solution is not None:
+                goodput = statistical.estimate(k * step, solution.iteration_seconds).goodput
+                best = max(
+                    best or (0.0, 0, solution), (goodput, k * step, solution), key=lambda found: found[0]
+                )
         for first, final in ((low, middle), (middle, high)):
             if final - first > 1:
                 heapq.heappush(boxes, box(first, final))
@@ -94,23 +97,27 @@ def best_batch(
     return best[1], best[2]
 
 
-def _bound_of(coupled: Coupled) -> Callable[[int], float]:
-    """No split of B samples is sooner than this, in seconds."""
-    problem, ends = coupled.problem, {}
-    slowest = float(times(problem.costs, problem.costs.last_batch(problem.cap)).max())
+def _bound_of(constrained: ConstrainedProblem) -> Callable[[int], float]:
+    """A lower bound, in seconds, of the iteration with a given global batch."""
+    problem, ends = constrained.problem, {}
+    slowest = float(times(problem.costs, problem.costs.last_batch(problem.max_batch)).max())
 
     def bound(global_batch: int) -> float:
         if global_batch not in ends:
             at = replace(problem, global_batch=global_batch)
-            wait = float(coupled.sync.by_link(len(problem.costs)).max())
-            ends[global_batch] = subset_bound(at, coupled.sync, slowest + wait)
+            wait = float(constrained.sync.by_link(len(problem.costs)).max())
+            ends[global_batch] = subset_bound(at, constrained.sync, slowest + wait)
         return ends[global_batch]
 
     return bound
 
 
-def _split_at(coupled: Coupled, global_batch: int, solved: Callable[[Coupled], Split]) -> Split | None:
+def _solution_at(
+    constrained: ConstrainedProblem,
+    global_batch: int,
+    solved: Callable[[ConstrainedProblem], ConstrainedSolution],
+) -> ConstrainedSolution | None:
     try:
-        return solved(replace(coupled, problem=replace(coupled.problem, global_batch=global_batch)))
+        return solved(replace(constrained, problem=replace(constrained.problem, global_batch=global_batch)))
     except Infeasible:
         return None

@@ -1,14 +1,14 @@
-"""H-PS's pipeline: how deep, with how many bits each way, and the period that makes.
+"""Designs H-PS's pipelines: the depth of each worker's pipeline, its bits each way, and the resulting period.
 
 H-PS (Xian et al., IEEE Access 9, 2021): a pipeline keeps workers computing while parameters are in transfer,
-and quantization shrinks the traffic in both directions. Ours: with d iterations in flight, one of them
+and quantization shrinks the traffic in both directions. Our model: with d iterations in flight, one of them
 computing (C seconds) and d - 1 in transfer (M seconds, W of them on the wire),
 
     period = C + M for d = 1,  max(C, W, M / (d - 1)) for d > 1;   staleness grows by d - 1
 
-so two buffers reach max(C, M), and more help only where latency makes M longer than both C and W. Of the bits
-that keep the error of a push and of a pull within the budget, every worker takes the most exact ones with
-which it is no later than the slowest worker has to be.
+Two buffers reach max(C, M); more help only where latency makes M longer than both C and W. Among the bits
+that keep the error of a push and of a pull within the budget, every worker takes the most exact ones that
+make it no slower than the slowest worker's best period.
 """
 
 from __future__ import annotations
@@ -18,43 +18,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyps.formats import Bits, HpsEstimate, HpsWorker
-from pyps.solver.links import ERROR, Link
+from pyps.solver.links import ERROR, LinkCost
 
-SAME = 1 + 1e-12  # relative: what rounding may add to a period
+SAME = 1 + 1e-12  # relative: the rounding error allowed in a period
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Bits each way and the pipeline that they make: iterations in flight and seconds a period."""
+class PipelineDesign:
+    """Bits each way, iterations in flight (depth), and the seconds of a period."""
 
-    push: Bits
-    pull: Bits
+    push_bits: Bits
+    pull_bits: Bits
     depth: int
-    period: float
+    period_seconds: float
 
     @property
     def error(self) -> tuple[float, float, float]:
-        """The larger error first; of equals, the one with exact pulls: pushes have error feedback."""
-        push, pull = ERROR[self.push], ERROR[self.pull]
+        """Sort key: the larger error, then the sum, then the pull's, because pushes have error feedback."""
+        push, pull = ERROR[self.push_bits], ERROR[self.pull_bits]
         return max(push, pull), push + pull, pull
 
 
-def pipeline(compute_seconds: float, link: Link, push: Bits = 32, pull: Bits = 32) -> Choice:
+def design_pipeline(
+    compute_seconds: float, link: LinkCost, push: Bits = 32, pull: Bits = 32
+) -> PipelineDesign:
     """The shallowest pipeline with the shortest period."""
     transfer, floor = link.seconds(push, pull), max(compute_seconds, link.wire_seconds(push, pull))
     if transfer == 0:
-        return Choice(push, pull, 1, compute_seconds)
+        return PipelineDesign(push, pull, 1, compute_seconds)
     in_transfer = math.ceil(transfer / floor)
-    return Choice(push, pull, 1 + in_transfer, max(floor, transfer / in_transfer))
+    return PipelineDesign(push, pull, 1 + in_transfer, max(floor, transfer / in_transfer))
 
 
 def hps_estimate(
     ranks: Sequence[int],
     compute_seconds: Sequence[float],
-    links: Sequence[Link | None],
+    links: Sequence[LinkCost | None],
     error_budget: float = 0.0,
 ) -> HpsEstimate:
-    """The slowest worker's iteration with and without overlap; empty where a link is not known."""
+    """The slowest worker's iteration with and without overlap; empty if a link is unknown."""
     known = [link for link in links if link is not None]
     if len(known) < len(ranks):
         return HpsEstimate()
@@ -65,28 +67,33 @@ def hps_estimate(
         transfer_seconds=max(x for _, x in pairs),
         serial_seconds=max(t + x for t, x in pairs),
         pipelined_seconds=max(max(t, x) for t, x in pairs),
-        quantized_seconds=max(choice.period for choice in chosen),
+        quantized_seconds=max(design.period_seconds for design in chosen),
         workers=[
             HpsWorker(
                 rank=rank,
-                depth=choice.depth,
-                push_bits=choice.push,
-                pull_bits=choice.pull,
-                period_seconds=choice.period,
+                depth=design.depth,
+                push_bits=design.push_bits,
+                pull_bits=design.pull_bits,
+                period_seconds=design.period_seconds,
             )
-            for rank, choice in zip(ranks, chosen, strict=True)
+            for rank, design in zip(ranks, chosen, strict=True)
         ],
     )
 
 
-def _chosen(compute_seconds: Sequence[float], links: Sequence[Link], error_budget: float) -> list[Choice]:
+def _chosen(
+    compute_seconds: Sequence[float], links: Sequence[LinkCost], error_budget: float
+) -> list[PipelineDesign]:
     allowed = [bits for bits, error in ERROR.items() if error <= error_budget]
     options = [
-        [pipeline(t, link, push, pull) for push in allowed for pull in allowed]
+        [design_pipeline(t, link, push, pull) for push in allowed for pull in allowed]
         for t, link in zip(compute_seconds, links, strict=True)
     ]
-    period = max(min(choice.period for choice in mine) for mine in options)
+    period = max(min(design.period_seconds for design in mine) for mine in options)
     return [
-        min((choice for choice in mine if choice.period <= period * SAME), key=lambda choice: choice.error)
+        min(
+            (design for design in mine if design.period_seconds <= period * SAME),
+            key=lambda design: design.error,
+        )
         for mine in options
     ]

@@ -1,9 +1,10 @@
-"""R2SP's turns: when each worker updates the server, and what would make turns fit that do not.
+"""Schedules R2SP's turns: when each worker updates the server, and what would make turns fit that do not.
 
-R2SP (Chen, Wang, Li, INFOCOM 2019): workers update the server in an evenly gapped round-robin, so that
-transfers do not collide. Ours: the period is the slowest worker's iteration with its own transfer, each of
-the N turns is a push and a pull, and the schedule is feasible if all N fit into a period one after another.
-Any order has the same period; whoever is done first goes first, which makes the first round shortest.
+R2SP (Chen, Wang, Li, INFOCOM 2019): workers update the server in an evenly spaced round-robin, so that
+transfers do not collide. Our model: the period is the slowest worker's iteration with its own transfer, each
+of the N turns is a push and a pull, and the schedule is feasible if all N turns fit into a period one after
+another. Every order has the same period; the worker that finishes first goes first, which makes the first
+round shortest.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from pyps.formats import MAX_BATCH, Bits, R2spRemedies, R2spSchedule
-from pyps.solver.links import Link
+from pyps.solver.links import LinkCost
 
-At = Callable[[int], tuple[Sequence[float], Sequence[Link]] | None]
+At = Callable[[int], tuple[Sequence[float], Sequence[LinkCost]] | None]
 FEWER_BITS: tuple[Bits, ...] = (16, 8, 4)
 
 
 def r2sp_schedule(
-    ranks: Sequence[int], compute_seconds: Sequence[float], links: Sequence[Link | None]
+    ranks: Sequence[int], compute_seconds: Sequence[float], links: Sequence[LinkCost | None]
 ) -> R2spSchedule:
-    """The ring of the ranks that take part. Without links for all, feasible is None, turns take no time."""
+    """The ring of the given ranks. If a link is unknown, feasible is None and turns take no time."""
     known = [link for link in links if link is not None]
     complete = len(known) == len(ranks)
     turns = [link.seconds() if link else 0.0 for link in links]
@@ -43,7 +44,7 @@ def r2sp_schedule(
 
 
 def _offsets(turns: Sequence[float], period: float) -> list[float]:
-    """Even gaps where every turn fits into one, else each turn and an equal share of what is left over."""
+    """Even gaps if every turn fits into one; otherwise each turn plus an equal share of the spare time."""
     gap, spare = period / len(turns), max(0.0, period - sum(turns)) / len(turns)
     if max(turns) <= gap:
         return [k * gap for k in range(len(turns))]
@@ -57,11 +58,12 @@ def fits(compute_seconds: Sequence[float], turns: Sequence[float]) -> bool:
 
 
 def remedies(
-    compute_seconds: Sequence[float], links: Sequence[Link], global_batch: int, at: At | None
+    compute_seconds: Sequence[float], links: Sequence[LinkCost], global_batch: int, at: At | None
 ) -> R2spRemedies:
-    """What alone would make turns fit that do not: a larger batch, fewer bits, or more links.
+    """The changes that would each make the turns fit: a larger batch, fewer bits, or more links.
 
-    at: the compute seconds and links of the workers in use at another global batch, None if it has no split.
+    at: maps a global batch to the compute seconds and links of the workers in use, or to None if that batch
+    has no split.
     """
     bits = next(
         (b for b in FEWER_BITS if fits(compute_seconds, [link.seconds(b, b) for link in links])), None
@@ -74,7 +76,7 @@ def remedies(
 
 
 def _larger_batch(global_batch: int, at: At) -> int | None:
-    """The smallest batch found above one that does not fit, by doubling and bisection; the answer fits."""
+    """The smallest fitting batch above global_batch that doubling and bisection find, or None."""
 
     def good(batch: int) -> bool | None:
         found = at(batch)
@@ -96,7 +98,7 @@ def _larger_batch(global_batch: int, at: At) -> int | None:
 
 
 def _links_needed(compute_seconds: Sequence[float], turns: Sequence[float]) -> int:
-    """How many links like this one, each for some of the workers, the longest turns dealt out first."""
+    """How many such links suffice if the workers are spread over them, longest turns first."""
     alone = max(t + x for t, x in zip(compute_seconds, turns, strict=True))
     longest_first = sorted(turns, reverse=True)
 

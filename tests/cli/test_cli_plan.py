@@ -115,7 +115,7 @@ def test_an_even_split_that_does_not_fit_is_said(shell: Shell) -> None:
             ["cluster.toml", "global_batch 512", "600"],
         ),
         ('.json"', '.json"\nmax_batch = 100', 3, ["cluster.toml", "maxima sum to 400", "largest feasible"]),
-        ('.json"', '.json"\nquantum = 100', 3, ["cluster.toml", "500 or 600"]),
+        ('.json"', '.json"\nbatch_multiple = 100', 3, ["cluster.toml", "500 or 600"]),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(

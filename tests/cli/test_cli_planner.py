@@ -1,4 +1,4 @@
-"""`pyps-plan` beyond the split: options, what-if, front, pictures, and how what cannot be done is refused."""
+"""`pyps-plan` beyond the split: options, what-if, pareto, pictures, and refusals."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def test_what_if_says_gain_or_loss(shell: Shell) -> None:
     Path("other.json").write_bytes(Path("slow.json").read_bytes())
     found = json.loads(shell("what-if", "cluster.toml", "--add", "other.json*3", "--json").out)
     assert found["after"]["iteration_seconds"] < found["before"]["iteration_seconds"]
-    assert shell("what-if", "cluster.toml", "--drop", "nobody").code == 2
+    assert shell("what-if", "cluster.toml", "--drop", "unknown").code == 2
     assert shell("what-if", "cluster.toml", "--drop", "fast", "--drop", "slow*1").code == 3
 
 
-def test_the_front_falls(shell: Shell) -> None:
+def test_prices_fall_along_the_pareto_front(shell: Shell) -> None:
     done = shell(
-        "front", "cluster.toml", "--json", "--picture", "front.svg", text=CLUSTER.replace("600", "250")
+        "pareto", "cluster.toml", "--json", "--picture", "front.svg", text=CLUSTER.replace("600", "250")
     )
     assert done.code == 0
     points = json.loads(done.out)
@@ -144,8 +144,8 @@ def test_the_front_falls(shell: Shell) -> None:
     assert times == sorted(times)
     assert prices == sorted(prices, reverse=True)
     assert "<svg" in Path("front.svg").read_text()
-    assert "fast x 2" in shell("front", "cluster.toml").out
-    silent = shell("front", "cluster.toml", text=CLUSTER.replace("price_per_hour = 0.5\n", ""))
+    assert "fast x 2" in shell("pareto", "cluster.toml").out
+    silent = shell("pareto", "cluster.toml", text=CLUSTER.replace("price_per_hour = 0.5\n", ""))
     assert silent.code == 2
     assert "worker[1].price_per_hour" in silent.err
 
@@ -186,7 +186,7 @@ def test_a_budget_for_samples_is_kept_and_confirmed(shell: Shell) -> None:
             "= 2000",
             "is 1024, or allow every worker max_accumulation = 3",
         ),
-        ("watts = 300", "watts = 300\nquantum = 7", "the nearest feasible global_batch is"),
+        ("watts = 300", "watts = 300\nbatch_multiple = 7", "the nearest feasible global_batch is"),
         ("[[worker]]", "[limits]\nwatts = 300\n[[worker]]", "raise limits.watts from 300 to 700"),
         (
             "[[worker]]",
@@ -200,8 +200,8 @@ def test_what_cannot_be_is_refused_with_the_smallest_change(
     shell: Shell, old: str, new: str, way_out: str
 ) -> None:
     text = CLUSTER.replace(old, new, 1)
-    if "quantum" in new:
-        text = text.replace("watts = 200", "watts = 200\nquantum = 14")
+    if "batch_multiple" in new:
+        text = text.replace("watts = 200", "watts = 200\nbatch_multiple = 14")
     done = shell("cluster.toml", text=text)
     assert done.code == 3
     assert way_out in done.err

@@ -93,10 +93,8 @@ def test_json_stands_alone_on_stdout_and_no_file_is_written(shell: Shell) -> Non
 
 def test_import_writes_a_profile_and_its_picture(shell: Shell) -> None:
     Path("points.csv").write_text(CSV)
-    done = shell(
-        "import", "points.csv", "--max-batch", "512", "--name", "m40", "--parameters", "1000",
-        "-o", "m40.json", "--plot", "x.png",
-    )  # fmt: skip
+    device = ["--max-batch", "512", "--name", "m40", "--parameters", "1000"]
+    done = shell("import", "points.csv", *device, "-o", "m40.json", "--plot", "x.png")
     assert done.code == 0, done.err
     assert files() == ["m40.json", "points.csv", "x.png"]
     profile = read_profile("m40.json")

@@ -101,7 +101,7 @@ def test_cluster_is_read_with_its_defaults_and_resolved_profiles(folder: Path) -
     assert [group.profile for group in cluster.worker] == [str(folder / "p.json")] * 2
     assert cluster.worker[0].worker_names() == ["v100-0", "v100-1", "v100-2", "v100-3"]
     assert cluster.worker[1].worker_names() == ["t4"]
-    assert (cluster.worker[1].quantum, cluster.worker[1].required) == (1, False)
+    assert (cluster.worker[1].batch_multiple, cluster.worker[1].required) == (1, False)
 
 
 Change = Callable[[Any], object]
@@ -122,7 +122,7 @@ BAD_PROFILES: list[tuple[str, Change, str, str, str]] = [
     ("version", lambda p: p.update(schema="pyps.profile/2"), "schema", "pyps.profile/2", "pyps.profile/1"),
     ("other", lambda p: p.update(schema="pyps.plan/1"), "schema", "pyps.plan/1", "pyps.profile/1"),
     ("no schema", lambda p: p.pop("schema"), "schema", "nothing", "pyps.profile/1"),
-    ("kind", lambda p: p["fit"].update(kind="cubic"), "fit.kind", "'cubic'", "the format knows"),
+    ("kind", lambda p: p["fit"].update(kind="cubic"), "fit.kind", "'cubic'", "the format allows"),
     (
         "falling",
         lambda p: p["fit"].update(table=[[1, 2.0], [2, 1.0]]),

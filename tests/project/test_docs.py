@@ -23,7 +23,7 @@ PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
 SUBCOMMANDS = {
     "pyps": ("run", "serve", "profile", "plan", "simulate", "shm"),
     "pyps-profile": ("import", "show", "compare", "merge", "link"),
-    "pyps-plan": ("what-if", "front"),
+    "pyps-plan": ("what-if", "pareto"),
 }
 NESTED = {("pyps", "shm"): ("ls", "gc")}
 FILE_NAME = re.compile(r"# ([\w/.-]+\.\w+)\n")

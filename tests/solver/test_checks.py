@@ -10,8 +10,8 @@ import pytest
 from pyps.errors import Infeasible, PypsError
 from pyps.solver.costs import Cost, Costs, Line, Table
 from pyps.solver.exact.minmax import Problem, solve
-from pyps.solver.milp.checks import agreement, milp, prices
-from pyps.solver.milp.constrained import Coupled
+from pyps.solver.milp.checks import agreement, shadow_prices, solve_milp
+from pyps.solver.milp.constrained import ConstrainedProblem
 from pyps.solver.milp.relaxed import relaxed_seconds
 from pyps.solver.sync import Sync
 
@@ -35,20 +35,20 @@ def random_problem(seed: int, *, tables: bool = True) -> Problem:
     if luck.random() < 0.3:
         stacked = stacked.accumulated(luck.choice([7, 16], n))
     if luck.random() < 0.3:
-        stacked = replace(stacked, once=luck.choice([0.0, 0.2, 0.7], n))
+        stacked = replace(stacked, transfer=luck.choice([0.0, 0.2, 0.7], n))
     return Problem.of(
         stacked,
         int(luck.integers(5, 120)),
-        low=luck.choice([1, 4, 20], n),
-        cap=luck.choice([30, 80, 200], n),
-        quantum=luck.choice([1, 2, 4], n),
+        min_batch=luck.choice([1, 4, 20], n),
+        max_batch=luck.choice([30, 80, 200], n),
+        batch_multiple=luck.choice([1, 2, 4], n),
         required=luck.random(n) < 0.2,
     )
 
 
-def alone(problem: Problem) -> Coupled:
+def alone(problem: Problem) -> ConstrainedProblem:
     """Without synchronisation or ties."""
-    return Coupled(problem, Sync.of("none", len(problem.costs)))
+    return ConstrainedProblem(problem, Sync.of("none", len(problem.costs)))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -58,9 +58,9 @@ def test_highs_agrees(seed: int) -> None:
         exact = solve(problem)
     except Infeasible:
         with pytest.raises(Infeasible):
-            milp(problem)
+            solve_milp(problem)
         return
-    batches, theirs = milp(problem)
+    batches, theirs = solve_milp(problem)
     assert sum(batches) == problem.global_batch
     assert exact.iteration_seconds <= theirs <= exact.iteration_seconds * (1 + TOLERANCE)
     assert "same optimum" in agreement(alone(problem), exact.batches.tolist())
@@ -79,14 +79,14 @@ def test_the_relaxation_of_cvxpy_is_ours(seed: int) -> None:
     problem = Problem.of(
         Costs.lines(luck.uniform(0, 0.1, n), luck.uniform(0.001, 0.1, n)),
         200 * n,
-        cap=luck.choice([150, 400, 2000], n),
+        max_batch=luck.choice([150, 400, 2000], n),
         required=True,
     )
     try:
         exact = solve(problem)
     except Infeasible:
         pytest.fail("the seeds are chosen such that all are feasible")
-    theirs = prices(problem, exact.batches.tolist())
+    theirs = shadow_prices(problem, exact.batches.tolist())
     bound = relaxed_seconds(problem, exact.iteration_seconds)
     assert theirs.iteration_seconds == pytest.approx(bound, rel=TOLERANCE)
     assert theirs.share.sum() == pytest.approx(1.0, rel=1e-4)
@@ -94,19 +94,19 @@ def test_the_relaxation_of_cvxpy_is_ours(seed: int) -> None:
 
 def test_prices_tell_what_a_change_is_worth() -> None:
     costs = Costs.lines([0.1, 0.1, 0.1], [0.01, 0.02, 0.04])
-    capped = Problem.of(costs, 300, cap=[50, 500, 500])
-    priced = prices(capped, solve(capped).batches.tolist())
-    one_more = prices(Problem.of(costs, 301, cap=[50, 500, 500]), [50, 200, 51])
-    wider = prices(Problem.of(costs, 300, cap=[51, 500, 500]), [51, 200, 49])
+    capped = Problem.of(costs, 300, max_batch=[50, 500, 500])
+    priced = shadow_prices(capped, solve(capped).batches.tolist())
+    one_more = shadow_prices(Problem.of(costs, 301, max_batch=[50, 500, 500]), [50, 200, 51])
+    wider = shadow_prices(Problem.of(costs, 300, max_batch=[51, 500, 500]), [51, 200, 49])
     assert one_more.iteration_seconds - priced.iteration_seconds == pytest.approx(priced.per_sample, rel=1e-3)
-    assert priced.iteration_seconds - wider.iteration_seconds == pytest.approx(priced.cap[0], rel=1e-3)
+    assert priced.iteration_seconds - wider.iteration_seconds == pytest.approx(priced.max_batch[0], rel=1e-3)
     assert priced.share[0] == pytest.approx(0.0, abs=1e-6)
-    assert priced.cap[1] == pytest.approx(0.0, abs=1e-6)
+    assert priced.max_batch[1] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_tables_are_priced_by_their_lower_hull() -> None:
     problem = Problem.of(Costs.stack([Table(((10, 1.0), (20, 1.2), (40, 3.0))), Line(0.1, 0.1)]), 40)
     exact = solve(problem)
-    assert prices(problem, exact.batches.tolist()).iteration_seconds <= exact.iteration_seconds * (
+    assert shadow_prices(problem, exact.batches.tolist()).iteration_seconds <= exact.iteration_seconds * (
         1 + TOLERANCE
     )

@@ -13,14 +13,21 @@ from pyps.errors import Infeasible
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem
 from pyps.solver.exact.subset import solve_subset
-from pyps.solver.milp.constrained import Coupled, Limit, Resource, by_milp, solve_coupled, valued
-from pyps.solver.sync import Kind, Sync
+from pyps.solver.milp.constrained import (
+    ConstrainedProblem,
+    Limit,
+    Resource,
+    evaluate,
+    solve_by_milp,
+    solve_constrained,
+)
+from pyps.solver.sync import Sync, SyncKind
 
 TOLERANCE = 2e-6  # of HiGHS, on a scale of about 1
-KINDS: list[Kind] = ["none", "ring", "tree", "server"]
+KINDS: list[SyncKind] = ["none", "ring", "tree", "server"]
 
 
-def random_coupled(seed: int, *, ties: bool = True) -> Coupled:
+def random_constrained(seed: int, *, ties: bool = True) -> ConstrainedProblem:
     luck = np.random.default_rng(seed)
     n = int(luck.integers(2, 6))
     costs = Costs.lines(luck.uniform(0.05, 0.4, n), luck.uniform(0.02, 0.3, n), luck.choice([0, 0.5], n))
@@ -30,17 +37,17 @@ def random_coupled(seed: int, *, ties: bool = True) -> Coupled:
     problem = Problem.of(
         costs,
         int(luck.integers(4, 20)),
-        low=luck.choice([1, 1, 3], n),
-        cap=cap,
-        quantum=luck.choice([1, 1, 2], n),
+        min_batch=luck.choice([1, 1, 3], n),
+        max_batch=cap,
+        batch_multiple=luck.choice([1, 1, 2], n),
         required=luck.random(n) < 0.15,
     )
     sync = Sync.of(KINDS[seed % 4], n, luck.choice([0.0, 0.1], n), luck.choice([0.05, 0.3], n))
     if not ties:
-        return Coupled(problem, sync)
+        return ConstrainedProblem(problem, sync)
     price = luck.choice([0.5, 1.0, 2.0, 3.0], n)
     members = luck.random(n) < 0.6
-    return Coupled(
+    return ConstrainedProblem(
         problem,
         sync,
         (
@@ -55,77 +62,81 @@ def random_coupled(seed: int, *, ties: bool = True) -> Coupled:
     )
 
 
-def brute_force(coupled: Coupled) -> float:
+def brute_force(constrained: ConstrainedProblem) -> float:
     """The least time over all splits that keep every bound and tie; infinite if there is none."""
-    problem, best = coupled.problem, math.inf
+    problem, best = constrained.problem, math.inf
     sets = []
-    for low, cap, quantum, required in zip(
-        problem.low, problem.cap, problem.quantum, problem.required, strict=True
+    for low, cap, multiple, required in zip(
+        problem.min_batch, problem.max_batch, problem.batch_multiple, problem.required, strict=True
     ):
-        used = [b for b in range(int(low), min(int(cap), problem.global_batch) + 1) if b % quantum == 0]
+        used = [b for b in range(int(low), min(int(cap), problem.global_batch) + 1) if b % multiple == 0]
         sets.append(used if required else [0, *used])
     for split in itertools.product(*sets):
         batches = np.array(split)
         used = batches > 0
-        if sum(split) != problem.global_batch or any(0 < used[g].sum() < len(g) for g in coupled.together):
+        if sum(split) != problem.global_batch or any(
+            0 < used[g].sum() < len(g) for g in constrained.together
+        ):
             continue
-        if any(limit.need[used].sum() > limit.at_most for limit in coupled.limits):
+        if any(limit.need[used].sum() > limit.at_most for limit in constrained.limits):
             continue
         slowest = 0.0
         for k in np.flatnonzero(used):
             one = problem.costs.take(np.array([k])).seconds(batches[[k]])[0]
-            links = (r.transfer_seconds[used & r.members].sum() for r in coupled.resources if r.members[k])
+            links = (
+                r.transfer_seconds[used & r.workers].sum() for r in constrained.resources if r.workers[k]
+            )
             slowest = max(slowest, one + sum(links))
-        for r in coupled.resources:
+        for r in constrained.resources:
             if r.samples_per_second:
-                slowest = max(slowest, batches[r.members].sum() / r.samples_per_second)
-        best = min(best, slowest + coupled.sync.seconds(batches))
+                slowest = max(slowest, batches[r.workers].sum() / r.samples_per_second)
+        best = min(best, slowest + constrained.sync.seconds(batches))
     return best
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_equal_to_brute_force(seed: int) -> None:
-    coupled = random_coupled(seed)
-    best = brute_force(coupled)
+    constrained = random_constrained(seed)
+    best = brute_force(constrained)
     if math.isinf(best):
         with pytest.raises(Infeasible):
-            solve_coupled(coupled)
+            solve_constrained(constrained)
         return
-    found = solve_coupled(coupled)
+    found = solve_constrained(constrained)
     assert found.iteration_seconds == pytest.approx(best, abs=TOLERANCE)
-    assert found.batches.sum() == coupled.problem.global_batch
+    assert found.batches.sum() == constrained.problem.global_batch
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_milp_equals_the_exact_solver_where_both_apply(seed: int) -> None:
-    coupled = random_coupled(seed, ties=False)
+    constrained = random_constrained(seed, ties=False)
     try:
-        exact = solve_subset(coupled.problem, coupled.sync)
+        exact = solve_subset(constrained.problem, constrained.sync)
     except Infeasible:
         with pytest.raises(Infeasible):
-            by_milp(coupled)
+            solve_by_milp(constrained)
         return
-    found = by_milp(coupled)
+    found = solve_by_milp(constrained)
     assert found.iteration_seconds == pytest.approx(exact.iteration_seconds, abs=TOLERANCE)
     assert found.iteration_seconds >= exact.iteration_seconds - 1e-12
-    assert solve_coupled(coupled).batches.tolist() == exact.batches.tolist()
+    assert solve_constrained(constrained).batches.tolist() == exact.batches.tolist()
 
 
-def with_limit(coupled: Coupled, key: str, at_most: float) -> float:
+def with_limit(constrained: ConstrainedProblem, key: str, at_most: float) -> float:
     """The least time with another limit."""
-    limits = [replace(x, at_most=at_most) if x.key == key else x for x in coupled.limits]
-    return brute_force(replace(coupled, limits=tuple(limits)))
+    limits = [replace(x, at_most=at_most) if x.key == key else x for x in constrained.limits]
+    return brute_force(replace(constrained, limits=tuple(limits)))
 
 
-def with_batch(coupled: Coupled, B: int) -> float:
-    return brute_force(replace(coupled, problem=replace(coupled.problem, global_batch=B)))
+def with_batch(constrained: ConstrainedProblem, B: int) -> float:
+    return brute_force(replace(constrained, problem=replace(constrained.problem, global_batch=B)))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_refusal_names_the_smallest_changes_that_help(seed: int) -> None:
-    coupled = random_coupled(seed)
+    constrained = random_constrained(seed)
     try:
-        solve_coupled(coupled)
+        solve_constrained(constrained)
     except Infeasible as refusal:
         if "within limits" not in refusal.reason:
             return  # of the workers' own bounds: tests/solver/test_minmax.py
@@ -133,23 +144,25 @@ def test_a_refusal_names_the_smallest_changes_that_help(seed: int) -> None:
             words = change.split()
             if change.startswith("raise limits."):
                 key, needed = words[1].removeprefix("limits."), float(words[-1])
-                assert math.isfinite(with_limit(coupled, key, needed + 1e-9))
-                assert math.isinf(with_limit(coupled, key, needed - 0.01))
+                assert math.isfinite(with_limit(constrained, key, needed + 1e-9))
+                assert math.isinf(with_limit(constrained, key, needed - 0.01))
             elif change.startswith("set global_batch"):
-                B, target = coupled.problem.global_batch, int(words[-1])
+                B, target = constrained.problem.global_batch, int(words[-1])
                 reach = abs(target - B)
-                assert math.isfinite(with_batch(coupled, target))
+                assert math.isfinite(with_batch(constrained, target))
                 assert all(
-                    math.isinf(with_batch(coupled, b)) for b in range(max(1, B - reach + 1), B + reach)
+                    math.isinf(with_batch(constrained, b)) for b in range(max(1, B - reach + 1), B + reach)
                 )
 
 
 def test_a_shared_link_makes_its_workers_wait_for_each_other() -> None:
-    problem = Problem.of(Costs.lines([0.1] * 4, 0.01), 120, cap=60)
+    problem = Problem.of(Costs.lines([0.1] * 4, 0.01), 120, max_batch=60)
     link = Resource("rack", np.array([True, True, False, False]), np.array([0.5, 0.5, 0.0, 0.0]))
-    found = solve_coupled(Coupled(problem, Sync.of("none", 4), resources=(link,)))
+    found = solve_constrained(ConstrainedProblem(problem, Sync.of("none", 4), resources=(link,)))
     assert found.batches.tolist() == [6, 0, 57, 57]  # 0.66 s of the first, half of it its transfer
-    both = valued(Coupled(problem, Sync.of("none", 4), resources=(link,)), np.array([30, 30, 30, 30]))
+    both = evaluate(
+        ConstrainedProblem(problem, Sync.of("none", 4), resources=(link,)), np.array([30, 30, 30, 30])
+    )
     assert both.link_seconds.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert both.iteration_seconds == pytest.approx(1.4)
 
@@ -160,13 +173,13 @@ def test_groups_of_like_workers_agree_with_the_exact_solver(seed: int) -> None:
     like = np.repeat(np.arange(3), 4)
     costs = Costs.lines(luck.uniform(0.01, 0.05, 3)[like], luck.uniform(3e-4, 3e-3, 3)[like])
     problem = Problem.of(
-        costs, 64 * 12, cap=luck.choice([96, 256], 3)[like], quantum=luck.choice([1, 8], 3)[like]
+        costs, 64 * 12, max_batch=luck.choice([96, 256], 3)[like], batch_multiple=luck.choice([1, 8], 3)[like]
     )
     sync = Sync.of(KINDS[seed % 4], 12, 1e-5, luck.choice([0.001, 0.02], 3)[like])
     exact = solve_subset(problem, sync)
-    found = by_milp(Coupled(problem, sync))
+    found = solve_by_milp(ConstrainedProblem(problem, sync))
     assert found.iteration_seconds == pytest.approx(exact.iteration_seconds, rel=TOLERANCE)
     assert found.iteration_seconds >= exact.iteration_seconds * (1 - 1e-14)
     price = luck.choice([0.5, 1.0, 3.0], 3)[like]
-    roomy = Coupled(problem, sync, (Limit("price_per_hour", price, float(price.sum())),))
-    assert solve_coupled(roomy).iteration_seconds == pytest.approx(exact.iteration_seconds, rel=TOLERANCE)
+    roomy = ConstrainedProblem(problem, sync, (Limit("price_per_hour", price, float(price.sum())),))
+    assert solve_constrained(roomy).iteration_seconds == pytest.approx(exact.iteration_seconds, rel=TOLERANCE)

@@ -89,15 +89,15 @@ def test_accumulation_is_micro_batches_one_after_another(cost: Cost, micro: int,
 @quick
 @given(st.lists(costs, min_size=1, max_size=8), st.integers(1, CAP), seconds, seconds, st.booleans())
 def test_what_comes_once_is_added_once(
-    some: list[Cost], micro: int, once: float, t: float, in_micro_batches: bool
+    some: list[Cost], micro: int, transfer: float, t: float, in_micro_batches: bool
 ) -> None:
     plain = Costs.stack(some)
     if in_micro_batches:
         plain = plain.accumulated(np.full(len(some), micro))
-    sent, cap = replace(plain, once=np.full(len(some), once)), np.full(len(some), CAP)
-    times = np.array([plain.seconds(np.full(len(some), b)) + once for b in range(1, CAP + 1)])
+    sent, cap = replace(plain, transfer=np.full(len(some), transfer)), np.full(len(some), CAP)
+    times = np.array([plain.seconds(np.full(len(some), b)) + transfer for b in range(1, CAP + 1)])
     assert np.array_equal(times, [sent.seconds(np.full(len(some), b)) for b in range(1, CAP + 1)])
-    for limit in (t, once, t + once, float(times[micro - 1, 0])):
+    for limit in (t, transfer, t + transfer, float(times[micro - 1, 0])):
         if math.isfinite(limit):
             assert sent.largest_batch(limit, cap).tolist() == (times <= limit).sum(axis=0).tolist()
 

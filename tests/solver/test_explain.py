@@ -9,20 +9,18 @@ import pytest
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Device, Fit, ModelInfo, Plan, Point, Profile, WorkerGroup
-from pyps.solver.plan import make_plan, program_for
-from pyps.solver.ranks import members_of
+from pyps.solver.plan import make_plan, plan_ranks, planning_problem
+from pyps.solver.ranks import planned_ranks
 from pyps.solver.report.explain import Explanation, explain
-from pyps.solver.report.whatif import changed, outcome_of, verdict
+from pyps.solver.report.whatif import changed, summary_of, verdict
 
 
 def profile(a: float, c: float = 0.01) -> Profile:
     fit = Fit(
         kind="affine", fixed_seconds=c, per_sample_seconds=a, trusted_min_batch=1, trusted_max_batch=4096
     )
-    return Profile(
-        device=Device(name="d"), model=ModelInfo(name="m", parameters=10**6), fit=fit,
-        points=[Point(batch=1, seconds=c + a)],
-    )  # fmt: skip
+    model, points = ModelInfo(name="m", parameters=10**6), [Point(batch=1, seconds=c + a)]
+    return Profile(device=Device(name="d"), model=model, fit=fit, points=points)
 
 
 def case(B: int, groups: list[dict[str, Any]], **tables: Any) -> Cluster:
@@ -31,25 +29,25 @@ def case(B: int, groups: list[dict[str, Any]], **tables: Any) -> Cluster:
 
 
 def explained(cluster: Cluster, *profiles: Profile) -> tuple[Plan, Explanation]:
-    plan = make_plan(cluster, profiles)
-    return plan, explain(plan, members_of(cluster, profiles), program_for(cluster, profiles))
+    ranks = planned_ranks(cluster, profiles)
+    problem = planning_problem(cluster, ranks)
+    plan = plan_ranks(cluster, ranks, problem)
+    return plan, explain(plan, ranks, problem)
 
 
 def test_what_binds_is_named_and_priced() -> None:
     groups = [{"name": "fast", "max_batch": 100}, {"name": "mid", "count": 2}, {"name": "old"}]
     profiles = [profile(0.001), profile(0.002), profile(0.002, c=5.0)]
     plan, found = explained(case(500, groups), *profiles)
-    assert [role.binds for role in found.roles] == [
-        "at its maximum", "holds the others up", "left out",
-    ]  # fmt: skip
-    assert sum(role.share for role in found.roles) == pytest.approx(1.0, rel=1e-3)
+    assert [g.binds for g in found.groups] == ["at its maximum", "holds the others up", "left out"]
+    assert sum(group.share for group in found.groups) == pytest.approx(1.0, rel=1e-3)
     one_more = make_plan(case(502, groups), profiles)
-    assert 2 * found.sample_worth == pytest.approx(
+    assert 2 * found.seconds_per_sample == pytest.approx(
         one_more.iteration_seconds - plan.iteration_seconds, rel=1e-3
     )
     wider = make_plan(case(500, [{"name": "fast", "max_batch": 102}, *groups[1:]]), profiles)
     saved = plan.iteration_seconds - wider.iteration_seconds
-    assert 2 * found.roles[0].bound_worth == pytest.approx(saved, rel=1e-3)
+    assert 2 * found.groups[0].seconds_saved_per_sample == pytest.approx(saved, rel=1e-3)
     for words in (
         "500 samples",
         "mid (2 workers) set the pace",
@@ -62,8 +60,8 @@ def test_what_binds_is_named_and_priced() -> None:
 def test_a_minimum_that_binds_is_named() -> None:
     groups = [{"name": "fast"}, {"name": "slow", "min_batch": 50, "required": True}]
     _, found = explained(case(200, groups), profile(0.001), profile(0.02))
-    assert found.roles[1].binds == "at its minimum"
-    assert found.roles[0].waits_seconds > 0.5
+    assert found.groups[1].binds == "at its minimum"
+    assert found.groups[0].waits_seconds > 0.5
     assert "slow may not take fewer than 50" in found.verdict
 
 
@@ -81,7 +79,7 @@ def test_more_workers_and_fewer() -> None:
     cluster, profiles = case(300, groups), [profile(0.001), profile(0.002)]
     more = changed(cluster, {"a": 2}, {})
     assert [g.count for g in more.worker] == [4, 1]
-    before, after = outcome_of(make_plan(cluster, profiles)), outcome_of(make_plan(more, profiles))
+    before, after = summary_of(make_plan(cluster, profiles)), summary_of(make_plan(more, profiles))
     assert after.iteration_seconds < before.iteration_seconds
     assert (before.price_per_hour, after.price_per_hour) == (5.0, 9.0)
     assert 0 < after.utilisation <= 1
@@ -102,7 +100,7 @@ def test_more_workers_and_fewer() -> None:
         ({"x": 1}, {}, "--add: found 'x'"),
         ({}, {"x": None}, "--drop: found 'x'"),
         ({}, {"a": 3}, "at most 2"),
-        ({}, {"a": None, "b": None}, "somebody left"),
+        ({}, {"a": None, "b": None}, "at least one worker left"),
     ],
 )
 def test_changes_that_cannot_be_are_refused(

@@ -8,18 +8,20 @@ import pytest
 from pyps.errors import Infeasible
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem
-from pyps.solver.milp.constrained import Coupled, solve_coupled
-from pyps.solver.sync import Kind, Sync
-from pyps.solver.systems.goodput import GAP, Worth, best_batch
+from pyps.solver.milp.constrained import ConstrainedProblem, solve_constrained
+from pyps.solver.sync import Sync, SyncKind
+from pyps.solver.systems.goodput import GAP, StatisticalEfficiency, best_batch
 
-KINDS: list[Kind] = ["none", "ring", "server"]
+KINDS: list[SyncKind] = ["none", "ring", "server"]
 
 
-def goodput(coupled: Coupled, worth: Worth, batch: int) -> float:
-    problem = coupled.problem
-    at = Problem(problem.costs, batch, problem.low, problem.cap, problem.quantum, problem.required)
+def goodput(constrained: ConstrainedProblem, worth: StatisticalEfficiency, batch: int) -> float:
+    problem = constrained.problem
+    at = Problem(
+        problem.costs, batch, problem.min_batch, problem.max_batch, problem.batch_multiple, problem.required
+    )
     try:
-        seconds = solve_coupled(Coupled(at, coupled.sync)).iteration_seconds
+        seconds = solve_constrained(ConstrainedProblem(at, constrained.sync)).iteration_seconds
     except Infeasible:
         return 0.0
     return batch / seconds * (worth.noise_scale + worth.base_batch) / (worth.noise_scale + batch)
@@ -30,30 +32,32 @@ def test_no_batch_is_better_by_more_than_the_gap(seed: int) -> None:
     luck = np.random.default_rng(seed)
     n = int(luck.integers(1, 5))
     costs = Costs.lines(luck.uniform(0.0, 0.4, n), luck.uniform(0.001, 0.1, n))
-    problem = Problem.of(costs, 1, cap=luck.choice([40, 90], n), quantum=luck.choice([1, 4]))
-    coupled = Coupled(problem, Sync.of(KINDS[seed % 3], n, 0.01, luck.choice([0.05, 0.3], n)))
-    worth = Worth(float(luck.choice([5.0, 50.0, 5000.0])), 16)
-    batch, split = best_batch(coupled, worth)
-    best = max(goodput(coupled, worth, b) for b in range(1, int(problem.cap.sum()) + 1))
+    problem = Problem.of(costs, 1, max_batch=luck.choice([40, 90], n), batch_multiple=luck.choice([1, 4]))
+    constrained = ConstrainedProblem(problem, Sync.of(KINDS[seed % 3], n, 0.01, luck.choice([0.05, 0.3], n)))
+    worth = StatisticalEfficiency(float(luck.choice([5.0, 50.0, 5000.0])), 16)
+    batch, split = best_batch(constrained, worth)
+    best = max(goodput(constrained, worth, b) for b in range(1, int(problem.max_batch.sum()) + 1))
     assert split.batches.sum() == batch
-    assert goodput(coupled, worth, batch) >= best / (1 + GAP)
+    assert goodput(constrained, worth, batch) >= best / (1 + GAP)
 
 
 def test_no_cap_is_needed() -> None:
-    coupled = Coupled(Problem.of(Costs.lines([0.1], [0.001]), 1), Sync.of("none", 1))
-    batch, _ = best_batch(coupled, Worth(400.0, 32))
+    constrained = ConstrainedProblem(Problem.of(Costs.lines([0.1], [0.001]), 1), Sync.of("none", 1))
+    batch, _ = best_batch(constrained, StatisticalEfficiency(400.0, 32))
     # B / (c + a B) / (phi + B) is largest at sqrt(c phi / a)
     assert batch == pytest.approx((0.1 * 400 / 0.001) ** 0.5, rel=0.1)
-    assert goodput(coupled, Worth(400.0, 32), batch) >= goodput(coupled, Worth(400.0, 32), 200) / (1 + GAP)
+    assert goodput(constrained, StatisticalEfficiency(400.0, 32), batch) >= goodput(
+        constrained, StatisticalEfficiency(400.0, 32), 200
+    ) / (1 + GAP)
 
 
 def test_a_sample_is_worth_one_at_the_base_batch() -> None:
-    worth = Worth(1000.0, 64)
+    worth = StatisticalEfficiency(1000.0, 64)
     assert worth.efficiency(64) == 1.0
     assert worth.efficiency(10**9) == pytest.approx(0.0, abs=1e-5)
 
 
 def test_nothing_to_choose_from_is_refused() -> None:
-    problem = Problem.of(Costs.lines([0.1], [0.001]), 1, cap=3, low=5)
+    problem = Problem.of(Costs.lines([0.1], [0.001]), 1, max_batch=3, min_batch=5)
     with pytest.raises(Infeasible, match="no global batch"):
-        best_batch(Coupled(problem, Sync.of("none", 1)), Worth(10.0, 8))
+        best_batch(ConstrainedProblem(problem, Sync.of("none", 1)), StatisticalEfficiency(10.0, 8))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pyps.formats import Bits
-from pyps.solver.links import ERROR, WIRE_BYTES, Link, link_of
-from pyps.solver.systems.hps import hps_estimate, pipeline
+from pyps.solver.links import ERROR, WIRE_BYTES, LinkCost, link_cost
+from pyps.solver.systems.hps import design_pipeline, hps_estimate
 from pyps.solver.systems.r2sp import fits, r2sp_schedule, remedies
 from pyps.store.codec import decode, encode, encoded_bytes
 
@@ -29,20 +29,20 @@ def test_bytes_and_errors_are_those_of_the_codecs(bits: Bits) -> None:
 
 
 def test_transfers_are_pushed_and_pulled() -> None:
-    link = link_of(1_000_000, 8e6, 0.25)
+    link = link_cost(1_000_000, 8e6, 0.25)
     assert link is not None
     assert link.seconds() == pytest.approx(2 * (0.25 + 0.5))
     assert link.seconds(8, 32) == pytest.approx(0.5 + 0.5 + 0.5 * 1.015625 / 4)
-    bare = link_of(1_000_000, 8e6, None)
+    bare = link_cost(1_000_000, 8e6, None)
     assert bare is not None
     assert bare.seconds() == pytest.approx(1.0)
-    assert link_of(None, 8e6, 0.1) is None
-    assert link_of(1_000_000, None, 0.1) is None
+    assert link_cost(None, 8e6, 0.1) is None
+    assert link_cost(1_000_000, None, 0.1) is None
 
 
-def both_ways(seconds: float) -> Link:
+def both_ways(seconds: float) -> LinkCost:
     """A link whose push and pull take so long together."""
-    return Link(0.0, seconds / 2)
+    return LinkCost(0.0, seconds / 2)
 
 
 def test_turns_are_evenly_spaced_and_feasible_where_they_fit() -> None:
@@ -70,7 +70,7 @@ def test_turns_that_do_not_fit_say_what_would_make_them() -> None:
     assert jammed.period_seconds == 3.0
     assert jammed.offsets_seconds == [0.0, 1.0, 2.0]
 
-    def at(batch: int) -> tuple[list[float], list[Link]] | None:
+    def at(batch: int) -> tuple[list[float], list[LinkCost]] | None:
         return None if batch > 100 else ([batch / 10] * 3, links)
 
     found = remedies(compute, links, 10, at)
@@ -80,7 +80,7 @@ def test_turns_that_do_not_fit_say_what_would_make_them() -> None:
     assert (
         remedies(compute, links, 10, lambda b: None if b > 15 else ([b / 10] * 3, links)).global_batch is None
     )
-    latency_bound = [Link(10.0, 0.1)] * 3
+    latency_bound = [LinkCost(10.0, 0.1)] * 3
     assert remedies(compute, latency_bound, 10, None).bits is None
 
 
@@ -92,11 +92,17 @@ def test_overlap_is_estimated_only_where_transfers_are_known() -> None:
 
 
 def test_a_pipeline_is_as_deep_as_latency_asks() -> None:
-    assert (pipeline(1.0, Link(0.0, 0.2)).depth, pipeline(1.0, Link(0.0, 0.2)).period) == (2, 1.0)
-    assert (pipeline(1.0, Link(0.0, 1.0)).depth, pipeline(1.0, Link(0.0, 1.0)).period) == (2, 2.0)
-    slow = pipeline(1.0, Link(1.2, 0.1))  # 2.6 s in transfer, hardly any of it on the wire
-    assert (slow.depth, slow.period) == (4, 1.0)
-    assert pipeline(1.0, Link(0.0, 0.0)).depth == 1
+    assert (
+        design_pipeline(1.0, LinkCost(0.0, 0.2)).depth,
+        design_pipeline(1.0, LinkCost(0.0, 0.2)).period_seconds,
+    ) == (2, 1.0)
+    assert (
+        design_pipeline(1.0, LinkCost(0.0, 1.0)).depth,
+        design_pipeline(1.0, LinkCost(0.0, 1.0)).period_seconds,
+    ) == (2, 2.0)
+    slow = design_pipeline(1.0, LinkCost(1.2, 0.1))  # 2.6 s in transfer, hardly any of it on the wire
+    assert (slow.depth, slow.period_seconds) == (4, 1.0)
+    assert design_pipeline(1.0, LinkCost(0.0, 0.0)).depth == 1
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.005, 0.05, 0.2])
@@ -104,19 +110,20 @@ def test_bits_are_the_most_exact_ones_at_the_least_period(budget: float) -> None
     luck = np.random.default_rng(int(1000 * budget))
     for _ in range(20):
         compute = luck.uniform(0.1, 1.0, 3).tolist()
-        links = [Link(float(luck.uniform(0, 0.01)), float(luck.uniform(0.01, 2.0))) for _ in range(3)]
+        links = [LinkCost(float(luck.uniform(0, 0.01)), float(luck.uniform(0.01, 2.0))) for _ in range(3)]
         made = hps_estimate([0, 1, 2], compute, links, budget)
         allowed = [bits for bits in CODECS if ERROR[bits] <= budget]
         ways = list(itertools.product(allowed, allowed))
         least = max(
-            min(pipeline(t, x, *way).period for way in ways) for t, x in zip(compute, links, strict=True)
+            min(design_pipeline(t, x, *way).period_seconds for way in ways)
+            for t, x in zip(compute, links, strict=True)
         )
         assert made.quantized_seconds == pytest.approx(least)
         for worker, t, x in zip(made.workers, compute, links, strict=True):
             better = [
                 way
                 for way in ways
-                if pipeline(t, x, *way).period <= least * (1 + 1e-12)
+                if design_pipeline(t, x, *way).period_seconds <= least * (1 + 1e-12)
                 and max(ERROR[way[0]], ERROR[way[1]]) < max(ERROR[worker.push_bits], ERROR[worker.pull_bits])
             ]
             assert not better

@@ -25,9 +25,9 @@ seconds = st.one_of(st.sampled_from([0.25, 0.5, 1.0, 2.0]), st.floats(0.01, 3.0)
 @dataclass(frozen=True)
 class Worker:
     cost: Cost
-    low: int = 1
-    cap: int = MAX_B
-    quantum: int = 1
+    min_batch: int = 1
+    max_batch: int = MAX_B
+    batch_multiple: int = 1
     required: bool = False
     micro: int = MAX_B
 
@@ -40,14 +40,16 @@ class Worker:
     def most(self) -> int:
         """Its cap; a table says nothing past its end, and is not accumulated unless it may be."""
         table = self.cost if self.micro >= MAX_B and isinstance(self.cost, Table) else None
-        return min(self.cap, table.points[-1][0]) if table else self.cap
+        return min(self.max_batch, table.points[-1][0]) if table else self.max_batch
 
     def batches(self, B: int) -> list[int]:
         """All that it may take of B samples: the definition, not the method."""
         used = [
             b
             for b in range(1, B + 1)
-            if self.low <= b <= self.cap and b % self.quantum == 0 and math.isfinite(self.seconds(b))
+            if self.min_batch <= b <= self.max_batch
+            and b % self.batch_multiple == 0
+            and math.isfinite(self.seconds(b))
         ]
         return used if self.required else [0, *used]
 
@@ -63,9 +65,9 @@ def problem(workers: list[Worker], B: int) -> Problem:
     return Problem.of(
         costs_of(workers),
         B,
-        low=[w.low for w in workers],
-        cap=[w.most() for w in workers],
-        quantum=[w.quantum for w in workers],
+        min_batch=[w.min_batch for w in workers],
+        max_batch=[w.most() for w in workers],
+        batch_multiple=[w.batch_multiple for w in workers],
         required=[w.required for w in workers],
     )
 
@@ -95,9 +97,9 @@ flat = st.builds(Line, seconds, st.just(0.0))
 workers = st.builds(
     Worker,
     cost=st.one_of(lines, knees, flat, tables()),
-    low=st.sampled_from([1, 1, 2, 5, 7]),
-    cap=st.sampled_from([3, 6, 8, MAX_B]),
-    quantum=st.sampled_from([1, 1, 2, 3]),
+    min_batch=st.sampled_from([1, 1, 2, 5, 7]),
+    max_batch=st.sampled_from([3, 6, 8, MAX_B]),
+    batch_multiple=st.sampled_from([1, 1, 2, 3]),
     required=st.sampled_from([False, False, False, True]),
     micro=st.sampled_from([MAX_B, MAX_B, 2, 5]),
 )
@@ -210,11 +212,11 @@ def test_the_published_cluster() -> None:
 
 
 def test_leaving_a_slow_worker_out_can_be_better() -> None:
-    some = [Worker(Line(0.1, 0.01), cap=1000), Worker(Line(50.0, 0.01), cap=1000)]
+    some = [Worker(Line(0.1, 0.01), max_batch=1000), Worker(Line(50.0, 0.01), max_batch=1000)]
     found = solve(problem(some, 100))
     assert found.batches.tolist() == [100, 0]
     assert found.seconds.tolist()[1] == 0.0
-    held = solve(problem([some[0], Worker(Line(50.0, 0.01), cap=1000, required=True)], 100))
+    held = solve(problem([some[0], Worker(Line(50.0, 0.01), max_batch=1000, required=True)], 100))
     assert held.batches[1] >= 1
 
 
@@ -226,17 +228,25 @@ def test_equal_floors_share_instead_of_idling() -> None:
 @pytest.mark.parametrize(
     ("some", "B", "reason", "nearest"),
     [
-        ([Worker(Line(1, 1), cap=3), Worker(Line(1, 1), cap=4)], 8, "maxima sum to 7", "7"),
-        ([Worker(Line(1, 1), low=3, required=True)] * 2, 5, "minima of the required workers sum to 6", "6"),
-        ([Worker(Line(1, 1), cap=99, quantum=8)] * 3, 20, "quanta", "16 or 24"),
+        ([Worker(Line(1, 1), max_batch=3), Worker(Line(1, 1), max_batch=4)], 8, "maxima sum to 7", "7"),
         (
-            [Worker(Line(1, 1), cap=99, quantum=6), Worker(Line(1, 1), cap=99, quantum=4)],
+            [Worker(Line(1, 1), min_batch=3, required=True)] * 2,
+            5,
+            "minima of the required workers sum to 6",
+            "6",
+        ),
+        ([Worker(Line(1, 1), max_batch=99, batch_multiple=8)] * 3, 20, "batch multiples", "16 or 24"),
+        (
+            [
+                Worker(Line(1, 1), max_batch=99, batch_multiple=6),
+                Worker(Line(1, 1), max_batch=99, batch_multiple=4),
+            ],
             13,
-            "quanta",
+            "batch multiples",
             "12 or 14",
         ),
-        ([Worker(Line(1, 1), low=7), Worker(Line(1, 1), low=8)], 6, "quanta", "is 7"),
-        ([Worker(Line(1, 1), low=9, cap=5)], 6, "maxima sum to 0", "no worker"),
+        ([Worker(Line(1, 1), min_batch=7), Worker(Line(1, 1), min_batch=8)], 6, "batch multiples", "is 7"),
+        ([Worker(Line(1, 1), min_batch=9, max_batch=5)], 6, "maxima sum to 0", "no worker"),
     ],
 )
 def test_refusals_say_why_and_what_would_do(some: list[Worker], B: int, reason: str, nearest: str) -> None:
@@ -246,7 +256,7 @@ def test_refusals_say_why_and_what_would_do(some: list[Worker], B: int, reason: 
     assert nearest in refusal.value.nearest
 
 
-@pytest.mark.parametrize("bad", [{"quantum": 0}, {"low": -1}, {"cap": 2**31}])
+@pytest.mark.parametrize("bad", [{"batch_multiple": 0}, {"min_batch": -1}, {"max_batch": 2**31}])
 def test_bounds_out_of_range_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="not a problem"):
         Problem.of(Costs.lines([1.0], [1.0]), 4, **bad)
@@ -256,14 +266,17 @@ def test_large_mixed_quanta_and_minima() -> None:
     """Sums and order together, where enumeration cannot reach: valid, and near the lower bound."""
     luck = np.random.default_rng(7)
     n, B = 64, 8191
-    quantum, low = np.where(np.arange(n) % 3 == 0, 8, 1), np.where(np.arange(n) % 5 == 0, 32, 1)
+    multiple, low = np.where(np.arange(n) % 3 == 0, 8, 1), np.where(np.arange(n) % 5 == 0, 32, 1)
     instance = Problem.of(
-        Costs.lines(luck.uniform(0.01, 0.1, n), luck.uniform(1e-4, 1e-3, n)), B, low=low, quantum=quantum
+        Costs.lines(luck.uniform(0.01, 0.1, n), luck.uniform(1e-4, 1e-3, n)),
+        B,
+        min_batch=low,
+        batch_multiple=multiple,
     )
     found = solve(instance)
     used = found.batches[found.batches > 0]
     assert found.batches.sum() == B
-    assert (found.batches % quantum == 0).all()
+    assert (found.batches % multiple == 0).all()
     assert (used >= low[found.batches > 0]).all()
     bound = relaxed_seconds(instance, found.iteration_seconds)
     assert found.iteration_seconds <= bound + 2 * 8 * 1e-3
@@ -276,7 +289,7 @@ def test_very_many_workers_are_split_exactly_too(seed: int) -> None:
     costs = Costs.lines(luck.uniform(0.001, 0.05, n), luck.uniform(1e-4, 5e-3, n), luck.choice([0.0, 0.1], n))
     order = np.argsort(costs.a) if seed else np.arange(n)  # sorted ones, where a sample may mislead
     cap = luck.integers(96, 513, n)
-    found = solve(Problem.of(costs.take(order), 64 * n, cap=cap))
+    found = solve(Problem.of(costs.take(order), 64 * n, max_batch=cap))
     t = found.iteration_seconds
     assert found.batches.sum() == 64 * n
     assert found.seconds.max() == t

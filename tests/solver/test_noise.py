@@ -14,23 +14,23 @@ from pyps.solver.noise import Noise, noise_of
 LINE = Line(0.01, 0.001)
 
 
-def measured(spread: float, count: int = 400) -> list[Point]:
+def measured(sigma: float, count: int = 400) -> list[Point]:
     luck = np.random.default_rng(0)
     return [
-        Point(batch=b, seconds=(LINE.seconds(b) * np.exp(spread * luck.standard_normal(count))).tolist())
+        Point(batch=b, seconds=(LINE.seconds(b) * np.exp(sigma * luck.standard_normal(count))).tolist())
         for b in (8, 64)
     ]
 
 
 def test_the_noise_comes_back() -> None:
     found = noise_of(measured(0.1), LINE)
-    assert found.spread == pytest.approx(0.1, rel=0.1)
-    assert found.shift == pytest.approx(0.0, abs=0.01)
+    assert found.sigma == pytest.approx(0.1, rel=0.1)
+    assert found.mu == pytest.approx(0.0, abs=0.01)
 
 
 def test_outliers_do_not_move_it() -> None:
     points = [*measured(0.1), Point(batch=8, seconds=[50.0] * 20)]
-    assert noise_of(points, LINE).spread == pytest.approx(0.1, rel=0.15)
+    assert noise_of(points, LINE).sigma == pytest.approx(0.1, rel=0.15)
 
 
 def test_a_quantile_is_met_as_often_as_it_says() -> None:
@@ -50,4 +50,4 @@ def test_too_few_times_have_no_noise() -> None:
 
 def test_points_past_a_tables_end_say_nothing() -> None:
     points = [Point(batch=b, seconds=[1.0, 1.1, 1.2]) for b in (1, 50)]
-    assert math.isfinite(noise_of(points, Table(((1, 1.0), (2, 1.5)))).spread)
+    assert math.isfinite(noise_of(points, Table(((1, 1.0), (2, 1.5)))).sigma)

@@ -10,71 +10,76 @@ import pytest
 from pyps.errors import Infeasible
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem
-from pyps.solver.milp.constrained import Coupled, Resource, solve_coupled, valued
-from pyps.solver.milp.pareto import pareto, within_budget
-from pyps.solver.sync import Kind, Sync
+from pyps.solver.milp.constrained import ConstrainedProblem, Resource, evaluate, solve_constrained
+from pyps.solver.milp.pareto import pareto_front, within_budget
+from pyps.solver.sync import Sync, SyncKind
 
-KINDS: list[Kind] = ["none", "ring", "server"]
+KINDS: list[SyncKind] = ["none", "ring", "server"]
 
 
-def random_case(seed: int) -> tuple[Coupled, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+def random_case(seed: int) -> tuple[ConstrainedProblem, np.ndarray[tuple[int], np.dtype[np.float64]]]:
     luck = np.random.default_rng(seed)
     n = int(luck.integers(2, 5))
     costs = Costs.lines(luck.uniform(0.05, 0.4, n), luck.uniform(0.02, 0.3, n))
-    problem = Problem.of(costs, int(luck.integers(4, 13)), cap=luck.choice([4, 8, 12], n))
+    problem = Problem.of(costs, int(luck.integers(4, 13)), max_batch=luck.choice([4, 8, 12], n))
     sync = Sync.of(KINDS[seed % 3], n, luck.choice([0.0, 0.1], n), luck.choice([0.05, 0.3], n))
     members = luck.random(n) < 0.7
     ties = (Resource("link", members, np.where(members, 0.2, 0.0)),) if seed % 2 else ()
-    return Coupled(problem, sync, resources=ties), luck.choice([0.5, 1.0, 2.0, 3.0], n)
+    return ConstrainedProblem(problem, sync, resources=ties), luck.choice([0.5, 1.0, 2.0, 3.0], n)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_equal_to_brute_force(seed: int) -> None:
-    coupled, price = random_case(seed)
-    problem = coupled.problem
+    constrained, price = random_case(seed)
+    problem = constrained.problem
     points = []
-    for split in itertools.product(*(range(int(cap) + 1) for cap in problem.cap)):
+    for split in itertools.product(*(range(int(cap) + 1) for cap in problem.max_batch)):
         if sum(split) == problem.global_batch:
             batches = np.array(split)
-            points.append((float(price[batches > 0].sum()), valued(coupled, batches).iteration_seconds))
+            points.append((float(price[batches > 0].sum()), evaluate(constrained, batches).iteration_seconds))
     if not points:
         with pytest.raises(Infeasible):
-            list(pareto(coupled, price))
+            list(pareto_front(constrained, price))
         return
     front, best = [], float("inf")
     for hourly, seconds in sorted(points):
         if seconds < best:
             front.append((hourly, seconds))
             best = seconds
-    found = [(point.price_per_hour, point.split.iteration_seconds) for point in pareto(coupled, price)]
+    found = [
+        (point.price_per_hour, point.solution.iteration_seconds) for point in pareto_front(constrained, price)
+    ]
     assert len(found) == len(front)
     for ours, theirs in zip(found[::-1], front, strict=True):
         assert ours == pytest.approx(theirs, abs=3e-6)
-    assert found[0][1] == pytest.approx(solve_coupled(coupled).iteration_seconds, abs=3e-6)
+    assert found[0][1] == pytest.approx(solve_constrained(constrained).iteration_seconds, abs=3e-6)
 
 
 def test_the_price_of_samples_follows_from_the_front() -> None:
     problem = Problem.of(Costs.lines([0.1, 0.1], [0.01, 0.02]), 90)
-    points = list(pareto(Coupled(problem, Sync.of("none", 2)), np.array([2.0, 0.5])))
+    points = list(pareto_front(ConstrainedProblem(problem, Sync.of("none", 2)), np.array([2.0, 0.5])))
     assert [point.price_per_hour for point in points] == [2.5, 2.0, 0.5]
     fastest = points[0]
-    per_sample = fastest.price_per_hour / 3600 * fastest.split.iteration_seconds / 90
+    per_sample = fastest.price_per_hour / 3600 * fastest.solution.iteration_seconds / 90
     assert fastest.price_per_million_samples == pytest.approx(1e6 * per_sample)
 
 
 def test_a_front_may_be_cut_short() -> None:
     problem = Problem.of(Costs.lines([0.1, 0.1], [0.01, 0.02]), 90)
-    assert len(list(pareto(Coupled(problem, Sync.of("none", 2)), np.array([2.0, 0.5]), most=2))) == 2
+    assert (
+        len(list(pareto_front(ConstrainedProblem(problem, Sync.of("none", 2)), np.array([2.0, 0.5]), most=2)))
+        == 2
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_budget_buys_the_fastest_split_that_it_can(seed: int) -> None:
-    coupled, price = random_case(seed)
-    problem = coupled.problem
+    constrained, price = random_case(seed)
+    problem = constrained.problem
     points = []
-    for split in itertools.product(*(range(int(cap) + 1) for cap in problem.cap)):
+    for split in itertools.product(*(range(int(cap) + 1) for cap in problem.max_batch)):
         if sum(split) == problem.global_batch:
-            seconds = valued(coupled, np.array(split)).iteration_seconds
+            seconds = evaluate(constrained, np.array(split)).iteration_seconds
             hourly = float(price[np.array(split) > 0].sum())
             points.append((seconds, 1e6 * hourly * seconds / 3600 / problem.global_batch))
     if not points:
@@ -82,10 +87,10 @@ def test_a_budget_buys_the_fastest_split_that_it_can(seed: int) -> None:
     costs = sorted(cost for _, cost in points)
     for budget in (costs[len(costs) // 4] * (1 + 1e-5), costs[-1]):
         best = min(seconds for seconds, cost in points if cost <= budget)
-        found = within_budget(coupled, price, budget)
+        found = within_budget(constrained, price, budget)
         assert found.iteration_seconds == pytest.approx(best, abs=3e-6)
     with pytest.raises(Infeasible) as refusal:
-        within_budget(coupled, price, costs[0] * 0.9)
+        within_budget(constrained, price, costs[0] * 0.9)
     enough = float(refusal.value.nearest.split()[-1])
     assert enough == pytest.approx(costs[0], rel=1e-4)
-    assert within_budget(coupled, price, enough).batches.sum() == problem.global_batch
+    assert within_budget(constrained, price, enough).batches.sum() == problem.global_batch

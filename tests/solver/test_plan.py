@@ -11,7 +11,7 @@ import pytest
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Device, Fit, Job, Link, Memory, ModelInfo, Plan, Point, Profile, WorkerGroup
 from pyps.solver.plan import best_global_batch, even_batches, make_plan
-from pyps.solver.ranks import cap_of, cost_of, problem_of
+from pyps.solver.ranks import cost_of, max_batch_of, planned_ranks, problem_of
 
 PARAMETERS = 1_000_000
 
@@ -52,7 +52,7 @@ def test_the_even_split_gives_what_is_over_to_the_first() -> None:
     assert even_batches(2, 4) == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("bound", [{"max_batch": 10}, {"min_batch": 60}, {"quantum": 8}])
+@pytest.mark.parametrize("bound", [{"max_batch": 10}, {"min_batch": 60}, {"batch_multiple": 8}])
 def test_an_even_split_that_breaks_a_bound_is_not_feasible(bound: dict[str, int]) -> None:
     made = plan(100, (bound, profile(0.001)), ({}, profile(0.002)))
     assert not made.even_split.feasible
@@ -63,11 +63,11 @@ def test_an_even_split_that_breaks_a_bound_is_not_feasible(bound: dict[str, int]
 def test_the_cap_is_the_least_of_all_that_bound_it() -> None:
     memory = Memory(fixed_bytes=100, bytes_per_sample=3.0, budget_bytes=200)
     group = WorkerGroup(name="a", profile="p", max_batch=50)
-    assert cap_of(group, profile(1.0)) == 50
-    assert cap_of(group, profile(1.0, max_batch=40)) == 40
-    assert cap_of(group, profile(1.0, max_batch=40, memory=memory)) == 33
+    assert max_batch_of(group, profile(1.0)) == 50
+    assert max_batch_of(group, profile(1.0, max_batch=40)) == 40
+    assert max_batch_of(group, profile(1.0, max_batch=40, memory=memory)) == 33
     tiny = Memory(fixed_bytes=300, bytes_per_sample=3.0, budget_bytes=200)
-    assert cap_of(group, profile(1.0, memory=tiny)) == 0
+    assert max_batch_of(group, profile(1.0, memory=tiny)) == 0
 
 
 def test_every_kind_of_fit_is_a_cost() -> None:
@@ -84,7 +84,7 @@ def test_required_workers_that_cannot_take_part_are_named() -> None:
         plan(
             100,
             ({}, profile(0.1)),
-            ({"required": True, "min_batch": 3, "quantum": 8, "max_batch": 5}, profile(0.1)),
+            ({"required": True, "min_batch": 3, "batch_multiple": 8, "max_batch": 5}, profile(0.1)),
         )
 
 
@@ -123,10 +123,14 @@ def test_a_link_that_binds_is_said() -> None:
 
 
 def test_the_problem_takes_every_bound_from_the_cluster() -> None:
-    group = WorkerGroup(name="a", profile="p", min_batch=3, max_batch=9, quantum=2, required=True, count=2)
-    built = problem_of(Cluster(job=Job(global_batch=12), worker=[group]), [profile(1.0)])
+    group = WorkerGroup(
+        name="a", profile="p", min_batch=3, max_batch=9, batch_multiple=2, required=True, count=2
+    )
+    cluster = Cluster(job=Job(global_batch=12), worker=[group])
+    built = problem_of(cluster, planned_ranks(cluster, [profile(1.0)]))
     assert built.global_batch == 12
-    assert [built.low.tolist(), built.cap.tolist(), built.quantum.tolist()] == [[3, 3], [9, 9], [2, 2]]
+    bounds = [built.min_batch, built.max_batch, built.batch_multiple]
+    assert [bound.tolist() for bound in bounds] == [[3, 3], [9, 9], [2, 2]]
     assert built.required.tolist() == [True, True]
 
 
@@ -146,9 +150,9 @@ def test_a_cap_that_binds_is_accumulated_where_it_may_be() -> None:
 
 def test_free_memory_takes_the_place_of_the_budget() -> None:
     memory = Memory(fixed_bytes=100, bytes_per_sample=3.0, budget_bytes=200)
-    assert cap_of(WorkerGroup(name="a", profile="p", free_bytes=130), profile(1.0, memory=memory)) == 10
+    assert max_batch_of(WorkerGroup(name="a", profile="p", free_bytes=130), profile(1.0, memory=memory)) == 10
     with pytest.raises(InputError, match="memory model"):
-        cap_of(WorkerGroup(name="a", profile="p", free_bytes=130), profile(1.0))
+        max_batch_of(WorkerGroup(name="a", profile="p", free_bytes=130), profile(1.0))
 
 
 def whole_plan(B: int, groups: list[dict[str, Any]], profiles: list[Profile], **tables: Any) -> Plan:
@@ -190,10 +194,8 @@ def test_a_transfer_over_a_worker_s_own_link_is_part_of_its_time() -> None:
     probed = profile(a, link=Link(via="store", latency_seconds=0.0, bytes_per_second=1e7))
     by_profile = whole_plan(800, [groups[0], {}], [profile(a), probed])
     assert [w.batch for w in by_profile.workers] == [fast.batch, slow.batch]
-    on_a_shared_link = whole_plan(
-        800, [{**g, "shares": ["link"]} for g in groups], [profile(a)] * 2,
-        shared=[{"name": "link", "bandwidth": 1e9}],
-    )  # fmt: skip
+    sharing, link = [{**g, "shares": ["link"]} for g in groups], {"name": "link", "bandwidth": 1e9}
+    on_a_shared_link = whole_plan(800, sharing, [profile(a)] * 2, shared=[link])
     assert [w.batch for w in on_a_shared_link.workers] == [400, 400]
 
 
@@ -225,12 +227,12 @@ def test_shared_links_and_ties_reach_the_plan() -> None:
     assert [w.batch for w in apart.workers] == [0, 0, 100]
 
 
-def test_a_quantile_is_planned_for_beside_the_fitted_times() -> None:
+def test_a_quantile_plan_also_gives_the_fitted_times() -> None:
     steady = [Point(batch=b, seconds=[0.01 + 0.001 * b] * 4) for b in (10, 20)]
     shaky = [Point(batch=b, seconds=[(0.01 + 0.001 * b) * f for f in (0.7, 0.9, 1.1, 1.4)]) for b in (10, 20)]
     profiles = [profile(0.001, points=steady), profile(0.001, points=shaky)]
-    raw = {"job": {"global_batch": 200, "quantile": 0.95}, "worker": [
-        {"name": "steady", "profile": "p"}, {"name": "shaky", "profile": "p"}]}  # fmt: skip
+    workers = [{"name": "steady", "profile": "p"}, {"name": "shaky", "profile": "p"}]
+    raw = {"job": {"global_batch": 200, "quantile": 0.95}, "worker": workers}
     made = make_plan(msgspec.convert(raw, Cluster), profiles)
     assert made.noise is not None
     assert made.noise.nominal.batches == [100, 100]
@@ -239,7 +241,7 @@ def test_a_quantile_is_planned_for_beside_the_fitted_times() -> None:
     assert made.noise.nominal.seconds < made.noise.robust.seconds
     assert made.noise.robust.chance >= 0.95 - 1e-9
     single = make_plan(msgspec.convert(raw, Cluster), [profiles[0], profile(0.001)])
-    assert "shaky: too few timings to know its noise" in single.warnings
+    assert "shaky: too few timings to estimate its noise" in single.warnings
 
 
 def test_goodput_is_reported_where_the_noise_scale_is_known() -> None:
@@ -288,5 +290,5 @@ def test_the_batch_that_is_chosen_keeps_the_price_of_samples() -> None:
     raw = {"job": {"global_batch": 1}, "worker": workers, "goodput": {"noise_scale": 10.0, "base_batch": 1}}
     free = msgspec.convert(raw, Cluster)
     bound = msgspec.convert({**raw, "limits": {"price_per_million_samples": 2.0}}, Cluster)
-    assert best_global_batch(free, [profile(0.001, c=0.1)]) < 90
-    assert 100 <= best_global_batch(bound, [profile(0.001, c=0.1)]) < 110
+    assert best_global_batch(free, planned_ranks(free, [profile(0.001, c=0.1)])) < 90
+    assert 100 <= best_global_batch(bound, planned_ranks(bound, [profile(0.001, c=0.1)])) < 110

@@ -18,7 +18,7 @@ from pyps.solver.exact.cardinality import within_count
 from pyps.solver.exact.minmax import Problem, at_index, solve, times
 from pyps.solver.exact.subset import solve_subset
 from pyps.solver.milp.relaxed import subset_bound
-from pyps.solver.sync import Kind, Sync
+from pyps.solver.sync import Sync, SyncKind
 
 thorough = settings(derandomize=True, deadline=None, max_examples=250)
 
@@ -46,12 +46,12 @@ def random_problem(seed: int) -> tuple[Problem, Sync]:
     problem = Problem.of(
         stacked,
         int(luck.integers(1, 25)),
-        low=luck.choice([1, 1, 3, 6], n),
-        cap=cap,
-        quantum=luck.choice([1, 2, 3], n),
+        min_batch=luck.choice([1, 1, 3, 6], n),
+        max_batch=cap,
+        batch_multiple=luck.choice([1, 2, 3], n),
         required=luck.random(n) < 0.15,
     )
-    kinds: list[Kind] = ["none", "ring", "tree", "server"]
+    kinds: list[SyncKind] = ["none", "ring", "tree", "server"]
     sync = Sync.of(kinds[seed % 4], n, luck.choice([0.0, 0.1, 0.5], n), luck.choice([0.1, 0.4, 2.0], n))
     return problem, sync
 
@@ -61,8 +61,10 @@ def splits(problem: Problem) -> list[tuple[int, ...]]:
     sets = []
     for k in range(len(problem.costs)):
         one = problem.costs.take(np.array([k]))
-        low, cap, quantum = (int(x[k]) for x in (problem.low, problem.cap, problem.quantum))
-        used = [b for b in range(max(low, 1), min(cap, problem.global_batch) + 1) if b % quantum == 0]
+        low, cap, multiple = (
+            int(x[k]) for x in (problem.min_batch, problem.max_batch, problem.batch_multiple)
+        )
+        used = [b for b in range(max(low, 1), min(cap, problem.global_batch) + 1) if b % multiple == 0]
         used = [b for b in used if math.isfinite(one.seconds(np.array([b]))[0])]
         sets.append(used if problem.required[k] else [0, *used])
     return [split for split in itertools.product(*sets) if sum(split) == problem.global_batch]
@@ -96,17 +98,17 @@ def test_equal_to_brute_force(seed: int) -> None:
     st.integers(1, 5),
 )
 def test_fewest_equals_brute_force(rows: list[tuple[int, int, int, bool]], total: int, count: int) -> None:
-    quantum = np.array([row[0] for row in rows])
-    low = -(-np.array([row[1] for row in rows]) // quantum) * quantum
-    most = np.array([row[2] for row in rows]) // quantum * quantum
+    multiple = np.array([row[0] for row in rows])
+    low = -(-np.array([row[1] for row in rows]) // multiple) * multiple
+    most = np.array([row[2] for row in rows]) // multiple * multiple
     required = np.array([row[3] for row in rows])
     most = np.where(required, np.maximum(most, low), np.where(most < low, 0, most))
     problem = Problem.of(
-        Costs.lines(np.ones(len(rows)), 1.0), total, low=low, quantum=quantum, required=required
+        Costs.lines(np.ones(len(rows)), 1.0), total, min_batch=low, batch_multiple=multiple, required=required
     )
     sets = [
         ([] if r else [0]) + list(range(lo, hi + 1, q))
-        for q, lo, hi, r in zip(quantum, low, most, required, strict=True)
+        for q, lo, hi, r in zip(multiple, low, most, required, strict=True)
     ]
     possible = any(
         sum(split) == total and sum(b > 0 for b in split) <= count for split in itertools.product(*sets)
@@ -175,7 +177,7 @@ def test_no_synchronisation_is_the_split_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ring", "tree", "server"])
-def test_synchronisation_never_gets_cheaper_with_more_workers(kind: Kind) -> None:
+def test_synchronisation_never_gets_cheaper_with_more_workers(kind: SyncKind) -> None:
     sync = Sync.of(kind, 3, [0.0, 0.3, 0.1], [1.0, 0.1, 0.7])
     by_count = np.array([sync.by_link(k) for k in range(1, 300)])
     assert (np.diff(by_count, axis=0) >= 0).all()
@@ -188,21 +190,21 @@ def test_links_that_are_no_links_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ring", "tree", "server"])
-def test_a_thousand_unlike_workers_are_soon_done(kind: Kind) -> None:
+def test_a_thousand_unlike_workers_are_soon_done(kind: SyncKind) -> None:
     luck = np.random.default_rng(3)
     n = 1000
     costs = Costs.lines(luck.uniform(0.001, 0.05, n), luck.uniform(1e-4, 5e-3, n))
     problem = Problem.of(
         costs,
         64 * n,
-        cap=luck.integers(96, 513, n),
-        quantum=luck.choice([1, 8, 16], n),
-        low=luck.choice([1, 32], n),
+        max_batch=luck.integers(96, 513, n),
+        batch_multiple=luck.choice([1, 8, 16], n),
+        min_batch=luck.choice([1, 32], n),
     )
     sync = Sync.of(kind, n, luck.uniform(1e-5, 1e-4, n), luck.uniform(1e-4, 1e-3, n))
     start = time.perf_counter()
     found = solve_subset(problem, sync)
     seconds = time.perf_counter() - start
     assert found.batches.sum() == problem.global_batch
-    assert (found.batches % problem.quantum == 0).all()
+    assert (found.batches % problem.batch_multiple == 0).all()
     assert seconds < 10  # a second where the machine is quiet; benchmarks/solver.py has the figures

@@ -1,0 +1,177 @@
+"""The min-max problem as a mixed-integer linear program (MILP) in PuLP, for HiGHS or CBC.
+
+Worker k's cost consists of a few straight pieces; one binary variable a piece selects the batch's piece:
+
+    min t    t >= intercept_j z_kj + slope_j b_kj + extra_k      first_j z_kj <= b_kj <= last_j z_kj
+             sum_j z_kj = used_k in {0, 1}   (1: required)       sum_kj b_kj = B,   sum_j b_kj = quantum_k u_k
+
+extra_k is what the caller adds to a worker's time. Times are scaled to be near 1, because the solvers'
+tolerances are absolute: their solutions are exact to about 1e-6.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from pyps.errors import Infeasible, PypsError
+from pyps.solver.costs import Costs, Ints
+from pyps.solver.exact.minmax import Problem
+
+SolverName = Literal["HiGHS", "CBC"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """T(b) = max(floor, intercept + slope * b) on first <= b <= last: seconds, seconds a sample, samples."""
+
+    first: int
+    last: int
+    intercept: float
+    slope: float
+    floor: float = 0.0
+
+
+@dataclass
+class Milp:
+    """A PuLP model, its objective t (in units of `scale` seconds), and one term a worker of each other kind.
+
+    used: 0 or 1. batch: samples. steps: batch multiples. extra: further time of the worker, at least 0, or
+    None.
+    """
+
+    model: Any
+    t: Any
+    scale: float
+    batch_multiple: Ints
+    used: list[Any] = field(default_factory=list)
+    batch: list[Any] = field(default_factory=list)
+    steps: list[Any] = field(default_factory=list)
+    extra: list[Any] = field(default_factory=list)
+
+    def minimise(self, objective: Any, solver: SolverName = "HiGHS", time_limit: float | None = None) -> bool:
+        """Solve with no gap allowed; False if infeasible. Raises PypsError if the solver proves neither."""
+        import pulp
+
+        self.model.setObjective(objective)
+        if solver == "HiGHS":
+            engine = pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit)
+        else:
+            engine = pulp.PULP_CBC_CMD(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit)
+        self.model.solve(engine)
+        status = pulp.LpStatus[self.model.status]
+        if status == "Infeasible":
+            return False
+        if status != "Optimal" or self.model.sol_status != pulp.LpSolutionOptimal:
+            why = f"no proof within {time_limit:g} s" if time_limit is not None else status.lower()
+            raise PypsError(f"{solver} ended without a solution: {why}")
+        return True
+
+    def batches(self) -> Ints:
+        """The solution after `minimise`, in samples."""
+        steps = np.array([round(u.value() or 0.0) for u in self.steps], np.int64)
+        return steps * self.batch_multiple
+
+
+def minmax_milp(problem: Problem, extra: bool = False, total: bool = True) -> Milp:
+    """The program above. extra: add the variables extra_k, which the caller bounds. total: fix the sum to B.
+
+    Raises Infeasible if a required worker can take no batch.
+    """
+    import pulp
+
+    model = pulp.LpProblem("minmax", pulp.LpMinimize)
+    milp = Milp(model, model.add_variable("t", lowBound=0), time_scale(problem), problem.batch_multiple)
+    for k in range(len(problem.costs)):
+        more = model.add_variable(f"e{k}", lowBound=0) if extra else None
+        _add_worker(milp, problem, k, more)
+    if total:
+        model += pulp.lpSum(milp.batch) == problem.global_batch
+    return milp
+
+
+def _add_worker(milp: Milp, problem: Problem, k: int, extra: Any) -> None:
+    import pulp
+
+    model, t, scale = milp.model, milp.t, milp.scale
+    multiple, low = int(problem.batch_multiple[k]), int(problem.min_batch[k])
+    max_batch = int(min(problem.costs.last_batch(problem.max_batch)[k], problem.global_batch))
+    chosen, batches = [], []
+    for j, piece in enumerate(pieces(problem.costs, k, max_batch)):
+        z = model.add_variable(f"z{k}_{j}", cat="Binary")
+        b = model.add_variable(f"b{k}_{j}", lowBound=0)
+        model += b >= max(piece.first, low) * z
+        model += b <= piece.last * z
+        model += t >= piece.intercept / scale * z + piece.slope / scale * b + (0 if extra is None else extra)
+        if piece.floor > 0:
+            model += t >= piece.floor / scale * z + (0 if extra is None else extra)
+        chosen.append(z)
+        batches.append(b)
+    if problem.required[k] and not chosen:
+        raise Infeasible(f"required worker {k} can take no batch")
+    if chosen:
+        model += pulp.lpSum(chosen) == 1 if problem.required[k] else pulp.lpSum(chosen) <= 1
+    steps = model.add_variable(f"u{k}", 0, max_batch // multiple, cat="Integer")
+    model += multiple * steps == pulp.lpSum(batches)
+    milp.used.append(pulp.lpSum(chosen))
+    milp.batch.append(multiple * steps)
+    milp.steps.append(steps)
+    milp.extra.append(extra)
+
+
+def time_scale(problem: Problem) -> float:
+    """Seconds near the optimum."""
+    share = np.full(len(problem.costs), max(1, problem.global_batch // len(problem.costs)), np.int64)
+    max_batch = problem.costs.last_batch(problem.max_batch)
+    return float(np.median(problem.costs.seconds(np.clip(share, 1, np.maximum(max_batch, 1)))))
+
+
+def pieces(costs: Costs, k: int, max_batch: int) -> list[Piece]:
+    """The pieces on which worker k's cost is a straight line (apart from its floor), up to max_batch."""
+    transfer = 0.0 if costs.transfer is None else float(costs.transfer[k])
+    found = _computing(costs, k, max_batch)
+    return [
+        replace(p, intercept=p.intercept + transfer, floor=p.floor + transfer if p.floor > 0 else 0.0)
+        for p in found
+    ]
+
+
+def _computing(costs: Costs, k: int, max_batch: int) -> list[Piece]:
+    if costs.micro is None:
+        return _at_once(costs, k, max_batch)
+    micro = int(costs.micro[k])
+    first = _at_once(costs, k, min(micro, max_batch))
+    whole = float(costs.take(np.array([k])).compute(np.array([micro]))[0]) if max_batch > micro else 0.0
+    return [
+        Piece(
+            p.first + full * micro,
+            min(p.last + full * micro, max_batch),
+            p.intercept + full * (whole - p.slope * micro),
+            p.slope,
+            p.floor + full * whole if p.floor > 0 else 0.0,
+        )
+        for full in range(-(-max_batch // micro) if max_batch > 0 else 0)
+        for p in first
+        if p.first + full * micro <= max_batch
+    ]
+
+
+def _at_once(costs: Costs, k: int, max_batch: int) -> list[Piece]:
+    start, stop = int(costs.start[k]), int(costs.stop[k])
+    if max_batch < 1:
+        return []
+    if start == stop:
+        return [Piece(1, max_batch, float(costs.c[k]), float(costs.a[k]), float(costs.t0[k]))]
+    knots = [
+        (int(b), float(s))
+        for b, s in zip(costs.knot_batch[start:stop], costs.knot_seconds[start:stop], strict=True)
+    ]
+    found = [Piece(1, min(knots[0][0], max_batch), knots[0][1], 0.0)]
+    for (b0, s0), (b1, s1) in itertools.pairwise(knots):
+        if b0 < max_batch:
+            slope = (s1 - s0) / (b1 - b0)
+            found.append(Piece(b0, min(b1, max_batch), s0 - slope * b0, slope))
+    return found
