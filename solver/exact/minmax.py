@@ -66,13 +66,15 @@ class Problem:
         bounds in samples. required: the worker must be used. Raises ValueError for values out of range.
         """
         n = len(costs)
-        bounds = [np.broadcast_to(np.asarray(x, np.int64), n) for x in (min_batch, max_batch, batch_multiple)]
-        in_range = all(((x >= 0) & (x <= MAX_BATCH)).all() for x in bounds)
-        if not n or not 1 <= global_batch <= MAX_BATCH or not in_range or (bounds[2] < 1).any():
+        bounds = (np.broadcast_to(np.asarray(x, np.int64), n) for x in (min_batch, max_batch, batch_multiple))
+        low, high, multiple = bounds
+        in_range = all(((x >= 0) & (x <= MAX_BATCH)).all() for x in (low, high, multiple))
+        if not n or not 1 <= global_batch <= MAX_BATCH or not in_range or (multiple < 1).any():
             raise ValueError(
                 f"not a problem: {n} workers, B = {global_batch}, or a bound outside 0..{MAX_BATCH}"
             )
-        return Problem(costs, global_batch, *bounds, np.broadcast_to(np.asarray(required, bool), n))
+        must = np.broadcast_to(np.asarray(required, bool), n)
+        return Problem(costs, global_batch, low, high, multiple, must)
 
     def keys(self) -> tuple[npt.NDArray[Any], ...]:
         """Sort keys, one entry a worker: workers with equal keys are interchangeable in this problem."""
