@@ -9,14 +9,13 @@ measured. Steps are read from the workers' own records.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from statistics import median
 
 import msgspec
 
 from pyps.formats import MAX_BATCH, Plan, PlanWorker
 from pyps.formats.records import StepRecord
+from pyps.profiler.statistics import median_and_error
 from pyps.solver.costs import Cost, Line
 from pyps.solver.online.decide import Split, SplitChange, decide
 from pyps.solver.online.refit import OnlineCost, stretched
@@ -87,9 +86,8 @@ class Balancer:
     def _decide(self, step: int) -> SplitChange | None:
         doubt = 0.0
         for rank, times in enumerate(self._times):
-            middle = median(times)
-            deviation = 1.4826 * median(abs(s - middle) for s in times)
-            doubt = max(doubt, 1.2533 * deviation / (middle * math.sqrt(len(times))))
+            middle, error = median_and_error(times)
+            doubt = max(doubt, error)
             self._devices[rank].observe(self.split[rank], middle)
         self._times = [[] for _ in self.split]
         levels = [device.level for device in self._devices]

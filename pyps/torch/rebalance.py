@@ -13,17 +13,16 @@ steps all ranks have met in a reduction, so no rank waits for a message.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile
+from pyps.profiler.statistics import median_and_error
 from pyps.solver.online.decide import SplitChange, decide
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.refit import OnlineCost
@@ -174,7 +173,7 @@ class Rebalancer:
         batch = self._times[-1][0] if self._times else self._sampler.batch
         seconds = [s for b, s in self._times if b == batch]
         self._times = []
-        middle, error = _median(seconds) if len(seconds) > self.window // 2 else (None, 0.0)
+        middle, error = median_and_error(seconds) if len(seconds) > self.window // 2 else (None, 0.0)
         if middle is not None:
             self._device.observe(batch, middle)
         sampler, self._reported_pass = self._sampler, self._pass
@@ -221,13 +220,6 @@ class Rebalancer:
             return  # a stream has ended since, on all ranks: the round of the change did not come
         self._sampler.replan(change.after, *change.start)
         self.history.append(change)
-
-
-def _median(seconds: Sequence[float]) -> tuple[float, float]:
-    """The median and its relative standard error, by the median deviation of a normal distribution."""
-    middle = median(seconds)
-    deviation = 1.4826 * median(abs(s - middle) for s in seconds)
-    return middle, 1.2533 * deviation / (middle * math.sqrt(len(seconds)))
 
 
 def _start(reports: Sequence[_Report]) -> RoundIndex | None:

@@ -22,8 +22,8 @@ WORTH_NAMING = 0.05  # relative: a smaller change of a rank's pace is not given 
 class SplitChange:
     """A change of the split, decided at `step`, with its reasons.
 
-    The seconds are those of a round, predicted by the ranks' costs. start: (epoch, round) from which the change holds,
-    in runs that count rounds.
+    The seconds are those of a round, predicted by the ranks' costs. start: (epoch, round) from which the
+    change holds, in runs that count rounds.
     """
 
     step: int
