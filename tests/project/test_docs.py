@@ -1,12 +1,14 @@
 """The pages are true: Python blocks run, commands exist with the options shown, links lead somewhere.
 
 A ```python block whose first line is a comment with a file name (`# train.py`) is that file: it is written to
-the page's folder. Every other one is executed there, in order, in one namespace. Docs that run processes are
-left to the tests of those commands; here each option that a ```console block shows has to be in its help.
+the page's folder. Every other one is executed there, in order, in one namespace. A ```console block after
+`<!-- executed -->` is executed too, and its output has to be the one shown; "..." stands for lines left out.
+Of all other commands, each option has to be in the command's help.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import subprocess
@@ -18,7 +20,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+EXECUTED = [page for page in PAGES if "<!-- executed -->" in page.read_text(encoding="utf-8")]
+MOST_WORDS = 16_500  # without results and benchmarks
 PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
 SUBCOMMANDS = {
     "pyps": ("run", "serve", "profile", "plan", "simulate", "shm"),
@@ -31,9 +36,13 @@ FILE_NAME = re.compile(r"# ([\w/.-]+\.\w+)\n")
 torch.set_num_threads(1)
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of one language, in order."""
-    pattern = rf"^```{language}\n(.*?)^```"
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str, after: str = "") -> list[str]:
+    """The fenced blocks of one language, in order; only those right behind the line `after`, if given."""
+    pattern = rf"^{after}```{language}\n(.*?)^```"
     return re.findall(pattern, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
@@ -68,7 +77,7 @@ def named_subcommands(program: str, words: list[str]) -> list[str]:
     return chosen
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (found := blocks(page, "python")):
         pytest.skip("no Python on this page")
@@ -83,7 +92,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
             exec(code, names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_exist_with_their_options(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in commands(page):
@@ -99,12 +108,48 @@ def test_commands_exist_with_their_options(page: Path) -> None:
             assert option in known, f"{page.name}: {command}: no {option}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", EXECUTED, ids=name_of)
+def test_outputs_are_real(page: Path, tmp_path: Path) -> None:
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": programs, "COLUMNS": "100", "NO_COLOR": "1"}
+    for name, text in re.findall(r"^```toml\n# (\S+)\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
+        (tmp_path / name).write_text(text)
+    for block in blocks(page, "console", after="<!-- executed -->\n"):
+        for entry in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *shown = entry.splitlines()
+            done = subprocess.run(
+                command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+            )
+            printed = [line.split() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+            expected = [line.split() for line in shown if line != "..."]
+            assert not expected or printed[-len(expected) :] == expected, command
+            assert len(printed) == len(expected) or not shown or "..." in shown, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_readme_is_there() -> None:
-    assert len((ROOT / "README.md").read_text()) > 1000
+def test_the_diff_of_the_readme() -> None:
+    """It shows all that differs between the two example scripts, except how their steps are measured."""
+    before, after = (
+        (ROOT / "examples" / "ddp" / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        for name in ("before", "after")
+    )
+    (diff,) = blocks(ROOT / "README.md", "diff")
+    shown = [line for line in diff.splitlines() if line[:1] in ("-", "+")]
+    real = [line for line in difflib.ndiff(before, after) if line[:1] in "-+" and line[2:].strip()]
+    real = [line[0] + line[2:] for line in real]
+    measuring = re.compile(r"""^."{3}|device|history""")
+    assert sorted(shown) == sorted(line for line in real if not measuring.search(line))
+    kept = [line[1:].strip() for line in diff.splitlines() if line[:1] == " " and line.strip() != "..."]
+    assert {line for line in kept if line} <= {line.strip() for line in before if line in after}
+
+
+def test_the_pages_are_short() -> None:
+    kept = [page for page in PAGES if DOCS / "results" not in page.parents]
+    words = {name_of(page): len(page.read_text(encoding="utf-8").split()) for page in kept}
+    assert sum(words.values()) <= MOST_WORDS, words

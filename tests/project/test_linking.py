@@ -111,7 +111,7 @@ def test_the_static_library_needs_no_other(environment: dict[str, str], tmp_path
 
 
 def test_the_documented_step_compiles(environment: dict[str, str], tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "linking.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "link-c.md").read_text()
     (code,) = re.findall(r"```c\n(.*?)```", page, re.S)
     source = tmp_path / "step.c"
     source.write_text(code)

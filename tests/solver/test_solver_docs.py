@@ -1,4 +1,4 @@
-"""docs/planning.md is executed: its Python blocks in order, and its cluster file is read."""
+"""The planner's pages: the Python blocks run, the cluster file is one, every field is in the tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from pyps.formats import (
     WorkerGroup,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+DOCS = Path(__file__).parents[2] / "docs"
+IDEAS, TASK = DOCS / "concepts" / "planning.md", DOCS / "how-to" / "plan.md"
 
 
 KINDS = (
@@ -40,26 +41,27 @@ KINDS = (
 )
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "count"), [(IDEAS, 6), (TASK, 2)], ids=["ideas", "task"])
+def test_the_page_runs(page: Path, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
-    found = blocks("python")
-    assert len(found) >= 6
+    found = blocks(page, "python")
+    assert len(found) >= count
     for block in found:
-        exec(compile(block, str(PAGE), "exec"), names)
+        exec(compile(block, str(page), "exec"), names)
 
 
 def test_the_cluster_file_is_one() -> None:
-    (text,) = blocks("toml")
+    (text,) = blocks(TASK, "toml")
     assert msgspec.convert(tomllib.loads(text), Cluster).job.global_batch == 768
 
 
 def test_every_field_is_in_the_tables() -> None:
-    text = PAGE.read_text()
+    text = TASK.read_text()
     for kind in KINDS:
         missing = [field for field in kind.__struct_fields__ if f"`{field}`" not in text]
         assert not missing, kind

@@ -1,4 +1,4 @@
-"""The scripts of docs/ddp.md and examples/ddp run between ranks, and do what they say."""
+"""The scripts of docs/how-to/train-ddp.md and examples/ddp run between ranks, and do what they say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import shaped
 from ranks import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "ddp.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "train-ddp.md").read_text(encoding="utf-8")
 EXAMPLES = ROOT / "examples" / "ddp"
 NO_HOSTS = shaped.missing()
 
