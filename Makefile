@@ -1,7 +1,9 @@
 # Every command works from a fresh clone with python3 (and its venv module), a C compiler and make.
 #
 #   make demo      four unlike devices, profiled, planned and trained; the results go to demo-out/
-#   make test      lint, then every test
+#   make test      lint, then every test: at most 8 minutes on 2 cores
+#   make test-fast the tests that start no processes and no sanitizers: for the inner loop
+#   make test-NAME those of one directory of tests/, as `make test-solver`
 #   make lint      formatting, style and types
 #   make bench     the benchmarks, each beside its rival in the same run
 #   make papers    what the four systems promise, measured beside tuned rivals, into docs/results/papers.md
@@ -18,7 +20,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test lint bench papers soak torture fuzz sanitize clean
+FAST := $(addprefix tests/,formats tasks simulate solver profiler store policy worker cli project)
+
+.PHONY: demo test test-fast lint bench papers soak torture fuzz sanitize clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -26,6 +30,12 @@ demo: .venv/core
 
 test: lint
 	$(PY) -m pytest
+
+test-fast: .venv/core
+	$(PY) -m pytest -m 'not slow' $(FAST)
+
+test-%: .venv/core
+	$(PY) -m pytest tests/$*
 
 lint: .venv/core
 	.venv/bin/ruff check .
