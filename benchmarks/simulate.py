@@ -126,7 +126,7 @@ def _verdicts(series: Series, full: list[Timing]) -> str:
         took = f"{t.processor:.0f} s of one processor, {t.clock:.0f} s by the clock"
         lines.append(
             f"- {met}: {t.workers} workers, {t.iterations} iterations of {t.name}: {took} "
-            f"(asked: < {FULL_SECONDS:g} s)"
+            f"(threshold: < {FULL_SECONDS:g} s)"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""What is claimed of BOA, SaPS, R2SP and H-PS, who races whom for it, and whether the bars are met."""
+"""The papers' claims about BOA, SaPS, R2SP and H-PS as criteria with thresholds, and the measurements for
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,17 @@ import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from record import table
-from tuning import Course, Effort, Entry, Standing, ahead, by_seed, race, scenario
+from benchmark_tools import record
+from tuning import (
+    Budget,
+    Competitor,
+    TuningResult,
+    TuningScenario,
+    clearly_faster,
+    cluster_of,
+    ratio_interval,
+    tune_all,
+)
 
 from pyps.simulate import Scenario, simulate
 
@@ -20,224 +31,231 @@ INT4_SHARE = (0.5 + 4 / 64) / 4
 SIZES = (1.0, 2.0, 4.0)  # times the model of clusters/hps.toml
 
 Curve = list[tuple[float, int, float]]  # seconds, samples, loss
-EVEN = Entry("BSP, equal batches", ("bsp",))
-PLANNED = Entry("BOA: BSP, planned batches", ("bsp",), planned=True)
-BACKUP_ONE = Entry("backup, one", ("backup:k=1",))
-BACKUP = Entry("backup, k tuned", ("backup:k=1", "backup:k=2", "backup:k=3"))
-SSP = Entry("SSP", ("ssp:bound=3", "ssp:bound=8"))
-ASP, DYNSGD = Entry("ASP", ("asp",)), Entry("DynSGD", ("dynsgd",))
-SAPS = Entry("SaPS", ("saps", "saps:threshold=quantile"))
-STRAGGLING = (
-    SAPS, ASP, EVEN, BACKUP_ONE, BACKUP, SSP, DYNSGD,
-    Entry("DSSP", ("dssp:bound=3,extra=12",)),
-    Entry("n-softsync", ("softsync:n=1", "softsync:n=4")),
-    Entry("ConSGD", ("consgd",)), Entry("DC-ASGD", ("dcasgd:lambda=0.04",)),
-)  # fmt: skip
-DRAWN = {entry.title for entry in STRAGGLING[:7]}
+EVEN = Competitor("BSP, equal batches", ("bsp",))
+PLANNED = Competitor("BOA: BSP, planned batches", ("bsp",), planned=True)
+BACKUP_ONE = Competitor("backup, one", ("backup:k=1",))
+BACKUP = Competitor("backup, k tuned", ("backup:k=1", "backup:k=2", "backup:k=3"))
+SSP = Competitor("SSP", ("ssp:bound=3", "ssp:bound=8"))
+ASP, DYNSGD = Competitor("ASP", ("asp",)), Competitor("DynSGD", ("dynsgd",))
+SAPS = Competitor("SaPS", ("saps", "saps:threshold=quantile"))
+DSSP = Competitor("DSSP", ("dssp:bound=3,extra=12",))
+SOFTSYNC = Competitor("n-softsync", ("softsync:n=1", "softsync:n=4"))
+CONSGD, DCASGD = Competitor("ConSGD", ("consgd",)), Competitor("DC-ASGD", ("dcasgd:lambda=0.04",))
+STRAGGLING = (SAPS, ASP, EVEN, BACKUP_ONE, BACKUP, SSP, DYNSGD, DSSP, SOFTSYNC, CONSGD, DCASGD)
+DRAWN = {competitor.title for competitor in STRAGGLING[:7]}
 SEEDS_OF_SAPS, TUNING_OF_SAPS = tuple(range(1, 16)), (101, 102, 103)
-BARS_OF_SAPS = (ASP, EVEN, BACKUP_ONE, BACKUP, SSP, DYNSGD)
+RIVALS_OF_SAPS = (ASP, EVEN, BACKUP_ONE, BACKUP, SSP, DYNSGD)
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One line of what had to be shown."""
+class Criterion:
+    """One line of acceptance: a figure, its value, the threshold, and whether it is met."""
 
-    what: str
-    found: str
-    asked: str
+    figure: str
+    value: str
+    threshold: str
     met: bool
 
+    @staticmethod
+    def at_least(figure: str, value: float, threshold: float) -> Criterion:
+        return Criterion(figure, f"{value:.2f}", f">= {threshold}", value >= threshold)
+
+    @staticmethod
+    def at_most(figure: str, value: float, threshold: float) -> Criterion:
+        return Criterion(figure, f"{value:.2f}", f"<= {threshold}", value <= threshold)
+
     def __str__(self) -> str:
-        return f"- {'met' if self.met else '**missed**'}: {self.what}: {self.found} (asked: {self.asked})"
+        verdict = "met" if self.met else "**missed**"
+        return f"- {verdict}: {self.figure}: {self.value} (threshold: {self.threshold})"
 
 
 @dataclass(frozen=True)
 class Findings:
-    """A part's tables and bars; what is drawn, by panel: standings, or (real, simulated) curves."""
+    """The tables and criteria of a part, and what to draw by panel: results, or (real, simulated) curves."""
 
     tables: list[str]
-    bars: list[Bar]
-    curves: dict[str, list[Standing]] = field(default_factory=dict)
+    criteria: list[Criterion]
+    curves: dict[str, list[TuningResult]] = field(default_factory=dict)
     pairs: dict[str, tuple[Curve, Curve]] = field(default_factory=dict)
 
     def text(self) -> str:
-        return "\n\n".join([*self.tables, "\n".join(map(str, self.bars))])
+        return "\n\n".join([*self.tables, "\n".join(map(str, self.criteria))])
 
 
-def boa(effort: Effort, _: Path) -> Findings:
-    """Planned batches against equal ones and backup workers; and where all are alike."""
-    courses = (Course("three-types"), Course("uniform"))
-    entries = (PLANNED, EVEN, BACKUP_ONE, BACKUP)
-    found = race([(c, e) for c in courses for e in entries], effort)
+def boa(budget: Budget, _: Path) -> Findings:
+    """Planned batches against equal ones and backup workers, on unlike and on equal devices."""
+    scenarios = (TuningScenario("three-types"), TuningScenario("uniform"))
+    competitors = (PLANNED, EVEN, BACKUP_ONE, BACKUP)
+    found = tune_all([(s, c) for s in scenarios for c in competitors], budget)
     three, uniform = found[:4], found[4:]
     gain = three[2].median / three[0].median
     alike = uniform[0].median / min(s.median for s in uniform)
-    lbb = [
-        simulate(scenario(Course("lbb"), planned=planned), iterations=10).iteration_seconds
+    published = TuningScenario("lbb")
+    equal, planned = (
+        simulate(cluster_of(published, planned=planned), iterations=10).iteration_seconds
         for planned in (False, True)
-    ]
-    published = (
-        f"LBB's four devices, their published times, 512 samples: {1e3 * lbb[0]:.1f} ms equal, "
-        f"{1e3 * lbb[1]:.1f} ms planned ({lbb[0] / lbb[1]:.2f}x)."
     )
-    bars = [
-        Bar("one backup worker's time to the loss over BOA's, three types", f"{gain:.2f}",
-            f">= {BOA_OVER_BACKUP}", gain >= BOA_OVER_BACKUP),
-        Bar("BOA's time over the best one's on equal devices", f"{alike:.2f}",
-            f"<= {1 + UNIFORM_MARGIN}", alike <= 1 + UNIFORM_MARGIN),
-    ]  # fmt: skip
-    return Findings([*standings(found), published], bars, panels(found))
+    lbb = (
+        f"LBB's four devices, their published times, 512 samples: {1e3 * equal:.1f} ms equal, "
+        f"{1e3 * planned:.1f} ms planned ({equal / planned:.2f}x)."
+    )
+    criteria = [
+        Criterion.at_least(
+            "one backup worker's time to the loss over BOA's, three types", gain, BOA_OVER_BACKUP
+        ),
+        Criterion.at_most("BOA's time over the best one's on equal devices", alike, 1 + UNIFORM_MARGIN),
+    ]
+    return Findings([*result_tables(found), lbb], criteria, panels(found))
 
 
-def saps(effort: Effort, _: Path) -> Findings:
-    """Who is first where some are slow, and where nobody is."""
+def saps(budget: Budget, _: Path) -> Findings:
+    """Policies for stragglers on clusters with stragglers, and on one without."""
     clusters = ("four", "eight", "sixteen", "heavy", "uniform")
-    if not effort.quick:
-        effort = replace(effort, seeds=SEEDS_OF_SAPS, tuning=TUNING_OF_SAPS)
-    found = race([(Course(c), e) for c in clusters for e in STRAGGLING], effort)
-    bars = []
+    if not budget.quick:
+        budget = replace(budget, seeds=SEEDS_OF_SAPS, tuning=TUNING_OF_SAPS)
+    found = tune_all([(TuningScenario(c), e) for c in clusters for e in STRAGGLING], budget)
+    criteria = []
     for name in clusters[:-1]:
-        by = {
-            entry: s
-            for entry, s in zip(STRAGGLING * len(clusters), found, strict=True)
-            if s.course.cluster == name
-        }
-        for rival in BARS_OF_SAPS:
-            ratio = by[rival].median / by[SAPS].median
-            low, high = by_seed(by[rival], by[SAPS])
-            found_text = f"{ratio:.2f}; by seed {low:.2f} to {high:.2f}"
-            bars.append(
-                Bar(f"{name}: {rival.title}'s time over SaPS's", found_text, "95 % intervals apart",
-                    ahead(by[SAPS], by[rival]))
-            )  # fmt: skip
-        waited = max(r.idle_share for r in by[SAPS].results)
-        bars.append(Bar(f"{name}: share of time that SaPS waits", f"{waited:.3f}", "0", waited == 0.0))
-        least = min(rank.samples for r in by[SAPS].results for rank in r.ranks)
-        bars.append(Bar(f"{name}: samples of SaPS's least heard worker", str(least), "> 0", least > 0))
-    alike = [s for s in found if s.course.cluster == "uniform"]
-    over = alike[0].median / min(s.median for s in alike)
-    bars.append(
-        Bar("uniform: SaPS's time over the best one's", f"{over:.2f}", f"<= {1 + UNIFORM_MARGIN}",
-            over <= 1 + UNIFORM_MARGIN)
-    )  # fmt: skip
-    return Findings(standings(found), bars, panels([s for s in found if s.entry.title in DRAWN]))
+        of_cluster = [s for s in found if s.scenario.cluster == name]
+        criteria += _saps_criteria(name, dict(zip(STRAGGLING, of_cluster, strict=True)))
+    alike = [s for s in found if s.scenario.cluster == "uniform"]
+    ratio = alike[0].median / min(s.median for s in alike)
+    criteria.append(Criterion.at_most("uniform: SaPS's time over the best one's", ratio, 1 + UNIFORM_MARGIN))
+    return Findings(result_tables(found), criteria, panels([s for s in found if s.competitor.title in DRAWN]))
 
 
-def r2sp(effort: Effort, _: Path) -> Findings:
-    """A ring of turns on a link that binds, and with no link at all."""
-    slacks = Entry("R2SP", ("r2sp:slack=1.0", "r2sp:slack=1.2", "r2sp:slack=0"), planned=True)
-    entries = (
-        slacks, replace(PLANNED, title="BSP"), replace(ASP, planned=True), replace(SSP, planned=True)
-    )  # fmt: skip
-    courses = (Course("link"), Course("link", link=False))
-    found = race([(c, e) for c in courses for e in entries], effort)
+def _saps_criteria(cluster: str, results: dict[Competitor, TuningResult]) -> list[Criterion]:
+    ours, criteria = results[SAPS], []
+    for rival in RIVALS_OF_SAPS:
+        low, high = ratio_interval(results[rival], ours)
+        value = f"{results[rival].median / ours.median:.2f}; by seed {low:.2f} to {high:.2f}"
+        apart = clearly_faster(ours, results[rival])
+        figure = f"{cluster}: {rival.title}'s time over SaPS's"
+        criteria.append(Criterion(figure, value, "95 % intervals apart", apart))
+    idle = max(run.idle_share for run in ours.runs)
+    least = min(rank.samples for run in ours.runs for rank in run.ranks)
+    return [
+        *criteria,
+        Criterion(f"{cluster}: share of time that SaPS waits", f"{idle:.3f}", "0", idle == 0.0),
+        Criterion(f"{cluster}: samples of SaPS's least heard worker", str(least), "> 0", least > 0),
+    ]
+
+
+def r2sp(budget: Budget, _: Path) -> Findings:
+    """A ring of turns, on a link that limits the others and without transfer times."""
+    slacks = ("r2sp:slack=1.0", "r2sp:slack=1.2", "r2sp:slack=0")
+    ring, bsp = Competitor("R2SP", slacks, planned=True), replace(PLANNED, title="BSP")
+    competitors = (ring, bsp, replace(ASP, planned=True), replace(SSP, planned=True))
+    scenarios = (TuningScenario("link"), TuningScenario("link", link=False))
+    found = tune_all([(s, c) for s in scenarios for c in competitors], budget)
     bound, free = found[:4], found[4:]
     gain = bound[1].median / bound[0].median
     compute = f"BSP's time over R2SP's where transfers take none: {free[1].median / free[0].median:.2f}."
-    peaks = [int(s.middle("peak_transfers")) for s in bound]
-    late = [r.staleness_quantile(0.5) for r in bound[0].results]
-    bars = [
-        Bar("BSP's time to the loss over R2SP's, link binds (simulated)", f"{gain:.2f}",
-            f">= {R2SP_OVER_BSP}", gain >= R2SP_OVER_BSP),
-        Bar("R2SP's transfers at once", str(peaks[0]), "1", peaks[0] == 1),
-        Bar("R2SP's staleness, median", str(max(late)), "7", set(late) == {7}),
-    ]  # fmt: skip
-    return Findings([*standings(found), compute], bars, panels(found))
+    peak = int(bound[0].median_of("peak_transfers"))
+    staleness = [run.staleness_quantile(0.5) for run in bound[0].runs]
+    criteria = [
+        Criterion.at_least("BSP's time to the loss over R2SP's, link binds (simulated)", gain, R2SP_OVER_BSP),
+        Criterion("R2SP's transfers at once", str(peak), "1", peak == 1),
+        Criterion("R2SP's staleness, median", str(max(staleness)), "7", set(staleness) == {7}),
+    ]
+    return Findings([*result_tables(found), compute], criteria, panels(found))
 
 
 @dataclass(frozen=True)
-class Way:
-    """Which of H-PS's three factors are on; without task sizes all get equal tasks."""
+class HpsVariant:
+    """Which of H-PS's three techniques are on; without task sizes by speed all workers get equal tasks."""
 
     title: str
     sized: bool = False
-    share: float = 1.0  # of f32's bytes, both ways
+    byte_share: float = 1.0  # of f32's bytes, both ways
     pipeline: bool = False
 
     def scenario(self, even: Scenario, size: float) -> Scenario:
-        """Equal tasks under the same policy: nobody's memory holds more than an equal share."""
-        times = size * self.share
-        made = replace(even, up_bytes=even.up_bytes * times, down_bytes=even.down_bytes * times)
+        """The cluster with this variant; equal tasks come from a memory that holds an equal share only."""
+        factor = size * self.byte_share
+        made = replace(even, up_bytes=even.up_bytes * factor, down_bytes=even.down_bytes * factor)
         if self.sized:
             return made
         return replace(made, workers=tuple(replace(w, most=w.batch) for w in made.workers))
 
 
-WAYS = (
-    Way("plain: equal tasks, f32"),
-    Way("task sizes by speed", sized=True),
-    Way("int8 both ways", share=INT8_SHARE),
-    Way("pipeline", pipeline=True),
-    Way("task sizes, int8", sized=True, share=INT8_SHARE),
-    Way("task sizes, pipeline", sized=True, pipeline=True),
-    Way("int8, pipeline", share=INT8_SHARE, pipeline=True),
-    Way("all three", sized=True, share=INT8_SHARE, pipeline=True),
-    Way("all three, int4 both ways", sized=True, share=INT4_SHARE, pipeline=True),
+HPS_VARIANTS = (
+    HpsVariant("plain: equal tasks, f32"),
+    HpsVariant("task sizes by speed", sized=True),
+    HpsVariant("int8 both ways", byte_share=INT8_SHARE),
+    HpsVariant("pipeline", pipeline=True),
+    HpsVariant("task sizes, int8", sized=True, byte_share=INT8_SHARE),
+    HpsVariant("task sizes, pipeline", sized=True, pipeline=True),
+    HpsVariant("int8, pipeline", byte_share=INT8_SHARE, pipeline=True),
+    HpsVariant("all three", sized=True, byte_share=INT8_SHARE, pipeline=True),
+    HpsVariant("all three, int4 both ways", sized=True, byte_share=INT4_SHARE, pipeline=True),
 )
 
 
-def hps(effort: Effort, _: Path) -> Findings:
-    """Task sizes, bits and the pipeline, apart and together, beside a plain server: times alone."""
-    even, iterations = scenario(Course("hps"), planned=False), 3 if effort.quick else 100
+def hps(budget: Budget, _: Path) -> Findings:
+    """Task sizes, bits and the pipeline, one by one and together, against a plain server: times only."""
+    even = cluster_of(TuningScenario("hps"), planned=False)
+    iterations = 3 if budget.quick else 100
     link = [size * len(even.workers) * 2 * even.up_bytes / even.server_bandwidth for size in SIZES]
-    rows = [["what", *(f"link {1e3 * seconds:.0f} ms" for seconds in link)]]
+    rows = [["variant", *(f"link {1e3 * seconds:.0f} ms" for seconds in link)]]
     plain: dict[float, float] = {}
     gains: dict[tuple[str, float], float] = {}
-    for way in WAYS:
+    for variant in HPS_VARIANTS:
         cells = []
         for size in SIZES:
-            cluster = way.scenario(even, size)
-            seconds = [_iteration(cluster, seed, iterations, pipeline=way.pipeline) for seed in effort.seeds]
+            cluster, pipeline = variant.scenario(even, size), variant.pipeline
+            seconds = [_iteration(cluster, seed, iterations, pipeline=pipeline) for seed in budget.seeds]
             middle = statistics.median(seconds)
-            gain = gains[way.title, size] = plain.setdefault(size, middle) / middle
+            gain = gains[variant.title, size] = plain.setdefault(size, middle) / middle
             spread = f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f}"
             cells.append(f"{1e3 * middle:.0f} ({spread}), {gain:.2f}x")
-        rows.append([way.title, *cells])
-    least = gains["all three", SIZES[0]]
-    bars = [Bar("plain over all three", f"{least:.2f}", f">= {HPS_OVER_PLAIN}", least >= HPS_OVER_PLAIN)]
+        rows.append([variant.title, *cells])
+    criteria = [Criterion.at_least("plain over all three", gains["all three", SIZES[0]], HPS_OVER_PLAIN)]
     for size, seconds in list(zip(SIZES, link, strict=True))[1:]:
-        gain = gains["all three", size]
-        what = f"plain over all three, link {1e3 * seconds:.0f} ms"
-        bars.append(Bar(what, f"{gain:.2f}", f">= {HPS_AIM}, the aim", gain >= HPS_AIM))
-    alike = "Milliseconds an iteration (range over seeds), and how many times as fast as the plain server."
-    return Findings([alike, table(rows)], bars)
+        gain, figure = gains["all three", size], f"plain over all three, link {1e3 * seconds:.0f} ms"
+        criteria.append(Criterion(figure, f"{gain:.2f}", f">= {HPS_AIM}, the aim", gain >= HPS_AIM))
+    legend = "Milliseconds an iteration (range over seeds), and how many times as fast as the plain server."
+    return Findings([legend, record.table(rows)], criteria)
 
 
 def _iteration(cluster: Scenario, seed: int, iterations: int, *, pipeline: bool) -> float:
     return simulate(cluster, "hps", iterations=iterations, seed=seed, pipeline=pipeline).iteration_seconds
 
 
-def standings(found: list[Standing]) -> list[str]:
-    """A table for each course, the first one first."""
-    courses = list(dict.fromkeys(s.course for s in found))
-    return [_table(course, [s for s in found if s.course == course]) for course in courses]
+def result_tables(found: list[TuningResult]) -> list[str]:
+    """A table for each scenario, in order."""
+    scenarios = list(dict.fromkeys(s.scenario for s in found))
+    return [_table(scenario, [s for s in found if s.scenario == scenario]) for scenario in scenarios]
 
 
-def _table(course: Course, found: list[Standing]) -> str:
-    heading = ["way", "chosen", "step size", "s to the loss", "95 % interval", "global batches"]
+def _table(scenario: TuningScenario, found: list[TuningResult]) -> str:
+    heading = ["competitor", "chosen", "step size", "s to the loss", "95 % interval", "global batches"]
     rows = [[*heading, "ms a batch", "waiting", "staleness", "dropped", "transfers at once"]]
-    for s in sorted(found, key=lambda s: s.median):
-        batches = statistics.median(r.samples / s.global_batch for r in s.results)
-        rows.append([
-            s.entry.title, f"`{s.policy}`", f"{s.lr:.3g}", _seconds(s.median),
-            " to ".join(map(_seconds, s.interval)), f"{batches:.0f}",
-            f"{1e3 * s.middle('iteration_seconds'):.0f}", f"{s.middle('idle_share'):.0%}",
-            f"{s.middle('staleness_mean'):.1f}", f"{s.middle('rejected'):.0f}",
-            f"{s.middle('peak_transfers'):.0f}" if course.link else "-",
-        ])  # fmt: skip
-    trials = sum(s.trials for s in found)
-    named = f"`{course.cluster}`{'' if course.link else ', transfers taking no time'}"
-    seeds = len(found[0].results)
-    return f"**{named}**: loss {course.target:g}, {seeds} seeds, {trials} trials to tune.\n\n{table(rows)}"
+    rows += [_row(s) for s in sorted(found, key=lambda s: s.median)]
+    trials, seeds = sum(s.trials for s in found), len(found[0].runs)
+    named = f"`{scenario.cluster}`{'' if scenario.link else ', transfers taking no time'}"
+    title = f"**{named}**: loss {scenario.target:g}, {seeds} seeds, {trials} trials to tune."
+    return f"{title}\n\n{record.table(rows)}"
+
+
+def _row(s: TuningResult) -> list[str]:
+    low, high = map(_seconds, s.interval)
+    batches = statistics.median(run.samples / s.global_batch for run in s.runs)
+    times = [_seconds(s.median), f"{low} to {high}", f"{batches:.0f}"]
+    iteration, idle = 1e3 * s.median_of("iteration_seconds"), s.median_of("idle_share")
+    late, dropped = s.median_of("staleness_mean"), s.median_of("rejected")
+    peak = f"{s.median_of('peak_transfers'):.0f}" if s.scenario.link else "-"
+    figures = [f"{iteration:.0f}", f"{idle:.0%}", f"{late:.1f}", f"{dropped:.0f}", peak]
+    return [s.competitor.title, f"`{s.policy}`", f"{s.lr:.3g}", *times, *figures]
 
 
 def _seconds(value: float) -> str:
     return f"{value:.1f}" if math.isfinite(value) else "never"
 
 
-def panels(found: list[Standing]) -> dict[str, list[Standing]]:
-    """Standings by the course's name."""
-    named: dict[str, list[Standing]] = {}
+def panels(found: list[TuningResult]) -> dict[str, list[TuningResult]]:
+    """Results by the scenario's name."""
+    named: dict[str, list[TuningResult]] = {}
     for s in found:
-        named.setdefault(s.course.cluster + ("" if s.course.link else ", no link"), []).append(s)
+        named.setdefault(s.scenario.cluster + ("" if s.scenario.link else ", no link"), []).append(s)
     return named

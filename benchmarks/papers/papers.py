@@ -1,4 +1,4 @@
-"""What the four systems promise, measured: each beside its rivals, tuned alike, over several seeds.
+"""The claims of the four papers, measured: each system against rivals tuned the same way, over several seeds.
 
     python benchmarks/papers/papers.py [--quick] [--docs] [--only boa saps r2sp hps straggler real] [--out
     DIR]
@@ -13,25 +13,22 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # record and shaped lie there
-
 import papers_plot
 from acceptance import boa, hps, r2sp, saps
+from benchmark_tools import record
 from papers_real import real
 from papers_straggler import straggler
-from record import DOCS, machine, write_section
-from tuning import Effort
+from tuning import Budget
 
 PAGE = "papers.md"
 PARTS = {"boa": boa, "saps": saps, "r2sp": r2sp, "hps": hps, "straggler": straggler, "real": real}
-QUICK = Effort(seeds=(1, 2), tuning=(101,), processes=1, quick=True)
+QUICK = Budget(seeds=(1, 2), tuning=(101,), processes=1, quick=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,24 +42,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("papers-out"), help="where runs and plots go")
     chosen = parser.parse_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    images = DOCS / "images" if chosen.docs else chosen.out
+    images = record.DOCS / "images" if chosen.docs else chosen.out
     for name in chosen.only:
         began, worked = time.monotonic(), processor_seconds()
-        found = PARTS[name](QUICK if chosen.quick else Effort(), chosen.out)
+        found = PARTS[name](QUICK if chosen.quick else Budget(), chosen.out)
         if found.curves:
             papers_plot.curves(images / f"results-{name}.png", found.curves)
         if found.pairs:
             papers_plot.pairs(images / f"results-{name}.png", found.pairs)
         took = f"{time.monotonic() - began:.0f} s, {processor_seconds() - worked:.0f} s of processor time"
-        text = f"{machine()}; took {took}.\n\n{found.text()}"
+        text = f"{record.machine()}; took {took}.\n\n{found.text()}"
         print(f"## {name}\n\n{text}\n", flush=True)
         if chosen.docs:
-            write_section(name, text, PAGE)
+            record.write_section(name, text, PAGE)
 
 
 def processor_seconds() -> float:
-    """Of this process and of those that it waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    """Of this process and of the finished processes that it started."""
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 

@@ -1,4 +1,4 @@
-"""The least loss so far over virtual time, a panel for each course; lines differ by dash and marker."""
+"""The least loss so far over virtual time, a panel for each scenario; lines differ by dash and marker."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 import numpy as np
 from acceptance import Curve
 from matplotlib.figure import Figure
-from tuning import Standing
+from tuning import TuningResult
 
 LINES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("--", "v"), (":", "x"), ("-", "+"), ("-.", "*"))
 GREYS = ("0.0", "0.35", "0.55")
 MOST_OF_FIRST, MARGIN = 6.0, 1.1  # times the first one's and the last one's time: how far the axis goes
 
 
-def curves(path: Path, panels: dict[str, list[Standing]]) -> None:
-    """The seed whose time is the median of each entry's."""
+def curves(path: Path, panels: dict[str, list[TuningResult]]) -> None:
+    """The seed whose time is the median of each competitor's."""
     figure = Figure(figsize=(10, 3.2 * -(-len(panels) // 2)), layout="constrained")
     axes = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).ravel()
     for axis, (title, found) in zip(axes, panels.items(), strict=False):
         styles = zip(cycle(LINES), cycle(GREYS))
         for s, ((dash, marker), grey) in zip(found, styles, strict=False):
             result = sorted(zip(s.seconds, range(len(s.seconds)), strict=True))[len(s.seconds) // 2][1]
-            seconds, _, losses = zip(*s.results[result].curve, strict=True)
+            seconds, _, losses = zip(*s.runs[result].curve, strict=True)
             axis.plot(
                 seconds, np.minimum.accumulate(losses), dash, color=grey, marker=marker, markersize=3,
-                markevery=max(1, len(seconds) // 8), linewidth=1, label=s.entry.title,
+                markevery=max(1, len(seconds) // 8), linewidth=1, label=s.competitor.title,
             )  # fmt: skip
         first, last = (f(s.median for s in found) for f in (min, max))
-        axis.axhline(found[0].course.target, color="0.7", linewidth=0.8)
+        axis.axhline(found[0].scenario.target, color="0.7", linewidth=0.8)
         axis.set(yscale="log", title=title, xlabel="virtual seconds", ylabel="least loss so far")
         if first < float("inf"):
             axis.set_xlim(0.0, min(MOST_OF_FIRST * first, MARGIN * last))

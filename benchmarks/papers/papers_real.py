@@ -1,7 +1,7 @@
 """The same clusters as processes: each worker's steps last as long as its cost model says.
 
-Each run stands beside its simulation: the time of an iteration, the time to a loss, and the order of pushes
-when the simulator replays the run's own step times.
+Each run is compared with its simulation: the time of an iteration, the time to a loss, and the order of
+pushes when the simulator replays the run's own step times.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ from acceptance import (
     PLANNED,
     SAPS,
     SSP,
-    Bar,
+    Criterion,
     Curve,
     Findings,
 )
-from record import milliseconds, table
-from tuning import CLUSTERS, Course, Effort, Entry, Standing, digits, race, scenario
+from benchmark_tools import record
+from tuning import (
+    CLUSTERS,
+    Budget,
+    Competitor,
+    TuningResult,
+    TuningScenario,
+    cluster_of,
+    digits,
+    tune_all,
+)
 
 from pyps.formats import Jitter
 from pyps.formats.records import StepRecord, read_run
-from pyps.run.report import taken, version_times
+from pyps.run.report import Report, taken, version_times
 from pyps.run.supervisor import run
 from pyps.simulate import Result, Scenario, replay, simulate
 from pyps.store.policies import policy_named
@@ -46,10 +55,10 @@ STEADY = Jitter()
 TARGET = 0.2
 RUNS = 3  # of those in SEVERAL; the others run once
 LONGER = 1.4  # than the simulation needs to the target, in global batches
-MOST_ERROR = 0.10
+MAX_ERROR, MAX_OVERRUN = 0.10, 0.02
 SEVERAL = (PLANNED, EVEN, BACKUP_ONE, ASP, SAPS)
-RING = Entry("R2SP", ("r2sp",))
-ENTRIES = (PLANNED, EVEN, BACKUP_ONE, ASP, SSP, DYNSGD, SAPS, RING, Entry("H-PS", ("hps",)))
+RING, HPS = Competitor("R2SP", ("r2sp",)), Competitor("H-PS", ("hps",))
+COMPETITORS = (PLANNED, EVEN, BACKUP_ONE, ASP, SSP, DYNSGD, SAPS, RING, HPS)
 
 
 @dataclass(frozen=True)
@@ -72,11 +81,12 @@ class Case:
 class Pair:
     """A run and its simulations: from the cost models, and from the run's own step times.
 
-    Seconds are means of iterations. `agreeing`: the share of gradients that the replay puts into the same
-    version. `decisions`, `otherwise`: all that were taken, and those that come out differently (or are not on
-    file) when the run's journal is decided again. `late`: the stalenesses of all gradients but those of the
-    first and last cycle. `overrun_share`: how much longer than asked the emulated devices took, of their
-    computing.
+    Seconds are means of iterations.
+    agreeing: the share of gradients that the replay puts into the same version.
+    decisions, different: decisions of the run, and those that differ or are missing when its journal is
+        replayed.
+    staleness: that of all gradients except those of the first and last cycle.
+    overrun_share: the time by which emulated devices took too long, as a share of their computing.
     """
 
     case: Case
@@ -85,8 +95,8 @@ class Pair:
     replayed_seconds: float
     agreeing: float
     decisions: int
-    otherwise: int
-    late: frozenset[int]
+    different: int
+    staleness: frozenset[int]
     real_curve: Curve
     simulated_curve: Curve
     overrun_share: float
@@ -103,39 +113,59 @@ class Pair:
 
 
 def work(case: Case, out: Path) -> Pair:
-    """Train by processes, and the same in virtual time."""
+    """Train with processes, and the same in virtual time."""
     named = f"{case.policy.replace(':', '-')}-{'planned' if case.planned else 'equal'}-{case.seed}"
     folder = out / named
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    cluster = steady(scenario(Course(case.cluster, link=False), planned=case.planned))
-    write_plan(case.cluster, folder / "plan.json")
-    rules = policy_named(case.policy)
-    every = 1 if rules.name in ("bsp", "backup", "hps") else len(cluster.workers)
-    report = run(
-        folder / "plan.json", WORKER, rules, samples=case.iterations * cluster.global_batch,
-        args=[str(case.lr)], seed=case.seed, run_dir=folder / "run", even=not case.planned,
-        throttle_from=str(CLUSTERS / f"{case.cluster}.toml"), snapshot_every=every, journal=True,
-    )  # fmt: skip
+    cluster = steady(cluster_of(TuningScenario(case.cluster, link=False), planned=case.planned))
+    report = _run(case, cluster, folder)
     records = read_run(folder / "run")
-    again = replay(folder / "run" / "journal")
+    decided = replay(folder / "run" / "journal")
     simulated = _simulate(cluster, case)
     replayed = _simulate(retimed(cluster, records), case)
     computing = sum(rank.compute.mean * rank.compute.count for rank in report.ranks)
+    overrun, middle = (
+        sum(rank.overrun_seconds for rank in report.ranks),
+        slice(len(report.ranks), -len(report.ranks)),
+    )
     return Pair(
-        case, report.iteration_seconds.mean, iteration_seconds(simulated), iteration_seconds(replayed),
-        agreement(records, replayed), again.decisions, again.differences + again.missing_events,
-        frozenset(r.staleness for r in taken(records)[len(report.ranks) : -len(report.ranks)]),
-        curve_of(folder / "run", records, case.seed), list(simulated.curve),
-        sum(rank.overrun_seconds for rank in report.ranks) / computing if computing else 0.0,
-    )  # fmt: skip
+        case,
+        real_seconds=report.iteration_seconds.mean,
+        simulated_seconds=iteration_seconds(simulated),
+        replayed_seconds=iteration_seconds(replayed),
+        agreeing=agreement(records, replayed),
+        decisions=decided.decisions,
+        different=decided.differences + decided.missing_events,
+        staleness=frozenset(step.staleness for step in taken(records)[middle]),
+        real_curve=curve_of(folder / "run", records, case.seed),
+        simulated_curve=list(simulated.curve),
+        overrun_share=overrun / computing if computing else 0.0,
+    )
+
+
+def _run(case: Case, cluster: Scenario, folder: Path) -> Report:
+    write_plan(case.cluster, folder / "plan.json")
+    policy = policy_named(case.policy)
+    in_rounds = policy.name in ("bsp", "backup", "hps")
+    return run(
+        folder / "plan.json",
+        WORKER,
+        policy,
+        samples=case.iterations * cluster.global_batch,
+        args=[str(case.lr)],
+        seed=case.seed,
+        run_dir=folder / "run",
+        even=not case.planned,
+        throttle_from=str(CLUSTERS / f"{case.cluster}.toml"),
+        snapshot_every=1 if in_rounds else len(cluster.workers),
+        journal=True,
+    )
 
 
 def _simulate(cluster: Scenario, case: Case) -> Result:
-    return simulate(
-        cluster, case.policy, iterations=case.iterations, seed=case.seed, learning=digits(case.seed),
-        lr=case.lr, slices=True,
-    )  # fmt: skip
+    options = {"iterations": case.iterations, "seed": case.seed, "lr": case.lr}
+    return simulate(cluster, case.policy, learning=digits(case.seed), slices=True, **options)
 
 
 def steady(cluster: Scenario) -> Scenario:
@@ -150,24 +180,24 @@ def write_plan(cluster: str, path: Path) -> None:
 
 
 def iteration_seconds(result: Result) -> float:
-    """The mean, as a run's report has it; medians jump where a round is no whole global batch."""
+    """The mean, as in a run's report; medians jump where a round is not a whole global batch."""
     return statistics.fmean(b[0] - a[0] for a, b in pairwise(result.curve[1:]))
 
 
 def retimed(cluster: Scenario, records: Sequence[StepRecord]) -> Scenario:
-    """The cluster with each worker's steps as long as they were; to wait is the policy's, not the step's."""
+    """The cluster with the recorded time of each worker's steps, without their waiting."""
     took: dict[int, list[float]] = {k: [] for k in range(len(cluster.workers))}
-    for record in records:
-        took[record.rank].append(sum(end - begin for kind, begin, end in record.spans if kind != "wait"))
+    for step in records:
+        took[step.rank].append(sum(end - begin for kind, begin, end in step.spans if kind != "wait"))
     workers = tuple(replace(w, recorded=tuple(took[k])) for k, w in enumerate(cluster.workers))
     return replace(cluster, workers=workers)
 
 
 def agreement(records: Sequence[StepRecord], replayed: Result) -> float:
-    """The share of gradients that are the same worker's in the same version, which has no order within."""
+    """The share of gradients that are in the same version in both; a version has no order within."""
     versions: dict[int, list[int]] = {}
-    for record in taken(records):
-        versions.setdefault(record.version, []).append(record.rank)
+    for step in taken(records):
+        versions.setdefault(step.version, []).append(step.rank)
     virtual, same = iter([rank for rank, _ in replayed.pushed_at]), 0
     for ranks in versions.values():
         same += (Counter(ranks) & Counter(islice(virtual, len(ranks)))).total()
@@ -190,49 +220,50 @@ def curve_of(folder: Path, records: Sequence[StepRecord], seed: int) -> Curve:
     return sorted(curve)
 
 
-def real(effort: Effort, out: Path) -> Findings:
-    """Every case by processes, some seeds each, with the step size that its simulation likes best."""
-    course = Course("four", target=TARGET, link=False)
-    entries = ENTRIES[:1] if effort.quick else ENTRIES
-    tuned = race([(course, entry) for entry in entries], replace(effort, seeds=effort.seeds[:3]))
-    pairs: dict[Standing, list[Pair]] = {}
-    for standing in tuned:
-        batches = statistics.median(r.samples / standing.global_batch for r in standing.results)
-        length = 4 if effort.quick else math.ceil(LONGER * batches)
+def real(budget: Budget, out: Path) -> Findings:
+    """Every competitor with processes, over some seeds, with the step size that is best in its simulation."""
+    scenario = TuningScenario("four", target=TARGET, link=False)
+    competitors = COMPETITORS[:1] if budget.quick else COMPETITORS
+    tuned = tune_all([(scenario, c) for c in competitors], replace(budget, seeds=budget.seeds[:3]))
+    pairs: dict[TuningResult, list[Pair]] = {}
+    for best in tuned:
+        batches = statistics.median(run.samples / best.global_batch for run in best.runs)
+        length = 4 if budget.quick else math.ceil(LONGER * batches)
+        several = best.competitor in SEVERAL and not budget.quick
         cases = [
-            Case(course.cluster, standing.policy, standing.lr, standing.entry.planned, length, seed)
-            for seed in effort.seeds[: RUNS if standing.entry in SEVERAL and not effort.quick else 1]
+            Case(scenario.cluster, best.policy, best.lr, best.competitor.planned, length, seed)
+            for seed in budget.seeds[: RUNS if several else 1]
         ]
-        pairs[standing] = [work(case, out / "runs") for case in cases]
-    drawn = {s.entry.title: (p[0].real_curve, p[0].simulated_curve) for s, p in pairs.items()}
-    return Findings([_table(list(pairs.values()))], _bars(pairs), pairs=drawn)
+        pairs[best] = [work(case, out / "runs") for case in cases]
+    drawn = {s.competitor.title: (p[0].real_curve, p[0].simulated_curve) for s, p in pairs.items()}
+    return Findings([_table(list(pairs.values()))], _criteria(pairs), pairs=drawn)
 
 
 def _table(found: list[list[Pair]]) -> str:
-    heading = [
-        "way",
-        "step size",
-        "ms a batch: run",
-        "simulated",
-        "off by",
-        "replayed",
-        "same versions",
-        "decided otherwise",
-    ]
-    rows = [[*heading, f"s to loss {TARGET:g}: run", "simulated"]]
-    for pairs in found:
-        case = pairs[0].case
-        run_seconds, simulated = zip(*(p.seconds_to(TARGET) for p in pairs), strict=True)
-        rows.append([
-            case.title, f"{case.lr:.3g}", milliseconds([p.real_seconds for p in pairs]),
-            f"{1e3 * statistics.median(p.simulated_seconds for p in pairs):.1f}",
-            f"{worst(pairs):+.1%}", f"{1e3 * statistics.median(p.replayed_seconds for p in pairs):.1f}",
-            f"{statistics.median(p.agreeing for p in pairs):.0%}",
-            f"{sum(p.otherwise for p in pairs)} of {sum(p.decisions for p in pairs)}",
-            spread(run_seconds), spread(simulated),
-        ])  # fmt: skip
+    times = ["ms a batch: run", "simulated", "off by", "replayed"]
+    checks = ["same versions", "decided differently"]
+    rows = [["run", "step size", *times, *checks, f"s to loss {TARGET:g}: run", "simulated"]]
+    rows += map(_row, found)
     about = f"Cluster `four`, {RUNS} runs or 1: medians, in brackets the range; off by: the worst run."
-    return f"{about}\n\n{table(rows)}"
+    return f"{about}\n\n{record.table(rows)}"
+
+
+def _row(pairs: list[Pair]) -> list[str]:
+    case = pairs[0].case
+    run_seconds, simulated = zip(*(p.seconds_to(TARGET) for p in pairs), strict=True)
+    in_simulation, in_replay = (
+        f"{1e3 * statistics.median(seconds):.1f}"
+        for seconds in zip(*((p.simulated_seconds, p.replayed_seconds) for p in pairs), strict=True)
+    )
+    times = [
+        record.milliseconds([p.real_seconds for p in pairs]),
+        in_simulation,
+        f"{worst(pairs):+.1%}",
+        in_replay,
+    ]
+    agreeing = f"{statistics.median(p.agreeing for p in pairs):.0%}"
+    different = f"{sum(p.different for p in pairs)} of {sum(p.decisions for p in pairs)}"
+    return [case.title, f"{case.lr:.3g}", *times, agreeing, different, spread(run_seconds), spread(simulated)]
 
 
 def worst(pairs: Sequence[Pair]) -> float:
@@ -244,38 +275,52 @@ def spread(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
 
 
-def _bars(pairs: dict[Standing, list[Pair]]) -> list[Bar]:
-    every = [pair for several in pairs.values() for pair in several]
-    error = worst(every)
-    overrun = max(p.overrun_share for p in every)
-    first = {s.entry.title: statistics.median(p.seconds_to(TARGET)[0] for p in found)
-             for s, found in pairs.items()}  # fmt: skip
-    bars = [
-        Bar("worst error of a simulated iteration", f"{error:+.1%}", f"within {MOST_ERROR:.0%}",
-            abs(error) <= MOST_ERROR),
-        Bar("decisions that differ when decided again in the run's order",
-            f"{sum(p.otherwise for p in every)} of {sum(p.decisions for p in every)}", "0",
-            not any(p.otherwise for p in every)),
-        Bar("worst overrun of an emulated device, of its computing", f"{overrun:.1%}", "<= 2%",
-            overrun <= 0.02),
-    ]  # fmt: skip
-    for s, found in pairs.items():
-        if s.entry is RING:
-            late = frozenset[int]().union(*(p.late for p in found))
-            said, due = ", ".join(map(str, sorted(late))), len(s.results[0].ranks) - 1
-            bars.append(
-                Bar("R2SP's staleness but for the first and last cycle", said, f"{due}", late == {due})
-            )
-    if BACKUP_ONE.title in first:
-        gain = first[BACKUP_ONE.title] / first[PLANNED.title]
-        bars.append(
-            Bar("one backup worker's time to the loss over BOA's", f"{gain:.2f}", f">= {BOA_OVER_BACKUP}",
-                gain >= BOA_OVER_BACKUP)
-        )  # fmt: skip
+def _criteria(pairs: dict[TuningResult, list[Pair]]) -> list[Criterion]:
+    runs = [pair for several in pairs.values() for pair in several]
+    error, overrun = worst(runs), max(p.overrun_share for p in runs)
+    different, decisions = sum(p.different for p in runs), sum(p.decisions for p in runs)
+    criteria = [
+        Criterion(
+            "worst error of a simulated iteration",
+            f"{error:+.1%}",
+            f"within {MAX_ERROR:.0%}",
+            abs(error) <= MAX_ERROR,
+        ),
+        Criterion(
+            "decisions that differ when replayed in the run's order",
+            f"{different} of {decisions}",
+            "0",
+            different == 0,
+        ),
+        Criterion(
+            "worst overrun of an emulated device, of its computing",
+            f"{overrun:.1%}",
+            f"<= {MAX_OVERRUN:.0%}",
+            overrun <= MAX_OVERRUN,
+        ),
+    ]
+    for best, found in pairs.items():
+        if best.competitor is RING:
+            staleness = frozenset[int]().union(*(p.staleness for p in found))
+            value, due = ", ".join(map(str, sorted(staleness))), len(best.runs[0].ranks) - 1
+            figure = "R2SP's staleness except in the first and last cycle"
+            criteria.append(Criterion(figure, value, f"{due}", staleness == {due}))
+    return criteria + _time_criteria(pairs)
+
+
+def _time_criteria(pairs: dict[TuningResult, list[Pair]]) -> list[Criterion]:
+    times = {
+        best.competitor.title: statistics.median(p.seconds_to(TARGET)[0] for p in found)
+        for best, found in pairs.items()
+    }
+    criteria = []
+    if BACKUP_ONE.title in times:
+        gain = times[BACKUP_ONE.title] / times[PLANNED.title]
+        figure = "one backup worker's time to the loss over BOA's"
+        criteria.append(Criterion.at_least(figure, gain, BOA_OVER_BACKUP))
     for rival in (ASP, EVEN, BACKUP_ONE, SSP, DYNSGD):
-        if {rival.title, SAPS.title} <= first.keys():
-            ratio = first[rival.title] / first[SAPS.title]
-            bars.append(
-                Bar(f"{rival.title}'s time to the loss over SaPS's", f"{ratio:.2f}", "> 1", ratio > 1)
-            )
-    return bars
+        if {rival.title, SAPS.title} <= times.keys():
+            ratio = times[rival.title] / times[SAPS.title]
+            figure = f"{rival.title}'s time to the loss over SaPS's"
+            criteria.append(Criterion(figure, f"{ratio:.2f}", "> 1", ratio > 1))
+    return criteria

@@ -3,8 +3,8 @@
 Four workers on one side of a link, the store on the other (pyps serve over TCP, the link shaped by tc tbf).
 The network is trained on scikit-learn's digits; a step of computing lasts six times as long as the network
 takes over the link one way. BSP's workers all transfer at once and compute at once; R2SP's take turns. Each
-runs with every step size of a grid; what counts is its best one's time to the loss, over all of the training
-data, as an observer beside the store sees it.
+runs with every step size of a grid. The result is the time to the loss with its best step size, over all of
+the training data, as an observer on the store's host sees it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # record and shaped lie there
-
-from record import machine, others_share, table, write_section
-from shaped import SERVER, Shaped, missing, shaped
+from benchmark_tools import record, shaped
 
 import pyps
 from pyps.errors import NotReady, SegmentNotFound
@@ -47,16 +43,10 @@ def data_and_model() -> tuple[tuple[torch.Tensor, torch.Tensor], torch.nn.Module
 
 
 @contextmanager
-def training(link: Shaped, name: str, policy: str, lr: float) -> Iterator[None]:
-    """The server and the workers, ended in the end."""
-    serve = [
-        str(Path(sys.executable).parent / "pyps"),
-        "serve",
-        name,
-        "--bind",
-        f"tcp://{SERVER}:*",
-        "--insecure",
-    ]
+def training(link: shaped.Shaped, name: str, policy: str, lr: float) -> Iterator[None]:
+    """Runs the server and the workers, and ends them."""
+    pyps_command = str(Path(sys.executable).parent / "pyps")
+    serve = [pyps_command, "serve", name, "--bind", f"tcp://{shaped.SERVER}:*", "--insecure"]
     with ExitStack() as stack:
         server = subprocess.Popen(link.command(link.server, *serve), stdout=subprocess.PIPE, text=True)
         stack.callback(server.wait)
@@ -86,7 +76,7 @@ def observed(name: str) -> pyps.Store:
     sys.exit("the workers did not come")
 
 
-def seconds_to_target(link: Shaped, policy: str, lr: float) -> tuple[float, float]:
+def seconds_to_target(link: shaped.Shaped, policy: str, lr: float) -> tuple[float, float]:
     """From when all had joined (infinite: not within the limit), and the mean staleness of a push."""
     (images, labels), model = data_and_model()
     name = f"ring-{os.getpid()}"
@@ -113,13 +103,13 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true")
     parser.add_argument("--runs", type=int, default=3, help="Of the best step size, the tuning's included.")
     options = parser.parse_args()
-    if why := missing():
+    if why := shaped.missing():
         sys.exit(why)
     torch.set_num_threads(1)
     parameters = sum(p.numel() for p in data_and_model()[1].parameters())
     rate = round(32 * parameters / ONE_WAY_SECONDS / 1e6)
     rows, best = [["policy", "step size", "seconds to the loss", "staleness"]], {}
-    with shaped(f"{rate}mbit") as link, others_share() as others:
+    with shaped.shaped(f"{rate}mbit") as link, record.others_share() as others:
         for policy, sizes in STEP_SIZES.items():
             tried = {lr: seconds_to_target(link, policy, lr) for lr in sizes}
             lr = min(tried, key=lambda size: tried[size][0])
@@ -129,14 +119,15 @@ def main() -> None:
             spread = f"{best[policy]:.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
             rows.append([policy, f"{lr:g} of {', '.join(map(str, sizes))}", spread, f"{again[0][1]:.2f}"])
             print(policy, {size: round(found[0], 1) for size, found in tried.items()}, flush=True)
-    text = (
-        f"{machine()}, others {others[0]:.0%}. {WORKERS} workers, {parameters:,} parameters, {rate} Mbit/s, "
-        f"computing {STEP_SECONDS} s, one way {ONE_WAY_SECONDS} s, to a training loss of {TARGET}: R2SP is "
-        f"{best['bsp'] / best['r2sp']:.2f} times as fast.\n\n{table(rows)}"
+    setting = (
+        f"{WORKERS} workers, {parameters:,} parameters, {rate} Mbit/s, computing {STEP_SECONDS} s, one way "
+        f"{ONE_WAY_SECONDS} s, to a training loss of {TARGET}"
     )
+    gain = f"R2SP is {best['bsp'] / best['r2sp']:.2f} times as fast"
+    text = f"{record.machine()}, others {others[0]:.0%}. {setting}: {gain}.\n\n{record.table(rows)}"
     print(text)
     if options.docs:
-        write_section("ring", text)
+        record.write_section("ring", text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What there is to gain by bounding staleness: python benchmarks/papers/staleness.py [--docs]
+"""How much a bound on staleness gains: python benchmarks/papers/staleness.py [--docs]
 
-On each cluster with stragglers: ASP, tuned; ASP on its fastest devices alone, tuned; one of these devices by
-itself, which knows no staleness, tuned; and ASP with a bound (SaPS with a fixed threshold) at ASP's own step
-size, by seed.
+On each cluster with stragglers: ASP, tuned; ASP on its fastest devices alone, tuned; one of these devices
+without the others, which has no staleness, tuned; and ASP with a bound (SaPS with a fixed threshold) at ASP's
+own step size, by seed.
 """
 
 from __future__ import annotations
@@ -10,23 +10,18 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # record and shaped lie there
-
-from record import machine, table, write_section
-from tuning import STUDENT, Course, Tuner, scenario, trial
+from benchmark_tools import record
+from tuning import STUDENT, Trial, Tuner, TuningScenario, cluster_of
 
 from pyps.simulate import Scenario
 
 CLUSTERS = ("four", "eight", "sixteen", "heavy")
 BOUNDS = (1.0, 1.5, 2.0, 4.0)  # of N
 TUNING, SEEDS = (101, 102), tuple(range(1, 16))
-ALONE_MOST = 1000  # global batches
+ALONE_MAX_BATCHES = 1000
 
 
 @dataclass(frozen=True)
@@ -42,19 +37,19 @@ class Timed:
         return f"{statistics.median(self.seconds):.1f} s, {statistics.median(self.batches):.0f}"
 
 
-def timed(course: Course, cluster: Scenario, policy: str, whole: int, lr: float | None = None) -> Timed:
-    """By its own best step size, or a given one; `whole`: samples of the cluster's global batch."""
-    at = Tuner(course, cluster, policy, TUNING, math.inf).best()[0] if lr is None else lr
-    results = [trial(course, cluster, policy, at, seed, math.inf) for seed in SEEDS]
-    seconds = [r.seconds_to(course.target) or math.inf for r in results]
-    return Timed(at, seconds, [r.samples / whole for r in results])
+def timed(trial: Trial, global_batch: int, lr: float | None = None) -> Timed:
+    """A trial by seed, with its own best step size or a given one; global_batch: of the whole cluster."""
+    step_size = Tuner(trial, TUNING).best()[0] if lr is None else lr
+    runs = [trial.run(step_size, seed) for seed in SEEDS]
+    seconds = [run.seconds_to(trial.scenario.target) or math.inf for run in runs]
+    return Timed(step_size, seconds, [run.samples / global_batch for run in runs])
 
 
-def fastest(cluster: Scenario, most: int) -> Scenario:
-    """The cluster's fastest devices, at most so many."""
+def fastest(cluster: Scenario, count: int) -> Scenario:
+    """The cluster's fastest devices, at most `count` of them."""
     costs = [w.cost(w.batch) for w in cluster.workers]
     chosen = [w for w, cost in zip(cluster.workers, costs, strict=True) if cost <= 1.01 * min(costs)]
-    return replace(cluster, workers=tuple(chosen[:most]))
+    return replace(cluster, workers=tuple(chosen[:count]))
 
 
 def ratio(one: Timed, other: Timed) -> str:
@@ -68,17 +63,16 @@ def ratio(one: Timed, other: Timed) -> str:
 
 
 def row(name: str) -> list[str]:
-    course = Course(name)
-    cluster = scenario(course, planned=False)
+    scenario = TuningScenario(name)
+    cluster = cluster_of(scenario, planned=False)
     whole, count = cluster.global_batch, len(cluster.workers)
-    asp = timed(course, cluster, "asp", whole)
+    asp = timed(Trial(scenario, cluster, "asp"), whole)
     fast = fastest(cluster, count)
-    rest = timed(course, fast, "asp", whole).text if 1 < len(fast.workers) < count else "-"
-    alone = timed(replace(course, most=ALONE_MOST), fastest(cluster, 1), "asp", whole)
-    bounded = [
-        timed(course, cluster, f"saps:threshold=fixed,bound={round(b * count)}", whole, asp.lr)
-        for b in BOUNDS
-    ]
+    rest = timed(Trial(scenario, fast, "asp"), whole).text if 1 < len(fast.workers) < count else "-"
+    longer = replace(scenario, max_batches=ALONE_MAX_BATCHES)
+    alone = timed(Trial(longer, fastest(cluster, 1), "asp"), whole)
+    policies = (f"saps:threshold=fixed,bound={round(b * count)}" for b in BOUNDS)
+    bounded = [timed(Trial(scenario, cluster, policy), whole, asp.lr) for policy in policies]
     return [name, asp.text, rest, alone.text, *(ratio(b, asp) for b in bounded)]
 
 
@@ -90,13 +84,14 @@ def main() -> None:
     bounds = [f"ASP over s = {'' if b == 1.0 else f'{b:g} '}N" for b in BOUNDS]
     rows = [["cluster", "ASP", "ASP, fastest alone", "one of them", *bounds]]
     rows += [row(name) for name in options.only]
-    text = (
-        f"{machine()}. Loss 0.1, {len(SEEDS)} seeds: median seconds and global batches; ASP's time over that "
-        f"of a bound by seed, with its 95 % interval (above 1: the bound is faster).\n\n{table(rows)}"
+    figures = (
+        "median seconds and global batches; ASP's time over that of a bound by seed, with its 95 % interval"
     )
+    legend = f"Loss 0.1, {len(SEEDS)} seeds: {figures} (above 1: the bound is faster)."
+    text = f"{record.machine()}. {legend}\n\n{record.table(rows)}"
     print(text)
     if options.docs:
-        write_section("staleness", text, "papers.md")
+        record.write_section("staleness", text, "papers.md")
 
 
 if __name__ == "__main__":

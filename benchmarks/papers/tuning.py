@@ -1,8 +1,8 @@
-"""Who is first at a loss: each way to train with the step size and the numbers that suit it best, over seeds.
+"""Time to a loss, for each competitor with its best step size and its best variant, over several seeds.
 
-Time is virtual, gradients are real. Tuning: for each of a policy's variants the loss is trained to with step
-sizes on a coarse grid, and from the best one on by factors of two and of the square root of two, up and down,
-for as long as that gets better. What counts is the median over seeds that the race itself does not use.
+Time is virtual, gradients are real. Tuning: each variant of a policy is trained to the loss with step sizes
+on a coarse grid; from the best one, factors of four, two and the square root of two are tried up and down for
+as long as the time gets shorter. A step size counts by its median over seeds that the results do not use.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from pyps.simulate import Result, Scenario, scenario_of, simulate
 CLUSTERS = Path(__file__).resolve().parents[1] / "clusters"
 GRID = (1.0, 4.0, 16.0)  # step sizes for a whole global batch
 FINER = (4.0, 2.0, math.sqrt(2.0))
-PATIENCE = 1.25  # a trial is given up when it takes so many times as long as the best one
+PATIENCE = 1.25  # a trial ends after this many times the best one's seconds
 STUDENT = {2: 12.706, 3: 4.303, 5: 2.776, 7: 2.447, 15: 2.145}  # t of 95 %, by the number of values
 
 
 @dataclass(frozen=True)
-class Course:
-    """Where: a cluster file, the loss to reach, and after how many global batches it counts as never.
+class TuningScenario:
+    """Where competitors are compared: a cluster file, and the loss to reach.
 
-    `link`: whether transfers take time.
+    max_batches: global batches after which a training counts as never reaching the loss. link: whether
+    transfers take time.
     """
 
     cluster: str
     target: float = 0.1
-    most: int = 300
+    max_batches: int = 300
     link: bool = True
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Who: a title, the variants of a policy to choose from, and whether batches are the plan's or equal."""
+class Competitor:
+    """A title, the variants of a policy to choose from, and whether batches are the plan's or equal."""
 
     title: str
     variants: tuple[str, ...]
@@ -51,10 +52,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Effort:
-    """Seeds of the race and of the tuning, and how many processes share the work.
+class Budget:
+    """Seeds of the results and of the tuning, and how many processes share the work.
 
-    `quick`: only the first variants, for a few global batches, to a loss that is reached at once.
+    quick: only the first variants, for a few global batches, to a loss that is reached at once.
     """
 
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
@@ -64,21 +65,21 @@ class Effort:
 
 
 @dataclass(frozen=True, eq=False)
-class Standing:
-    """What came of an entry: the variant and step size chosen by so many trials, and the results by seed."""
+class TuningResult:
+    """A competitor's chosen variant and step size, the number of trials for them, and its runs by seed."""
 
-    course: Course
-    entry: Entry
+    scenario: TuningScenario
+    competitor: Competitor
     policy: str
     lr: float
     trials: int
     global_batch: int
-    results: tuple[Result, ...]
+    runs: tuple[Result, ...]
 
     @property
     def seconds(self) -> list[float]:
-        """To the loss, by seed; infinite: never."""
-        return [r.seconds_to(self.course.target) or math.inf for r in self.results]
+        """Seconds to the loss, by seed; infinite: never."""
+        return [r.seconds_to(self.scenario.target) or math.inf for r in self.runs]
 
     @property
     def median(self) -> float:
@@ -86,24 +87,24 @@ class Standing:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of 95 %, for the geometric mean over seeds."""
+        """The 95 % interval of the geometric mean over seeds."""
         logs = np.log(self.seconds)
         if len(logs) not in STUDENT or not np.isfinite(logs).all():
             return min(self.seconds), max(self.seconds)
         half = STUDENT[len(logs)] * logs.std(ddof=1) / math.sqrt(len(logs))
         return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
 
-    def middle(self, what: str) -> float:
-        """The median of a figure of the results."""
-        return statistics.median(getattr(r, what) for r in self.results)
+    def median_of(self, figure: str) -> float:
+        """The median over seeds of an attribute of the runs."""
+        return statistics.median(getattr(r, figure) for r in self.runs)
 
 
-def ahead(one: Standing, other: Standing) -> bool:
+def clearly_faster(one: TuningResult, other: TuningResult) -> bool:
     """Whether the one's 95 % interval ends before the other's begins."""
     return one.interval[1] < other.interval[0]
 
 
-def by_seed(other: Standing, one: Standing) -> tuple[float, float]:
+def ratio_interval(other: TuningResult, one: TuningResult) -> tuple[float, float]:
     """The 95 % interval of the other's time over the one's at the same seed."""
     ratios = np.log(other.seconds) - np.log(one.seconds)
     if len(ratios) not in STUDENT or not np.isfinite(ratios).all():
@@ -117,33 +118,48 @@ def digits(seed: int) -> Digits:
     return Digits(seed)
 
 
-def scenario(course: Course, *, planned: bool) -> Scenario:
-    """The cluster with the plan's batches or equal ones."""
-    made = scenario_of(CLUSTERS / f"{course.cluster}.toml", even=not planned)
-    return made if course.link else replace(made, up_bytes=0.0, down_bytes=0.0, server_bandwidth=math.inf)
+def cluster_of(scenario: TuningScenario, *, planned: bool) -> Scenario:
+    """The simulated cluster, with the plan's batches or equal ones."""
+    made = scenario_of(CLUSTERS / f"{scenario.cluster}.toml", even=not planned)
+    if scenario.link:
+        return made
+    return replace(made, up_bytes=0.0, down_bytes=0.0, server_bandwidth=math.inf)
 
 
-def trial(course: Course, cluster: Scenario, policy: str, lr: float, seed: int, limit: float) -> Result:
-    """One training, given up after `limit` seconds."""
-    with np.errstate(all="ignore"):  # a step size that is too large is found to be so
-        return simulate(
-            cluster, policy, iterations=course.most, seed=seed, learning=digits(seed), lr=lr,
-            target_loss=course.target, seconds=limit,
-        )  # fmt: skip
+@dataclass(frozen=True)
+class Trial:
+    """One policy on one scenario, for any step size, seed and limit."""
+
+    scenario: TuningScenario
+    cluster: Scenario
+    policy: str
+
+    def run(self, lr: float, seed: int, limit: float = math.inf) -> Result:
+        """Train once, and stop after `limit` seconds."""
+        options = {"iterations": self.scenario.max_batches, "seed": seed, "lr": lr, "seconds": limit}
+        with np.errstate(all="ignore"):  # a step size that is too large overflows
+            return simulate(
+                self.cluster,
+                self.policy,
+                learning=digits(seed),
+                target_loss=self.scenario.target,
+                **options,
+            )
+
+    def seconds(self, lr: float, seed: int, limit: float = math.inf) -> float:
+        """Seconds to the loss; infinite: not within the limit."""
+        return self.run(lr, seed, limit).seconds_to(self.scenario.target) or math.inf
 
 
 class Tuner:
-    """The best step size of one policy on one course; `limit`: seconds after which a trial is given up."""
+    """Finds the best step size of a trial. limit: seconds after which the tuner gives a training up."""
 
-    def __init__(
-        self, course: Course, cluster: Scenario, policy: str, seeds: Sequence[int], limit: float
-    ) -> None:
-        self._course, self._cluster, self._policy, self._seeds = course, cluster, policy, seeds
-        self._limit = limit
+    def __init__(self, trial: Trial, seeds: Sequence[int], limit: float = math.inf) -> None:
+        self._trial, self._seeds, self._limit = trial, seeds, limit
         self.found: dict[int, float] = {}  # half the powers of two -> seconds
 
     def best(self) -> tuple[float, float]:
-        """The step size, and seconds."""
+        """The best step size, and its median seconds."""
         here = min(GRID, key=self._seconds)
         for factor in FINER if self._seconds(here) < math.inf else ():
             here = self._climb(here, factor)
@@ -162,34 +178,34 @@ class Tuner:
         key = round(2 * math.log2(lr))
         if key not in self.found:
             limit = PATIENCE * min([self._limit, *self.found.values()])
-            times = []
-            for seed in self._seeds:
-                result = trial(self._course, self._cluster, self._policy, lr, seed, limit)
-                times.append(result.seconds_to(self._course.target) or math.inf)
+            times = [self._trial.seconds(lr, seed, limit) for seed in self._seeds]
             self.found[key] = statistics.median(times)
         return self.found[key]
 
 
-def enter(course: Course, entry: Entry, effort: Effort) -> Standing:
-    """Tune an entry, then let it race."""
-    if effort.quick:
-        course, entry = replace(course, most=8, target=2.3), replace(entry, variants=entry.variants[:1])
-    cluster = scenario(course, planned=entry.planned)
-    chosen, lr, best, trials = entry.variants[0], GRID[0], math.inf, 0
-    for policy in entry.variants:
-        tuner = Tuner(course, cluster, policy, effort.tuning, best)
-        at, seconds = tuner.best()
-        trials += len(tuner.found) * len(effort.tuning)
+def tune(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> TuningResult:
+    """Choose a competitor's variant and step size, then train with them once for each seed."""
+    if budget.quick:
+        scenario = replace(scenario, max_batches=8, target=2.3)
+        competitor = replace(competitor, variants=competitor.variants[:1])
+    cluster = cluster_of(scenario, planned=competitor.planned)
+    chosen, lr, best, trials = Trial(scenario, cluster, competitor.variants[0]), GRID[0], math.inf, 0
+    for policy in competitor.variants:
+        trial = Trial(scenario, cluster, policy)
+        tuner = Tuner(trial, budget.tuning, best)
+        step_size, seconds = tuner.best()
+        trials += len(tuner.found) * len(budget.tuning)
         if seconds < best:
-            chosen, lr, best = policy, at, seconds
-    results = tuple(trial(course, cluster, chosen, lr, seed, math.inf) for seed in effort.seeds)
-    return Standing(course, entry, chosen, lr, trials, cluster.global_batch, results)
+            chosen, lr, best = trial, step_size, seconds
+    runs = tuple(chosen.run(lr, seed) for seed in budget.seeds)
+    return TuningResult(scenario, competitor, chosen.policy, lr, trials, cluster.global_batch, runs)
 
 
-def race(starts: Iterable[tuple[Course, Entry]], effort: Effort) -> list[Standing]:
-    """Everybody on their courses, on some processes at once."""
-    courses, entries = zip(*starts, strict=True)
-    if effort.processes == 1:
-        return [enter(course, entry, effort) for course, entry in zip(courses, entries, strict=True)]
-    with ProcessPoolExecutor(effort.processes, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(enter, courses, entries, [effort] * len(courses)))
+def tune_all(pairs: Iterable[tuple[TuningScenario, Competitor]], budget: Budget) -> list[TuningResult]:
+    """Tune each competitor on its scenario, in several processes at once."""
+    scenarios, competitors = zip(*pairs, strict=True)
+    budgets = [budget] * len(scenarios)
+    if budget.processes == 1:
+        return list(map(tune, scenarios, competitors, budgets))
+    with ProcessPoolExecutor(budget.processes, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(tune, scenarios, competitors, budgets))

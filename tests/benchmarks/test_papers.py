@@ -1,47 +1,53 @@
-"""benchmarks/papers/papers.py runs, small and untimed: rows, bars, plots, and a replay that agrees."""
+"""benchmarks/papers/papers.py runs, small and untimed: rows, criteria, plots, and a replay that agrees."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import papers
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "papers"
+Quick = Callable[[str], str]
 
 
-def quick(part: str, out: Path) -> str:
-    command = [sys.executable, str(BENCHMARKS / "papers.py"), "--quick", "--only", part, "--out", str(out)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+@pytest.fixture
+def quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Quick:
+    """Runs one part and returns its output."""
+
+    def run(part: str) -> str:
+        papers.main(["--quick", "--only", part, "--out", str(tmp_path)])
+        return capsys.readouterr().out
+
+    return run
 
 
-@pytest.mark.parametrize(("part", "entrants"), [("boa", 4 * 2), ("r2sp", 4 * 2), ("saps", 11 * 5)])
-def test_races(part: str, entrants: int, tmp_path: Path) -> None:
-    text = quick(part, tmp_path)
+@pytest.mark.parametrize(("part", "competitors"), [("boa", 4 * 2), ("r2sp", 4 * 2), ("saps", 11 * 5)])
+def test_competitors(part: str, competitors: int, tmp_path: Path, quick: Quick) -> None:
+    text = quick(part)
     tables = text.count("\n|--")
-    assert sum(line.startswith("| ") for line in text.splitlines()) == entrants + tables
-    assert "(asked: " in text
+    assert sum(line.startswith("| ") for line in text.splitlines()) == competitors + tables
+    assert "(threshold: " in text
     assert (tmp_path / f"results-{part}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_task_sizes_bits_and_the_pipeline(tmp_path: Path) -> None:
-    text = quick("hps", tmp_path)
+def test_task_sizes_bits_and_the_pipeline(quick: Quick) -> None:
+    text = quick("hps")
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 9
     assert [cell.split()[-1] for cell in rows[1][2:-1]] == ["1.00x"] * 3
     assert "met: plain over all three: " in text
 
 
-def test_a_straggler(tmp_path: Path, shm: Path) -> None:
-    text = quick("straggler", tmp_path)
+def test_a_straggler(quick: Quick, shm: Path) -> None:
+    text = quick("straggler")
     assert "imbalance after one re-solve: " in text
     assert "rank 1 slowed by " in text
     assert not list(shm.iterdir())
 
 
-def test_processes(tmp_path: Path, shm: Path) -> None:
+def test_processes(quick: Quick, shm: Path) -> None:
     """The simulator makes the same versions of the same gradients, the core decides the same."""
-    rows = [line.split("|") for line in quick("real", tmp_path).splitlines() if line.startswith("| `bsp`")]
+    rows = [line.split("|") for line in quick("real").splitlines() if line.startswith("| `bsp`")]
     assert [(row[7].strip(), row[8].split()[0]) for row in rows] == [("100%", "0")]
     assert not list(shm.iterdir())

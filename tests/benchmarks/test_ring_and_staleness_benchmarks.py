@@ -14,7 +14,7 @@ BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 
 
 @pytest.fixture(autouse=True)
-def beside_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def import_from_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
@@ -25,12 +25,12 @@ def test_without_jitter_gaps_are_even(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (variation, cycle) == (pytest.approx(0.0, abs=1e-6), pytest.approx(1.0, abs=1e-6))
 
 
-def test_nobody_is_more_even_than_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_variation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that never exceed the cycle allow even gaps; those that do, do not."""
     gaps = importlib.import_module("gaps")
     monkeypatch.setattr(gaps, "AHEAD", 60)
-    assert gaps.least(3, Jitter(spread=0.05), 0) == pytest.approx(0.0, abs=1e-4)
-    assert 0.05 < gaps.least(8, Jitter(sigma=0.1), 0) < 0.4
+    assert gaps.least_variation(3, Jitter(spread=0.05), 0) == pytest.approx(0.0, abs=1e-4)
+    assert 0.05 < gaps.least_variation(8, Jitter(sigma=0.1), 0) < 0.4
 
 
 def test_ratios_are_by_seed() -> None:
