@@ -1,0 +1,187 @@
+"""Writes docs/reference/ from docstrings, the commands' options and csrc/pyps.h.
+
+python docs/make_reference.py           writes the pages
+python docs/make_reference.py --check   exits with 1 if a page is not what the sources say
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs" / "reference"
+MADE = "<!-- Written by docs/make_reference.py; change the sources and run it again. -->"
+MODULES = {
+    "pyps": "The public names. They are loaded when first used.",
+    "pyps.torch": "Uneven data parallelism on DistributedDataParallel.",
+    "pyps.simulate": "Training in virtual time.",
+    "pyps.formats": "Profile, cluster and plan files.",
+}
+MOST_ARGUMENTS = 5  # shown of a signature
+WITH_METHODS = ("Store", "Worker", "Rebalancer", "WeightedHook")
+# A comment above or none, the function's name, and a comment behind or none.
+COMMENT = r"/\*((?:[^*]|\*(?!/))*)\*/"
+C_FUNCTION = re.compile(
+    rf"(?:{COMMENT}\n)?^PYPS_API [^;(]*?(pyps_\w+)\([^;]*\);(?:[ \t]*{COMMENT})?", re.MULTILINE
+)
+COMMANDS = ("profile", "plan", "run", "simulate", "serve", "shm")
+
+
+def main() -> int:
+    """Write the pages, or with --check compare them; the exit code."""
+    pages = {"python.md": python_page(), "cli.md": cli_page(), "c.md": c_page()}
+    if "--check" in sys.argv[1:]:
+        stale = [name for name, text in pages.items() if not is_current(name, text)]
+        if stale:
+            print(f"docs/reference: {', '.join(stale)}: run `python docs/make_reference.py`", file=sys.stderr)
+        return int(bool(stale))
+    PAGES.mkdir(exist_ok=True)
+    for name, text in pages.items():
+        (PAGES / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+def is_current(name: str, text: str) -> bool:
+    """Whether a page on file has this text."""
+    page = PAGES / name
+    return page.is_file() and page.read_text(encoding="utf-8") == text
+
+
+def python_page() -> str:
+    """One line for each public name: signature, and its docstring's first sentence."""
+    lines = ["# Python reference", "", MADE]
+    for module, text in MODULES.items():
+        lines += ["", f"## {module}", "", text, ""]
+        found = importlib.import_module(module)
+        names = getattr(found, "__all__", None) or public_names(found)
+        entries = [(name, getattr(found, name)) for name in sorted(names)]
+        plain = [name for name, value in entries if not shown(module, value)]
+        lines += [line for name, value in entries if shown(module, value) for line in entry(name, value)]
+        if plain:
+            lines += ["", f"Constants and types: {', '.join(f'`{name}`' for name in plain)}."]
+    return "\n".join(lines) + "\n"
+
+
+def public_names(module: Any) -> list[str]:
+    """The names of a module without __all__ that are pyps's own."""
+    found = vars(module).items()
+    return [n for n, v in found if n[0] != "_" and getattr(v, "__module__", "").startswith("pyps.formats")]
+
+
+def shown(module: str, value: Any) -> bool:
+    """Whether a name has a line of its own: of the formats only functions do, since the schemas describe the
+    types.
+    """
+    return documented(value) and (module != "pyps.formats" or inspect.isfunction(value))
+
+
+def documented(value: Any) -> bool:
+    """Whether a value is a class or a function with a docstring of its own."""
+    return (inspect.isclass(value) or inspect.isfunction(value)) and bool(first_sentence(value))
+
+
+def entry(name: str, value: Any) -> Iterator[str]:
+    """The line of a class or function, and those of a central class's methods."""
+    file = Path(inspect.getsourcefile(value) or "").resolve().relative_to(ROOT).as_posix()
+    yield f"- [`{name}`](../../{file}){arguments(value)}: {first_sentence(value)}"
+    if name in WITH_METHODS:
+        for method, found in vars(value).items():
+            function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
+            if method[0] != "_" and inspect.isfunction(function) and function.__doc__:
+                yield f"  - `.{method}`{arguments(function)}: {first_sentence(function)}"
+
+
+def arguments(value: Any) -> str:
+    """The names of its arguments, without types; nothing for values that are only read."""
+    if inspect.isclass(value) and (issubclass(value, Exception) or not wanted(value)):
+        return ""
+    parameters = inspect.signature(value).parameters.values()
+    names = [p.name for p in parameters if p.name not in ("self", "cls") and p.name[0] != "_"]
+    shown = [*names[:MOST_ARGUMENTS], "..."] if len(names) > MOST_ARGUMENTS else names
+    return f" `({', '.join(shown)})`" if names else ""
+
+
+def wanted(kind: type) -> bool:
+    """Whether users make values of a class by calling it: policies, samplers and the like."""
+    return dataclasses.is_dataclass(kind) or kind.__module__.startswith("pyps.torch")
+
+
+def first_sentence(value: Any) -> str:
+    """The first sentence of a docstring, on one line; empty for those that dataclasses make."""
+    own = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
+    text = " ".join((inspect.cleandoc(own or "").split("\n\n") or [""])[0].split())
+    if text.startswith(f"{getattr(value, '__name__', '')}("):
+        return ""
+    return sentence(text)
+
+
+def sentence(text: str) -> str:
+    """The first sentence; of one that goes on after a semicolon, or after a colon and four words, the part
+    before it.
+    """
+    first = re.split(r"(?<=[.;])\s(?!g\.)", text, maxsplit=1)[0]
+    head, colon, _ = first.partition(": ")
+    shown = head if colon and len(head.split()) >= 4 else first
+    return shown.rstrip(".:;,") + "." if shown else ""
+
+
+def clause(text: str) -> str:
+    """A sentence up to its first comma or bracket, where four words stand before it."""
+    first = sentence(text)
+    head = re.split(r", | \(", first, maxsplit=1)[0]
+    return (head.rstrip(".") + ".") if len(head.split()) >= 4 else first
+
+
+def cli_page() -> str:
+    """Every command with its options, and the first sentence of each one's help."""
+    lines = ["# Command line reference", "", MADE, "", "`COMMAND --help` says more."]
+    for name in COMMANDS:
+        app = importlib.import_module(f"pyps.cli.{name}").app
+        lines += command_lines(f"pyps {name}", typer.main.get_command(app))
+    return "\n".join(lines) + "\n"
+
+
+def command_lines(title: str, command: Any) -> list[str]:
+    """A command's heading, purpose and options, then those of its subcommands."""
+    purpose = sentence(" ".join((command.help or "").split("\n\n")[0].split()))
+    lines = ["", f"## {title}", "", purpose, ""] if purpose else ["", f"## {title}", ""]
+    for option in command.params:
+        shown = [o for o in option.opts if o.startswith("--")] or option.opts
+        if option.name in ("help", "json_output") or getattr(option, "hidden", False):
+            continue
+        text = clause(" ".join((getattr(option, "help", None) or "").split()))
+        label = shown[0] if shown[0].startswith("-") else option.name.upper()
+        lines.append(f"- `{label}`{': ' + text if text else ''}")
+    if isinstance(command, TyperGroup):
+        for name, sub in sorted(command.commands.items()):
+            lines += command_lines(f"{title} {name}", sub)
+    return lines
+
+
+def c_page() -> str:
+    """The functions of pyps.h in its order, with the comment above or behind each."""
+    header = (ROOT / "csrc" / "pyps.h").read_text(encoding="utf-8")
+    lines = ["# C reference", "", MADE, ""]
+    lines += ["[`pyps.h`](../../csrc/pyps.h) holds the structs and conventions. Functions return 0 or a"]
+    lines += ["negative `PYPS_E...`. [Linking](../how-to/link-c.md) shows how to build with it.", ""]
+    for above, function, behind in C_FUNCTION.findall(header):
+        text = sentence(" ".join((behind or above).replace("\n *", " ").split()))
+        if above and not behind and len(text.split()) <= 3:  # the title of a group of functions
+            lines += ["", f"**{text}**", ""]
+            text = ""
+        lines.append(f"- `{function}`{': ' + text if text else ''}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
