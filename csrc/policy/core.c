@@ -2,8 +2,8 @@
 #include <stdlib.h>
 
 #include "error.h"
+#include "policy/config.h"
 #include "policy/policy.h"
-#include "store/segment.h"
 #include "policy/view.h"
 
 struct pyps_core {
@@ -33,7 +33,7 @@ int pyps_core_create(const pyps_config *given, pyps_core **out) {
     int rc = config_read(given, &config);
     if (rc || (rc = config_check_ranks(&config))) return rc;
     struct terms terms = terms_of(&config);
-    if ((rc = out_of_range("max_participants", terms.participants, terms.ranks, MOST_RANKS)) ||
+    if ((rc = out_of_range("max_participants", terms.participants, terms.ranks, CONFIG_MAX_RANKS)) ||
         (rc = out_of_range("staging_buffers", terms.staging_buffers, 1, MAX_STAGING_BUFFERS)))
         return rc;
     struct pyps_core *core = malloc(sizeof *core);

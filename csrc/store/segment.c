@@ -207,7 +207,7 @@ static void fill(pyps_store *s, const pyps_config *config, const pyps_tensor *te
     view_init((struct view *)(void *)(s->base + s->layout.views), &terms);
     memcpy(h->magic, SEGMENT_MAGIC, sizeof h->magic);
     h->endian = ENDIAN_MARK, h->abi = PYPS_ABI, h->bytes = s->layout.bytes, h->geometry = *g;
-    h->checksum = segment_checksum(g, tensors, groups);
+    h->checksum = geometry_checksum(g, tensors, groups);
     store_relaxed(&h->next_id, 1);
     store32_release(&h->state, SEGMENT_READY);
 }
@@ -236,7 +236,7 @@ int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
     struct group *groups = NULL;
     *out = NULL;
     int rc = path_of(name, path, sizeof path);
-    if (rc || (rc = config_geometry(config, &geometry, &tensors, &groups))) return rc;
+    if (rc || (rc = geometry_from_config(config, &geometry, &tensors, &groups))) return rc;
     pyps_store *s = NULL;
     if ((rc = layout_compute(&geometry, &layout)) == PYPS_OK) {
         hold_forks();
@@ -317,8 +317,8 @@ static int attach(pyps_store *s, uint64_t size) {
             read_exactly(s->fd, tensors, s->geometry.tensors * sizeof *tensors, s->layout.tensors, "tensors");
     if (!rc)
         rc = read_exactly(s->fd, groups, s->geometry.groups * sizeof *groups, s->layout.groups, "groups");
-    if (!rc && (segment_checksum(&s->geometry, tensors, groups) != header.checksum ||
-                !tables_valid(&s->geometry, tensors, groups)))
+    if (!rc && (geometry_checksum(&s->geometry, tensors, groups) != header.checksum ||
+                !geometry_tables_valid(&s->geometry, tensors, groups)))
         rc = fail(PYPS_ECORRUPT, "checksum: geometry, tensors or groups are damaged");
     if (!rc) rc = bind(s, groups);
     free(tensors), free(groups);

@@ -1,10 +1,9 @@
-/* config.c: what a creator asks for, checked field by field, and turned into geometry, tensors and groups. */
-#include <math.h>
+/* geometry.c: turns a creator's configuration, checked field by field, into geometry, tensors and groups. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "error.h"
-#include "policy/policy.h"
+#include "policy/config.h"
 #include "store/segment.h"
 
 static uint32_t or_default(uint32_t value, uint32_t instead) { return value ? value : instead; }
@@ -62,16 +61,6 @@ static int place(struct geometry *g, pyps_tensor *tensors, struct group *groups)
     return chunk ? PYPS_OK : fail(PYPS_EINVAL, "tensors: all are empty");
 }
 
-/* A caller of an earlier version knows fewer fields: the others are zeros. */
-int config_read(const pyps_config *given, pyps_config *c) {
-    size_t least = offsetof(pyps_config, policy_params);
-    if (given->size != sizeof *c && given->size != least)
-        return fail(PYPS_EINVAL, "config: size: found %u; expected %zu", given->size, sizeof *c);
-    *c = (pyps_config){0};
-    memcpy(c, given, given->size);
-    return policy_check(c->policy, &c->policy_params);
-}
-
 static int check(const pyps_config *c) {
     if (!c->tensors || !c->tensor || c->tensors > 1u << 20)
         return fail(PYPS_EINVAL, "tensors: found %u; expected 1 to 2^20", c->tensors);
@@ -80,23 +69,8 @@ static int check(const pyps_config *c) {
     return config_check_ranks(c);
 }
 
-int config_check_ranks(const pyps_config *c) {
-    if (!c->ranks || !c->batches || c->ranks > MOST_RANKS)
-        return fail(PYPS_EINVAL, "ranks: found %u; expected 1 to %u", c->ranks, MOST_RANKS);
-    for (uint32_t r = 0; r < c->ranks; r++)
-        if (!c->batches[r]) return fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
-    if (!isfinite(c->round_timeout_seconds) || c->round_timeout_seconds < 0 || c->round_timeout_seconds > 1e9)
-        return fail(PYPS_EINVAL, "round_timeout_seconds: found %g; expected 0 to 1e9",
-                    c->round_timeout_seconds);
-    return PYPS_OK;
-}
-
-uint64_t config_round_timeout(const pyps_config *c) {
-    return (uint64_t)((c->round_timeout_seconds > 0 ? c->round_timeout_seconds : 60) * 1e9);
-}
-
-int config_geometry(const pyps_config *given, struct geometry *g, pyps_tensor **tensors,
-                    struct group **groups) {
+int geometry_from_config(const pyps_config *given, struct geometry *g, pyps_tensor **tensors,
+                         struct group **groups) {
     pyps_config config;
     const pyps_config *c = &config;
     int rc = config_read(given, &config);
@@ -126,13 +100,13 @@ int config_geometry(const pyps_config *given, struct geometry *g, pyps_tensor **
     return rc;
 }
 
-uint32_t segment_checksum(const struct geometry *g, const pyps_tensor *tensors, const struct group *groups) {
+uint32_t geometry_checksum(const struct geometry *g, const pyps_tensor *tensors, const struct group *groups) {
     uint32_t crc = checksum(g, sizeof *g, 0);
     crc = checksum(tensors, g->tensors * sizeof *tensors, crc);
     return checksum(groups, g->groups * sizeof *groups, crc);
 }
 
-int tables_valid(const struct geometry *g, const pyps_tensor *tensors, const struct group *groups) {
+int geometry_tables_valid(const struct geometry *g, const pyps_tensor *tensors, const struct group *groups) {
     uint64_t chunk = 0, flat = (uint64_t)g->chunks * g->chunk_params;
     for (uint32_t i = 0; i < g->groups; i++) {
         if (groups[i].first_chunk != chunk ||

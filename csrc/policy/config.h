@@ -1,0 +1,15 @@
+/* config.h: checks of pyps_config that a store and the decision core in virtual time share. */
+#ifndef PYPS_POLICY_CONFIG_H
+#define PYPS_POLICY_CONFIG_H
+
+#include "pyps.h"
+
+#define CONFIG_MAX_RANKS                                                                                     \
+    UINT32_C(1000000) /* of a core in virtual time; a store has fewer: its participants */
+
+/* Copies `given`; fields that a caller of an earlier ABI does not have become zeros. Checks the policy. */
+int config_read(const pyps_config *given, pyps_config *config);
+int config_check_ranks(const pyps_config *config);        /* ranks, batches and the round timeout */
+uint64_t config_round_timeout(const pyps_config *config); /* nanoseconds */
+
+#endif
