@@ -8,7 +8,7 @@
 
 static _Thread_local char message[512];
 
-int fail(int code, const char *format, ...) {
+int pyps__fail(int code, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(message, sizeof message, format, arguments);

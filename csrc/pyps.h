@@ -1,15 +1,20 @@
 /* pyps.h: the public interface of the pyps parameter store.
  *
- * A store is one POSIX shared-memory segment that any number of processes map. It holds a flat fp32 master
+ * A store is one POSIX shared-memory segment that any number of processes map. It holds a flat fp32 parameter
  * vector (and optimizer state), cut in chunks, changed only by *pushes*. Every push that is admitted gets a
- * ticket, the store's next version; every chunk applies tickets in order, exactly once, whoever dies.
+ * ticket, the store's next version. Every chunk applies tickets in order, each exactly once, even if the
+ * process that pushed dies.
  *
- * Conventions. Functions return PYPS_OK (0) or a negative PYPS_E* code; pyps_error_message() then tells the
- * calling thread what was found and what would be right. A handle belongs to one thread at a time and to the
- * process that all_joined it: after fork() the child's copy refuses with PYPS_EFORKED. Times are in seconds;
- * a negative timeout means twice the store's round_timeout_seconds: by then whoever is late has been fenced.
- * Structs that callers fill begin with `size`: set it to sizeof, so that later versions can grow them.
- * Pointers are the caller's unless said otherwise.
+ * Conventions.
+ *   Errors    Functions return PYPS_OK (0) or a negative PYPS_E* code; pyps_error_message() then says to the
+ *             calling thread what was found and what was expected.
+ *   Handles   A handle belongs to one thread at a time and to the process that opened it: after fork() the
+ *             child's copy refuses with PYPS_EFORKED.
+ *   Times     Seconds. A negative timeout means twice the store's round_timeout_seconds: by then a worker
+ *             that holds others up has been fenced.
+ *   Structs   Structs that callers fill begin with `size`: set it to sizeof, so that later versions can grow
+ *             them.
+ *   Pointers  Memory belongs to the caller unless said otherwise.
  */
 #ifndef PYPS_H
 #define PYPS_H
@@ -38,15 +43,15 @@ enum {
     PYPS_EPERM = -8,    /* another user's segment, or one that others may write */
     PYPS_EFULL = -9,    /* no free participant slot, rank or buffer */
     PYPS_ETIMEDOUT = -10,
-    PYPS_EFENCED = -11,   /* this participant was too late and is out; rejoin */
-    PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes, or another one, could go on */
+    PYPS_EFENCED = -11,   /* this participant was too late and is fenced; rejoin */
+    PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes, or another snapshot, could continue */
     PYPS_EREJECTED = -13, /* the policy refused the push; the parameters are unchanged */
     PYPS_EFORKED = -14,   /* the handle belongs to another process */
     PYPS_ENOTREADY = -15, /* the segment is still being created */
     PYPS_EBUSY = -16,     /* a live process holds it */
-    PYPS_EEND = -17,      /* every sample has been handed out and accounted for */
+    PYPS_EEND = -17,      /* every sample has been assigned and accounted for */
     PYPS_EPOLICY = -18,   /* the segment's policy is not known to this library */
-    PYPS_ENONFINITE = -19 /* a value to encode is NaN or infinite, and the policy is to refuse */
+    PYPS_ENONFINITE = -19 /* a value to encode is NaN or infinite, and `nonfinite` says to refuse */
 };
 
 enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2, PYPS_ADAM = 3, PYPS_ADAGRAD = 4 }; /* optimizers */
@@ -67,10 +72,10 @@ enum {                                                                          
 };
 enum { PYPS_FIXED = 0, PYPS_QUANTILE = 1, PYPS_RINGMASTER = 2 }; /* where SaPS's threshold comes from */
 enum { PYPS_CONTINUE = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 };   /* what pyps_should_continue advises */
-/* Codecs: how gradients and parameters travel. Tensors themselves are PYPS_F32. */
+/* Codecs: how gradients and parameters are encoded for transfer. Tensors are PYPS_F32. */
 enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, PYPS_NF4 = 5 };
 enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
-/* What an encoder does with NaN and infinities: refuse, send zeros for their block, send zeros for them. */
+/* What an encoder does with NaN and infinities: refuse, send their block as zeros, send them as zeros. */
 enum { PYPS_NONFINITE_ERROR = 0, PYPS_NONFINITE_SKIP = 1, PYPS_NONFINITE_ZERO = 2 };
 enum { PYPS_WORKER = 0, PYPS_OBSERVER = 1 };                                             /* roles */
 enum { PYPS_EMPTY = 0, PYPS_ACTIVE = 1, PYPS_FENCED = 2, PYPS_LEFT = 3, PYPS_DEAD = 4 }; /* member states */
@@ -88,7 +93,7 @@ typedef struct {
     uint64_t elements; /* out: product of shape */
 } pyps_tensor;
 
-/* One parameter group's constants for one step; a staged push carries them. The formulas are torch's. */
+/* One parameter group's constants for one step, carried by each push. The formulas are those of torch. */
 typedef struct {
     float lr;
     float weight_decay; /* decoupled for AdamW, else L2 */
@@ -98,22 +103,22 @@ typedef struct {
     float beta2;
     float eps;
     float lr_decay;    /* Adagrad */
-    float clip;        /* every element of the scaled gradient is held within [-clip, clip]; 0: no bound */
+    float clip;        /* bound of each element of the scaled gradient, [-clip, clip]; 0: no bound */
     uint32_t nesterov; /* 0 or 1 */
 } pyps_hyper;
 
-/* A policy's numbers. Each reads its own; the others are 0. */
+/* A policy's parameters. Each policy reads its own; the others are 0. */
 typedef struct {
-    uint32_t backup;    /* backup: gradients that a round does without */
+    uint32_t backup;    /* backup: gradients that a round closes without */
     uint32_t splits;    /* softsync: a step from every floor(workers / splits) gradients */
     uint32_t bound;     /* ssp, dssp: steps ahead of the slowest; saps: staleness; UINT32_MAX: no bound */
     uint32_t extra;     /* dssp: steps beyond `bound` that the fastest may get */
     uint32_t threshold; /* saps: PYPS_FIXED ... */
-    uint32_t abort;     /* saps: 1: a worker that is too late is told at its next pyps_should_continue */
-    double quantile;    /* saps: the share of stalenesses within the threshold */
+    uint32_t abort;     /* saps: 1: pyps_should_continue tells a worker that is too late to abort */
+    double quantile;    /* saps: the fraction of stalenesses within the threshold */
     double lambda_;     /* dcasgd: the weight of its correction */
     double slack;       /* r2sp: gap = period / (slack * workers); 0: no gaps */
-    double patience;    /* r2sp: periods after which a turn that nobody takes is skipped */
+    double patience;    /* r2sp: periods after which a turn that is not taken is skipped */
     uint64_t custom;    /* custom: which one */
 } pyps_policy_params;
 
@@ -129,22 +134,21 @@ typedef struct {
 
 typedef struct {
     uint32_t size;
-    uint32_t chunk_params;     /* parameters a chunk; 0: 32768; a multiple of 1024 */
+    uint32_t chunk_params;     /* parameters in a chunk, a multiple of 1024; 0: 32768 */
     uint32_t max_participants; /* 0: 64; at most 1000 */
-    uint32_t
-        snapshot_spares; /* buffers that only a strict snapshot needs; 0: one for each chunk, at most 64 */
-    uint32_t staging_buffers; /* staging buffers a worker, 1 to 4; 0: 2 */
-    uint32_t optimizer;       /* PYPS_SGD ... */
-    uint32_t policy;          /* PYPS_BSP ... */
-    uint32_t ranks;  /* planned workers: ranks 0 .. ranks-1; no step starts before all have joined once */
-    uint32_t groups; /* parameter groups, at least 1 */
+    uint32_t snapshot_spares;  /* buffers for a strict snapshot; 0: one for each chunk, at most 64 */
+    uint32_t staging_buffers;  /* of each worker, 1 to 4; 0: 2 */
+    uint32_t optimizer;        /* PYPS_SGD ... */
+    uint32_t policy;           /* PYPS_BSP ... */
+    uint32_t ranks;            /* planned workers, 0 .. ranks-1; no step starts before all have joined once */
+    uint32_t groups;           /* parameter groups, at least 1 */
     uint32_t tensors;
-    uint64_t samples;                 /* sample positions to hand out in all; 0: without end */
-    double round_timeout_seconds;     /* after it a live member that holds others up is fenced; 0: 60 */
+    uint64_t samples;                 /* sample positions to assign in all; 0: without end */
+    double round_timeout_seconds;     /* a live member that holds others up for longer is fenced; 0: 60 */
     const uint32_t *batches;          /* [ranks] planned batch of each rank, each at least 1 */
     const pyps_tensor *tensor;        /* [tensors] offset and elements are ignored */
     const float *const *initial;      /* [tensors] initial values, contiguous; NULL: zeros */
-    pyps_policy_params policy_params; /* since ABI 2; a shorter `size` means zeros */
+    pyps_policy_params policy_params; /* zeros if `size` ends before it */
 } pyps_config;
 
 typedef struct {
@@ -152,48 +156,48 @@ typedef struct {
     uint64_t flat_elements; /* length of the flat vector: chunks * chunk_params */
     uint64_t parameters;    /* elements of all tensors */
     uint32_t chunks, chunk_params, max_participants, staging_buffers, groups, tensors, ranks;
-    uint32_t optimizer, policy, states; /* states: state vectors beside the parameters (0, 1 or 2) */
+    uint32_t optimizer, policy, states; /* states: state vectors of the optimizer, 0 to 2 */
 } pyps_layout;
 
 typedef struct {
-    uint64_t first; /* position of the first sample in the endless sequence of epochs */
-    uint32_t count; /* samples to take; may be fewer than the planned batch */
-    uint32_t batch; /* the planned batch */
-    uint64_t round; /* the round this claim belongs to (synchronous policies), else the member's clock */
-    uint64_t plan;  /* how many times the plan has changed */
+    uint64_t first;            /* position of the first sample in the sequence of all epochs */
+    uint32_t count;            /* samples to take; may be fewer than the planned batch */
+    uint32_t batch;            /* the planned batch */
+    uint64_t round;            /* the round of this claim (synchronous policies), else the member's clock */
+    uint64_t plan;             /* how many times the plan has changed */
     uint64_t wait_nanoseconds; /* how long this call waited */
 } pyps_claim;
 
 typedef struct {
     uint32_t size;
     uint32_t staging; /* the staging buffer that holds the mean gradient of the samples */
-    uint32_t samples; /* how many samples it is the mean of; 0: skip this step, the claim counts as skipped */
+    uint32_t samples; /* how many samples it is the mean of; 0: skip this step */
     float scale;      /* the gradient is multiplied by it (e.g. 1 / loss scale); finite */
     double timeout_seconds;
     const pyps_hyper *hyper; /* [groups] */
-    const float *gradient;   /* [flat_elements] of the caller's; NULL: the staging buffer's own floats */
-    uint64_t seed;           /* of stochastic rounding; another one for each push */
-    uint32_t codec;          /* how it travels: encoded into the staging buffer on the way */
+    const float *gradient;   /* [flat_elements] NULL: it is in the staging buffer */
+    uint64_t seed;           /* of stochastic rounding; different for each push */
+    uint32_t codec;          /* how it is encoded into the staging buffer */
     uint32_t rounding;       /* PYPS_NEAREST or PYPS_STOCHASTIC */
     uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ... */
-    uint32_t error_feedback; /* 1: what the code does not carry is added to this rank's next gradient */
-    uint32_t encoded;        /* 1: pyps_staging_codes() holds it in this codec already, scaled by nothing */
+    uint32_t error_feedback; /* 1: the encoding error is added to this rank's next gradient */
+    uint32_t encoded;        /* 1: pyps_staging_codes() already holds it in this codec; scale still applies */
     uint32_t reserved;
     const float *base_params; /* policies that need them: [flat_elements] the parameters that the gradient was
                                  computed on */
     double grad_norm_squared; /* for policies that need it: of the gradient; 0: not known */
     uint64_t base_version;    /* 1 + the version that the gradient was computed on; 0: the one pulled last */
-    uint64_t compute_nanoseconds; /* that the gradient took to compute; 0: since its claim */
+    uint64_t compute_nanoseconds; /* that the gradient took; 0: the time since its claim */
 } pyps_push_args;
 
 typedef struct {
-    uint64_t version;          /* the ticket; 0 if the step was skipped by all, or softsync still gathers */
+    uint64_t version;          /* the ticket; 0: all skipped the step, or softsync still collects */
     uint64_t staleness;        /* versions admitted between this worker's pull and its push */
     uint32_t sources;          /* gradients that went into the ticket */
     uint32_t samples;          /* samples that went into the ticket */
     uint64_t wait_nanoseconds; /* how long this call waited for others */
-    uint64_t nonfinite;        /* values that were NaN or infinite, and were treated by the policy */
-    uint64_t blocks_skipped;   /* blocks that were sent as zeros for that */
+    uint64_t nonfinite;        /* values that were NaN or infinite */
+    uint64_t blocks_skipped;   /* blocks that were sent as zeros because of them */
 } pyps_push_result;
 
 typedef struct {
@@ -203,19 +207,19 @@ typedef struct {
     uint32_t nonfinite; /* PYPS_NONFINITE_ERROR ... */
     float scale;        /* values are multiplied by it first; finite */
     uint32_t reserved;
-    uint64_t seed, first; /* noise depends on the seed and on the index of a value, values[0]'s being `first`,
-                             a multiple of 256 */
+    uint64_t seed;         /* of stochastic rounding, whose noise depends on seed and index of a value */
+    uint64_t first;        /* the index of values[0], a multiple of 256 */
     const float *residual; /* [count] added to the scaled values; NULL: none */
-    float *residual_out;   /* [count] what the code did not carry: sum - decoded; NULL: dropped */
+    float *residual_out;   /* [count] the encoding error: sum - decoded; NULL: dropped */
 } pyps_encode_args;
 
 typedef struct {
     uint64_t nonfinite;      /* values that were NaN or infinite */
-    uint64_t blocks_skipped; /* blocks sent as zeros for that; their residual is as before */
+    uint64_t blocks_skipped; /* blocks sent as zeros because of them; their residual stays */
 } pyps_encode_result;
 
 typedef struct {
-    uint64_t id;    /* 64-bit, never reused; 0: no member was ever here */
+    uint64_t id;    /* never reused; 0: the slot has had no member */
     uint32_t state; /* PYPS_EMPTY ... */
     uint32_t role;
     int32_t rank; /* -1 for observers */
@@ -233,10 +237,10 @@ typedef struct {
     uint64_t pushes;        /* admitted */
     uint64_t samples;       /* in admitted pushes */
     uint64_t skipped;       /* samples of skipped steps */
-    uint64_t returned;      /* samples of claims that went back to be handed out again */
+    uint64_t returned;      /* samples of claims that were returned to be assigned again */
     uint64_t staleness_sum; /* over its admitted pushes */
     uint64_t staleness_max;
-    uint64_t residuals_dropped; /* of its predecessors, whose slot was needed */
+    uint64_t residuals_dropped; /* of earlier workers of this rank, whose slot was needed */
 } pyps_rank;
 
 typedef struct {
@@ -244,8 +248,8 @@ typedef struct {
     uint64_t version;          /* admitted tickets */
     uint64_t round;            /* rounds closed */
     uint64_t plan;             /* times re-planned */
-    uint64_t samples_assigned; /* samples handed out, returned ones not counted twice */
-    uint64_t samples_dropped;  /* returned ranges that did not fit the list of ranges to hand out again */
+    uint64_t samples_assigned; /* samples assigned; returned ones are not counted twice */
+    uint64_t samples_dropped;  /* samples of returned ranges for which the list of ranges had no room */
     uint32_t active;           /* active workers */
     uint32_t all_joined;       /* 1 once every rank has joined */
 } pyps_status;
@@ -255,10 +259,9 @@ PYPS_API const char *pyps_error_name(int code); /* "PYPS_EINVAL" ...; never NULL
 PYPS_API const char *pyps_error_message(void);  /* of this thread's last failure; valid until its next call */
 PYPS_API const char *pyps_isa(void);            /* the kernels in use: "scalar", "avx2", "avx512" or "neon" */
 
-/* Codecs, on arrays of the caller's; no store is needed. Encoded data is all codes, then all scales (fp32),
- * and begins at a multiple of 4. `bytes` must be pyps_encoded_bytes(), which is 0 for an unknown codec. An
- * encode that fails with PYPS_ENONFINITE leaves `out` and `residual_out` undefined and `residual` as it was.
- */
+/* Codecs, on the caller's arrays; no store is needed. Encoded data is all codes, then all scales (fp32), and
+ * begins at a multiple of 4. `bytes` must be pyps_encoded_bytes(), which is 0 for an unknown codec. An encode
+ * that fails with PYPS_ENONFINITE leaves `out` and `residual_out` undefined and `residual` as it was. */
 PYPS_API uint64_t pyps_encoded_bytes(uint32_t codec, uint64_t count);
 PYPS_API int pyps_encode(const pyps_encode_args *args, const float *values, uint64_t count, void *out,
                          uint64_t bytes, pyps_encode_result *result);
@@ -266,7 +269,7 @@ PYPS_API int pyps_decode(uint32_t codec, const void *data, uint64_t bytes, float
 
 /* Segments. A name is 1 to 200 letters, digits, '.', '_' or '-'; the file is PYPS_SHM_DIR (default /dev/shm)
  * "/pyps-" name. Create makes a ready store or nothing. Unlink refuses (PYPS_EBUSY) while any process has the
- * segment open, except that with force it removes the name whoever uses it. */
+ * segment open; with `force` it removes the name even then. */
 PYPS_API int pyps_create(const char *name, const pyps_config *config, pyps_store **out);
 PYPS_API int pyps_open(const char *name, pyps_store **out);
 PYPS_API int pyps_close(pyps_store *store); /* leaves first if joined; NULL is allowed */
@@ -279,21 +282,22 @@ PYPS_API int pyps_get_tensor(pyps_store *store, uint32_t index, pyps_tensor *out
 PYPS_API int pyps_join(pyps_store *store, int role, int rank, int *rank_out);
 PYPS_API int pyps_leave(pyps_store *store);
 PYPS_API int pyps_rejoin(pyps_store *store); /* after PYPS_EFENCED: active again with the same rank */
-PYPS_API int pyps_reap(pyps_store *store, uint32_t *dead_out); /* take the dead out, complete their pushes */
+PYPS_API int pyps_reap(pyps_store *store,
+                       uint32_t *dead_out); /* remove dead members, complete their pushes */
 
 /* The training step: start, pull, (compute), stage, push. All need a joined worker. */
 PYPS_API int pyps_start(pyps_store *store, double timeout_seconds, pyps_claim *out);
-/* Beside the step under way, claims the samples of the next, for a worker that computes while its gradients
- * travel: pushes belong to claims in the order of these. Never waits: count is 0 where there is nothing to
- * claim now; then push first, and start. PYPS_EINVAL under a policy whose rounds follow one another. */
+/* Claims the samples of the next step during the current one, for a worker that computes while its gradients
+ * are sent. Pushes belong to claims in the order of the claims. Never waits: count is 0 if there is nothing
+ * to claim now; then push first, and start. PYPS_EINVAL under a policy without allows_pipeline. */
 PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);
 PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
-/* A staging buffer that nobody reads any more, to be filled with flat_elements gradients. The pointer stays
- * valid until leave; the staging buffer is the caller's until it is pushed. */
+/* A staging buffer that no process reads any more, for flat_elements gradients. Its pointer stays valid until
+ * leave; the buffer belongs to the caller until it is pushed. */
 PYPS_API int pyps_stage(pyps_store *store, double timeout_seconds, uint32_t *staging_out);
 PYPS_API float *pyps_staging(pyps_store *store, uint32_t staging); /* NULL if not joined or out of range */
-/* Where an encoded gradient of flat_elements values may be written: pyps_encoded_bytes(codec, flat_elements)
- * bytes. NULL as above, or if there is no memory. */
+/* Where to write an encoded gradient of flat_elements values: pyps_encoded_bytes(codec, flat_elements) bytes.
+ * NULL as above, or if there is no memory. */
 PYPS_API void *pyps_staging_codes(pyps_store *store, uint32_t staging);
 PYPS_API int pyps_push(pyps_store *store, const pyps_push_args *args, pyps_push_result *out);
 /* A push and the pull after it in one pass over the parameters: `flat` as of *version_out, which is at least
@@ -305,24 +309,24 @@ PYPS_API int pyps_exchange(pyps_store *store, const pyps_push_args *args, float 
 PYPS_API int pyps_pull_encoded(pyps_store *store, uint32_t codec, void *data, uint64_t bytes,
                                uint64_t *version_out);
 
-/* Between two micro-batches: `done` samples of the claim are computed, the next micro-batch has `next`. Go
- * on, push what there is, or drop it (its samples go back) and start again. */
+/* Between two micro-batches: `done` samples of the claim are computed, the next micro-batch has `next`. The
+ * advice is to continue, to push what there is, or to abort: the samples go back; start again. */
 PYPS_API int pyps_should_continue(pyps_store *store, uint32_t done, uint32_t next, int *advice_out);
-/* The most samples that this worker's memory holds at once, from its next claim on; 0: no limit. */
-PYPS_API int pyps_set_max_samples(pyps_store *store, uint32_t most);
+/* Limits this worker's claims to the samples that its memory holds, from the next claim on; 0: no limit. */
+PYPS_API int pyps_set_max_samples(pyps_store *store, uint32_t samples);
 
 /* A strict snapshot: parameters, state vectors and step counts of one version, while pushes go on. state is
- * [states] pointers or NULL; steps is [chunks] or NULL. One at a time: the next one waits, and cancels one
- * that has lasted for the round timeout. */
+ * [states] pointers or NULL; steps is [chunks] or NULL. There is one at a time: the next one waits, and
+ * cancels one that has lasted for the round timeout. */
 PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, uint64_t *steps,
                            double timeout_seconds, uint64_t *version_out);
 
-/* Watching and steering. */
+/* Observing and steering. */
 PYPS_API int pyps_get_status(pyps_store *store, pyps_status *out);
 PYPS_API int pyps_get_members(pyps_store *store, pyps_member *out, uint32_t capacity, uint32_t *count_out);
 PYPS_API int pyps_get_ranks(pyps_store *store, pyps_rank *out, uint32_t capacity);
 PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t count);
-/* Until a view later than `sequence`; a negative timeout means an hour. */
+/* Waits for a view later than `sequence`; a negative timeout means an hour. */
 PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds);
 
 PYPS_API int pyps_get_policy_params(pyps_store *store, pyps_policy_params *out);
@@ -330,8 +334,8 @@ PYPS_API int pyps_get_policy_params(pyps_store *store, pyps_policy_params *out);
  */
 PYPS_API int pyps_get_policy_needs(uint32_t policy, const pyps_policy_params *params, pyps_policy_needs *out);
 
-/* The decision core alone, in virtual time: what stores decide by, on a private view. Slots are given by the
- * caller, 0 .. max_participants-1; times are nanoseconds of any clock that does not go back. */
+/* The decision core alone, in virtual time: the decisions of a store, on a private view. The caller gives
+ * slots, 0 .. max_participants-1, and times in nanoseconds of any clock that does not go back. */
 enum {
     PYPS_ON_JOIN = 1,
     PYPS_ON_LEAVE = 2,
@@ -343,22 +347,22 @@ enum {
     PYPS_ON_REPLAN = 8,
     PYPS_ON_CHECK = 9,
     PYPS_ON_MAX_SAMPLES = 10,
-    PYPS_ON_GATE = 11,       /* may a push travel now? */
-    PYPS_ON_START_AHEAD = 12 /* claims the samples of the step after the one under way */
+    PYPS_ON_GATE = 11,       /* may a push be sent now? */
+    PYPS_ON_START_AHEAD = 12 /* claims the samples of the step after the current one */
 };
-enum { PYPS_COMMITTED = 0, PYPS_UNCHANGED = 1, PYPS_WAIT = 2, PYPS_REFUSED = 3 }; /* what an event came to */
+enum { PYPS_COMMITTED = 0, PYPS_UNCHANGED = 1, PYPS_WAIT = 2, PYPS_REFUSED = 3 }; /* verdicts */
 
 typedef struct {
     uint32_t kind; /* PYPS_ON_... */
     uint32_t slot;
     uint64_t now;
-    int32_t rank;                 /* join; -1: the lowest free one */
-    uint32_t state;               /* leave: PYPS_LEFT or PYPS_DEAD */
-    uint32_t staging, samples;    /* push */
-    uint32_t done, next;          /* check: samples computed, and of the next micro-batch; offer: next */
-    uint64_t version;             /* pull: what was pulled */
-    uint64_t compute_nanoseconds; /* push: nanoseconds from the claim to the ready gradient */
-    uint64_t waited;              /* tick: nanoseconds that somebody has waited */
+    int32_t rank;              /* join; -1: the lowest free one */
+    uint32_t state;            /* leave: PYPS_LEFT or PYPS_DEAD */
+    uint32_t staging, samples; /* push */
+    uint32_t done, next;       /* check: samples computed, and of the next micro-batch; max_samples: next */
+    uint64_t version;          /* pull: what was pulled */
+    uint64_t compute_nanoseconds; /* push: from the claim to the ready gradient */
+    uint64_t waited;              /* tick: nanoseconds that the sender has waited */
     double grad_norm_squared;     /* push: of the gradient; 0: not known */
     const uint32_t *batches;      /* replan: [ranks] */
     uint64_t base_version;        /* push: 1 + the version computed on; 0: what was pulled last */
@@ -368,70 +372,70 @@ typedef struct {
     uint32_t verdict; /* PYPS_COMMITTED ... */
     uint32_t advice;  /* check */
     int32_t rank;     /* join */
-    float scale;      /* push: what the policy multiplies the gradient by */
-    uint64_t ticket;  /* push that became a version, or that closed a round that did; else 0 */
+    float scale;      /* push: the policy's factor of the gradient */
+    uint64_t ticket;  /* of a push that became a version, or closed a round that did; else 0 */
     uint64_t staleness;
     uint64_t first;        /* start: the claim */
     uint32_t count, batch; /* start */
-    uint64_t until,
-        at;            /* wait: ask again when `progress` is at least `until`, and not before the time `at` */
-    uint64_t progress; /* of the policy: never goes back */
+    uint64_t until, at;    /* wait: ask again when `progress` is at least `until`, not before the time `at` */
+    uint64_t progress;     /* of the policy; never goes back */
     uint64_t version, round;
-    uint64_t next_deadline; /* a tick then has something to do; 0: no time is known */
-    uint64_t wake_epoch;    /* changes whenever waiting members should ask again whatever `until` says */
+    uint64_t next_deadline; /* a tick then has work to do; 0: no time is known */
+    uint64_t wake_epoch;    /* when it changes, waiting members ask again, whatever `until` says */
 } pyps_decision;
 
 typedef struct pyps_core pyps_core;
 
-/* From max_participants, staging_buffers, policy, policy_params, ranks, batches, samples and
- * round_timeout_seconds alone. */
+/* Reads only max_participants, staging_buffers, policy, policy_params, ranks, batches, samples and
+ * round_timeout_seconds. */
 PYPS_API int pyps_core_create(const pyps_config *config, pyps_core **out);
 PYPS_API void pyps_core_free(pyps_core *core); /* NULL is allowed */
 PYPS_API int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decision *out);
 /* The sources of the last round that became a version, in the order of summation: [capacity] slots,
- * staging_buffers, samples and scales; the count. */
+ * staging_buffers, samples and scales. Returns the count. */
 PYPS_API uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *staging_buffers,
                                     uint32_t *samples, float *scales, uint32_t capacity);
 PYPS_API int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity);
 
-/* A journal: from now on every decision of this handle is appended to the file `path`, which the handles of a
- * run share (NULL: no longer). pyps_replay decides everything in it again, in the run's order, and counts
- * what comes out otherwise; PYPS_ECORRUPT: the file is no journal. */
+/* A journal: from now on this handle appends every decision to the file `path`, which the handles of a run
+ * share (NULL: stop). pyps_replay takes all decisions in it again, in the run's order, and counts those that
+ * differ; PYPS_ECORRUPT: the file is not a journal. */
 typedef struct {
-    uint64_t events, decisions; /* that changed the view; all, with those that changed nothing */
-    uint64_t differences;
-    uint64_t
-        missing_events; /* events that are not on file, for whose process was killed or kept no journal */
-    char first[160];    /* the first difference; empty: none */
+    uint64_t events;         /* that changed the view */
+    uint64_t decisions;      /* all, with those that changed nothing */
+    uint64_t differences;    /* decisions that came out differently */
+    uint64_t missing_events; /* not on file: their process was killed or kept no journal */
+    char first[160];         /* the first difference; empty: none */
 } pyps_replay_result;
 
 PYPS_API int pyps_journal(pyps_store *store, const char *path);
 PYPS_API int pyps_replay(const char *path, pyps_replay_result *out);
 
-/* A policy of one's own, PYPS_CUSTOM: asynchronous, and asked before a step and about each gradient. Every
- * worker's process must have set it; a store with it cannot be all_joined before. It is asked anywhere in a
- * call that starts or pushes, perhaps again, and must depend on nothing but what it is given. */
+/* A custom policy, PYPS_CUSTOM: asynchronous; asked before each step and about each gradient. Every worker's
+ * process must set it before it creates or opens a store that has it. Calls that start or push may ask it
+ * more than once. Its answers must depend on its arguments alone. */
 enum { PYPS_STATE_WORDS = 16 };
 
 typedef struct {
     uint64_t custom;                  /* pyps_policy_params.custom */
     uint64_t now;                     /* nanoseconds */
-    uint64_t version, staleness;      /* versions since this worker's pull */
-    uint64_t clock, slowest, fastest; /* its steps before this one, and those of the others */
-    uint32_t rank, workers;           /* active */
-    uint32_t samples, batch;          /* held or pushed; planned */
+    uint64_t version, staleness;      /* staleness: versions since this worker's pull */
+    uint64_t clock, slowest, fastest; /* steps: of this worker, of the slowest and the fastest */
+    uint32_t rank, workers;           /* workers: the active ones */
+    uint32_t samples, batch;          /* samples: held or pushed; batch: planned */
 } pyps_policy_context;
 
-/* Both return 1 for yes, 0 for no (wait; drop the gradient), -1 if they failed. `shared_state` are the
- * policy's own; what start changes is kept if it says yes. *scale is 1. */
+/* Both return 1 for yes, 0 for no (start: wait; push: drop the gradient), -1 on failure. `shared_state` is
+ * [PYPS_STATE_WORDS], shared by all workers; changes by start are kept if it returns 1. *scale, the factor of
+ * the gradient, is 1 at first. */
 typedef struct {
-    int (*start)(const pyps_policy_context *sight, uint64_t *shared_state);
-    int (*push)(const pyps_policy_context *sight, uint64_t *shared_state, float *scale);
+    int (*start)(const pyps_policy_context *context, uint64_t *shared_state);
+    int (*push)(const pyps_policy_context *context, uint64_t *shared_state, float *scale);
 } pyps_custom;
 
-PYPS_API int pyps_set_custom(const pyps_custom *custom); /* of this process; before any store has it */
+PYPS_API int pyps_set_custom(const pyps_custom *custom); /* for this process, before it has a store */
 
-/* Whether any process has the segment file open: PYPS_OK free, PYPS_EBUSY in use, else why it is not ours. */
+/* Does any process have the segment file open? PYPS_OK: no; PYPS_EBUSY: yes; else why it is not a segment. */
 PYPS_API int pyps_probe(const char *name, uint64_t *bytes_out);
 
 /* cffi: end */

@@ -1,4 +1,4 @@
-/* codec.c: sizes, the policy for what is not finite, and the public encode and decode. The arithmetic is in
+/* codec.c: sizes, the policy for non-finite values, and the public encode and decode. The arithmetic is in
  * codec_template.h. */
 #include "kernels/codec.h"
 
@@ -8,16 +8,16 @@
 #include "error.h"
 #include "kernels/kernels.h"
 
-const float nf4_codebook[16] = {-1.0f,         -0.696192801f, -0.525073051f,  -0.394917488f,
-                                -0.284441382f, -0.18477343f,  -0.0910500363f, 0.0f,
-                                0.0795802996f, 0.160930201f,  0.246112302f,   0.337915242f,
-                                0.440709829f,  0.562617004f,  0.722956836f,   1.0f};
+const float codec_nf4_codebook[16] = {-1.0f,         -0.696192801f, -0.525073051f,  -0.394917488f,
+                                      -0.284441382f, -0.18477343f,  -0.0910500363f, 0.0f,
+                                      0.0795802996f, 0.160930201f,  0.246112302f,   0.337915242f,
+                                      0.440709829f,  0.562617004f,  0.722956836f,   1.0f};
 
 /* (codebook[k] + codebook[k + 1]) / 2, rounded once; the last is never passed. */
-const float nf4_between[16] = {-0.848096371f, -0.610632896f, -0.45999527f,   -0.33967942f,
-                               -0.234607399f, -0.137911737f, -0.0455250181f, 0.0397901498f,
-                               0.120255247f,  0.203521252f,  0.292013764f,   0.389312536f,
-                               0.501663446f,  0.64278692f,   0.861478448f,   INFINITY};
+const float codec_nf4_between[16] = {-0.848096371f, -0.610632896f, -0.45999527f,   -0.33967942f,
+                                     -0.234607399f, -0.137911737f, -0.0455250181f, 0.0397901498f,
+                                     0.120255247f,  0.203521252f,  0.292013764f,   0.389312536f,
+                                     0.501663446f,  0.64278692f,   0.861478448f,   INFINITY};
 
 static const struct shape {
     uint32_t block, bits;
@@ -42,34 +42,34 @@ uint64_t codec_scales(uint32_t codec, uint64_t count) {
     return shapes[codec].scaled ? blocks(codec, count) : 0;
 }
 
-bool encoding_mend(struct encoding *e, const float *x, const float *r, float *v, size_t n, uint64_t index,
-                   uint32_t *top) {
+bool codec_replace_nonfinite(struct encoding *e, const float *x, const float *r, float *v, size_t n,
+                             uint64_t index, uint32_t *top) {
     float largest = 0;
     bool skip = e->nonfinite == PYPS_NONFINITE_SKIP;
     for (size_t i = 0; i < n; i++) {
         float kept = r ? r[i] : 0.0f, sum = e->scale * x[i] + kept;
         bool finite = isfinite(sum);
         if (!finite && e->nonfinite == PYPS_NONFINITE_ERROR) {
-            e->at = index + i;
+            e->stopped_at = index + i;
             return false;
         }
-        e->bad += !finite;
+        e->found_nonfinite += !finite;
         v[i] = finite && !skip ? sum : kept;
         largest = fmaxf(largest, fabsf(v[i]));
     }
     e->skipped += skip;
-    if (skip) largest = 0; /* nothing of a skipped block is sent; its residual stays as it was */
+    if (skip) largest = 0; /* a skipped block is sent as zeros; its residual stays */
     memcpy(top, &largest, sizeof largest);
     return true;
 }
 
-int encode(struct encoding *e) {
+int codec_encode(struct encoding *e) {
     if (kernels_chosen()->encode(e)) return PYPS_OK;
     return fail(PYPS_ENONFINITE, "value %llu: found one that is not finite; the policy is to stop",
-                (unsigned long long)e->at);
+                (unsigned long long)e->stopped_at);
 }
 
-bool scales_finite(const float *scales, uint64_t count) {
+bool codec_scales_finite(const float *scales, uint64_t count) {
     for (uint64_t i = 0; i < count; i++)
         if (!isfinite(scales[i])) return false;
     return true;
@@ -137,8 +137,8 @@ int pyps_encode(const pyps_encode_args *a, const float *values, uint64_t count, 
                          .codes = out,
                          .count = count};
     e.scales = (float *)(void *)(e.codes + codec_codes(a->codec, count));
-    rc = encode(&e);
-    if (result) *result = (pyps_encode_result){.nonfinite = e.bad, .blocks_skipped = e.skipped};
+    rc = codec_encode(&e);
+    if (result) *result = (pyps_encode_result){.nonfinite = e.found_nonfinite, .blocks_skipped = e.skipped};
     return rc;
 }
 
@@ -147,7 +147,7 @@ int pyps_decode(uint32_t codec, const void *data, uint64_t bytes, float *out, ui
     if (rc) return rc;
     const uint8_t *codes = data;
     const float *scales = (const float *)(const void *)(codes + codec_codes(codec, count));
-    if (!scales_finite(scales, codec_scales(codec, count)))
+    if (!codec_scales_finite(scales, codec_scales(codec, count)))
         return fail(PYPS_ECORRUPT, "decode: found a scale that is not finite; the data is damaged");
     kernels_chosen()->decode(codec, out, codes, scales, count);
     return PYPS_OK;

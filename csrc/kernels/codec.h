@@ -1,4 +1,4 @@
-/* codec.h: what a run of floats looks like when it is encoded.
+/* codec.h: the encoded form of a run of floats.
  *
  *     codec   block  code      scale of a block       a value is
  *     f32         -  4 bytes   -                      itself
@@ -29,7 +29,7 @@
 #define BF16_MAX      0x1.fep127f
 #define NF4_ZERO      UINT8_C(0x77) /* two codes of 0.0 */
 
-/* An encode under way. `first` is the flat index of values[0], a multiple of 64. */
+/* An encode in progress. `first` is the flat index of values[0], a multiple of 64. */
 struct encoding {
     uint32_t codec;
     bool stochastic;
@@ -42,31 +42,31 @@ struct encoding {
     float *scales;
     size_t count;
 
-    uint64_t bad, skipped,
-        at; /* out: non-finite values, blocks skipped, flat index of the value that stopped it */
+    /* out: non-finite values, blocks skipped, flat index of the value that stopped the encode */
+    uint64_t found_nonfinite, skipped, stopped_at;
 };
 
-extern const float nf4_codebook[16];
-extern const float nf4_between[16]; /* the middle of codes k and k + 1 */
+extern const float codec_nf4_codebook[16];
+extern const float codec_nf4_between[16]; /* the middle of codes k and k + 1 */
 
 uint32_t codec_block(uint32_t codec);                  /* values that are coded together */
 uint64_t codec_codes(uint32_t codec, uint64_t count);  /* bytes */
 uint64_t codec_scales(uint32_t codec, uint64_t count); /* how many */
 
-/* A block whose largest magnitude is not finite, by the policy: false to stop. What is to be coded goes to
- * `v`, the bits of its largest magnitude to `top`. x and r (NULL: none) are the block's values and residual,
- * index the place of x[0]. */
-bool encoding_mend(struct encoding *e, const float *x, const float *r, float *v, size_t n, uint64_t index,
-                   uint32_t *top);
+/* Applies the policy for non-finite values to a block that has one; false: stop. Writes the values to encode
+ * to `v`, and the bits of their largest magnitude to `top`. x and r (NULL: none) are the block's values and
+ * residual, index is that of x[0]. */
+bool codec_replace_nonfinite(struct encoding *e, const float *x, const float *r, float *v, size_t n,
+                             uint64_t index, uint32_t *top);
 
 /* PYPS_OK, or PYPS_EINVAL with the field that is wrong; `what` leads the message. */
 int codec_check_args(const char *what, const pyps_encode_args *args);
 
 int codec_check_data(const char *what, uint32_t codec, uint64_t count, const void *data, uint64_t bytes);
 
-/* With checked arguments. PYPS_ENONFINITE if the policy is to stop; then nothing but `codes` and
- * `residual_out` has changed. */
-int encode(struct encoding *e);
-bool scales_finite(const float *scales, uint64_t count);
+/* Needs checked arguments. PYPS_ENONFINITE if the policy stops; then only `codes` and `residual_out` have
+ * changed. */
+int codec_encode(struct encoding *e);
+bool codec_scales_finite(const float *scales, uint64_t count);
 
 #endif

@@ -1,5 +1,5 @@
 /* codec_template.h: encode and decode over an abstract vector; see kernels_template.h for the float
- * operations. A file per instruction set defines besides
+ * operations. A file for an instruction set defines besides
  *
  *     IVEC, ISET, LANES             32-bit lanes, broadcast, {0, 1, 2, ...}
  *     IAND, IOR, IXOR, IADD, ISUB   bits, wrapping sums and differences
@@ -20,8 +20,8 @@
  */
 #include "kernels/codec.h"
 
-/* The processors' own prefetchers stop at the end of a 4 KiB page. Half a page ahead, the next one is fetched
- * in time; past the end of the data it does nothing. */
+/* Hardware prefetchers stop at the end of a 4 KiB page. Prefetching half a page ahead fetches the next page
+ * in time; past the end of the data it has no effect. */
 #define PREFETCH(p) __builtin_prefetch((p) + 384)
 
 #define INLINE TARGET __attribute__((always_inline)) static inline
@@ -44,7 +44,7 @@ INLINE uint32_t NAME(magnitude)(const float *x, size_t n) {
 }
 
 /* v = scale * x + r */
-INLINE uint32_t NAME(gather)(float *v, const float *x, const float *r, float scale, size_t n) {
+INLINE uint32_t NAME(scale_and_add)(float *v, const float *x, const float *r, float scale, size_t n) {
     IVEC top = ISET(0);
     for (size_t i = 0; i < n; i += WIDTH) {
         PREFETCH(x + i);
@@ -79,9 +79,9 @@ INLINE void NAME(noise)(float *u, uint64_t seed, uint64_t at) {
 }
 
 /* A linear code of one vector, and what decode will make of it. u: noise, or NULL to round to nearest. */
-INLINE IVEC NAME(linear)(VEC v, float inverse, float most, const float *u) {
+INLINE IVEC NAME(linear)(VEC v, float inverse, float limit, const float *u) {
     VEC x = MUL(v, SET(inverse));
-    if (u) x = UPPER(SET(-most), LOWER(SET(most), FLOOR(ADD(x, LOAD(u)))));
+    if (u) x = UPPER(SET(-limit), LOWER(SET(limit), FLOOR(ADD(x, LOAD(u)))));
     return ROUND(x);
 }
 
@@ -89,18 +89,18 @@ INLINE IVEC NAME(nf4)(VEC v, float inverse, const float *u) {
     VEC x = MUL(v, SET(inverse));
     IVEC code = ISET(0);
     if (!u) {
-        for (int k = 0; k < 15; k++) code = COUNT_GT(code, x, SET(nf4_between[k]));
+        for (int k = 0; k < 15; k++) code = COUNT_GT(code, x, SET(codec_nf4_between[k]));
         return code;
     }
     IVEC above = ISET(0);
-    for (int k = 1; k < 16; k++) above = COUNT_GT(above, SET(nf4_codebook[k]), x);
+    for (int k = 1; k < 16; k++) above = COUNT_GT(above, SET(codec_nf4_codebook[k]), x);
     code = ISUB(ISET(15), above);
     IVEC next = COUNT_GT(code, SET(15.0f), TO_FLOAT(code)); /* the last has none above it */
-    VEC low = LOOKUP(nf4_codebook, code);
-    return COUNT_GT(code, SUB(x, low), MUL(LOAD(u), SUB(LOOKUP(nf4_codebook, next), low)));
+    VEC low = LOOKUP(codec_nf4_codebook, code);
+    return COUNT_GT(code, SUB(x, low), MUL(LOAD(u), SUB(LOOKUP(codec_nf4_codebook, next), low)));
 }
 
-INLINE void NAME(settle)(float *residual, size_t i, VEC v, VEC decoded) {
+INLINE void NAME(store_residual)(float *residual, size_t i, VEC v, VEC decoded) {
     if (residual) STORE(residual + i, SUB(v, decoded));
 }
 
@@ -110,7 +110,7 @@ INLINE void NAME(code_int8)(uint8_t *codes, float *out, const float *v, float am
     for (size_t i = 0; i < 256; i += WIDTH) {
         IVEC q = NAME(linear)(LOAD(v + i), inverse, 127.0f, u ? u + i : NULL);
         PUT_BYTES(codes + i, q);
-        NAME(settle)(out, i, LOAD(v + i), MUL(TO_FLOAT(q), SET(scale)));
+        NAME(store_residual)(out, i, LOAD(v + i), MUL(TO_FLOAT(q), SET(scale)));
     }
 }
 
@@ -121,8 +121,8 @@ INLINE void NAME(code_int4)(uint8_t *codes, float *out, const float *v, float am
         IVEC low = NAME(linear)(LOAD(v + i), inverse, 7.0f, u ? u + i : NULL);
         IVEC high = NAME(linear)(LOAD(v + 32 + i), inverse, 7.0f, u ? u + 32 + i : NULL);
         PUT_BYTES(codes + i, IOR(IAND(low, ISET(15)), ISHL(high, 4)));
-        NAME(settle)(out, i, LOAD(v + i), MUL(TO_FLOAT(low), SET(scale)));
-        NAME(settle)(out, 32 + i, LOAD(v + 32 + i), MUL(TO_FLOAT(high), SET(scale)));
+        NAME(store_residual)(out, i, LOAD(v + i), MUL(TO_FLOAT(low), SET(scale)));
+        NAME(store_residual)(out, 32 + i, LOAD(v + 32 + i), MUL(TO_FLOAT(high), SET(scale)));
     }
 }
 
@@ -134,8 +134,9 @@ INLINE void NAME(code_nf4)(uint8_t *codes, float *out, const float *v, float ama
         IVEC high = NAME(nf4)(LOAD(v + 32 + i), inverse, u ? u + 32 + i : NULL);
         PUT_BYTES(codes + i, IOR(low, ISHL(high, 4)));
         if (!out) continue;
-        NAME(settle)(out, i, LOAD(v + i), MUL(LOOKUP(nf4_codebook, low), SET(scale)));
-        NAME(settle)(out, 32 + i, LOAD(v + 32 + i), MUL(LOOKUP(nf4_codebook, high), SET(scale)));
+        NAME(store_residual)(out, i, LOAD(v + i), MUL(LOOKUP(codec_nf4_codebook, low), SET(scale)));
+        NAME(store_residual)(out, 32 + i, LOAD(v + 32 + i),
+                             MUL(LOOKUP(codec_nf4_codebook, high), SET(scale)));
     }
 }
 
@@ -150,42 +151,42 @@ INLINE void NAME(code_half)(uint32_t codec, uint8_t *codes, float *out, const fl
         if (out) memset(out, 0, n * sizeof *out);
         return;
     }
-    const VEC most = SET(codec == PYPS_F16 ? F16_MAX : BF16_MAX);
-    const VEC least = SET(codec == PYPS_F16 ? -F16_MAX : -BF16_MAX);
+    const VEC high = SET(codec == PYPS_F16 ? F16_MAX : BF16_MAX);
+    const VEC low = SET(codec == PYPS_F16 ? -F16_MAX : -BF16_MAX);
     for (size_t i = 0; i < n; i += WIDTH) {
-        VEC x = LOAD(v + i), y = UPPER(least, LOWER(most, x));
+        VEC x = LOAD(v + i), y = UPPER(low, LOWER(high, x));
         if (codec == PYPS_F16) {
             IVEC half = TO_HALF(y);
             PUT_SHORTS(codes + 2 * i, half);
-            NAME(settle)(out, i, x, FROM_HALF(half));
+            NAME(store_residual)(out, i, x, FROM_HALF(half));
         } else {
             IVEC bits = BITS(y);
             bits = ISHR(IADD(bits, IADD(ISET(0x7fff), IAND(ISHR(bits, 16), ISET(1)))), 16);
             PUT_SHORTS(codes + 2 * i, bits);
-            NAME(settle)(out, i, x, FROM_BITS(ISHL(bits, 16)));
+            NAME(store_residual)(out, i, x, FROM_BITS(ISHL(bits, 16)));
         }
     }
 }
 
-/* One whole block; false if the policy stops at a value that is not finite. */
+/* Encodes one whole block; false if the policy stops at a value that is not finite. */
 INLINE bool NAME(code_block)(struct encoding *e, uint32_t codec, size_t n, uint64_t index, const float *x,
                              const float *r, float *out, uint8_t *codes, float *scale) {
     float scratch[BLOCK_MAX], *sum = out ? out : scratch;
     const float *v = sum;
     uint32_t top;
     if (r || out || e->scale != 1.0f) {
-        top = NAME(gather)(sum, x, r, e->scale, n);
+        top = NAME(scale_and_add)(sum, x, r, e->scale, n);
     } else {
         v = x;
         top = NAME(magnitude)(x, n);
     }
     if (top >= INFINITE_BITS) {
-        if (!encoding_mend(e, x, r, sum, n, index, &top)) return false;
+        if (!codec_replace_nonfinite(e, x, r, sum, n, index, &top)) return false;
         v = sum;
     }
     bool scaled = codec >= PYPS_INT8;
     if (scaled) *scale = 0;
-    if (top < (scaled ? TINY_BITS : 1)) { /* too small, or skipped: all of it stays in the residual */
+    if (top < (scaled ? TINY_BITS : 1)) { /* too small, or skipped: everything stays in the residual */
         memset(codes, codec == PYPS_NF4 ? NF4_ZERO : 0, NAME(block_bytes)(codec, n));
         return true;
     }
@@ -259,8 +260,8 @@ INLINE void NAME(read_nibbles)(uint32_t codec, float *out, const uint8_t *codes,
             STORE(out + i, MUL(TO_FLOAT(ISAR(ISHL(both, 28), 28)), SET(scale)));
             STORE(out + 32 + i, MUL(TO_FLOAT(ISAR(ISHL(both, 24), 28)), SET(scale)));
         } else {
-            STORE(out + i, MUL(LOOKUP(nf4_codebook, IAND(both, ISET(15))), SET(scale)));
-            STORE(out + 32 + i, MUL(LOOKUP(nf4_codebook, ISHR(both, 4)), SET(scale)));
+            STORE(out + i, MUL(LOOKUP(codec_nf4_codebook, IAND(both, ISET(15))), SET(scale)));
+            STORE(out + 32 + i, MUL(LOOKUP(codec_nf4_codebook, ISHR(both, 4)), SET(scale)));
         }
     }
 }

@@ -12,7 +12,7 @@
 static const struct kernels *chosen;
 
 #if defined(__x86_64__)
-static bool has_f16c(void) { /* clang knows no such name for __builtin_cpu_supports before 15 */
+static bool has_f16c(void) { /* __builtin_cpu_supports of clang before 15 lacks this name */
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
 }
@@ -29,7 +29,7 @@ static bool supported(const struct kernels *k) {
     return k == &kernels_scalar;
 }
 
-/* The best one first. What PYPS_ISA names is used if it is here, else the best. */
+/* The best one first. The one that PYPS_ISA names is used if this processor has it, else the best. */
 static void choose(void) {
     static const struct kernels *const all[] = {
 #if defined(__x86_64__)
@@ -62,7 +62,7 @@ struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *h,
     struct step_constants k = {.scale = scale, .lr = h->lr, .weight_decay = h->weight_decay};
     k.clip = h->clip > 0 ? h->clip : INFINITY;
     k.momentum = h->momentum;
-    k.undamped = steps == 0 ? 1.0f : 1.0f - h->dampening;
+    k.one_minus_dampening = steps == 0 ? 1.0f : 1.0f - h->dampening;
     k.nesterov = h->nesterov ? h->momentum : 0.0f;
     double t = (double)steps + 1;
     if (optimizer == PYPS_ADAGRAD) {
@@ -75,8 +75,8 @@ struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *h,
         k.shrink = decoupled ? (float)(1 - (double)h->lr * (double)h->weight_decay) : 1.0f;
         if (decoupled) k.weight_decay = 0;
         k.beta2 = h->beta2;
-        k.fresh1 = (float)(1 - (double)h->beta1);
-        k.fresh2 = (float)(1 - (double)h->beta2);
+        k.one_minus_beta1 = (float)(1 - (double)h->beta1);
+        k.one_minus_beta2 = (float)(1 - (double)h->beta2);
         k.root_correction = (float)sqrt(1 - pow((double)h->beta2, t));
         k.eps = h->eps;
     }

@@ -1,8 +1,9 @@
-/* kernels.h: the arithmetic on one run of floats, as a table of functions, one table an instruction set.
+/* kernels.h: the arithmetic on a run of floats, as a table of functions for each instruction set.
  *
  * The scalar table is the specification, the fallback and the tail handler of the others; every table gives
- * the scalar's bits for every length and alignment (compiled with -ffp-contract=off; only correctly rounded
- * operations are used). Formulas are those of torch.optim, so that a user can move a training run over.
+ * the same bits as the scalar one for every length and alignment (compiled with -ffp-contract=off; only
+ * correctly rounded operations are used). The formulas are those of torch.optim, so that a training run can
+ * move here.
  */
 #ifndef PYPS_KERNELS_H
 #define PYPS_KERNELS_H
@@ -31,12 +32,12 @@ struct step_constants {
     float lr;           /* Adam, AdamW: lr / (1 - beta1^t); Adagrad: lr / (1 + (t - 1) lr_decay) */
     float weight_decay; /* added as weight_decay * parameter; AdamW: 0 */
     float momentum;
-    float undamped; /* 1 - dampening; 1 on the first step, as torch does */
-    float nesterov; /* momentum if Nesterov, else 0 */
-    float shrink;   /* AdamW: 1 - lr * weight_decay; Adam: 1 */
+    float one_minus_dampening; /* 1 - dampening; 1 on the first step, as torch does */
+    float nesterov;            /* momentum if Nesterov, else 0 */
+    float shrink;              /* AdamW: 1 - lr * weight_decay; Adam: 1 */
     float beta2;
-    float fresh1;          /* 1 - beta1 */
-    float fresh2;          /* 1 - beta2 */
+    float one_minus_beta1; /* 1 - beta1 */
+    float one_minus_beta2; /* 1 - beta2 */
     float root_correction; /* sqrt(1 - beta2^t) */
     float eps;
 };
@@ -46,11 +47,11 @@ struct kernels {
     void (*update[OPTIMIZERS])(const struct step *step,
                                const struct step_constants *constants); /* by optimizer */
     /* sum[i] = weight * x[i], or += for the second */
-    void (*weigh)(float *sum, const float *x, float weight, size_t length);
-    void (*weigh_add)(float *sum, const float *x, float weight, size_t length);
+    void (*multiply)(float *sum, const float *x, float weight, size_t length);
+    void (*multiply_add)(float *sum, const float *x, float weight, size_t length);
     void (*divide)(float *x, float divisor, size_t length);
-    /* A copy past the caches, for what will not be read again before much else: nothing is fetched that is
-     * only to be overwritten. `copied` follows the last one, before another thread may read it. */
+    /* A copy that bypasses the caches, for data that is not read again soon. Call `copied` after the last
+     * one, before another thread may read the data. */
     void (*stream)(float *to, const float *from, size_t length);
     void (*copied)(void);
     bool (*encode)(struct encoding *e); /* false: stopped at a value that is not finite */
@@ -64,11 +65,11 @@ extern const struct kernels kernels_avx2, kernels_avx512;
 extern const struct kernels kernels_neon;
 #endif
 
-/* The table in use: the best this processor has, or PYPS_ISA=scalar|avx2|avx512|neon if it
- * has that. Chosen once. */
+/* The table in use: that of PYPS_ISA=scalar|avx2|avx512|neon if this processor has it, else its best one.
+ * Chosen once. */
 const struct kernels *kernels_chosen(void);
 
-/* How many state vectors an optimizer keeps; 0 for an unknown one, which callers have refused before. */
+/* How many state vectors an optimizer keeps; 0 for an unknown one; callers check that before. */
 unsigned kernels_states(unsigned optimizer);
 
 /* `steps` optimizer steps have been applied to the chunk before this one. */

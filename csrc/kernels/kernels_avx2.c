@@ -1,4 +1,4 @@
-/* kernels_avx2.c: eight lanes. No FMA: one rounding more or less would not be the scalar's bits. */
+/* kernels_avx2.c: eight lanes. No FMA: it rounds once where the scalar code rounds twice. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <stdint.h>

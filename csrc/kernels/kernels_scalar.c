@@ -1,5 +1,4 @@
-/* kernels_scalar.c: the specification of the arithmetic. The compiler may vectorise it; the bits are the
- * same. */
+/* kernels_scalar.c: the specification of the arithmetic. A compiler may vectorise it: same bits. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

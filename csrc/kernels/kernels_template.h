@@ -1,11 +1,11 @@
-/* kernels_template.h: the kernels over an abstract vector. A file per instruction set defines
+/* kernels_template.h: the kernels over an abstract vector. A file for an instruction set defines
  *
  *     WIDTH, VEC, TARGET           lanes, type, function attribute
  *     LOAD, STORE, SET             unaligned access, broadcast
  *     ADD, SUB, MUL, DIV, SQRT     correctly rounded
  *     LOWER(a, b), UPPER(a, b)     a < b ? a : b, a > b ? a : b; so b if either is NaN
- *     STREAM, STREAM_END           a store past the caches to a multiple of 16; a fence after the last
- *     NAME(x), TABLE, TABLE_NAME   how its functions and its table are called
+ *     STREAM, STREAM_END           a store past the caches, to a multiple of 16; a fence after the last
+ *     NAME(x), TABLE, TABLE_NAME   the names of its functions and its table
  *     TAIL(call)                   runs the scalar function on what is left; empty for scalar itself
  *
  * and the integer operations of codec_template.h, then includes this file. Each line is one rounding; their
@@ -42,9 +42,10 @@ TARGET static void NAME(sgd)(const struct step *s, const struct step_constants *
     TAIL(update[PYPS_SGD]);
 }
 
-/* m' = momentum * m + undamped * d; p - lr * (nesterov ? d + momentum * m' : m') */
+/* m' = momentum * m + one_minus_dampening * d; p - lr * (nesterov ? d + momentum * m' : m') */
 TARGET static void NAME(momentum)(const struct step *s, const struct step_constants *k) {
-    const VEC mu = SET(k->momentum), undamped = SET(k->undamped), ahead = SET(k->nesterov);
+    const VEC mu = SET(k->momentum), nesterov = SET(k->nesterov);
+    const VEC one_minus_dampening = SET(k->one_minus_dampening);
     const float *p = s->old[0], *m = s->old[1], *g = s->gradient;
     float *n = s->new[1];
     size_t i = 0;
@@ -52,9 +53,9 @@ TARGET static void NAME(momentum)(const struct step *s, const struct step_consta
         PREFETCH(p + i);
         VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k);
         PREFETCH(m + i);
-        VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(undamped, d));
+        VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(one_minus_dampening, d));
         STORE(n + i, v);
-        VEC u = k->nesterov != 0.0f ? ADD(d, MUL(ahead, v)) : v;
+        VEC u = k->nesterov != 0.0f ? ADD(d, MUL(nesterov, v)) : v;
         NAME(put)(s, i, SUB(x, MUL(SET(k->lr), u)));
     }
     TAIL(update[PYPS_MOMENTUM]);
@@ -64,7 +65,8 @@ TARGET static void NAME(momentum)(const struct step *s, const struct step_consta
  * p shrink - lr/c1 * m' / (sqrt(v')/sqrt(c2) + eps) */
 TARGET static void NAME(adam)(const struct step *s, const struct step_constants *k) {
     const VEC lr = SET(k->lr), shrink = SET(k->shrink), eps = SET(k->eps), root = SET(k->root_correction);
-    const VEC fresh1 = SET(k->fresh1), beta2 = SET(k->beta2), fresh2 = SET(k->fresh2);
+    const VEC one_minus_beta1 = SET(k->one_minus_beta1), beta2 = SET(k->beta2);
+    const VEC one_minus_beta2 = SET(k->one_minus_beta2);
     const float *p = s->old[0], *m = s->old[1], *v = s->old[2], *g = s->gradient;
     float *mm = s->new[1], *vv = s->new[2];
     size_t i = 0;
@@ -72,8 +74,8 @@ TARGET static void NAME(adam)(const struct step *s, const struct step_constants 
         PREFETCH(p + i);
         VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k), m1 = LOAD(m + i);
         PREFETCH(m + i), PREFETCH(v + i);
-        m1 = ADD(m1, MUL(fresh1, SUB(d, m1)));
-        VEC v1 = ADD(MUL(beta2, LOAD(v + i)), MUL(fresh2, MUL(d, d)));
+        m1 = ADD(m1, MUL(one_minus_beta1, SUB(d, m1)));
+        VEC v1 = ADD(MUL(beta2, LOAD(v + i)), MUL(one_minus_beta2, MUL(d, d)));
         STORE(mm + i, m1);
         STORE(vv + i, v1);
         VEC below = ADD(DIV(SQRT(v1), root), eps);
@@ -99,13 +101,13 @@ TARGET static void NAME(adagrad)(const struct step *s, const struct step_constan
     TAIL(update[PYPS_ADAGRAD]);
 }
 
-TARGET static void NAME(weigh)(float *sum, const float *x, float weight, size_t length) {
+TARGET static void NAME(multiply)(float *sum, const float *x, float weight, size_t length) {
     size_t i = 0;
     for (; i + WIDTH <= length; i += WIDTH) STORE(sum + i, MUL(SET(weight), LOAD(x + i)));
     for (; i < length; i++) sum[i] = weight * x[i];
 }
 
-TARGET static void NAME(weigh_add)(float *sum, const float *x, float weight, size_t length) {
+TARGET static void NAME(multiply_add)(float *sum, const float *x, float weight, size_t length) {
     size_t i = 0;
     for (; i + WIDTH <= length; i += WIDTH) STORE(sum + i, ADD(LOAD(sum + i), MUL(SET(weight), LOAD(x + i))));
     for (; i < length; i++) sum[i] = sum[i] + weight * x[i];
@@ -136,8 +138,8 @@ const struct kernels TABLE = {
                [PYPS_ADAMW] = NAME(adam),
                [PYPS_ADAM] = NAME(adam),
                [PYPS_ADAGRAD] = NAME(adagrad)},
-    .weigh = NAME(weigh),
-    .weigh_add = NAME(weigh_add),
+    .multiply = NAME(multiply),
+    .multiply_add = NAME(multiply_add),
     .divide = NAME(divide),
     .stream = NAME(stream),
     .copied = NAME(copied),

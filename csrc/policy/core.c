@@ -1,4 +1,4 @@
-/* core.c: the decision core on a private view, for virtual time: the very steps that stores take. */
+/* core.c: the decision core on a private view, for virtual time. It takes the same steps as a store. */
 #include <stdlib.h>
 
 #include "error.h"
@@ -16,15 +16,15 @@ static int out_of_range(const char *field, uint32_t found, uint32_t low, uint32_
     return fail(PYPS_EINVAL, "%s: found %u; expected %u to %u", field, found, low, high);
 }
 
-static struct terms terms_of(const pyps_config *c) {
-    return (struct terms){.participants = c->max_participants ? c->max_participants : c->ranks,
-                          .ranks = c->ranks,
-                          .staging_buffers = c->staging_buffers ? c->staging_buffers : 2,
-                          .policy = c->policy,
-                          .policy_params = c->policy_params,
-                          .samples = c->samples ? c->samples : UINT64_MAX,
-                          .round_timeout = config_round_timeout(c),
-                          .batches = c->batches};
+static struct view_config view_config_of(const pyps_config *c) {
+    return (struct view_config){.participants = c->max_participants ? c->max_participants : c->ranks,
+                                .ranks = c->ranks,
+                                .staging_buffers = c->staging_buffers ? c->staging_buffers : 2,
+                                .policy = c->policy,
+                                .policy_params = c->policy_params,
+                                .samples = c->samples ? c->samples : UINT64_MAX,
+                                .round_timeout = config_round_timeout(c),
+                                .batches = c->batches};
 }
 
 int pyps_core_create(const pyps_config *given, pyps_core **out) {
@@ -32,18 +32,21 @@ int pyps_core_create(const pyps_config *given, pyps_core **out) {
     *out = NULL;
     int rc = config_read(given, &config);
     if (rc || (rc = config_check_ranks(&config))) return rc;
-    struct terms terms = terms_of(&config);
-    if ((rc = out_of_range("max_participants", terms.participants, terms.ranks, CONFIG_MAX_RANKS)) ||
-        (rc = out_of_range("staging_buffers", terms.staging_buffers, 1, MAX_STAGING_BUFFERS)))
+    struct view_config view_config = view_config_of(&config);
+    if ((rc = out_of_range("max_participants", view_config.participants, view_config.ranks,
+                           CONFIG_MAX_RANKS)) ||
+        (rc = out_of_range("staging_buffers", view_config.staging_buffers, 1, MAX_STAGING_BUFFERS)))
         return rc;
     struct pyps_core *core = malloc(sizeof *core);
-    if (core) core->view = malloc(view_bytes(terms.participants, terms.ranks, terms.staging_buffers));
+    if (core)
+        core->view =
+            malloc(view_bytes(view_config.participants, view_config.ranks, view_config.staging_buffers));
     if (!core || !core->view) {
         free(core);
-        return fail(PYPS_ENOSPC, "out of memory for %u participants", terms.participants);
+        return fail(PYPS_ENOSPC, "out of memory for %u participants", view_config.participants);
     }
-    view_init(core->view, &terms);
-    core->policy = policy_find(terms.policy);
+    view_init(core->view, &view_config);
+    core->policy = policy_find(view_config.policy);
     *out = core;
     return PYPS_OK;
 }
@@ -62,9 +65,9 @@ static int check(const pyps_core *core, const pyps_event *e) {
     if (!rc && e->kind == PYPS_ON_LEAVE) rc = out_of_range("state", e->state, PYPS_LEFT, PYPS_DEAD);
     if (!rc && e->kind == PYPS_ON_REPLAN && !e->batches)
         rc = fail(PYPS_EINVAL, "batches: found NULL; expected one for each of %u ranks", v->ranks);
-    bool of_nobody = e->kind == PYPS_ON_JOIN || e->kind == PYPS_ON_TICK || e->kind == PYPS_ON_REPLAN;
-    if (!rc && !of_nobody && view_member(v, e->slot)->state == PYPS_EMPTY)
-        rc = fail(PYPS_EINVAL, "slot: found %u, where nobody has joined; expected a join before", e->slot);
+    bool needs_no_member = e->kind == PYPS_ON_JOIN || e->kind == PYPS_ON_TICK || e->kind == PYPS_ON_REPLAN;
+    if (!rc && !needs_no_member && view_member(v, e->slot)->state == PYPS_EMPTY)
+        rc = fail(PYPS_EINVAL, "slot: found %u, which has no member; expected one that has joined", e->slot);
     for (uint32_t r = 0; !rc && e->kind == PYPS_ON_REPLAN && r < v->ranks; r++)
         if (!e->batches[r]) rc = fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
     return rc;
@@ -114,7 +117,7 @@ int pyps_core_step(pyps_core *core, const pyps_event *given, pyps_decision *out)
                            .round = v->round,
                            .next_deadline = v->next_deadline,
                            .wake_epoch = v->wake_epoch};
-    if (o.code == STALE) out->verdict = PYPS_WAIT, out->at = e.now; /* ask again at once */
+    if (o.code == TRY_AGAIN) out->verdict = PYPS_WAIT, out->at = e.now; /* ask again at once */
     return o.code < 0 ? o.code : PYPS_OK;
 }
 

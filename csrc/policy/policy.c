@@ -1,9 +1,11 @@
-/* policy.c: the policies by number, the range of each one's numbers, and those that only scale a gradient.
+/* policy.c: the policies by number, what each needs, and the policies that only scale a gradient.
  *
- * ASP: every gradient a step of its own, at once. DynSGD: the same, scaled by 1 / (staleness + 1) (Jiang,
- * Cui, Zhang, Yu: Heterogeneity-aware distributed parameter servers, SIGMOD 2017). ConSGD: scaled by 1 /
- * workers. DC-ASGD: the gradient is corrected where it is applied (the store), for only there are both
- * parameters known (Zheng and others: Asynchronous SGD with delay compensation, ICML 2017).
+ * ASP: every gradient is one step, applied at once.
+ * DynSGD: ASP, scaled by 1 / (staleness + 1) (Jiang, Cui, Zhang, Yu: Heterogeneity-aware distributed
+ * parameter servers, SIGMOD 2017).
+ * ConSGD: ASP, scaled by 1 / workers.
+ * DC-ASGD: ASP, with a gradient corrected for its delay (Zheng and others: Asynchronous SGD with delay
+ * compensation, ICML 2017). The store corrects it, because only the store has both parameters.
  */
 #include "policy/policy.h"
 

@@ -1,8 +1,8 @@
-/* policy.h: a policy is a few small pure questions about the view. A new one is a function table and an entry
- * in policy.c and in pyps.h; neither runtime nor simulator knows policies by name.
+/* policy.h: a policy is a table of flags and small pure functions on the view. To add one, write a table, and
+ * give it a number in policy.c and in pyps.h. Neither the store nor the simulator knows policies by name.
  *
- * A question may change the view it is given only where its answer is followed by a commit; what it answers
- * with WAIT it must leave as it was.
+ * A function may change the view it is given only if its answer is followed by a commit. If it answers WAIT,
+ * it must leave the view as it was.
  */
 #ifndef PYPS_POLICY_H
 #define PYPS_POLICY_H
@@ -11,7 +11,7 @@
 
 enum start_decision { START_GO, START_WAIT };
 enum push_decision { PUSH_ADMIT, PUSH_STAGE, PUSH_REJECT };
-/* AGAIN: the view has changed so that it is worth asking again at once. */
+/* AGAIN: the view has changed; ask again at once. */
 enum gate_decision { GATE_OPEN, GATE_WAIT, GATE_AGAIN };
 
 struct policy {
@@ -28,26 +28,26 @@ struct policy {
     bool (*needs_grad_norm)(const pyps_policy_params *params);
     /* PYPS_OK, or PYPS_EINVAL with the parameter that is out of range. NULL: nothing to check. */
     int (*check_params)(const pyps_policy_params *params);
-    /* May this member, which could claim samples, begin a step now (START), or the one after the step under
-     * way once that is done (START_AHEAD)? NULL: always. */
+    /* May this member, for which there are samples, start a step now (START), or the step after the current
+     * one as soon as that is done (START_AHEAD)? NULL: always. */
     enum start_decision (*on_start)(struct view *view, const struct event *event, struct outcome *out);
-    /* May a ready gradient travel? NULL: at once. */
+    /* May a ready gradient be sent now? NULL: at once. */
     enum gate_decision (*gate)(struct view *view, const struct event *event, struct outcome *out);
-    /* A gradient has come; out->staleness is known, out->scale (1) multiplies it. */
+    /* A gradient has arrived; out->staleness is known. out->scale multiplies it and is 1 by default. */
     enum push_decision (*on_push)(struct view *view, const struct event *event, struct outcome *out);
-    /* A member pulled. NULL: nothing to do. */
+    /* A member has pulled. NULL: nothing to do. */
     void (*on_pull)(struct view *view, const struct event *event);
-    /* Between micro-batches: PYPS_CONTINUE ... NULL: go on. */
+    /* Between micro-batches: PYPS_CONTINUE ... NULL: always continue. */
     int (*on_check)(struct view *view, const struct event *event);
-    /* After every event: does the open round, with something staged in it, close now? */
+    /* After every event, if a gradient is staged: does the open round close now? */
     bool (*closes)(const struct view *view);
-    /* A round opens: how many samples each rank gets. NULL: the planned batches. */
+    /* A round opens: sets how many samples each rank gets. NULL: the planned batches. */
     void (*on_open)(struct view *view);
-    /* After every event: whatever else follows, and view->next_deadline. */
-    void (*settle)(struct view *view, uint64_t now);
-    /* May others be waiting for this member to act? NULL: while it has samples. */
+    /* After every event: changes the view further, and sets view->next_deadline. */
+    void (*after_event)(struct view *view, uint64_t now);
+    /* Can others be waiting for this member to act? NULL: while it has samples. */
     bool (*holds_up)(const struct view *view, uint32_t slot, uint64_t now);
-    /* A count that waiting members wait for; never goes back. NULL: 0. */
+    /* The counter that waiting members wait for; never goes back. NULL: 0. */
     uint64_t (*progress)(const struct view *view);
 };
 
@@ -58,9 +58,9 @@ extern const struct policy policy_saps;                                         
 extern const struct policy policy_custom;                                           /* policy_custom.c */
 extern const struct policy policy_r2sp;                                             /* policy_r2sp.c */
 
-/* A whole number of at most `most` from a float that may be anything, for it may come from a damaged view. */
-static inline uint64_t whole(double x, uint64_t most) {
-    return x > 0 ? x < (double)most ? (uint64_t)x : most : 0;
+/* A whole number of at most `max` from any float, even one of a damaged view. */
+static inline uint64_t policy_whole(double x, uint64_t max) {
+    return x > 0 ? x < (double)max ? (uint64_t)x : max : 0;
 }
 
 const struct policy *policy_find(uint32_t number); /* NULL if unknown */

@@ -1,35 +1,36 @@
-/* policy_bounded.c: nobody runs far ahead of the slowest.
+/* policy_bounded.c: policies that bound how far a worker runs ahead of the slowest.
  *
  * SSP: a worker at clock c may start if c - min clock <= bound (Ho and others: More effective distributed ML
  * via a stale synchronous parallel parameter server, NIPS 2013). Bound 0 is BSP's order.
  *
- * DSSP: past the bound the fastest may get r <= extra steps more, the r after which it is predicted to wait
- * least for the slowest's next push, by the last push and the last interval of both (Zhao and others: Dynamic
- * stale synchronous parallel distributed training for deep learning, ICDCS 2019). A grant is used up step by
- * step; when it is, and the worker is still too far ahead, it waits or is granted anew, never past bound +
- * extra.
+ * DSSP: past the bound the fastest worker may be granted r <= extra more steps. It is the r that is predicted
+ * to give the shortest wait for the slowest worker's next push, from the last push and the last interval of
+ * both (Zhao and others: Dynamic stale synchronous parallel distributed training for deep learning, ICDCS
+ * 2019). A grant is used up step by step. If the worker is still too far ahead after that, it waits or gets
+ * another grant, never past bound + extra.
  */
 #include "policy/policy.h"
 
-static uint64_t progress(const struct view *v) { return v->floor; }
+static uint64_t progress(const struct view *v) { return v->min_clock; }
 
 static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
     const struct member *m = view_member(v, slot);
     (void)now;
-    return m->claim_count || (samples_left(v) && m->clock == v->floor);
+    return m->claim_count || (view_samples_left(v) && m->clock == v->min_clock);
 }
 
-/* How far ahead of the slowest the step would begin. The push of the one under way moves the
- * slowest on too if that is this worker alone. */
-static uint64_t lead(const struct view *v, const struct event *e) {
+/* How many steps ahead of the slowest worker the step would start. When a worker claims the step after the
+ * current one, the push of the current one counts too: it raises the worker's clock, and with it the minimum
+ * if no other worker has that clock. */
+static uint64_t steps_ahead(const struct view *v, const struct event *e) {
     const struct member *m = view_member(v, e->slot);
-    return m->clock - v->floor + (e->kind == EVENT_START_AHEAD && !clock_alone(v, m));
+    return m->clock - v->min_clock + (e->kind == EVENT_START_AHEAD && !view_clock_alone_at_min(v, m));
 }
 
 static enum start_decision within_bound(struct view *v, const struct event *e, struct outcome *out) {
-    uint64_t ahead = lead(v, e);
+    uint64_t ahead = steps_ahead(v, e);
     if (ahead <= v->policy_params.bound || v->policy_params.bound == UINT32_MAX) return START_GO;
-    out->until = v->floor + ahead - v->policy_params.bound;
+    out->until = v->min_clock + ahead - v->policy_params.bound;
     return START_WAIT;
 }
 
@@ -38,20 +39,20 @@ static const struct rank *slowest(const struct view *v) {
         uint32_t slot_plus_1 = view_rank(v, r)->slot_plus_1;
         if (!slot_plus_1) continue;
         const struct member *m = view_member(v, slot_plus_1 - 1);
-        if (m->state == PYPS_ACTIVE && m->clock == v->floor) return view_rank(v, r);
+        if (m->state == PYPS_ACTIVE && m->clock == v->min_clock) return view_rank(v, r);
     }
     return NULL;
 }
 
-/* How many of at most `most` further steps leave `fast` the least wait for a push of `slow`. */
-static uint32_t grant(const struct rank *fast, const struct rank *slow, uint32_t most) {
+/* How many further steps, at most `max_steps`, leave `fast` the shortest wait for a push of `slow`. */
+static uint32_t grant(const struct rank *fast, const struct rank *slow, uint32_t max_steps) {
     uint32_t best = 0;
-    uint64_t least = UINT64_MAX;
-    for (uint32_t steps = 0; steps <= most; steps++) {
+    uint64_t shortest = UINT64_MAX;
+    for (uint32_t steps = 0; steps <= max_steps; steps++) {
         uint64_t done = fast->pushed_at + steps * fast->interval, next = slow->pushed_at + slow->interval;
         if (next < done) next += (done - next + slow->interval - 1) / slow->interval * slow->interval;
-        if (next - done >= least) continue;
-        least = next - done, best = steps;
+        if (next - done >= shortest) continue;
+        shortest = next - done, best = steps;
     }
     return best;
 }
@@ -59,20 +60,20 @@ static uint32_t grant(const struct rank *fast, const struct rank *slow, uint32_t
 static enum start_decision with_extra(struct view *v, const struct event *e, struct outcome *out) {
     const struct member *m = view_member(v, e->slot);
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
-    uint64_t ahead = lead(v, e), most = (uint64_t)v->policy_params.bound + v->policy_params.extra;
+    uint64_t ahead = steps_ahead(v, e), max_ahead = (uint64_t)v->policy_params.bound + v->policy_params.extra;
     if (within_bound(v, e, out) == START_GO) {
-        rank->extra = 0;
+        rank->extra_steps = 0;
         return START_GO;
     }
-    if (ahead > most) return START_WAIT;
-    if (!rank->extra) {
+    if (ahead > max_ahead) return START_WAIT;
+    if (!rank->extra_steps) {
         const struct rank *slow = slowest(v);
-        if (m->clock < v->ceiling || !slow || !slow->interval || !rank->interval) return START_WAIT;
-        uint32_t steps = grant(rank, slow, (uint32_t)(most + 1 - ahead));
+        if (m->clock < v->max_clock || !slow || !slow->interval || !rank->interval) return START_WAIT;
+        uint32_t steps = grant(rank, slow, (uint32_t)(max_ahead + 1 - ahead));
         if (!steps) return START_WAIT;
-        rank->extra = steps;
+        rank->extra_steps = steps;
     }
-    rank->extra--;
+    rank->extra_steps--;
     return START_GO;
 }
 

@@ -1,5 +1,5 @@
-/* policy_custom.c: a policy that somebody wrote outside, asked through callbacks. It sees what is asked about
- * and shared_state of its own in the view; it holds nothing, and is asked again when its commit is lost.
+/* policy_custom.c: a policy that the user wrote, asked through callbacks. It sees a context and its shared
+ * state in the view. It must keep nothing else, because it is asked again when a commit is lost.
  */
 #include <string.h>
 
@@ -20,15 +20,15 @@ static int check_params(const pyps_policy_params *params) {
     return callbacks.start ? PYPS_OK : fail(PYPS_EPOLICY, "policy: custom: this process has set none");
 }
 
-static pyps_policy_context sight(const struct view *v, uint32_t slot, uint64_t now) {
+static pyps_policy_context context_of(const struct view *v, uint32_t slot, uint64_t now) {
     const struct member *m = view_member(v, slot);
     return (pyps_policy_context){.custom = v->policy_params.custom,
                                  .now = now,
                                  .version = v->version,
                                  .staleness = v->version - m->pulled_version,
                                  .clock = m->clock,
-                                 .slowest = v->floor,
-                                 .fastest = v->ceiling,
+                                 .slowest = v->min_clock,
+                                 .fastest = v->max_clock,
                                  .rank = (uint32_t)m->rank,
                                  .workers = v->active,
                                  .samples = m->claim_count,
@@ -40,33 +40,34 @@ static int failed(struct outcome *out) {
 }
 
 static enum start_decision on_start(struct view *v, const struct event *e, struct outcome *out) {
-    pyps_policy_context seen = sight(v, e->slot, e->now);
+    pyps_policy_context context = context_of(v, e->slot, e->now);
     uint64_t shared_state[PYPS_STATE_WORDS];
-    memcpy(shared_state, v->scratch, sizeof shared_state);
-    if (e->kind == EVENT_START_AHEAD) seen.slowest += clock_alone(v, view_member(v, e->slot)), seen.clock++;
-    int answer = callbacks.start(&seen, shared_state);
-    out->until = v->sequence + 1; /* whatever happens next may change its mind */
+    memcpy(shared_state, v->shared_state, sizeof shared_state);
+    if (e->kind == EVENT_START_AHEAD)
+        context.slowest += view_clock_alone_at_min(v, view_member(v, e->slot)), context.clock++;
+    int answer = callbacks.start(&context, shared_state);
+    out->until = v->sequence + 1; /* any event may change its answer */
     if (answer < 0) failed(out);
     if (answer <= 0) return START_WAIT;
-    memcpy(v->scratch, shared_state, sizeof shared_state);
+    memcpy(v->shared_state, shared_state, sizeof shared_state);
     return START_GO;
 }
 
 static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
-    pyps_policy_context seen = sight(v, e->slot, e->now);
-    seen.samples = e->samples, seen.staleness = out->staleness;
-    int answer = callbacks.push(&seen, v->scratch, &out->scale);
+    pyps_policy_context context = context_of(v, e->slot, e->now);
+    context.samples = e->samples, context.staleness = out->staleness;
+    int answer = callbacks.push(&context, v->shared_state, &out->scale);
     if (answer < 0) failed(out);
     return answer > 0 ? PUSH_ADMIT : PUSH_REJECT;
 }
 
-/* Whom the policy lets begin, and who does not; not whom it makes wait itself. */
+/* A worker that holds samples, or that the policy lets start but that has not started. */
 static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
-    if (view_member(v, slot)->claim_count || !samples_left(v)) return view_member(v, slot)->claim_count;
-    pyps_policy_context seen = sight(v, slot, now);
+    if (view_member(v, slot)->claim_count || !view_samples_left(v)) return view_member(v, slot)->claim_count;
+    pyps_policy_context context = context_of(v, slot, now);
     uint64_t shared_state[PYPS_STATE_WORDS];
-    memcpy(shared_state, v->scratch, sizeof shared_state);
-    return callbacks.start(&seen, shared_state) > 0;
+    memcpy(shared_state, v->shared_state, sizeof shared_state);
+    return callbacks.start(&context, shared_state) > 0;
 }
 
 static uint64_t progress(const struct view *v) { return v->sequence; }

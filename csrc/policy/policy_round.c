@@ -1,11 +1,12 @@
-/* policy_round.c: gradients that are gathered and make one step together.
+/* policy_round.c: policies that collect several gradients into one step, a round.
  *
- * BSP: everybody's. Backup(k): all but k; who is late has its samples taken back, and its gradient never
- * enters a later round (Chen, Pan, Monga, Bengio, Jozefowicz: Revisiting distributed synchronous SGD, 2016).
- * n-softsync: any floor(N / n), each divided by its staleness; nobody waits for the round (Zhang, Gupta,
- * Lian, Liu: Staleness-aware async-SGD for distributed deep learning, IJCAI 2016). H-PS: everybody's, with
- * tasks that are sized anew for each round so that all end together (ours: the paper's abstracts say no more
- * than that).
+ * BSP: a round has the gradient of every worker.
+ * Backup(k): all but k. A late worker's samples are taken back, and its gradient never enters a later round
+ * (Chen, Pan, Monga, Bengio, Jozefowicz: Revisiting distributed synchronous SGD, 2016).
+ * n-softsync: any floor(N / n) gradients, each divided by its staleness; no worker waits for the round
+ * (Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning, IJCAI 2016).
+ * H-PS: BSP with batches that are sized again for each round so that all workers finish together. How they
+ * are sized is this implementation's choice: the abstract says no more than that.
  */
 #include <math.h>
 #include <string.h>
@@ -19,7 +20,7 @@ static enum push_decision stage(struct view *v, const struct event *e, struct ou
     return PUSH_STAGE;
 }
 
-static bool everybody_staged(const struct view *v) { return !v->outstanding; }
+static bool all_staged(const struct view *v) { return !v->outstanding; }
 
 static bool enough_staged(const struct view *v) {
     return !v->outstanding || v->staged + (uint64_t)v->policy_params.backup >= v->active;
@@ -33,14 +34,14 @@ static enum push_decision stage_by_staleness(struct view *v, const struct event 
 
 static bool split_staged(const struct view *v) {
     uint32_t wanted = v->active / v->policy_params.splits;
-    return v->staged >= (wanted ? wanted : 1) || (!v->outstanding && !samples_left(v));
+    return v->staged >= (wanted ? wanted : 1) || (!v->outstanding && !view_samples_left(v));
 }
 
 static bool present(const struct view *v, const struct rank *rank) {
     return rank->slot_plus_1 && view_member(v, rank->slot_plus_1 - 1)->state == PYPS_ACTIVE;
 }
 
-/* Work is measured in planned samples until a rank has been timed, so that the first round is the plan's. */
+/* Until every rank has been timed, its planned batch is its speed, so the first round is the plan's. */
 static double speed(const struct rank *rank, bool timed) {
     return timed ? 1 / rank->sample_seconds : rank->total.batch;
 }
@@ -51,54 +52,54 @@ static bool all_timed(const struct view *v) {
     return true;
 }
 
-/* Fixes those at their limit that would pass it; what they leave is the others'. False: nobody passed. */
+/* Sets ranks that would pass their limit to it, and leaves the rest to the others. False: no rank passed. */
 static bool fix_limited(struct view *v, double *samples, double *speeds, bool timed) {
     double left = *samples, sum = *speeds;
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
-        if (!present(v, rank) || rank->share || !rank->most) continue;
-        if (left * speed(rank, timed) / sum <= rank->most) continue;
-        rank->share = rank->most;
-        *samples -= rank->most, *speeds -= speed(rank, timed);
+        if (!present(v, rank) || rank->next_batch || !rank->max_samples) continue;
+        if (left * speed(rank, timed) / sum <= rank->max_samples) continue;
+        rank->next_batch = rank->max_samples;
+        *samples -= rank->max_samples, *speeds -= speed(rank, timed);
     }
     return *samples < left;
 }
 
-/* A task has a sample at least, from the largest, or the sum would change. */
-static void feed_empty(struct view *v) {
+/* Every rank gets at least one sample, taken from the largest batch so that the sum stays. */
+static void fill_empty_batches(struct view *v) {
     struct rank *largest = view_rank(v, 0);
     for (uint32_t r = 0; r < v->ranks; r++)
-        if (view_rank(v, r)->share > largest->share) largest = view_rank(v, r);
+        if (view_rank(v, r)->next_batch > largest->next_batch) largest = view_rank(v, r);
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
-        if (!present(v, rank) || rank->share) continue;
-        rank->share = 1;
-        if (largest->share > 1) largest->share--;
+        if (!present(v, rank) || rank->next_batch) continue;
+        rank->next_batch = 1;
+        if (largest->next_batch > 1) largest->next_batch--;
     }
 }
 
-/* Whole numbers in proportion to speed that add up: each rank takes what the running sum leaves it. */
-static void spread(struct view *v, double samples, double speeds, bool timed, bool over) {
-    double before = 0, given = 0;
+/* Divides samples in proportion to speed, in whole numbers that add up: rounds the running sum. */
+static void divide_samples(struct view *v, double samples, double speeds, bool timed, bool over) {
+    double before = 0, assigned = 0;
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
-        if (!present(v, rank) || (rank->share && !over)) continue;
+        if (!present(v, rank) || (rank->next_batch && !over)) continue;
         before += speed(rank, timed);
-        double share = floor(samples * before / speeds + 0.5) - given;
-        given += share;
-        rank->share = (uint32_t)whole(over ? rank->share + share : share, UINT32_MAX);
+        double share = floor(samples * before / speeds + 0.5) - assigned;
+        assigned += share;
+        rank->next_batch = (uint32_t)policy_whole(over ? rank->next_batch + share : share, UINT32_MAX);
     }
-    feed_empty(v);
+    fill_empty_batches(v);
 }
 
-/* The global batch of the ranks that are here, by speed within their memories; where all are full, the rest
- * is spread over all again, to be computed in micro-batches. */
-static void size_tasks(struct view *v) {
+/* Divides the global batch among the present ranks by speed, within their memory limits. If every rank is at
+ * its limit, the rest is divided over all again, to be computed in micro-batches. */
+static void size_batches(struct view *v) {
     double samples = 0, speeds = 0, all;
     bool timed = all_timed(v);
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
-        rank->share = 0;
+        rank->next_batch = 0;
         samples += rank->total.batch;
         if (present(v, rank)) speeds += speed(rank, timed);
     }
@@ -107,7 +108,7 @@ static void size_tasks(struct view *v) {
     while (speeds > 1e-9 * all && samples > 0 && fix_limited(v, &samples, &speeds, timed)) continue;
     if (samples < 1) return;
     bool over = speeds <= 1e-9 * all;
-    spread(v, samples, over ? all : speeds, timed, over);
+    divide_samples(v, samples, over ? all : speeds, timed, over);
 }
 
 static int check_softsync(const pyps_policy_params *params) {
@@ -119,7 +120,7 @@ const struct policy policy_bsp = {.name = "bsp",
                                   .stages = true,
                                   .waits_for_round = true,
                                   .on_push = stage,
-                                  .closes = everybody_staged,
+                                  .closes = all_staged,
                                   .progress = progress};
 const struct policy policy_backup = {.name = "backup",
                                      .assigns_rounds = true,
@@ -141,6 +142,6 @@ const struct policy policy_hps = {.name = "hps",
                                   .overlaps_rounds = true,
                                   .resizes_batches = true,
                                   .on_push = stage,
-                                  .closes = everybody_staged,
-                                  .on_open = size_tasks,
+                                  .closes = all_staged,
+                                  .on_open = size_batches,
                                   .progress = progress};

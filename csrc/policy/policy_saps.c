@@ -1,104 +1,111 @@
-/* policy_saps.c: SaPS, the straggler-aware parameter server. Known of it (Yu and others, HPCC 2019,
- * abstract): stragglers show by the version of their parameters, and staleness is limited without waiting for
- * them. What stands here is a reconstruction.
+/* policy_saps.c: SaPS, the straggler-aware parameter server. The paper's abstract (Yu and others, HPCC 2019)
+ * says: stragglers show by the version of their parameters, and staleness is limited without waiting for
+ * them. The rest is a reconstruction.
  *
- * A gradient with staleness above s is not taken: its samples go back, nobody waits. s is fixed, or the
- * quantile of the stalenesses seen, or Ringmaster ASGD's (Maranjyan, Tyurin, Richtarik: ICML 2025),
- * max(N, ceil(S / (b |G|^2))), with S (the noise) and |G|^2 (the signal) from E|g|^2 = |G|^2 + S / b, a line
- * fitted through the squared norms of gradients of unlike batches.
+ * A gradient whose staleness is above a bound s is rejected: its samples go back and no worker waits. s is
+ * fixed, or a quantile of the stalenesses so far, or that of Ringmaster ASGD (Maranjyan, Tyurin, Richtarik:
+ * ICML 2025), max(N, ceil(S / (b |G|^2))). There S is the gradient noise and |G|^2 the signal; both come from
+ * a line fitted through the squared norms of gradients of different batches: E|g|^2 = |G|^2 + S / b.
  *
- * A worker that is always late would never be heard: whose staleness is above s on average claims fewer
- * samples, as many as it can do in time; and before its staleness passes s, it pushes the micro-batches that
- * it has done.
- * If one sample alone is too late, s rises to what that takes, unless s is fixed.
+ * A worker that is always late would never contribute. So a worker whose staleness is above s on average
+ * claims fewer samples, as many as it can compute in time; and a worker pushes the micro-batches it has done
+ * before its staleness passes s. If a single sample is too late, s rises to the staleness of that sample,
+ * unless s is fixed.
  */
 #include <math.h>
 
 #include "policy/policy.h"
 
-#define FORGET     (63.0 / 64) /* of the line's sums, at each push */
-#define MOST_NOISE 16          /* s is at most so many times N by noise */
-#define UNTOLD     2           /* and this many times N while batches are equal, which tell no noise */
-#define STEP       0.05        /* of the tracked quantile, relative to itself */
-#define RECENT     4           /* claims that a worker's lateness is the mean of */
-#define MARGIN     0.8         /* of s: what claims of late workers are to have */
+#define DECAY         (63.0 / 64) /* of the sums of the fitted line, at each push */
+#define MAX_NOISE     16          /* the bound from noise is at most this many times N */
+#define UNKNOWN_NOISE 2           /* times N, while all batches are equal and so tell nothing about noise */
+#define STEP          0.05        /* of the estimated quantile, relative to itself */
+#define RECENT        4           /* claims over which a worker's staleness per sample is averaged */
+#define MARGIN        0.8         /* of s: the staleness that the claims of late workers aim at */
 
 static double noise_bound(const struct view *v) {
-    const struct lateness *l = &v->late;
-    double spread = l->n * l->xx - l->x * l->x, least = v->active, most = MOST_NOISE * least;
-    if (l->n < 8 || spread <= 1e-6 * l->n * l->xx) return UNTOLD * least; /* slope and level are one */
+    const struct staleness_limit *l = &v->staleness_limit;
+    double spread = l->n * l->xx - l->x * l->x, least = v->active, greatest = MAX_NOISE * least;
+    if (l->n < 8 || spread <= 1e-6 * l->n * l->xx)
+        return UNKNOWN_NOISE * least; /* the line has no slope yet */
     double noise = (l->n * l->xy - l->x * l->y) / spread;
     double signal = (l->y - noise * l->x) / l->n, batch = l->n / l->x;
     if (noise <= 0) return least;
-    if (signal <= 0) return most;
+    if (signal <= 0) return greatest;
     double bound = ceil(noise / (batch * signal));
-    return bound < least ? least : bound > most ? most : bound;
+    return bound < least ? least : bound > greatest ? greatest : bound;
 }
 
 static uint64_t bound(const struct view *v) {
     if (v->policy_params.threshold == PYPS_FIXED)
         return v->policy_params.bound == UINT32_MAX ? UINT64_MAX : v->policy_params.bound;
-    double found = v->policy_params.threshold == PYPS_RINGMASTER ? noise_bound(v) : v->late.tracked;
+    double found =
+        v->policy_params.threshold == PYPS_RINGMASTER ? noise_bound(v) : v->staleness_limit.quantile;
     if (found < v->active) found = v->active;
-    return whole(found > v->late.heard ? found : v->late.heard, UINT64_MAX / 2);
+    return policy_whole(found > v->staleness_limit.min_bound ? found : v->staleness_limit.min_bound,
+                        UINT64_MAX / 2);
 }
 
 /* Stochastic approximation of a quantile (Robbins and Monro, 1951). */
-static void track(struct view *v, uint64_t staleness) {
-    struct lateness *l = &v->late;
-    double step = STEP * (l->tracked > 1 ? l->tracked : 1), q = v->policy_params.quantile;
-    l->tracked += (double)staleness > l->tracked ? step * q : -step * (1 - q);
-    if (l->tracked < 0) l->tracked = 0;
+static void track_quantile(struct view *v, uint64_t staleness) {
+    struct staleness_limit *l = &v->staleness_limit;
+    double step = STEP * (l->quantile > 1 ? l->quantile : 1), q = v->policy_params.quantile;
+    l->quantile += (double)staleness > l->quantile ? step * q : -step * (1 - q);
+    if (l->quantile < 0) l->quantile = 0;
 }
 
-static void weigh(struct view *v, const struct event *e) {
-    struct lateness *l = &v->late;
+static void fit_line(struct view *v, const struct event *e) {
+    struct staleness_limit *l = &v->staleness_limit;
     double x = 1.0 / e->samples, y = e->grad_norm_squared;
-    l->n = l->n * FORGET + 1, l->x = l->x * FORGET + x, l->y = l->y * FORGET + y;
-    l->xx = l->xx * FORGET + x * x, l->xy = l->xy * FORGET + x * y;
+    l->n = l->n * DECAY + 1, l->x = l->x * DECAY + x, l->y = l->y * DECAY + y;
+    l->xx = l->xx * DECAY + x * x, l->xy = l->xy * DECAY + x * y;
 }
 
-/* Who is late on average claims what it can do in time: staleness grows with the work. */
-static void size_claims(struct view *v, const struct member *m, uint64_t staleness, uint64_t most) {
+/* A worker that is late on average claims what it can compute in time: staleness grows with the work. */
+static void size_claims(struct view *v, const struct member *m, uint64_t staleness, uint64_t limit) {
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
-    double late = (double)staleness / m->claim_count;
-    rank->lateness = rank->lateness > 0 ? rank->lateness + (late - rank->lateness) / RECENT : late;
-    if (rank->lateness * rank->total.batch <= (double)most) {
-        rank->share = 0;
+    double per_sample = (double)staleness / m->claim_count;
+    rank->staleness_per_sample =
+        rank->staleness_per_sample > 0
+            ? rank->staleness_per_sample + (per_sample - rank->staleness_per_sample) / RECENT
+            : per_sample;
+    if (rank->staleness_per_sample * rank->total.batch <= (double)limit) {
+        rank->next_batch = 0;
         return;
     }
-    uint64_t fits = whole(MARGIN * (double)most / rank->lateness, rank->total.batch);
-    rank->share = fits ? (uint32_t)fits : 1;
+    uint64_t fits = policy_whole(MARGIN * (double)limit / rank->staleness_per_sample, rank->total.batch);
+    rank->next_batch = fits ? (uint32_t)fits : 1;
 }
 
-/* A sample by itself is too late: unless s is fixed, it rises. */
-static void hear(struct view *v, const struct member *m, uint64_t staleness) {
-    if (m->claim_count == 1 && v->late.heard < (double)staleness) v->late.heard = (double)staleness;
+/* A single sample is too late: s rises, unless it is fixed. */
+static void raise_min_bound(struct view *v, const struct member *m, uint64_t staleness) {
+    if (m->claim_count == 1 && v->staleness_limit.min_bound < (double)staleness)
+        v->staleness_limit.min_bound = (double)staleness;
 }
 
 static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
     const struct member *m = view_member(v, e->slot);
-    uint64_t most = bound(v);
-    if (e->samples) track(v, out->staleness);
-    if (e->samples && e->grad_norm_squared > 0 && isfinite(e->grad_norm_squared)) weigh(v, e);
-    if (e->samples) size_claims(v, m, out->staleness, most);
-    if (out->staleness <= most) return PUSH_ADMIT;
-    hear(v, m, out->staleness);
+    uint64_t limit = bound(v);
+    if (e->samples) track_quantile(v, out->staleness);
+    if (e->samples && e->grad_norm_squared > 0 && isfinite(e->grad_norm_squared)) fit_line(v, e);
+    if (e->samples) size_claims(v, m, out->staleness, limit);
+    if (out->staleness <= limit) return PUSH_ADMIT;
+    raise_min_bound(v, m, out->staleness);
     return PUSH_REJECT;
 }
 
-/* Staleness grows with the work: after the next micro-batch it will be (done + next) / done times as much. */
+/* Staleness grows with the work: the next micro-batch makes it (done + next) / done times as much. */
 static int on_check(struct view *v, const struct event *e) {
     const struct member *m = view_member(v, e->slot);
-    uint64_t staleness = v->version - m->pulled_version, most = bound(v);
-    if (staleness > most) {
+    uint64_t staleness = v->version - m->pulled_version, limit = bound(v);
+    if (staleness > limit) {
         if (!v->policy_params.abort) return PYPS_CONTINUE;
-        track(v, staleness);
-        size_claims(v, m, staleness, most);
-        hear(v, m, staleness);
+        track_quantile(v, staleness);
+        size_claims(v, m, staleness, limit);
+        raise_min_bound(v, m, staleness);
         return PYPS_ABORT;
     }
-    bool late = e->done && (double)staleness * ((double)e->done + e->next) > (double)most * e->done;
+    bool late = e->done && (double)staleness * ((double)e->done + e->next) > (double)limit * e->done;
     return late ? PYPS_PUSH_NOW : PYPS_CONTINUE;
 }
 

@@ -26,7 +26,7 @@ uint64_t journal_digest(const struct view *v) {
 }
 
 struct replay {
-    struct view *view, *next; /* NULL: none is known */
+    struct view *view, *next; /* NULL: no view read yet */
     size_t capacity;
     pyps_replay_result *out;
 };
@@ -42,7 +42,7 @@ static bool can_be_view(const struct journal_entry *entry, const struct view *v)
            view_valid(v, v);
 }
 
-/* As what a handle checks before it asks: that only workers work, and ranks exist. */
+/* What a handle checks before it asks: only workers take steps, and the rank exists. */
 static bool can_be_event(const struct journal_entry *entry, const struct view *v) {
     const struct event *e = &entry->event;
     if (e->kind > EVENT_SNAPSHOT_CANCEL || e->slot >= v->participants || e->staging >= v->staging_buffers)
@@ -51,14 +51,15 @@ static bool can_be_event(const struct journal_entry *entry, const struct view *v
     if (e->kind == EVENT_JOIN)
         return e->rank >= -1 && e->rank < (int32_t)v->ranks && (e->role == PYPS_WORKER || e->rank < 0);
     if (e->kind == EVENT_REPLAN) return entry->bytes >= sizeof *entry + v->ranks * sizeof *e->batches;
-    bool anybody = e->kind == EVENT_LEAVE || e->kind == EVENT_TICK || e->kind >= EVENT_SNAPSHOT_BEGIN;
-    return anybody || view_member(v, e->slot)->rank >= 0 || e->kind == EVENT_PULL;
+    bool any_member = e->kind == EVENT_LEAVE || e->kind == EVENT_TICK || e->kind >= EVENT_SNAPSHOT_BEGIN;
+    return any_member || view_member(v, e->slot)->rank >= 0 || e->kind == EVENT_PULL;
 }
 
 static int start_at(struct replay *r, const struct journal_entry *entry) {
     const struct view *v = (const struct view *)(entry + 1);
     if (!can_be_view(entry, v))
-        return fail(PYPS_ECORRUPT, "journal: view %llu is none", (unsigned long long)entry->sequence);
+        return fail(PYPS_ECORRUPT, "journal: view %llu is not a valid view",
+                    (unsigned long long)entry->sequence);
     size_t bytes = view_bytes(v->participants, v->ranks, v->staging_buffers);
     free(r->view), free(r->next);
     r->view = malloc(bytes), r->next = malloc(bytes), r->capacity = bytes;
@@ -75,7 +76,7 @@ static bool same_outcome(const struct outcome *a, const struct outcome *b) {
            memcmp(&a->claim, &b->claim, sizeof a->claim) == 0;
 }
 
-static void differs(pyps_replay_result *out, const struct journal_entry *entry, const char *what) {
+static void count_difference(pyps_replay_result *out, const struct journal_entry *entry, const char *what) {
     const struct event *e = &entry->event;
     if (!out->differences++)
         snprintf(out->first, sizeof out->first, "view %llu, event %u of slot %u: %s",
@@ -86,16 +87,16 @@ static int decide(struct replay *r, const struct journal_entry *entry) {
     struct event e = entry->event;
     struct outcome o;
     if (!can_be_event(entry, r->view))
-        return fail(PYPS_ECORRUPT, "journal: an event on view %llu is none",
+        return fail(PYPS_ECORRUPT, "journal: an event on view %llu is not valid",
                     (unsigned long long)entry->sequence);
     e.batches = e.kind == EVENT_REPLAN ? (const uint32_t *)(entry + 1) : NULL;
     memcpy(r->next, r->view, r->capacity);
     enum verdict verdict = view_step(r->next, &e, &o);
     r->out->decisions++;
-    if (verdict != (enum verdict)entry->verdict) differs(r->out, entry, "another verdict");
-    else if (!same_outcome(&o, &entry->outcome)) differs(r->out, entry, "another outcome");
+    if (verdict != (enum verdict)entry->verdict) count_difference(r->out, entry, "another verdict");
+    else if (!same_outcome(&o, &entry->outcome)) count_difference(r->out, entry, "another outcome");
     else if (verdict == STEP_COMMIT && journal_digest(r->next) != entry->digest)
-        differs(r->out, entry, "another view");
+        count_difference(r->out, entry, "another view");
     if (entry->verdict != STEP_COMMIT) return PYPS_OK;
     struct view *before = r->view;
     r->view = r->next, r->next = before;
@@ -103,21 +104,21 @@ static int decide(struct replay *r, const struct journal_entry *entry) {
     return PYPS_OK;
 }
 
-/* One entry, in the order of views. */
-static int follow(struct replay *r, const struct journal_entry *entry) {
+/* Replays one entry, in the order of views. */
+static int replay_entry(struct replay *r, const struct journal_entry *entry) {
     uint64_t at = r->view ? r->view->sequence : 0;
     bool commits = entry->event.kind && entry->verdict == STEP_COMMIT;
     if (r->view && entry->sequence == at + commits) {
         if (entry->event.kind) return decide(r, entry);
-        if (journal_digest(r->view) != entry->digest) differs(r->out, entry, "another view");
+        if (journal_digest(r->view) != entry->digest) count_difference(r->out, entry, "another view");
         return PYPS_OK;
     }
-    if (entry->event.kind) return PYPS_OK; /* before the first view on file, or after a loss */
+    if (entry->event.kind) return PYPS_OK; /* before the first view on file, or after a missing event */
     if (r->view) r->out->missing_events += entry->sequence - at;
     return start_at(r, entry);
 }
 
-/* By view; what made it goes first. */
+/* By view; the event that led to a view comes first. */
 static int in_order(const void *left, const void *right) {
     const struct journal_entry *a = *(const struct journal_entry *const *)left,
                                *b = *(const struct journal_entry *const *)right;
@@ -132,15 +133,15 @@ static int replay_all(struct journal_entry **entries, size_t count, pyps_replay_
     struct replay r = {.out = out};
     int rc = PYPS_OK;
     qsort(entries, count, sizeof *entries, in_order);
-    for (size_t i = 0; i < count && !rc; i++) rc = follow(&r, entries[i]);
+    for (size_t i = 0; i < count && !rc; i++) rc = replay_entry(&r, entries[i]);
     if (!rc && r.view && entries[count - 1]->sequence > r.view->sequence)
         out->missing_events += entries[count - 1]->sequence - r.view->sequence;
     free(r.view), free(r.next);
     return rc;
 }
 
-/* Where the entries lie in a whole file; a last one that is cut short is left out. */
-static int entries_of(uint8_t *data, size_t bytes, struct journal_entry ***out, size_t *count) {
+/* Finds the entries in a file's bytes; an incomplete last one is left out. */
+static int find_entries(uint8_t *data, size_t bytes, struct journal_entry ***out, size_t *count) {
     size_t capacity = bytes / sizeof(struct journal_entry) + 1;
     struct journal_entry **entries = malloc(capacity * sizeof *entries);
     if (!entries) return fail(PYPS_ENOSPC, "out of memory for %zu events", capacity);
@@ -183,7 +184,7 @@ int pyps_replay(const char *path, pyps_replay_result *out) {
     struct journal_entry **entries = NULL;
     *out = (pyps_replay_result){0};
     int rc = read_all(path, &data, &bytes);
-    if (!rc) rc = entries_of(data, bytes, &entries, &count);
+    if (!rc) rc = find_entries(data, bytes, &entries, &count);
     if (!rc && count) rc = replay_all(entries, count, out);
     free(entries), free(data);
     return rc;

@@ -1,5 +1,5 @@
 /* view.c: the pure steps of membership, starting, pulling, planning and snapshots. Rounds and pushes are in
- * view_round.c, the hand-out of samples in view_samples.c, the least clock in view_clocks.c. */
+ * view_round.c, the assignment of samples in view_samples.c, the least clock in view_clocks.c. */
 #include "policy/view.h"
 
 #include <string.h>
@@ -9,12 +9,12 @@
 
 #define RANGES_A_MEMBER 4 /* two claims, each of which may come back in two parts */
 
-struct places {
+struct view_offsets {
     size_t members, ranks, tickets, sources, pending, ranges, bytes;
 };
 
-static struct places places(uint32_t participants, uint32_t ranks, uint32_t staging_buffers) {
-    struct places p;
+static struct view_offsets offsets(uint32_t participants, uint32_t ranks, uint32_t staging_buffers) {
+    struct view_offsets p;
     p.members = sizeof(struct view);
     p.ranks = p.members + participants * sizeof(struct member);
     p.tickets = p.ranks + ranks * sizeof(struct rank);
@@ -26,34 +26,34 @@ static struct places places(uint32_t participants, uint32_t ranks, uint32_t stag
 }
 
 static void *at(const struct view *v, size_t offset) { return (char *)(uintptr_t)v + offset; }
-static struct places places_of(const struct view *v) {
-    return places(v->participants, v->ranks, v->staging_buffers);
+static struct view_offsets offsets_of(const struct view *v) {
+    return offsets(v->participants, v->ranks, v->staging_buffers);
 }
 
 size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t staging_buffers) {
-    return places(participants, ranks, staging_buffers).bytes;
+    return offsets(participants, ranks, staging_buffers).bytes;
 }
 struct member *view_member(const struct view *v, uint32_t slot) {
-    return (struct member *)at(v, places_of(v).members) + slot;
+    return (struct member *)at(v, offsets_of(v).members) + slot;
 }
 struct rank *view_rank(const struct view *v, uint32_t rank) {
-    return (struct rank *)at(v, places_of(v).ranks) + rank;
+    return (struct rank *)at(v, offsets_of(v).ranks) + rank;
 }
 struct ticket *view_ticket(const struct view *v, uint64_t number) {
-    return (struct ticket *)at(v, places_of(v).tickets) + number % v->tickets;
+    return (struct ticket *)at(v, offsets_of(v).tickets) + number % v->tickets;
 }
-struct source *view_sources(const struct view *v) { return at(v, places_of(v).sources); }
-struct source *view_pending(const struct view *v) { return at(v, places_of(v).pending); }
-struct range *view_ranges(const struct view *v) { return at(v, places_of(v).ranges); }
+struct source *view_sources(const struct view *v) { return at(v, offsets_of(v).sources); }
+struct source *view_pending(const struct view *v) { return at(v, offsets_of(v).pending); }
+struct range *view_ranges(const struct view *v) { return at(v, offsets_of(v).ranges); }
 
-void view_init(struct view *v, const struct terms *t) {
-    memset(v, 0, view_bytes(t->participants, t->ranks, t->staging_buffers));
-    v->participants = t->participants, v->ranks = t->ranks, v->staging_buffers = t->staging_buffers;
-    v->policy = t->policy, v->policy_params = t->policy_params;
-    v->tickets = t->participants * t->staging_buffers, v->ranges = RANGES_A_MEMBER * t->participants;
-    v->limit = t->samples, v->round_timeout = t->round_timeout;
+void view_init(struct view *v, const struct view_config *c) {
+    memset(v, 0, view_bytes(c->participants, c->ranks, c->staging_buffers));
+    v->participants = c->participants, v->ranks = c->ranks, v->staging_buffers = c->staging_buffers;
+    v->policy = c->policy, v->policy_params = c->policy_params;
+    v->tickets = c->participants * c->staging_buffers, v->ranges = RANGES_A_MEMBER * c->participants;
+    v->limit = c->samples, v->round_timeout = c->round_timeout;
     for (uint32_t slot = 0; slot < v->participants; slot++) view_member(v, slot)->rank = -1;
-    for (uint32_t rank = 0; rank < v->ranks; rank++) view_rank(v, rank)->total.batch = t->batches[rank];
+    for (uint32_t rank = 0; rank < v->ranks; rank++) view_rank(v, rank)->total.batch = c->batches[rank];
 }
 
 static enum verdict refuse(struct outcome *out, int code) {
@@ -79,20 +79,24 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
                                     view_member(v, holder - 1)->pid));
         view_rank(v, (uint32_t)rank)->slot_plus_1 = e->slot + 1;
         view_rank(v, (uint32_t)rank)->joined = 1;
-        view_rank(v, (uint32_t)rank)->absent = 0;
+        view_rank(v, (uint32_t)rank)->turn_skipped = 0;
         v->active++;
     }
-    for (uint32_t r = 0; r < v->ranks; r++) { /* the residual of another rank that lies here is given up */
+    for (uint32_t r = 0; r < v->ranks; r++) { /* a residual of another rank in this slot is dropped */
         struct rank *other = view_rank(v, r);
         if (!other->residual || (other->residual - 1) / 2 != e->slot || (int32_t)r == rank) continue;
         other->residual = 0;
         other->total.residuals_dropped++;
     }
-    struct member joined = {
-        .id = e->id, .state = PYPS_ACTIVE, .role = e->role, .rank = rank, .pid = e->pid, .seen = e->now};
+    struct member joined = {.id = e->id,
+                            .state = PYPS_ACTIVE,
+                            .role = e->role,
+                            .rank = rank,
+                            .pid = e->pid,
+                            .last_event_at = e->now};
     memcpy(joined.staging_ticket, m->staging_ticket, sizeof joined.staging_ticket);
     *m = joined;
-    if (rank >= 0) clock_enters(v, m);
+    if (rank >= 0) view_clock_enter(v, m);
     v->wake_epoch++;
     out->rank = rank;
     if (!v->all_joined) {
@@ -105,9 +109,9 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
 static enum verdict leave(struct view *v, const struct event *e) {
     struct member *m = view_member(v, e->slot);
     if (m->id != e->id || (m->state != PYPS_ACTIVE && m->state != PYPS_FENCED)) return STEP_UNCHANGED;
-    samples_forsake(v, e->slot);
+    view_samples_release_all(v, e->slot);
     if (m->rank >= 0) {
-        if (m->state == PYPS_ACTIVE) v->active--, clock_leaves(v, m);
+        if (m->state == PYPS_ACTIVE) v->active--, view_clock_leave(v, m);
         view_rank(v, (uint32_t)m->rank)->slot_plus_1 = 0;
     }
     v->wake_epoch++;
@@ -121,7 +125,7 @@ static enum verdict rejoin(struct view *v, const struct event *e) {
     if (m->state == PYPS_ACTIVE) return STEP_UNCHANGED;
     m->state = PYPS_ACTIVE;
     v->active++, v->wake_epoch++;
-    clock_enters(v, m);
+    view_clock_enter(v, m);
     return STEP_COMMIT;
 }
 
@@ -132,33 +136,33 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     out->until = policy->assigns_rounds ? v->round + 1 : 0;
     if (!v->all_joined || (policy->waits_for_round && m->staged)) return STEP_WAIT;
     if (!m->claim_count) {
-        if (!samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
-        if (policy->assigns_rounds || !samples_left(v)) return STEP_WAIT;
+        if (!view_samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
+        if (policy->assigns_rounds || !view_samples_left(v)) return STEP_WAIT;
         if (policy->on_start && policy->on_start(v, e, out) == START_WAIT)
             return out->code ? STEP_REFUSED : STEP_WAIT;
-        samples_take(v, e->slot, e->now);
+        view_samples_claim(v, e->slot, e->now);
         verdict = STEP_COMMIT;
     }
-    if (!m->begun && policy->drops_late) verdict = STEP_COMMIT;
-    if (verdict == STEP_COMMIT) m->begun = 1;
+    if (!m->claim_started && policy->drops_late) verdict = STEP_COMMIT;
+    if (verdict == STEP_COMMIT) m->claim_started = 1;
     out->claim = (pyps_claim){.first = m->claim_first, .count = m->claim_count, .plan = v->plan};
     out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
     out->claim.round = policy->assigns_rounds ? v->round : m->clock;
     return verdict;
 }
 
-/* The claim after the one under way. Never waits: who cannot have it now pushes first. */
+/* The claim after the current one. Never waits: a worker that cannot get it now pushes first. */
 static enum verdict start_ahead(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
     if (policy->waits_for_round && !policy->overlaps_rounds)
-        return refuse(out, fail(PYPS_EINVAL, "the policy %s waits for each step: none can be begun ahead",
+        return refuse(out, fail(PYPS_EINVAL, "the policy %s waits for each step: no step can start ahead",
                                 policy->name));
-    bool changed = !m->ahead;
-    m->ahead = 1;
-    if (m->claim_count && !m->next_count && samples_left(v)) {
+    bool changed = !m->claims_ahead;
+    m->claims_ahead = 1;
+    if (m->claim_count && !m->next_count && view_samples_left(v)) {
         if (!policy->on_start || policy->on_start(v, e, out) != START_WAIT)
-            samples_take_next(v, e->slot), changed = true;
+            view_samples_claim_next(v, e->slot), changed = true;
         if (out->code) return STEP_REFUSED;
     }
     out->claim = (pyps_claim){.first = m->next_first, .count = m->next_count, .plan = v->plan};
@@ -167,16 +171,16 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
     return changed ? STEP_COMMIT : STEP_UNCHANGED;
 }
 
-/* Since when this member has held others up; the present: it does not. */
+/* The time since which this member holds others up; `now`: it does not. */
 static uint64_t held_up_since(const struct view *v, uint32_t slot, uint64_t now) {
     const struct member *m = view_member(v, slot);
     const struct policy *policy = policy_find(v->policy);
     if (m->state != PYPS_ACTIVE || m->rank < 0) return now;
     if (policy->holds_up ? !policy->holds_up(v, slot, now) : !m->claim_count) return now;
-    return m->claim_count ? m->claim_since : m->seen;
+    return m->claim_count ? m->claim_since : m->last_event_at;
 }
 
-/* Live members that have kept others waiting for longer than the round timeout are out until they rejoin. */
+/* Fences live members that have kept others waiting for longer than the round timeout. */
 static enum verdict tick(struct view *v, const struct event *e) {
     enum verdict verdict = v->next_deadline && e->now >= v->next_deadline ? STEP_COMMIT : STEP_UNCHANGED;
     if (e->waited < v->round_timeout) return verdict;
@@ -184,8 +188,8 @@ static enum verdict tick(struct view *v, const struct event *e) {
         struct member *m = view_member(v, slot);
         uint64_t since = held_up_since(v, slot, e->now);
         if (since > e->now || e->now - since < v->round_timeout) continue;
-        samples_forsake(v, slot);
-        clock_leaves(v, m);
+        view_samples_release_all(v, slot);
+        view_clock_leave(v, m);
         m->state = PYPS_FENCED;
         v->active--, v->wake_epoch++;
         verdict = STEP_COMMIT;
@@ -225,14 +229,14 @@ static enum verdict pull(struct view *v, const struct event *e) {
     return STEP_COMMIT;
 }
 
-static enum verdict offer(struct view *v, const struct event *e) {
+static enum verdict set_max_samples(struct view *v, const struct event *e) {
     struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
-    if (rank->most == e->next) return STEP_UNCHANGED;
-    rank->most = e->next;
+    if (rank->max_samples == e->next) return STEP_UNCHANGED;
+    rank->max_samples = e->next;
     return STEP_COMMIT;
 }
 
-/* Events that only the slot's present, unfenced member may cause, and those of a worker's. */
+/* Events that only a worker may cause, and those that only the slot's present, unfenced member may cause. */
 static bool needs_rank(enum event_kind kind) {
     return kind == EVENT_START || kind == EVENT_START_AHEAD || kind == EVENT_PULL || kind == EVENT_PUSH ||
            kind == EVENT_CHECK || kind == EVENT_MAX_SAMPLES || kind == EVENT_GATE;
@@ -268,17 +272,17 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
     case EVENT_PULL:
         return pull(v, e);
     case EVENT_PUSH:
-        return push_step(v, e, out);
+        return view_step_push(v, e, out);
     case EVENT_TICK:
         return tick(v, e);
     case EVENT_REPLAN:
         return replan(v, e);
     case EVENT_CHECK:
-        return check_step(v, e, out);
+        return view_step_check(v, e, out);
     case EVENT_MAX_SAMPLES:
-        return offer(v, e);
+        return set_max_samples(v, e);
     case EVENT_GATE:
-        return gate_step(v, e, out);
+        return view_step_gate(v, e, out);
     case EVENT_SNAPSHOT_BEGIN:
         return snapshot_begin(v, e, out);
     case EVENT_SNAPSHOT_END:
@@ -290,13 +294,13 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
     return STEP_UNCHANGED;
 }
 
-/* What follows of itself from a change. */
-static void settle(struct view *v, const struct event *e, struct outcome *out) {
+/* What follows from a change: rounds close and open, and the policy acts. */
+static void finish_event(struct view *v, const struct event *e, struct outcome *out) {
     const struct policy *policy = policy_find(v->policy);
     uint64_t round = v->round;
-    if (needs_member(e->kind)) view_member(v, e->slot)->seen = e->now;
-    if (policy->stages) round_settle(v, e->now);
-    if (policy->settle) policy->settle(v, e->now);
+    if (needs_member(e->kind)) view_member(v, e->slot)->last_event_at = e->now;
+    if (policy->stages) view_advance_rounds(v, e->now);
+    if (policy->after_event) policy->after_event(v, e->now);
     if (e->kind != EVENT_PUSH || !policy->stages || out->code) return;
     if (v->round != round) out->ticket = v->round_ticket;
     else if (policy->waits_for_round) out->until = round + 1;
@@ -310,7 +314,7 @@ enum verdict view_step(struct view *v, const struct event *e, struct outcome *ou
     }
     enum verdict verdict = step(v, e, out);
     if (verdict != STEP_COMMIT) return verdict;
-    settle(v, e, out);
+    finish_event(v, e, out);
     v->sequence++, v->now = e->now;
     v->event_kind = e->kind, v->event_slot = e->slot, v->event_id = e->id;
     return STEP_COMMIT;

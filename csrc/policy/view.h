@@ -1,20 +1,22 @@
 /* view.h: everything that is decided together, and the pure steps that decide it.
  *
- * The view is one small block of plain memory, published by one CAS (view_store.c). An event takes a private
- * copy from view to view'; it reads nothing but the copy and the event, time included, so that the sequence
- * of views can be replayed, and a simulator runs the same functions in place. A lost CAS decides again.
+ * The view is one small block of plain memory, published by one CAS (store/view_store.c). An event turns a
+ * private copy of a view into the next view. It reads nothing but that copy and the event, time included. So
+ * the sequence of views can be replayed, and a simulator runs the same functions in place. A decision whose
+ * CAS is lost is taken again.
  *
  * Times are nanoseconds of one clock that does not go back, the machine's or a simulator's:
  *
- *   event now      when it is decided: a store asks the clock after it has read the view, and again after a
- *                  lost CAS, so that no time in the view is later
- *   event waited   how long who ticks has been waiting; nobody is fenced before that is the round timeout
- *   view now       that of the last event
- *   view next_deadline       from then on a tick has something to do, though nothing else happens
- *   outcome at     who was told to wait should ask again then, though nothing happens
- *   claim_since    when a member's claim came under way, and seen, its last event that changed the view: one
- *                  of the two is since when it holds others up
- *   ring           since: when the turn began, or its push came; opens: before then no push
+ *   event now             when it is decided. A store reads the clock after it has read the view, and again
+ *                         after a lost CAS, so no time in the view is later.
+ *   event waited          how long the sender of a tick has waited; nothing is fenced before that reaches the
+ *                         round timeout
+ *   view now              the time of the last event
+ *   view next_deadline    from then on a tick has work to do, even if nothing else happens
+ *   outcome at            a waiting worker asks again at that time, even if nothing happens
+ *   claim_since           when a member got its claim; last_event_at: its last event that changed the view.
+ *                         One of the two is the time since which it holds others up.
+ *   round_robin           turn_since: when the turn began, or its push came; push_not_before: no push before
  */
 #ifndef PYPS_VIEW_H
 #define PYPS_VIEW_H
@@ -26,57 +28,56 @@
 #include "pyps.h"
 
 #define MAX_STAGING_BUFFERS 4u
-#define STALE               1 /* not an error: look again */
+#define TRY_AGAIN           1 /* not an error: what was read has changed meanwhile */
 
-enum event_kind { /* those of virtual time have the public numbers */
-                  EVENT_NONE,
-                  EVENT_JOIN = PYPS_ON_JOIN,
-                  EVENT_LEAVE = PYPS_ON_LEAVE, /* by itself, or by whoever found it dead */
-                  EVENT_REJOIN = PYPS_ON_REJOIN,
-                  EVENT_START = PYPS_ON_START, /* claims samples */
-                  EVENT_PULL = PYPS_ON_PULL,
-                  EVENT_PUSH = PYPS_ON_PUSH, /* admits a ticket, or stages into the round, or skips */
-                  EVENT_TICK = PYPS_ON_TICK, /* somebody waited too long: live members that hold others up are
-                                                fenced */
-                  EVENT_REPLAN = PYPS_ON_REPLAN,
-                  EVENT_CHECK = PYPS_ON_CHECK,             /* between micro-batches */
-                  EVENT_MAX_SAMPLES = PYPS_ON_MAX_SAMPLES, /* how many samples its memory holds */
-                  EVENT_GATE = PYPS_ON_GATE,
-                  EVENT_START_AHEAD = PYPS_ON_START_AHEAD, /* claims the samples of the step after this one */
-                  EVENT_SNAPSHOT_BEGIN,
-                  EVENT_SNAPSHOT_END,
-                  EVENT_SNAPSHOT_CANCEL
+/* Events of virtual time have their public numbers. */
+enum event_kind {
+    EVENT_NONE,
+    EVENT_JOIN = PYPS_ON_JOIN,
+    EVENT_LEAVE = PYPS_ON_LEAVE, /* by the member itself, or by a process that found it dead */
+    EVENT_REJOIN = PYPS_ON_REJOIN,
+    EVENT_START = PYPS_ON_START, /* claims samples */
+    EVENT_PULL = PYPS_ON_PULL,
+    EVENT_PUSH = PYPS_ON_PUSH, /* admits a ticket, or stages into the round, or skips */
+    EVENT_TICK = PYPS_ON_TICK, /* a worker waited too long: live members that hold others up are fenced */
+    EVENT_REPLAN = PYPS_ON_REPLAN,
+    EVENT_CHECK = PYPS_ON_CHECK,             /* between micro-batches */
+    EVENT_MAX_SAMPLES = PYPS_ON_MAX_SAMPLES, /* how many samples the worker's memory holds */
+    EVENT_GATE = PYPS_ON_GATE,
+    EVENT_START_AHEAD = PYPS_ON_START_AHEAD, /* claims the samples of the step after the current one */
+    EVENT_SNAPSHOT_BEGIN,
+    EVENT_SNAPSHOT_END,
+    EVENT_SNAPSHOT_CANCEL
 };
 
 struct event {
     enum event_kind kind;
     uint32_t slot;
     uint64_t now;                       /* nanoseconds */
-    uint64_t id;                        /* the member it speaks of; another one in that slot makes it void */
+    uint64_t id;                        /* of the member; the event is void if the slot has another one */
     uint32_t role;                      /* join */
     int32_t rank;                       /* join; -1: any */
     uint32_t pid;                       /* join */
     uint32_t state;                     /* leave: PYPS_LEFT or PYPS_DEAD */
     uint32_t staging;                   /* push */
     uint32_t samples;                   /* push */
-    uint64_t version;                   /* pull: what was pulled; push into a round: every chunk holds it */
-    uint32_t residual_before, residual; /* push with error_feedback: as struct rank names them; else 0 */
+    uint64_t version;                   /* pull: what was pulled; push into a round: every chunk has it */
+    uint32_t residual_before, residual; /* push with error_feedback: as in struct rank; else 0 */
     uint64_t base_version;              /* push: 1 + the version computed on; 0: what was pulled last */
-    uint64_t compute_nanoseconds;       /* push: from the claim to the ready gradient, nanoseconds */
+    uint64_t compute_nanoseconds;       /* push: from the claim to the ready gradient */
     double grad_norm_squared;           /* push: of the gradient; 0: not known */
-    uint32_t done, next;                /* check: samples computed, and to come; offer: next */
-    uint64_t waited;                    /* tick: how long, nanoseconds */
+    uint32_t done, next;                /* check: samples computed, and to come; max_samples: next */
+    uint64_t waited;                    /* tick: nanoseconds */
     uint64_t snapshot;                  /* end, cancel */
     const uint32_t *batches;            /* replan: [ranks] */
 };
 
-/* What a step comes to. WAIT: nothing changed, ask again after another event. REFUSED: outcome.code says why.
- */
+/* The result of a step. WAIT: nothing changed, ask again after another event. REFUSED: see outcome.code. */
 enum verdict { STEP_COMMIT, STEP_UNCHANGED, STEP_WAIT, STEP_REFUSED };
 
 struct outcome {
     int code;
-    uint64_t ticket;    /* push admitted at once, or the one that closed its round */
+    uint64_t ticket;    /* of a push that was admitted at once, or that closed its round */
     uint64_t round;     /* push staged: into this round */
     uint64_t until, at; /* wait: for the policy's progress to be `until`, and the time to be `at` */
     uint64_t staleness;
@@ -93,41 +94,40 @@ struct member {
     int32_t rank;
     uint32_t pid;
     uint64_t clock, pulled_version;
-    uint64_t ticket; /* its last gradient went into this one; 0: none yet, or the step was skipped */
+    uint64_t ticket; /* that its last gradient went into; 0: none yet, or the step was skipped */
     uint64_t claim_first;
-    uint64_t claim_since; /* when it was claimed */
-    uint64_t seen;        /* its last event that changed the view */
-    uint32_t claim_count; /* 0: holds no samples */
-    uint32_t begun;       /* 1 once it has been told of its claim */
-    uint32_t staged;      /* bit by staging: waits for the round to close */
-    uint32_t next_count;  /* the claim after this one, of who works ahead; 0: none */
+    uint64_t claim_since;   /* when it was claimed */
+    uint64_t last_event_at; /* its last event that changed the view */
+    uint32_t claim_count;   /* 0: holds no samples */
+    uint32_t claim_started; /* 1 once its start has returned the claim */
+    uint32_t staged;        /* bit by staging buffer: it waits for the round to close */
+    uint32_t next_count;    /* the claim after this one, of a pipelined worker; 0: none */
     uint64_t next_first;
-    uint32_t ahead; /* 1: works ahead; where rounds allot samples, it is allotted the next one's too */
+    uint32_t claims_ahead; /* 1: pipelined; where rounds assign samples, it gets those of the next one too */
     uint32_t reserved;
-    uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* the slot's: last ticket of each staging buffer, whoever
-                                                     was in it */
+    uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* the slot's: last ticket of each staging buffer */
 };
 
 struct rank {
     pyps_rank total;
-    uint32_t slot_plus_1; /* of its living member; 0: none */
-    uint32_t joined;      /* 1 once anybody had it */
-    uint32_t residual;    /* where its residual lies: 1 + 2 * slot + which; 0: it has none */
-    uint32_t share;       /* samples of its next claim, as the policy has it; 0: the planned batch */
-    uint32_t most;        /* samples that its memory holds; 0: no limit */
-    uint32_t extra;       /* dssp: steps that it may still go beyond the bound */
-    uint32_t absent;      /* r2sp: 1: its turns are passed over until it asks for one */
+    uint32_t slot_plus_1;  /* of its living member; 0: none */
+    uint32_t joined;       /* 1 once a worker has had it */
+    uint32_t residual;     /* where its residual is: 1 + 2 * slot + which; 0: it has none */
+    uint32_t next_batch;   /* samples of its next claim, set by the policy; 0: the planned batch */
+    uint32_t max_samples;  /* that its memory holds; 0: no limit */
+    uint32_t extra_steps;  /* dssp: that it may still take beyond the bound */
+    uint32_t turn_skipped; /* r2sp: 1: its turns are skipped until it asks for one */
     uint32_t reserved;
-    uint64_t pushed_at, interval;        /* its last push, and from the one before, nanoseconds */
-    double step_seconds, sample_seconds; /* from claim to gradient, and that a sample: moving averages */
-    double lateness;                     /* saps: staleness for each sample of a claim, a moving average */
+    uint64_t pushed_at, interval;        /* its last push, and the time since the one before, nanoseconds */
+    double step_seconds, sample_seconds; /* from claim to gradient, of a step and a sample: moving averages */
+    double staleness_per_sample;         /* saps: of a claim, a moving average */
 };
 
 enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };
 
 struct ticket {
     uint64_t number;
-    uint32_t slot; /* push: whose staging */
+    uint32_t slot; /* push: its staging buffer is this slot's */
     uint16_t staging, kind;
     uint32_t samples;
     float scale; /* the policy's */
@@ -142,39 +142,42 @@ struct range {
     uint64_t first, count;
 };
 
-struct ring {       /* r2sp */
-    uint64_t turn;  /* the turn is rank turn % ranks's; never goes back */
-    uint64_t since; /* when it began */
-    uint64_t opens; /* a push may not come earlier */
+struct round_robin {          /* r2sp */
+    uint64_t turn;            /* belongs to rank turn % ranks; never goes back */
+    uint64_t turn_since;      /* when it began */
+    uint64_t push_not_before; /* the earliest time of its push */
     uint64_t period, gap;
-    uint64_t pushed; /* 1: the turn's push is in, the pull after it is not */
+    uint64_t pushed; /* 1: the turn's push has come, the pull after it has not */
 };
 
-struct lateness {           /* saps */
-    double heard;           /* what a worker with one sample needs to be heard */
-    double tracked;         /* the quantile of stalenesses */
+struct staleness_limit {    /* saps */
+    double min_bound;       /* the bound that lets a worker with one sample contribute */
+    double quantile;        /* of the stalenesses */
     double n, x, y, xx, xy; /* decayed sums over pushes, of x = 1 / samples and y = |g|^2 */
 };
 
-/* All that a view is made from. */
-struct terms {
+/* What a view is made from. */
+struct view_config {
     uint32_t participants, ranks, staging_buffers, policy;
     pyps_policy_params policy_params;
     uint64_t samples, round_timeout; /* nanoseconds */
     const uint32_t *batches;         /* [ranks] */
 };
 
-/* Followed by member[participants], rank[ranks], ticket[tickets], source[participants] twice: of the last
- * closed round, and of the open one; range[ranges]. */
+/* Followed by member[participants], rank[ranks], ticket[tickets], source[participants] twice (of the last
+ * closed round, and of the open one) and range[ranges]. */
 struct view {
     uint64_t sequence, version, round, plan, now;
     uint32_t participants, ranks, tickets, ranges, policy, staging_buffers;
-    uint32_t all_joined, active, outstanding, returned;
-    uint32_t staged; /* gradients that wait for the round to close */
-    uint32_t at_floor;
-    uint64_t floor, ceiling; /* least clock of the active workers, and how many have it; greatest ever */
-    uint64_t wake_epoch;     /* changes whenever waiting members should look again, whatever they wait for */
-    uint64_t next_deadline;  /* then there is something to do even if nothing happens; 0: no such time */
+    uint32_t all_joined, active;
+    uint32_t outstanding;   /* members that hold samples */
+    uint32_t returned;      /* ranges to assign again */
+    uint32_t staged;        /* gradients that wait for the round to close */
+    uint32_t at_min_clock;  /* active workers whose clock is min_clock */
+    uint64_t min_clock;     /* least clock of the active workers */
+    uint64_t max_clock;     /* greatest clock that any worker has had */
+    uint64_t wake_epoch;    /* changes whenever waiting members must look again */
+    uint64_t next_deadline; /* a tick then has work to do even if nothing happens; 0: no such time */
     pyps_policy_params policy_params;
     uint64_t cursor, limit; /* sample positions */
     uint64_t samples_dropped;
@@ -184,10 +187,10 @@ struct view {
     uint64_t snapshot, snapshot_version;
     uint64_t snapshot_since; /* when it began */
     uint32_t snapshot_slot, snapshot_active;
-    union {
-        uint64_t scratch[PYPS_STATE_WORDS]; /* the policy's own words */
-        struct ring ring;
-        struct lateness late;
+    union { /* the policy's own state */
+        uint64_t shared_state[PYPS_STATE_WORDS];
+        struct round_robin round_robin;
+        struct staleness_limit staleness_limit;
     };
     uint32_t event_kind, event_slot;
     uint64_t event_id;
@@ -196,34 +199,38 @@ struct view {
 size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t staging_buffers);
 struct member *view_member(const struct view *view, uint32_t slot);
 struct rank *view_rank(const struct view *view, uint32_t rank);
-struct ticket *view_ticket(const struct view *view, uint64_t number); /* its place in the ring */
+struct ticket *view_ticket(const struct view *view, uint64_t number); /* its place in the ring of tickets */
 struct source *view_sources(const struct view *view); /* of the last closed round, in rank order */
-struct source *view_pending(const struct view *view); /* of the open one, as they came */
+struct source *view_pending(const struct view *view); /* of the open round, in order of arrival */
 struct range *view_ranges(const struct view *view);
 
-void view_init(struct view *view, const struct terms *terms);
+void view_init(struct view *view, const struct view_config *config);
 
-/* The only way a view changes. */
+/* The only way to change a view. */
 enum verdict view_step(struct view *view, const struct event *event, struct outcome *out);
 
-/* The parts of a step that have files of their own. */
-void samples_take(struct view *view, uint32_t slot, uint64_t now);   /* claims up to the rank's batch */
-void samples_take_next(struct view *view, uint32_t slot);            /* the claim after the one under way */
-bool samples_follow(struct view *view, uint32_t slot, uint64_t now); /* it is now the one under way */
-void samples_return(struct view *view, uint32_t slot,
-                    uint32_t keep); /* gives back all but the first `keep` of the claim under way */
-void samples_forsake(struct view *view, uint32_t slot); /* gives back everything */
-bool samples_left(const struct view *view);
-void round_settle(struct view *view, uint64_t now); /* closes and opens rounds as far as the policy says */
-enum verdict push_step(struct view *view, const struct event *event, struct outcome *out);
-enum verdict gate_step(struct view *view, const struct event *event, struct outcome *out);
-enum verdict check_step(struct view *view, const struct event *event, struct outcome *out);
-/* The least clock, kept up to date: after a worker became active, before it ceases to be, for its step. */
-void clock_enters(struct view *view, struct member *member);
-void clock_leaves(struct view *view, struct member *member);
-void clock_advances(struct view *view, struct member *member);
-bool clock_alone(const struct view *view,
-                 const struct member *member); /* the slowest: its step moves the floor */
+/* view_samples.c */
+void view_samples_claim(struct view *view, uint32_t slot, uint64_t now); /* up to the rank's batch */
+void view_samples_claim_next(struct view *view, uint32_t slot);          /* for the step after this one */
+/* The claim of the next step becomes the current one. False: there is none. */
+bool view_samples_start_next(struct view *view, uint32_t slot, uint64_t now);
+/* Gives back all but the first `keep` samples of the current claim. */
+void view_samples_return(struct view *view, uint32_t slot, uint32_t keep);
+void view_samples_release_all(struct view *view, uint32_t slot); /* gives back every claim */
+bool view_samples_left(const struct view *view);
+
+/* view_round.c */
+void view_advance_rounds(struct view *view, uint64_t now); /* closes and opens rounds as the policy says */
+enum verdict view_step_push(struct view *view, const struct event *event, struct outcome *out);
+enum verdict view_step_gate(struct view *view, const struct event *event, struct outcome *out);
+enum verdict view_step_check(struct view *view, const struct event *event, struct outcome *out);
+
+/* view_clocks.c: keeps min_clock right. */
+void view_clock_enter(struct view *view, struct member *member);   /* after it became active */
+void view_clock_leave(struct view *view, struct member *member);   /* before it stops being active */
+void view_clock_advance(struct view *view, struct member *member); /* after a step */
+/* Is this member the only one at min_clock, so that its step raises it? */
+bool view_clock_alone_at_min(const struct view *view, const struct member *member);
 
 /* False if an index in a view that came from shared memory is out of range. */
 bool view_valid(const struct view *view, const struct view *expected);

@@ -1,42 +1,42 @@
-/* view_clocks.c: the least clock of the active workers, maintained rather than searched for: it is looked for
- * again only when the last worker that had it went on, at most once for as many steps as there are workers.
+/* view_clocks.c: the least clock of the active workers, kept up to date. It is searched for only when the
+ * last worker at the minimum advances: at most once in as many steps as there are workers.
  */
 #include "policy/view.h"
 
-static void find_floor(struct view *v) {
+static void find_min_clock(struct view *v) {
     uint64_t least = UINT64_MAX;
-    v->at_floor = 0;
+    v->at_min_clock = 0;
     for (uint32_t slot = 0; slot < v->participants; slot++) {
         const struct member *m = view_member(v, slot);
         if (m->state != PYPS_ACTIVE || m->rank < 0 || m->clock > least) continue;
-        v->at_floor = m->clock < least ? 1 : v->at_floor + 1;
+        v->at_min_clock = m->clock < least ? 1 : v->at_min_clock + 1;
         least = m->clock;
     }
-    if (v->at_floor) v->floor = least;
+    if (v->at_min_clock) v->min_clock = least;
 }
 
-/* Who comes late begins beside the slowest: it holds nobody up for steps that it was not there to take. */
-void clock_enters(struct view *v, struct member *m) {
-    if (m->clock < v->floor) m->clock = v->floor;
-    if (m->clock > v->ceiling) v->ceiling = m->clock;
-    if (!v->at_floor) v->floor = m->clock;
-    v->at_floor += m->clock == v->floor;
+/* A worker that joins late starts at the slowest worker's clock, so that no other has to wait for it. */
+void view_clock_enter(struct view *v, struct member *m) {
+    if (m->clock < v->min_clock) m->clock = v->min_clock;
+    if (m->clock > v->max_clock) v->max_clock = m->clock;
+    if (!v->at_min_clock) v->min_clock = m->clock;
+    v->at_min_clock += m->clock == v->min_clock;
 }
 
-void clock_leaves(struct view *v, struct member *m) {
+void view_clock_leave(struct view *v, struct member *m) {
     uint32_t state = m->state;
-    if (m->clock != v->floor || --v->at_floor) return;
+    if (m->clock != v->min_clock || --v->at_min_clock) return;
     m->state = PYPS_LEFT;
-    find_floor(v);
+    find_min_clock(v);
     m->state = state;
 }
 
-bool clock_alone(const struct view *v, const struct member *m) {
-    return m->clock == v->floor && v->at_floor == 1;
+bool view_clock_alone_at_min(const struct view *v, const struct member *m) {
+    return m->clock == v->min_clock && v->at_min_clock == 1;
 }
 
-void clock_advances(struct view *v, struct member *m) {
+void view_clock_advance(struct view *v, struct member *m) {
     uint64_t before = m->clock++;
-    if (m->clock > v->ceiling) v->ceiling = m->clock;
-    if (m->state == PYPS_ACTIVE && before == v->floor && !--v->at_floor) find_floor(v);
+    if (m->clock > v->max_clock) v->max_clock = m->clock;
+    if (m->state == PYPS_ACTIVE && before == v->min_clock && !--v->at_min_clock) find_min_clock(v);
 }

@@ -1,15 +1,15 @@
-/* view_round.c: what a ready gradient leads to: a ticket of its own, a place in the round, or a refusal; and
- * when a round closes and opens. */
+/* view_round.c: a push gets a ticket, a place in the round, or a refusal; rounds close and open. */
 #include "error.h"
 #include "policy/policy.h"
 #include "policy/view.h"
 
-#define STEADY 32 /* pushes that a rank's time is the mean of: a ring is set by it */
-#define QUICK  8  /* and its time a sample, by which tasks are sized */
+#define STEP_WINDOW   32 /* pushes over which a rank's step time is averaged: turns follow it */
+#define SAMPLE_WINDOW 8  /* and its time for a sample: batches follow it */
 
-/* A mean of everything at first, then of about the last `most`. */
-static void average(double *mean, double newest, uint64_t count, uint64_t most) {
-    *mean = *mean > 0 ? *mean + (newest - *mean) / (double)(count && count < most ? count : most) : newest;
+/* The mean of all values at first, then of about the last `window`. */
+static void average(double *mean, double newest, uint64_t count, uint64_t window) {
+    *mean =
+        *mean > 0 ? *mean + (newest - *mean) / (double)(count && count < window ? count : window) : newest;
 }
 
 static void time_rank(struct view *v, const struct event *e) {
@@ -17,20 +17,20 @@ static void time_rank(struct view *v, const struct event *e) {
     rank->interval = rank->pushed_at ? e->now - rank->pushed_at : 0;
     rank->pushed_at = e->now;
     if (!e->compute_nanoseconds || !e->samples) return;
-    average(&rank->step_seconds, (double)e->compute_nanoseconds * 1e-9, rank->total.pushes, STEADY);
+    average(&rank->step_seconds, (double)e->compute_nanoseconds * 1e-9, rank->total.pushes, STEP_WINDOW);
     average(&rank->sample_seconds, (double)e->compute_nanoseconds * 1e-9 / e->samples, rank->total.pushes,
-            QUICK);
+            SAMPLE_WINDOW);
 }
 
-/* The claim under way is over. Where rounds allot samples, the next one begins with its round. */
-static void claim_over(struct view *v, uint32_t slot, uint64_t now) {
+/* Ends the current claim. Where rounds assign samples, the next claim starts with its round. */
+static void end_claim(struct view *v, uint32_t slot, uint64_t now) {
     struct member *m = view_member(v, slot);
-    m->claim_count = 0, m->begun = 0;
-    if (!policy_find(v->policy)->assigns_rounds) samples_follow(v, slot, now);
+    m->claim_count = 0, m->claim_started = 0;
+    if (!policy_find(v->policy)->assigns_rounds) view_samples_start_next(v, slot, now);
 }
 
-/* The claim is learnt from: its member may go on as far as the policy lets it. */
-static void claim_done(struct view *v, const struct event *e, uint64_t staleness) {
+/* Counts the claim as done, and starts the next one if the policy allows it. */
+static void finish_claim(struct view *v, const struct event *e, uint64_t staleness) {
     struct member *m = view_member(v, e->slot);
     pyps_rank *total = &view_rank(v, (uint32_t)m->rank)->total;
     if (e->samples) {
@@ -42,15 +42,15 @@ static void claim_done(struct view *v, const struct event *e, uint64_t staleness
     }
     m->ticket = 0;
     v->outstanding--;
-    claim_over(v, e->slot, e->now);
+    end_claim(v, e->slot, e->now);
     if (!v->outstanding) v->wake_epoch++;
-    clock_advances(v, m);
+    view_clock_advance(v, m);
     time_rank(v, e);
 }
 
 static void admit(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
-    claim_done(v, e, out->staleness);
+    finish_claim(v, e, out->staleness);
     if (!e->samples) return;
     out->ticket = ++v->version;
     *view_ticket(v, v->version) = (struct ticket){.number = v->version,
@@ -62,10 +62,10 @@ static void admit(struct view *v, const struct event *e, struct outcome *out) {
     m->ticket = m->staging_ticket[e->staging] = v->version;
 }
 
-/* Who waits for the round has a place in it even without a gradient. */
+/* A worker that waits for the round has a place in it even without a gradient. */
 static void stage(struct view *v, const struct event *e, const struct outcome *out) {
     bool waits = policy_find(v->policy)->waits_for_round;
-    claim_done(v, e, out->staleness);
+    finish_claim(v, e, out->staleness);
     if (!e->samples && !waits) return;
     view_member(v, e->slot)->staged |= 1u << e->staging;
     view_pending(v)[v->staged++] =
@@ -77,47 +77,47 @@ static enum verdict refuse(struct outcome *out, int code) {
     return STEP_REFUSED;
 }
 
-static bool round_went_on(const struct view *v, const struct member *m) {
-    return policy_find(v->policy)->drops_late && !(m->claim_count && m->begun);
+static bool round_closed_without(const struct view *v, const struct member *m) {
+    return policy_find(v->policy)->drops_late && !(m->claim_count && m->claim_started);
 }
 
-enum verdict gate_step(struct view *v, const struct event *e, struct outcome *out) {
+enum verdict view_step_gate(struct view *v, const struct event *e, struct outcome *out) {
     const struct policy *policy = policy_find(v->policy);
     enum gate_decision decision = policy->gate ? policy->gate(v, e, out) : GATE_OPEN;
-    if (decision == GATE_AGAIN) out->code = STALE;
+    if (decision == GATE_AGAIN) out->code = TRY_AGAIN;
     return decision == GATE_AGAIN ? STEP_COMMIT : decision == GATE_WAIT ? STEP_WAIT : STEP_UNCHANGED;
 }
 
-enum verdict check_step(struct view *v, const struct event *e, struct outcome *out) {
+enum verdict view_step_check(struct view *v, const struct event *e, struct outcome *out) {
     const struct policy *policy = policy_find(v->policy);
     const struct member *m = view_member(v, e->slot);
     out->advice = PYPS_CONTINUE;
-    if (round_went_on(v, m)) out->advice = PYPS_ABORT;
+    if (round_closed_without(v, m)) out->advice = PYPS_ABORT;
     else if (m->claim_count && policy->on_check) out->advice = policy->on_check(v, e);
-    if (out->advice != PYPS_ABORT || !m->begun) return STEP_UNCHANGED;
-    samples_return(v, e->slot, 0);
-    if (samples_follow(v, e->slot, e->now)) v->wake_epoch++;
+    if (out->advice != PYPS_ABORT || !m->claim_started) return STEP_UNCHANGED;
+    view_samples_return(v, e->slot, 0);
+    if (view_samples_start_next(v, e->slot, e->now)) v->wake_epoch++;
     return STEP_COMMIT;
 }
 
 static enum verdict check_push(struct view *v, const struct event *e, struct outcome *out) {
     const struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
-    if (round_went_on(v, m))
+    if (round_closed_without(v, m))
         return refuse(out, fail(PYPS_EREJECTED, "the round closed without rank %d", m->rank));
     if (m->staged >> e->staging & 1 || e->samples > m->claim_count || !m->claim_count)
         return refuse(out,
                       fail(PYPS_EINVAL, "samples: found %u; expected at most the %u that this worker claimed",
                            e->samples, m->claim_count));
-    /* One round record is enough because no round closes before every chunk holds the last one's ticket: the
-     * pusher has completed version e->version, so that must still be the last. */
+    /* There is one round record, so no round may close before every chunk has the last round's ticket. The
+     * pusher has brought every chunk to e->version, so that must still be the last version. */
     if (policy->stages && (e->version != v->version || v->staged == v->participants)) return STEP_WAIT;
     if (e->residual && view_rank(v, (uint32_t)m->rank)->residual != e->residual_before)
-        return refuse(out, STALE); /* a newcomer has taken its slot meanwhile */
-    return gate_step(v, e, out);
+        return refuse(out, TRY_AGAIN); /* a new worker has taken the residual's slot meanwhile */
+    return view_step_gate(v, e, out);
 }
 
-enum verdict push_step(struct view *v, const struct event *e, struct outcome *out) {
+enum verdict view_step_push(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
     enum verdict verdict = check_push(v, e, out);
@@ -129,21 +129,21 @@ enum verdict push_step(struct view *v, const struct event *e, struct outcome *ou
     enum push_decision decision = policy->on_push(v, e, out);
     if (out->code) return STEP_REFUSED;
     if (decision == PUSH_REJECT) {
-        samples_return(v, e->slot, 0);
-        claim_over(v, e->slot, e->now);
+        view_samples_return(v, e->slot, 0);
+        end_claim(v, e->slot, e->now);
         out->code = fail(PYPS_EREJECTED, "the policy %s refused a push with staleness %llu", policy->name,
                          (unsigned long long)out->staleness);
         return STEP_COMMIT;
     }
-    if (e->samples) samples_return(v, e->slot, e->samples);
+    if (e->samples) view_samples_return(v, e->slot, e->samples);
     if (e->residual) view_rank(v, (uint32_t)m->rank)->residual = e->residual;
     if (decision == PUSH_STAGE) stage(v, e, out);
     else admit(v, e, out);
     return STEP_COMMIT;
 }
 
-/* Sources in rank order, whoever came first: the order of summation, hence the bits of the result. */
-static void gather(struct view *v) {
+/* Collects the sources in rank order, not in order of arrival: summation order decides the result's bits. */
+static void collect_sources(struct view *v) {
     struct source *sources = view_sources(v);
     uint32_t count = 0;
     v->round_samples = 0;
@@ -159,17 +159,17 @@ static void gather(struct view *v) {
     v->round_sources = count;
 }
 
-static void take_back_late(struct view *v) {
+static void take_back_unfinished(struct view *v) {
     for (uint32_t slot = 0; v->outstanding && slot < v->participants; slot++) {
         struct member *m = view_member(v, slot);
         if (m->state != PYPS_ACTIVE || !m->claim_count) continue;
-        samples_return(v, slot, 0);
-        m->begun = 0;
+        view_samples_return(v, slot, 0);
+        m->claim_started = 0;
     }
 }
 
 static void close_round(struct view *v) {
-    gather(v);
+    collect_sources(v);
     v->round++;
     v->round_ticket = v->round_sources ? ++v->version : 0;
     if (v->round_ticket)
@@ -182,22 +182,22 @@ static void close_round(struct view *v) {
         if (from->samples) m->ticket = m->staging_ticket[from->staging] = v->round_ticket;
     }
     v->staged = 0;
-    if (policy_find(v->policy)->drops_late) take_back_late(v);
+    if (policy_find(v->policy)->drops_late) take_back_unfinished(v);
     v->wake_epoch++;
 }
 
 static void open_round(struct view *v, uint64_t now) {
     const struct policy *policy = policy_find(v->policy);
-    if (policy->on_open && samples_left(v)) policy->on_open(v);
+    if (policy->on_open && view_samples_left(v)) policy->on_open(v);
     for (uint32_t r = 0; r < v->ranks; r++) {
         uint32_t slot_plus_1 = view_rank(v, r)->slot_plus_1, slot = slot_plus_1 - 1;
         if (!slot_plus_1 || view_member(v, slot)->state != PYPS_ACTIVE) continue;
-        if (!samples_follow(v, slot, now) && samples_left(v)) samples_take(v, slot, now);
-        if (view_member(v, slot)->ahead && samples_left(v)) samples_take_next(v, slot);
+        if (!view_samples_start_next(v, slot, now) && view_samples_left(v)) view_samples_claim(v, slot, now);
+        if (view_member(v, slot)->claims_ahead && view_samples_left(v)) view_samples_claim_next(v, slot);
     }
 }
 
-void round_settle(struct view *v, uint64_t now) {
+void view_advance_rounds(struct view *v, uint64_t now) {
     const struct policy *policy = policy_find(v->policy);
     if (!v->all_joined) return;
     if (v->staged && policy->closes(v)) close_round(v);

@@ -1,16 +1,17 @@
-/* view_samples.c: handing out sample positions, each to one member at a time.
+/* view_samples.c: assigns sample positions, each to one member at a time.
  *
- * Positions run through all epochs, 0 .. limit. A claim is one range. What a dead, fenced or rejected member
- * held is handed out again before anything new; if the list of such ranges is full, they are counted as lost.
+ * Positions run through all epochs, 0 .. limit. A claim is one range. The samples of a dead, fenced or
+ * rejected member are assigned again before new ones. If the list of such ranges is full, they are counted as
+ * dropped.
  */
 #include "policy/view.h"
 
-bool samples_left(const struct view *v) { return v->returned > 0 || v->cursor < v->limit; }
+bool view_samples_left(const struct view *v) { return v->returned > 0 || v->cursor < v->limit; }
 
-/* The next range for a rank, up to its batch; the samples in it. */
+/* Takes the next range for a rank, up to its batch. Returns the number of samples. */
 static uint32_t take(struct view *v, uint32_t slot, uint64_t *first) {
     const struct rank *rank = view_rank(v, (uint32_t)view_member(v, slot)->rank);
-    uint32_t batch = rank->share ? rank->share : rank->total.batch;
+    uint32_t batch = rank->next_batch ? rank->next_batch : rank->total.batch;
     struct range *r = view_ranges(v);
     uint64_t count;
     if (v->returned) {
@@ -39,28 +40,28 @@ static void give_back(struct view *v, uint32_t slot, uint64_t first, uint64_t co
     v->wake_epoch++;
 }
 
-void samples_take(struct view *v, uint32_t slot, uint64_t now) {
+void view_samples_claim(struct view *v, uint32_t slot, uint64_t now) {
     struct member *m = view_member(v, slot);
     m->claim_count = take(v, slot, &m->claim_first);
-    m->claim_since = now, m->begun = 0;
+    m->claim_since = now, m->claim_started = 0;
     v->outstanding += m->claim_count > 0;
 }
 
-void samples_take_next(struct view *v, uint32_t slot) {
+void view_samples_claim_next(struct view *v, uint32_t slot) {
     struct member *m = view_member(v, slot);
     m->next_count = take(v, slot, &m->next_first);
 }
 
-bool samples_follow(struct view *v, uint32_t slot, uint64_t now) {
+bool view_samples_start_next(struct view *v, uint32_t slot, uint64_t now) {
     struct member *m = view_member(v, slot);
     if (m->claim_count || !m->next_count) return false;
     m->claim_first = m->next_first, m->claim_count = m->next_count, m->next_count = 0;
-    m->claim_since = now, m->begun = 1;
+    m->claim_since = now, m->claim_started = 1;
     v->outstanding++;
     return true;
 }
 
-void samples_return(struct view *v, uint32_t slot, uint32_t keep) {
+void view_samples_return(struct view *v, uint32_t slot, uint32_t keep) {
     struct member *m = view_member(v, slot);
     if (m->claim_count <= keep) return;
     give_back(v, slot, m->claim_first + keep, m->claim_count - keep);
@@ -68,9 +69,9 @@ void samples_return(struct view *v, uint32_t slot, uint32_t keep) {
     v->outstanding -= keep == 0;
 }
 
-void samples_forsake(struct view *v, uint32_t slot) {
+void view_samples_release_all(struct view *v, uint32_t slot) {
     struct member *m = view_member(v, slot);
-    samples_return(v, slot, 0);
+    view_samples_return(v, slot, 0);
     if (m->next_count) give_back(v, slot, m->next_first, m->next_count);
-    m->next_count = m->ahead = 0;
+    m->next_count = m->claims_ahead = 0;
 }

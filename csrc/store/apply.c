@@ -1,4 +1,5 @@
-/* apply.c: from an admitted ticket to the next version of a chunk, by whoever gets there first.
+/* apply.c: takes a chunk from one version to the next, by applying an admitted ticket. The first participant
+ * that gets there publishes it.
  *
  *   word at k - 1 --hazard--> old buffer + staging of ticket k --kernel--> private spare --CAS--> word at k
  */
@@ -8,25 +9,25 @@
 
 #define BLOCK 1024u /* floats at a time: what is decoded or reduced stays in the first-level cache */
 
-static uint8_t *area_start(const pyps_store *s, uint32_t slot, uint32_t staging) {
+static uint8_t *staging_start(const pyps_store *s, uint32_t slot, uint32_t staging) {
     return s->base + s->layout.staging +
-           ((uint64_t)slot * s->geometry.staging_buffers + staging) * s->layout.area_stride;
+           ((uint64_t)slot * s->geometry.staging_buffers + staging) * s->layout.staging_stride;
 }
 
 struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return (struct staging_header *)(void *)area_start(s, slot, staging);
+    return (struct staging_header *)(void *)staging_start(s, slot, staging);
 }
 
 float *staging_data(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return (float *)(void *)(area_start(s, slot, staging) + s->layout.staging_data);
+    return (float *)(void *)(staging_start(s, slot, staging) + s->layout.staging_data);
 }
 
 float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return (float *)(void *)(area_start(s, slot, staging) + s->layout.staging_base_params);
+    return (float *)(void *)(staging_start(s, slot, staging) + s->layout.staging_base_params);
 }
 
 /* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for `length` floats from `at` of the
- * flat vector, in rank order. Multiplying by whole numbers first and dividing once rounds least. */
+ * flat vector, in rank order. It multiplies by whole numbers and divides once, which rounds least. */
 static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) {
     const struct kernels *kernels = kernels_chosen();
     for (uint32_t i = 0; i < s->source_count; i++) {
@@ -35,7 +36,7 @@ static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) 
         float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
         const float *gradient = staging_gradient(
             s, from->slot, from->staging, staging_codec(s, from->slot, from->staging), at, length, block);
-        (i ? kernels->weigh_add : kernels->weigh)(sum, gradient, weight, length);
+        (i ? kernels->multiply_add : kernels->multiply)(sum, gradient, weight, length);
     }
     if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
 }
@@ -58,9 +59,9 @@ static struct step step_on(const pyps_store *s, uint32_t old, uint32_t new, uint
     return step;
 }
 
-/* Fills the private buffer with the chunk's next version, and the copy of an exchange with its parameters:
- * they are the same whoever publishes them. */
-static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
+/* Fills the private buffer with the chunk's next version, and an exchange's copy with its parameters. Every
+ * participant computes the same values. */
+static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
     const struct ticket *ticket = &s->ticket;
     bool round = ticket->kind == TICKET_ROUND;
     uint32_t slot = round ? s->sources[0].slot : ticket->slot;
@@ -99,11 +100,11 @@ static void compute(const pyps_store *s, uint32_t chunk, uint32_t old) {
     s->streamed[chunk] = ticket->number;
 }
 
-/* A snapshot at exactly the version that is about to be displaced gets the buffer before the word moves, so
- * that whoever sees the word moved also sees the save. */
+/* If a snapshot has exactly the version that is about to be displaced, saves its buffer before the word
+ * changes: a reader that sees the new word also sees the saved buffer. */
 static void save_for_snapshot(pyps_store *s, uint32_t chunk, uint64_t word) {
     if (!s->snapshot_active || word_version(word) != s->snapshot_version) return;
-    for (;;) { /* who comes between has saved it too, or speaks of an earlier snapshot */
+    for (;;) { /* the CAS fails if another participant saved it, or marked an earlier snapshot */
         uint64_t saved = load_acquire(&s->saved[chunk]);
         if (saved_snapshot(saved) >= s->snapshot) return;
         FAILPOINT("apply.saving");
@@ -115,15 +116,15 @@ static void save_for_snapshot(pyps_store *s, uint32_t chunk, uint64_t word) {
 static void wake_progress(pyps_store *s) {
     if (!load32_seq(&s->header->progress_waiters)) return;
     add32_seq(&s->header->progress, 1);
-    word_wake_all(&s->header->progress);
+    wait_wake_all(&s->header->progress);
 }
 
-/* With both hazards set and the word seen at k - 1: ticket k is incomplete, so its staging cannot change. */
+/* Both hazards are set and the word is at k - 1: ticket k is incomplete, so its staging cannot change. */
 static int apply_pinned(pyps_store *s, uint32_t chunk, uint64_t word) {
     int rc = buffer_claim(s, chunk);
     if (rc) return rc;
     FAILPOINT("apply.claimed");
-    compute(s, chunk, word_buffer(word));
+    compute_next(s, chunk, word_buffer(word));
     FAILPOINT("apply.computed");
     save_for_snapshot(s, chunk, word);
     if (!cas_seq(&s->words[chunk], word, word_make(s->ticket.number, s->private_buffer))) return PYPS_OK;
@@ -138,7 +139,7 @@ static int apply(pyps_store *s, uint32_t chunk, uint64_t number) {
     if (rc) return rc;
     a64 *hazard = &s->slots[s->slot].ticket_hazard;
     uint64_t word;
-    store_seq(hazard, number); /* R1; the R2 is in chunk_pin */
+    store_seq(hazard, number); /* R1; R2 is in chunk_pin */
     rc = chunk_pin(s, chunk, &word);
     if (!rc && word_version(word) == number - 1) rc = apply_pinned(s, chunk, word);
     chunk_unpin(s);
@@ -147,51 +148,51 @@ static int apply(pyps_store *s, uint32_t chunk, uint64_t number) {
 }
 
 int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version) {
-    uint32_t stale = 0;
+    uint32_t retries = 0;
     for (;;) {
         uint64_t have = word_version(load_acquire(&s->words[chunk]));
         if (have >= version) return PYPS_OK;
         int rc = apply(s, chunk, have + 1);
         if (rc < 0) return rc;
-        /* A ticket that left the ring is complete, so the chunk must have moved meanwhile. */
-        if (rc == STALE && word_version(load_acquire(&s->words[chunk])) == have && ++stale > 3)
+        /* A ticket that left the ring is complete, so the chunk must have advanced meanwhile. */
+        if (rc == TRY_AGAIN && word_version(load_acquire(&s->words[chunk])) == have && ++retries > 3)
             return fail(PYPS_ECORRUPT, "chunk %u: at version %llu, but the next ticket is gone", chunk,
                         (unsigned long long)have);
     }
 }
 
-/* Somebody else is at this chunk's earlier tickets: give them a moment before doing their work. False: they
- * did not use it. */
-static bool await_predecessor(pyps_store *s, uint32_t chunk, uint64_t version) {
+/* Another participant may be applying this chunk's earlier tickets: waits a moment before doing its work.
+ * False: the chunk did not advance. */
+static bool wait_for_predecessor(pyps_store *s, uint32_t chunk, uint64_t version) {
     bool moved;
-    FAILPOINT("apply.awaits");
+    FAILPOINT("apply.waits");
     add32_seq(&s->header->progress_waiters, 1);
-    uint64_t deadline = now_nanoseconds() + STALL_NANOSECONDS;
+    uint64_t deadline = wait_now_nanoseconds() + STALL_NANOSECONDS;
     for (;;) {
         uint32_t seen = load32_seq(&s->header->progress);
-        uint64_t now = now_nanoseconds();
+        uint64_t now = wait_now_nanoseconds();
         moved = word_version(load_seq(&s->words[chunk])) >= version;
         if (moved || now >= deadline) break;
-        word_wait(&s->header->progress, seen, deadline - now);
+        wait_on_word(&s->header->progress, seen, deadline - now);
     }
     add32_seq(&s->header->progress_waiters, -1u);
     return moved;
 }
 
 int chunks_follow(pyps_store *s, uint64_t version, uint64_t own) {
-    bool moving = true; /* whoever is before us goes on, as far as is known: a stall is waited for once */
+    bool moving = true; /* the participants before us advance; after one stall we do not wait again */
     for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
-        /* Only what others owe is waited for: up to version, or up to the ticket before our own. */
-        uint64_t theirs = own == version ? version - 1 : version;
-        bool there = word_version(load_acquire(&s->words[chunk])) >= theirs;
-        moving = there || (moving && await_predecessor(s, chunk, theirs));
+        /* Waits only for tickets that others apply: up to `version`, or up to the one before our own. */
+        uint64_t others = own == version ? version - 1 : version;
+        bool there = word_version(load_acquire(&s->words[chunk])) >= others;
+        moving = there || (moving && wait_for_predecessor(s, chunk, others));
         int rc = chunk_advance(s, chunk, version);
         if (rc) return rc;
     }
-    if (s->complete < version) s->complete = version;
+    if (s->complete_version < version) s->complete_version = version;
     return PYPS_OK;
 }
 
 int chunks_complete(pyps_store *s, uint64_t version) {
-    return s->complete >= version ? PYPS_OK : chunks_follow(s, version, 0);
+    return s->complete_version >= version ? PYPS_OK : chunks_follow(s, version, 0);
 }

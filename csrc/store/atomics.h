@@ -1,18 +1,19 @@
 /* atomics.h: every memory order of the store, in one place.
  *
- * Three strengths are enough. `relaxed` for hints and counters, `acquire`/`release` for handing plain memory
- * from one process to another, and `seq_cst` for the one pattern that needs a total order, the hazard:
+ * Three strengths are enough: `relaxed` for counters, `acquire`/`release` to pass plain memory from one
+ * process to another, and `seq_cst` for the one pattern that needs a total order, the hazard:
  *
- *     reader                         whoever wants the buffer back
- *     (R1) hazard = buffer           (W1) see that the word names another buffer, whoever has moved it
- *     (R2) read word again           (W2) read every hazard
+ *     reader                         participant that wants the buffer back
+ *     (R1) hazard = buffer           (W1) see that the word names another buffer
+ *     (R2) read the word again       (W2) read every hazard
  *
- * In the total order either R1 is before W2, and W2 sees the hazard, or W2 is before R1, hence W1 is before
- * R2, and the reader sees that the word has moved and lets go: a word never comes back. The word is a chunk's
- * for a chunk's buffer and the view's for a view's. For the staging of a ticket it is every chunk's, moved
- * when all hold that ticket; the reader reads again that of the chunk it is at.
+ * In the total order either R1 is before W2, and W2 sees the hazard; or W2 is before R1, hence W1 is before
+ * R2, and the reader sees that the word has changed and lets go: a word never comes back. For a chunk's
+ * buffer the word is the chunk's, for a view's buffer the view's. For the staging buffer of a ticket it is
+ * every chunk's: all have changed when all have that ticket, and the reader reads again the word of its
+ * chunk.
  *
- * There are no fences: every order belongs to an access, which thread sanitizers and readers both follow.
+ * There are no fences: every order belongs to an access, which the thread sanitizer and readers can follow.
  */
 #ifndef PYPS_ATOMICS_H
 #define PYPS_ATOMICS_H
@@ -24,7 +25,7 @@
 typedef _Atomic uint64_t a64;
 typedef _Atomic uint32_t a32;
 
-/* Lock-free and address-free, or a process that maps the segment elsewhere would not see the same atom. */
+/* Lock-free and address-free: a process may map the segment at another address. */
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,
                "needs lock-free 32 and 64-bit atomics");
 _Static_assert(sizeof(a64) == 8 && sizeof(a32) == 4, "atomics must have the layout of the plain types");
@@ -36,7 +37,7 @@ static inline void store_relaxed(a64 *p, uint64_t v) { atomic_store_explicit(p, 
 static inline void store_release(a64 *p, uint64_t v) { atomic_store_explicit(p, v, memory_order_release); }
 static inline void store_seq(a64 *p, uint64_t v) { atomic_store_explicit(p, v, memory_order_seq_cst); }
 
-/* On success seq_cst, so that what was written before is visible to whoever reads the new word. */
+/* On success seq_cst, so that a reader of the new word sees what was written before it. */
 static inline bool cas_seq(a64 *p, uint64_t expected, uint64_t desired) {
     return atomic_compare_exchange_strong_explicit(p, &expected, desired, memory_order_seq_cst,
                                                    memory_order_relaxed);

@@ -2,19 +2,20 @@
  *
  * Every chunk buffer and every view buffer has an owner word {generation, holder, chunk}.
  *
- *   claim    free -> held      CAS {g, nobody, c} to {g + 1, me, c'}, after it was seen to be free
- *   publish  held -> published a CAS on the chunk's word names it; then the owner word says nobody again
- *   displace published -> free nothing is written: the chunk's word names another buffer now
+ *   claim     free -> held       CAS {g, none, c} to {g + 1, me, c'}, after it was seen to be free
+ *   publish   held -> published  a CAS on the chunk's word names it; then the owner word says none again
+ *   displace  published -> free  nothing is written: the chunk's word now names another buffer
  *
- * "Free" is a scan, not a flag: nobody holds it, the word of the chunk it was last claimed for does not name
- * it, no live snapshot saves it, no hazard names it. The generation makes the scan and the claim one: had
- * anybody claimed it in between, the CAS fails, and without a claim it cannot have been published again.
- * Because the owner word carries the chunk, a holder that dies between the two writes of "publish" leaves
- * nothing to guess: its holder field is cleared, and the chunk's word says whether the buffer is in use.
+ * "Free" is a scan, not a flag: no participant holds the buffer, the word of the chunk that it was last
+ * claimed for does not name it, no live snapshot saves it, and no hazard names it. The generation makes scan
+ * and claim one step: if another participant claims the buffer in between, the CAS fails, and without a claim
+ * it cannot have been published again. The owner word carries the chunk. So a holder that dies between the
+ * two writes of "publish" leaves nothing to guess: its holder field is cleared, and the chunk's word says
+ * whether the buffer is in use.
  */
 #include "store/store.h"
 
-/* At any moment two view buffers are free, but the free ones move while they are looked for. */
+/* Two view buffers are free at any moment, but other ones by the time that a scan reaches them. */
 #define VIEW_SCANS 1000u
 
 float *buffer_floats(const pyps_store *s, uint32_t buffer, uint32_t vector) {
@@ -35,12 +36,12 @@ static bool hazarded(const pyps_store *s, size_t field, uint64_t value) {
     return false;
 }
 
-bool ticket_is_read(const pyps_store *s, uint64_t ticket) {
+bool staging_has_reader(const pyps_store *s, uint64_t ticket) {
     return hazarded(s, offsetof(struct slot, ticket_hazard), ticket);
 }
 
-/* Does a snapshot that may still be read save this buffer? The snapshot of a later view than this handle has
- * seen counts as alive. */
+/* Does a snapshot that may still be read save this buffer? A later snapshot than this handle has seen counts
+ * as alive. */
 static bool saved_alive(pyps_store *s, uint32_t chunk, uint32_t buffer) {
     uint64_t saved = load_acquire(&s->saved[chunk]);
     if (saved_state(saved) != SAVED_BUFFER || word_buffer(saved) != buffer) return false;
@@ -51,7 +52,7 @@ static bool saved_alive(pyps_store *s, uint32_t chunk, uint32_t buffer) {
 
 static bool try_claim(pyps_store *s, uint32_t buffer, uint32_t chunk) {
     uint64_t owner = load_acquire(&s->owners[buffer]); /* pairs with the release in buffer_published */
-    if (owner_holder(owner) != HOLDER_NOBODY) return false;
+    if (owner_holder(owner) != HOLDER_NONE) return false;
     uint32_t last = owner_chunk(owner);
     if (last < s->geometry.chunks) {
         if (word_buffer(load_seq(&s->words[last])) == buffer) return false; /* W1 */
@@ -62,12 +63,12 @@ static bool try_claim(pyps_store *s, uint32_t buffer, uint32_t chunk) {
     return cas_seq(&s->owners[buffer], owner, owner_make(owner_generation(owner) + 1, holder_of(s), chunk));
 }
 
-/* The buffer that was displaced last is still in cache: it is tried first. */
+/* Tries the buffer that was displaced last first: it is still in cache. */
 static uint32_t find_free(pyps_store *s, uint32_t chunk) {
-    for (size_t i = sizeof s->hints / sizeof *s->hints; i-- > 0;) {
-        uint32_t hint = s->hints[i];
-        s->hints[i] = NONE;
-        if (hint != NONE && try_claim(s, hint, chunk)) return hint;
+    for (size_t i = sizeof s->free_cache / sizeof *s->free_cache; i-- > 0;) {
+        uint32_t candidate = s->free_cache[i];
+        s->free_cache[i] = NONE;
+        if (candidate != NONE && try_claim(s, candidate, chunk)) return candidate;
     }
     for (uint32_t i = 0; i < s->layout.buffer_count; i++) {
         uint32_t buffer = (s->scan + i) % s->layout.buffer_count;
@@ -78,13 +79,13 @@ static uint32_t find_free(pyps_store *s, uint32_t chunk) {
     return NONE;
 }
 
-/* Spares run out only while a snapshot holds many. Its reader frees them one by one; a stopped reader is not
- * waited for longer than the grace. */
+/* Spares run out only while a snapshot holds many. Its reader frees them one by one. If that takes longer
+ * than the grace period, the reader may be stopped, and the snapshot is cancelled. */
 static int wait_for_spare(pyps_store *s, uint32_t chunk) {
-    uint64_t deadline = deadline_after(SNAPSHOT_GRACE_SECONDS);
+    uint64_t deadline = wait_deadline_after(SNAPSHOT_GRACE_SECONDS);
     while ((s->private_buffer = find_free(s, chunk)) == NONE) {
-        if (now_nanoseconds() < deadline) {
-            word_wait(&s->header->progress, load32_acquire(&s->header->progress), STALL_NANOSECONDS);
+        if (wait_now_nanoseconds() < deadline) {
+            wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), STALL_NANOSECONDS);
             continue;
         }
         int rc = view_load_snapshot(s);
@@ -92,19 +93,19 @@ static int wait_for_spare(pyps_store *s, uint32_t chunk) {
         if (!s->snapshot_active)
             return fail(PYPS_EFULL, "no free buffer for chunk %u: %u are held; the segment may be damaged",
                         chunk, s->layout.buffer_count - s->geometry.chunks);
-        struct event e = event_of(s, EVENT_SNAPSHOT_CANCEL);
+        struct event e = store_event(s, EVENT_SNAPSHOT_CANCEL);
         e.snapshot = s->snapshot;
         struct outcome out;
         enum verdict verdict;
         if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
-        deadline = deadline_after(SNAPSHOT_GRACE_SECONDS);
+        deadline = wait_deadline_after(SNAPSHOT_GRACE_SECONDS);
     }
     return PYPS_OK;
 }
 
 int buffer_claim(pyps_store *s, uint32_t chunk) {
     if (s->private_buffer != NONE) {
-        /* Left from a lost CAS: only its chunk changes, before it could be published there. */
+        /* Left from a lost CAS: give it the new chunk before it can be published there. */
         uint64_t owner = load_relaxed(&s->owners[s->private_buffer]);
         if (owner_chunk(owner) != chunk)
             store_seq(&s->owners[s->private_buffer],
@@ -118,15 +119,16 @@ int buffer_claim(pyps_store *s, uint32_t chunk) {
 static void release(a64 *owner_word, uint32_t holder) {
     uint64_t owner = load_acquire(owner_word);
     if (owner_holder(owner) == holder)
-        cas_seq(owner_word, owner, owner_make(owner_generation(owner), HOLDER_NOBODY, owner_chunk(owner)));
+        cas_seq(owner_word, owner, owner_make(owner_generation(owner), HOLDER_NONE, owner_chunk(owner)));
 }
 
 void buffer_published(pyps_store *s, uint32_t displaced) {
     FAILPOINT("publish.unreleased");
     release(&s->owners[s->private_buffer], holder_of(s)); /* release: the word's CAS is visible first */
     s->private_buffer = NONE;
-    for (size_t i = 1; i < sizeof s->hints / sizeof *s->hints; i++) s->hints[i - 1] = s->hints[i];
-    s->hints[sizeof s->hints / sizeof *s->hints - 1] = displaced;
+    for (size_t i = 1; i < sizeof s->free_cache / sizeof *s->free_cache; i++)
+        s->free_cache[i - 1] = s->free_cache[i];
+    s->free_cache[sizeof s->free_cache / sizeof *s->free_cache - 1] = displaced;
 }
 
 void buffers_release(pyps_store *s, uint32_t holder) {
@@ -134,12 +136,12 @@ void buffers_release(pyps_store *s, uint32_t holder) {
     for (uint32_t v = 0; v < s->layout.view_count; v++) release(&s->view_owners[v], holder);
 }
 
-int view_claim(pyps_store *s) {
+int view_buffer_claim(pyps_store *s) {
     if (s->private_view != NONE) return PYPS_OK;
     for (uint32_t i = 0; i < VIEW_SCANS * s->layout.view_count; i++) {
         uint32_t buffer = (s->view_scan + i) % s->layout.view_count;
         uint64_t owner = load_acquire(&s->view_owners[buffer]);
-        if (owner_holder(owner) != HOLDER_NOBODY) continue;
+        if (owner_holder(owner) != HOLDER_NONE) continue;
         if (word_buffer(load_seq(&s->header->view)) == buffer) continue; /* W1 */
         if (hazarded(s, offsetof(struct slot, view_hazard), buffer + UINT64_C(1))) continue;
         FAILPOINT("view.scanned");
@@ -153,7 +155,7 @@ int view_claim(pyps_store *s) {
     return fail(PYPS_EFULL, "no free view buffer among %u; the segment may be damaged", s->layout.view_count);
 }
 
-void view_published(pyps_store *s) {
+void view_buffer_published(pyps_store *s) {
     FAILPOINT("view.unreleased");
     release(&s->view_owners[s->private_view], holder_of(s));
     s->private_view = NONE;
@@ -176,5 +178,5 @@ int chunk_pin(pyps_store *s, uint32_t chunk, uint64_t *word_out) {
     }
 }
 
-/* Release: the copy that was made under the hazard is over before the buffer can be claimed. */
+/* Release: the copy made under the hazard ends before another participant can claim the buffer. */
 void chunk_unpin(pyps_store *s) { store_release(&s->slots[s->slot].chunk_hazard, 0); }

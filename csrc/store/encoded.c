@@ -1,12 +1,12 @@
-/* encoded.c: a gradient that travels encoded, and what its code did not carry.
+/* encoded.c: gradients that are sent encoded, and their residuals.
  *
- * What an encoder drops is kept and added to the next gradient of the same rank (error error_feedback: Seide
- * et al., Interspeech 2014; Karimireddy et al., ICML 2019). Every worker's slot has two such residuals. The
- * view names the one that belongs to each rank; an encode reads that one and writes another of its own slot,
- * and the event that admits the push makes the view name the new one. So a push that is refused, fails or
- * dies has changed nothing, and a successor finds its rank's residual whole, wherever it lies. A slot whose
- * residual a rank still needs is the last that a newcomer takes; if it does, that residual is dropped, and
- * counted.
+ * The residual is what an encoder drops. It is kept and added to the next gradient of the same rank (error
+ * feedback: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019). Every worker's slot has two
+ * residuals. The view names the one that belongs to each rank. An encode reads that one and writes another of
+ * its own slot, and the event that admits the push makes the view name the new one. So a push that is
+ * refused, fails or dies has changed nothing, and a rank's next worker finds the residual whole, in any slot.
+ * A new worker takes a slot whose residual is still needed only if no other is free; that residual is then
+ * dropped and counted.
  */
 #include <math.h>
 #include <string.h>
@@ -14,14 +14,14 @@
 #include "store/store.h"
 
 static uint8_t *codes_of(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return (uint8_t *)(void *)staging_header(s, slot, staging) + s->layout.staging_codes_of;
+    return (uint8_t *)(void *)staging_header(s, slot, staging) + s->layout.staging_codes;
 }
 
 static float *scales_of(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec) {
     return (float *)(void *)(codes_of(s, slot, staging) + codec_codes(codec, store_elements(s)));
 }
 
-/* `name` as the view has it: 1 + 2 * slot + which; within the view's bounds. */
+/* `name` is as in struct rank: 1 + 2 * slot + which; within the view's bounds. */
 static float *residual_at(const pyps_store *s, uint32_t name) {
     return (float *)(void *)(s->base + s->layout.residuals + (name - 1) * s->layout.residual_stride);
 }
@@ -40,34 +40,34 @@ const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t stagi
     return block;
 }
 
-static int back_codes(pyps_store *s, uint32_t staging) {
-    if (s->codes_backed & 1u << staging) return PYPS_OK;
+static int allocate_codes(pyps_store *s, uint32_t staging) {
+    if (s->codes_allocated & 1u << staging) return PYPS_OK;
     uint64_t offset = (uint64_t)(codes_of(s, s->slot, staging) - s->base);
-    int rc = allocate(s, offset, s->layout.staging_base_params - s->layout.staging_codes_of);
-    if (!rc) s->codes_backed |= 1u << staging;
+    int rc = segment_allocate(s, offset, s->layout.staging_base_params - s->layout.staging_codes);
+    if (!rc) s->codes_allocated |= 1u << staging;
     return rc;
 }
 
-static int back_residuals(pyps_store *s) {
-    if (s->residuals_backed) return PYPS_OK;
-    int rc = allocate(s, s->layout.residuals + 2 * s->slot * s->layout.residual_stride,
-                      2 * s->layout.residual_stride);
-    s->residuals_backed = !rc;
+static int allocate_residuals(pyps_store *s) {
+    if (s->residuals_allocated) return PYPS_OK;
+    int rc = segment_allocate(s, s->layout.residuals + 2 * s->slot * s->layout.residual_stride,
+                              2 * s->layout.residual_stride);
+    s->residuals_allocated = !rc;
     return rc;
 }
 
 void *pyps_staging_codes(pyps_store *s, uint32_t staging) {
-    if (store_usable(s, true) || staging >= s->geometry.staging_buffers || s->role != PYPS_WORKER)
+    if (store_check_usable(s, true) || staging >= s->geometry.staging_buffers || s->role != PYPS_WORKER)
         return NULL;
-    return back_codes(s, staging) ? NULL : codes_of(s, s->slot, staging);
+    return allocate_codes(s, staging) ? NULL : codes_of(s, s->slot, staging);
 }
 
-/* Which residual the rank's next gradient starts from, and which it may leave behind. */
+/* Which residual the rank's gradient starts from, and which one it may write. */
 static int find_residuals(pyps_store *s, struct event *e) {
     uint64_t word;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    bool valid = view_valid(v, s->reference);
+    bool valid = view_valid(v, s->expected);
     if (valid) e->residual_before = view_rank(v, (uint32_t)s->rank)->residual;
     view_unpin(s);
     if (!valid) return fail(PYPS_ECORRUPT, "the view is damaged");
@@ -85,10 +85,11 @@ static int check(const pyps_store *s, const pyps_push_args *a) {
                     "gradient was computed on",
                     s->policy->name);
     if (a->codec == PYPS_F32 && (a->error_feedback || a->encoded))
-        return fail(PYPS_EINVAL, "push: codec: found PYPS_F32; it has no error_feedback and is not encoded");
-    if (a->encoded && (a->error_feedback || a->gradient))
         return fail(PYPS_EINVAL,
-                    "push: encoded: found with error_feedback or gradient; expected codes alone");
+                    "push: codec: found PYPS_F32; expected another codec with error_feedback or encoded");
+    if (a->encoded && (a->error_feedback || a->gradient))
+        return fail(PYPS_EINVAL, "push: encoded: found with error_feedback or gradient; expected neither: "
+                                 "the codes are in the buffer");
     pyps_encode_args encode = {.size = sizeof encode,
                                .codec = a->codec,
                                .rounding = a->rounding,
@@ -97,9 +98,9 @@ static int check(const pyps_store *s, const pyps_push_args *a) {
     return codec_check_args("push", &encode);
 }
 
-/* Chunks begin at whole blocks. What lies between a group's last parameter and the end of its chunk is coded
- * as zeros, whatever stands there. */
-int encode_chunk(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat) {
+/* Chunks begin at whole blocks. What is between a group's last parameter and the end of its chunk is always
+ * coded as zeros. */
+int chunk_encode(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat) {
     struct encoding run = *flat;
     uint32_t codec = flat->codec;
     uint64_t length = s->chunks[chunk].length, whole = s->geometry.chunk_params;
@@ -107,16 +108,17 @@ int encode_chunk(const pyps_store *s, uint32_t chunk, const float *values, struc
     run.codes += codec_codes(codec, run.first), run.scales += codec_scales(codec, run.first);
     if (run.residual) run.residual += run.first;
     if (run.residual_out) run.residual_out += run.first;
-    run.bad = run.skipped = 0;
-    int rc = encode(&run);
-    flat->bad += run.bad, flat->skipped += run.skipped;
+    run.found_nonfinite = run.skipped = 0;
+    int rc = codec_encode(&run);
+    flat->found_nonfinite += run.found_nonfinite, flat->skipped += run.skipped;
     uint64_t codes = codec_codes(codec, length), scales = codec_scales(codec, length);
     memset(run.codes + codes, codec == PYPS_NF4 ? NF4_ZERO : 0, codec_codes(codec, whole) - codes);
     memset(run.scales + scales, 0, (codec_scales(codec, whole) - scales) * sizeof *run.scales);
     return rc;
 }
 
-static int encode_area(pyps_store *s, const pyps_push_args *a, const struct event *e, pyps_push_result *out) {
+static int encode_staging(pyps_store *s, const pyps_push_args *a, const struct event *e,
+                          pyps_push_result *out) {
     struct encoding flat = {.codec = a->codec,
                             .stochastic = a->rounding == PYPS_STOCHASTIC,
                             .nonfinite = a->nonfinite,
@@ -131,45 +133,45 @@ static int encode_area(pyps_store *s, const pyps_push_args *a, const struct even
     }
     int rc = PYPS_OK;
     for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) {
-        rc = encode_chunk(s, chunk, values + (uint64_t)chunk * s->geometry.chunk_params, &flat);
+        rc = chunk_encode(s, chunk, values + (uint64_t)chunk * s->geometry.chunk_params, &flat);
         FAILPOINT("push.encoding");
     }
-    out->nonfinite = flat.bad, out->blocks_skipped = flat.skipped;
+    out->nonfinite = flat.found_nonfinite, out->blocks_skipped = flat.skipped;
     return rc;
 }
 
 static int stage_base_params(pyps_store *s, const pyps_push_args *a) {
     float *to = staging_base_params(s, s->slot, a->staging);
-    if (!(s->base_params_backed & 1u << a->staging)) {
-        int rc = allocate(s, (uint64_t)((uint8_t *)to - s->base), 4 * store_elements(s));
+    if (!(s->base_params_allocated & 1u << a->staging)) {
+        int rc = segment_allocate(s, (uint64_t)((uint8_t *)to - s->base), 4 * store_elements(s));
         if (rc) return rc;
-        s->base_params_backed |= 1u << a->staging;
+        s->base_params_allocated |= 1u << a->staging;
     }
     memcpy(to, a->base_params, 4 * store_elements(s));
     return PYPS_OK;
 }
 
-int stage_gradient(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
+int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
     struct staging_header *header = staging_header(s, s->slot, a->staging);
     int rc = check(s, a);
     if (rc) return rc;
     header->codec = a->codec, header->scale = a->scale, header->samples = a->samples;
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
     header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.lambda_ : 0;
-    if (!a->samples) return PYPS_OK; /* the step is skipped: nothing of the gradient is looked at */
+    if (!a->samples) return PYPS_OK; /* the step is skipped: the gradient is not read */
     if (header->compensation > 0 && (rc = stage_base_params(s, a))) return rc;
     if (a->codec == PYPS_F32) {
         if (a->gradient) memcpy(staging_data(s, s->slot, a->staging), a->gradient, 4 * store_elements(s));
         return PYPS_OK;
     }
-    if ((rc = back_codes(s, a->staging))) return rc;
+    if ((rc = allocate_codes(s, a->staging))) return rc;
     if (a->encoded) {
         uint64_t scales = codec_scales(a->codec, store_elements(s));
-        return scales_finite(scales_of(s, s->slot, a->staging, a->codec), scales)
+        return codec_scales_finite(scales_of(s, s->slot, a->staging, a->codec), scales)
                    ? PYPS_OK
                    : fail(PYPS_ENONFINITE, "push: staging %u: found a scale that is not finite", a->staging);
     }
-    if (a->error_feedback && ((rc = back_residuals(s)) || (rc = find_residuals(s, e)))) return rc;
+    if (a->error_feedback && ((rc = allocate_residuals(s)) || (rc = find_residuals(s, e)))) return rc;
     header->scale = 1.0f; /* the codes hold the scaled gradient */
-    return encode_area(s, a, e, out);
+    return encode_staging(s, a, e, out);
 }

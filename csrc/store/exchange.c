@@ -1,10 +1,10 @@
-/* exchange.c: push, then pull, in one pass. The new parameters go to the worker's copy while they are in
- * cache; only what others applied is read again. */
+/* exchange.c: a push and the pull after it in one pass. New parameters go to the worker's copy while they are
+ * in cache; only chunks that others applied are read again. */
 #include <string.h>
 
 #include "store/store.h"
 
-/* A chunk that this handle itself brought to the exchange's ticket has been copied on the way (apply.c). */
+/* Chunks that this handle brought to the exchange's ticket were copied on the way (apply.c). */
 static int copy_others(pyps_store *s, float *flat, uint64_t ticket, uint64_t *version_out) {
     uint64_t word, oldest = UINT64_MAX;
     for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
@@ -26,7 +26,7 @@ static int copy_others(pyps_store *s, float *flat, uint64_t ticket, uint64_t *ve
 int pyps_exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_push_result *out,
                   uint64_t *version_out) {
     if (!flat) return fail(PYPS_EINVAL, "exchange: flat: found NULL; expected flat_elements floats");
-    int rc = store_usable(s, true);
+    int rc = store_check_usable(s, true);
     if (rc) return rc;
     memset(s->streamed, 0, s->geometry.chunks * sizeof *s->streamed);
     s->stream_to = (uintptr_t)flat % 16 ? NULL : flat, s->stream_ticket = 0;
@@ -35,8 +35,7 @@ int pyps_exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_p
     if (!rc) rc = copy_others(s, flat, out->version, version_out);
     kernels_chosen()->copied();
     if (rc) return rc;
-    /* Fenced since: the next call says so. This one's push counts, and the caller must not take it for lost.
-     */
-    rc = record_pull(s, *version_out);
+    /* If the worker was fenced since then, the next call reports it: this push was admitted. */
+    rc = pull_record(s, *version_out);
     return rc == PYPS_EFENCED ? PYPS_OK : rc;
 }

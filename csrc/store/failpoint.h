@@ -1,5 +1,4 @@
-/* failpoint.h: named places where a test can kill or stop the process. Compiled in with -DPYPS_FAILPOINTS
- * only. */
+/* failpoint.h: named places where a test can kill or stop the process. Only with -DPYPS_FAILPOINTS. */
 #ifndef PYPS_FAILPOINT_H
 #define PYPS_FAILPOINT_H
 

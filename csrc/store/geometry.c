@@ -41,8 +41,7 @@ static int check_names(const pyps_tensor *tensors, uint32_t count) {
     return rc;
 }
 
-/* Groups follow one another, each from a chunk's start; tensors of a group are packed in their given order.
- */
+/* Groups follow one another, each from the start of a chunk. Tensors of a group are packed in given order. */
 static int place(struct geometry *g, pyps_tensor *tensors, struct group *groups) {
     uint64_t chunk = 0;
     for (uint32_t i = 0; i < g->groups; i++) {
@@ -101,9 +100,9 @@ int geometry_from_config(const pyps_config *given, struct geometry *g, pyps_tens
 }
 
 uint32_t geometry_checksum(const struct geometry *g, const pyps_tensor *tensors, const struct group *groups) {
-    uint32_t crc = checksum(g, sizeof *g, 0);
-    crc = checksum(tensors, g->tensors * sizeof *tensors, crc);
-    return checksum(groups, g->groups * sizeof *groups, crc);
+    uint32_t crc = layout_crc32(g, sizeof *g, 0);
+    crc = layout_crc32(tensors, g->tensors * sizeof *tensors, crc);
+    return layout_crc32(groups, g->groups * sizeof *groups, crc);
 }
 
 int geometry_tables_valid(const struct geometry *g, const pyps_tensor *tensors, const struct group *groups) {

@@ -21,7 +21,7 @@ static int put(int fd, struct journal_entry *entry, const void *more, size_t byt
     return rc == (ssize_t)entry->bytes ? PYPS_OK : fail(PYPS_ESYS, "journal: writing: %s", strerror(errno));
 }
 
-/* A full disk ends the journal, not the training: the replay misses what comes after. */
+/* A full disk ends the journal, not the training: a replay then lacks the later events. */
 void journal_event(pyps_store *s, const struct event *e, const struct outcome *o, enum verdict verdict,
                    const struct view *v) {
     if (s->journal < 0) return;
@@ -40,11 +40,11 @@ void journal_close(pyps_store *s) {
 
 static int put_view(pyps_store *s) {
     struct view *v = view_allocate(s);
-    bool guest;
+    bool anonymous;
     if (!v) return PYPS_ENOSPC;
-    int rc = guest_enter(s, &guest);
+    int rc = anonymous_reader_enter(s, &anonymous);
     if (!rc) rc = view_copy(s, v);
-    guest_leave(s, guest);
+    anonymous_reader_leave(s, anonymous);
     struct journal_entry entry;
     memset(&entry, 0, sizeof entry);
     entry.sequence = v->sequence, entry.digest = rc ? 0 : journal_digest(v);
@@ -54,7 +54,7 @@ static int put_view(pyps_store *s) {
 }
 
 int pyps_journal(pyps_store *s, const char *path) {
-    int rc = store_usable(s, false);
+    int rc = store_check_usable(s, false);
     if (rc) return rc;
     journal_close(s);
     if (!path) return PYPS_OK;

@@ -21,7 +21,7 @@ static int check(const struct geometry *g) {
     const struct {
         const char *field;
         uint64_t found, low, high;
-    } policy_params[] = {
+    } fields[] = {
         {"chunk_params", g->chunk_params, 1024, 1u << 24},
         {"chunks", g->chunks, 1, OWNER_CHUNK_NONE - 1},
         {"max_participants", g->max_participants, 1, MAX_PARTICIPANTS},
@@ -33,9 +33,8 @@ static int check(const struct geometry *g) {
         {"tensors", g->tensors, 1, 1u << 20},
         {"round_timeout_nanoseconds", g->round_timeout_nanoseconds, 1000000, UINT64_MAX / 4},
     };
-    for (size_t i = 0; i < sizeof policy_params / sizeof *policy_params; i++) {
-        int rc = out_of_range(policy_params[i].field, policy_params[i].found, policy_params[i].low,
-                              policy_params[i].high);
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        int rc = out_of_range(fields[i].field, fields[i].found, fields[i].low, fields[i].high);
         if (rc) return rc;
     }
     int rc = policy_check(g->policy, &g->policy_params);
@@ -58,16 +57,15 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     pyps_policy_needs needs;
     if ((rc = pyps_get_policy_needs(g->policy, &g->policy_params, &needs))) return rc;
     uint64_t floats = (uint64_t)g->chunk_params * (1 + l->states);
-    /* An odd number of cache lines: buffers a power of two apart would fight for the same cache sets, and a
+    /* An odd number of cache lines. Buffers a power of two apart would compete for the same cache sets, and a
      * load from one would seem to depend on a store to another (both compare the low 12 address bits). */
     l->buffer_stride = round_up(sizeof(struct chunk_header) + 4 * floats, PAGE) + 5 * 64;
     l->view_stride = round_up(view_bytes(g->max_participants, g->ranks, g->staging_buffers), 64);
     l->staging_data = round_up(sizeof(struct staging_header) + g->groups * sizeof(pyps_hyper), 64) + 3 * 64;
     uint64_t flat = (uint64_t)g->chunks * g->chunk_params;
-    l->staging_codes_of = round_up(l->staging_data + 4 * flat, PAGE);
-    l->staging_base_params =
-        l->staging_codes_of + round_up(2 * flat, PAGE); /* halves are the longest codes */
-    l->area_stride = l->staging_base_params + (needs.needs_base_params ? round_up(4 * flat, PAGE) : 0);
+    l->staging_codes = round_up(l->staging_data + 4 * flat, PAGE);
+    l->staging_base_params = l->staging_codes + round_up(2 * flat, PAGE); /* halves are the longest codes */
+    l->staging_stride = l->staging_base_params + (needs.needs_base_params ? round_up(4 * flat, PAGE) : 0);
     l->residual_stride = round_up(4 * flat, PAGE) + 5 * 64;
 
     uint64_t at = PAGE;
@@ -81,7 +79,7 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->views = at, at += l->view_count * l->view_stride;
     l->buffers = at = round_up(at, PAGE), at += l->buffer_count * l->buffer_stride;
     l->staging = at = round_up(at, PAGE),
-    at += (uint64_t)g->max_participants * g->staging_buffers * l->area_stride;
+    at += (uint64_t)g->max_participants * g->staging_buffers * l->staging_stride;
     l->residuals = at, at += 2 * (uint64_t)g->max_participants * l->residual_stride;
     l->bytes = at;
     if (at > (uint64_t)1 << 46)
@@ -89,7 +87,7 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     return PYPS_OK;
 }
 
-uint32_t checksum(const void *data, size_t bytes, uint32_t seed) {
+uint32_t layout_crc32(const void *data, size_t bytes, uint32_t seed) {
     const unsigned char *p = data;
     uint32_t crc = ~seed;
     for (size_t i = 0; i < bytes; i++) {

@@ -1,11 +1,11 @@
-/* layout.h: where everything lies in a segment. Offsets follow from the geometry alone, so an attach computes
- * them again and trusts no offset it reads.
+/* layout.h: where everything is in a segment. Offsets follow from the geometry alone, so an attach computes
+ * them again and trusts no offset that it reads.
  *
- *     header | tensors | groups | slots | words | saved | owners | view owners | views | buffers | staging |
- *     residuals
+ *     header | tensors | groups | slots | words | saved | owners | view owners | views | buffers |
+ *     staging | residuals
  *
- * The file is as long as all of that for max_participants; spares and staging of a slot are holes until
- * somebody joins there, the codes of its staging and its residuals until it pushes encoded.
+ * The file has room for all of that for max_participants. The spares and staging buffers of a slot are holes
+ * until a participant joins in it; their codes and the slot's residuals are holes until an encoded push.
  */
 #ifndef PYPS_LAYOUT_H
 #define PYPS_LAYOUT_H
@@ -15,13 +15,12 @@
 
 #define SEGMENT_MAGIC "pyps\r\n\x1a" /* 7 bytes and NUL: text-mode damage shows */
 #define ENDIAN_MARK   UINT32_C(0x01020304)
-#define SPARES_A_SLOT 2u /* one being written, one being read by others: see buffers.c */
+#define SPARES_A_SLOT 2u /* one that is written, one that others read: see buffers.c */
 #define NONE          UINT32_MAX
 
 enum segment_state { SEGMENT_INIT = 0, SEGMENT_READY = 1 };
 
-/* All that the layout and the policy_params follow from; fixed at creation. No padding: it is compared and
- * summed. */
+/* What the layout follows from, and the policy; fixed at creation. No padding: it is compared and summed. */
 struct geometry {
     uint32_t chunk_params, chunks, max_participants, snapshot_spares;
     uint32_t staging_buffers, optimizer, policy, ranks;
@@ -49,28 +48,28 @@ struct header {
     _Alignas(64) a64 next_id; /* participant ids */
     _Alignas(64) a64 view;    /* word {sequence, view buffer} */
     a32 view_waiters;
-    _Alignas(64) a32 progress; /* bumped when a chunk is published and somebody waits for it */
+    _Alignas(64) a32 progress; /* incremented when a chunk is published, if there are waiters */
     a32 progress_waiters;
 };
 
-/* What one participant tells all others. Written by its owner, or by whoever holds its lock byte. */
+/* What one participant shows to all others. Written by its owner, or by the holder of its lock byte. */
 struct slot {
-    _Alignas(64) a64 id; /* 0: nobody since the last reclaim */
+    _Alignas(64) a64 id; /* 0: no participant since the last reclaim */
     a64 chunk_hazard;    /* chunk buffer + 1 that it reads */
     a64 view_hazard;     /* view buffer + 1 that it reads */
-    a64 ticket_hazard;   /* ticket whose staging it reads */
+    a64 ticket_hazard;   /* ticket whose staging buffer it reads */
     a64 process;         /* pid */
     a64 start_time;      /* of that pid, in clock ticks since boot */
     a64 pid_namespace;   /* inode */
 };
 
-/* In front of every chunk buffer's floats. Written in private, immutable once published. */
+/* Before every chunk buffer's floats. Written in private; does not change once published. */
 struct chunk_header {
     uint64_t version, steps;
     uint64_t reserved[6];
 };
 
-/* In front of every staging buffer; groups hyper constants follow it. Immutable from admission on. */
+/* Before every staging buffer, followed by [groups] hyper constants. Does not change after admission. */
 struct staging_header {
     float scale;
     uint32_t samples, codec;
@@ -81,13 +80,13 @@ struct staging_header {
 struct layout {
     uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
         bytes;
-    uint64_t view_stride, buffer_stride, area_stride, staging_data, staging_codes_of, staging_base_params,
+    uint64_t view_stride, buffer_stride, staging_stride, staging_data, staging_codes, staging_base_params,
         residual_stride;
-    uint32_t buffer_count, view_count, states, common_buffers; /* common: not belonging to a slot */
+    uint32_t buffer_count, view_count, states, common_buffers; /* common: of no slot */
 };
 
 /* PYPS_OK, or PYPS_EINVAL with the field that is out of range. */
 int layout_compute(const struct geometry *geometry, struct layout *out);
-uint32_t checksum(const void *data, size_t bytes, uint32_t seed);
+uint32_t layout_crc32(const void *data, size_t bytes, uint32_t seed);
 
 #endif

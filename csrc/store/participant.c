@@ -1,9 +1,9 @@
-/* participant.c: joining, leaving, and telling the dead from the slow.
+/* participant.c: joining, leaving, and detection of dead participants.
  *
- * Slot i's byte of the file is write-locked by whoever is in it; the kernel takes the lock back with the
- * process. The same byte makes reclaiming exclusive: whoever reclaims a dead one's slot holds its lock, and
- * if that reclaimer dies the lock is free again. A reclaimer that is stopped keeps only a dead one's slot,
- * which nobody waits for.
+ * The participant in slot i write-locks byte i of the file; the kernel releases the lock when the process
+ * ends. The same byte makes reclaiming exclusive: the reclaimer of a dead participant's slot holds its lock,
+ * and if that reclaimer dies the lock is free again. A stopped reclaimer keeps only a dead participant's
+ * slot, for which no other participant waits.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -16,11 +16,11 @@
 #include "store/segment.h"
 #include "store/store.h"
 
-#define READER_GRACE_NANOSECONDS UINT64_C(20000000) /* how long helpers are given to finish reading */
+#define READER_GRACE_NANOSECONDS UINT64_C(20000000) /* the time that helpers get to finish reading */
 #define READER_SLICE_NANOSECONDS UINT64_C(100000)
 #define UNKNOWN_START            UINT64_MAX
 
-int store_usable(pyps_store *s, bool joined) {
+int store_check_usable(pyps_store *s, bool joined) {
     if (!s) return fail(PYPS_EINVAL, "store: found NULL");
     if (!s->process)
         return fail(PYPS_EFORKED,
@@ -29,14 +29,14 @@ int store_usable(pyps_store *s, bool joined) {
     return PYPS_OK;
 }
 
-int store_works(pyps_store *s) {
-    int rc = store_usable(s, true);
+int store_check_worker(pyps_store *s) {
+    int rc = store_check_usable(s, true);
     return rc || s->role == PYPS_WORKER ? rc
                                         : fail(PYPS_EINVAL, "an observer takes no steps; join as a worker");
 }
 
-int lock_slot(pyps_store *s, uint32_t slot) { return byte_lock(s->fd, F_WRLCK, slot); }
-void unlock_slot(pyps_store *s, uint32_t slot) { byte_lock(s->fd, F_UNLCK, slot); }
+int slot_lock(pyps_store *s, uint32_t slot) { return segment_lock_byte(s->fd, F_WRLCK, slot); }
+void slot_unlock(pyps_store *s, uint32_t slot) { segment_lock_byte(s->fd, F_UNLCK, slot); }
 
 static uint64_t pid_namespace(void) {
     struct stat status;
@@ -44,7 +44,7 @@ static uint64_t pid_namespace(void) {
 }
 
 /* Start time of a process in ticks since boot; 0: it is gone, or a zombie. UNKNOWN_START: it could not be
- * asked, say for want of a descriptor, which tells nothing about it. */
+ * read, for example because this process has no free descriptor. */
 static uint64_t start_time(uint64_t pid) {
     char path[64], line[1024];
     snprintf(path, sizeof path, "/proc/%llu/stat", (unsigned long long)pid);
@@ -62,21 +62,21 @@ static uint64_t start_time(uint64_t pid) {
         sscanf(after + 1, " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %lu %*s %llu",
                &state, &threads, &started) != 3)
         return UNKNOWN_START;
-    /* A first thread that has ended shows as a zombie while others of its process live. */
+    /* A main thread that has ended shows as a zombie while other threads of its process live. */
     return (state == 'Z' && threads < 2) || state == 'X' ? 0 : started;
 }
 
 bool slot_is_dead(pyps_store *s, uint32_t slot) {
     const struct slot *other = &s->slots[slot];
     if (slot == s->slot || !load_acquire(&other->id)) return false;
-    if (!byte_locked(s->fd, slot)) return true;
+    if (!segment_byte_locked(s->fd, slot)) return true;
     if (load_acquire(&other->pid_namespace) != pid_namespace()) return false;
-    uint64_t found = start_time(load_acquire(&other->process)), signed_at = load_acquire(&other->start_time);
-    return found != signed_at && found != UNKNOWN_START && signed_at != UNKNOWN_START;
+    uint64_t found = start_time(load_acquire(&other->process)), expected = load_acquire(&other->start_time);
+    return found != expected && found != UNKNOWN_START && expected != UNKNOWN_START;
 }
 
 static int commit_leave(pyps_store *s, uint32_t slot, uint64_t id, uint32_t state, bool *changed) {
-    struct event e = event_of(s, EVENT_LEAVE);
+    struct event e = store_event(s, EVENT_LEAVE);
     struct outcome out;
     enum verdict verdict = STEP_UNCHANGED;
     e.slot = slot, e.id = id, e.state = state;
@@ -100,7 +100,7 @@ static void clear_slot(pyps_store *s, uint32_t slot) {
     buffers_release(s, slot + 1);
 }
 
-/* With the dead one's lock held: its admitted pushes are completed, what it pinned or held is let go. */
+/* With the dead participant's lock held: completes its admitted pushes, releases what it pinned or held. */
 static int reclaim(pyps_store *s, uint32_t slot, uint64_t id) {
     uint64_t version;
     int rc = present_version(s, &version);
@@ -112,7 +112,7 @@ static int reclaim(pyps_store *s, uint32_t slot, uint64_t id) {
     return PYPS_OK;
 }
 
-int reap_dead(pyps_store *s, uint32_t *dead_out) {
+int slot_reap_dead(pyps_store *s, uint32_t *dead_out) {
     uint32_t dead = 0;
     int rc = PYPS_OK;
     for (uint32_t slot = 0; slot < s->geometry.max_participants && !rc; slot++) {
@@ -121,17 +121,17 @@ int reap_dead(pyps_store *s, uint32_t *dead_out) {
         if (!slot_is_dead(s, slot)) continue;
         if ((rc = commit_leave(s, slot, id, PYPS_DEAD, &changed))) break;
         dead += changed;
-        if (lock_slot(s, slot)) continue; /* somebody else is at it, or a fork of the dead keeps the lock */
+        if (slot_lock(s, slot)) continue; /* another reclaimer, or a fork of the dead process, has the lock */
         if (load_acquire(&s->slots[slot].id) == id) rc = reclaim(s, slot, id);
-        unlock_slot(s, slot);
+        slot_unlock(s, slot);
     }
     if (dead_out) *dead_out = dead;
     return rc;
 }
 
-/* Names this process as the slot's owner. From here on, should it die, the slot is a dead one's, and whoever
- * reaps lets go of the hazards and buffers that it holds as a helper even before it is a member. */
-static void sign(pyps_store *s) {
+/* Names this process as the slot's owner. If it dies from here on, reaping releases the hazards and buffers
+ * that it holds as a helper, even before it is a member. */
+static void sign_slot(pyps_store *s) {
     struct slot *slot = &s->slots[s->slot];
     s->id = add64_relaxed(&s->header->next_id, 1);
     store_relaxed(&slot->process, (uint64_t)getpid());
@@ -140,18 +140,18 @@ static void sign(pyps_store *s) {
     store_release(&slot->id, s->id);
 }
 
-/* Is any staging of this slot still needed: by a round that has not closed, or by a helper in the middle of a
- * ticket that is complete by now? */
+/* Is any staging buffer of this slot still needed, by a round that has not closed or by a helper that still
+ * reads a completed ticket? */
 static bool staging_is_needed(pyps_store *s, const struct member *before) {
     bool needed = before->staged;
     for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
         s->staging_ticket[staging] = before->staging_ticket[staging];
-        needed |= s->staging_ticket[staging] && ticket_is_read(s, s->staging_ticket[staging]);
+        needed |= s->staging_ticket[staging] && staging_has_reader(s, s->staging_ticket[staging]);
     }
     return needed;
 }
 
-/* Does a rank's residual lie here? A new worker would put its own in that place (encoded.c). */
+/* Does this slot have a rank's residual? A new worker would overwrite it (encoded.c). */
 static bool holds_residual(const pyps_store *s, const struct view *v) {
     for (uint32_t r = 0; r < v->ranks; r++) {
         uint32_t residual = view_rank(v, r)->residual;
@@ -160,59 +160,60 @@ static bool holds_residual(const pyps_store *s, const struct view *v) {
     return false;
 }
 
-/* PYPS_EBUSY: this slot's staging is still needed, or a residual in it; take another one. A guest, who only
- * looks, needs no staging, and completes no pushes: it brings no spares to do so with. */
-static int take_over(pyps_store *s, bool guest, bool spare_residuals) {
+/* PYPS_EBUSY: this slot's staging or a residual in it is still needed; try another slot. An anonymous reader
+ * needs no staging and completes no pushes: it brings no spares to do so with. */
+static int take_over(pyps_store *s, bool anonymous, bool keep_residuals) {
     uint64_t id = load_acquire(&s->slots[s->slot].id), version, word;
     bool changed;
     clear_slot(s, s->slot);
     int rc = id ? commit_leave(s, s->slot, id, PYPS_DEAD, &changed) : PYPS_OK;
     if (rc) return rc;
-    sign(s);
+    sign_slot(s);
     FAILPOINT("join.signed");
-    if (guest) return PYPS_OK;
+    if (anonymous) return PYPS_OK;
     if ((rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    bool needed = !view_valid(v, s->reference) || staging_is_needed(s, view_member(v, s->slot)) ||
-                  (spare_residuals && holds_residual(s, v));
+    bool needed = !view_valid(v, s->expected) || staging_is_needed(s, view_member(v, s->slot)) ||
+                  (keep_residuals && holds_residual(s, v));
     view_unpin(s);
     return needed ? PYPS_EBUSY : PYPS_OK;
 }
 
-static int back_with_memory(pyps_store *s, int role) {
+static int allocate_memory(pyps_store *s, int role) {
     uint32_t first = s->layout.common_buffers + SPARES_A_SLOT * s->slot;
-    int rc = allocate(s, s->layout.buffers + first * s->layout.buffer_stride,
-                      SPARES_A_SLOT * s->layout.buffer_stride);
+    int rc = segment_allocate(s, s->layout.buffers + first * s->layout.buffer_stride,
+                              SPARES_A_SLOT * s->layout.buffer_stride);
     for (uint32_t staging = 0; !rc && role == PYPS_WORKER && staging < s->geometry.staging_buffers; staging++)
-        rc = allocate(
-            s, s->layout.staging + (s->slot * s->geometry.staging_buffers + staging) * s->layout.area_stride,
-            s->layout.staging_codes_of);
+        rc = segment_allocate(s,
+                              s->layout.staging + (s->slot * s->geometry.staging_buffers + staging) *
+                                                      s->layout.staging_stride,
+                              s->layout.staging_codes);
     for (uint32_t b = first; !rc && b < first + SPARES_A_SLOT; b++) {
         uint64_t owner = load_acquire(&s->owners[b]);
         if (owner_holder(owner) == HOLDER_ABSENT)
-            cas_seq(&s->owners[b], owner, owner_make(0, HOLDER_NOBODY, OWNER_CHUNK_NONE));
-        s->hints[b - first] = b;
+            cas_seq(&s->owners[b], owner, owner_make(0, HOLDER_NONE, OWNER_CHUNK_NONE));
+        s->free_cache[b - first] = b;
     }
     return rc;
 }
 
-static void forget(pyps_store *s) {
+static void reset_membership(pyps_store *s) {
     s->slot = s->private_view = s->private_buffer = NONE;
-    s->id = 0, s->rank = -1, s->in_round = false, s->complete = 0, s->ticket.number = 0;
+    s->id = 0, s->rank = -1, s->in_round = false, s->complete_version = 0, s->ticket.number = 0;
     memset(s->staging_ticket, 0, sizeof s->staging_ticket);
     memset(s->staging_taken, 0, sizeof s->staging_taken);
-    s->codes_backed = s->base_params_backed = s->gathered = 0, s->residuals_backed = false;
+    s->codes_allocated = s->base_params_allocated = s->parked = 0, s->residuals_allocated = false;
     s->claimed_at = 0;
 }
 
 static int enter(pyps_store *s, int role, int rank) {
-    int rc = back_with_memory(s, role);
+    int rc = allocate_memory(s, role);
     if (rc) return rc;
     s->role = role;
     FAILPOINT("join.entered");
-    if ((rc = reap_dead(s, NULL))) return rc; /* a dead worker's rank is free */
-    struct event e = event_of(s, EVENT_JOIN);
+    if ((rc = slot_reap_dead(s, NULL))) return rc; /* a dead worker's rank is free */
+    struct event e = store_event(s, EVENT_JOIN);
     struct outcome out;
     enum verdict verdict;
     e.role = (uint32_t)role, e.rank = role == PYPS_WORKER ? rank : -1, e.pid = (uint32_t)getpid();
@@ -221,90 +222,90 @@ static int enter(pyps_store *s, int role, int rank) {
     return rc;
 }
 
-static void vacate(pyps_store *s) {
+static void release_slot(pyps_store *s) {
     clear_slot(s, s->slot);
     store_seq(&s->slots[s->slot].id, 0);
-    unlock_slot(s, s->slot);
-    forget(s);
+    slot_unlock(s, s->slot);
+    reset_membership(s);
 }
 
-/* One look at every slot: the empty ones, then the dead ones', and only then those with another's residual.
- * PYPS_EBUSY: one has staging that is needed. */
-static int try_slots(pyps_store *s, bool guest) {
+/* Tries every slot once: the empty ones, then those of dead participants, then those with another rank's
+ * residual. PYPS_EBUSY: the staging buffers of one are still needed. */
+static int try_slots(pyps_store *s, bool anonymous) {
     uint32_t count = s->geometry.max_participants;
     int result = PYPS_EFULL;
     for (uint32_t i = 0; i < 3 * count; i++) {
         uint32_t slot = i % count;
-        if ((i < count && load_acquire(&s->slots[slot].id)) || lock_slot(s, slot)) continue;
-        forget(s);
+        if ((i < count && load_acquire(&s->slots[slot].id)) || slot_lock(s, slot)) continue;
+        reset_membership(s);
         s->slot = slot;
-        int rc = take_over(s, guest, i < 2 * count);
+        int rc = take_over(s, anonymous, i < 2 * count);
         if (!rc) return PYPS_OK;
-        vacate(s);
+        release_slot(s);
         if (rc != PYPS_EBUSY) return rc;
         result = PYPS_EBUSY;
     }
     return result;
 }
 
-/* Locks and clears a slot that nobody is in; PYPS_EFULL if there is none. */
-static int find_slot(pyps_store *s, bool guest) {
-    uint64_t deadline = now_nanoseconds() + READER_GRACE_NANOSECONDS;
-    int rc = try_slots(s, guest);
-    while (rc == PYPS_EBUSY && now_nanoseconds() < deadline) {
-        word_wait(&s->header->progress, load32_acquire(&s->header->progress), READER_SLICE_NANOSECONDS);
-        rc = try_slots(s, guest);
+/* Locks and clears a free slot; PYPS_EFULL if there is none. */
+static int find_slot(pyps_store *s, bool anonymous) {
+    uint64_t deadline = wait_now_nanoseconds() + READER_GRACE_NANOSECONDS;
+    int rc = try_slots(s, anonymous);
+    while (rc == PYPS_EBUSY && wait_now_nanoseconds() < deadline) {
+        wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), READER_SLICE_NANOSECONDS);
+        rc = try_slots(s, anonymous);
     }
     if (rc != PYPS_EFULL && rc != PYPS_EBUSY) return rc;
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
 }
 
-int guest_enter(pyps_store *s, bool *guest) {
-    int rc = store_usable(s, false);
-    *guest = !rc && s->slot == NONE;
-    return *guest ? find_slot(s, true) : rc;
+int anonymous_reader_enter(pyps_store *s, bool *anonymous) {
+    int rc = store_check_usable(s, false);
+    *anonymous = !rc && s->slot == NONE;
+    return *anonymous ? find_slot(s, true) : rc;
 }
 
-void guest_leave(pyps_store *s, bool guest) {
-    if (guest && s->slot != NONE) vacate(s);
+void anonymous_reader_leave(pyps_store *s, bool anonymous) {
+    if (anonymous && s->slot != NONE) release_slot(s);
 }
 
 int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
-    int rc = store_usable(s, false);
+    int rc = store_check_usable(s, false);
     if (rc) return rc;
     if (s->slot != NONE) return fail(PYPS_EINVAL, "this handle has joined already");
     if (role != PYPS_WORKER && role != PYPS_OBSERVER)
         return fail(PYPS_EINVAL, "role: found %d; expected 0 or 1", role);
     if ((rc = find_slot(s, false))) return rc;
-    if ((rc = enter(s, role, rank))) vacate(s);
+    if ((rc = enter(s, role, rank))) release_slot(s);
     else if (rank_out) *rank_out = s->rank;
     return rc;
 }
 
 int pyps_leave(pyps_store *s) {
-    int rc = store_usable(s, true);
+    int rc = store_check_usable(s, true);
     if (rc) return rc;
     bool changed;
     rc = commit_leave(s, s->slot, s->id, PYPS_LEFT, &changed);
-    vacate(s);
+    release_slot(s);
     return rc;
 }
 
 int pyps_rejoin(pyps_store *s) {
-    int rc = store_usable(s, true);
+    int rc = store_check_usable(s, true);
     if (rc) return rc;
-    struct event e = event_of(s, EVENT_REJOIN);
+    struct event e = store_event(s, EVENT_REJOIN);
     struct outcome out;
     enum verdict verdict;
     if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
-    staging_forget(s);
+    staging_abandon(s);
     return PYPS_OK;
 }
 
 int pyps_reap(pyps_store *s, uint32_t *dead_out) {
-    bool guest;
-    int rc = guest_enter(s, &guest);
-    if (!rc) rc = reap_dead(s, dead_out);
-    guest_leave(s, guest);
+    bool anonymous;
+    int rc = anonymous_reader_enter(s, &anonymous);
+    if (!rc) rc = slot_reap_dead(s, dead_out);
+    anonymous_reader_leave(s, anonymous);
     return rc;
 }

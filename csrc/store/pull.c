@@ -1,10 +1,10 @@
-/* pull.c: copying parameters out: a pull (each chunk whole, the oldest version told) and a strict snapshot
- * (all chunks at one version, while pushes go on). */
+/* pull.c: copies parameters out. A pull has each chunk whole and reports the oldest version; a strict
+ * snapshot has all chunks at one version, while pushes continue. */
 #include <string.h>
 
 #include "store/store.h"
 
-#define STREAM_BYTES (UINT64_C(16) << 20) /* a copy that no cache of one core holds goes past them */
+#define STREAM_BYTES (UINT64_C(16) << 20) /* a copy too large for the cache of one core bypasses it */
 
 /* The unused end of a group's last chunk reads as zeros. */
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
@@ -16,17 +16,17 @@ void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t v
     memset(flat + length, 0, (s->geometry.chunk_params - length) * sizeof *flat);
 }
 
-int record_pull(pyps_store *s, uint64_t version) {
+int pull_record(pyps_store *s, uint64_t version) {
     s->pulled_version = version;
     if (s->role != PYPS_WORKER) return PYPS_OK;
-    struct event e = event_of(s, EVENT_PULL);
+    struct event e = store_event(s, EVENT_PULL);
     e.version = version;
     struct outcome outcome;
     enum verdict verdict;
     return view_commit(s, &e, &outcome, &verdict);
 }
 
-/* In a synchronous run everybody computes on the same version. */
+/* In a synchronous run every worker computes on the same version. */
 static int round_complete(pyps_store *s) {
     if (!s->policy->waits_for_round) return PYPS_OK;
     uint64_t word;
@@ -38,7 +38,7 @@ static int round_complete(pyps_store *s) {
 }
 
 int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
-    int rc = store_usable(s, true);
+    int rc = store_check_usable(s, true);
     if (rc) return rc;
     uint64_t word, oldest = UINT64_MAX;
     if ((rc = round_complete(s))) return rc;
@@ -51,11 +51,11 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     }
     kernels_chosen()->copied();
     *version_out = oldest;
-    return record_pull(s, oldest);
+    return pull_record(s, oldest);
 }
 
 int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes, uint64_t *version_out) {
-    int rc = store_usable(s, true);
+    int rc = store_check_usable(s, true);
     if (rc || (rc = codec_check_data("pull", codec, store_elements(s), data, bytes)) ||
         (rc = round_complete(s)))
         return rc;
@@ -64,12 +64,12 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
     uint64_t word, oldest = UINT64_MAX;
     for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) {
         if ((rc = chunk_pin(s, chunk, &word))) return rc;
-        rc = encode_chunk(s, chunk, buffer_floats(s, word_buffer(word), 0), &flat);
+        rc = chunk_encode(s, chunk, buffer_floats(s, word_buffer(word), 0), &flat);
         chunk_unpin(s);
         if (word_version(word) < oldest) oldest = word_version(word);
     }
     *version_out = oldest;
-    return rc ? rc : record_pull(s, oldest);
+    return rc ? rc : pull_record(s, oldest);
 }
 
 struct target {
@@ -87,8 +87,8 @@ static void copy_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, con
     FAILPOINT("snapshot.copied");
 }
 
-/* The buffer that a pusher saved: pinned, then seen to be saved still by a snapshot that is still alive; from
- * then on a cancel cannot take it away. */
+/* Copies the buffer that a pusher saved. It is pinned first, and then the snapshot is seen to be still alive:
+ * from then on a cancel cannot take the buffer away. */
 static int copy_saved(pyps_store *s, uint32_t chunk, const struct target *to) {
     uint64_t saved = load_acquire(&s->saved[chunk]);
     uint32_t buffer = word_buffer(saved);
@@ -99,7 +99,8 @@ static int copy_saved(pyps_store *s, uint32_t chunk, const struct target *to) {
     store_seq(&s->slots[s->slot].chunk_hazard, buffer + UINT64_C(1));
     int rc = view_load_snapshot(s);
     if (!rc && (!s->snapshot_active || s->snapshot != to->snapshot))
-        rc = fail(PYPS_ESTALE, "snapshot at version %llu: cancelled, it held up pushes or another snapshot",
+        rc = fail(PYPS_ESTALE,
+                  "snapshot at version %llu: cancelled, because it delayed pushes or another snapshot",
                   (unsigned long long)to->version);
     if (!rc) copy_chunk(s, chunk, buffer, to);
     chunk_unpin(s);
@@ -121,8 +122,7 @@ static int snapshot_chunk(pyps_store *s, uint32_t chunk, const struct target *to
     int rc = copy_present(s, chunk, to, &done);
     if (!rc && !done) rc = copy_saved(s, chunk, to);
     if (rc) return rc;
-    /* DONE: pushers need not save, and a saved buffer is free. What a later snapshot has saved is not ours.
-     */
+    /* DONE: pushers need not save, and a saved buffer is free. The mark of a later snapshot stays. */
     uint64_t saved = load_acquire(&s->saved[chunk]);
     while (saved_snapshot(saved) <= to->snapshot &&
            !cas_seq(&s->saved[chunk], saved, saved_make(to->snapshot, SAVED_DONE, 0)))
@@ -132,19 +132,20 @@ static int snapshot_chunk(pyps_store *s, uint32_t chunk, const struct target *to
 
 int pyps_snapshot(pyps_store *s, float *flat, float *const *state, uint64_t *steps, double timeout_seconds,
                   uint64_t *version_out) {
-    int rc = store_usable(s, true);
+    int rc = store_check_usable(s, true);
     if (rc) return rc;
-    struct event begin = event_of(s, EVENT_SNAPSHOT_BEGIN);
+    struct event begin = store_event(s, EVENT_SNAPSHOT_BEGIN);
     struct outcome outcome, ignored;
     enum verdict verdict;
     uint64_t waited;
-    if ((rc = view_commit_waiting(s, &begin, deadline_of(s, timeout_seconds), &outcome, &waited))) return rc;
+    if ((rc = view_commit_waiting(s, &begin, store_deadline(s, timeout_seconds), &outcome, &waited)))
+        return rc;
     FAILPOINT("snapshot.begun");
-    s->ticket.number = 0; /* our cached view is older than our snapshot */
+    s->ticket.number = 0; /* the cached view is older than this snapshot */
     struct target to = {flat, state, steps, outcome.snapshot, outcome.version};
     for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) rc = snapshot_chunk(s, chunk, &to);
     kernels_chosen()->copied();
-    struct event end = event_of(s, EVENT_SNAPSHOT_END);
+    struct event end = store_event(s, EVENT_SNAPSHOT_END);
     end.snapshot = outcome.snapshot;
     int ended = view_commit(s, &end, &ignored, &verdict);
     *version_out = outcome.version;

@@ -1,9 +1,9 @@
-/* segment.c: the file behind a store: made whole or not at all, all_joined without trust, removed when
- * unused.
+/* segment.c: the file of a store: made whole or not at all, opened without trust, removed when unused.
  *
- * A new segment is written into an unnamed file and linked under its name when it is ready, so nobody ever
- * meets half a segment and a killed creator leaves nothing. Every handle keeps a read lock on one byte of the
- * file (an open file description lock: it goes with the process); unlink asks for the write lock.
+ * A new segment is written into an unnamed file and linked under its name when it is ready. So no process
+ * ever opens half a segment, and a creator that is killed leaves nothing. Every handle keeps a read lock on
+ * one byte of the file (an open file description lock, which ends with the process); unlink asks for the
+ * write lock.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -25,8 +25,8 @@ static pyps_store *handles;
 static void before_fork(void) { pthread_mutex_lock(&handles_lock); }
 static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
 
-/* The child shares the parent's file descriptions, hence its locks: it lets go, or the parent could never be
- * dead. */
+/* The child shares the parent's file descriptions and so its locks. It closes them, or the parent would never
+ * be found dead. */
 static void after_fork_child(void) {
     for (pyps_store *s = handles; s; s = s->next) {
         close(s->fd);
@@ -38,7 +38,7 @@ static void after_fork_child(void) {
 
 static void install_fork_handlers(void) { pthread_atfork(before_fork, after_fork_parent, after_fork_child); }
 
-/* No fork comes between: a file is all_joined, and its handle is where a forked child looks for what to
+/* No fork may happen between opening a file and listing its handle, where a forked child finds what to
  * close. */
 static void hold_forks(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -57,14 +57,14 @@ static void handles_remove(const pyps_store *s) {
     pthread_mutex_unlock(&handles_lock);
 }
 
-int byte_lock(int fd, short type, int64_t byte) {
+int segment_lock_byte(int fd, short type, int64_t byte) {
     struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = LOCK_BASE + byte, .l_len = 1};
     if (fcntl(fd, F_OFD_SETLK, &lock) == 0) return PYPS_OK;
     if (errno == EAGAIN || errno == EACCES) return PYPS_EBUSY;
     return fail(PYPS_ESYS, "locking byte %lld of the segment: %s", (long long)byte, strerror(errno));
 }
 
-int byte_locked(int fd, int64_t byte) {
+int segment_byte_locked(int fd, int64_t byte) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = LOCK_BASE + byte, .l_len = 1};
     return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK ? 0 : 1;
 }
@@ -86,7 +86,7 @@ static int path_of(const char *name, char *path, size_t capacity) {
     return PYPS_OK;
 }
 
-int allocate(pyps_store *s, uint64_t offset, uint64_t bytes) {
+int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes) {
     int error;
     do error = posix_fallocate(s->fd, (off_t)offset, (off_t)bytes);
     while (error == EINTR);
@@ -103,19 +103,19 @@ static int map_failed(const char *what) {
     return fail(PYPS_ESYS, "%s in %s: %s", what, directory(), strerror(errno));
 }
 
-static struct terms terms_of(const struct geometry *g, const uint32_t *batches) {
-    return (struct terms){.participants = g->max_participants,
-                          .ranks = g->ranks,
-                          .staging_buffers = g->staging_buffers,
-                          .policy = g->policy,
-                          .policy_params = g->policy_params,
-                          .samples = g->samples,
-                          .round_timeout = g->round_timeout_nanoseconds,
-                          .batches = batches};
+static struct view_config view_config_of(const struct geometry *g, const uint32_t *batches) {
+    return (struct view_config){.participants = g->max_participants,
+                                .ranks = g->ranks,
+                                .staging_buffers = g->staging_buffers,
+                                .policy = g->policy,
+                                .policy_params = g->policy_params,
+                                .samples = g->samples,
+                                .round_timeout = g->round_timeout_nanoseconds,
+                                .batches = batches};
 }
 
-/* Pointers and derived tables, once geometry and layout are known and the file is mapped. */
-static int bind(pyps_store *s, const struct group *groups) {
+/* Maps the file and derives pointers and tables; geometry and layout are known. */
+static int map_segment(pyps_store *s, const struct group *groups) {
     const struct geometry *g = &s->geometry;
     s->base = mmap(NULL, s->layout.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, s->fd, 0);
     if (s->base == MAP_FAILED) {
@@ -134,14 +134,14 @@ static int bind(pyps_store *s, const struct group *groups) {
     s->chunks = calloc(g->chunks, sizeof *s->chunks);
     s->streamed = calloc(g->chunks, sizeof *s->streamed);
     s->sources = calloc(g->max_participants, sizeof *s->sources);
-    s->reference = view_allocate(s);
+    s->expected = view_allocate(s);
     uint32_t *ones = calloc(g->ranks, sizeof *ones);
-    if (!s->chunks || !s->streamed || !s->sources || !s->reference || !ones) {
+    if (!s->chunks || !s->streamed || !s->sources || !s->expected || !ones) {
         free(ones);
         return fail(PYPS_ENOSPC, "out of memory for a handle");
     }
-    struct terms terms = terms_of(g, ones);
-    view_init(s->reference, &terms);
+    struct view_config view_config = view_config_of(g, ones);
+    view_init(s->expected, &view_config);
     free(ones);
     for (uint32_t i = 0; i < g->groups; i++)
         for (uint32_t c = 0; c < groups[i].chunks; c++) {
@@ -152,7 +152,7 @@ static int bind(pyps_store *s, const struct group *groups) {
     return PYPS_OK;
 }
 
-/* Forks are held. NULL: out of memory, and the file is closed. */
+/* With forks held. NULL: out of memory; the file is closed. */
 static pyps_store *new_handle(int fd) {
     pyps_store *s = calloc(1, sizeof *s);
     if (!s) {
@@ -163,7 +163,7 @@ static pyps_store *new_handle(int fd) {
     s->fd = fd, s->process = getpid();
     s->slot = s->private_view = s->private_buffer = NONE;
     s->rank = s->journal = -1;
-    for (size_t i = 0; i < sizeof s->hints / sizeof *s->hints; i++) s->hints[i] = NONE;
+    for (size_t i = 0; i < sizeof s->free_cache / sizeof *s->free_cache; i++) s->free_cache[i] = NONE;
     return s;
 }
 
@@ -172,7 +172,7 @@ static void destroy(pyps_store *s) {
     if (s->base) munmap(s->base, s->layout.bytes);
     if (s->fd >= 0) close(s->fd);
     journal_close(s);
-    free(s->chunks), free(s->streamed), free(s->sources), free(s->reference), free(s);
+    free(s->chunks), free(s->streamed), free(s->sources), free(s->expected), free(s);
 }
 
 int pyps_close(pyps_store *s) {
@@ -184,15 +184,15 @@ int pyps_close(pyps_store *s) {
 
 /* ---- create ---- */
 
-static void fill(pyps_store *s, const pyps_config *config, const pyps_tensor *tensors,
-                 const struct group *groups) {
+static void write_segment(pyps_store *s, const pyps_config *config, const pyps_tensor *tensors,
+                          const struct group *groups) {
     const struct geometry *g = &s->geometry;
     struct header *h = s->header;
     memcpy(s->base + s->layout.tensors, tensors, g->tensors * sizeof *tensors);
     memcpy(s->base + s->layout.groups, groups, g->groups * sizeof *groups);
     for (uint32_t c = 0; c < g->chunks; c++) store_relaxed(&s->words[c], word_make(0, c));
     for (uint32_t b = 0; b < s->layout.buffer_count; b++) {
-        uint32_t holder = b < s->layout.common_buffers ? HOLDER_NOBODY : HOLDER_ABSENT;
+        uint32_t holder = b < s->layout.common_buffers ? HOLDER_NONE : HOLDER_ABSENT;
         store_relaxed(&s->owners[b], owner_make(0, holder, b < g->chunks ? b : OWNER_CHUNK_NONE));
     }
     for (uint32_t t = 0; config->initial && t < g->tensors; t++)
@@ -203,8 +203,8 @@ static void fill(pyps_store *s, const pyps_config *config, const pyps_tensor *te
                    config->initial[t] + done, run * sizeof(float));
             done += run;
         }
-    struct terms terms = terms_of(g, config->batches);
-    view_init((struct view *)(void *)(s->base + s->layout.views), &terms);
+    struct view_config view_config = view_config_of(g, config->batches);
+    view_init((struct view *)(void *)(s->base + s->layout.views), &view_config);
     memcpy(h->magic, SEGMENT_MAGIC, sizeof h->magic);
     h->endian = ENDIAN_MARK, h->abi = PYPS_ABI, h->bytes = s->layout.bytes, h->geometry = *g;
     h->checksum = geometry_checksum(g, tensors, groups);
@@ -212,16 +212,16 @@ static void fill(pyps_store *s, const pyps_config *config, const pyps_tensor *te
     store32_release(&h->state, SEGMENT_READY);
 }
 
-static int make(pyps_store *s, const pyps_config *config, const char *path, const pyps_tensor *tensors,
-                const struct group *groups) {
+static int build(pyps_store *s, const pyps_config *config, const char *path, const pyps_tensor *tensors,
+                 const struct group *groups) {
     char unnamed[64];
     uint64_t fixed = s->layout.buffers + s->layout.common_buffers * s->layout.buffer_stride;
     int rc;
     if (ftruncate(s->fd, (off_t)s->layout.bytes)) return map_failed("sizing the segment");
-    if ((rc = allocate(s, 0, fixed)) || (rc = byte_lock(s->fd, F_RDLCK, ATTACHED_BYTE)) ||
-        (rc = bind(s, groups)))
+    if ((rc = segment_allocate(s, 0, fixed)) || (rc = segment_lock_byte(s->fd, F_RDLCK, ATTACHED_BYTE)) ||
+        (rc = map_segment(s, groups)))
         return rc;
-    fill(s, config, tensors, groups);
+    write_segment(s, config, tensors, groups);
     snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", s->fd);
     if (linkat(AT_FDCWD, unnamed, AT_FDCWD, path, AT_SYMLINK_FOLLOW) == 0) return PYPS_OK;
     if (errno == EEXIST) return fail(PYPS_EEXIST, "%s: exists; open it, or remove it with pyps shm gc", path);
@@ -247,7 +247,7 @@ int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
     }
     if (!rc) {
         s->geometry = geometry, s->layout = layout;
-        rc = make(s, config, path, tensors, groups);
+        rc = build(s, config, path, tensors, groups);
     }
     free(tensors), free(groups);
     if (rc && s) destroy(s);
@@ -279,10 +279,10 @@ static int open_file(const char *name, int *fd_out, struct stat *status) {
     return rc;
 }
 
-/* Reads with pread, not through a mapping: a file that is shorter than it says must not end in SIGBUS. */
+/* Uses pread, not a mapping: a file that is shorter than its header says must not raise SIGBUS. */
 static int read_exactly(int fd, void *to, uint64_t bytes, uint64_t offset, const char *what) {
     if (pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes) return PYPS_OK;
-    return fail(PYPS_ECORRUPT, "%s: the file ends before it; the segment is truncated", what);
+    return fail(PYPS_ECORRUPT, "%s: the file ends before the end of it; the segment is truncated", what);
 }
 
 static int check_header(const struct header *h, uint64_t size, struct layout *layout) {
@@ -320,7 +320,7 @@ static int attach(pyps_store *s, uint64_t size) {
     if (!rc && (geometry_checksum(&s->geometry, tensors, groups) != header.checksum ||
                 !geometry_tables_valid(&s->geometry, tensors, groups)))
         rc = fail(PYPS_ECORRUPT, "checksum: geometry, tensors or groups are damaged");
-    if (!rc) rc = bind(s, groups);
+    if (!rc) rc = map_segment(s, groups);
     free(tensors), free(groups);
     return rc;
 }
@@ -336,9 +336,9 @@ int pyps_open(const char *name, pyps_store **out) {
     release_forks();
     if (rc) return rc;
     FAILPOINT("open.begun");
-    rc = byte_lock(fd, F_RDLCK, ATTACHED_BYTE);
+    rc = segment_lock_byte(fd, F_RDLCK, ATTACHED_BYTE);
     if (rc == PYPS_EBUSY) fail(rc, "%s: is being removed", name);
-    /* Removed between open and lock? Then nobody else will ever find it. */
+    /* Removed between open and lock? Then no other process can open it. */
     if (!rc && (fstat(fd, &status) || status.st_nlink == 0)) rc = fail(PYPS_ENOENT, "%s: was removed", name);
     if (!rc) rc = attach(s, (uint64_t)status.st_size);
     if (rc) destroy(s);
@@ -355,7 +355,7 @@ int pyps_unlink(const char *name, int force) {
     int rc = open_file(name, &fd, &status);
     if (rc) return rc;
     FAILPOINT("unlink.all_joined");
-    rc = force ? PYPS_OK : byte_lock(fd, F_WRLCK, ATTACHED_BYTE);
+    rc = force ? PYPS_OK : segment_lock_byte(fd, F_WRLCK, ATTACHED_BYTE);
     if (rc == PYPS_EBUSY) fail(rc, "%s: a live process has it open", name);
     /* Removed between open and lock? Then the name is another segment's by now, or nobody's. */
     if (!rc && !force && (fstat(fd, &status) || status.st_nlink == 0))
@@ -376,7 +376,8 @@ int pyps_probe(const char *name, uint64_t *bytes_out) {
     *bytes_out = (uint64_t)status.st_blocks * 512;
     if (pread(fd, magic, sizeof magic, 0) != sizeof magic || memcmp(magic, SEGMENT_MAGIC, sizeof magic))
         rc = fail(PYPS_ECORRUPT, "%s: not a pyps segment", name);
-    else if (byte_locked(fd, ATTACHED_BYTE)) rc = fail(PYPS_EBUSY, "%s: a live process has it open", name);
+    else if (segment_byte_locked(fd, ATTACHED_BYTE))
+        rc = fail(PYPS_EBUSY, "%s: a live process has it open", name);
     close(fd);
     return rc;
 }

@@ -8,8 +8,8 @@
 #define LOCK_BASE     (INT64_C(1) << 60) /* beyond any file; slot i's byte is i */
 #define ATTACHED_BYTE INT64_C(4096)      /* read-locked by every handle */
 
-int byte_lock(int fd, short type, int64_t byte); /* PYPS_OK, PYPS_EBUSY or PYPS_ESYS; never waits */
-int byte_locked(int fd, int64_t byte);           /* by another open file description */
+int segment_lock_byte(int fd, short type, int64_t byte); /* PYPS_OK, PYPS_EBUSY or PYPS_ESYS; never waits */
+int segment_byte_locked(int fd, int64_t byte);           /* by another open file description */
 
 /* geometry.c: geometry and tables from what a creator asks for, all checked. The caller frees the tables. */
 int geometry_from_config(const pyps_config *given, struct geometry *geometry, pyps_tensor **tensors,

@@ -1,11 +1,11 @@
-/* status.c: watching and steering: what the view says, in the public structs, and re-planning. */
+/* status.c: observing and steering: the view in the public structs, and re-planning. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "store/store.h"
 
 int pyps_get_layout(pyps_store *s, pyps_layout *out) {
-    int rc = store_usable(s, false);
+    int rc = store_check_usable(s, false);
     if (rc) return rc;
     const struct geometry *g = &s->geometry;
     *out = (pyps_layout){.segment_bytes = s->layout.bytes,
@@ -25,13 +25,13 @@ int pyps_get_layout(pyps_store *s, pyps_layout *out) {
 }
 
 int pyps_get_policy_params(pyps_store *s, pyps_policy_params *out) {
-    int rc = store_usable(s, false);
+    int rc = store_check_usable(s, false);
     if (!rc) *out = s->geometry.policy_params;
     return rc;
 }
 
 int pyps_get_tensor(pyps_store *s, uint32_t index, pyps_tensor *out) {
-    int rc = store_usable(s, false);
+    int rc = store_check_usable(s, false);
     if (rc) return rc;
     if (index >= s->geometry.tensors)
         return fail(PYPS_EINVAL, "tensor: found %u; expected below %u", index, s->geometry.tensors);
@@ -41,19 +41,19 @@ int pyps_get_tensor(pyps_store *s, uint32_t index, pyps_tensor *out) {
 }
 
 /* A checked private copy of the present view; the caller frees it. */
-static int present(pyps_store *s, struct view **out) {
-    bool guest;
-    int rc = guest_enter(s, &guest);
+static int copy_view(pyps_store *s, struct view **out) {
+    bool anonymous;
+    int rc = anonymous_reader_enter(s, &anonymous);
     if (rc) return rc;
     if (!(*out = view_allocate(s))) rc = PYPS_ENOSPC;
     else if ((rc = view_copy(s, *out))) free(*out);
-    guest_leave(s, guest);
+    anonymous_reader_leave(s, anonymous);
     return rc;
 }
 
 int pyps_get_status(pyps_store *s, pyps_status *out) {
     struct view *v;
-    int rc = present(s, &v);
+    int rc = copy_view(s, &v);
     if (rc) return rc;
     *out = (pyps_status){.sequence = v->sequence,
                          .version = v->version,
@@ -69,7 +69,7 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
 
 int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_t *count_out) {
     struct view *v;
-    int rc = present(s, &v);
+    int rc = copy_view(s, &v);
     if (rc) return rc;
     *count_out = 0;
     for (uint32_t slot = 0; slot < v->participants && *count_out < capacity; slot++) {
@@ -92,7 +92,7 @@ int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_
 
 int pyps_get_ranks(pyps_store *s, pyps_rank *out, uint32_t capacity) {
     struct view *v;
-    int rc = present(s, &v);
+    int rc = copy_view(s, &v);
     if (rc) return rc;
     for (uint32_t rank = 0; rank < v->ranks && rank < capacity; rank++) out[rank] = view_rank(v, rank)->total;
     free(v);
@@ -100,14 +100,14 @@ int pyps_get_ranks(pyps_store *s, pyps_rank *out, uint32_t capacity) {
 }
 
 int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count) {
-    int rc = store_usable(s, true);
+    int rc = store_check_usable(s, true);
     if (rc) return rc;
     if (!batches || count != s->geometry.ranks)
         return fail(PYPS_EINVAL, "batches: found %u; expected one for each of %u ranks", count,
                     s->geometry.ranks);
     for (uint32_t r = 0; r < count; r++)
         if (!batches[r]) return fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
-    struct event e = event_of(s, EVENT_REPLAN);
+    struct event e = store_event(s, EVENT_REPLAN);
     struct outcome out;
     enum verdict verdict;
     e.batches = batches;
@@ -115,13 +115,13 @@ int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count) {
 }
 
 int pyps_wait(pyps_store *s, uint64_t sequence, double timeout_seconds) {
-    int rc = store_usable(s, false);
+    int rc = store_check_usable(s, false);
     if (rc) return rc;
-    uint64_t deadline = deadline_after(timeout_seconds < 0 ? 3600 : timeout_seconds);
+    uint64_t deadline = wait_deadline_after(timeout_seconds < 0 ? 3600 : timeout_seconds);
     for (;;) {
         uint32_t seen = view_sequence_word(s);
         if (word_version(load_acquire(&s->header->view)) > sequence) return PYPS_OK;
-        uint64_t now = now_nanoseconds();
+        uint64_t now = wait_now_nanoseconds();
         if (now >= deadline)
             return fail(PYPS_ETIMEDOUT, "no event after view %llu", (unsigned long long)sequence);
         view_wait(s, seen, deadline - now < WAIT_SLICE_NANOSECONDS ? deadline - now : WAIT_SLICE_NANOSECONDS);

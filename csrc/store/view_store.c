@@ -1,4 +1,4 @@
-/* view_store.c: publishing views. The pure steps are in view.c; here are the hazard, the copy and the CAS. */
+/* view_store.c: publishes views: the hazard, the copy and the CAS. The pure steps are in policy/view.c. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,7 +18,7 @@ struct view *view_allocate(const pyps_store *s) {
     return v;
 }
 
-struct event event_of(const pyps_store *s, enum event_kind kind) {
+struct event store_event(const pyps_store *s, enum event_kind kind) {
     return (struct event){.kind = kind, .slot = s->slot, .id = s->id};
 }
 
@@ -46,7 +46,7 @@ static int copy_pinned(pyps_store *s, struct view *out, uint64_t *word) {
     if (!present) return PYPS_ECORRUPT;
     memcpy(out, present, bytes_of_view(s));
     view_unpin(s);
-    if (!view_valid(out, s->reference) || out->sequence != word_version(*word))
+    if (!view_valid(out, s->expected) || out->sequence != word_version(*word))
         return fail(PYPS_ECORRUPT, "view %llu: its counts or indices are impossible; the segment is damaged",
                     (unsigned long long)word_version(*word));
     return PYPS_OK;
@@ -64,21 +64,20 @@ static a32 *futex_word(const pyps_store *s) {
 uint32_t view_sequence_word(const pyps_store *s) { return load32_acquire(futex_word(s)); }
 
 void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds) {
-    /* The waiter counts itself, then the kernel compares the word; the committer CASes, then reads the count.
-     */
+    /* A waiter counts itself, then the kernel compares the word. A committer CASes, then reads the count. */
     add32_seq(&s->header->view_waiters, 1);
-    word_wait(futex_word(s), seen, nanoseconds);
+    wait_on_word(futex_word(s), seen, nanoseconds);
     add32_seq(&s->header->view_waiters, -1u);
 }
 
 int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict) {
     for (;;) {
         uint64_t word;
-        int rc = view_claim(s);
+        int rc = view_buffer_claim(s);
         if (rc) return rc;
         struct view *next = view_at(s, s->private_view);
         if ((rc = copy_pinned(s, next, &word))) return rc;
-        e->now = now_nanoseconds(); /* after every time in that view */
+        e->now = wait_now_nanoseconds(); /* after every time in that view */
         *verdict = view_step(next, e, out);
         if (*verdict != STEP_COMMIT) {
             journal_event(s, e, out, *verdict, next);
@@ -88,13 +87,13 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
         if (!cas_seq(&s->header->view, word, word_make(next->sequence, s->private_view))) continue;
         FAILPOINT("view.committed");
         journal_event(s, e, out, *verdict, next);
-        view_published(s);
-        if (load32_seq(&s->header->view_waiters)) word_wake_all(futex_word(s));
+        view_buffer_published(s);
+        if (load32_seq(&s->header->view_waiters)) wait_wake_all(futex_word(s));
         return out->code;
     }
 }
 
-static uint64_t present_due(pyps_store *s) {
+static uint64_t present_deadline(pyps_store *s) {
     uint64_t word;
     const struct view *v = view_pin(s, &word);
     uint64_t next_deadline = v && v->next_deadline ? v->next_deadline : UINT64_MAX;
@@ -102,24 +101,24 @@ static uint64_t present_due(pyps_store *s) {
     return next_deadline;
 }
 
-static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+static uint64_t earlier(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* A peer found dead is taken out; one that merely took too long is fenced by a tick. */
-int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline) {
-    uint64_t now = now_nanoseconds(), next_deadline = present_due(s);
+/* Reaps dead members; a tick fences those that only took too long. */
+int view_wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline) {
+    uint64_t now = wait_now_nanoseconds(), next_deadline = present_deadline(s);
     if (now >= deadline)
         return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - since) / 1e9);
-    uint64_t until = least(least(now + WAIT_SLICE_NANOSECONDS, deadline), next_deadline);
-    if (at && at <= now) return PYPS_OK; /* it came while this was decided */
-    if (at) until = least(until, at);
+    uint64_t until = earlier(earlier(now + WAIT_SLICE_NANOSECONDS, deadline), next_deadline);
+    if (at && at <= now) return PYPS_OK; /* the time came while the event was decided */
+    if (at) until = earlier(until, at);
     if (until > now) view_wait(s, seen, until - now);
     if (view_sequence_word(s) != seen) return PYPS_OK;
-    now = now_nanoseconds();
+    now = wait_now_nanoseconds();
     if (at && now >= at && now < next_deadline) return PYPS_OK;
-    int rc = reap_dead(s, NULL);
-    now = now_nanoseconds();
+    int rc = slot_reap_dead(s, NULL);
+    now = wait_now_nanoseconds();
     if (rc || (now < next_deadline && now - since < s->geometry.round_timeout_nanoseconds)) return rc;
-    struct event tick = event_of(s, EVENT_TICK);
+    struct event tick = store_event(s, EVENT_TICK);
     tick.waited = now - since;
     struct outcome out;
     enum verdict verdict;
@@ -128,19 +127,19 @@ int wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, u
 
 int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *out,
                         uint64_t *waited) {
-    uint64_t since = now_nanoseconds();
+    uint64_t since = wait_now_nanoseconds();
     for (;;) {
         enum verdict verdict;
         uint32_t seen =
-            view_sequence_word(s); /* before deciding, so that no change in between is slept through */
+            view_sequence_word(s); /* read before deciding, so that no change in between is missed */
         int rc = view_commit(s, e, out, &verdict);
-        *waited = now_nanoseconds() - since;
+        *waited = wait_now_nanoseconds() - since;
         if (rc || verdict != STEP_WAIT) return rc;
-        if ((rc = wait_for_others(s, seen, since, out->at, deadline))) return rc;
+        if ((rc = view_wait_for_others(s, seen, since, out->at, deadline))) return rc;
     }
 }
 
-static void keep_snapshot(pyps_store *s, const struct view *v) {
+static void store_snapshot(pyps_store *s, const struct view *v) {
     s->snapshot = v->snapshot, s->snapshot_version = v->snapshot_version;
     s->snapshot_active = v->snapshot_active != 0;
 }
@@ -149,7 +148,7 @@ int view_load_snapshot(pyps_store *s) {
     uint64_t word;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    keep_snapshot(s, v);
+    store_snapshot(s, v);
     view_unpin(s);
     return PYPS_OK;
 }
@@ -166,27 +165,28 @@ static bool ticket_possible(const pyps_store *s, const struct ticket *t) {
 }
 
 static int load_ticket_from(pyps_store *s, const struct view *v, uint64_t number) {
-    if (!view_valid(v, s->reference) || number > v->version)
+    if (!view_valid(v, s->expected) || number > v->version)
         return fail(PYPS_ECORRUPT, "ticket %llu: not among the %llu admitted; the segment is damaged",
                     (unsigned long long)number, (unsigned long long)v->version);
     FAILPOINT("ticket.checked");
     struct ticket ticket = *view_ticket(v, number);
-    if (ticket.number != number || (ticket.kind == TICKET_ROUND && v->round_ticket != number)) return STALE;
+    if (ticket.number != number || (ticket.kind == TICKET_ROUND && v->round_ticket != number))
+        return TRY_AGAIN;
     uint32_t sources = ticket.kind == TICKET_ROUND ? *(const volatile uint32_t *)&v->round_sources : 0;
     s->ticket.number = 0; /* until all of the new one is here */
     s->source_count = sources <= s->geometry.max_participants ? sources : 0;
     memcpy(s->sources, view_sources(v), s->source_count * sizeof *s->sources);
     if (!ticket_possible(s, &ticket))
-        return fail(PYPS_ECORRUPT, "ticket %llu: names staging that does not exist",
+        return fail(PYPS_ECORRUPT, "ticket %llu: names a staging buffer that does not exist",
                     (unsigned long long)number);
     s->ticket = ticket;
-    keep_snapshot(s, v);
+    store_snapshot(s, v);
     return PYPS_OK;
 }
 
-/* A cached ticket stays right, for tickets are immutable. Its snapshot may be out of date: one that has ended
- * since costs a needless save; one that began since is at this ticket or later, and does not want what it
- * displaces. */
+/* A cached ticket stays right, because tickets do not change. Its snapshot may be out of date. If that one
+ * has ended, one buffer is saved for nothing. If another one has begun, its version is this ticket or a later
+ * one, so it does not need the buffer that this ticket displaces. */
 int view_load_ticket(pyps_store *s, uint64_t number) {
     if (s->ticket.number == number) return PYPS_OK;
     uint64_t word;

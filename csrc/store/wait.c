@@ -1,5 +1,5 @@
-/* wait.c: futex on shared memory. A wake-up may be lost with the process that owed it, so callers wait in
- * slices of their deadline and look again; nobody depends on anybody's wake-up, only on the word. */
+/* wait.c: futex on shared memory. A wake-up can be lost with the process that dies before it, so callers wait
+ * in slices of their deadline and read the word again: they depend on the word, never on the wake-up. */
 #include "store/wait.h"
 
 #include <limits.h>
@@ -8,23 +8,23 @@
 #include <time.h>
 #include <unistd.h>
 
-uint64_t now_nanoseconds(void) {
+uint64_t wait_now_nanoseconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-uint64_t deadline_after(double seconds) {
-    uint64_t now = now_nanoseconds();
+uint64_t wait_deadline_after(double seconds) {
+    uint64_t now = wait_now_nanoseconds();
     double nanoseconds = seconds * 1e9;
     if (!(nanoseconds > 0)) return now; /* NaN, too */
     return nanoseconds >= 9e18 ? UINT64_MAX : now + (uint64_t)nanoseconds;
 }
 
-void word_wait(const a32 *word, uint32_t seen, uint64_t nanoseconds) {
+void wait_on_word(const a32 *word, uint32_t seen, uint64_t nanoseconds) {
     struct timespec t = {.tv_sec = (time_t)(nanoseconds / 1000000000u),
                          .tv_nsec = (long)(nanoseconds % 1000000000u)};
     syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0);
 }
 
-void word_wake_all(const a32 *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+void wait_wake_all(const a32 *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }

@@ -1,14 +1,12 @@
-/* words.h: the packed 64-bit words that change hands by one CAS, and nothing else about them.
+/* words.h: the packed 64-bit words that change by one CAS.
  *
- *   word   {version 40, buffer 24}              which buffer a chunk is now, and as of which ticket
- *
- *   owner  {generation 32, holder 10, chunk 22} who holds a buffer in private, and for which chunk
- *
+ *   word   {version 40, buffer 24}              the buffer of a chunk, and its version
+ *   owner  {generation 32, holder 10, chunk 22} the participant that holds a buffer, and for which chunk
  *   saved  {snapshot 38, state 2, buffer 24}    what a strict snapshot has of a chunk
  *
- * A version never repeats, so a word never repeats either. A generation counts the claims of one buffer: a
- * process stopped between its scan and its CAS would have to sleep through exactly 2^32 claims of that
- * buffer, each at least one pass over a chunk, to be fooled.
+ * A version never repeats, so a word never repeats. A generation counts the claims of one buffer. To take one
+ * generation for another, a process would have to stop between its scan and its CAS for exactly 2^32 claims
+ * of that buffer, each at least one pass over a chunk.
  */
 #ifndef PYPS_WORDS_H
 #define PYPS_WORDS_H
@@ -20,7 +18,7 @@
 #define OWNER_CHUNK_BITS  22
 #define OWNER_CHUNK_NONE  ((UINT32_C(1) << OWNER_CHUNK_BITS) - 1)
 #define OWNER_HOLDER_BITS 10
-#define HOLDER_NOBODY     0u                                       /* published or free */
+#define HOLDER_NONE       0u                                       /* published or free */
 #define HOLDER_ABSENT     ((UINT32_C(1) << OWNER_HOLDER_BITS) - 1) /* memory not allocated yet */
 #define MAX_PARTICIPANTS  1000u                                    /* holder = slot + 1 < HOLDER_ABSENT */
 

@@ -297,9 +297,9 @@ static void changing_round(void) {
 /* Whether waiting until that time slept at all. */
 static bool sleeps_until(pyps_store *s, uint64_t at) {
     struct rusage before, after;
-    uint64_t now = now_nanoseconds();
+    uint64_t now = wait_now_nanoseconds();
     getrusage(RUSAGE_THREAD, &before);
-    must(wait_for_others(s, view_sequence_word(s), now, at, UINT64_MAX), "wait");
+    must(view_wait_for_others(s, view_sequence_word(s), now, at, UINT64_MAX), "wait");
     getrusage(RUSAGE_THREAD, &after);
     return after.ru_nvcsw != before.ru_nvcsw;
 }
@@ -310,7 +310,7 @@ static void passed_time(void) {
     unsigned slept = 0;
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     for (int i = 0; i < 5; i++)
-        slept += sleeps_until(s, now_nanoseconds()); /* it may sleep for another reason */
+        slept += sleeps_until(s, wait_now_nanoseconds()); /* it may sleep for another reason */
     CHECK(slept < 5, "slept each time");
     must(pyps_close(s), "close");
 }
@@ -321,7 +321,7 @@ static void odd_timeouts(void) {
     pyps_claim claim;
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     expect(pyps_start(s, NAN, &claim), PYPS_ETIMEDOUT, "start within NaN seconds");
-    CHECK(deadline_after(INFINITY) == UINT64_MAX, "an infinite deadline passes");
+    CHECK(wait_deadline_after(INFINITY) == UINT64_MAX, "an infinite deadline passes");
     must(pyps_close(s), "close");
 }
 

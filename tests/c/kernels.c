@@ -43,8 +43,8 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
         (side ? b : a)->update[optimizer](&step, &constants);
         float *sum = new[side][2] + at; /* the round's reduction, where the optimizer has no second state */
         if (kernels_states(optimizer) == 2) continue;
-        (side ? b : a)->weigh(sum, gradient + at, 3.0f, length);
-        (side ? b : a)->weigh_add(sum, old[0] + at, 7.0f, length);
+        (side ? b : a)->multiply(sum, gradient + at, 3.0f, length);
+        (side ? b : a)->multiply_add(sum, old[0] + at, 7.0f, length);
         (side ? b : a)->divide(sum, 10.0f, length);
     }
     if (at == 0 && memcmp(copies[1], new[1][0], length * sizeof(float))) return 1;
@@ -66,7 +66,7 @@ static void fill(float *x, size_t length, int kind) {
 static struct encoded {
     uint8_t codes[4 * RUN];
     float scales[RUN], residual[RUN], decoded[RUN];
-    uint64_t bad, skipped, at, done;
+    uint64_t found_nonfinite, skipped, stopped_at, done;
 } results[2];
 
 static int codecs_differ(const struct kernels *a, const struct kernels *b, uint32_t codec, size_t length,
@@ -90,7 +90,7 @@ static int codecs_differ(const struct kernels *a, const struct kernels *b, uint3
         struct encoding mine = e;
         mine.codes = r->codes, mine.scales = r->scales, mine.residual_out = keep ? r->residual : NULL;
         r->done = (side ? b : a)->encode(&mine);
-        r->bad = mine.bad, r->skipped = mine.skipped, r->at = mine.at;
+        r->found_nonfinite = mine.found_nonfinite, r->skipped = mine.skipped, r->stopped_at = mine.stopped_at;
         if (r->done) (side ? b : a)->decode(codec, r->decoded, r->codes, r->scales, length);
         else memset(r->codes, 0, sizeof r->codes + sizeof r->scales + sizeof r->residual);
     }

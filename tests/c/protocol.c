@@ -29,7 +29,7 @@ static _Thread_local struct stalled *self;
 static unsigned awaited; /* predecessors by the main thread, with patience */
 
 void pyps_failpoint(const char *name) {
-    if (!self) awaited += !strcmp(name, "apply.awaits");
+    if (!self) awaited += !strcmp(name, "apply.waits");
     if (!self || !self->point || strcmp(self->point, name)) return;
     self->point = NULL;
     sem_post(&self->arrived);
@@ -79,7 +79,7 @@ static void push(pyps_store *s) {
 static void cancel_snapshot(pyps_store *s) {
     must(view_load_snapshot(s), "load");
     CHECK(s->snapshot_active, "no snapshot to cancel");
-    struct event e = event_of(s, EVENT_SNAPSHOT_CANCEL);
+    struct event e = store_event(s, EVENT_SNAPSHOT_CANCEL);
     struct outcome out;
     enum verdict verdict;
     e.snapshot = s->snapshot;
@@ -150,7 +150,7 @@ static void stopped_reader(pyps_store *worker) {
 
 static void *run_tick(void *argument) {
     self = argument;
-    struct event tick = event_of(self->store, EVENT_TICK);
+    struct event tick = store_event(self->store, EVENT_TICK);
     struct outcome out;
     enum verdict verdict;
     tick.waited = self->store->geometry.round_timeout_nanoseconds;
@@ -266,18 +266,18 @@ static void fork_while_opening(pyps_store *worker) {
 }
 
 /* Who only looks does nobody's work: it has brought no buffers for that. */
-static void guest_looks(pyps_store *worker) {
+static void anonymous_reader(pyps_store *worker) {
     static struct stalled pusher;
     pyps_status status;
-    pyps_store *guest;
-    must(pyps_open("protocol", &guest), "open");
+    pyps_store *reader;
+    must(pyps_open("protocol", &reader), "open");
     stall(&pusher, worker, run_push, "push.admitted");
-    must(pyps_get_status(guest, &status), "status");
-    uint64_t applied = word_version(load_acquire(&guest->words[0]));
-    CHECK(status.version == 1 && !applied, "version %llu, of which the guest applied %llu",
+    must(pyps_get_status(reader, &status), "status");
+    uint64_t applied = word_version(load_acquire(&reader->words[0]));
+    CHECK(status.version == 1 && !applied, "version %llu, of which the reader applied %llu",
           (unsigned long long)status.version, (unsigned long long)applied);
     let_go(&pusher);
-    must(pusher.rc, "push"), must(pyps_close(guest), "close");
+    must(pusher.rc, "push"), must(pyps_close(reader), "close");
 }
 
 /* Only workers step: an observer has no rank and no staging. */
@@ -299,11 +299,11 @@ static const struct {
     void (*body)(pyps_store *worker);
     double round_timeout; /* seconds */
 } tests[] = {
-    {"late-reader", late_reader, 60},        {"late-reader-meets-saver", late_reader_meets_saver, 60},
-    {"stopped-reader", stopped_reader, 0.2}, {"observer-steps", observer_steps, 60},
-    {"late-decision", late_decision, 60},    {"late-remover", late_remover, 60},
-    {"stopped-pusher", stopped_pusher, 60},  {"fork-while-opening", fork_while_opening, 60},
-    {"guest-looks", guest_looks, 60},
+    {"late-reader", late_reader, 60},           {"late-reader-meets-saver", late_reader_meets_saver, 60},
+    {"stopped-reader", stopped_reader, 0.2},    {"observer-steps", observer_steps, 60},
+    {"late-decision", late_decision, 60},       {"late-remover", late_remover, 60},
+    {"stopped-pusher", stopped_pusher, 60},     {"fork-while-opening", fork_while_opening, 60},
+    {"anonymous-reader", anonymous_reader, 60},
 };
 
 static void run(size_t test) {

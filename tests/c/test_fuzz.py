@@ -32,7 +32,7 @@ MUTATIONS = {
     ),
     "views are believed": (
         "attach",
-        programs.Change("store/view_store.c", "!view_valid(out, s->reference) || out->seq", "out->seq"),
+        programs.Change("store/view_store.c", "!view_valid(out, s->expected) || out->seq", "out->seq"),
     ),
     "ranks are believed": (
         "attach",

@@ -94,7 +94,7 @@ MUTATIONS = {
     ),
     "staging is free without a look at the hazards": programs.Change(
         "store/push.c",
-        "if (s->area_ticket[area] && ticket_is_read(s, s->area_ticket[area])) continue;",
+        "if (s->staging_ticket[staging] && staging_has_reader(s, s->staging_ticket[staging])) continue;",
         "",
     ),
 }

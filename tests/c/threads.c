@@ -144,7 +144,7 @@ static void verify(void) {
           (unsigned long long)version);
     for (uint32_t b = 0; b < first->layout.buffer_count; b++) {
         uint32_t holder = owner_holder(load_acquire(&first->owners[b]));
-        CHECK(holder == HOLDER_NOBODY || holder == HOLDER_ABSENT || holder == first->slot + 1,
+        CHECK(holder == HOLDER_NONE || holder == HOLDER_ABSENT || holder == first->slot + 1,
               "buffer %u is lost to slot %u", b, holder - 1);
     }
     printf("%s: version %llu after %lu pushes; %lu snapshots, %lu cancelled; %lu visits\n",

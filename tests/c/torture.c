@@ -185,7 +185,7 @@ static void spawn(struct child *children, int rank, unsigned seed) {
 static void resume(struct child *children) {
     for (int rank = 0; rank < WORKERS; rank++) {
         struct child *c = &children[rank];
-        if (!c->resume_at || now_nanoseconds() < c->resume_at) continue;
+        if (!c->resume_at || wait_now_nanoseconds() < c->resume_at) continue;
         c->resume_at = 0;
         kill(c->pid, c->with);
     }
@@ -219,7 +219,7 @@ static unsigned torment(int faults, unsigned seed) {
         if (!WIFEXITED(status) && ++survived >= faults) shared->finish = 1;
         kills += WIFSIGNALED(status);
         if (WIFSTOPPED(status)) {
-            children[rank].resume_at = now_nanoseconds() + (rand() % 16 ? SHORT_STOP : LONG_STOP);
+            children[rank].resume_at = wait_now_nanoseconds() + (rand() % 16 ? SHORT_STOP : LONG_STOP);
             children[rank].with = rand() % 4 ? SIGCONT : SIGKILL;
         } else if (shared->finish) {
             children[rank] = (struct child){0};
@@ -236,7 +236,7 @@ static uint32_t buffers_lost(const pyps_store *s) {
     uint32_t held = 0;
     for (uint32_t b = 0; b < s->layout.buffer_count; b++) {
         uint32_t holder = owner_holder(load_acquire(&s->owners[b]));
-        held += holder != HOLDER_NOBODY && holder != HOLDER_ABSENT && holder != s->slot + 1;
+        held += holder != HOLDER_NONE && holder != HOLDER_ABSENT && holder != s->slot + 1;
     }
     return held;
 }

@@ -46,7 +46,7 @@ def test_every_sample_is_trained_once_and_all_end(policy: Policy, order: list[in
 def test_who_has_not_joined_is_refused(kind: EventKind) -> None:
     policy = ASP()
     core = Core(Config((), (), (4, 4), 1, Optimizer.SGD, policy.number, 1.0, 8, 0, 0, 0, 2, policy.params()))
-    with pytest.raises(InvalidArgument, match="nobody has joined"):
+    with pytest.raises(InvalidArgument, match="which has no member"):
         core.step(kind, 1, 1, state=int(MemberState.LEFT), next=1)
 
 
