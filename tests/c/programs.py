@@ -38,7 +38,7 @@ ENVIRONMENT = {
 FUZZED = ("attach", "decode")
 PROTOCOL = (
     "late-reader", "late-reader-meets-saver", "stopped-reader", "observer-steps",
-    "late-decision", "late-remover", "stopped-pusher", "fork-while-opening", "guest-looks",
+    "late-decision", "late-remover", "stopped-pusher", "fork-while-opening", "anonymous-reader",
 )  # fmt: skip
 EDGES = (
     "out-of-descriptors", "first-thread-ends", "area-in-round", "retry-in-round", "check-in-round",
