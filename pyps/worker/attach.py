@@ -3,10 +3,6 @@
 What is put in the store: every parameter that requires a gradient and that the optimizer has, once (tied
 parameters are one object), as fp32. What stays local: frozen parameters, parameters the optimizer does not
 have, empty ones, and buffers. What has no meaning here is refused with the parameter's or option's name.
-
-A CPU fp32 parameter becomes a view of one flat local vector, its `.grad` a view of the staging buffer:
-neither pull nor push copies anything more. Others (on a GPU, or of half precision) are copied over, in both
-directions.
 """
 
 from __future__ import annotations
@@ -17,18 +13,13 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
-from pyps.native.values import Codec, Hyper, Optimizer, Snapshot, Tensor
+from pyps.native.values import Hyper, Optimizer, Snapshot
 from pyps.remote import create_store, open_store
-from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
-from pyps.worker.buckets import Lane, Pins
-from pyps.worker.device_codec import FORMATS
 from pyps.worker.settings import Settings
 
 KINDS = {
@@ -40,7 +31,6 @@ KINDS = {
 REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 POLL_SECONDS = 0.02, 0.2  # at first and later; only while the segment does not exist yet
-ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -228,156 +218,6 @@ def _create(settings: Settings, attachment: Attachment) -> Store:
 
 def _described(name: str, shape: tuple[int, ...], group: int) -> str:
     return f"{name!r} {list(shape)} of group {group}"
-
-
-class Binding:
-    """A model's parameters on one flat local vector, and its gradients on whatever area is being filled.
-
-    `codec`: to encode gradients in on the device, where all of the model is on one that does (`codes`).
-    """
-
-    def __init__(self, attachment: Attachment, store: Store, codec: Codec | None = None) -> None:
-        self.flat = np.zeros(store.layout.flat_elements, np.float32)
-        self._slices = {t.name: t for t in store.tensors}
-        local = torch.from_numpy(self.flat)
-        self._direct: list[tuple[nn.Parameter, Tensor]] = []
-        self._copied: list[tuple[nn.Parameter, Tensor, torch.Tensor]] = []
-        for entry in attachment.entries:
-            p, place = entry.parameter, self._slices[entry.name]
-            view = _slice(local, place)
-            if p.device.type == "cpu" and p.dtype is torch.float32:
-                p.data = view
-                self._direct.append((p, place))
-            else:
-                self._copied.append((p, place, view))
-        copied = [(p, place) for p, place, _ in self._copied]
-        encodes = not self._direct and self.device.type in ENCODES_ON and codec in FORMATS
-        together = {p.device for p, _ in copied} == {self.device}
-        self._lane = (
-            Lane(copied, self.flat.size, self.device, codec if encodes else None) if together else None
-        )
-        self._pins = Pins() if self.on_gpu else None
-        if self._pins is not None:
-            self._pins.pin(self.flat)
-        self._staging: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor | None] = []
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether some parameter lives outside the CPU."""
-        return any(p.device.type != "cpu" for p, _, _ in self._copied)
-
-    @property
-    def device(self) -> torch.device:
-        """Where steps are computed: the first GPU that has a parameter, else the CPU."""
-        devices = [p.device for p, _, _ in self._copied if p.device.type != "cpu"]
-        return devices[0] if devices else torch.device("cpu")
-
-    def refresh(self) -> None:
-        """After a pull into `flat`: bring the parameters that are copies up to date."""
-        with torch.no_grad():
-            for p, _, view in self._copied:
-                p.copy_(view)
-
-    @property
-    def codes(self) -> NDArray[np.uint8] | None:
-        """The collected gradient, encoded on the device; None: the staging buffer holds it as fp32."""
-        return self._lane.codes if self._lane is not None and self._lane.codec is not None else None
-
-    def fill(self, staging: StagingBuffer) -> None:
-        """Zero the staging buffer and make every `.grad` a view of it, so that backward accumulates there."""
-        staging.flat.fill(0.0)
-        self._staging = staging.torch()
-        self._views = [_slice(self._staging, place) for _, place in self._direct]
-        for (p, _), view in zip(self._direct, self._views, strict=True):
-            p.grad = view
-        for p, _, _ in self._copied:
-            p.grad = None
-        if self._pins is not None:
-            self._pins.pin(staging.flat)
-        if self._lane is not None:
-            self._lane.begin(self._staging)
-
-    def last(self, scale: float) -> None:
-        """The next backward is the last: each gradient may be copied to the staging buffer as it is ready.
-
-        `scale` multiplies what is encoded on the way.
-        """
-        if self._lane is not None:
-            self._lane.last(scale)
-
-    def settle(self, admitted: bool) -> None:
-        """What became of the gradient that was encoded on the device: what was left of it is kept or not."""
-        if self._lane is not None:
-            self._lane.settle(admitted)
-
-    def _gradients(self) -> list[torch.Tensor | None]:
-        return [p.grad for p, _ in self._direct] + [p.grad for p, _, _ in self._copied]
-
-    def weigh(self, factor: float) -> None:
-        """Multiply the gradients accumulated so far."""
-        with torch.no_grad():
-            for gradient in self._gradients():
-                if gradient is not None:
-                    gradient.mul_(factor)
-
-    def keep(self) -> None:
-        """More micro-batches follow: these gradients must be the ones that are added to."""
-        self._kept = self._gradients()
-
-    def check_kept(self) -> None:
-        """Raise InputError if a gradient that was kept is another object now, as after zero_grad()."""
-        for before, now in zip(self._kept, self._gradients(), strict=False):
-            if before is not None and before is not now:
-                found = "gradients cleared between the micro-batches of one batch"
-                raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
-
-    def collect(self, scale: float, *, unscaled: bool) -> None:
-        """Copy to the staging buffer every gradient that is not a view of it; a missing one counts as zero.
-
-        `scale` multiplies what is encoded on the way. unscaled: a GradScaler has changed the gradients.
-        """
-        if self._staging is None:
-            return
-        for (p, _), view in zip(self._direct, self._views, strict=True):
-            if p.grad is not view:
-                _copy_gradient(p, view)
-        if self._lane is not None:
-            if unscaled:
-                self._lane.forget()
-            self._lane.finish(scale)
-            return
-        for p, place, _ in self._copied:
-            _copy_gradient(p, _slice(self._staging, place))
-
-    def release(self) -> None:
-        """Let go of the staging buffer: `.grad` is None until the next `fill`."""
-        self._staging, self._views, self._kept = None, [], []
-        for p, _ in self._direct:
-            p.grad = None
-        for p, _, _ in self._copied:
-            p.grad = None
-
-    def close(self) -> None:
-        """Let go of the staging buffer, of the driver and of the parameters' hooks. Idempotent."""
-        self.release()
-        if self._lane is not None:
-            self._lane.close()
-        if self._pins is not None:
-            self._pins.close()
-
-
-def _slice(flat: torch.Tensor, place: Tensor) -> torch.Tensor:
-    return flat[place.offset : place.offset + place.elements].view(place.shape)
-
-
-def _copy_gradient(p: nn.Parameter, view: torch.Tensor) -> None:
-    with torch.no_grad():
-        if p.grad is None:
-            view.zero_()
-        else:
-            view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
 
 
 def load_parameters(source: Store | Snapshot, model: nn.Module) -> int:

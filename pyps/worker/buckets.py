@@ -68,7 +68,7 @@ def buckets_of(
     return buckets
 
 
-class Lane:
+class GradientBuckets:
     """The way of these parameters' gradients; `codec` (int8, int4; None: fp32) needs all of the vector.
 
     `codes`: what was encoded, as pyps.store.codec has it. What the code does not carry stays on the device
@@ -90,7 +90,9 @@ class Lane:
         self._to: torch.Tensor | None = None
         self._eager, self._scale = False, 1.0
         if codec is not None:
-            self._flat, self._residual, self._left = (torch.zeros(elements, device=device) for _ in range(3))
+            self._flat, self._residual, self._next_residual = (
+                torch.zeros(elements, device=device) for _ in range(3)
+            )
             whole = torch.zeros(encoded_bytes(codec, elements), dtype=torch.uint8, pin_memory=self.on_gpu)
             self._codes: torch.Tensor = whole
         self._hooks: list[Any] = []
@@ -116,7 +118,7 @@ class Lane:
         self._to, self._eager = to, False
         self.forget()
 
-    def last(self, scale: float = 1.0) -> None:
+    def last_backward(self, scale: float = 1.0) -> None:
         """The next backward is the last one of this gradient. `scale` multiplies what is encoded."""
         self._eager, self._scale = True, scale
         for bucket in self._buckets:
@@ -139,10 +141,10 @@ class Lane:
             self._stream.synchronize()
         self._to, self._eager = None, False
 
-    def settle(self, admitted: bool) -> None:
+    def commit_residual(self, admitted: bool) -> None:
         """What the code did not carry counts from now on if its gradient was admitted, else what was."""
         if self.codec is not None and admitted:
-            self._residual, self._left = self._left, self._residual
+            self._residual, self._next_residual = self._next_residual, self._residual
 
     def close(self) -> None:
         """Forget the parameters."""
@@ -158,7 +160,7 @@ class Lane:
             self._ship(bucket)
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_side_stream(self) -> Iterator[None]:
         """Work in here begins after what is queued now, and runs beside what is queued later."""
         if self._stream is None:
             yield
@@ -171,7 +173,7 @@ class Lane:
     def _ship(self, bucket: Bucket) -> None:
         assert self._to is not None  # for mypy: between begin() and finish()
         target: Any = self._to if self.codec is None else self._flat
-        with self._beside():
+        with self._on_side_stream():
             for part in bucket.parts:
                 view, grad = target[part.lo : part.hi], part.parameter.grad
                 if grad is None:
@@ -188,7 +190,7 @@ class Lane:
         run = slice(bucket.first, bucket.end)
         codes, scales, _ = encode(
             codec, self._flat[run], scale=self._scale, residual=self._residual[run],
-            residual_out=self._left[run], nonfinite="carry",
+            residual_out=self._next_residual[run], nonfinite="carry",
         )  # fmt: skip
         bits = 8 if codec is Codec.INT8 else 4
         block = 256 if codec is Codec.INT8 else 64
@@ -199,7 +201,7 @@ class Lane:
         self._codes[every : every + packed.numel()].copy_(packed, non_blocking=True)
 
 
-class Pins:
+class PinnedMemory:
     """Host memory that a GPU copies to and from by itself, while it is registered with its driver.
 
     `runtime` has cudaHostRegister and cudaHostUnregister, as torch.cuda.cudart() does. Memory that the driver

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyps.formats import Memory
-from pyps.profiler.host_memory import PROC, cpu_free_bytes, cpu_held_bytes, trim_malloc
+from pyps.native.values import MemberState
+from pyps.profiler.host_memory import PROC, cgroup_peers, cpu_free_bytes, cpu_held_bytes, trim_malloc
+from pyps.store.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -55,3 +57,31 @@ class MemoryBudget:
         if not self.most_ or fits < self.most_ or fits > GROWTH * self.most_ or fits == self._most:
             self.most_ = fits
         return self.most_
+
+
+class AnnouncedBudget:
+    """A memory budget of which the store's policy is kept informed, so that it sizes batches by it.
+
+    memory, most: as for MemoryBudget. device: where steps are computed.
+    """
+
+    def __init__(self, store: Store, memory: Memory | None, most: int, device: torch.device) -> None:
+        self._store, self._device = store, device
+        self._peers = 1  # processes that take from the same free memory
+        self._announced = -1
+        self._budget = MemoryBudget(memory, most, self._read)
+
+    def look(self) -> int:
+        """The most samples at once that fit now; 0: no limit. Does not use the store."""
+        return self._budget.look()
+
+    def announce(self) -> None:
+        """Before a claim: give the store the number of samples that fit, if it has changed."""
+        alive = (MemberState.ACTIVE, MemberState.FENCED)
+        self._peers = cgroup_peers([m.pid for m in self._store.members() if m.state in alive])
+        if (most := self._budget.look()) != self._announced:
+            self._store.set_max_samples(most)
+            self._announced = most
+
+    def _read(self) -> int:
+        return budget_bytes(self._device, self._peers)

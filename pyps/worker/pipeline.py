@@ -1,12 +1,12 @@
 """A pipeline with two buffers: a worker computes a step while the gradient of the one before travels.
 
-    main thread     compute k          compute k + 1         compute k + 2
-    carrier         push k - 1, pull   push k, pull          push k + 1, pull
+    main thread          compute k          compute k + 1         compute k + 2
+    background thread    push k - 1, pull   push k, pull          push k + 1, pull
 
-A step is computed on what the carrier brought back while the step before it was computed: the period is the
-longer of compute and transfer instead of their sum, and staleness is one more step of this worker's own. The
-carrier claims samples and a staging buffer for the step after the one being computed, so that the main thread
-never has to wait for the store while a transfer is under way.
+A step is computed on the parameters that came back while the step before it was computed: the period is the
+longer of compute and transfer instead of their sum, and staleness grows by one step of this worker. The
+background thread claims samples and a staging buffer for the step after the one being computed, so the main
+thread never waits for the store while a transfer is under way.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from pyps.errors import Fenced, TimedOut
-from pyps.native.values import Claim, Flat, PushRequest
-from pyps.store.staging import StagingBuffer
-from pyps.store.store import Store
-from pyps.worker.step import Step
-from pyps.worker.transport import Outcome, Transfer
+from pyps.errors import Ended, Fenced, TimedOut
+from pyps.formats.records import Span
+from pyps.native.values import Advice, Flat, PushRequest, PushResult
+from pyps.worker.binding import Binding
+from pyps.worker.client import Claimed, StoreClient
+from pyps.worker.step import Outcome, Step
+from pyps.worker.transport import Report, Transport
 
 CLOSE_SECONDS = 10.0
 T = TypeVar("T")
 
 
-class Carrier(Generic[T]):
-    """One thread that runs one job at a time; what a job raises is raised where its result is taken."""
+class BackgroundThread(Generic[T]):
+    """A thread that runs one job at a time. What a job raises is raised where its result is taken."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
@@ -43,8 +44,14 @@ class Carrier(Generic[T]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def give(self, job: Callable[[], T]) -> None:
+    def submit(self, job: Callable[[], T]) -> None:
+        """Run a job after those submitted before."""
         self._jobs.put(job)
+
+    @property
+    def result_ready(self) -> bool:
+        """Whether take() would return at once."""
+        return not self._results.empty()
 
     def take(self, timeout: float) -> T:
         """The result of the oldest job. Raises what it raised, TimedOut if it is not done by then."""
@@ -57,8 +64,9 @@ class Carrier(Generic[T]):
         return result  # type: ignore[return-value]  # a job without an error has a result
 
     def close(self, last: Callable[[], None], timeout: float) -> None:
-        """Run `last` in the thread after the job under way, and end it. Raises TimedOut if that takes longer;
-        it is done nevertheless, later.
+        """Run `last` in the thread after the job under way, and end it.
+
+        Raises TimedOut if that takes longer; `last` still runs, later.
         """
         if self._last is None:
             self._last = last
@@ -78,88 +86,138 @@ class Carrier(Generic[T]):
 
 
 @dataclass(slots=True)
-class Delivery:
-    """What a transfer came to. `ahead`: for the step after the one being computed; None: nothing now.
+class TransferResult:
+    """What a transfer came to. `prefetched_claim`: of the step after the one being computed; None: none now.
 
-    `lost`: the worker was fenced, and has rejoined; its other claim is gone too.
+    `fenced`: the worker was fenced during the transfer and has rejoined; its other claim is gone too.
     """
 
     outcome: Outcome
-    ahead: tuple[Claim, StagingBuffer] | None = None
-    lost: bool = False
+    prefetched_claim: Claimed | None = None
+    fenced: bool = False
 
 
-class Pipeline:
-    """A worker's transfers, one beside each step. All its methods belong to the main thread.
+class PipelinedTransport(Transport):
+    """Transfers overlap with the next step's compute. All methods belong to the main thread.
 
-    `spare` receives what is pulled; `ahead` is what the next step begins with. `prepare` runs in the carrier
-    before each claim.
+    timeout: seconds that a transfer may take.
     """
 
-    def __init__(
-        self, store: Store, transfer: Transfer, size: int, patience: float, prepare: Callable[[], None]
-    ) -> None:
-        self.spare: Flat = np.zeros(size, np.float32)
-        self.ahead: tuple[Claim, StagingBuffer] | None = None
-        self._store, self._transfer, self._prepare, self._patience = store, transfer, prepare, patience
-        self._carrier: Carrier[Delivery] = Carrier(f"pyps-carrier-{store.rank}")
+    depth = 2
+
+    def __init__(self, client: StoreClient, binding: Binding, report: Report, *, timeout: float) -> None:
+        super().__init__(client, binding, report)
+        self._timeout = timeout
+        self._back_buffer: Flat = np.zeros(binding.flat.size, np.float32)  # receives what is pulled
+        self._prefetched_claim: Claimed | None = None
+        self._thread: BackgroundThread[TransferResult] = BackgroundThread(
+            f"pyps-transfer-{client.store.rank}"
+        )
         self._sent: Step | None = None
-        self._broken: BaseException | None = None  # nothing can follow a transfer that failed
-
-    def claim_ahead(self) -> None:
-        """With a step begun and nothing under way: claim the next one. Raises Fenced."""
-        self.ahead = self._claimed()
-
-    def send(self, step: Step, request: PushRequest) -> None:
-        """Let a gradient travel; receive() has told of the one before."""
-        self._sent = step
-        self._carrier.give(partial(self._carry, request))
-
-    def receive(self) -> tuple[Step, Delivery] | None:
-        """Wait for the transfer under way: the step it was of, and what came of it; None: there is none.
-
-        Raises what the transfer raised, TimedOut after the patience.
-        """
-        if self._broken is not None:
-            raise self._broken
-        if self._sent is None:
-            return None
-        try:
-            delivery = self._carrier.take(self._patience)
-        except BaseException as error:
-            self._broken = error
-            raise
-        step, self._sent = self._sent, None
-        self.ahead = delivery.ahead
-        return step, delivery
+        self._failure: BaseException | None = None  # nothing can follow a transfer that failed
+        self._waited: list[Span] = []
 
     @property
-    def failed(self) -> bool:
-        """Whether receive() has raised what a transfer raised."""
-        return self._broken is not None
+    def idle(self) -> bool:
+        """Whether no transfer is under way."""
+        return self._sent is None or self._thread.result_ready
+
+    def begin(self) -> Step | None:
+        if self._prefetched_claim is None:
+            self.receive()
+        began, waited = time.monotonic(), self._waited
+        self._waited = []
+        while True:
+            try:
+                claim, staging = self._next_claim()
+                ready = time.monotonic()
+                self._binding.attach_grads(staging)
+                version = self._prefetched_version
+                if version is None:
+                    version = self._prefetched_version = self._client.pull(self._binding.flat)
+                    self._prefetched_claim = self._client.claim_ahead()
+                break
+            except Ended:
+                return None
+            except Fenced:
+                self._prefetched_version = None
+                self._client.rejoin()
+        self._binding.refresh()
+        spans = [*waited, ("wait", began, ready), ("pull", ready, time.monotonic())]
+        return Step(claim, staging, version, spans)
+
+    def _next_claim(self) -> Claimed:
+        if self._prefetched_claim is not None:
+            claimed, self._prefetched_claim = self._prefetched_claim, None
+            return claimed
+        self._prefetched_version = None
+        return self._client.claim()
+
+    def send(self, step: Step, request: PushRequest) -> PushResult | None:
+        """Let the gradient travel while the next step is computed; the result of the step before."""
+        # The claim was made long before the compute began, and the model goes on while this travels.
+        params = None if request.base_params is None else request.base_params.copy()
+        request = replace(request, base_params=params, compute_seconds=time.monotonic() - step.created)
+        before = self._take()
+        if before is not None and before[1].fenced:
+            self._report(step, Outcome(rejected=True))
+        else:
+            self._sent = step
+            self._thread.submit(partial(self._transfer, request))
+        return before[1].outcome.result if before is not None and before[0].finite else None
+
+    def receive(self) -> None:
+        """Wait for the transfer under way, and bring its parameters into the model.
+
+        Raises what the transfer raised, TimedOut if it takes too long.
+        """
+        self._take()
+
+    def _take(self) -> tuple[Step, TransferResult] | None:
+        if self._failure is not None:
+            raise self._failure
+        if self._sent is None:
+            return None
+        began = time.monotonic()
+        try:
+            result = self._thread.take(self._timeout)
+        except BaseException as error:
+            self._failure = error
+            raise
+        step, self._sent = self._sent, None
+        self._prefetched_claim = result.prefetched_claim
+        if result.outcome.version is not None:
+            np.copyto(self._binding.flat, self._back_buffer)
+            self._binding.refresh()
+            self._prefetched_version = result.outcome.version
+        self._waited = [("wait", began, time.monotonic())]
+        self._report(step, result.outcome)
+        return step, result
+
+    def should_continue(self, done: int, following: int) -> Advice:
+        """The store is not asked: it would answer about the gradient that travels."""
+        return Advice.CONTINUE
+
+    def refresh(self) -> int:
+        self._prefetched_version = super().refresh()
+        return self._prefetched_version
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Leave the store after the transfer under way. Raises TimedOut. Idempotent."""
-        self._carrier.close(self._store.close, timeout)
+        self._thread.close(self._client.store.close, timeout)
+        if self._failure is None:
+            self.receive()
 
-    def _claimed(self) -> tuple[Claim, StagingBuffer] | None:
-        self._prepare()
-        claim = self._store.start_ahead()
-        return None if claim is None else (claim, self._store.stage())
-
-    def _carry(self, request: PushRequest) -> Delivery:
-        delivery = Delivery(self._transfer.push(request, self.spare))
-        outcome = delivery.outcome
+    def _transfer(self, request: PushRequest) -> TransferResult:
+        """In the background thread: push, pull, and claim the step after the one being computed."""
+        outcome = self._client.push(request, self._back_buffer)
         if outcome.fenced:
-            delivery.lost = True
-            return delivery
+            return TransferResult(outcome, fenced=True)
         try:
             began = time.monotonic()
             if outcome.version is None:
-                outcome.version = self._transfer.pull(self.spare)
+                outcome.version = self._client.pull(self._back_buffer)
                 outcome.spans.append(("pull", began, time.monotonic()))
-            delivery.ahead = self._claimed()
+            return TransferResult(outcome, self._client.claim_ahead())
         except Fenced:
-            delivery.lost = True
-            self._store.rejoin()
-        return delivery
+            self._client.rejoin()
+            return TransferResult(outcome, fenced=True)

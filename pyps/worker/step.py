@@ -1,25 +1,44 @@
-"""A training step under way, and the record that is left of it."""
+"""A training step under way, what became of its gradient, and the record that is left of both."""
 
 from __future__ import annotations
 
 import os
 import time
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pyps.formats.records import Span, StepRecord
-from pyps.native.values import Claim
+from pyps.native.values import Claim, PushResult
 from pyps.store.staging import StagingBuffer
-from pyps.worker.transport import Outcome
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import ThrottledSpan
 
 
+@dataclass(slots=True)
+class Outcome:
+    """What became of a gradient: `result`, or why it was dropped; and when it travelled.
+
+    `version`: of the parameters that were pulled after it. `unencodable`: the codec found values that are not
+    finite.
+    """
+
+    result: PushResult | None = None
+    fenced: bool = False
+    rejected: bool = False
+    unencodable: bool = False
+    version: int | None = None
+    spans: list[Span] = field(default_factory=list)
+
+
 class Step:
-    """What is known of a step: a claim, computed in one micro-batch or several."""
+    """What is known of a step: a claim, computed in one micro-batch or several.
+
+    `version`: of the parameters it is computed on. `spans`: what the worker did until now, and when.
+    """
 
     def __init__(self, claim: Claim, staging: StagingBuffer, version: int, spans: list[Span]) -> None:
         self.claim, self.staging, self.version, self.spans = claim, staging, version, spans
@@ -34,16 +53,33 @@ class Step:
         self.finite = True
         self.loss: float | None = None
 
+    @property
+    def share(self) -> float:
+        """What the accumulated gradient is to be multiplied by, to be the mean over all of its samples."""
+        return self.micro / self.done
+
     def record(self, rank: int, number: int, outcome: Outcome, depth: int) -> StepRecord:
-        """What is kept of it once its gradient was taken or dropped."""
+        """What is kept of the step once its gradient was admitted or dropped."""
         claim, result = self.claim, outcome.result
         return StepRecord(
-            rank=rank, pid=os.getpid(), step=number, round=claim.round, plan=claim.plan, first=claim.first,
-            samples=self.done, batch=claim.batch, version=result.version if result else self.version,
-            staleness=result.staleness if result else 0, sources=result.sources if result else 0,
-            loss=self.loss, spans=self.spans + outcome.spans, overrun_seconds=self.overrun_seconds,
-            skipped=not self.finite, rejected=result is None, depth=depth,
-        )  # fmt: skip
+            rank=rank,
+            pid=os.getpid(),
+            step=number,
+            round=claim.round,
+            plan=claim.plan,
+            first=claim.first,
+            samples=self.done,
+            batch=claim.batch,
+            version=result.version if result else self.version,
+            staleness=result.staleness if result else 0,
+            sources=result.sources if result else 0,
+            loss=self.loss,
+            spans=self.spans + outcome.spans,
+            overrun_seconds=self.overrun_seconds,
+            skipped=not self.finite,
+            rejected=result is None,
+            depth=depth,
+        )
 
 
 def number_of(loss: Any) -> float | None:

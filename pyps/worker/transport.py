@@ -1,83 +1,103 @@
-"""What a worker sends and fetches: a gradient to the store, parameters from it, each in its codec.
+"""How a worker's steps reach the store and come back: serially here, overlapped in pyps.worker.pipeline.
 
-A Transfer may be used by one thread at a time, which need not always be the same.
+begin()     claims samples, and brings parameters into the model
+send()      pushes the step's gradient
+receive()   waits until what was sent has arrived, and takes what came back
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
+from pyps.errors import Ended, Fenced
+from pyps.native.values import Advice, PushRequest, PushResult
+from pyps.worker.binding import Binding
+from pyps.worker.client import StoreClient
+from pyps.worker.step import Outcome, Step
 
-from pyps.errors import Fenced, NotFinite, PushRejected
-from pyps.formats.records import Span
-from pyps.native.values import Codec, Flat, PushRequest, PushResult
-from pyps.store.codec import decode, encoded_bytes
-from pyps.store.store import Store
+Report = Callable[[Step, Outcome], None]
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What became of a gradient: `result`, or why it was dropped; when it travelled.
+class Transport(ABC):
+    """A worker's transport. `report` receives each step that was sent, once its outcome is known.
 
-    `version`: of parameters that were pulled after it. `unencodable`: the codec met what is not finite.
+    A fenced worker rejoins by itself; what it had claimed is dropped.
     """
 
-    result: PushResult | None = None
-    fenced: bool = False
-    rejected: bool = False
-    unencodable: bool = False
-    version: int | None = None
-    spans: list[Span] = field(default_factory=list)
+    depth: ClassVar[int]  # steps of one worker that may be under way at once
 
+    def __init__(self, client: StoreClient, binding: Binding, report: Report) -> None:
+        self._client, self._binding, self._report = client, binding, report
+        self._prefetched_version: int | None = None  # of parameters that came before they were asked for
 
-class Transfer:
-    """A worker's way to a store and back. `turns`: a push and the pull after it are one turn."""
+    @abstractmethod
+    def begin(self) -> Step | None:
+        """The next step, its parameters in the model; None when the run's samples are used up."""
 
-    def __init__(self, store: Store, pull: Codec, turns: bool) -> None:
-        self._store, self._codec, self._turns = store, pull, turns
-        self._codes: NDArray[np.uint8] | None = None
+    @abstractmethod
+    def send(self, step: Step, request: PushRequest) -> PushResult | None:
+        """Push a step's gradient; the result of the step that has arrived, None if that was not applied."""
 
-    def pull(self, out: Flat) -> int:
-        """Fetch the parameters, each chunk whole, from the store's fp32 ones; the version."""
-        if self._codec is Codec.F32:
-            return self._store.pull(out)[1]
-        if self._codes is None:
-            self._codes = np.empty(encoded_bytes(self._codec, out.size), np.uint8)
-        _, version = self._store.pull_encoded(self._codec, self._codes)
-        decode(self._codes, self._codec, out.size, out)
+    @abstractmethod
+    def receive(self) -> None:
+        """Wait for the transfer under way."""
+
+    @abstractmethod
+    def should_continue(self, done: int, following: int) -> Advice:
+        """Between two micro-batches: what the policy advises. Raises Fenced."""
+
+    def refresh(self) -> int:
+        """Pull one single version into the model, after any transfer under way; the version."""
+        self.receive()
+        _, version = self._client.store.pull(self._binding.flat, strict=True)
+        self._binding.refresh()
         return version
 
-    def push(self, request: PushRequest, out: Flat) -> Outcome:
-        """Send a gradient; under a policy of turns fetch the parameters into `out` too.
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the store after any transfer under way. Raises TimedOut. Idempotent."""
 
-        A fenced worker has rejoined when this returns: its claims are gone.
-        """
-        began, outcome = time.monotonic(), Outcome()
-        try:
-            self._send(request, out, outcome)
-        except Fenced:
-            outcome.fenced = True
-            self._store.rejoin()
-        except PushRejected:
-            outcome.rejected = True
-        except NotFinite:
-            outcome.unencodable = True
-            self._store.send(PushRequest(request.staging, 0, request.hyper))  # the claim was still ours
-        done = time.monotonic()
-        waited = began
-        if outcome.result is not None and outcome.result.wait_seconds > 0.0:
-            waited = min(began + outcome.result.wait_seconds, done)
-            outcome.spans.append(("wait", began, waited))
-        outcome.spans.append(("push" if request.samples else "skip", waited, done))
-        return outcome
 
-    def _send(self, request: PushRequest, out: Flat, outcome: Outcome) -> None:
-        if self._turns and self._codec is Codec.F32:
-            outcome.result, outcome.version = self._store.send_and_pull(request, out)
-            return
-        outcome.result = self._store.send(request)
-        if self._turns:
-            outcome.version = self.pull(out)
+class SerialTransport(Transport):
+    """Push, pull and compute follow one another."""
+
+    depth = 1
+
+    def begin(self) -> Step | None:
+        began = time.monotonic()
+        while True:
+            try:
+                claim, staging = self._client.claim()
+                ready = time.monotonic()
+                self._binding.attach_grads(staging)
+                version = self._prefetched_version
+                if version is None:
+                    version = self._client.pull(self._binding.flat)
+                break
+            except Ended:
+                return None
+            except Fenced:
+                self._prefetched_version = None
+                self._client.rejoin()
+        self._prefetched_version = None
+        self._binding.refresh()
+        return Step(claim, staging, version, [("wait", began, ready), ("pull", ready, time.monotonic())])
+
+    def send(self, step: Step, request: PushRequest) -> PushResult | None:
+        outcome = self._client.push(request, self._binding.flat)
+        self._prefetched_version = outcome.version
+        self._binding.commit_residual(outcome.result is not None and step.finite)
+        self._report(step, outcome)
+        return outcome.result if step.finite else None
+
+    def receive(self) -> None:
+        """Nothing is under way between two calls."""
+
+    def should_continue(self, done: int, following: int) -> Advice:
+        return self._client.store.should_continue(done, following)
+
+    def close(self) -> None:
+        self._client.store.close()

@@ -14,6 +14,7 @@ from pyps.formats.records import read_run
 from pyps.remote.server import Server
 from pyps.store.policies import R2SP, Policy, Softsync
 from pyps.worker.loop import Worker, join
+from pyps.worker.pipeline import PipelinedTransport
 
 STEPS = 8  # of each worker
 ROUNDS = ("bsp", "backup", "hps")  # a worker waits for the other within a push: here it trains alone
@@ -28,7 +29,8 @@ CASES = [(name, False) for name in Policy.known] + [
 
 def idle(worker: Worker) -> bool:
     """Whether no transfer is under way."""
-    return worker._pipeline is None or not worker._pipeline._carrier._results.empty()
+    transport = worker._require().transport
+    return not isinstance(transport, PipelinedTransport) or transport.idle
 
 
 def train_in_turn(

@@ -15,7 +15,7 @@ from pyps.errors import InputError
 from pyps.native.values import Tensor
 from pyps.store.codec import Codec, Encoding, encode
 from pyps.worker import attach
-from pyps.worker.buckets import Lane, Pins, buckets_of
+from pyps.worker.buckets import GradientBuckets, PinnedMemory, buckets_of
 from pyps.worker.loop import join
 
 ELEMENTS = 2048
@@ -55,25 +55,25 @@ def test_buckets_cover_every_parameter_once() -> None:
 
 def test_gradients_travel_during_backward_and_changed_ones_again() -> None:
     parameters = layers()
-    lane = Lane(parameters, ELEMENTS, torch.device("cpu"), size=512)
+    buckets = GradientBuckets(parameters, ELEMENTS, torch.device("cpu"), size=512)
     to = torch.zeros(ELEMENTS)
     for unused in (None, 2):
-        lane.begin(to)
+        buckets.begin(to)
         backward_of(parameters, unused)
-        assert all(b.shipped is None for b in lane._buckets), "more micro-batches follow"
-        lane.last()
+        assert all(b.shipped is None for b in buckets._buckets), "more micro-batches follow"
+        buckets.last_backward()
         backward_of(parameters, unused)
-        shipped = [b.shipped is not None for b in lane._buckets]
+        shipped = [b.shipped is not None for b in buckets._buckets]
         assert shipped == ([True] * 3 if unused is None else [True, False, False]), "those with all gradients"
         nn.utils.clip_grad_norm_([p for p, _ in parameters], 0.5)
-        lane.finish()
+        buckets.finish()
         assert torch.equal(to, flat_gradient(parameters))
         for p, _ in parameters:
             p.grad = None
-    lane.begin(to)
-    lane.finish()
+    buckets.begin(to)
+    buckets.finish()
     assert not to.any(), "no gradient counts as zero"
-    lane.close()
+    buckets.close()
     backward_of(parameters)
 
 
@@ -82,27 +82,27 @@ def test_gradients_travel_during_backward_and_changed_ones_again() -> None:
 def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int) -> None:
     """With feedback over steps, one of which is not admitted, and a scale that changes in the end."""
     parameters = layers()
-    lane = Lane(parameters, ELEMENTS, torch.device("cpu"), codec, size=size)
+    buckets = GradientBuckets(parameters, ELEMENTS, torch.device("cpu"), codec, size=size)
     residual, left = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
     for step in range(4):
-        lane.begin(torch.zeros(0))
-        lane.last(0.25)
+        buckets.begin(torch.zeros(0))
+        buckets.last_backward(0.25)
         backward_of(parameters)
         scale = 0.25 if step != 2 else 0.5
-        lane.finish(scale)
+        buckets.finish(scale)
         expected, _ = encode(
             flat_gradient(parameters).numpy(), Encoding(codec), scale=scale, residual=residual,
             residual_out=left,
         )  # fmt: skip
-        np.testing.assert_array_equal(lane.codes, expected)
-        lane.settle(admitted=step != 1)
+        np.testing.assert_array_equal(buckets.codes, expected)
+        buckets.commit_residual(admitted=step != 1)
         if step != 1:
             residual, left = left, residual
         with torch.no_grad():
             for p, _ in parameters:
                 p.sub_(0.01 * p.grad if p.grad is not None else 0.0)
                 p.grad = None
-    lane.close()
+    buckets.close()
 
 
 def trained(policy: str, codec: str, micro_batch: int | None) -> bytes:
@@ -128,13 +128,13 @@ def test_a_run_that_encodes_on_the_device_is_bitwise_one_that_does_not(
     plain = trained(policy, codec, micro_batch)
     monkeypatch.setattr(attach, "ENCODES_ON", ("cpu",))
     used: list[Codec | None] = []
-    made = attach.Lane
+    made = attach.GradientBuckets
 
-    def noted(*arguments: Any) -> Lane:
+    def noted(*arguments: Any) -> GradientBuckets:
         used.append(arguments[3])
         return made(*arguments)
 
-    monkeypatch.setattr(attach, "Lane", noted)
+    monkeypatch.setattr(attach, "GradientBuckets", noted)
     assert trained(policy, codec, micro_batch) == plain
     assert used == [Codec[codec.upper()]]
 
@@ -174,14 +174,14 @@ class Driver:
 
 def test_pins_are_taken_once_and_given_back() -> None:
     driver, one, two = Driver(), np.zeros(1000, np.float32), np.zeros(10, np.float32)
-    pins = Pins(driver)
-    assert pins.pin(one)
-    assert pins.pin(one)
+    pinned = PinnedMemory(driver)
+    assert pinned.pin(one)
+    assert pinned.pin(one)
     driver.full = True
-    assert not pins.pin(two), "it is used as it is"
+    assert not pinned.pin(two), "it is used as it is"
     assert driver.registered == {one.ctypes.data: 4000}
-    pins.close()
-    pins.close()
+    pinned.close()
+    pinned.close()
     assert not driver.registered
 
 
@@ -200,10 +200,10 @@ def test_a_gpu_worker_trains_as_a_cpu_worker(shm: Path, codec: str, pipeline: bo
                 backward(loss_of(model, x, y))
                 worker.step()
             found.append(worker.store.pull()[0])
-            pins = worker._require()[2]._pins
-            assert (pins is not None) == (device == "cuda")
-            assert pins is None or pins._held
-        assert pins is None or not pins._held
+            pinned = worker._require().binding._pinned
+            assert (pinned is not None) == (device == "cuda")
+            assert pinned is None or pinned._held
+        assert pinned is None or not pinned._held
     np.testing.assert_allclose(found[1], found[0], rtol=1e-3, atol=2e-3)
 
 
@@ -211,18 +211,18 @@ def test_a_gpu_worker_trains_as_a_cpu_worker(shm: Path, codec: str, pipeline: bo
 def test_copies_run_beside_backward() -> None:
     device = torch.device("cuda")
     parameters = [(nn.Parameter(p.detach().to(device)), t) for p, t in layers()]
-    lane = Lane(parameters, ELEMENTS, device, size=512)
+    buckets = GradientBuckets(parameters, ELEMENTS, device, size=512)
     to = torch.zeros(ELEMENTS, pin_memory=True)
-    lane.begin(to)
-    lane.last()
+    buckets.begin(to)
+    buckets.last_backward()
     backward_of(parameters)
-    assert any(b.shipped is not None for b in lane._buckets)
-    lane.finish()
+    assert any(b.shipped is not None for b in buckets._buckets)
+    buckets.finish()
     assert torch.equal(to, flat_gradient(parameters))
 
 
 def test_an_unknown_codec_is_not_for_the_device() -> None:
-    lane = Lane(layers(), ELEMENTS, torch.device("cpu"), Codec.NF4)
-    lane.begin(torch.zeros(0))
+    buckets = GradientBuckets(layers(), ELEMENTS, torch.device("cpu"), Codec.NF4)
+    buckets.begin(torch.zeros(0))
     with pytest.raises(InputError, match="int8 or int4"):
-        lane.finish()
+        buckets.finish()

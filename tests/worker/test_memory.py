@@ -177,7 +177,9 @@ def test_an_offer_falls_at_once_and_rises_when_it_is_clear() -> None:
     assert MemoryBudget(None, 0, lambda: 0).look() == 0
 
 
-def test_tasks_shrink_with_memory_and_the_global_batch_stays(shm: Path, tmp_path: Path) -> None:
+def test_tasks_shrink_with_memory_and_the_global_batch_stays(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1's memory falls to 4 samples in the middle of the run, then rises again."""
     split, rounds = [10, 10, 10], 12
     settings = [
@@ -189,10 +191,10 @@ def test_tasks_shrink_with_memory_and_the_global_batch_stays(shm: Path, tmp_path
     workers = [Worker(s) for s in settings]
     counts: list[int] = []
 
-    def budget(_: torch.device) -> int:
+    def budget(device: torch.device, neighbours: int) -> int:
         return 145 if 4 <= workers[1].steps < 9 else 400  # 4 samples, or 30
 
-    workers[1]._budget = budget  # type: ignore[method-assign]
+    monkeypatch.setattr("pyps.worker.memory.budget_bytes", budget)  # only rank 1 has a memory model
 
     def body(rank: int) -> None:
         model = make_model()
@@ -235,9 +237,10 @@ x, model = torch.zeros(10, 1), torch.nn.Linear(1, 1)
 with Worker(settings) as worker:
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
     for (batch,) in worker.batches((x,)):
-        assert len(batch) <= worker._room.most_
+        most = worker._require().budget._budget.most_
+        assert len(batch) <= most
         model(batch).sum().backward()
-        worker.step(worker._room.most_)
+        worker.step(most)
         if (run_dir / "stop").exists():
             break
 """

@@ -20,7 +20,7 @@ from pyps.run.trace import make_trace
 from pyps.store import Store
 from pyps.store.policies import Policy
 from pyps.worker.loop import Worker, join
-from pyps.worker.pipeline import Carrier
+from pyps.worker.pipeline import BackgroundThread, PipelinedTransport
 from pyps.worker.sampling import indices
 
 OVERLAPPING = [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline]
@@ -47,9 +47,7 @@ class Slow:
 
 def over(worker: Worker, wrapped: Any) -> None:
     """From here on the worker's transfers go over this one."""
-    worker._transfer._store = wrapped
-    assert worker._pipeline is not None
-    worker._pipeline._store = wrapped
+    worker._require().client.store = wrapped
 
 
 def test_alone_it_is_sgd_with_a_delay_of_one_bitwise(shm: Path) -> None:
@@ -103,11 +101,11 @@ def test_every_policy_that_need_not_wait_trains(shm: Path, tmp_path: Path, polic
     assert positions == list(range(total)), "each sample once"
     if policy == "hps":
         assert max(r.staleness for r in taken) == 1, "the round before"
-    assert no_carriers()
+    assert no_transfer_threads()
 
 
-def no_carriers() -> bool:
-    return not [t for t in threading.enumerate() if t.name.startswith("pyps-carrier")]
+def no_transfer_threads() -> bool:
+    return not [t for t in threading.enumerate() if t.name.startswith("pyps-transfer")]
 
 
 @pytest.mark.parametrize("name", ["bsp", "backup"])
@@ -125,10 +123,7 @@ def timed(shm: Path, folder: Path, compute: float, one_way: float, pipeline: boo
         "run", 0, batches=[10], samples=120, seed=5, policy="asp", run_dir=folder, pipeline=pipeline
     ) as worker:  # fmt: skip
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        if pipeline:
-            over(worker, Slow(worker.store, one_way))
-        else:
-            worker._transfer._store = Slow(worker.store, one_way)  # type: ignore[assignment]
+        over(worker, Slow(worker.store, one_way))
         for x, y in worker.batches((X, Y)):
             backward(loss_of(model, x, y))
             time.sleep(compute)
@@ -193,7 +188,7 @@ def test_an_error_of_a_transfer_surfaces_at_the_next_step(shm: Path) -> None:
         else:
             worker.step()
     worker.close()
-    assert no_carriers()
+    assert no_transfer_threads()
 
 
 def test_close_waits_for_a_transfer_but_not_for_ever(shm: Path) -> None:
@@ -204,15 +199,16 @@ def test_close_waits_for_a_transfer_but_not_for_ever(shm: Path) -> None:
     x, y = next(iter(worker.batches((X, Y))))
     backward(loss_of(model, x, y))
     worker.step()
-    assert worker._pipeline is not None
+    transport = worker._require().transport
+    assert isinstance(transport, PipelinedTransport)
     began = time.monotonic()
     with pytest.raises(TimedOut, match="still under way after"):
-        worker._pipeline.close(0.05)
+        transport.close(0.05)
     assert time.monotonic() - began < 0.3
     worker.close()
     assert worker.store.closed
     worker.close()
-    assert no_carriers()
+    assert no_transfer_threads()
 
 
 def test_a_fenced_worker_drops_both_and_goes_on(shm: Path, tmp_path: Path) -> None:
@@ -257,15 +253,15 @@ def test_a_state_dict_in_the_middle_of_a_run_is_of_one_version(shm: Path) -> Non
         assert worker.steps == 8
 
 
-def test_a_carrier_runs_jobs_in_order_and_raises_what_they_raise() -> None:
-    carrier: Carrier[int] = Carrier("pyps-carrier-test")
-    carrier.give(lambda: 1)
-    carrier.give(lambda: 1 // 0)
-    assert carrier.take(5.0) == 1
+def test_a_background_thread_runs_jobs_in_order_and_raises_what_they_raise() -> None:
+    thread: BackgroundThread[int] = BackgroundThread("pyps-transfer-test")
+    thread.submit(lambda: 1)
+    thread.submit(lambda: 1 // 0)
+    assert thread.take(5.0) == 1
     with pytest.raises(ZeroDivisionError):
-        carrier.take(5.0)
+        thread.take(5.0)
     with pytest.raises(TimedOut, match=r"longer than 0\.01 s"):
-        carrier.take(0.01)
+        thread.take(0.01)
     done = threading.Event()
-    carrier.close(done.set, 5.0)
+    thread.close(done.set, 5.0)
     assert done.is_set()

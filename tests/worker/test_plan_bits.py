@@ -75,11 +75,11 @@ def test_parameters_are_what_the_code_carries_of_the_fp32_ones(
             if not pipeline:  # nothing else is going on
                 codes, _ = worker.store.pull_encoded(codec)
                 expected.append(decode(codes, codec, worker.store.layout.flat_elements))
-                flat = worker._require()[2].flat
+                flat = worker._require().binding.flat
                 np.testing.assert_array_equal(flat, expected[k])
             backward(loss_of(model, x, y))
             worker.step()
-        np.testing.assert_array_equal(worker.store.pull()[0], worker._require()[2].flat)
+        np.testing.assert_array_equal(worker.store.pull()[0], worker._require().binding.flat)
         assert worker.steps == 6
 
 

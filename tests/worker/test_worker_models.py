@@ -117,6 +117,27 @@ def test_a_scaler_unscales_and_skips(worker: Worker) -> None:
     assert worker.store.ranks()[0].skipped == 10
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_optimizers_step_carries_no_gradient(worker: Worker, scaled: bool) -> None:
+    """Schedulers see one call a step, of an optimizer that has nothing to apply and keeps no state."""
+    model = make_model()
+    optimizer = OPTIMIZERS["adamw"](model)
+    worker.attach(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+    given: list[int] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: given.append(sum(p.grad is not None for p in model.parameters()))
+    )
+    for steps, (x, y) in enumerate(worker.batches((X, Y)), 1):
+        backward(scaler.scale(loss_of(model, x, y)))
+        assert worker.step(scaler=scaler) is not None
+        scaler.update()
+        assert given == [0] * steps
+    assert not optimizer.state
+    with pytest.raises(InputError, match="the store steps"):
+        optimizer.step()
+
+
 def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 

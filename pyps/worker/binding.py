@@ -1,0 +1,172 @@
+"""A model's parameters on one flat local vector, and its gradients on a staging buffer.
+
+A CPU fp32 parameter becomes a view of the vector, its `.grad` a view of the staging buffer: neither pull nor
+push copies anything more. Others (on a GPU, or of half precision) are copied over, in both directions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from pyps.errors import InputError
+from pyps.native.values import Codec, Tensor
+from pyps.store.staging import StagingBuffer
+from pyps.store.store import Store
+from pyps.worker.attach import Attachment
+from pyps.worker.buckets import GradientBuckets, PinnedMemory
+from pyps.worker.device_codec import FORMATS
+
+ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
+
+
+class Binding:
+    """A model's parameters on one flat local vector, and its gradients on whatever area is being filled.
+
+    `codec`: to encode gradients in on the device, where all of the model is on one that does (`codes`).
+    """
+
+    def __init__(self, attachment: Attachment, store: Store, codec: Codec | None = None) -> None:
+        self.flat = np.zeros(store.layout.flat_elements, np.float32)
+        self._slices = {t.name: t for t in store.tensors}
+        local = torch.from_numpy(self.flat)
+        self._direct: list[tuple[nn.Parameter, Tensor]] = []
+        self._copied: list[tuple[nn.Parameter, Tensor, torch.Tensor]] = []
+        for entry in attachment.entries:
+            p, place = entry.parameter, self._slices[entry.name]
+            view = _slice(local, place)
+            if p.device.type == "cpu" and p.dtype is torch.float32:
+                p.data = view
+                self._direct.append((p, place))
+            else:
+                self._copied.append((p, place, view))
+        copied = [(p, place) for p, place, _ in self._copied]
+        self._buckets: GradientBuckets | None = None
+        if {p.device for p, _ in copied} == {self.device}:  # all of them in one place
+            encodes = not self._direct and self.device.type in ENCODES_ON and codec in FORMATS
+            how = codec if encodes else None
+            self._buckets = GradientBuckets(copied, self.flat.size, self.device, how)
+        self._pinned = PinnedMemory() if self.on_gpu else None
+        if self._pinned is not None:
+            self._pinned.pin(self.flat)
+        self._staging: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor | None] = []
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether some parameter lives outside the CPU."""
+        return any(p.device.type != "cpu" for p, _, _ in self._copied)
+
+    @property
+    def device(self) -> torch.device:
+        """Where steps are computed: the first GPU that has a parameter, else the CPU."""
+        devices = [p.device for p, _, _ in self._copied if p.device.type != "cpu"]
+        return devices[0] if devices else torch.device("cpu")
+
+    def refresh(self) -> None:
+        """After a pull into `flat`: bring the parameters that are copies up to date."""
+        with torch.no_grad():
+            for p, _, view in self._copied:
+                p.copy_(view)
+
+    @property
+    def codes(self) -> NDArray[np.uint8] | None:
+        """The collected gradient, encoded on the device; None: the staging buffer holds it as fp32."""
+        return self._buckets.codes if self._buckets is not None and self._buckets.codec is not None else None
+
+    def attach_grads(self, staging: StagingBuffer) -> None:
+        """Zero the staging buffer and make every `.grad` a view of it, so that backward accumulates there."""
+        staging.flat.fill(0.0)
+        self._staging = staging.torch()
+        self._views = [_slice(self._staging, place) for _, place in self._direct]
+        for (p, _), view in zip(self._direct, self._views, strict=True):
+            p.grad = view
+        for p, _, _ in self._copied:
+            p.grad = None
+        if self._pinned is not None:
+            self._pinned.pin(staging.flat)
+        if self._buckets is not None:
+            self._buckets.begin(self._staging)
+
+    def last_backward(self, scale: float) -> None:
+        """The next backward is the last: each gradient may be copied to the staging buffer as it is ready.
+
+        `scale` multiplies what is encoded on the way.
+        """
+        if self._buckets is not None:
+            self._buckets.last_backward(scale)
+
+    def commit_residual(self, admitted: bool) -> None:
+        """What became of the gradient that was encoded on the device: what was left of it is kept or not."""
+        if self._buckets is not None:
+            self._buckets.commit_residual(admitted)
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [p.grad for p, _ in self._direct] + [p.grad for p, _, _ in self._copied]
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiply the gradients accumulated so far."""
+        with torch.no_grad():
+            for gradient in self._gradients():
+                if gradient is not None:
+                    gradient.mul_(factor)
+
+    def keep(self) -> None:
+        """More micro-batches follow: these gradients must be the ones that are added to."""
+        self._kept = self._gradients()
+
+    def check_kept(self) -> None:
+        """Raise InputError if a gradient that was kept is another object now, as after zero_grad()."""
+        for before, now in zip(self._kept, self._gradients(), strict=False):
+            if before is not None and before is not now:
+                found = "gradients cleared between the micro-batches of one batch"
+                raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
+
+    def collect(self, scale: float, *, unscaled: bool) -> None:
+        """Copy to the staging buffer every gradient that is not a view of it; a missing one counts as zero.
+
+        `scale` multiplies what is encoded on the way. unscaled: a GradScaler has changed the gradients.
+        """
+        if self._staging is None:
+            return
+        for (p, _), view in zip(self._direct, self._views, strict=True):
+            if p.grad is not view:
+                _copy_gradient(p, view)
+        if self._buckets is not None:
+            if unscaled:
+                self._buckets.forget()
+            self._buckets.finish(scale)
+            return
+        for p, place, _ in self._copied:
+            _copy_gradient(p, _slice(self._staging, place))
+
+    def release(self) -> None:
+        """Let go of the staging buffer: `.grad` is None until the next `attach_grads`."""
+        self._staging, self._views, self._kept = None, [], []
+        for p, _ in self._direct:
+            p.grad = None
+        for p, _, _ in self._copied:
+            p.grad = None
+
+    def close(self) -> None:
+        """Let go of the staging buffer, of the driver and of the parameters' hooks. Idempotent."""
+        self.release()
+        if self._buckets is not None:
+            self._buckets.close()
+        if self._pinned is not None:
+            self._pinned.close()
+
+
+def _slice(flat: torch.Tensor, place: Tensor) -> torch.Tensor:
+    return flat[place.offset : place.offset + place.elements].view(place.shape)
+
+
+def _copy_gradient(p: nn.Parameter, view: torch.Tensor) -> None:
+    with torch.no_grad():
+        if p.grad is None:
+            view.zero_()
+        else:
+            view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)

@@ -1,0 +1,103 @@
+"""A worker's calls of its store: claims, pushes and pulls, in the run's codecs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.errors import Fenced, NotFinite, PushRejected, TimedOut
+from pyps.native.values import Claim, Codec, Flat, PushRequest
+from pyps.store.codec import decode, encoded_bytes
+from pyps.store.staging import StagingBuffer
+from pyps.store.store import Store
+from pyps.worker.step import Outcome
+
+JOIN_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and reading data
+
+Claimed = tuple[Claim, StagingBuffer]  # the samples of a step, and where its gradient goes
+
+
+class StoreClient:
+    """One thread at a time may use it, not always the same one. `fenced` counts how often it had to rejoin.
+
+    pull: the codec of pulled parameters. uses_turns: a push and the pull after it are one turn.
+    before_claim: runs before each claim.
+    """
+
+    def __init__(
+        self, store: Store, pull: Codec, *, uses_turns: bool, before_claim: Callable[[], None]
+    ) -> None:
+        self.store = store
+        self.fenced = 0
+        self._codec, self._uses_turns, self._before_claim = pull, uses_turns, before_claim
+        self._codes: NDArray[np.uint8] | None = None
+
+    def claim(self) -> Claimed:
+        """Claim the next step, waiting until every rank has joined once. Raises Ended, Fenced, TimedOut."""
+        self._before_claim()
+        return self._start(), self.store.stage()
+
+    def _start(self) -> Claim:
+        deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
+        while True:
+            try:
+                return self.store.start()
+            except TimedOut:
+                if self.store.status().all_joined or time.monotonic() > deadline:
+                    raise
+
+    def claim_ahead(self) -> Claimed | None:
+        """With a step under way, claim the one after it; None: nothing is left now. Raises Fenced."""
+        self._before_claim()
+        claim = self.store.start_ahead()
+        return None if claim is None else (claim, self.store.stage())
+
+    def rejoin(self) -> None:
+        """After Fenced: join again. All claims are gone."""
+        self.fenced += 1
+        self.store.rejoin()
+
+    def pull(self, out: Flat) -> int:
+        """Fetch the parameters, each chunk whole, from the store's fp32 ones; the version."""
+        if self._codec is Codec.F32:
+            return self.store.pull(out)[1]
+        if self._codes is None:
+            self._codes = np.empty(encoded_bytes(self._codec, out.size), np.uint8)
+        _, version = self.store.pull_encoded(self._codec, self._codes)
+        decode(self._codes, self._codec, out.size, out)
+        return version
+
+    def push(self, request: PushRequest, out: Flat) -> Outcome:
+        """Send a gradient; under a policy of turns fetch the parameters into `out` too.
+
+        A fenced worker has rejoined when this returns.
+        """
+        began, outcome = time.monotonic(), Outcome()
+        try:
+            self._send(request, out, outcome)
+        except Fenced:
+            outcome.fenced = True
+            self.rejoin()
+        except PushRejected:
+            outcome.rejected = True
+        except NotFinite:
+            outcome.unencodable = True
+            self.store.send(PushRequest(request.staging, 0, request.hyper))  # skip: the claim is still held
+        done = time.monotonic()
+        waited = began
+        if outcome.result is not None and outcome.result.wait_seconds > 0.0:
+            waited = min(began + outcome.result.wait_seconds, done)
+            outcome.spans.append(("wait", began, waited))
+        outcome.spans.append(("push" if request.samples else "skip", waited, done))
+        return outcome
+
+    def _send(self, request: PushRequest, out: Flat, outcome: Outcome) -> None:
+        if self._uses_turns and self._codec is Codec.F32:
+            outcome.result, outcome.version = self.store.send_and_pull(request, out)
+            return
+        outcome.result = self.store.send(request)
+        if self._uses_turns:
+            outcome.version = self.pull(out)

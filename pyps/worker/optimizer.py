@@ -1,0 +1,54 @@
+"""The torch optimizer in a run: its options are read, and its step() changes nothing, for the store steps.
+
+Schedulers and scalers want to see step() called once a step. The worker calls it when all gradients have been
+taken away; a call by the training script is refused.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from pyps.errors import InputError
+
+
+class OptimizerSteps:
+    """Calls of one optimizer's step(). Refuses every other call of it from now on with InputError."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._allowed = False
+        optimizer.register_step_pre_hook(self._check_caller)
+
+    def unscale(self, scaler: Any) -> None:
+        """Let a GradScaler unscale the gradients, unless the training script has already done so."""
+        if getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            raise InputError("step", "optimizer.fused", "True", "False where a GradScaler is used")
+        with suppress(RuntimeError):  # unscaled since the last update(), or misused: then step() raises, too
+            scaler.unscale_(self._optimizer)
+
+    def call(self, scaler: Any = None) -> bool:
+        """Call step() with no gradients left; False if the scaler found some that were not finite.
+
+        A GradScaler calls step() only if all gradients were finite.
+        """
+        calls: list[bool] = []
+        handle = self._optimizer.register_step_post_hook(lambda *_: calls.append(True))
+        self._allowed = True
+        try:
+            if scaler is None:
+                self._optimizer.step()
+            else:
+                scaler.step(self._optimizer)
+        finally:
+            self._allowed = False
+            handle.remove()
+        return bool(calls)
+
+    def _check_caller(self, *_: Any) -> None:
+        if not self._allowed:
+            raise InputError(
+                "optimizer", "step", "a call of optimizer.step()", "worker.step(): the store steps"
+            )
