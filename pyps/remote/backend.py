@@ -40,7 +40,7 @@ from pyps.remote.address import Address, parse_address
 from pyps.remote.client import Client
 from pyps.remote.framing import Frames, from_frames
 from pyps.remote.wire import MAX_CALL_SECONDS, PROTOCOL, CreateRequest, OpenReply, PushHeader
-from pyps.store.codec import decode, encode, encoded_bytes
+from pyps.store.codec import Residual, decode, encode, encoded_bytes
 
 
 class _Nothing:
@@ -63,11 +63,11 @@ class RemoteBackend:
             self.client.close()
             raise
         self.client.set_server(self._opened.server, self._opened.client_timeout_seconds)
-        self._gaps = _gaps(self._opened.tensors, self._opened.layout.flat_elements)
+        elements = self._opened.layout.flat_elements
+        self._gaps = _gaps(self._opened.tensors, elements)
         self._staging_buffers: dict[int, Flat] = {}
         self._back = np.empty(0, np.uint8)
-        self._residual: Flat | None = None
-        self._next_residual: Flat | None = None  # while a push is under way
+        self._residual: Residual[Flat] = Residual(lambda: np.empty(elements, np.float32))
         self._compute_began = time.monotonic()  # when the last claim or pull had come
         self._next_staging = 0
 
@@ -146,13 +146,13 @@ class RemoteBackend:
     def push(self, request: PushRequest) -> PushResult:
         header, numbers, counts = self._encoded(request)
         result: PushResult = self.client.call("push", header, numbers=numbers)[0]
-        self._commit_residual()
+        self._residual.commit(admitted=True)
         return replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
 
     def exchange(self, request: PushRequest, flat: Flat) -> tuple[PushResult, int]:
         header, numbers, counts = self._encoded(request)
         (result, version), found = self.client.call("exchange", header, self.address.pull, numbers=numbers)
-        self._commit_residual()
+        self._residual.commit(admitted=True)
         self._receive("exchange", found, flat)
         result = replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
         return result, int(version)
@@ -207,14 +207,11 @@ class RemoteBackend:
         seconds = request.compute_seconds or time.monotonic() - self._compute_began
         numbers, counts, scale = self._gradient(request), EncodeCounts(0, 0), request.scale
         how = request.encoding
-        self._next_residual = None
+        self._residual.commit(admitted=False)  # of a push that failed
         if request.samples and not request.encoded and how.codec is not Codec.F32:
             values = self._without_gaps(request)
-            residual = self._residual if how.error_feedback else None
-            self._next_residual = np.empty_like(values) if how.error_feedback else None
-            numbers, counts = encode(
-                values, how, scale=scale, residual=residual, residual_out=self._next_residual
-            )
+            old, new = self._residual.begin() if how.error_feedback else (None, None)
+            numbers, counts = encode(values, how, scale=scale, residual=old, residual_out=new)
             scale = 1.0
         timeout = None if request.timeout is None else _bounded(native.timeout_seconds(request.timeout))
         request = replace(
@@ -233,11 +230,6 @@ class RemoteBackend:
                 values = values.copy() if values is request.gradient else values
                 values[a:b] = 0.0
         return values
-
-    def _commit_residual(self) -> None:
-        """The push was admitted: add what its code did not carry to the next gradient."""
-        if self._next_residual is not None:
-            self._residual, self._next_residual = self._next_residual, None
 
 
 def _bounded(timeout: float) -> float:

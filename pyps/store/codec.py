@@ -12,7 +12,8 @@ What a code does not carry is lost unless it is fed back: added to what is encod
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,19 @@ from pyps import native
 from pyps.errors import InputError, InvalidArgument
 from pyps.native.values import Codec, EncodeCounts, Encoding, Flat
 
-__all__ = ["Codec", "EncodeCounts", "Encoding", "as_codec", "decode", "encode", "encoded_bytes", "fed_back"]
+__all__ = [
+    "Codec",
+    "EncodeCounts",
+    "Encoding",
+    "Residual",
+    "as_codec",
+    "decode",
+    "encode",
+    "encoded_bytes",
+    "fed_back",
+]
+
+A = TypeVar("A")
 
 
 def as_codec(codec: Codec | str) -> Codec:
@@ -87,3 +100,29 @@ def _check(name: str, array: NDArray[Any], kind: type[np.generic], size: int) ->
         found = f"{array.dtype} {list(array.shape)}"
         expected = f"contiguous {np.dtype(kind).name} [{size}]"
         raise InvalidArgument("codec", f"{name}: found {found}; expected {expected}")
+
+
+class Residual(Generic[A]):
+    """What an encoder's codes did not carry of a gradient, to be added to the next one: error feedback.
+
+    It counts only once its gradient was admitted; until then the one before is kept. `new` makes an array.
+    """
+
+    def __init__(self, new: Callable[[], A]) -> None:
+        self._new = new
+        self._current: A | None = None
+        self._next: A | None = None
+        self._begun = False
+
+    def begin(self) -> tuple[A | None, A]:
+        """For a new gradient: (what to add to it or None; where to put what its codes do not carry)."""
+        self._begun = True
+        if self._next is None:
+            self._next = self._new()
+        return self._current, self._next
+
+    def commit(self, admitted: bool) -> None:
+        """Commit the new residual if the push was admitted; otherwise keep the old one."""
+        if self._begun and admitted:
+            self._current, self._next = self._next, self._current
+        self._begun = False

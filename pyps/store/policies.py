@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 from pyps import native
-from pyps.errors import InputError
+from pyps.errors import InputError, UnknownPolicy
 from pyps.native import custom
 from pyps.native.values import NO_BOUND, PolicyContext, PolicyNeeds, PolicyParams
 
@@ -306,10 +306,19 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+DEFAULT_POLICY: Policy = BSP()
+
+
 def register_policy(policy: Policy) -> None:
     """Make a policy of one's own known to the core of this process."""
     if isinstance(policy, Custom):
         custom.know(policy.params().custom, policy)
+
+
+def check_known(number: int, params: PolicyParams) -> None:
+    """Raise UnknownPolicy for a store of a custom policy that this process has not registered."""
+    if number == CUSTOM and not custom.knows(params.custom):
+        raise UnknownPolicy("join", "the store has a policy of its maker's own, which is not known here")
 
 
 def policy_named(text: str, round_timeout_seconds: float = 60.0) -> Policy:

@@ -32,9 +32,7 @@ from pyps.errors import (
     SnapshotCancelled,
     StoreClosed,
     StoreError,
-    UnknownPolicy,
 )
-from pyps.native import custom as custom_policies
 from pyps.native.values import (
     Advice,
     Claim,
@@ -57,7 +55,7 @@ from pyps.native.values import (
     as_f32,
 )
 from pyps.store.codec import as_codec, encoded_bytes
-from pyps.store.policies import BSP, Custom, Policy, policy_named, register_policy
+from pyps.store.policies import DEFAULT_POLICY, Policy, check_known, policy_named, register_policy
 from pyps.store.request import check_request, check_vector, push_request
 from pyps.store.staging import StagingBuffer, split
 
@@ -120,7 +118,7 @@ class Store:
         initial = {
             key: as_f32(f"store {name!r}", f"tensors[{key!r}]", value) for key, value in tensors.items()
         }
-        rules = policy_named(policy) if isinstance(policy, str) else policy or BSP()
+        rules = policy_named(policy) if isinstance(policy, str) else policy or DEFAULT_POLICY
         register_policy(rules)
         config = Config(
             tensors=tuple(Tensor(key, a.shape, group_of.get(key, 0)) for key, a in initial.items()),
@@ -193,9 +191,8 @@ class Store:
         A dead worker's rank is inherited. Raises Busy if a live process has the rank, StoreFull.
         """
         kind = Role[role.upper()] if isinstance(role, str) else role
-        custom = self.layout.policy == Custom.number and kind is Role.WORKER
-        if custom and not custom_policies.knows(self._call(native.get_policy_params).custom):
-            raise UnknownPolicy("join", "the store has a policy of its maker's own, which is not known here")
+        if kind is Role.WORKER:
+            check_known(self.layout.policy, self.policy_params())
         self.rank = self._call(native.join, kind, -1 if rank is None else rank)
         return self.rank
 

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pyps.native.values import Codec, Tensor
-from pyps.store.codec import encoded_bytes
-from pyps.worker.device_codec import encode
+from pyps.store.codec import Residual, encoded_bytes
+from pyps.worker.device_codec import FORMATS, encode
+from pyps.worker.quantize import SCALE_BYTES
 
 BUCKET_ELEMENTS = 1 << 21  # 8 MiB: long enough for a link's full speed, short enough to begin early
 
@@ -90,11 +91,11 @@ class GradientBuckets:
         self._to: torch.Tensor | None = None
         self._eager, self._scale = False, 1.0
         if codec is not None:
-            self._flat, self._residual, self._next_residual = (
-                torch.zeros(elements, device=device) for _ in range(3)
-            )
+            self._flat = torch.zeros(elements, device=device)
             whole = torch.zeros(encoded_bytes(codec, elements), dtype=torch.uint8, pin_memory=self.on_gpu)
             self._codes: torch.Tensor = whole
+        self._residual: Residual[torch.Tensor] = Residual(partial(torch.empty, elements, device=device))
+        self._residuals: tuple[torch.Tensor | None, torch.Tensor] | None = None
         self._hooks: list[Any] = []
         for bucket in self._buckets:
             for part in bucket.parts:
@@ -116,6 +117,7 @@ class GradientBuckets:
     def begin(self, to: torch.Tensor) -> None:
         """A new gradient; `to`: float32 [elements] in host memory, where it goes without a codec."""
         self._to, self._eager = to, False
+        self._residuals = self._residual.begin() if self.codec is not None else None
         self.forget()
 
     def last_backward(self, scale: float = 1.0) -> None:
@@ -142,9 +144,8 @@ class GradientBuckets:
         self._to, self._eager = None, False
 
     def commit_residual(self, admitted: bool) -> None:
-        """What the code did not carry counts from now on if its gradient was admitted, else what was."""
-        if self.codec is not None and admitted:
-            self._residual, self._next_residual = self._next_residual, self._residual
+        """Commit the new residual if the push was admitted; otherwise keep the old one."""
+        self._residual.commit(admitted)
 
     def close(self) -> None:
         """Forget the parameters."""
@@ -187,18 +188,23 @@ class GradientBuckets:
         bucket.shipped = bucket.state()
 
     def _encode(self, codec: Codec, bucket: Bucket) -> None:
-        run = slice(bucket.first, bucket.end)
+        assert self._residuals is not None  # for mypy: since begin()
+        run, (old, new) = slice(bucket.first, bucket.end), self._residuals
+        residual = None if old is None else old[run]
         codes, scales, _ = encode(
-            codec, self._flat[run], scale=self._scale, residual=self._residual[run],
-            residual_out=self._next_residual[run], nonfinite="carry",
-        )  # fmt: skip
-        bits = 8 if codec is Codec.INT8 else 4
-        block = 256 if codec is Codec.INT8 else 64
-        begin = bucket.first * bits // 8
+            codec,
+            self._flat[run],
+            scale=self._scale,
+            residual=residual,
+            residual_out=new[run],
+            nonfinite="carry",
+        )
+        form = FORMATS[codec]
+        begin = bucket.first * form.bits // 8
         self._codes[begin : begin + codes.numel()].copy_(codes, non_blocking=True)
-        every = self._flat.numel() * bits // 8 + 4 * (bucket.first // block)
+        first_scale = self._flat.numel() * form.bits // 8 + SCALE_BYTES * (bucket.first // form.block)
         packed = scales.view(torch.uint8)
-        self._codes[every : every + packed.numel()].copy_(packed, non_blocking=True)
+        self._codes[first_scale : first_scale + packed.numel()].copy_(packed, non_blocking=True)
 
 
 class PinnedMemory:

@@ -28,7 +28,7 @@ from pyps.errors import InputError
 from pyps.formats import Bits, Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.native.values import Codec, Encoding
 from pyps.store.codec import as_codec, fed_back
-from pyps.store.policies import BSP, Policy, check_pipeline, policy_named
+from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
@@ -188,14 +188,14 @@ def _integer(env: Mapping[str, str], variable: str, default: int | None = None) 
 def _policy(policy: Policy | str | None, env: Mapping[str, str]) -> Policy:
     if isinstance(policy, Policy):
         return policy
-    text = env.get("PYPS_ROUND_TIMEOUT") or str(BSP().round_timeout_seconds)
+    text = env.get("PYPS_ROUND_TIMEOUT") or str(DEFAULT_POLICY.round_timeout_seconds)
     try:
         seconds = float(text)
     except ValueError:
         raise InputError(
             ENVIRONMENT, "PYPS_ROUND_TIMEOUT", repr(text), "seconds, a positive number"
         ) from None
-    return policy_named(policy or env.get("PYPS_POLICY") or BSP.name, seconds)
+    return policy_named(policy or env.get("PYPS_POLICY") or DEFAULT_POLICY.name, seconds)
 
 
 def _throttle(env: Mapping[str, str]) -> ThrottleSpec | None:

@@ -14,7 +14,7 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 from pyps.errors import InputError
 from pyps.native.values import Tensor
 from pyps.store.codec import Codec, Encoding, encode
-from pyps.worker import attach
+from pyps.worker import binding
 from pyps.worker.buckets import GradientBuckets, PinnedMemory, buckets_of
 from pyps.worker.loop import join
 
@@ -126,15 +126,15 @@ def test_a_run_that_encodes_on_the_device_is_bitwise_one_that_does_not(
     shm: Path, monkeypatch: pytest.MonkeyPatch, policy: str, codec: str, micro_batch: int | None
 ) -> None:
     plain = trained(policy, codec, micro_batch)
-    monkeypatch.setattr(attach, "ENCODES_ON", ("cpu",))
+    monkeypatch.setattr(binding, "ENCODES_ON", ("cpu",))
     used: list[Codec | None] = []
-    made = attach.GradientBuckets
+    made = binding.GradientBuckets
 
     def noted(*arguments: Any) -> GradientBuckets:
         used.append(arguments[3])
         return made(*arguments)
 
-    monkeypatch.setattr(attach, "GradientBuckets", noted)
+    monkeypatch.setattr(binding, "GradientBuckets", noted)
     assert trained(policy, codec, micro_batch) == plain
     assert used == [Codec[codec.upper()]]
 
@@ -142,7 +142,7 @@ def test_a_run_that_encodes_on_the_device_is_bitwise_one_that_does_not(
 def test_a_gradient_that_is_not_finite_skips_the_step_and_poisons_nothing(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attach, "ENCODES_ON", ("cpu",))
+    monkeypatch.setattr(binding, "ENCODES_ON", ("cpu",))
     model = make_model().bfloat16()
     with join("run", 0, batches=[10], samples=60, seed=5, policy="asp", codec="int8") as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
