@@ -1,4 +1,4 @@
-"""Policies of one's own: what the C core calls back."""
+"""Custom policies: what the C core calls back."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Decider(Protocol):
 _known: dict[int, Decider] = {}
 
 
-def know(number: int, policy: Decider) -> None:
+def register(number: int, policy: Decider) -> None:
     """From now on this process can decide by that policy."""
     _known[number] = policy
 
 
-def knows(number: int) -> bool:
+def is_registered(number: int) -> bool:
     return number in _known
 
 

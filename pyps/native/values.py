@@ -187,7 +187,7 @@ class PolicyNeeds:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy of one's own is shown: the worker it is asked about, and the others."""
+    """What a custom policy sees: the worker it is asked about, and the others."""
 
     now: int  # nanoseconds
     version: int
@@ -326,8 +326,8 @@ class PushRequest:
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """Which version the push became (0: everybody skipped, or softsync still gathers), how stale it was, what
-    went into the version, and what an encoder met that was not finite.
+    """Which version the push became (0: all workers skipped, or softsync still collects), how stale it was,
+    what went into the version, and how many values were not finite.
     """
 
     version: int
@@ -371,7 +371,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class RankCounters:
-    """What a rank has done, whoever held it; pushes and samples count what was admitted."""
+    """What the workers of a rank have done; pushes and samples count what was admitted."""
 
     batch: int
     pushes: int

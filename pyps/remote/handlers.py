@@ -1,7 +1,7 @@
-"""What is done for a remote worker: the calls of pyps.remote.wire, on a handle of the store of its own.
+"""Handlers of a remote worker's calls (pyps.remote.wire), each session on its own handle of the store.
 
-A worker that was silent for so long that its deputy left is told that it is fenced, and may rejoin; one that
-only looked goes on as if nothing had been.
+A worker that was silent for too long has left the store: its next call raises Fenced, and it may rejoin. An
+observer that was silent goes on unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WITHOUT_STORE = ("hello", "create", "rejoin", "leave")
 
 @dataclass(frozen=True)
 class Site:
-    """What every deputy of a server knows of it."""
+    """What every session of a server knows of it."""
 
     store: str
     server: bytes
@@ -56,14 +56,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Place:
-    """What a client was in the store before its deputy left; `role` is None if it had not joined."""
+    """What a client was in the store before its session left; `role` is None if it had not joined."""
 
     role: Role | None = None
     rank: int = -1
 
 
 class Handlers:
-    """One participant of the store; public methods but `do` and `close` are the verbs of pyps.remote.wire.
+    """One participant of the store. Public methods other than `do` and `close` are the verbs of the link.
 
     Not thread-safe. `numbers` are the frames that came with a call.
     """
@@ -89,8 +89,8 @@ class Handlers:
             raise Fenced(verb, f"{silence}: its samples went back")
         if verb not in WITHOUT_STORE and self._pointer is None:
             self._return()
-        act: Callable[..., Reply] = getattr(self, verb)
-        return act(*values, numbers) if verb in ("push", "exchange", "create") else act(*values)
+        handler: Callable[..., Reply] = getattr(self, verb)
+        return handler(*values, numbers) if verb in ("push", "exchange", "create") else handler(*values)
 
     def close(self) -> None:
         """Leave the store; the place is remembered. Idempotent."""
@@ -112,7 +112,7 @@ class Handlers:
         return self._layout
 
     def _return(self) -> None:
-        """After its deputy left: the store again, and an observer's place."""
+        """After the session left: open the store again, and give an observer its place."""
         if self.place is None:
             raise InvalidArgument("call", "found no store open; expected `hello` first")
         self._pointer = native.open_segment(self._site.store)
@@ -151,7 +151,7 @@ class Handlers:
         return OpenReply(site.server, site.client_timeout_seconds, self.layout, tuple(tensors)), ()
 
     def join(self, role: Role, rank: int) -> Reply:
-        """A rank whose worker has died is free only once its silence was noticed: so long one waits."""
+        """Join, waiting for a rank whose worker has died until its silence was noticed."""
         deadline = time.monotonic() + 1.5 * self._site.client_timeout_seconds
         while True:
             sequence = native.get_status(self._store).sequence
@@ -198,7 +198,7 @@ class Handlers:
         return claim, ()
 
     def _room(self, kind: type[np.generic], size: int) -> Numbers:
-        """Memory for a reply's numbers, used again: whoever calls anew has read the reply before."""
+        """Memory for a reply's numbers, reused: the client has read the reply before when it calls again."""
         if self._reply.dtype != kind or self._reply.size != size:
             self._reply = np.empty(size, kind)
         return self._reply
@@ -253,9 +253,9 @@ class Handlers:
         return both, (flat,)
 
     def _pushed(self, header: PushHeader, numbers: Frames, send: Callable[[PushRequest], Any]) -> Any:
-        """Bring the gradient to a staging buffer and push it.
+        """Copy the gradient to a staging buffer and push it.
 
-        A push whose round did not close in time is resumed by the next call: its gradient stands already.
+        The next call resumes a push that timed out in an open round: its gradient is already staged.
         """
         if len(header.hyper) != self.layout.groups:
             found = f"hyper: found {len(header.hyper)}; expected {self.layout.groups}, one for each group"

@@ -1,12 +1,12 @@
 """What goes over the link: which calls there are, and what each carries. One page is the whole protocol.
 
 A message is a header (msgpack, at most MAX_HEADER_BYTES) and bare numbers in frames (pyps.remote.framing).
-The calls are those of pyps.native, by name. Every call has a name of its own, {session, seq}: a server does
+The calls are those of pyps.native, by name. Every call has a unique name, {session, seq}: a server does
 each one once, and answers a repeated one with the same bytes again. A session has one call under way at a
 time.
 
     client -> server    Call(session, seq, verb, arguments) [numbers]
-                        Ping(session)       on a connection of its own, which no bulk holds up
+                        Ping(session)       on a separate connection, which no bulk holds up
                         Bye(session)        nothing comes back
     server -> client    Answer(seq, value) [numbers ...]
                         Failure(seq, code, what, message)
@@ -193,7 +193,7 @@ def encode_raw(value: Any) -> msgspec.Raw:
 
 
 def decode_request(header: Any) -> Call | Ping | Bye | Malformed:
-    """A header from anybody: never raises."""
+    """A header from any client: never raises."""
     if len(header) > MAX_HEADER_BYTES:
         return Malformed(f"a header of {len(header)} bytes")
     try:

@@ -31,8 +31,8 @@ COMMON = ("round_timeout_seconds",)
 class Policy:
     """What every policy has.
 
-    `round_timeout_seconds`: a live worker that holds the others up for longer is fenced; the store's
-    calls wait for twice as long when no timeout is given. Raises InputError for a value out of its range.
+    `round_timeout_seconds`: a live worker that holds up the others for longer is fenced. Calls without
+    a timeout wait for twice as long. Raises InputError for a value out of its range.
     """
 
     round_timeout_seconds: float = 60.0
@@ -79,7 +79,7 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class BSP(Policy):
-    """Bulk synchronous: one step from everybody's gradient, weighted by its samples, bitwise reproducible."""
+    """Bulk synchronous: one step from all workers' gradients, weighted by samples, bitwise reproducible."""
 
     name: ClassVar[str] = "bsp"
     number: ClassVar[int] = 0
@@ -87,7 +87,7 @@ class BSP(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ASP(Policy):
-    """Asynchronous: every gradient is a step of its own, at once, however old its parameters were."""
+    """Asynchronous: every gradient is one step, applied at once, however old its parameters were."""
 
     name: ClassVar[str] = "asp"
     number: ClassVar[int] = 1
@@ -112,7 +112,7 @@ class Backup(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Softsync(Policy):
-    """A step from every floor(N / n) gradients, whoever they are from, each divided by its staleness."""
+    """A step from every floor(N / n) gradients, from any workers, each divided by its staleness."""
 
     n: int = 1
 
@@ -129,7 +129,7 @@ class Softsync(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class SSP(Policy):
-    """Stale synchronous: nobody is more than `bound` steps ahead of the slowest; inf: never waits."""
+    """Stale synchronous: no worker is more than `bound` steps ahead of the slowest; inf: never waits."""
 
     bound: float = 3
 
@@ -202,7 +202,7 @@ class DCASGD(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class SaPS(Policy):
-    """Straggler-aware: a gradient whose staleness passes the threshold is dropped; nobody waits.
+    """Straggler-aware: a gradient with a staleness above the threshold is dropped; no worker waits.
 
     threshold: "ringmaster" (the number of workers, or more where gradients are noisy), "quantile" (of the
     stalenesses seen, but at least the number of workers) or "fixed" (`bound`; inf: ASP). abort: a late worker
@@ -224,7 +224,7 @@ class SaPS(Policy):
             raise InputError(self.name, "threshold", repr(self.threshold), expected)
         self._check_count("bound", 0, infinite=True)
         if self.bound != math.inf and self.threshold != "fixed":
-            raise InputError(self.name, "bound", repr(self.bound), "threshold=fixed beside it")
+            raise InputError(self.name, "bound", repr(self.bound), "threshold=fixed with it")
         if not 0.01 <= self.quantile <= 0.999:
             raise InputError(self.name, "quantile", repr(self.quantile), "0.01 to 0.999")
 
@@ -268,7 +268,7 @@ class HPS(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Policy):
-    """A policy of one's own: a frozen dataclass in a module that workers can import, with either method.
+    """Base of custom policies: a frozen dataclass in a module that workers can import, with either method.
 
     `words` are 16 whole numbers below 2^64 that all workers share, 0 at first, the only memory there is. A
     method may be asked again, by any worker, and must depend on nothing but itself and its arguments.
@@ -310,15 +310,15 @@ DEFAULT_POLICY: Policy = BSP()
 
 
 def register_policy(policy: Policy) -> None:
-    """Make a policy of one's own known to the core of this process."""
+    """Register a custom policy with the core of this process."""
     if isinstance(policy, Custom):
-        custom.know(policy.params().custom, policy)
+        custom.register(policy.params().custom, policy)
 
 
 def check_known(number: int, params: PolicyParams) -> None:
     """Raise UnknownPolicy for a store of a custom policy that this process has not registered."""
-    if number == CUSTOM and not custom.knows(params.custom):
-        raise UnknownPolicy("join", "the store has a policy of its maker's own, which is not known here")
+    if number == CUSTOM and not custom.is_registered(params.custom):
+        raise UnknownPolicy("join", "this process has not registered the store's custom policy")
 
 
 def policy_named(text: str, round_timeout_seconds: float = 60.0) -> Policy:
@@ -371,8 +371,8 @@ def _parsed(name: str, key: str, text: str, default: object) -> object:
 
 
 def check_pipeline(policy: Policy) -> None:
-    """Raise InputError under a policy whose steps follow one another."""
+    """Raise InputError for a policy that does not allow a pipeline."""
     if not policy.needs.allows_pipeline:
         able = ", ".join(name for name, kind in Policy.known.items() if kind().needs.allows_pipeline)
-        found = f"on under {policy.name}, whose every step waits for the one before it"
+        found = f"on under {policy.name}, where every step waits for the one before it"
         raise InputError("run", "pipeline", found, f"off, or one of {able}")

@@ -1,4 +1,4 @@
-"""Which segments there are, who holds them, and removing those that nobody does."""
+"""List segments and whether a process holds them, and remove those that are free."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder() -> Path:
 
 
 def segments() -> list[Segment]:
-    """All of them, by name."""
+    """All segments, by name."""
     found = (inspect(path) for path in sorted(folder().glob(PREFIX + "*")))
     return [segment for segment in found if segment is not None]
 
@@ -72,7 +72,7 @@ def collect_garbage() -> tuple[list[Segment], list[Segment]]:
             native.unlink(segment.name)
             removed.append(segment)
         except SegmentNotFound:
-            pass  # somebody else removed it
+            pass  # another process removed it
         except StoreError:
             kept.append(segment)  # opened since we looked
     return removed, kept

@@ -68,7 +68,7 @@ class Store:
 
     Errors: every method raises a StoreError whose class says what happened (pyps.errors), StoreClosed after
     close(), Forked in a forked child. Timeouts are in seconds; None means twice the policy's
-    round_timeout_seconds, in which whoever is late has been fenced.
+    round_timeout_seconds, in which a late worker has been fenced.
     """
 
     def __init__(self, name: str, pointer: native.Pointer, *, unlinks: bool) -> None:
@@ -305,7 +305,7 @@ class Store:
         return self._call(native.exchange, self._checked(request), out)
 
     def _checked(self, request: PushRequest) -> PushRequest:
-        """The request as the core takes it: of this store's sizes, with noise of its own."""
+        """The request as the core takes it: checked against its sizes, with noise for this push alone."""
         check_request(request, self.layout)
         how = request.encoding
         if how.rounding != "stochastic":
@@ -353,7 +353,7 @@ class Store:
     def snapshot(self, timeout: float | None = None) -> Snapshot:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.
 
-        Anybody may take one; who has not joined is an observer meanwhile. Waits for another reader's
+        Any process may take one; one that has not joined is an observer meanwhile. Waits for another reader's
         snapshot, and begins again if pushers had to cancel it, until the timeout (60 s): then
         Busy or SnapshotCancelled.
         """

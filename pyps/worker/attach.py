@@ -1,8 +1,8 @@
 """From a torch model and optimizer to the store's tensors and groups, and back.
 
-What is put in the store: every parameter that requires a gradient and that the optimizer has, once (tied
-parameters are one object), as fp32. What stays local: frozen parameters, parameters the optimizer does not
-have, empty ones, and buffers. What has no meaning here is refused with the parameter's or option's name.
+The store holds, as fp32, every parameter that requires a gradient and that the optimizer has; tied
+parameters are one object, held once. Frozen and empty parameters, those that the optimizer does not have, and
+buffers stay local. A model or option that cannot be trained is refused by name.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
 
 
 def _check_overlap(chosen: list[tuple[str, nn.Parameter]]) -> None:
-    """Two Parameter objects over the same memory would be torn apart: tie the objects, not their storage."""
+    """Refuse two Parameter objects over the same memory, which would become two: tie the objects instead."""
     spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in chosen)
     for (device, _, end, name), (next_device, begin, _, other) in pairwise(spans):
         if device == next_device and begin < end:
@@ -185,7 +185,7 @@ def check_same(store: Store, attachment: Attachment) -> None:
 
 
 def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -> Store:
-    """Rank 0 creates the segment unless it finds it there (after a restart); the others wait for it."""
+    """Open the store. Rank 0 creates it unless it exists (after a restart); the others wait for it."""
     deadline = time.monotonic() + timeout
     pause, longest = POLL_SECONDS
     while True:
@@ -196,7 +196,7 @@ def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -
                 try:
                     return _create(settings, attachment)
                 except SegmentExists:
-                    pass  # somebody else was faster: open that one
+                    pass  # another process was faster: open its segment
             if time.monotonic() > deadline:
                 raise
         time.sleep(pause)

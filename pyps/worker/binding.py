@@ -23,9 +23,9 @@ ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
 
 
 class Binding:
-    """A model's parameters on one flat local vector, and its gradients on whatever area is being filled.
+    """A model's parameters on one flat local vector, and its gradients on the staging buffer in use.
 
-    `codec`: to encode gradients in on the device, where all of the model is on one that does (`codes`).
+    codec: encodes gradients on the device (see `codes`), if all of the model is on one device that can.
     """
 
     def __init__(self, attachment: Attachment, store: Store, codec: Codec | None = None) -> None:
@@ -67,7 +67,7 @@ class Binding:
         return devices[0] if devices else torch.device("cpu")
 
     def refresh(self) -> None:
-        """After a pull into `flat`: bring the parameters that are copies up to date."""
+        """After a pull into `flat`: update the parameters that are copies."""
         with torch.no_grad():
             for p, _, view in self._copied:
                 p.copy_(view)
@@ -100,7 +100,7 @@ class Binding:
             self._buckets.last_backward(scale)
 
     def commit_residual(self, admitted: bool) -> None:
-        """What became of the gradient that was encoded on the device: what was left of it is kept or not."""
+        """Commit the residual of a gradient encoded on the device, if that was admitted."""
         if self._buckets is not None:
             self._buckets.commit_residual(admitted)
 
@@ -115,7 +115,7 @@ class Binding:
                     gradient.mul_(factor)
 
     def keep(self) -> None:
-        """More micro-batches follow: these gradients must be the ones that are added to."""
+        """More micro-batches follow: remember the gradients to which they must add."""
         self._kept = self._gradients()
 
     def check_kept(self) -> None:
@@ -126,9 +126,9 @@ class Binding:
                 raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
 
     def collect(self, scale: float, *, unscaled: bool) -> None:
-        """Copy to the staging buffer every gradient that is not a view of it; a missing one counts as zero.
+        """Copy every gradient that is not a view of the staging buffer to it; a missing one counts as zero.
 
-        `scale` multiplies what is encoded on the way. unscaled: a GradScaler has changed the gradients.
+        scale: multiplies gradients that are encoded on the way. unscaled: a GradScaler changed the gradients.
         """
         if self._staging is None:
             return
@@ -144,7 +144,7 @@ class Binding:
             _copy_gradient(p, _slice(self._staging, place))
 
     def release(self) -> None:
-        """Let go of the staging buffer: `.grad` is None until the next `attach_grads`."""
+        """Detach from the staging buffer: `.grad` is None until the next `attach_grads`."""
         self._staging, self._views, self._kept = None, [], []
         for p, _ in self._direct:
             p.grad = None
@@ -152,7 +152,7 @@ class Binding:
             p.grad = None
 
     def close(self) -> None:
-        """Let go of the staging buffer, of the driver and of the parameters' hooks. Idempotent."""
+        """Detach from the staging buffer, unpin memory and remove the hooks of parameters. Idempotent."""
         self.release()
         if self._buckets is not None:
             self._buckets.close()

@@ -1,8 +1,8 @@
-"""Gradients on their way from parameters to a staging buffer, bucket by bucket while backward goes on.
+"""Copy gradients from their parameters to a staging buffer, bucket by bucket while backward goes on.
 
-A bucket is a range of the flat vector. As soon as backward has accumulated all of its gradients, it is copied
-on a side stream, encoded before on the device if a codec is given. A gradient that was changed afterwards
-(clipped, unscaled) is noticed and copied again. On a CPU everything is the same but at once.
+A bucket is a range of the flat vector. As soon as backward has accumulated all of its gradients, a side
+stream copies it; with a codec it is encoded on the device first. A gradient that changes afterwards (clipped,
+unscaled) is copied again. On a CPU the copies are the same, but not asynchronous.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUCKET_ELEMENTS = 1 << 21  # 8 MiB: long enough for a link's full speed, short e
 
 @dataclass
 class Part:
-    """What of a parameter lies in a bucket: `lo` to `hi` of the flat vector, where it begins at `offset`."""
+    """The part of a parameter in a bucket: `lo` to `hi` of the flat vector; all of it begins at `offset`."""
 
     parameter: nn.Parameter
     offset: int
@@ -47,7 +47,7 @@ class Bucket:
     shipped: list[tuple[int, int]] | None = None
 
     def state(self) -> list[tuple[int, int]]:
-        """Tells whether a gradient is the same object, and unchanged."""
+        """Equal as long as every gradient is the same object, and unchanged."""
         grads = [part.parameter.grad for part in self.parts]
         return [(0, 0) if g is None else (id(g), g._version) for g in grads]
 
@@ -55,7 +55,7 @@ class Bucket:
 def buckets_of(
     parameters: Sequence[tuple[nn.Parameter, Tensor]], elements: int, size: int = BUCKET_ELEMENTS
 ) -> list[Bucket]:
-    """The ranges of `size` elements that have something of these parameters; one may be in several."""
+    """The ranges of `size` elements with parts of these parameters. A parameter may be in several."""
     buckets = []
     for first in range(0, elements, size):
         end = min(first + size, elements)
@@ -70,10 +70,11 @@ def buckets_of(
 
 
 class GradientBuckets:
-    """The way of these parameters' gradients; `codec` (int8, int4; None: fp32) needs all of the vector.
+    """Gradients of these parameters, of one device.
 
-    `codes`: what was encoded, as pyps.store.codec has it. What the code does not carry stays on the device
-    and is added to the next gradient; a process that dies loses it.
+    parameters: with their places in the flat vector of `elements`. codec: int8 or int4, which needs
+    parameters in all of the vector; None: fp32. size: elements of a bucket. The residual of the codes stays
+    on the device and is added to the next gradient; a process that dies loses it.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class GradientBuckets:
         return array
 
     def begin(self, to: torch.Tensor) -> None:
-        """A new gradient; `to`: float32 [elements] in host memory, where it goes without a codec."""
+        """Begin a new gradient. to: float32 [elements] in host memory, its destination without a codec."""
         self._to, self._eager = to, False
         self._residuals = self._residual.begin() if self.codec is not None else None
         self.forget()
@@ -127,12 +128,12 @@ class GradientBuckets:
             bucket.waiting = {id(part.parameter) for part in bucket.parts}
 
     def forget(self) -> None:
-        """The gradients may have been changed without a trace: all are to be copied again."""
+        """Copy all gradients again: they may have changed without a trace."""
         for bucket in self._buckets:
             bucket.shipped = None
 
     def finish(self, scale: float = 1.0) -> None:
-        """Copy what has not been copied as it is now, and wait for all copies."""
+        """Copy the gradients that have changed since their copy, and wait for all copies."""
         if self._to is None:
             return
         stale, self._scale = scale != self._scale, scale
@@ -162,7 +163,7 @@ class GradientBuckets:
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
-        """Work in here begins after what is queued now, and runs beside what is queued later."""
+        """Work in here begins after what is queued now, and overlaps with what is queued later."""
         if self._stream is None:
             yield
             return
@@ -208,10 +209,10 @@ class GradientBuckets:
 
 
 class PinnedMemory:
-    """Host memory that a GPU copies to and from by itself, while it is registered with its driver.
+    """Host memory registered with the GPU's driver, which the GPU copies to and from by itself.
 
-    `runtime` has cudaHostRegister and cudaHostUnregister, as torch.cuda.cudart() does. Memory that the driver
-    does not take is used as it is.
+    runtime: has cudaHostRegister and cudaHostUnregister, as torch.cuda.cudart() does. Memory that the driver
+    refuses is used as it is.
     """
 
     def __init__(self, runtime: Any = None) -> None:
@@ -220,7 +221,7 @@ class PinnedMemory:
         self._held: dict[int, NDArray[Any]] = {}
 
     def pin(self, array: NDArray[Any]) -> bool:
-        """Whether the array's memory is registered from now on. Holds the array, so that it stays mapped."""
+        """Register the array's memory, and hold it mapped; False if the driver refuses."""
         address = array.ctypes.data
         if address not in self._held:
             if int(self._runtime.cudaHostRegister(address, array.nbytes, 0)) != 0:
@@ -229,7 +230,7 @@ class PinnedMemory:
         return True
 
     def close(self) -> None:
-        """Give all of it back, before it is unmapped. Idempotent."""
+        """Unregister all memory, before it is unmapped. Idempotent."""
         while self._held:
             address, _ = self._held.popitem()
             self._runtime.cudaHostUnregister(address)

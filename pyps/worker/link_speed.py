@@ -58,7 +58,7 @@ def probe_group(
     address: str | None = None, sizes: Sequence[int] = SIZES_BYTES, repeats: int = REPEATS
 ) -> Link:
     """The way to the peer that answers at "host:port" (see `answer`); None: to one started here, over
-    loopback. Raises InputError if nobody answers within a minute.
+    loopback. Raises InputError if no peer answers within a minute.
     """
     if address is not None:
         return _fitted("gloo", _in_group(address, 1, lambda: _ask(sizes, repeats)))

@@ -63,14 +63,15 @@ def join(
     codec: Codec | str | None = None,
     pipeline: bool | None = None,
 ) -> Worker:
-    """This process's part of a run. Under `pyps run` without arguments; else at least store, rank and
-    batches.
+    """Make this process a worker of a run. Under `pyps run` no argument is needed; otherwise at least store,
+    rank and batches are. Arguments override the environment.
 
-    An argument goes before what the launcher set. `batches` is the planned batch of each rank, `samples` the
-    sample positions of the whole run (0: without end), `micro_batch` the most samples to compute at once
-    (None: as the plan says), `codec` how gradients travel: what it does not carry is added to this rank's
-    next gradient; "plan": gradients and parameters with the plan's bits. `pipeline`: transfers run beside the
-    next step, which is computed on parameters one more step old. Raises InputError, naming what is missing.
+    store: the segment's name or address. rank: in the store. batches: the planned batch of each rank. policy:
+    a policy or its text. samples: sample positions of the whole run; 0: without end. seed: of the order of
+    samples. run_dir: folder for step records. micro_batch: the most samples to compute at once; None: as
+    planned. codec: how gradients travel, with error feedback; "plan": gradients and parameters with the
+    plan's bits. pipeline: overlap push and pull with the next step's compute, which then uses parameters one
+    step older. Raises InputError, naming what is missing.
     """
     return Worker(
         read_settings(store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline)
@@ -133,13 +134,13 @@ class Worker:
         *,
         timeout: float = ATTACH_TIMEOUT_SECONDS,
     ) -> None:
-        """Put the model's parameters in the store (rank 0), or check that they are those there (the others).
+        """Rank 0 puts the model's parameters in the store; the others check that theirs have the same shapes.
 
-        `optimizer`: torch.optim.SGD, AdamW, Adam or Adagrad without earlier steps; None: SGD with torch's
-        defaults. Its groups' options are read again at every step, so schedules work. Its own step() is
-        refused. A parameter without a gradient in a step counts as having a gradient of zero (it decays, its
-        momentum goes on). Raises InputError for what cannot be trained here, TimedOut if rank 0 does not
-        come.
+        optimizer: torch.optim.SGD, AdamW, Adam or Adagrad without earlier steps; None: SGD with torch's
+        defaults. Its groups' options are read again at every step, so schedules work. The training script
+        must not call its step(). A parameter without a gradient in a step counts as having a gradient of
+        zero (it decays, its momentum goes on). timeout: seconds to wait for rank 0. Raises InputError for a
+        model or optimizer that cannot be trained here, StoreError if rank 0 does not create the store.
         """
         if self._attached is not None:
             raise InputError("attach", "model", "a second one", "one model for each worker")
@@ -179,12 +180,12 @@ class Worker:
         return Attached(model, attachment, binding, needs, budget, client, transport, steps)
 
     def batches(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> Iterator[Any]:
-        """Batch after batch of this worker's samples until the run's are used up; step() after each.
+        """Yield this worker's batches until the run's samples are used up. Call step() after each.
 
-        `dataset`: a map-style dataset, or a tuple of tensors (indexed at once). Which samples a position
-        means depends on the seed alone. Where the plan splits this rank's batch, each micro-batch comes by
-        itself. At the end the model holds the run's final parameters. Raises InputError if a batch is asked
-        for before step().
+        dataset: a map-style dataset, or a tuple of tensors (indexed at once). collate: makes a batch of
+        samples; None: torch's default. Which sample a position means depends on the seed alone. Where the
+        plan splits this rank's batch, each micro-batch is yielded by itself. At the end the model holds the
+        run's final parameters. Raises InputError if step() was not called for the last batch.
         """
         length, fetch = fetcher(dataset, collate)
         transport = self._require().transport
@@ -213,13 +214,13 @@ class Worker:
         return self._step is not None and self._step.left > 0
 
     def step(self, loss: Any = None, scaler: Any = None) -> PushResult | None:
-        """Push the gradient, the mean over the claimed samples; None if it was skipped or dropped, or while
-        micro-batches of it are still to come.
+        """Push the gradient, the mean over the claimed samples. Returns None if it was skipped or dropped,
+        or while micro-batches of it are still to come.
 
-        `loss` (a number or a scalar tensor) is only recorded. `scaler`: a torch.amp.GradScaler; gradients are
-        unscaled, and the step is skipped if they are not finite; call scaler.update() after. A worker that
-        was fenced meanwhile rejoins and drops this gradient. In a pipeline the result is that of the step
-        before, and so is what its transfer raised.
+        loss: a number or a scalar tensor; only recorded. scaler: a torch.amp.GradScaler; gradients are
+        unscaled, and the step is skipped if they are not finite. Call scaler.update() afterwards. A worker
+        that was fenced meanwhile rejoins and drops this gradient. In a pipeline the result, or the error
+        raised, is that of the step before.
         """
         step, attached = self._step, self._require()
         if step is None or not step.micro:
@@ -272,9 +273,9 @@ class Worker:
         return {name: value.detach().clone() for name, value in self._require().model.state_dict().items()}
 
     def close(self) -> None:
-        """Leave the run; samples claimed but not pushed go back to be handed out again. Idempotent.
+        """Leave the run. Samples claimed but not pushed go back to be assigned again. Idempotent.
 
-        Raises TimedOut if a transfer of a pipeline does not end; the run is left when it does.
+        Raises TimedOut if a pipeline's transfer does not end; the worker leaves the run when it does.
         """
         self._step = None
         try:

@@ -1,8 +1,8 @@
-"""From sample positions to data: position p of the endless sequence of epochs is one sample, the same for
-all.
+"""From sample positions to data: position p of the endless sequence of epochs is the same sample for all
+workers.
 
 Epoch e is a permutation that depends on (seed, e) alone, so a claim of positions says which samples they are,
-whoever takes it, and a restarted worker needs no state.
+whichever worker takes it, and a restarted worker needs no state.
 """
 
 from __future__ import annotations

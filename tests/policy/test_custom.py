@@ -99,7 +99,7 @@ def test_who_does_not_know_it_may_look_but_not_join(shm: Path, monkeypatch: pyte
             assert other.status().version == 0
             other.join(role="observer")
             other.leave()
-            with pytest.raises(UnknownPolicy, match="not known here"):
+            with pytest.raises(UnknownPolicy, match="has not registered"):
                 other.join()
 
 

@@ -111,7 +111,7 @@ def no_transfer_threads() -> bool:
 @pytest.mark.parametrize("name", ["bsp", "backup"])
 def test_policies_that_wait_refuse_it_by_name(name: str) -> None:
     with pytest.raises(
-        InputError, match=f"pipeline: found on under {name}, whose every step waits"
+        InputError, match=f"pipeline: found on under {name}, where every step waits"
     ) as failed:
         join("run", 0, batches=[1], policy=name, pipeline=True)
     assert "asp" in str(failed.value)
@@ -149,7 +149,7 @@ def test_the_period_is_the_longer_of_compute_and_transfer(
         assert (sent[0], back[0]) == ("push", "pull")
         begin, end = next((b, e) for kind, b, e in following.spans if kind == "compute")
         overlaps += sent[1] < end and begin < back[2]
-    assert overlaps == len(piped) - 1, "each transfer runs beside the next compute"
+    assert overlaps == len(piped) - 1, "each transfer overlaps with the next compute"
     assert longer <= period(piped) < longer * (1 + CLOSE) + 0.006
     serial = timed(shm, tmp_path / "serial", compute, one_way, pipeline=False)
     assert period(serial) > compute + 2 * one_way

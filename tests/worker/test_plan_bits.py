@@ -124,7 +124,7 @@ def test_pyps_run_pipes_with_the_plans_bits_and_survives_a_kill(shm: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--policy", "bsp", "--pipeline"), "whose every step waits for the one before it"),
+        (("--policy", "bsp", "--pipeline"), "where every step waits for the one before it"),
         (("--codec", "plan"), "hps.workers: found 0 workers"),
     ],
 )
