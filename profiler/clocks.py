@@ -1,4 +1,4 @@
-"""Whether a GPU ran at its clocks while it was timed, as NVML tells (pip install nvidia-ml-py)."""
+"""Watches with NVML whether a GPU ran below its clocks while it was timed (pip install nvidia-ml-py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 LOOK_SECONDS = 0.2
-# nvmlClocksEventReasons*: what slows a clock down against its owner's will.
+# nvmlClocksEventReasons*: those that slow a clock down unintentionally.
 REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -23,7 +23,7 @@ REASONS = {
 
 @contextmanager
 def gpu_clocks(device: torch.device) -> Iterator[list[str]]:
-    """Looks at the device meanwhile; the list holds, afterwards, every reason it was slowed down for."""
+    """Watches the device during the `with` block; then the list holds every reason for a slowdown."""
     reasons: list[str] = []
     nvml, handle = _nvml(device)
     if nvml is None:
@@ -48,7 +48,7 @@ def gpu_clocks(device: torch.device) -> Iterator[list[str]]:
 
 
 def _nvml(device: torch.device) -> tuple[Any, Any]:
-    """NVML and its handle of a CUDA device; None where either is missing."""
+    """NVML and its handle of a CUDA device; None if either is missing."""
     if device.type != "cuda":
         return None, None
     try:

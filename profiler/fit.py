@@ -1,20 +1,20 @@
-"""The hardware-agnostic cost model: T(b) = max(t0, c + a*b), fitted robustly and judged on points left out.
+"""Fits the hardware-agnostic cost model T(b) = max(t0, c + a*b) robustly, and judges it on points left out.
 
-One functional form for every device, only its coefficients measured (BOA, doi 10.1007/s11227-019-02845-2,
-states the principle; the form with the knee and this fitting procedure are ours):
+Every device has the same functional form; only its coefficients are measured (BOA, doi
+10.1007/s11227-019-02845-2, states the principle; the form with the knee and this fitting procedure are ours):
 
     a   seconds a sample       a >= 0: more samples never take less time
-    c   seconds an iteration   c >= 0: launching work takes time; T(0) < 0 would promise work for nothing
-    t0  seconds at the least   batches too small to fill the device all take this long (0: no knee)
+    c   seconds an iteration   c >= 0: launching work takes time, so T(0) cannot be negative
+    t0  least seconds          all batches that are too small to fill the device take this long (0: no knee)
 
-With a >= 0 the model is nondecreasing, which is all that the exact planner asks for.
+With a >= 0 the model is nondecreasing. The exact planner needs nothing else.
 
-Fitted is the relative error, T(b)/t - 1, under a soft L1 loss: a slow point of 1 s must not outvote a quick
-one of 1 ms, and one interrupted measurement must not tilt the line (it is the measured time that divides:
-an interruption only ever adds time, and so weighs less). A knee is another parameter and another
-way to be wrong: it is taken only if it stands on two batches on each side and predicts batches that it has
-not seen clearly better than the plain line does. What it cannot tell apart it does not guess: a last point
-above a plateau may be a line that begins or a disturbed measurement, and is left outside the trusted range.
+The fit minimises the relative error T(b)/t - 1 under a soft L1 loss. So a slow point of 1 s does not outweigh
+a quick one of 1 ms, and a single interrupted measurement does not tilt the line. (Division by the measured
+time helps: an interruption only adds time, and so weighs less.) A knee is one more parameter. It is used only
+if at least two batches lie on each side of it, and it predicts batches left out clearly better than the line
+does. A last point above a plateau may be the begin of a line or a disturbed measurement, and so stays outside
+the trusted range.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pyps.errors import InputError
 from pyps.formats import Fit, Point
 from pyps.profiler.statistics import SIGMA_PER_MAD
 
-TRUST_TOLERANCE = 0.10  # a measured batch that the model misses by more is not to be trusted
-KNEE_GAIN = 0.8  # a knee must cut the line's left-out loss to this share: below it is noise
-NOISE_FLOOR, NOISE_CEILING = 1e-3, 0.05  # relative scatter that the loss calls ordinary
+TRUST_TOLERANCE = 0.10  # the model is not trusted at a measured batch that it misses by more
+KNEE_GAIN = 0.8  # a knee must reduce the line's left-out loss to this share
+NOISE_FLOOR, NOISE_CEILING = 1e-3, 0.05  # bounds of the relative scatter that the loss treats as ordinary
 KNEE_MIN_BATCHES = 4  # two on the plateau, two on the line
-KNEE_STARTS = 2  # the most promising splits are refined
-LEFT_OUT_LIMIT = 24  # batches left out in turn; of more, this many evenly spread ones
+KNEE_STARTS = 2  # how many of the best starting points are refined
+LEFT_OUT_LIMIT = 24  # most batches left out in turn, evenly spread
 
 Vector = NDArray[np.float64]
 
@@ -53,13 +53,13 @@ class _Curve:
 
 
 def fit_points(points: Sequence[tuple[int, float]]) -> Fit:
-    """Fit T(b) = max(t0, c + a*b) to measured (batch in samples, seconds of one iteration).
+    """Fits T(b) = max(t0, c + a*b) to measured (batch in samples, seconds of one iteration).
 
     In the result fixed_seconds is c, per_sample_seconds is a and floor_seconds is t0 (0 without a knee).
     Several measurements of one batch count as their median. Two distinct batches give the line through them
     and a leave_one_out_error of None. r2 is taken over the batches' medians; leave_one_out_error is the
-    median relative error at a batch that was left out; trusted_min_batch and trusted_max_batch enclose the
-    measured batches that the model meets within 10 %.
+    median relative error at a batch that was left out. The model meets the measured batches from
+    trusted_min_batch to trusted_max_batch within 10 %.
     Raises InputError for fewer than two distinct batches, a batch below 1, seconds not finite and positive.
     """
     batches, seconds = medians_of(points)
@@ -100,8 +100,9 @@ def point_seconds(point: Point) -> list[float]:
 
 
 def predict_seconds(fit: Fit, batch: float) -> float:
-    """T(batch) in seconds; a table is interpolated linearly, level before its first batch and
-    continued at its last slope after its last."""
+    """T(batch) in seconds. A table is linear between its batches, constant before the first one, and
+    continued at its last slope after the last one.
+    """
     if fit.kind in ("affine", "knee"):
         return max(fit.floor_seconds, fit.fixed_seconds + fit.per_sample_seconds * batch)
     table = fit.table or []
@@ -134,7 +135,7 @@ def _fit_and_leave_out(
 ) -> tuple[_Curve, Vector]:
     """The fit to all points, and its relative error at each batch when fitted without that batch.
 
-    With two batches nothing can be left out (the errors are empty).
+    With two batches the errors are empty, because neither can be left out.
     """
     if len(x) < 3:
         return fit(x, y), np.empty(0)
@@ -147,7 +148,7 @@ def _fit_and_leave_out(
 
 
 def _fit_line(x: Vector, y: Vector) -> _Curve:
-    """The best c + a*x with c, a >= 0; exactly the line through the points where two points allow it."""
+    """The best c + a*x with c, a >= 0; through two points the exact line, if that has c, a >= 0."""
     start = _theil_sen(x, y)
     if len(x) == 2 and start.c > 0:
         return start
@@ -172,8 +173,10 @@ def _fit_knee(x: Vector, y: Vector) -> _Curve | None:
 
 
 def _theil_sen(x: Vector, y: Vector) -> _Curve:
-    """A start that one outlier cannot move: the median slope of all pairs, then the median intercept."""
-    if len(x) > 64:  # pairs grow with the square; neighbours far apart carry the slope
+    """A starting point that a single outlier cannot move: the median slope of all pairs and the median
+    intercept.
+    """
+    if len(x) > 64:  # pairs grow with the square
         pick = np.linspace(0, len(x) - 1, 64).round().astype(int)
         x, y = x[pick], y[pick]
     i, j = np.triu_indices(len(x), 1)
@@ -182,7 +185,9 @@ def _theil_sen(x: Vector, y: Vector) -> _Curve:
 
 
 def _refine(x: Vector, y: Vector, start: _Curve, *, knee: bool) -> _Curve:
-    """Minimise the soft L1 of T(x)/y - 1 with coefficients >= 0; the loss's scale is the start's scatter."""
+    """Minimises the soft L1 of T(x)/y - 1 with coefficients >= 0; the scale of the loss is the start's
+    scatter.
+    """
     from scipy.optimize import least_squares
 
     def residuals(p: Vector) -> Vector:
@@ -209,17 +214,17 @@ def _refine(x: Vector, y: Vector, start: _Curve, *, knee: bool) -> _Curve:
         gtol=1e-12,
     )
     t0, c, a = solution.x if knee else (0.0, *solution.x)
-    # The solver stops just inside a bound: what is left there is zero.
+    # The solver stops just inside a bound: such a coefficient is zero.
     return _Curve(*(float(v) if v > 1e-9 else 0.0 for v in (t0, c, a)))
 
 
 def soft_l1(relative_errors: Vector, scale: float) -> float:
-    """Mean soft L1 loss: quadratic below `scale`, linear above, so that one outlier does not decide."""
+    """Mean soft L1 loss: quadratic below `scale`, linear above, so that one outlier does not dominate."""
     return float(np.mean(np.sqrt(1 + (relative_errors / scale) ** 2) - 1))
 
 
 def r2_of(y: Vector, predicted: Vector) -> float:
-    """1 - residual over total sum of squares; where all y are equal, 1 if met exactly and else 0."""
+    """1 - residual over total sum of squares; if all y are equal, 1 for an exact fit and else 0."""
     residual, total = float(np.sum((y - predicted) ** 2)), float(np.sum((y - y.mean()) ** 2))
     if total <= 1e-24:
         return 1.0 if residual <= 1e-18 else 0.0
@@ -227,7 +232,9 @@ def r2_of(y: Vector, predicted: Vector) -> float:
 
 
 def trusted_range(batches: Vector, errors: Vector) -> tuple[int, int]:
-    """First and last measured batch met within the tolerance; the best-met one twice if there is none."""
+    """The first and last measured batch within the tolerance; the one with the least error twice if there is
+    none.
+    """
     met = np.flatnonzero(errors <= TRUST_TOLERANCE)
     if not len(met):
         met = np.array([int(np.argmin(errors))])

@@ -1,11 +1,11 @@
-"""This process's memory on its host: what it holds, what it may still take, and what its allocator keeps.
+"""Reads this process's memory on its host: what it holds, what is free, and what its allocator keeps.
 
 Free memory is the least of what the machine has available and what each control group around this process
-(version 1 or 2, up to the top) leaves: its limit less its usage, where pages of files that are not in use
-count as free.
+(version 1 or 2, up to the root) leaves: its limit minus its usage, where inactive file pages count as free.
 
-By default glibc returns large blocks to the kernel, and every training step takes them again page by page, at
-a cost that grows faster than the batch. `disable_malloc_trim` ends that, in training and in profiling.
+By default glibc returns large blocks to the kernel, and every training step allocates them again page by
+page, at a cost that grows faster than the batch. `disable_malloc_trim` avoids that, in training and in
+profiling.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PROC = Path("/proc")
 LIBC = ctypes.CDLL(None)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 KEEP = {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_THRESHOLD: 2**30}  # bytes
-NO_LIMIT = 1 << 62  # version 1 says "unlimited" with a number above
+NO_LIMIT = 1 << 62  # version 1 writes "unlimited" as a larger number
 
 
 @dataclass(frozen=True)
 class GroupFiles:
-    """What a version of control groups calls its files; a limit that is no number is none."""
+    """The names of a control group version's files; a limit that is not a number counts as none."""
 
     limits: tuple[str, ...]
     usage: str
@@ -38,9 +38,9 @@ VERSION_2 = GroupFiles(("memory.max", "memory.high"), "memory.current", "inactiv
 
 
 def disable_malloc_trim(environment: Mapping[str, str] = os.environ) -> bool:
-    """Let this process's allocator keep what is freed for the next step.
+    """Makes this process's allocator keep freed memory for the next step.
 
-    False where it is not glibc's, or the user has tuned it.
+    Returns False if the allocator is not glibc's, or the user has tuned it.
     """
     tuned = [name for name in environment if name.startswith("MALLOC_")]
     if tuned or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or not hasattr(LIBC, "mallopt"):
@@ -49,13 +49,13 @@ def disable_malloc_trim(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def trim_malloc() -> None:
-    """Return to the kernel what is free: for when less memory is left than was."""
+    """Returns the allocator's free memory to the kernel, for when memory has become scarce."""
     if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)
 
 
 def cpu_free_bytes(proc: Path = PROC) -> int:
-    """Bytes that this process may still take, before its machine or a control group has none left."""
+    """Bytes that this process can still allocate within the machine's memory and its control groups."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     free = int(found[1]) * 1024 if found else NO_LIMIT
     for folder, files in groups(proc):
@@ -64,12 +64,12 @@ def cpu_free_bytes(proc: Path = PROC) -> int:
 
 
 def cpu_held_bytes(proc: Path = PROC) -> int:
-    """Bytes of this process that are in memory."""
+    """Bytes of this process that are resident in memory."""
     return int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def groups(proc: Path = PROC) -> Iterator[tuple[Path, GroupFiles]]:
-    """The folders of the control groups that bound this process's memory, the innermost first."""
+    """The folders of the control groups that bound this process's memory, innermost first."""
     paths = _paths(proc, "self")
     for line in _text(proc / "self" / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -85,14 +85,14 @@ def groups(proc: Path = PROC) -> Iterator[tuple[Path, GroupFiles]]:
 
 
 def cgroup_peers(processes: Sequence[int], proc: Path = PROC) -> int:
-    """How many of these processes are in this one's control groups, itself counted once."""
+    """The number of these processes in this process's control groups, including this one."""
     mine = _paths(proc, "self")
     others = {process for process in processes if process != os.getpid()}
     return 1 + sum(_paths(proc, str(process)) == mine for process in others)
 
 
 def _paths(proc: Path, process: str) -> dict[str, str]:
-    """Path of a process in the version 1 hierarchy "memory" and in version 2's, which has no name."""
+    """The paths of a process in the version 1 hierarchy "memory" and in version 2, whose name is empty."""
     found = {}
     for line in _text(proc / process / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -103,7 +103,7 @@ def _paths(proc: Path, process: str) -> dict[str, str]:
 
 
 def _upwards(mount: Path, root: str, path: str) -> Iterator[Path]:
-    """From the group's folder to the mount's; the mount alone where a container hides what is between."""
+    """From the group's folder up to the mount; the mount alone if a container hides the folders between."""
     inside = path.removeprefix(root.rstrip("/")).strip("/")
     folder = mount / inside
     if ".." in Path(inside).parts or not folder.is_dir():
@@ -130,7 +130,7 @@ def _number(path: Path) -> int:
 
 
 def _text(path: Path) -> str:
-    """Empty where there is no such file, or its process is gone."""
+    """The file's text, empty if the file or its process does not exist."""
     try:
         return path.read_text()
     except OSError:

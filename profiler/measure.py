@@ -1,11 +1,11 @@
-"""From a model to a profile: which batches to run, in which order, and what to make of the times.
+"""Measures a model on a device: selects the batch sizes, times their steps, and makes a profile of the times.
 
-First every size is climbed to once, in ascending order: that weighs the memory and finds the limit. Then the
-middle size runs until its steps agree with one another: caches, allocator and clocks have settled. Then the
-sizes are timed in rounds, each round in another fixed order, with a step that does not count before each: a
-machine that drifts or is interrupted disturbs all sizes alike instead of bending the curve. Rounds go on
-until every size's median is known well enough, or there have been too many. All seconds are kept; the fit
-uses each size's median.
+First every size runs once, in ascending order, which measures the memory and finds the limit. Then the middle
+size runs until its steps take about the same time: caches, allocator and clocks have settled. Then the sizes
+are timed in rounds, each round in a different fixed order, with an untimed step before each timed one. So a
+machine that drifts or is interrupted disturbs all sizes alike instead of bending the curve. Rounds continue
+until the median of every size is known well enough, up to a limit. The profile keeps all seconds; the fit
+uses the median of each size.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pyps.profiler.stepper import (
 )
 from pyps.tasks.builtin import TrainingTask, load_task, require_torch
 
-REPEATS = 7  # timed steps a batch size at least: an odd number, so that the median is one of them
+REPEATS = 7  # least timed steps of a batch size: an odd number, so that the median is one of them
 MAX_REPEATS = 31
 MEDIAN_ERROR = 0.01  # a median is known well enough with this relative standard error
-SETTLED, SETTLE_STEPS, SETTLE_LIMIT = 0.05, 3, 40  # so many steps in a row this alike; at most so many steps
-MAX_STEP_SECONDS = 1.0  # a ladder without an end stops before a step lasts longer than this
+SETTLED, SETTLE_STEPS, SETTLE_LIMIT = 0.05, 3, 40  # relative spread, steps in a row within it, most steps
+MAX_STEP_SECONDS = 1.0  # without a largest batch, the sizes end before a step takes longer than this
 PARTS_REPEATS = 3
 LADDER_MIN, LADDER_MAX = 8, 10  # sizes; the curve has three coefficients
-LIMIT_HALVINGS = 4  # the memory limit is found to 1/16 of its octave
+LIMIT_HALVINGS = 4  # the memory limit is found to 1/16 of a doubling
 
 Notify = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -50,7 +50,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """What the climb learned of one batch size."""
+    """What `climb` measured of one batch size."""
 
     batch: int
     seconds: float
@@ -75,12 +75,13 @@ def profile_model(
 ) -> Profile:
     """Time real training steps of a model on a device and fit T(b) = max(t0, c + a*b).
 
-    model is a built-in's name, "module:factory" or a TrainingTask; name is what the profile calls it. Sizes
-    are `batches`, or a ladder up to max_batch, or up to what memory or max_step_seconds allow. throttle
-    emulates a device that many times slower. threads sets torch's for the time of the measurement. options:
-    how a step is taken. memory_budget: bytes that a step may use, if less than what is free. notify
-    gets sentences on what limits the result; progress gets (steps done, steps in all).
-    Raises InputError on a wrong argument, model or device, PypsError without torch.
+    model: a built-in's name, "module:factory" or a TrainingTask. name: the model's name in the profile.
+    device: cpu or cuda:N. max_batch: the end of a ladder of sizes; without it the ladder ends where memory or
+    max_step_seconds do. batches: exactly these sizes. repeats: least timed steps of each size. throttle:
+    emulates a device that many times slower. threads: torch's threads during the measurement. options: how a
+    step is taken. memory_budget: bytes that a step may use, if less than what is free. notify: is called with
+    sentences on what limits the result. progress: is called with (steps done, steps in all). Raises
+    InputError for a wrong argument, model or device, PypsError without torch.
     """
     sizes = _check_arguments(max_batch, batches, repeats, throttle, threads, max_step_seconds)
     require_torch()
@@ -93,10 +94,7 @@ def profile_model(
             stepper.budget_bytes = min(stepper.budget_bytes, memory_budget)
         probes = climb(stepper, sizes, max_step_seconds, notify)
         batches = [p.batch for p in probes]
-        if not settle(stepper, batches[len(batches) // 2]):
-            notify(
-                f"the device does not settle: steps still differ by over {SETTLED:.0%} after {SETTLE_LIMIT}"
-            )
+        settle(stepper, batches[len(batches) // 2], notify)
         with gpu_clocks(target) as clocks:
             seconds = time_in_rounds(stepper, batches, repeats, progress)
         parts = {batch: time_parts(stepper, batch) for batch in batches}
@@ -107,28 +105,31 @@ def profile_model(
         Point(batch=p.batch, seconds=seconds[p.batch], peak_bytes=p.peak_bytes, parts=parts[p.batch])
         for p in probes
     ]
-    parameters = sum(p.numel() for p in task.model.parameters())
     return Profile(
         device=Device(
             name=stepper.name, kind=stepper.kind, throttle=throttle or 1.0, emulated=throttle is not None
         ),
-        model=ModelInfo(
-            name=where,
-            parameters=parameters or None,
-            autocast=options.autocast,  # type: ignore[arg-type]
-            accumulate=options.accumulate,
-            compiled=options.compile,
-        ),
+        model=_model_info(where, task, options),
         points=points,
-        max_batch=_cap(max_batch, sizes, probes),
+        max_batch=_largest(max_batch, sizes, probes),
         memory=memory_model(probes, stepper.budget_bytes),
         fit=select_fit(points),
         clocks=clocks or None,
     )
 
 
+def _model_info(name: str, task: TrainingTask, options: StepOptions) -> ModelInfo:
+    return ModelInfo(
+        name=name,
+        parameters=sum(p.numel() for p in task.model.parameters()) or None,
+        autocast=options.autocast,  # type: ignore[arg-type]
+        accumulate=options.accumulate,
+        compiled=options.compile,
+    )
+
+
 def ladder(max_batch: int) -> list[int]:
-    """8 to 10 batch sizes from 1 to max_batch, roughly geometric (all of them where there are fewer)."""
+    """8 to 10 batch sizes from 1 to max_batch, roughly geometric; all sizes if there are fewer."""
     if max_batch <= LADDER_MIN:
         return list(range(1, max_batch + 1))
     sizes = min(max(round(math.log2(max_batch)) + 1, LADDER_MIN), LADDER_MAX)
@@ -138,9 +139,10 @@ def ladder(max_batch: int) -> list[int]:
 def climb(
     stepper: Stepper, sizes: Sequence[int] | None, max_step_seconds: float, notify: Notify
 ) -> list[Probe]:
-    """Run every size once, ascending, until memory ends; without sizes, double until memory or patience ends.
+    """Runs every size once, ascending, up to the memory limit.
 
-    Raises InputError if fewer than two sizes fit.
+    sizes: the sizes to run; None: double the size up to the memory limit or max_step_seconds. notify: is
+    called with a sentence on the memory limit. Raises InputError if fewer than two sizes fit.
     """
     probes: list[Probe] = []
     for batch in sizes if sizes is not None else (2**k for k in count()):
@@ -162,9 +164,9 @@ def climb(
 def time_in_rounds(
     stepper: Stepper, batches: Sequence[int], repeats: int, progress: Progress | None = None
 ) -> dict[int, list[float]]:
-    """Seconds of the steps of every batch size, interleaved; the order is fixed by a seed.
+    """Seconds of the steps of every batch size, in interleaved rounds; a seed fixes the order.
 
-    `repeats` of each; then, up to MAX_REPEATS, of those whose median is not known to MEDIAN_ERROR.
+    Each size gets `repeats` steps, and then up to MAX_REPEATS while its median's error exceeds MEDIAN_ERROR.
     """
     seconds: dict[int, list[float]] = {batch: [] for batch in batches}
     order, shuffle = list(batches), random.Random(0).shuffle
@@ -174,7 +176,7 @@ def time_in_rounds(
         wanted = [b for b in order if number < repeats or median_and_error(seconds[b])[1] > MEDIAN_ERROR]
         for batch in wanted:
             data = stepper.prepare(batch)
-            stepper.timed_step(data, batch)  # caches, allocator, clock and throttle settle on this size again
+            stepper.timed_step(data, batch)  # untimed: caches, allocator, clock and throttle settle
             seconds[batch].append(stepper.timed_step(data, batch))
             del data
             done += 1
@@ -183,27 +185,30 @@ def time_in_rounds(
     return seconds
 
 
-def settle(stepper: Stepper, batch: int) -> bool:
-    """Run steps until the last few agree; False if they never did."""
+def settle(stepper: Stepper, batch: int, notify: Notify) -> bool:
+    """Runs steps until the last few take about the same time; False, after a notice, if they never do."""
     data = stepper.prepare(batch)
     latest: list[float] = []
     for _ in range(SETTLE_LIMIT):
         latest = [*latest[1 - SETTLE_STEPS :], stepper.timed_step(data, batch)]
         if len(latest) == SETTLE_STEPS and max(latest) <= (1 + SETTLED) * min(latest):
             return True
+    notify(f"the device does not settle: steps still differ by over {SETTLED:.0%} after {SETTLE_LIMIT}")
     return False
 
 
 def time_parts(stepper: Stepper, batch: int) -> Parts:
-    """The median seconds of a step's parts; parts are timed apart from whole steps, which they slow down."""
+    """The median seconds of a step's parts; measured in separate steps, because it slows a step down."""
     runs = [stepper.parts(batch) for _ in range(PARTS_REPEATS)]
     return Parts(**{part: float(np.median([run[part] for run in runs])) for part in PARTS})
 
 
 def memory_model(probes: Sequence[Probe], budget_bytes: int) -> Memory | None:
-    """fixed + per sample * b, an upper bound of every peak measured; None where memory does not grow.
+    """The memory model fixed + per sample * b, an upper bound of every measured peak; None if memory is
+    constant.
 
-    The slope is the median over pairs of sizes, the intercept the least that lies above all points.
+    The slope is the median over pairs of sizes, the intercept the least with which no point lies above the
+    line.
     """
     b = np.array([p.batch for p in probes], float)
     peak = np.array([p.peak_bytes for p in probes], float)
@@ -216,7 +221,7 @@ def memory_model(probes: Sequence[Probe], budget_bytes: int) -> Memory | None:
 
 
 def _probe(stepper: Stepper, batch: int) -> Probe | None:
-    """One warm-up step that weighs the memory, then one timed; None if they do not fit."""
+    """One warm-up step that measures the memory, then one timed step; None if they do not fit."""
     try:
         data = stepper.prepare(batch)
         peak = stepper.peak_bytes(data)
@@ -228,9 +233,9 @@ def _probe(stepper: Stepper, batch: int) -> Probe | None:
 
 
 def _expected_bytes(probes: Sequence[Probe], batch: int) -> float:
-    """Peak memory of a larger batch, continued in a line from the last two; 0 where nothing is known.
+    """Peak memory of a larger batch, extrapolated from the last two probes; 0 with fewer probes.
 
-    On a CPU nothing else stops a step before the machine runs out and the kernel kills a process.
+    On a CPU nothing else stops a step before the machine runs out of memory and the kernel kills a process.
     """
     if len(probes) < 2:
         return 0.0
@@ -240,7 +245,7 @@ def _expected_bytes(probes: Sequence[Probe], batch: int) -> float:
 
 
 def _approach_limit(stepper: Stepper, probes: Sequence[Probe], failed: int) -> list[Probe]:
-    """The largest size found between the last that fits and one that does not, if any."""
+    """The largest fitting size that bisection finds between the last that fits and one that does not."""
     best: list[Probe] = []
     fits = probes[-1].batch if probes else 0
     for _ in range(LIMIT_HALVINGS):
@@ -264,14 +269,14 @@ def _say_limit(stepper: Stepper, probes: Sequence[Probe], failed: int, notify: N
 
 
 def _thinned(probes: list[Probe]) -> list[Probe]:
-    """At most LADDER_MAX of them, evenly spread, with the first and the last."""
+    """At most LADDER_MAX of the probes, evenly spread, including the first and the last."""
     if len(probes) <= LADDER_MAX:
         return probes
     return [probes[i] for i in sorted({round(k) for k in np.linspace(0, len(probes) - 1, LADDER_MAX)})]
 
 
-def _cap(max_batch: int | None, sizes: Sequence[int] | None, probes: Sequence[Probe]) -> int:
-    """The largest batch a plan may use: what was asked for if all of it ran, else the largest that ran."""
+def _largest(max_batch: int | None, sizes: Sequence[int] | None, probes: Sequence[Probe]) -> int:
+    """The largest batch that a plan may use: max_batch if all sizes ran, else the largest size that ran."""
     largest = probes[-1].batch
     everything_ran = sizes is not None and largest == sizes[-1]
     return max_batch if max_batch is not None and everything_ran else largest
@@ -295,7 +300,10 @@ def _check_arguments(
     threads: int | None,
     max_step_seconds: float,
 ) -> list[int] | None:
-    """The sizes to run, ascending; None where the end is to be found. Raises InputError."""
+    """The sizes to run, ascending; None if neither max_batch nor batches are given. Raises InputError.
+
+    The parameters are those of profile_model.
+    """
     for field, value in (("max_batch", max_batch), ("repeats", repeats), ("threads", threads)):
         if value is not None and value < 1:
             raise InputError("profile", field, str(value), "a whole number of at least 1")
@@ -319,7 +327,7 @@ def _check_arguments(
 
 @contextmanager
 def _threads(threads: int | None) -> Iterator[None]:
-    """Set torch's thread count for a while; None leaves it."""
+    """Sets torch's thread count for the `with` block; None leaves it."""
     import torch
 
     before = torch.get_num_threads()

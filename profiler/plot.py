@@ -1,7 +1,7 @@
-"""One picture of a profile: the measured times, the fitted curve with its band, and where not to trust it.
+"""Draws a profile: the measured times, the fitted curve with its band, and where not to trust it.
 
-Reads in grey: measurements are dots and bars, the fit is a line, the untrusted range is hatched; batches that
-were chosen for the device are crosses on the line.
+The picture is readable in grey: measurements are dots and bars, the fit is a line, the untrusted range is
+hatched, and the batches of a plan are crosses on the line.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Ints = NDArray[np.int64]
 
 
 def matplotlib_present() -> bool:
-    """Whether a picture can be drawn here."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot_profile(profile: Profile, path: str | os.PathLike[str], chosen: Sequence[int] = ()) -> None:
-    """Write the picture, entirely or not at all, in the format of the path's suffix (PNG, SVG or PDF).
+    """Writes the picture, entirely or not at all, in the format of the path's suffix (PNG, SVG or PDF).
 
-    chosen: batches to mark on the curve. Raises PypsError without matplotlib, InputError where the file
-    cannot be written.
+    chosen: batches to mark on the curve. Raises PypsError without matplotlib, InputError if the file cannot
+    be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -87,15 +87,14 @@ def _label(axes: Any, profile: Profile, batches: Ints) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     throttled = f", throttled {profile.device.throttle:g}x" if profile.device.emulated else ""
     axes.set_title(f"{profile.model.name} on {profile.device.name}{throttled}", fontsize=10)
-    axes.legend(title="hatched: not to be trusted", frameon=False)
+    axes.legend(title="hatched: do not trust", frameon=False)
 
 
 def describe_fit(fit: Fit) -> str:
     """The fitted formula in milliseconds."""
     if fit.kind in ("convex", "table"):
-        return f"T(b) by a {fit.kind} polygon of {len(fit.table or [])} batches".replace(
-            "table p", "monotone p"
-        )
+        shape = "convex" if fit.kind == "convex" else "monotone"
+        return f"T(b) by a {shape} polygon of {len(fit.table or [])} batches"
     line = f"{fit.fixed_seconds * 1e3:.4g} + {fit.per_sample_seconds * 1e3:.4g} b"
     return (
         f"T(b) = max({fit.floor_seconds * 1e3:.4g}, {line}) ms" if fit.kind == "knee" else f"T(b) = {line} ms"

@@ -1,7 +1,7 @@
-"""Measurements made elsewhere: a CSV of (batch, seconds) rows becomes a profile.
+"""Imports measurements: makes a profile of a CSV file of (batch, seconds) rows.
 
-The header must name the columns `batch` and `seconds`; order, further columns, blank lines, a byte order
-mark and several rows of one batch are all fine. Anything else is refused with its line number.
+The header must name the columns `batch` and `seconds`, in any order. Further columns, blank lines, a byte
+order mark and several rows of one batch are allowed. Anything else raises an error with its line number.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def import_points(
 ) -> Profile:
     """A profile of the measurements in a CSV file, fitted.
 
-    name is the device's (the file's name without its ending by default); max_batch is its memory limit in
-    samples (unknown by default). parameters: the model's, without which nothing is known of its transfers.
-    Raises InputError with file and line.
+    path: the CSV file. max_batch: the device's memory limit in samples; None: unknown. name: the device's
+    name; None: the file's name without its ending. model: the model's name. parameters: the model's number of
+    parameters, from which a plan computes its transfers; None: unknown. Raises InputError with file and line.
     """
     where = str(path)
     if max_batch is not None and not 1 <= max_batch <= MAX_BATCH:

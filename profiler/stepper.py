@@ -1,9 +1,9 @@
-"""One device running one task's training steps: how a step is made, timed, and weighed in memory.
+"""Runs one task's training steps on one device, and measures their time and memory.
 
 A step is zero_grad, forward, loss, backward, optimizer step; under autocast, compiled or in micro-batches if
-asked for. Batches are made and moved outside the timed part. On CUDA the seconds come from events around the
-step, read once the device has finished it; on a CPU from the wall clock. A throttled step is one span of
-pyps.profiler.throttle.
+the options say so. The timed part does not include making and moving a batch. On CUDA the seconds come from
+events around the step, read after the device has finished it; on a CPU from the wall clock. A throttled step
+is one span of pyps.profiler.throttle.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from pyps.tasks.builtin import TrainingTask
 if TYPE_CHECKING:
     import torch
 
-CPU_MEMORY_SHARE = 0.8  # of what the machine has free; the rest stays for the page cache and the neighbours
+CPU_MEMORY_SHARE = 0.8  # of the free memory; the rest stays for the page cache and other processes
 PARTS = ("data", "forward", "backward", "optimizer")
 PROC_SELF = Path("/proc/self")
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is taken: autocast "bf16" or "f16" (with a gradient scaler on CUDA), so many micro-batches
-    before each optimizer step, torch.compile.
+    """How a step is taken.
+
+    autocast: "bf16", "f16" (with a gradient scaler on CUDA) or None. accumulate: micro-batches before each
+    optimizer step. compile: use torch.compile.
     """
 
     autocast: str | None = None
@@ -46,14 +48,14 @@ class OutOfMemoryError(Exception):
 
 
 class Stepper(Protocol):
-    """What the measurement needs of a device; a test can stand in for it."""
+    """What the measurement needs of a device; tests replace it."""
 
     name: str
     kind: str
     budget_bytes: int
 
     def prepare(self, batch: int) -> Any:
-        """A batch of that many samples, on the device."""
+        """A batch of `batch` samples, on the device."""
         ...
 
     def step(self, data: Any) -> None:
@@ -97,7 +99,11 @@ def make_stepper(
     where: str,
     options: StepOptions = StepOptions(),
 ) -> Stepper:
-    """The stepper of a device; `where` names the model in error messages."""
+    """The stepper of a device.
+
+    task: what to train. throttle: emulate a device that many times slower; None: no throttle. where: the name
+    of the model in error messages. options: how a step is taken.
+    """
     kind = CudaStepper if device.type == "cuda" else CpuStepper
     return kind(task, device, throttle, where, options)
 
@@ -122,7 +128,7 @@ class _TaskStepper:
         return self._guarded(f"make_batch({batch})", lambda: _to(self._task.make_batch(batch), self._device))
 
     def _train(self, data: Any, mark: Callable[[str], None] = lambda part: None) -> None:
-        """One step; `mark` is told after each part."""
+        """One step; calls `mark` with each part's name after it."""
         import torch
 
         self._optimizer.zero_grad(set_to_none=True)
@@ -138,7 +144,7 @@ class _TaskStepper:
         mark("optimizer")
 
     def _wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Waits until the device has finished all its work."""
 
     def parts(self, batch: int) -> dict[str, float]:
         seconds = dict.fromkeys(PARTS, 0.0)
@@ -157,7 +163,7 @@ class _TaskStepper:
         return seconds
 
     def _guarded(self, what: str, action: Any) -> Any:
-        """Run a part of the user's task; its errors become ours and say where they come from."""
+        """Runs a part of the user's task; turns its errors into ours, which name the part."""
         try:
             return action()
         except Exception as error:
@@ -180,7 +186,7 @@ class CpuStepper(_TaskStepper):
         where: str,
         options: StepOptions,
     ) -> None:
-        disable_malloc_trim()  # before anything is allocated, as in a worker
+        disable_malloc_trim()  # before any allocation, as in a worker
         super().__init__(task, device, where, options)
         import torch
 
@@ -271,7 +277,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _pieces(data: Any, count: int) -> list[Any]:
-    """The batch in `count` parts along its first dimension, fewer if it has fewer samples."""
+    """The batch in `count` parts along its first dimension; fewer parts if it has fewer samples."""
     if count == 1:
         return [data]
     from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -282,7 +288,7 @@ def _pieces(data: Any, count: int) -> list[Any]:
 
 
 def _to(data: Any, device: torch.device) -> Any:
-    """The same tensors, tuples, lists and dicts on a device."""
+    """Tensors, or tuples, lists and dicts of them, moved to a device."""
     if hasattr(data, "to"):
         return data.to(device)
     if isinstance(data, dict):
@@ -302,7 +308,7 @@ def _cpu_name() -> str:
 
 
 def _reset_peak_resident() -> bool:
-    """Let the kernel forget this process's peak; False where it may not be asked to (some containers)."""
+    """Resets this process's peak memory in the kernel; False if that is not permitted (some containers)."""
     try:
         (PROC_SELF / "clear_refs").write_text("5")
     except OSError:

@@ -1,13 +1,12 @@
-"""One idea: make a step last as long as it would on a slower device, whatever the cores are doing.
+"""Emulates a slower device: makes a step last as long as it would there, whatever else runs on the machine.
 
-A span is one piece of work. Its *target* is either `factor` times the CPU time that this thread spent
-in it, or what a fitted cost model says for the span's batch. When the work is done the span waits for
-its absolute deadline, start + target, in one sleep. CPU time, not wall time, is what gets multiplied:
-where four workers share two cores, wall time grows with the contention and CPU time hardly does, so the
-throttle sets the pace and not the neighbours. Work that took longer than its target is never hidden: the
-excess is the span's overrun, summed in the throttle for the report.
+A span is one piece of work. Its target is either `factor` times the CPU time that this thread spent in it, or
+the time that a fitted cost model predicts for the span's batch. After the work the span sleeps once, until
+its absolute deadline, start + target. The factor multiplies CPU time, not wall time: if four workers share
+two cores, contention lengthens wall time but hardly CPU time. Work that takes longer than its target is
+reported: the excess is the span's overrun, and the throttle sums the overruns.
 
-This is an emulation: it models the time of a slower device, not its memory, bandwidth or jitter.
+The emulation covers the time of a slower device, not its memory, bandwidth or jitter.
 """
 
 from __future__ import annotations
@@ -27,20 +26,21 @@ NANOSECOND = 1e-9
 
 @dataclass
 class ThrottledSpan:
-    """What one throttled piece of work took, in seconds; filled when the span ends."""
+    """The seconds of one throttled piece of work; set when the span ends."""
 
-    work_seconds: float = 0.0  # of this thread's own work, on the throttle's clock
+    work_seconds: float = 0.0  # of this thread's work, on the throttle's clock
     target_seconds: float = 0.0
-    lasted_seconds: float = 0.0  # wall time, the wait included
-    overrun_seconds: float = 0.0  # wall time of the work beyond the target; 0 where the throttle held
+    lasted_seconds: float = 0.0  # wall time, including the wait
+    overrun_seconds: float = 0.0  # wall time of the work beyond the target, or 0
 
 
 class Throttle:
-    """A device `factor` times slower, or one that follows a fit; see the module's text for the semantics.
+    """A device `factor` times slower, or one that follows a fit; the module's docstring defines the
+    semantics.
 
-    `work_clock` gives seconds of this thread's own work (CPU time). On a GPU, whose work costs the thread
-    nothing, pass `time.perf_counter` and synchronise inside the span.
-    Raises InputError if `factor` is not a finite number of at least 1.
+    work_clock: returns the seconds of this thread's work (CPU time). For a GPU, whose work costs the thread
+    no CPU time, pass `time.perf_counter` and synchronise inside the span. Raises InputError if `factor` is
+    not a finite number of at least 1.
     """
 
     def __init__(self, factor: float, *, work_clock: Callable[[], float] = time.thread_time) -> None:
@@ -55,7 +55,7 @@ class Throttle:
 
     @classmethod
     def from_fit(cls, fit: Fit) -> Throttle:
-        """A throttle whose span of batch b lasts exactly the fit's T(b) seconds, if the work fits into it."""
+        """A throttle whose span of batch b lasts the fit's T(b) seconds, if the work does not take longer."""
         from pyps.profiler.fit import predict_seconds  # here: the profiler's package imports this module
 
         throttle = cls(1.0)
@@ -64,9 +64,10 @@ class Throttle:
 
     @contextmanager
     def span(self, batch: int | None = None) -> Iterator[ThrottledSpan]:
-        """Time the body, then wait until the span has lasted its target; an exception leaves at once.
+        """Times the body, then waits until the span has lasted its target; an exception ends it without a
+        wait.
 
-        `batch` (samples) is needed by a throttle made from a fit and ignored by one made from a factor.
+        batch: samples; required by a throttle made from a fit, ignored by one made from a factor.
         """
         model_seconds = self._model_seconds
         span = ThrottledSpan()
@@ -90,6 +91,6 @@ class Throttle:
 
 
 def sleep_until(deadline_ns: int) -> None:
-    """Sleep to a deadline of time.monotonic_ns(); returns at once if it is past, and never before it."""
+    """Sleeps until a deadline of time.monotonic_ns(), and never returns earlier."""
     while (left_ns := deadline_ns - time.monotonic_ns()) > 0:
         time.sleep(left_ns * NANOSECOND)

@@ -1,4 +1,4 @@
-"""`pyps-profile`: measure a device and write its profile, or import measurements made elsewhere."""
+"""`pyps-profile`: measures a device and writes its profile, or imports measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT_OUTPUT = Path("profile.json")
 
 
 class _ModelOrCommand(TyperGroup):
-    """A group whose first argument may be a model: `pyps-profile mlp` is `pyps-profile measure mlp`."""
+    """A command group in which `pyps-profile mlp` means `pyps-profile measure mlp`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in self.commands:
@@ -38,7 +38,7 @@ class _ModelOrCommand(TyperGroup):
 
 
 class _Measure(TyperCommand):
-    """The command that is meant where none is named; its usage line shows the short form."""
+    """The default command; its usage line shows the short form."""
 
     def get_usage(self, ctx: Any) -> str:
         return super().get_usage(ctx).replace(" measure ", " ", 1)
@@ -51,52 +51,55 @@ app = typer.Typer(
     help="Measure a device: time a model's training steps, fit T(b), write a profile.",
 )
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="mlp, cnn, transformer, digits_mlp, digits_cnn; script.py; module:factory of a "
+        "TrainingTask; torchvision:NAME; transformers:NAME.",
+    ),
+]
+Throttle = Annotated[
+    float | None, typer.Option(metavar="F", help="Emulate a device F times slower; the profile records it.")
+]
+MemoryBudget = Annotated[
+    float | None, typer.Option(metavar="GIB", help="Memory that a step may use; default: the free memory.")
+]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Profile to write; default profile.json (nothing with --json)."),
 ]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Picture to write; default beside the profile, as PNG.")
+    Path | None, typer.Option("--plot", help="Picture to write; default: the profile's name, as PNG.")
 ]
-NoPlot = Annotated[bool, typer.Option("--no-plot", help="No picture.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the profile as JSON, alone, on stdout.")]
+NoPlot = Annotated[bool, typer.Option("--no-plot", help="Write no picture.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout, and nothing else.")]
 
 
 @app.command("measure", cls=_Measure)
 def measure(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            show_default=False,
-            help="mlp, cnn, transformer, digits_mlp, digits_cnn; script.py; module:factory of a "
-            "TrainingTask; torchvision:NAME; transformers:NAME.",
-        ),
-    ],
+    model: Model,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     every: Annotated[
-        bool, typer.Option("--all", help="Every CUDA device in turn (the CPU if there is none), a file each.")
+        bool, typer.Option("--all", help="Measure every CUDA device (else the CPU), into one file each.")
     ] = False,
     max_batch: Annotated[
-        int | None, typer.Option(help="Largest batch; default: as memory and patience allow.")
+        int | None, typer.Option(help="Largest batch; default: as memory and --max-step-seconds allow.")
     ] = None,
-    batches: Annotated[str | None, typer.Option(help="Exactly these batches, as in 1,2,4,8.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Measure exactly these batches, as in 1,2,4,8.")] = None,
     repeats: Annotated[
-        int, typer.Option(help="Timed steps a batch at least; more where they scatter.")
+        int, typer.Option(help="Least timed steps of a batch; more if their times scatter.")
     ] = REPEATS,
     max_step_seconds: Annotated[
-        float, typer.Option(help="Without --max-batch: stop before a step takes longer.")
+        float, typer.Option(help="Without --max-batch: the longest step to measure.")
     ] = MAX_STEP_SECONDS,
-    throttle: Annotated[
-        float | None, typer.Option(metavar="F", help="Emulate a device F times slower; the profile says so.")
-    ] = None,
+    throttle: Throttle = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches before each optimizer step.")] = 1,
-    compiled: Annotated[bool, typer.Option("--compile", help="Through torch.compile.")] = False,
-    memory_budget: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Memory that a step may use; default: what is free.")
-    ] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    memory_budget: MemoryBudget = None,
     output: Output = None,
     plot: Plot = None,
     no_plot: NoPlot = False,
@@ -104,7 +107,7 @@ def measure(
 ) -> None:
     """Time real training steps of MODEL over a ladder of batch sizes and fit T(b) = max(t0, c + a*b).
 
-    For measurements made elsewhere: pyps-profile import CSV (see pyps-profile import --help).
+    To import measurements from a CSV file: pyps-profile import CSV (see pyps-profile import --help).
     """
     options = _step_options(autocast, accumulate, compiled)
     targets = _targets(device, every, output, plot, as_json)
@@ -131,22 +134,23 @@ def measure(
 @app.command("import")
 def import_csv(
     csv_file: Annotated[
-        Path, typer.Argument(metavar="CSV", show_default=False, help="Rows under a header batch,seconds.")
+        Path, typer.Argument(metavar="CSV", show_default=False, help="Rows with the header batch,seconds.")
     ],
     max_batch: Annotated[
-        int | None, typer.Option(help="Largest batch that fits that device; default: unknown.")
+        int | None, typer.Option(help="Largest batch that fits the device; default: unknown.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="The device's name; default: the file's.")] = None,
-    model: Annotated[str, typer.Option(help="What was trained there.")] = "imported",
+    model: Annotated[str, typer.Option(help="The model's name.")] = "imported",
     parameters: Annotated[
-        int | None, typer.Option(help="How many it has; without, a plan leaves its transfers out.")
+        int | None,
+        typer.Option(help="The model's number of parameters; without it a plan ignores transfers."),
     ] = None,
     output: Output = None,
     plot: Plot = None,
     no_plot: NoPlot = False,
     as_json: Json = False,
 ) -> None:
-    """Make a profile of measurements made elsewhere: a CSV file with the columns batch,seconds."""
+    """Make a profile from a CSV file with the columns batch,seconds."""
     files = _output_files(output, plot, no_plot, as_json)
     profile = import_points(csv_file, max_batch=max_batch, name=name, model=model, parameters=parameters)
     _finish(profile, *files, as_json)
@@ -169,13 +173,13 @@ def _step_options(autocast: str | None, accumulate: int, compiled: bool) -> Step
 def _targets(
     device: str, every: bool, output: Path | None, plot: Path | None, as_json: bool
 ) -> list[tuple[str, Path | None]]:
-    """Devices, and where the profile of each goes: with --all, beside `output`, the device in its name."""
+    """Devices and their profile files: with --all in the folder of `output`, with the device in the name."""
     if not every:
         return [(device, output)]
     if device != "cpu":
         raise InputError("--all", "", f"--device {device} as well", "one of the two")
     if plot is not None:
-        raise InputError("--all", "", "--plot as well", "the pictures' own names, beside the profiles")
+        raise InputError("--all", "", "--plot as well", "no --plot: each picture gets its profile's name")
     import torch
 
     names = [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu"]
@@ -193,14 +197,16 @@ def _parse_batches(text: str) -> list[int]:
 def _output_files(
     output: Path | None, plot: Path | None, no_plot: bool, as_json: bool
 ) -> tuple[Path | None, Path | None]:
-    """Where profile and picture go; refused now rather than after minutes of measuring."""
+    """The files of profile and picture, checked now rather than after minutes of measuring. Raises
+    InputError.
+    """
     if output is None and not as_json:
         output = DEFAULT_OUTPUT
     _check_writable("--output", output)
     if plot is not None and no_plot:
         raise InputError("--plot", "", "--no-plot as well", "one of the two")
     if plot is not None and not matplotlib_present():
-        raise InputError("--plot", "", "no matplotlib", "it installed: pip install 'pyps-train[plot]'")
+        raise InputError("--plot", "", "no matplotlib", "matplotlib: pip install 'pyps-train[plot]'")
     if plot is not None and plot == output:
         raise InputError("--plot", "", f"{plot}, the profile's own name", "another file")
     if plot is None and output is not None and not no_plot and matplotlib_present():
@@ -222,7 +228,7 @@ def _check_writable(option: str, path: Path | None) -> None:
 
 @contextmanager
 def _progress(device: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar of steps on stderr if that is a terminal, else nothing."""
+    """Shows a progress bar on stderr if that is a terminal; yields its update function, or None."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -234,7 +240,7 @@ def _progress(device: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 def _finish(profile: Profile, output: Path | None, plot: Path | None, as_json: bool) -> None:
-    """Write and show: the profile, its picture, and the table or the JSON."""
+    """Writes the profile and its picture, and prints the table or the JSON."""
     if output is not None:
         write_json(output, profile)
     if plot is not None:

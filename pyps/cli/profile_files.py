@@ -1,4 +1,4 @@
-"""`pyps-profile` on profiles that are there: show one, compare two, merge several runs, add the link."""
+"""`pyps-profile` on existing profiles: shows one, compares two, merges several runs, adds the link."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from pyps.profiler.fit import point_seconds
 from pyps.profiler.plot import plot_profile
 from pyps.profiler.select import select_fit
 
-File = Annotated[Path, typer.Argument(metavar="PROFILE", show_default=False, help="A profile's file.")]
+File = Annotated[Path, typer.Argument(metavar="PROFILE", show_default=False, help="A profile, in JSON.")]
 
 
 def show(
     profile: File,
     plot: Annotated[Path | None, typer.Option(help="Picture to write: PNG, SVG or PDF.")] = None,
-    chosen: Annotated[list[int] | None, typer.Option(help="A batch to mark in the picture.")] = None,
+    chosen: Annotated[
+        list[int] | None, typer.Option(help="A batch to mark in the picture; may be repeated.")
+    ] = None,
 ) -> None:
-    """Show a profile: its points, a plot of characters, and what to trust."""
+    """Show a profile: its points, a text plot, and which batches to trust."""
     found = read_profile(profile)
     show_profile(found, bars=True)
     if plot is not None:
@@ -38,11 +40,11 @@ def compare(first: File, second: File) -> None:
 
 def merge(
     profiles: Annotated[
-        list[Path], typer.Argument(metavar="PROFILE...", show_default=False, help="Runs of one device.")
+        list[Path], typer.Argument(metavar="PROFILE...", show_default=False, help="Profiles of one device.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write.")],
 ) -> None:
-    """Make one profile of several runs of the same device and model: all measurements, fitted together."""
+    """Merge profiles of the same device and model: all measurements, fitted together."""
     runs = [read_profile(path) for path in profiles]
     merged = merged_profile([str(path) for path in profiles], runs)
     write_json(output, merged)
@@ -52,20 +54,24 @@ def merge(
 
 def link(
     profile: Annotated[
-        Path | None, typer.Argument(metavar="[PROFILE]", show_default=False, help="The profile to complete.")
+        Path | None,
+        typer.Argument(metavar="[PROFILE]", show_default=False, help="Profile to add the link to."),
     ] = None,
     via: Annotated[
-        str, typer.Option(help="store: shared memory here. gloo: a process group over TCP.")
+        str, typer.Option(help="store: shared memory on this machine. gloo: a process group over TCP.")
     ] = "store",
     to: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="gloo: the peer; default: one on this machine.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="With gloo: the peer; default: a process on this machine."),
     ] = None,
     answer: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Be the peer: listen there for one probe, and end."),
+        typer.Option(
+            metavar="HOST:PORT", help="Act as the peer: answer one probe at this address, then exit."
+        ),
     ] = None,
 ) -> None:
-    """Measure latency and bandwidth of the way to the store or to a peer; with PROFILE, add it there."""
+    """Measure latency and bandwidth to the store or to a peer. With PROFILE, add them to it."""
     from pyps.worker import link_speed as probes
 
     if answer is not None:
@@ -119,5 +125,5 @@ def merged_profile(names: list[str], runs: list[Profile]) -> Profile:
 
 
 def _at_budget(memory: Memory) -> float:
-    """The more a batch needs, the safer the model: the share of the budget that one more sample takes."""
+    """The share of the budget that one sample takes: the model with the largest share is the safest."""
     return memory.bytes_per_sample / memory.budget_bytes

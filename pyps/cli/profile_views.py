@@ -1,4 +1,4 @@
-"""What `pyps-profile` shows of profiles: one as a table and a plot of characters, two side by side."""
+"""Prints profiles: one as a table and a text plot, two side by side."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pyps.profiler.plot import describe_fit
 from pyps.profiler.select import fit_of
 
 BAR_COLUMNS = 48
-BUSY, POOR = 0.2, 0.1  # spread of a batch's times; error at batches left out
+BUSY, POOR = 0.2, 0.1  # relative limits: spread of a batch's times, error at batches left out
 
 
 def show_profile(profile: Profile, *, bars: bool = False) -> None:
-    """The table of points beside the fit, and what to trust, on stdout; `bars`: with a plot (log scale)."""
+    """Print the points and the fit in a table, and which batches to trust; bars: with a plot (log scale)."""
     fit = fit_of(profile)
     table = Table(title=title(profile))
     for heading in ("batch", "median ms", "spread", "samples/s", "fitted ms", "error"):
@@ -45,13 +45,13 @@ def show_profile(profile: Profile, *, bars: bool = False) -> None:
 
 
 def _spread(point: Point) -> float:
-    """The quartiles' distance, relative to the median; 0 for a single time."""
+    """The interquartile range, relative to the median; 0 for a single time."""
     low, median, high = np.percentile(point_seconds(point), [25, 50, 75])
     return float((high - low) / median)
 
 
 def _parts(profile: Profile) -> Table:
-    """Which share of a step went where, its data included."""
+    """The shares of a step's parts, including its data."""
     table = Table(title="where the time goes")
     for heading in ("batch", "data", "forward", "backward", "optimizer"):
         table.add_column(heading, justify="right")
@@ -76,12 +76,12 @@ def _plot(profile: Profile, fit: Fit) -> Table:
 
 
 def note(text: str) -> None:
-    """A line on stderr, where it is in nobody's way."""
+    """Print a line on stderr, apart from the output on stdout."""
     Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 def title(profile: Profile) -> str:
-    """The model, how its steps were taken, and the device."""
+    """The model, its step options, and the device."""
     how = [f"{profile.model.autocast} autocast"] if profile.model.autocast else []
     how += [f"{profile.model.accumulate} micro-batches"] if profile.model.accumulate > 1 else []
     how += ["compiled"] if profile.model.compiled else []
@@ -90,7 +90,7 @@ def title(profile: Profile) -> str:
 
 
 def verdict(fit: Fit, profile: Profile) -> list[str]:
-    """How good the fit is, and where not to believe it."""
+    """How good the fit is, and where not to trust it."""
     left_out = fit.leave_one_out_error
     r2 = "-" if fit.r2 is None else f"{fit.r2:.4f}"
     error = "not defined for two batches" if left_out is None else f"{left_out:.1%} (median)"
@@ -117,7 +117,7 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
 
 
 def show_comparison(first: Profile, second: Profile) -> None:
-    """Batch by batch, how much longer the second takes than the first; fitted where one was not measured."""
+    """Print how much longer the second takes than the first, batch by batch; fitted where not measured."""
     console = Console(highlight=False)
     if first.model.name != second.model.name:
         console.print(f"different models: {first.model.name} and {second.model.name}", markup=False)
@@ -142,7 +142,7 @@ def show_comparison(first: Profile, second: Profile) -> None:
 
 
 def _bar(measured: float, fitted: float, low: float, high: float) -> str:
-    """A bar as long as the logarithm of the time, with the fit's mark."""
+    """A bar as long as the logarithm of the time, with a mark for the fit."""
     span = math.log(high / low) or 1.0
 
     def place(seconds: float) -> int:

@@ -1,8 +1,8 @@
-"""The files that pass between the parts: profile, cluster and plan, typed, versioned and checked.
+"""The file formats that connect the parts: profile, cluster and plan, typed, versioned and checked.
 
-profile.json  (pyps.profile/1)  one device: what was measured, and the cost model fitted to it
-cluster.toml                    which devices there are, and the global batch
-plan.json     (pyps.plan/1)     who computes how much
+profile.json  (pyps.profile/1)  one device: its measurements, and the cost model fitted to them
+cluster.toml                    the devices, what they share, and the global batch
+plan.json     (pyps.plan/1)     each worker's batch, and what follows from it
 """
 
 from __future__ import annotations
@@ -111,19 +111,19 @@ FORMATS: dict[str, type[Struct]] = {"profile": Profile, "cluster": Cluster, "pla
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read and check a pyps.profile/1 file. Raises InputError."""
+    """Reads and checks a pyps.profile/1 file. Raises InputError."""
     raw = read_json(path, PROFILE_SCHEMA)
     return typed(str(path), raw, Profile, check_profile)
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read and check a pyps.plan/1 file. Raises InputError."""
+    """Reads and checks a pyps.plan/1 file. Raises InputError."""
     raw = read_json(path, PLAN_SCHEMA)
     return typed(str(path), raw, Plan, check_plan)
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Read and check a cluster file (TOML); its profiles must exist and come back as resolved paths.
+    """Reads and checks a cluster file (TOML), and resolves the paths of its profiles, which must exist.
 
     Raises InputError.
     """
@@ -143,7 +143,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of "profile", "cluster" or "plan"; they lie in schemas/ as files, too."""
+    """The JSON schema of "profile", "cluster" or "plan"; the folder schemas/ holds them as files, too."""
     if name not in FORMATS:
         raise InputError("schema", "name", repr(name), f"one of {', '.join(FORMATS)}")
     return msgspec.json.schema(FORMATS[name])

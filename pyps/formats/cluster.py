@@ -1,4 +1,4 @@
-"""The cluster file: which devices there are, what they share, what is paid, and the global batch."""
+"""The cluster file: the devices, what they share, what they cost, and the global batch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Quantile = Annotated[float, Meta(gt=0, lt=1)]
 
 
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What has to be computed in one iteration; quantile: plan for this one of each worker's noisy time."""
+    """The samples of one iteration. quantile: plan for this quantile of each worker's step times."""
 
     global_batch: Batch
     quantile: Quantile | None = None
 
 
 class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`count` like workers; bandwidth in bytes per second, latency in seconds, price in any one currency.
+    """`count` equal workers; bandwidth in bytes per second, latency in seconds, price in any one currency.
 
-    min_batch binds only if the worker is used; `required` workers may not be left out. A batch may be
-    computed in up to max_accumulation micro-batches, each within max_batch. price_per_hour and watts are
-    those of one worker. free_bytes, measured now, takes the place of the profile's memory budget. `shares`
-    names [[shared]] tables; groups with the same `together` are used all or not at all.
+    min_batch binds only if the worker is used; `required` workers may not be left out. Batches are multiples
+    of batch_multiple. A batch may be computed in up to max_accumulation micro-batches, each within max_batch.
+    price_per_hour and watts are those of one worker. free_bytes, measured now, replaces the profile's memory
+    budget. `shares` names [[shared]] tables. Groups with the same `together` are used all or not at all.
     """
 
     name: Name
@@ -47,14 +47,14 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     together: Name | None = None
 
     def worker_names(self) -> list[str]:
-        """The names of its ranks: v100-0 .. v100-3, or the plain name of a group of one."""
+        """The names of the group's ranks: v100-0 .. v100-3, or the plain name of a group of one."""
         return [self.name] if self.count == 1 else [f"{self.name}-{k}" for k in range(self.count)]
 
 
 class SyncCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients come together once an iteration; bandwidth and latency where a worker names none.
+    """How gradients are synchronised once an iteration; bandwidth and latency of workers that state none.
 
-    none: at no cost, as when transfers run beside the steps.
+    none: at no cost, as when transfers overlap with the steps.
     """
 
     kind: Literal["none", "ring", "tree", "server"]
@@ -63,7 +63,7 @@ class SyncCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all workers in use may need together; price_per_million_samples: at the speed of the plan."""
+    """Limits on the sum over all workers in use; price_per_million_samples: at the speed of the plan."""
 
     price_per_hour: Elapsed | None = None
     price_per_million_samples: Elapsed | None = None
@@ -71,10 +71,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Shared(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A link or a host that several workers use.
+    """A link or a host that several workers share.
 
-    Over a link of `bandwidth` bytes a second their pushes and pulls go one after another, each with
-    `latency` seconds a way; a host prepares samples_per_second for all of its workers together.
+    Over a link of `bandwidth` bytes a second their pushes and pulls take turns, each with `latency` seconds
+    one way. A host prepares samples_per_second for all its workers together.
     """
 
     name: Name
@@ -84,7 +84,7 @@ class Shared(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GoodputInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a larger batch is worth: gradient noise scale in samples, and the batch to compare with."""
+    """How useful a larger batch is: the gradient noise scale in samples, and the batch to compare with."""
 
     noise_scale: Seconds
     base_batch: Batch
@@ -98,7 +98,7 @@ class Quantization(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The devices at hand, in rank order; `profile` paths are resolved against the cluster file's folder."""
+    """The devices, in rank order; `profile` paths are relative to the cluster file's folder."""
 
     job: Job
     worker: Annotated[list[WorkerGroup], Meta(min_length=1)]
@@ -110,7 +110,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     simulation: Simulation = Simulation()
 
     def named(self, name: str) -> list[str]:
-        """The ranks' names that a name stands for: its own, or those of a group."""
+        """The names of the ranks that `name` denotes: a single rank, or all ranks of a group."""
         for group in self.worker:
             names = group.worker_names()
             if name == group.name:
@@ -121,22 +121,23 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def check_cluster(where: str, cluster: Cluster) -> None:
+    """Raises InputError, naming the file `where`, if names or limits of the cluster do not fit together."""
     names: set[str] = set()
     shared = {resource.name for resource in cluster.shared}
     for k, resource in enumerate(cluster.shared):
         if resource.name in {other.name for other in cluster.shared[:k]}:
             found = f"{resource.name!r} a second time"
-            raise InputError(where, f"shared[{k}].name", found, "a name of its own")
+            raise InputError(where, f"shared[{k}].name", found, "a unique name")
         if resource.bandwidth is None and resource.samples_per_second is None:
             raise InputError(where, f"shared[{k}]", "no limit", "bandwidth or samples_per_second")
     groups = [group.name for group in cluster.worker]
     for k, group in enumerate(cluster.worker):
         if group.name in groups[:k]:
             found = f"{group.name!r} a second time"
-            raise InputError(where, f"worker[{k}].name", found, "a name of its own, or a higher count")
+            raise InputError(where, f"worker[{k}].name", found, "a unique name, or a higher count")
         for name in group.worker_names():
             if name in names:
-                raise InputError(where, f"worker[{k}].name", f"{name!r} a second time", "a name of its own")
+                raise InputError(where, f"worker[{k}].name", f"{name!r} a second time", "a unique name")
             names.add(name)
         _check_group(where, f"worker[{k}]", group, shared)
     _check_limits(where, cluster)
@@ -157,7 +158,7 @@ def _check_group(where: str, field: str, group: WorkerGroup, shared: set[str]) -
 
 
 def _check_limits(where: str, cluster: Cluster) -> None:
-    """A limit on what a worker does not state would be no limit."""
+    """Every worker must state a number for each limited quantity."""
     needs = {"price_per_million_samples": "price_per_hour"}
     for limit in cluster.limits.__struct_fields__:
         key = needs.get(limit, limit)

@@ -1,4 +1,4 @@
-"""The kinds of numbers and names that every format shares, and their limits."""
+"""The types of numbers and names that the formats share, with their limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-MAX_BATCH = 2**31 - 1  # keeps every product of two batches inside 64 bits
+MAX_BATCH = 2**31 - 1  # keeps every product of two batches within 64 bits
 
 Batch = Annotated[int, Meta(ge=1, le=MAX_BATCH)]
 Share = Annotated[int, Meta(ge=0, le=MAX_BATCH)]

@@ -1,4 +1,4 @@
-"""pyps.plan/1: who computes how much."""
+"""pyps.plan/1: each worker's batch, and what follows from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAN_SCHEMA = "pyps.plan/1"
 
 
 class EvenSplit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same batch for everyone, for comparison; `seconds` is absent where it breaks a bound."""
+    """The same batch for every worker, for comparison; `seconds` is null if that breaks a bound."""
 
     feasible: bool
     seconds: Seconds | None = None
@@ -24,12 +24,12 @@ class EvenSplit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's share: batch 0 means left out; weight = batch / global batch.
 
-    The batch is computed as `accumulation` micro-batches: all of micro_batch samples, the last of the rest.
-    max_batch is the most that it may compute at once, in at most max_accumulation micro-batches; fit is the
-    cost model it was planned with. With these a run can plan anew while it trains; with the memory model it
-    can take what fits as memory comes and goes. throttle repeats the profile's, so that a run can emulate the
-    devices that the plan was made for. link_seconds, its transfers each iteration over its own and its shared
-    links, are part of predicted_seconds.
+    The batch is computed as `accumulation` micro-batches of micro_batch samples; the last one has the
+    remainder. max_batch is the most that the rank may compute at once, in at most max_accumulation
+    micro-batches; fit is its cost model in this plan. With these a run can change the split while it trains,
+    and with the memory model it can adapt to the free memory. throttle repeats the profile's, so that a run
+    can emulate the devices of the plan. link_seconds are the rank's transfers each iteration over its own and
+    its shared links; they are part of predicted_seconds.
     """
 
     rank: Share
@@ -49,10 +49,10 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class R2spRemedies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What alone would make the turns fit; each is checked, null where it cannot help.
+    """The changes that would each make the turns fit; null where a change cannot help.
 
-    global_batch: the smallest larger one found; bits: the most a number may have on the wire; links: how
-    many like the present one would do.
+    global_batch: the smallest larger one found. bits: the most that a number may have on the wire. links: how
+    many such links suffice.
     """
 
     global_batch: Batch | None = None
@@ -61,11 +61,11 @@ class R2spRemedies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class R2spSchedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Turns in the ring `order` (ranks); feasible is null where no bandwidth is known.
+    """Turns in the ring `order` (ranks); feasible is null if a bandwidth is unknown.
 
-    gap_seconds is period / N. The offsets are that far apart where every transfer fits into its gap, else
-    each turn is as long as its transfer and an equal share of what is left of the period. turn_seconds: the
-    transfers, in the same order; empty where feasible is null.
+    gap_seconds is period / N. The offsets are that far apart if every transfer fits into its gap; otherwise
+    each turn takes its transfer and an equal share of the rest of the period. turn_seconds: the transfers, in
+    the same order; empty if feasible is null.
     """
 
     feasible: bool | None
@@ -78,7 +78,7 @@ class R2spSchedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class HpsWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank's pipeline: iterations in flight, bits each way, and its period, once it is full."""
+    """One rank's pipeline: iterations in flight, bits each way, and its period when it is full."""
 
     rank: Share
     depth: Batch
@@ -88,7 +88,7 @@ class HpsWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class HpsEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Period with and without overlapping transfer and compute; empty where no bandwidth is known.
+    """Period with and without overlapping transfer and compute; empty if a bandwidth is unknown.
 
     serial_seconds and pipelined_seconds are of the slowest worker, at 32 bits; quantized_seconds is its
     period with the bits that the error budget allows.
@@ -103,14 +103,14 @@ class HpsEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class SyncEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds in which the workers in use bring their gradients together, part of iteration_seconds."""
+    """Seconds in which the workers in use synchronise their gradients, part of iteration_seconds."""
 
     kind: str
     seconds: Elapsed
 
 
 class CostEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the workers in use cost together; null where one of them states no figure."""
+    """What the workers in use cost together; null if one of them states no figure."""
 
     price_per_hour: Elapsed | None = None
     price_per_million_samples: Elapsed | None = None
@@ -118,7 +118,7 @@ class CostEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One split: its time without noise, at the quantile, and how likely every worker is done by then."""
+    """One split: its time as fitted, at the quantile, and the probability that all workers finish by then."""
 
     batches: list[Share]
     seconds: Seconds
@@ -127,7 +127,7 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class NoiseForecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The split made for the fitted times and the one made for this quantile of their noise."""
+    """The split for the fitted times, and the split for this quantile of the times."""
 
     quantile: Annotated[float, Meta(gt=0, lt=1)]
     nominal: Forecast
@@ -135,7 +135,7 @@ class NoiseForecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class GoodputEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What this global batch is worth: samples a second, times their worth against those of base_batch."""
+    """Goodput of this global batch: samples a second times their efficiency against base_batch."""
 
     noise_scale: Seconds
     base_batch: Batch
@@ -147,8 +147,9 @@ class GoodputEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer of the planner.
 
-    iteration_seconds: the slowest worker in use, and the synchronisation. lower_bound_seconds: the optimum
-    with fractional batches and no minima. cost, sync, noise and goodput are null where nothing was asked.
+    iteration_seconds: the slowest worker in use, plus the synchronisation. lower_bound_seconds: the optimum
+    with fractional batches and no minima. cost, sync, noise and goodput are null if the cluster does not
+    state what they need.
     """
 
     schema: Literal["pyps.plan/1"] = "pyps.plan/1"
@@ -168,15 +169,14 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def check_plan(where: str, plan: Plan) -> None:
+    """Raises InputError, naming the file `where`, if ranks, batches or weights do not fit together."""
     total = 0
     names: set[str] = set()
     for k, worker in enumerate(plan.workers):
         if worker.rank != k:
             raise InputError(where, f"workers[{k}].rank", str(worker.rank), f"{k}: ranks count from 0")
         if worker.name in names:
-            raise InputError(
-                where, f"workers[{k}].name", f"{worker.name!r} a second time", "a name of its own"
-            )
+            raise InputError(where, f"workers[{k}].name", f"{worker.name!r} a second time", "a unique name")
         names.add(worker.name)
         if not _adds_up(worker):
             found = f"{worker.micro_batch} x {worker.accumulation}"

@@ -1,4 +1,4 @@
-"""pyps.profile/1: one device, what was measured on it, and the cost model fitted to that."""
+"""pyps.profile/1: the measurements of one device, and the cost model fitted to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROFILE_SCHEMA = "pyps.profile/1"
 
 
 class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was timed; `emulated`: a throttle (that many times slower) stands for the hardware."""
+    """The timed device; emulated: a throttle made it that many times slower."""
 
     name: Name
     kind: str = "cpu"
@@ -22,7 +22,7 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The network that was trained while timing."""
+    """The model that was trained while timing."""
 
     name: Name
     parameters: Annotated[int, Meta(ge=1)] | None = None
@@ -32,7 +32,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Parts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a step's seconds go; `data`, making a batch and bringing it there, comes before the step."""
+    """The seconds of a step's parts; `data`, making and moving a batch, comes before the step."""
 
     data: Elapsed
     forward: Elapsed
@@ -41,7 +41,7 @@ class Parts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker's way to the store or to its process group: latency, then so many bytes a second."""
+    """A measured link to the store or to the process group: its latency, then its bytes a second."""
 
     via: Name
     latency_seconds: Elapsed
@@ -85,7 +85,7 @@ class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measurements of one device with one model; `fit` is optional: whoever plans fits when it is absent."""
+    """Measurements of one device with one model; the planner fits the points if `fit` is absent."""
 
     schema: Literal["pyps.profile/1"] = "pyps.profile/1"
     device: Device

@@ -109,7 +109,9 @@ def test_two_points_are_met_exactly() -> None:
 def test_lbb_lines_give_its_optimum() -> None:
     fits = [fit_points(points) for points in LBB.values()]
     shares = [0, 0, 0, 0]
-    for _ in range(512):  # the next sample goes to whoever would finish it first: exact for nondecreasing T
+    for _ in range(
+        512
+    ):  # the next sample goes to the worker that finishes it first: exact for nondecreasing T
         next_up = min(range(4), key=lambda i: predict_seconds(fits[i], shares[i] + 1))
         shares[next_up] += 1
     assert shares == [166, 167, 159, 20]

@@ -49,7 +49,7 @@ def test_turns_are_evenly_spaced_and_feasible_where_they_fit() -> None:
     ring = r2sp_schedule([0, 2, 3, 5], [1.0, 2.0, 1.5, 1.0], [both_ways(x) for x in (0.1, 0.5, 0.1, 0.1)])
     assert ring.feasible is True
     assert (ring.period_seconds, ring.gap_seconds) == (2.5, 0.625)
-    assert ring.order == [0, 5, 3, 2]  # whoever is done first goes first
+    assert ring.order == [0, 5, 3, 2]  # the worker that finishes first goes first
     assert ring.offsets_seconds == [0.0, 0.625, 1.25, 1.875]
     assert r2sp_schedule([0, 1], [1.0, 2.0], [both_ways(0.5), None]).feasible is None
 
