@@ -13,7 +13,7 @@ from pyps.errors import InputError
 from pyps.formats import Cluster, Happening, Jitter, Profile, WorkerGroup, read_cluster, read_profile
 from pyps.profiler.select import fit_of
 from pyps.simulate.devices import Slowdown, fitted
-from pyps.solver.plan import make_plan
+from pyps.solver.plan import even_batches, make_plan
 
 FP32_BYTES = 4
 STEADY = Jitter()
@@ -97,8 +97,7 @@ def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario
     names = [w.name for w in plan.workers]
     batches = {w.name: w.batch for w in plan.workers}
     if even:
-        share, over = divmod(cluster.job.global_batch, len(names))
-        batches = {name: share + (k < over) for k, name in enumerate(names)}
+        batches = dict(zip(names, even_batches(cluster.job.global_batch, len(names)), strict=True))
     micro = {w.name: w.micro_batch for w in plan.workers}
     used = [name for name in names if batches[name] > 0]
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}

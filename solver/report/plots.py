@@ -60,6 +60,11 @@ def draw_timeline(plan: Plan, even_seconds: Sequence[float], path: Path_) -> Non
 def _timeline(
     axes: Any, names: Sequence[str], seconds: Sequence[float], batches: Sequence[int], end: float, sync: float
 ) -> None:
+    """Draw one row a worker: its compute, its wait until `end` and its synchronisation; all in seconds.
+
+    axes: where to draw. names, seconds, batches: of each worker; infinite seconds count as `end`. sync:
+    seconds of the synchronisation, 0 for none.
+    """
     for row, (time, batch) in enumerate(zip(seconds, batches, strict=True)):
         time = 1e3 * (time if math.isfinite(time) else end)
         axes.barh(row, time, **COMPUTE)
