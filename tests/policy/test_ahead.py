@@ -197,10 +197,20 @@ def test_the_core_steps_the_same_in_virtual_time() -> None:
 
 def lone_core(policy: Policy, batches: tuple[int, ...], samples: int) -> Core:
     config = Config(
-        tensors=(), initial=(), batches=batches, groups=1, optimizer=Optimizer.SGD, policy=policy.number,
-        round_timeout_seconds=1e6, samples=samples, chunk_params=0, max_participants=len(batches),
-        snapshot_spares=0, staging_buffers=2, policy_params=policy.params(),
-    )  # fmt: skip
+        tensors=(),
+        initial=(),
+        batches=batches,
+        groups=1,
+        optimizer=Optimizer.SGD,
+        policy=policy.number,
+        round_timeout_seconds=1e6,
+        samples=samples,
+        chunk_params=0,
+        max_participants=len(batches),
+        snapshot_spares=0,
+        staging_buffers=2,
+        policy_params=policy.params(),
+    )
     core = Core(config)
     for slot in range(len(batches)):
         core.step(EventKind.JOIN, slot, 1, rank=slot)

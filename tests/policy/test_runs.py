@@ -148,7 +148,7 @@ def test_who_leaves_comes_back(shm: Path, tmp_path: Path, name: str) -> None:
     ("name", "befalls"),
     [("asp", DIES), ("r2sp", DIES), ("hps", DIES), ("ssp:bound=1", LEAVES), ("saps", LEAVES), ("asp", STOPS)],
     ids=["asp-dies", "r2sp-dies", "hps-dies", "ssp-leaves", "saps-leaves", "asp-stops"],
-)  # fmt: skip
+)
 def test_with_two_claims_too(shm: Path, tmp_path: Path, name: str, befalls: str) -> None:
     report = loop(tmp_path, name, befalls, AHEAD_LOOP)
     assert report.outcome == "finished"

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from remote_tools import eventually
 from worker_tools import X, Y, backward, loss_of, make_model
 
+from pyps import native
 from pyps.formats.records import read_run
+from pyps.native.values import Flat, Hyper, PushRequest, PushResult
+from pyps.remote import open_store
 from pyps.remote.server import Server
+from pyps.store import Store
 from pyps.store.policies import R2SP, Policy, Softsync
 from pyps.worker.loop import Worker, join
 from pyps.worker.pipeline import PipelinedTransport
 
 STEPS = 8  # of each worker
+LINK_SECONDS = 0.5  # that a pull takes
 ROUNDS = ("bsp", "backup", "hps")  # a worker waits for the other within a push: here it trains alone
 IN_TURN: dict[str, Policy] = {  # none waits for the other, however slow the machine is
     "r2sp": R2SP(slack=0.0, patience=1e6),
@@ -72,3 +80,35 @@ def test_staleness_over_the_link_is_the_local_one(
     assert len(local) == STEPS * (1 if name in ROUNDS else 2)
     if pipeline:
         assert max(found for _, _, found, _ in local) >= 1, "computed on parameters one more step old"
+
+
+def test_the_link_does_not_count_as_compute(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's seconds are its own: from the parameters that have come to the gradient that goes."""
+    arrived: list[PushRequest] = []
+    pull, push = native.pull, native.push
+
+    @wraps(pull)
+    def slow_pull(store: native.Pointer, flat: Flat) -> int:
+        time.sleep(LINK_SECONDS)
+        return pull(store, flat)
+
+    @wraps(push)
+    def noted_push(store: native.Pointer, request: PushRequest) -> PushResult:
+        arrived.append(request)
+        return push(store, request)
+
+    monkeypatch.setattr(native, "pull", slow_pull)
+    monkeypatch.setattr(native, "push", noted_push)
+    with (
+        Store.create("far", {"w": np.ones(5)}, batches=[4], policy="hps"),
+        Server("far") as server,
+        open_store(server.address) as store,
+    ):
+        store.join()
+        for seconds in (0.0, 7.0):
+            claim = store.start()
+            store.pull()
+            store.push(store.stage(), claim.count, Hyper(lr=0.1), compute_seconds=seconds)
+    measured, given = arrived
+    assert 0.0 < measured.compute_seconds < LINK_SECONDS
+    assert given.compute_seconds == 7.0

@@ -126,9 +126,13 @@ def torch_optimizer(parameters: list[torch.Tensor], kind: Optimizer, h: Hyper) -
             parameters, lr=h.lr, lr_decay=h.lr_decay, weight_decay=h.weight_decay, eps=h.eps
         )
     return torch.optim.SGD(
-        parameters, lr=h.lr, momentum=h.momentum, dampening=h.dampening,
-        weight_decay=h.weight_decay, nesterov=h.nesterov,
-    )  # fmt: skip
+        parameters,
+        lr=h.lr,
+        momentum=h.momentum,
+        dampening=h.dampening,
+        weight_decay=h.weight_decay,
+        nesterov=h.nesterov,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -59,9 +59,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.patch.setenv("PYPS_SHM_DIR", self.folder)
         zeros = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         self.owner = Store.create(
-            "model", zeros, batches=[3, 2], policy="asp", samples=SAMPLES, chunk_params=1024,
-            max_participants=HANDLES + 1, staging_buffers=AREAS, groups={"weight": 0, "bias": 1},
-        )  # fmt: skip
+            "model",
+            zeros,
+            batches=[3, 2],
+            policy="asp",
+            samples=SAMPLES,
+            chunk_params=1024,
+            max_participants=HANDLES + 1,
+            staging_buffers=AREAS,
+            groups={"weight": 0, "bias": 1},
+        )
         self.workers = [Worker(Store.open("model")) for _ in range(HANDLES)]
         self.ranks = [Rank(3), Rank(2)]
         self.joined: set[int] = set()

@@ -91,9 +91,12 @@ def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int) -> 
         scale = 0.25 if step != 2 else 0.5
         buckets.finish(scale)
         expected, _ = encode(
-            flat_gradient(parameters).numpy(), Encoding(codec), scale=scale, residual=residual,
+            flat_gradient(parameters).numpy(),
+            Encoding(codec),
+            scale=scale,
+            residual=residual,
             residual_out=left,
-        )  # fmt: skip
+        )
         np.testing.assert_array_equal(buckets.codes, expected)
         buckets.commit_residual(admitted=step != 1)
         if step != 1:
@@ -109,9 +112,15 @@ def trained(policy: str, codec: str, micro_batch: int | None) -> bytes:
     """The parameters of a run in bfloat16, which is copied to its area even on a CPU."""
     model = make_model().bfloat16()
     with join(
-        "run", 0, batches=[10], samples=3 * SAMPLES, seed=5, policy=policy, codec=codec,
+        "run",
+        0,
+        batches=[10],
+        samples=3 * SAMPLES,
+        seed=5,
+        policy=policy,
+        codec=codec,
         micro_batch=micro_batch,
-    ) as worker:  # fmt: skip
+    ) as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for x, y in worker.batches((X.bfloat16(), Y.bfloat16())):
             backward(loss_of(model, x, y))
@@ -194,7 +203,7 @@ def test_a_gpu_worker_trains_as_a_cpu_worker(shm: Path, codec: str, pipeline: bo
         model = make_model().to(device)
         with join(
             "run", 0, batches=[10], samples=SAMPLES, seed=5, policy="asp", codec=codec, pipeline=pipeline
-        ) as worker:  # fmt: skip
+        ) as worker:
             worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for x, y in worker.batches((X.to(device), Y.to(device))):
                 backward(loss_of(model, x, y))

@@ -249,9 +249,7 @@ with Worker(settings) as worker:
 @pytest.fixture
 def group() -> Iterator[tuple[Path, str]]:
     """A control group of its own with a limit to write to: its folder and the limit's file."""
-    for base, limit in (
-        (MEMORY, "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")
-    ):  # fmt: skip
+    for base, limit in ((MEMORY, "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
         folder = base / f"pyps-test-{os.getpid()}"
         try:
             folder.mkdir()

@@ -121,7 +121,7 @@ def timed(shm: Path, folder: Path, compute: float, one_way: float, pipeline: boo
     model = make_model()
     with join(
         "run", 0, batches=[10], samples=120, seed=5, policy="asp", run_dir=folder, pipeline=pipeline
-    ) as worker:  # fmt: skip
+    ) as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
         over(worker, Slow(worker.store, one_way))
         for x, y in worker.batches((X, Y)):
