@@ -70,7 +70,7 @@ class BuildCore(build_ext):
             (package / folder / name).write_text(filled, encoding="utf-8")
 
     def install_static(self, lib):
-        """One object with only the public names: in an archive of many, `fail` would be everybody's."""
+        """One object whose internal symbols are local: they cannot clash with those of a program."""
         whole = Path(self.build_temp, "libpyps.o")
         self.spawn([*self.compiler.compiler, "-r", "-nostdlib", "-o", str(whole), *self.core])
         self.spawn([os.environ.get("OBJCOPY", "objcopy"), "--localize-hidden", str(whole)])

@@ -13,7 +13,7 @@
 #include "kernels/codec.h"
 
 enum { OPTIMIZERS = PYPS_ADAGRAD + 1 };
-enum { MAX_STATES = 2 }; /* state vectors an optimizer may keep beside the parameters */
+enum { MAX_STATES = 2 }; /* the most state vectors that an optimizer has */
 
 /* One parameter's way from old to new: parameters and states are read from `old` and written to `new`, which
  * never overlap; `gradient` may be anything. new[0] is the parameters, new[1..] the states. */

@@ -100,7 +100,7 @@ int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *staging_out) {
             continue;
         }
         if (staged == s->geometry.staging_buffers)
-            return fail(PYPS_EINVAL, "stage: all %u staging_buffers are in use; push one first",
+            return fail(PYPS_EINVAL, "stage: all %u staging buffers are in use; push one first",
                         s->geometry.staging_buffers);
         staged = 0;
         if (wait_now_nanoseconds() >= deadline)

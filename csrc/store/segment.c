@@ -291,7 +291,7 @@ static int check_header(const struct header *h, uint64_t size, struct layout *la
     if (h->endian != ENDIAN_MARK)
         return fail(PYPS_EABI, "endian: found %08x; expected %08x: from a machine of another byte order",
                     h->endian, ENDIAN_MARK);
-    if (h->abi != PYPS_ABI) return fail(PYPS_EABI, "abi: found %u; this library speaks %u", h->abi, PYPS_ABI);
+    if (h->abi != PYPS_ABI) return fail(PYPS_EABI, "abi: found %u; expected %u", h->abi, PYPS_ABI);
     if (load32_acquire(&h->state) != SEGMENT_READY)
         return fail(PYPS_ENOTREADY, "state: the segment is not ready");
     if (h->bytes != size)
@@ -357,7 +357,7 @@ int pyps_unlink(const char *name, int force) {
     FAILPOINT("unlink.all_joined");
     rc = force ? PYPS_OK : segment_lock_byte(fd, F_WRLCK, ATTACHED_BYTE);
     if (rc == PYPS_EBUSY) fail(rc, "%s: a live process has it open", name);
-    /* Removed between open and lock? Then the name is another segment's by now, or nobody's. */
+    /* Removed between open and lock? Then the name belongs to another segment by now, or to none. */
     if (!rc && !force && (fstat(fd, &status) || status.st_nlink == 0))
         rc = fail(PYPS_ENOENT, "%s: was removed", name);
     path_of(name, path, sizeof path);

@@ -1,4 +1,4 @@
-"""Makes a store, lets trainers that are not Python train in it, and checks what they learnt.
+"""Makes a store, lets trainers that are not Python train in it, and checks what they learned.
 
     python examples/c/train.py [--trainer ./trainer] [--workers 3] [--policy bsp]
 
@@ -59,9 +59,9 @@ def main() -> None:
             codes = [trainer.wait() for trainer in trainers]
             if any(codes):
                 sys.exit("a trainer failed")
-            learnt = store.snapshot().tensors
+            learned = store.snapshot().tensors
             samples = sum(rank.samples for rank in store.ranks())
-    right = ((held_out @ learnt["weights"] + learnt["bias"] > 0) == truth).mean()
+    right = ((held_out @ learned["weights"] + learned["bias"] > 0) == truth).mean()
     print(f"{samples} samples under {options.policy}: {right:.1%} of {len(truth)} held-out tumours right")
     sys.exit(0 if right >= 0.95 else 1)
 

@@ -1,8 +1,8 @@
-/* trainer.c: logistic regression in C, as one worker of a store that somebody else has made.
+/* trainer.c: logistic regression in C, as one worker of a store that another process has made.
  *
  * Usage: trainer STORE DATA RANK. DATA is what train.py wrote: rows and columns (int32), then each row's
- * label and features (float). The store says which samples are whose, when to go on and when to end, by the
- * policy that its maker chose: nothing of that is here.
+ * label and features (float). The store assigns the samples and says when to wait and when to end, by
+ * the policy that its creator chose. The trainer needs to know nothing about the policy.
  */
 #include <math.h>
 #include <pyps.h>

@@ -72,7 +72,7 @@ class Core:
         return decision
 
     def sources(self) -> list[tuple[int, int, int, float]]:
-        """Of the last round that became a version, in order: slot, area, samples, scale."""
+        """Of the last round that became a version, in order: slot, staging buffer, samples, scale."""
         n = self._capacity
         slots, staging_buffers, samples = (ffi.new("uint32_t[]", n) for _ in range(3))
         scales = ffi.new("float[]", n)

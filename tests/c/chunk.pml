@@ -28,7 +28,7 @@
 #define NO_FAULT      0
 #define NO_RECHECK    1 /* a pin does not read the word again */
 #define NO_HAZARDS    2 /* a claim does not look at the hazards */
-#define NO_GENERATION 3 /* a claim does not see that somebody came between */
+#define NO_GENERATION 3 /* a claim does not notice another claim in between */
 #define NO_COMPARE    4 /* a word is stored over whatever it is by then */
 #define NO_CHUNK      5 /* what a lost CAS left is used for the next chunk without saying so */
 #define NO_COMPLETION 6 /* the dead one's admitted push is forgotten */
@@ -59,13 +59,13 @@ short owners[BUFFERS];
 byte chunk_hazard[SLOTS]; /* a buffer + 1, or 0 */
 byte holds[BUFFERS];
 byte admitted;    /* the view's version */
-byte dead = NONE; /* the slot whose process is gone */
+byte dead = NONE; /* the slot of the process that is gone */
 bool locked;      /* that slot's byte; it stays so, for a slot is reclaimed once */
 
 /* Not shared: only assertions look at another's. */
 byte private_buffer[WORKERS];
 
-chan kill = [0] of { byte }; /* who takes it from here is dead, and its memory gone, in one step */
+chan kill = [0] of { byte }; /* a process that receives it is dead, and its memory gone, in one step */
 
 #define WRITTEN_BY(slot) (100 + (slot))
 
@@ -104,7 +104,7 @@ inline hold(generation, chunk) {
 #define hazarded()  (chunk_hazard[slot % SLOTS] == buffer + 1 && MUTANT != NO_HAZARDS)
 #define unchanged() (owners[buffer] == owner || MUTANT == NO_GENERATION)
 
-/* try_claim in buffers.c, of a buffer that nobody held when its owner word was read */
+/* try_claim in buffers.c, of a buffer that had no holder when its owner word was read */
 inline try_claim(chunk) {
     if
     :: atomic { is_named() -> buffer = 0; owner = 0 }
@@ -246,7 +246,7 @@ proctype observer(byte me) {
     } unless { atomic { kill?eval(me) -> dead = me; chunk = 0; word = 0 } }
 }
 
-/* When nobody can take a step any more, every admitted push is in every chunk once, nothing is pinned, and
+/* When no process can take a step any more, every admitted push is in every chunk once, nothing is pinned, and
  * each buffer is its living holder's, or its chunk's, or free. */
 inline check_end() {
     d_step {

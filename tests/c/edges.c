@@ -1,4 +1,4 @@
-/* edges.c: what a process meets at the store's edges: out of descriptors, out of time, in a damaged segment.
+/* edges.c: a process at the store's limits: out of descriptors, out of time, in a damaged segment.
  *
  * Usage: edges NAME. Each case makes its own store, of one chunk unless it says otherwise; a push of 1 adds
  * -1 to all parameters.
@@ -46,8 +46,7 @@ static void expect(int found, int code, const char *what) {
           pyps_error_name(code));
 }
 
-/* A process that joins and pushes once it is told to, in the child; returns in the parent when it has joined.
- */
+/* Forks a child that joins, and pushes when the parent says so; returns in the parent when it has joined. */
 static pid_t peer(int go[2], void (*body)(pyps_store *s, int go)) {
     int ready[2];
     char byte = 0;
@@ -55,7 +54,7 @@ static pid_t peer(int go[2], void (*body)(pyps_store *s, int go)) {
     pid_t pid = fork();
     if (!pid) {
         pyps_store *s = joined();
-        CHECK(write(ready[1], &byte, 1) == 1, "nobody to tell");
+        CHECK(write(ready[1], &byte, 1) == 1, "the parent is gone");
         body(s, go[0]);
         must(pyps_close(s), "close");
         exit(0);
@@ -73,11 +72,11 @@ static void let_push(pid_t pid, const int go[2]) {
 static void push_when_told(pyps_store *s, int go) {
     pyps_push_result result;
     char byte;
-    CHECK(read(go, &byte, 1) == 1, "not told");
+    CHECK(read(go, &byte, 1) == 1, "no word from the parent");
     must(push_value(s, 1, PYPS_F32, &result), "push");
 }
 
-/* Who cannot look at others any more knows nothing of them: least of all that they are dead. */
+/* A process that cannot look at others must not take them for dead. */
 static void out_of_descriptors(void) {
     pyps_store *s = created(2, PYPS_ASP, 60);
     int go[2];
@@ -131,8 +130,8 @@ static void first_thread_ends(void) {
 }
 
 /* Pushes `value` from that staging; the timeout is too short for a round that others are missing from. */
-static int push_area(pyps_store *s, uint32_t staging, float value, uint32_t samples,
-                     pyps_push_result *result) {
+static int push_staging(pyps_store *s, uint32_t staging, float value, uint32_t samples,
+                        pyps_push_result *result) {
     static const pyps_hyper hyper = {.lr = 1};
     for (int i = 0; i < FLAT; i++) pyps_staging(s, staging)[i] = value;
     pyps_push_args args = {.size = sizeof args,
@@ -150,7 +149,7 @@ static uint32_t time_out_in_round(pyps_store *s, float value) {
     pyps_push_result result;
     uint32_t staging;
     must(pyps_start(s, 1, &claim), "start"), must(pyps_stage(s, 1, &staging), "stage");
-    expect(push_area(s, staging, value, claim.count, &result), PYPS_ETIMEDOUT,
+    expect(push_staging(s, staging, value, claim.count, &result), PYPS_ETIMEDOUT,
            "a push that waits for others");
     return staging;
 }
@@ -162,16 +161,16 @@ static void check_parameter(pyps_store *s, float value) {
     CHECK(flat[0] == value, "parameter: found %g; expected %g", (double)flat[0], (double)value);
 }
 
-/* What waits in a round is not handed out, whatever its owner does meanwhile, and nobody else's goes by its
- * ticket. */
-static void area_in_round(void) {
+/* A staging buffer that waits in a round is not returned by stage, whatever its owner does meanwhile. */
+static void staging_in_round(void) {
     pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
     pyps_push_result result;
     uint32_t staging;
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     uint32_t held = time_out_in_round(s, 1);
-    must(pyps_stage(s, 1, &staging), "stage beside it");
-    expect(push_area(s, staging, 100, 4, &result), PYPS_EINVAL, "a retry of the push with another staging");
+    must(pyps_stage(s, 1, &staging), "stage another one");
+    expect(push_staging(s, staging, 100, 4, &result), PYPS_EINVAL,
+           "a retry of the push with another staging");
     must(pyps_rejoin(s), "rejoin");
     must(pyps_stage(s, 1, &staging), "stage");
     CHECK(staging != held, "staging %u waits in a round and is handed out", staging);
@@ -180,7 +179,7 @@ static void area_in_round(void) {
     CHECK(result.sources == 2, "found %u sources", result.sources);
     check_parameter(s, -1);
     must(pyps_rejoin(s), "rejoin"), must(pyps_stage(s, 1, &staging), "stage");
-    must(pyps_stage(s, 1, &staging), "both staging_buffers are free again");
+    must(pyps_stage(s, 1, &staging), "both staging buffers are free again");
     must(pyps_close(other), "close"), must(pyps_close(s), "close");
 }
 
@@ -191,14 +190,14 @@ static void retry_in_round(void) {
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     uint32_t held = time_out_in_round(s, 1);
     must(push_value(other, 3, PYPS_F32, &result), "push");
-    must(push_area(s, held, 1, 4, &result), "the push again");
+    must(push_staging(s, held, 1, 4, &result), "the push again");
     CHECK(result.version == 1 && result.sources == 2, "found version %llu of %u sources",
           (unsigned long long)result.version, result.sources);
     check_parameter(s, -2);
     must(pyps_close(other), "close"), must(pyps_close(s), "close");
 }
 
-/* Who is told that the round went on without it starts again; its earlier gradient is in the open round. */
+/* A worker whose round closed without it starts again; its earlier gradient is in the open round. */
 static void check_in_round(void) {
     pyps_store *s = created(3, PYPS_BACKUP, 60), *second = joined(), *third = joined();
     pyps_push_result result;
@@ -215,27 +214,29 @@ static void check_in_round(void) {
     must(pyps_close(third), "close"), must(pyps_close(second), "close"), must(pyps_close(s), "close");
 }
 
-static int allow(const pyps_policy_context *sight, uint64_t *words) { return (void)sight, (void)words, 1; }
-
-static int admit(const pyps_policy_context *sight, uint64_t *words, float *scale) {
-    return (void)sight, (void)words, (void)scale, 1;
+static int allow(const pyps_policy_context *context, uint64_t *state) {
+    return (void)context, (void)state, 1;
 }
 
-/* A process that has not set the policy is told that, and not that the segment is damaged. */
+static int admit(const pyps_policy_context *context, uint64_t *state, float *scale) {
+    return (void)context, (void)state, (void)scale, 1;
+}
+
+/* A process that has not set the policy gets that error, not one of a damaged segment. */
 static void unknown_policy(void) {
-    int told[2], status;
+    int ready_pipe[2], status;
     char byte;
-    CHECK(!pipe(told), "no pipe");
+    CHECK(!pipe(ready_pipe), "no pipe");
     pid_t pid = fork();
     if (!pid) {
         pyps_store *s;
-        CHECK(read(told[0], &byte, 1) == 1, "not told");
+        CHECK(read(ready_pipe[0], &byte, 1) == 1, "no word from the parent");
         expect(pyps_open("edges", &s), PYPS_EPOLICY, "open");
         exit(0);
     }
     must(pyps_set_custom(&(pyps_custom){.start = allow, .push = admit}), "set");
     pyps_store *s = created(1, PYPS_CUSTOM, 60);
-    CHECK(write(told[1], "", 1) == 1 && waitpid(pid, &status, 0) == pid && !status,
+    CHECK(write(ready_pipe[1], "", 1) == 1 && waitpid(pid, &status, 0) == pid && !status,
           "the other process failed");
     must(pyps_close(s), "close");
 }
@@ -245,7 +246,7 @@ static struct view *present(const pyps_store *s) {
     return (struct view *)(void *)(s->base + at);
 }
 
-/* Damaged views: somebody's rank is not his, or he has none. */
+/* Damaged views: a member has another member's rank, or none. */
 static void damaged_ranks(void) {
     pyps_store *s = created(2, PYPS_BSP, 60);
     pyps_claim claim;
@@ -253,9 +254,9 @@ static void damaged_ranks(void) {
     struct view *v = present(s);
     struct member *own = view_member(v, s->slot), *stranger = view_member(v, 7);
     stranger->state = PYPS_ACTIVE, view_rank(v, 1)->slot_plus_1 = 8, v->all_joined = 1;
-    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of one who has none");
+    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of a member that has none");
     stranger->rank = 0;
-    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of one who has another");
+    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a rank of a member that has another");
     stranger->rank = -1, view_rank(v, 1)->slot_plus_1 = 0;
     expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "a worker without a rank");
     stranger->state = PYPS_EMPTY, v->all_joined = 0;
@@ -265,7 +266,7 @@ static void damaged_ranks(void) {
     must(pyps_close(s), "close");
 }
 
-/* A round that is full, of whatever, has no place for one more gradient; who waits for one has a deadline. */
+/* A full round has no place for one more gradient; a worker that waits for one has a deadline. */
 static void full_round(void) {
     pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
     pyps_push_result result;
@@ -279,7 +280,7 @@ static void full_round(void) {
 static struct view *changing;
 static void grow_round(void) { changing->round_sources = 1000000; }
 
-/* What is read again after it was looked at is looked at again. */
+/* Values that are read again after a check are checked again. */
 static void changing_round(void) {
     pyps_store *s = created(1, PYPS_BSP, 60);
     pyps_push_result result;
@@ -304,7 +305,7 @@ static bool sleeps_until(pyps_store *s, uint64_t at) {
     return after.ru_nvcsw != before.ru_nvcsw;
 }
 
-/* A time that came while somebody decided to wait for it is not slept through. */
+/* A time that came during the decision to wait for it is not slept through. */
 static void passed_time(void) {
     pyps_store *s = created(1, PYPS_ASP, 60);
     unsigned slept = 0;
@@ -315,7 +316,7 @@ static void passed_time(void) {
     must(pyps_close(s), "close");
 }
 
-/* Times that are none. */
+/* Timeouts that are infinite or not numbers. */
 static void odd_timeouts(void) {
     pyps_store *s = created(2, PYPS_ASP, 60);
     pyps_claim claim;
@@ -331,7 +332,7 @@ static const struct {
 } tests[] = {
     {"out-of-descriptors", out_of_descriptors},
     {"first-thread-ends", first_thread_ends},
-    {"staging-in-round", area_in_round},
+    {"staging-in-round", staging_in_round},
     {"retry-in-round", retry_in_round},
     {"check-in-round", check_in_round},
     {"unknown-policy", unknown_policy},

@@ -2,7 +2,7 @@
  *
  * An input is flags, then what is done to a good segment, of one of four policies (bits 2 and 3): patches of
  * 11 bytes {region, place / 4, 8 bytes}, or (WHOLE) bytes that take the place of the file's beginning; and
- * (SHORT) a file that ends where the input ends. What can be all_joined is joined by two, read, pushed to and
+ * (SHORT) a file that ends where the input ends. What can be opened is joined by two, read, pushed to and
  * reaped, with deadlines, as its owners would do.
  */
 #include <fcntl.h>
@@ -87,7 +87,7 @@ static void make_good(struct good *g) {
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
-    const char *given = getenv("PYPS_SHM_DIR"); /* whose giver cleans up, also after a fault */
+    const char *given = getenv("PYPS_SHM_DIR"); /* the caller cleans it up, also after a fault */
     if (!given) {
         CHECK(mkdtemp(folder), "no folder under /dev/shm");
         atexit(leave);

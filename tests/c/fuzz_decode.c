@@ -1,4 +1,4 @@
-/* fuzz_decode.c: encoded data of any bytes decodes, or is refused; nothing is read or written beside it.
+/* fuzz_decode.c: encoded data of any bytes decodes, or is refused; nothing outside it is read or written.
  *
  * An input is {codec, mode, count}, then the data. Mode 0: as long as the input says; 1: filled with zeros or
  * cut to the length that is right for the count. What decodes must be finite where the codec's scales are

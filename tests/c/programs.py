@@ -3,7 +3,7 @@
     python tests/c/programs.py address|thread [--faults 300]
 
 builds every program under that sanitizer and runs it: AddressSanitizer with UndefinedBehaviorSanitizer, or
-ThreadSanitizer. Any report ends the program that caused it. What reads bytes that nobody vouches for, a
+ThreadSanitizer. Any report ends the program that caused it. What reads untrusted bytes, a
 segment or encoded data, is also run on mutations of a corpus; tests/c/libfuzzer.py looks for new ones.
 """
 
@@ -37,13 +37,29 @@ ENVIRONMENT = {
 }
 FUZZED = ("attach", "decode")
 PROTOCOL = (
-    "late-reader", "late-reader-meets-saver", "stopped-reader", "observer-steps",
-    "late-decision", "late-remover", "stopped-pusher", "fork-while-opening", "anonymous-reader",
-)  # fmt: skip
+    "late-reader",
+    "late-reader-meets-saver",
+    "stopped-reader",
+    "observer-steps",
+    "late-decision",
+    "late-remover",
+    "stopped-pusher",
+    "fork-while-opening",
+    "anonymous-reader",
+)
 EDGES = (
-    "out-of-descriptors", "first-thread-ends", "area-in-round", "retry-in-round", "check-in-round",
-    "unknown-policy", "damaged-ranks", "full-round", "changing-round", "passed-time", "odd-timeouts",
-)  # fmt: skip
+    "out-of-descriptors",
+    "first-thread-ends",
+    "staging-in-round",
+    "retry-in-round",
+    "check-in-round",
+    "unknown-policy",
+    "damaged-ranks",
+    "full-round",
+    "changing-round",
+    "passed-time",
+    "odd-timeouts",
+)
 
 
 class Change(NamedTuple):

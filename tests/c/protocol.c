@@ -1,4 +1,4 @@
-/* protocol.c: interleavings of the store that need somebody to stand still at one exact place.
+/* protocol.c: interleavings of the store in which one thread stops at an exact place.
  *
  * Usage: protocol NAME. A `stalled` thread stops at a failpoint until it is let go; the main thread acts for
  * the others meanwhile. Every store has one chunk and every push adds -1 to all parameters, so the parameters
@@ -86,12 +86,12 @@ static void cancel_snapshot(pyps_store *s) {
     must(view_commit(s, &e, &out, &verdict), "cancel");
 }
 
-static void check_snapshot(const struct stalled *s, const char *who, uint64_t version) {
-    CHECK(!s->rc, "%s: %s", who, pyps_error_name(s->rc));
-    CHECK(s->version == version, "%s: found version %llu; expected %llu", who, (unsigned long long)s->version,
-          (unsigned long long)version);
+static void check_snapshot(const struct stalled *s, const char *name, uint64_t version) {
+    CHECK(!s->rc, "%s: %s", name, pyps_error_name(s->rc));
+    CHECK(s->version == version, "%s: found version %llu; expected %llu", name,
+          (unsigned long long)s->version, (unsigned long long)version);
     for (int i = 0; i < PARAMETERS; i++)
-        CHECK(s->flat[i] == -(float)version, "%s: parameter %d: found %g; expected %g", who, i,
+        CHECK(s->flat[i] == -(float)version, "%s: parameter %d: found %g; expected %g", name, i,
               (double)s->flat[i], -(double)version);
 }
 
@@ -133,7 +133,7 @@ static void late_reader_meets_saver(pyps_store *worker) {
     must(pyps_close(a), "close"), must(pyps_close(b), "close");
 }
 
-/* A reader that stands still for longer than the round timeout is in nobody's way, however few the pushes. */
+/* A reader that stops for longer than the round timeout delays no other participant. */
 static void stopped_reader(pyps_store *worker) {
     static struct stalled first, second;
     pyps_store *a = joined(PYPS_OBSERVER), *b = joined(PYPS_OBSERVER);
@@ -164,8 +164,8 @@ static void *run_pull(void *argument) {
     return NULL;
 }
 
-/* Somebody claims samples while a waiter, with the view before that in hand, is about to fence the late; and
- * while somebody else's event is decided, whose CAS is lost: neither takes that view for one of the past. */
+/* A worker claims samples while a waiter that has read an earlier view is about to fence late members, and
+ * while another event is decided whose CAS is lost: neither may use times of the earlier view. */
 static void late_decision(pyps_store *worker) {
     static struct stalled waiter, puller;
     pyps_store *a = joined(PYPS_OBSERVER), *b;
@@ -175,7 +175,7 @@ static void late_decision(pyps_store *worker) {
     must(pyps_start(worker, 1, &claim), "start");
     let_go(&waiter);
     must(waiter.rc, "tick");
-    push(worker); /* who has only just begun is not late */
+    push(worker); /* a worker that has just started is not late */
     stall(&puller, worker, run_pull, "view.decided");
     b = joined(PYPS_OBSERVER);
     must(view_copy(b, before), "view");
@@ -193,15 +193,14 @@ static void *run_unlink(void *argument) {
     return NULL;
 }
 
-/* One who tidies up has all_joined a segment; another one removes it, and a new run takes the name: it keeps
- * it.
- */
+/* One process has opened a segment to remove it; another one removes it first, and a new run takes the name.
+ * The new run's segment must stay. */
 static void late_remover(pyps_store *worker) {
     static struct stalled remover;
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
     uint32_t batches[] = {1};
     pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
-    pyps_store *s, *all_joined;
+    pyps_store *s, *opened;
     (void)worker;
     must(pyps_create("passing", &config, &s), "create"), must(pyps_close(s), "close");
     stall(&remover, NULL, run_unlink, "unlink.all_joined");
@@ -209,12 +208,12 @@ static void late_remover(pyps_store *worker) {
     must(pyps_create("passing", &config, &s), "create again");
     let_go(&remover);
     CHECK(remover.rc == PYPS_ENOENT, "the late remover: found %s", pyps_error_name(remover.rc));
-    must(pyps_open("passing", &all_joined), "the new run's segment");
-    must(pyps_close(all_joined), "close"), must(pyps_close(s), "close");
+    must(pyps_open("passing", &opened), "the new run's segment");
+    must(pyps_close(opened), "close"), must(pyps_close(s), "close");
     must(pyps_unlink("passing", 0), "unlink");
 }
 
-/* A stopped pusher's work is done for it, chunk after chunk, and is waited for once. */
+/* Others apply a stopped pusher's ticket, chunk after chunk, and wait for it only once. */
 static void stopped_pusher(pyps_store *worker) {
     static struct stalled pusher;
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {100 * FLAT}};
@@ -256,7 +255,7 @@ static void fork_while_opening(pyps_store *worker) {
     stall(&opener, NULL, run_open, "open.begun");
     CHECK(!pipe(ready), "no pipe");
     pid_t child = fork();
-    while (!child) CHECK(write(ready[1], "", 1) == 1 && pause(), "nobody to tell");
+    while (!child) CHECK(write(ready[1], "", 1) == 1 && pause(), "the parent is gone");
     CHECK(read(ready[0], &byte, 1) == 1, "no child");
     let_go(&opener);
     must(opener.rc, "open"), must(pyps_close(opener.store), "close");
@@ -265,7 +264,7 @@ static void fork_while_opening(pyps_store *worker) {
     must(rc, "the child has it open: unlink");
 }
 
-/* Who only looks does nobody's work: it has brought no buffers for that. */
+/* A reader that has not joined applies no tickets: it has no spare buffers. */
 static void anonymous_reader(pyps_store *worker) {
     static struct stalled pusher;
     pyps_status status;

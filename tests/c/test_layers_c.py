@@ -1,4 +1,4 @@
-"""The arrows of csrc hold: what each folder may include, and who may name a policy."""
+"""The arrows of csrc hold: what each folder may include, and where policies may be named."""
 
 from __future__ import annotations
 

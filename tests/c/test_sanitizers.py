@@ -41,20 +41,20 @@ def test_the_sanitizers_would_say_so(folder: Path, tmp_path: Path) -> None:
     )
     program = tmp_path / "wrong"
     subprocess.run(["cc", *programs.SANITIZERS["address"], str(source), "-o", str(program)], check=True)
-    for which, said in ((0, "heap-use-after-free"), (1, "shift"), (2, "outside the range")):
+    for which, expected in ((0, "heap-use-after-free"), (1, "shift"), (2, "outside the range")):
         done = programs.run(program, str(which))
         assert done.returncode != 0
-        assert said in done.stderr
+        assert expected in done.stderr
 
 
 @pytest.mark.parametrize("name", programs.PROTOCOL)
-def test_somebody_stands_still_at_the_worst_place(folder: Path, name: str) -> None:
+def test_one_thread_stops_at_the_worst_place(folder: Path, name: str) -> None:
     done = programs.run(programs.build(folder, "protocol", "address"), name)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", programs.EDGES)
-def test_somebody_is_out_of_something(folder: Path, name: str) -> None:
+def test_a_process_at_its_limits(folder: Path, name: str) -> None:
     done = programs.run(programs.build(folder, "edges", "address"), name)
     assert done.returncode == 0, done.stderr
 

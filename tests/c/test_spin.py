@@ -24,29 +24,29 @@ def search(folder: Path, **macros: object) -> tuple[int, int, str]:
     flags = ["-O1", "-w", "-DSAFETY", "-DNOREDUCE", f"-DMEMLIM={MEGABYTES}"]
     subprocess.run(["cc", *flags, "pan.c", "-o", "pan"], cwd=folder, check=True)
     command = ["./pan", f"-m{DEPTH}"]
-    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
-    errors, states = re.search(r"errors: (\d+)", said), re.search(r"(\d+) states, stored", said)
-    assert errors, said
-    assert states, said
-    return int(errors[1]), int(states[1]), said
+    output = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    errors, states = re.search(r"errors: (\d+)", output), re.search(r"(\d+) states, stored", output)
+    assert errors, output
+    assert states, output
+    return int(errors[1]), int(states[1]), output
 
 
 SIZES = {  # as Spin 6.5.2 counts states: another number is another protocol
     "buffers are reused": ({"PUSHES": 2}, 3_975_410),
     "a buffer goes from chunk to chunk": ({"CHUNKS": 2, "PUSHES": 1}, 1_634_665),
-    "nobody waits for the dead": ({"PUSHES": 1, "SPARES": 3}, 180_391),
+    "no process waits for the dead": ({"PUSHES": 1, "SPARES": 3}, 180_391),
 }
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_no_interleaving_and_no_death_breaks_the_protocol(tmp_path: Path, size: str) -> None:
     macros, expected = SIZES[size]
-    errors, states, said = search(tmp_path, **macros)
-    assert errors == 0, said
+    errors, states, output = search(tmp_path, **macros)
+    assert errors == 0, output
     version = subprocess.run(["spin", "-V"], capture_output=True, text=True, check=True).stdout
-    assert states == expected or "Version 6.5.2" not in version, said
-    assert "max search depth too small" not in said
-    assert "Search not completed" not in said
+    assert states == expected or "Version 6.5.2" not in version, output
+    assert "max search depth too small" not in output
+    assert "Search not completed" not in output
 
 
 TORN = "holds["  # a buffer that is read does not hold what its word says
@@ -65,8 +65,8 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_fault_in_the_protocol_is_found(tmp_path: Path, mutant: str) -> None:
     chunks = 2 if mutant == "NO_CHUNK" else 1
-    errors, _, said = search(tmp_path, CHUNKS=chunks, MUTANT=mutant)
-    assert errors == 1, said
-    found = re.search(r"assertion violated (.*) \(at depth", said)
-    assert found, said
+    errors, _, output = search(tmp_path, CHUNKS=chunks, MUTANT=mutant)
+    assert errors == 1, output
+    found = re.search(r"assertion violated (.*) \(at depth", output)
+    assert found, output
     assert MUTANTS[mutant] in found[1]

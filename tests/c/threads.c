@@ -18,14 +18,14 @@
 #define THREADS    8
 #define STEP       127.0f
 
-static pyps_store *first; /* whose mapping all share */
+static pyps_store *first; /* all participants share its mapping */
 static long rounds;
 static atomic_int steady_left = STEADY;
 static atomic_ulong pushes, snapshots, cancelled, visits;
 
 void pyps_failpoint(const char *name) { (void)name; }
 
-static pyps_store *all_joined(void) {
+static pyps_store *opened(void) {
     pyps_store *s;
     must(pyps_open("threads", &s), "open");
     munmap(s->base, s->layout.bytes);
@@ -63,7 +63,7 @@ static void *steady(void *argument) {
     static atomic_uint seed;
     unsigned turn = seed++;
     (void)argument;
-    pyps_store *s = all_joined();
+    pyps_store *s = opened();
     must(pyps_join(s, PYPS_WORKER, (int)turn, NULL), "join");
     for (long i = 0; i < rounds; i++) push_one(s, turn + (unsigned)i);
     closed(s);
@@ -75,7 +75,7 @@ static void *steady(void *argument) {
 static void *passing(void *argument) {
     (void)argument;
     for (unsigned turn = 0; steady_left; turn++) {
-        pyps_store *s = all_joined();
+        pyps_store *s = opened();
         must(pyps_join(s, PYPS_WORKER, STEADY, NULL), "join");
         for (unsigned i = 0; i < 3 && steady_left; i++) push_one(s, turn + i);
         closed(s);
@@ -88,7 +88,7 @@ static void *pull(void *argument) {
     float *flat = malloc(FLAT * sizeof *flat);
     uint64_t version, before = 0;
     (void)argument;
-    pyps_store *s = all_joined();
+    pyps_store *s = opened();
     must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "join");
     while (steady_left) {
         must(pyps_pull(s, flat, &version), "pull");
@@ -105,7 +105,7 @@ static void *snapshot(void *argument) {
     float *flat = malloc(FLAT * sizeof *flat);
     uint64_t version;
     (void)argument;
-    pyps_store *s = all_joined();
+    pyps_store *s = opened();
     must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "join");
     while (steady_left) {
         int rc = pyps_snapshot(s, flat, NULL, NULL, 5, &version);
@@ -126,7 +126,7 @@ static void *watch(void *argument) {
     (void)argument;
     while (steady_left) {
         pyps_status status;
-        pyps_store *s = all_joined();
+        pyps_store *s = opened();
         must(pyps_get_status(s, &status), "status");
         must(pyps_reap(s, NULL), "reap");
         closed(s);

@@ -2,9 +2,9 @@
  * must come out.
  *
  * Usage: torture POLICY OPTIMIZER FAULTS SEED. Every push has the same gradient, so the parameters at version
- * V are those after V optimizer steps, whoever died where: a push lost, doubled or torn would show in their
- * bits. `expected` takes those steps with the scalar kernels alone. Gradients are such that every codec
- * carries them exactly, and each push draws one, with error_feedback, and whether it is an exchange.
+ * V are those after V optimizer steps, whichever worker died and wherever: a push lost, doubled or torn would
+ * show in their bits. `expected` takes those steps with the scalar kernels alone. Every codec carries the
+ * gradients exactly. Each push draws a codec, error feedback or not, and whether it is an exchange.
  *
  * A worker draws a fault and how many failpoints it passes before it. A stop is short, or longer than the
  * round timeout, so that the worker wakes up fenced; then the worker goes on to its next fault, or is killed
@@ -47,7 +47,7 @@ static const pyps_hyper hypers[] = {
 static const char *const optimizers[] = {
     [PYPS_SGD] = "sgd", [PYPS_MOMENTUM] = "momentum", [PYPS_ADAMW] = "adamw"};
 
-static long countdown; /* failpoints left until this process's next fault; 0: none is next_deadline */
+static long countdown; /* failpoints left until this process's next fault; 0: no fault is planned */
 static int fault;
 
 static void draw_fault(void) {
@@ -231,7 +231,7 @@ static unsigned torment(int faults, unsigned seed) {
     return kills;
 }
 
-/* Buffers that neither a chunk nor anybody alive has: there must be none once the dead have been reaped. */
+/* Buffers that neither a chunk nor a live participant has: none may be left after the dead are reaped. */
 static uint32_t buffers_lost(const pyps_store *s) {
     uint32_t held = 0;
     for (uint32_t b = 0; b < s->layout.buffer_count; b++) {
