@@ -1,6 +1,6 @@
 """A script for torchrun that can be stopped at any step: argv is the folder for the checkpoint and the notes.
 
-Each rank notes the samples of every step it has done, and who it was.
+Each rank notes its rank and the samples of every step that it has done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyps.torch import UnevenBatchSampler, agreed_split, weighted_hook
 
-B, SAMPLES, EVERY, STEP_SECONDS = 24, 24 * 40 + 7, 4, 0.1
+B, SAMPLES, EVERY = 24, 24 * 40 + 7, 4
+STEP_SECONDS = 0.1  # until the first restart: time for a new node to start
 
 
 def main(folder: Path) -> None:
@@ -55,7 +56,8 @@ def main(folder: Path) -> None:
             state = {"model": model.state_dict(), "sampler": sampler.state_dict(), "steps": number + 1}
             torch.save(state, folder / "new.pt")
             (folder / "new.pt").rename(checkpoint)
-        time.sleep(STEP_SECONDS)
+        if done == 0:
+            time.sleep(STEP_SECONDS)
     dist.destroy_process_group()
 
 

@@ -87,6 +87,8 @@ def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # As in training: otherwise each DataLoader worker would start a forkserver and import torch.
+    multiprocessing.set_start_method("fork", force=True)
     limit = timedelta(seconds=DEADLINE_SECONDS)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=most, timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, most + 1)}
