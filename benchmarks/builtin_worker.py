@@ -11,7 +11,7 @@ import sys
 import torch
 
 import pyps
-from pyps.tasks.builtin import load_task
+from pyps.tasks import load_task
 
 SAMPLES = 1024
 

@@ -33,7 +33,8 @@ from pyps.profiler.stepper import (
     make_stepper,
     resolve_device,
 )
-from pyps.tasks.builtin import TrainingTask, load_task, require_torch
+from pyps.tasks.by_name import load_task
+from pyps.tasks.task import TrainingTask, require_torch
 
 REPEATS = 7  # least timed steps of a batch size: an odd number, so that the median is one of them
 MAX_REPEATS = 31

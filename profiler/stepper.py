@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pyps.errors import InputError
 from pyps.profiler.host_memory import cpu_free_bytes, cpu_held_bytes, disable_malloc_trim
 from pyps.profiler.throttle import Throttle
-from pyps.tasks.builtin import TrainingTask
+from pyps.tasks import TrainingTask
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""pyps: train on devices that are not alike.
+"""pyps: train on devices of unequal speed.
 
     worker = pyps.join()
     worker.attach(model, optimizer)
@@ -6,7 +6,7 @@
         loss(model, batch).backward()
         worker.step()
 
-Names are loaded when first used, so that planning needs neither torch nor the store.
+Names are imported when first used, so that planning needs neither torch nor the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""python -m pyps: the commands, and where the C library lies for those who link it.
+"""python -m pyps: the commands of `pyps`, and the compiler flags for programs that link the C library.
 
 cc trainer.c $(python -m pyps --cflags --libs) -o trainer
 cc trainer.c $(python -m pyps --cflags --libs --static) -o trainer
@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-STATIC = "--static"  # as in pkg-config: no answer of its own, it changes that to --libs
-ANSWERS = {
+STATIC = "--static"  # as in pkg-config: changes what --libs prints
+FLAGS = {
     "--cflags": f"-I{PACKAGE / 'include'}",
     "--libs": f"-L{PACKAGE / 'lib'} -lpyps -Wl,-rpath,{PACKAGE / 'lib'}",
     "--static-libs": f"{PACKAGE / 'lib' / 'libpyps.a'} -lm -lpthread",
@@ -23,20 +23,20 @@ ANSWERS = {
 }
 
 
-def answers(questions: list[str]) -> list[str] | None:
-    """The answers in the order of the questions; None if these are no questions of ours."""
-    asked = [question for question in questions if question != STATIC]
-    if not asked or any(question not in ANSWERS for question in asked):
+def flags_for(options: list[str]) -> list[str] | None:
+    """What to print for these options, in their order; None if one is unknown."""
+    wanted = [option for option in options if option != STATIC]
+    if not wanted or any(option not in FLAGS for option in wanted):
         return None
-    libs = "--static-libs" if STATIC in questions else "--libs"
-    return [ANSWERS[libs if question == "--libs" else question] for question in asked]
+    libs = "--static-libs" if STATIC in options else "--libs"
+    return [FLAGS[libs if option == "--libs" else option] for option in wanted]
 
 
 def main() -> None:
-    """Answer the questions on one line; anything else is a command of `pyps`. Exits."""
+    """Print flags on one line; other arguments are a command of `pyps`. Exits."""
     if sys.argv[1:] == ["--version"]:
         print(version("pyps-train"))
-    elif found := answers(sys.argv[1:]):
+    elif found := flags_for(sys.argv[1:]):
         print(*found)
     else:
         from pyps.cli import main as commands

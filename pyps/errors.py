@@ -1,4 +1,4 @@
-"""Every error pyps raises on purpose.
+"""The errors that pyps raises.
 
     PypsError
     |-- InputError        a file, field or argument is wrong               (exit code 2)
@@ -9,20 +9,20 @@
         |-- NotFinite  Busy  Ended  UnknownPolicy  StoreClosed
         `-- LinkLost  LinkRefused
 
-Errors are raised where the fact is known and turned into one line and an exit code in pyps.cli alone.
+An error is raised where the fact is known; pyps.cli turns it into one line and an exit code.
 """
 
 from __future__ import annotations
 
 
 class PypsError(Exception):
-    """Base of every deliberate error; its text is one clear message for a person."""
+    """Base of every error of pyps; its text is one message for the user."""
 
     exit_code = 2
 
 
 class InputError(PypsError):
-    """Bad input: where (file), which field, what was found and what would be right."""
+    """Bad input: `where` (file), `field`, what was `found` and what is `expected`."""
 
     def __init__(self, where: str, field: str, found: str, expected: str) -> None:
         self.where, self.field, self.found, self.expected = where, field, found, expected
@@ -31,7 +31,7 @@ class InputError(PypsError):
 
 
 class Infeasible(PypsError):
-    """No assignment satisfies the constraints: the reason, and the smallest change that would help."""
+    """No assignment meets the constraints: the `reason`, and in `nearest` the smallest change that helps."""
 
     exit_code = 3
 
@@ -41,9 +41,9 @@ class Infeasible(PypsError):
 
 
 class StoreError(PypsError):
-    """The store refused a call: `what` was asked, the C core's `message`, and the class's `hint` what to do.
+    """The store refused a call: `what` was called, the C core's `message`, and the class's `hint`.
 
-    `code` is the name of the C code, e.g. "PYPS_EFENCED".
+    `code` is the name of the C code, such as "PYPS_EFENCED".
     """
 
     code = "PYPS_E?"
@@ -65,12 +65,12 @@ class SystemCallFailed(StoreError):
 
 class SegmentExists(StoreError):
     code = "PYPS_EEXIST"
-    hint = "open it, choose another name, or remove what nobody uses with `pyps shm gc`"
+    hint = "open it, choose another name, or remove unused segments with `pyps shm gc`"
 
 
 class SegmentNotFound(StoreError):
     code = "PYPS_ENOENT"
-    hint = "has it been created, and with the same PYPS_SHM_DIR? `pyps shm ls` lists the segments"
+    hint = "was it created, and with the same PYPS_SHM_DIR? `pyps shm ls` lists the segments"
 
 
 class OutOfSpace(StoreError):
@@ -100,22 +100,22 @@ class StoreFull(StoreError):
 
 class TimedOut(StoreError):
     code = "PYPS_ETIMEDOUT"
-    hint = "the others did not come in time; `pyps shm ls` and the logs of the workers say who is missing"
+    hint = "other workers did not arrive in time; `pyps shm ls` and the workers' logs show which"
 
 
 class Fenced(StoreError):
     code = "PYPS_EFENCED"
-    hint = "this worker was too late and is out: call rejoin() and drop the gradient"
+    hint = "this worker missed a deadline and was removed: call rejoin() and drop the gradient"
 
 
 class SnapshotCancelled(StoreError):
     code = "PYPS_ESTALE"
-    hint = "take it again, or create the store with more snapshot_spares"
+    hint = "take the snapshot again, or create the store with more snapshot_spares"
 
 
 class PushRejected(StoreError):
     code = "PYPS_EREJECTED"
-    hint = "the parameters are unchanged: start again from fresh ones"
+    hint = "the parameters are unchanged: start the step again from new ones"
 
 
 class Forked(StoreError):
@@ -125,45 +125,45 @@ class Forked(StoreError):
 
 class NotReady(StoreError):
     code = "PYPS_ENOTREADY"
-    hint = "its creator is still at it, or died: try again, then `pyps shm gc`"
+    hint = "its creator is still writing it, or has died: try again, then `pyps shm gc`"
 
 
 class Busy(StoreError):
     code = "PYPS_EBUSY"
-    hint = "in use by a live process: wait for it or choose another"
+    hint = "a live process uses it: wait, or choose another name"
 
 
 class Ended(StoreError):
     code = "PYPS_EEND"
-    hint = "every sample has been handed out and accounted for"
+    hint = "all samples of the run are assigned and accounted for"
 
 
 class UnknownPolicy(StoreError):
     code = "PYPS_EPOLICY"
-    hint = "the segment needs a pyps that knows its policy"
+    hint = "this version of pyps lacks the segment's policy"
 
 
 class NotFinite(StoreError):
     code = "PYPS_ENONFINITE"
-    hint = "skip the step (samples=0), or choose the policy skip or zero"
+    hint = "skip the step (samples=0), or choose nonfinite skip or zero"
 
 
 class StoreClosed(StoreError):
-    """Not from C: the Python handle has been closed."""
+    """Raised by Python: the handle was closed."""
 
     code = "closed"
     hint = "open the store again"
 
 
 class LinkLost(StoreError):
-    """Not from C: the server of a remote store is gone, or was never there."""
+    """Raised by Python: the server of a remote store does not answer."""
 
     code = "lost"
-    hint = "is `pyps serve` running there, and are these its keys? Workers have to be started again"
+    hint = "is `pyps serve` running there, with these keys? Start the workers again"
 
 
 class LinkRefused(StoreError):
-    """Not from C: the server of a remote store does not let this client in."""
+    """Raised by Python: the server of a remote store refuses this client."""
 
     code = "refused"
     hint = "both sides need the keys of one `pyps serve --keys` folder"

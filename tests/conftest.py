@@ -1,4 +1,4 @@
-"""What tests share: a folder of segments of their own that must be empty at the end, and the built wheel."""
+"""Fixtures: a folder for a test's segments that must be empty at its end, workers, ranks, the built wheel."""
 
 from __future__ import annotations
 
@@ -75,10 +75,8 @@ def ranks(_started: list[Ranks]) -> Ranks:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of what git would give: the source folder gets no build products."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, check=True,
-    ).stdout.decode()  # fmt: skip
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)

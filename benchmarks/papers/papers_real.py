@@ -45,8 +45,8 @@ from tuning import (
 
 from pyps.formats import Jitter
 from pyps.formats.records import StepRecord, read_run
-from pyps.run.report import Report, taken, version_times
-from pyps.run.supervisor import run
+from pyps.run import Report, RunOptions, run
+from pyps.run.report import applied_steps, version_times
 from pyps.simulate import Result, Scenario, replay, simulate
 from pyps.store.policies import policy_named
 
@@ -137,7 +137,7 @@ def work(case: Case, out: Path) -> Pair:
         agreeing=agreement(records, replayed),
         decisions=decided.decisions,
         different=decided.differences + decided.missing_events,
-        staleness=frozenset(step.staleness for step in taken(records)[middle]),
+        staleness=frozenset(step.staleness for step in applied_steps(records)[middle]),
         real_curve=curve_of(folder / "run", records, case.seed),
         simulated_curve=list(simulated.curve),
         overrun_share=overrun / computing if computing else 0.0,
@@ -148,11 +148,9 @@ def _run(case: Case, cluster: Scenario, folder: Path) -> Report:
     write_plan(case.cluster, folder / "plan.json")
     policy = policy_named(case.policy)
     in_rounds = policy.name in ("bsp", "backup", "hps")
-    return run(
-        folder / "plan.json",
-        WORKER,
-        policy,
+    options = RunOptions(
         samples=case.iterations * cluster.global_batch,
+        policy=policy,
         args=[str(case.lr)],
         seed=case.seed,
         run_dir=folder / "run",
@@ -161,6 +159,7 @@ def _run(case: Case, cluster: Scenario, folder: Path) -> Report:
         snapshot_every=1 if in_rounds else len(cluster.workers),
         journal=True,
     )
+    return run(folder / "plan.json", WORKER, options)
 
 
 def _simulate(cluster: Scenario, case: Case) -> Result:
@@ -196,7 +195,7 @@ def retimed(cluster: Scenario, records: Sequence[StepRecord]) -> Scenario:
 def agreement(records: Sequence[StepRecord], replayed: Result) -> float:
     """The share of gradients that are in the same version in both; a version has no order within."""
     versions: dict[int, list[int]] = {}
-    for step in taken(records):
+    for step in applied_steps(records):
         versions.setdefault(step.version, []).append(step.rank)
     virtual, same = iter([rank for rank, _ in replayed.pushed_at]), 0
     for ranks in versions.values():

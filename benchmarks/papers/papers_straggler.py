@@ -16,8 +16,8 @@ from papers_real import write_plan
 from tuning import Budget
 
 from pyps.formats.records import StepRecord, read_run
+from pyps.run import RunOptions, run
 from pyps.run.rebalance import WINDOW_STEPS
-from pyps.run.supervisor import run
 
 WORKER = Path(__file__).resolve().parent / "straggler_worker.py"
 COSTS = [[0.02 * k, 0.005 * k] for k in (1.0, 1.4, 2.0, 2.9)]  # of clusters/four.toml
@@ -42,7 +42,8 @@ def straggler(budget: Budget, out: Path) -> Findings:
     costs = [[scale * seconds for seconds in cost] for cost in COSTS]
     slowdown = [json.dumps(costs), str(LATE), str(begins), str(scale * ADDED)]
     plan, run_dir = folder / "plan.json", folder / "run"
-    report = run(plan, WORKER, "bsp", samples=samples, rebalance=True, args=slowdown, run_dir=run_dir)
+    options = RunOptions(samples=samples, args=slowdown, run_dir=run_dir, rebalance=True)
+    report = run(plan, WORKER, options)
     rounds: Rounds = {}
     for step in read_run(run_dir):
         rounds.setdefault(step.round, {})[step.rank] = step

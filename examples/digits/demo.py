@@ -1,4 +1,4 @@
-"""The whole way on one machine: four unlike devices profiled, planned, and trained on in three ways.
+"""All of pyps on one machine: profile four unequal devices, plan, and train on them in three ways.
 
 The devices are emulated: each lasts as long as its own profile says, on a CPU thread that is faster. What
 they compute, the store, and the accuracies are real. Everything is written to demo-out/. Exits 1 if a bar is
@@ -26,7 +26,7 @@ from pyps.formats import Plan, read_plan, write_json
 from pyps.formats.records import StepRecord, read_run
 from pyps.profiler import profile_model
 from pyps.run.events import read_events
-from pyps.run.ranks import Place
+from pyps.run.ranks import RankSpec
 from pyps.run.report import Report, read_report, version_times
 from pyps.run.trace import make_trace
 from pyps.tasks.builtin import digits_cnn
@@ -151,24 +151,23 @@ def profile_devices(base: float) -> None:
         measuring[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         lines.append(f'[[worker]]\nname = "{name}"\nprofile = "{name}.json"\n')
     for name, process in measuring.items():
-        said, complaint = process.communicate()
+        output, errors = process.communicate()
         if process.returncode:
-            sys.exit(complaint)
-        for line in complaint.splitlines():
+            sys.exit(errors)
+        for line in errors.splitlines():
             if "too busy" in line:
                 print(f"{name}: {line}")
-        print(f"{name}:", next(line for line in said.splitlines() if line.startswith("T(b)")))
+        print(f"{name}:", next(line for line in output.splitlines() if line.startswith("T(b)")))
     (OUT / "cluster.toml").write_text("\n".join(lines))
 
 
 def train(way: Way) -> Result:
     """One run through the store by four processes, and the accuracy of its snapshots, computed afterwards."""
     folder = OUT / way.key
-    pyps(
-        "pyps", "run", "--plan", OUT / "plan.json", "--throttle-from", OUT / "cluster.toml", *way.options,
-        "--samples", ITERATIONS * GLOBAL_BATCH, "--seed", SEED, "--run-dir", folder,
-        "--snapshot-every", 3 * way.versions, HERE / "train.py",
-    )  # fmt: skip
+    options = ["--plan", OUT / "plan.json", "--throttle-from", OUT / "cluster.toml", *way.options]
+    options += ["--samples", ITERATIONS * GLOBAL_BATCH, "--seed", SEED]
+    options += ["--run-dir", folder, "--snapshot-every", 3 * way.versions]
+    pyps("pyps", "run", *options, HERE / "train.py")
     records = read_run(folder)
     return Result(way, read_report(folder / "report.json"), records, accuracies(folder, records))
 
@@ -199,21 +198,21 @@ def check(results: list[Result]) -> list[Check]:
     """What the demo promises."""
     even, boa, _ = results
     speedup = even.report.iteration_seconds.median / boa.report.iteration_seconds.median
-    error = abs((boa.report.ratio or math.inf) - 1.0)
-    apart = abs(even.curve[-1].right - boa.curve[-1].right)
-    samples = {r.curve[-1].samples for r in results}
+    error = abs((boa.report.measured_over_predicted or math.inf) - 1.0)
+    images = abs(even.curve[-1].right - boa.curve[-1].right)
+    same_samples = {r.curve[-1].samples for r in results} == {ITERATIONS * GLOBAL_BATCH}
+    speedup_what = "equal batches' iteration time over the planned ones'"
+    error_what = "planned batches' iteration time, off the plan's prediction by"
+    images_what = f"images of {data.HELD_OUT} between equal and planned batches"
     return [
-        Check("equal batches' iteration time over the planned ones'", speedup, f">= {LEAST_SPEEDUP}",
-              speedup >= LEAST_SPEEDUP),
-        Check("planned batches' iteration time, off the plan's prediction by", error, f"<= {MOST_ERROR}",
-              error <= MOST_ERROR),
-        Check(f"images of {data.HELD_OUT} between equal and planned batches", apart, f"<= {MOST_IMAGES}",
-              apart <= MOST_IMAGES and samples == {ITERATIONS * GLOBAL_BATCH}),
-    ]  # fmt: skip
+        Check(speedup_what, speedup, f">= {LEAST_SPEEDUP}", speedup >= LEAST_SPEEDUP),
+        Check(error_what, error, f"<= {MOST_ERROR}", error <= MOST_ERROR),
+        Check(images_what, images, f"<= {MOST_IMAGES}", images <= MOST_IMAGES and same_samples),
+    ]
 
 
 def table(results: list[Result]) -> Table:
-    """The three ways beside each other."""
+    """The three ways, a row each."""
     samples = ITERATIONS * GLOBAL_BATCH
     view = Table(title=f"{samples} samples of scikit-learn's digits; iteration = {GLOBAL_BATCH} samples")
     view.add_column("way", no_wrap=True)
@@ -227,9 +226,9 @@ def table(results: list[Result]) -> Table:
             result.way.title,
             " ".join(str(rank.batch) for rank in report.ranks),
             f"{times.median * 1e3:.1f} ms",
-            f"{times.low * 1e3:.1f}-{times.high * 1e3:.1f}",
+            f"{times.lower_quartile * 1e3:.1f}-{times.upper_quartile * 1e3:.1f}",
             f"{(report.predicted_iteration_seconds or 0) * 1e3:.1f} ms",
-            f"{report.ratio or math.nan:.3f}",
+            f"{report.measured_over_predicted or math.nan:.3f}",
             "never" if target is None else f"{target:.1f} s",
             f"{final.right / data.HELD_OUT:.1%} ({final.right})",
             f"{report.idle_share:.1%}",
@@ -240,10 +239,14 @@ def table(results: list[Result]) -> Table:
 def write(plan: Plan, results: list[Result], checks: list[Check]) -> None:
     """report.json, report.png and trace.json of all three runs; plan.json is there already."""
     runs = [
-        {"way": r.way.title, "report": r.report, "seconds_to_target": r.seconds_to_target(),
-         "accuracy": [asdict(a) for a in r.curve]}
+        {
+            "way": r.way.title,
+            "report": r.report,
+            "seconds_to_target": r.seconds_to_target(),
+            "accuracy": [asdict(a) for a in r.curve],
+        }
         for r in results
-    ]  # fmt: skip
+    ]
     whole = {
         "schema": "pyps.demo/1",
         "devices": DEVICES,
@@ -256,8 +259,8 @@ def write(plan: Plan, results: list[Result], checks: list[Check]) -> None:
     rows = []
     for k, r in enumerate(results, start=1):
         events = read_events(OUT / r.way.key / "run.jsonl")
-        places = [Place(p.rank, p.name, p.batch, p.predicted_seconds, None) for p in r.report.ranks]
-        rows += make_trace(places, r.records, events, process=k, title=r.way.title)["traceEvents"]
+        ranks = [RankSpec(p.rank, p.name, p.batch, p.predicted_seconds, None) for p in r.report.ranks]
+        rows += make_trace(ranks, r.records, events, process=k, title=r.way.title)["traceEvents"]
     (OUT / "trace.json").write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}))
     panels = [
         picture.Panel(
@@ -273,14 +276,14 @@ def write(plan: Plan, results: list[Result], checks: list[Check]) -> None:
 
 
 def show(program: str, *arguments: object) -> list[str]:
-    """One of pyps's own commands, printed as a user would type it; the command to run."""
+    """Print a command of pyps as a user would type it; the command to run."""
     words = [str(argument) for argument in arguments]
     print("$", program, *words, flush=True)
     return [str(Path(sys.executable).parent / program), *words]
 
 
 def pyps(program: str, *arguments: object) -> None:
-    """Run a command and let it speak; end with its exit code if it fails."""
+    """Run a command and show its output; exit with its code if it fails."""
     done = subprocess.run(show(program, *arguments))
     if done.returncode:
         sys.exit(done.returncode)

@@ -1,4 +1,4 @@
-"""report.png: who computed and who waited in each way to train, and accuracy over time. Readable in grey."""
+"""report.png: compute and wait times of each way to train, and accuracy over time. Readable in grey."""
 
 from __future__ import annotations
 
@@ -57,10 +57,9 @@ def _timeline(axis: Axes, panel: Panel, window_seconds: float) -> None:
             left, right = max(begin - origin, 0.0), min(end - origin, window_seconds)
             if right <= left:
                 continue
-            axis.barh(
-                record.rank, right - left, left=left, height=0.75, color=FACE.get(kind, IDLE),
-                edgecolor="0.2", linewidth=0.4, hatch="////" if kind == "wait" else None,
-            )  # fmt: skip
+            hatch = "////" if kind == "wait" else None
+            look = {"color": FACE.get(kind, IDLE), "edgecolor": "0.2", "linewidth": 0.4, "hatch": hatch}
+            axis.barh(record.rank, right - left, left=left, height=0.75, **look)
             if kind == "compute" and right - left > LEAST_TEXT_SECONDS:
                 middle = (left + right) / 2
                 axis.text(middle, record.rank, str(record.samples), ha="center", va="center", fontsize=8)

@@ -1,8 +1,7 @@
-"""The commands. Here alone errors become one line on stderr and an exit code.
+"""The commands of `pyps`. An error becomes one line on stderr and an exit code here, and nowhere else.
 
-Exit codes: 0 done, 2 wrong use or bad input, 3 well-formed but infeasible. Each subcommand lives in a module
-of its own with an `app`, imported only when it is the one called: planning needs no torch, listing segments
-no solver.
+Exit codes: 0 done, 2 wrong use or bad input, 3 well-formed but infeasible. Each subcommand is the `app` of a
+module, which is imported only when it is called: planning needs no torch, listing segments no solver.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import typer
 from pyps.errors import PypsError
 
 COMMANDS = {
-    "profile": "Measure a device: time a model's training steps, fit T(b), write a profile.",
-    "plan": "Find the batch of every worker of a cluster, exactly.",
-    "run": "Train a script on this machine, one process a worker, as a plan says.",
-    "simulate": "Compare policies on a cluster in virtual time.",
-    "serve": "Let workers on other hosts train with a store of this machine.",
-    "shm": "List and clean up shared-memory segments.",
+    "profile": "Measure a device: time a model's training steps and fit T(b), the time of a batch of b.",
+    "plan": "Find the best batch for every worker of a cluster.",
+    "run": "Train by a plan on this machine, with one process for each rank.",
+    "simulate": "Compare synchronization policies on a cluster, in virtual time.",
+    "serve": "Share a store of this machine with workers on other hosts.",
+    "shm": "List and remove shared-memory segments.",
 }
 
 
@@ -51,14 +50,14 @@ def _call(name: str, program: str, arguments: Sequence[str]) -> None:
     except PypsError as error:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except OSError as error:  # of the machine, not of the program: a full disk, a terminal that went away
+    except OSError as error:  # from outside the program: a full disk, a closed terminal
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(PypsError.exit_code)
 
 
 def _overview() -> typer.Typer:
-    """What `pyps` says when no subcommand comes first: help, and the error of an unknown command."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train on devices that are not alike.")
+    """The command without a known subcommand: help, and the error of an unknown one."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train on devices of unequal speed.")
     for name, text in COMMANDS.items():
         app.command(name, help=text)(_caller(name))
     return app

@@ -1,4 +1,4 @@
-"""`pyps run`: train by a plan with one process a worker on this machine."""
+"""`pyps run`: train by a plan with one process for each rank on this machine."""
 
 from __future__ import annotations
 
@@ -18,94 +18,73 @@ from rich.text import Text
 from pyps.errors import InputError
 from pyps.formats import encode
 from pyps.native.values import Status
+from pyps.run import Report, RunOptions, run
 from pyps.run.launcher import TrainingFailed
-from pyps.run.report import Report
-from pyps.run.supervisor import MAX_RESTARTS, run
+from pyps.run.spec import MAX_RESTARTS
 from pyps.store.policies import Policy, policy_named
 
 app = typer.Typer(add_completion=False)
-POLICY_HELP = f"{', '.join(Policy.known)}; numbers after a colon: ssp:bound=4."
-OVERRUN_WORTH_SAYING = 0.02  # of the time that was computed
+POLICY_HELP = f"Synchronization policy: {', '.join(Policy.known)}; parameters after a colon: ssp:bound=4."
+CODEC_HELP = "Encoding of gradients: f32, bf16, f16, int8, int4, nf4; plan: the plan's bits, both ways."
+RUN_DIR_HELP = "Folder of the run, by default pyps-runs/<time>-<pid>."
+ARGS_HELP = "The script's arguments."
+PIPELINE_HELP = "Overlap push and pull with the next step's compute."
+THROTTLE_HELP = "Emulate devices: by the plan's factors, or by the cost models of a cluster file."
+ROUND_TIMEOUT_HELP = "Seconds that one worker may delay the others."
+REBALANCE_HELP = "Move samples between workers that become slower or faster."
+CONNECT_HELP = "Address of a store served by `pyps serve`: tcp://host:port/name."
+MIN_REPORTED_OVERRUN = 0.02  # of the compute time
 SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
 @app.command("run", context_settings=SCRIPT_TAKES_THE_REST)
 def run_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python script that calls pyps.join().")],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own.")] = None,
-    plan: Annotated[Path, typer.Option(help="The plan to train by (pyps.plan/1).")] = Path("plan.json"),
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help=ARGS_HELP)] = None,
+    plan: Annotated[Path, typer.Option(help="Plan to train by (pyps.plan/1).")] = Path("plan.json"),
     policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "bsp",
-    samples: Annotated[
-        int | None, typer.Option(help="Samples to train in all; 0: as the script says.")
-    ] = None,
-    epochs: Annotated[float | None, typer.Option(help="Instead of --samples, with --dataset-size.")] = None,
-    dataset_size: Annotated[int | None, typer.Option(help="Samples in one epoch.")] = None,
-    throttle_from: Annotated[
-        str | None,
-        typer.Option(
-            metavar="plan|CLUSTER",
-            help="Emulate devices: by the plan's factors, or a cluster file's cost models.",
-        ),
-    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples to train; 0: until the script ends.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Epochs to train, instead of --samples.")] = None,
+    dataset_size: Annotated[int | None, typer.Option(help="Samples in one epoch, with --epochs.")] = None,
+    throttle_from: Annotated[str | None, typer.Option(metavar="plan|CLUSTER", help=THROTTLE_HELP)] = None,
     even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the plan's.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the order of samples.")] = 0,
-    codec: Annotated[
-        str,
-        typer.Option(help="How gradients travel: f32, bf16, f16, int8, int4, nf4; plan: its bits, each way."),
-    ] = "f32",
-    journal: Annotated[
-        bool, typer.Option("--journal", help="Keep every decision, for pyps.simulate.replay.")
-    ] = False,
-    pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Transfers run beside the next step, not between two.")
-    ] = False,
-    run_dir: Annotated[Path | None, typer.Option(help="Default: pyps-runs/<time>-<pid>.")] = None,
-    round_timeout: Annotated[float, typer.Option(help="Seconds that one worker may hold up others.")] = 60.0,
-    max_restarts: Annotated[int, typer.Option(help="Of each rank, after it has joined.")] = MAX_RESTARTS,
+    seed: Annotated[int, typer.Option(help="Seed of the order of samples.")] = 0,
+    codec: Annotated[str, typer.Option(help=CODEC_HELP)] = "f32",
+    journal: Annotated[bool, typer.Option("--journal", hidden=True)] = False,
+    pipeline: Annotated[bool, typer.Option("--pipeline", help=PIPELINE_HELP)] = False,
+    run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR_HELP)] = None,
+    round_timeout: Annotated[float, typer.Option(help=ROUND_TIMEOUT_HELP)] = 60.0,
+    max_restarts: Annotated[int, typer.Option(help="Restarts allowed per rank.")] = MAX_RESTARTS,
     snapshot_every: Annotated[int, typer.Option(help="Versions between snapshots; 0: none.")] = 0,
-    connect: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Of a store that `pyps serve` serves: tcp://host:port/name."),
-    ] = None,
-    ranks: Annotated[
-        str | None, typer.Option(metavar="R,R...", help="Start only these of the plan's ranks here.")
-    ] = None,
-    rebalance: Annotated[
-        bool, typer.Option("--rebalance", help="Move samples between workers that turn slower or faster.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON, alone, on stdout.")
-    ] = False,
+    connect: Annotated[str | None, typer.Option(metavar="ADDRESS", help=CONNECT_HELP)] = None,
+    ranks: Annotated[str | None, typer.Option(metavar="R,R...", help="Start only these ranks here.")] = None,
+    rebalance: Annotated[bool, typer.Option("--rebalance", help=REBALANCE_HELP)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
 ) -> None:
-    """Train: start SCRIPT once for each rank of the plan, restart what dies, and report.
+    """Train: start SCRIPT once for each rank of the plan, restart workers that die, and report.
 
-    Everything about the run is in its folder afterwards: report.json, trace.json (for ui.perfetto.dev),
-    parameters.npz, logs and step records.
+    The run's folder then holds report.json, trace.json (for ui.perfetto.dev), parameters.npz, logs and step
+    records.
     """
-    total = _total(samples, epochs, dataset_size)
-    rules = policy_named(policy, round_timeout)
-    with _Screen(total, quiet_stdout=as_json) as screen, _last_words():
-        report = run(
-            plan,
-            script,
-            rules,
-            samples=total,
-            args=args or (),
-            seed=seed,
-            codec=codec,
-            journal=journal,
-            pipeline=pipeline,
-            run_dir=run_dir,
-            throttle_from=throttle_from,
-            even=even,
-            max_restarts=max_restarts,
-            snapshot_every=snapshot_every,
-            connect=connect,
-            ranks=None if ranks is None else _rank_list(ranks),
-            rebalance=rebalance,
-            on_line=screen.line,
-            on_tick=screen.tick,
-        )
+    options = RunOptions(
+        samples=_total_samples(samples, epochs, dataset_size),
+        policy=policy_named(policy, round_timeout),
+        args=args or (),
+        seed=seed,
+        codec=codec,
+        pipeline=pipeline,
+        journal=journal,
+        run_dir=run_dir,
+        throttle_from=throttle_from,
+        even=even,
+        max_restarts=max_restarts,
+        snapshot_every=snapshot_every,
+        connect=connect,
+        ranks=None if ranks is None else _rank_list(ranks),
+        rebalance=rebalance,
+    )
+    with _Screen(options.samples, quiet_stdout=as_json) as screen, _show_stderr_tail():
+        report = run(plan, script, options, on_line=screen.line, on_tick=screen.tick)
     if as_json:
         sys.stdout.write(encode(report).decode())
     else:
@@ -113,37 +92,37 @@ def run_command(
 
 
 @contextmanager
-def _last_words() -> Iterator[None]:
-    """Show the end of a failed worker's stderr by itself: above, it is mixed with the others'."""
+def _show_stderr_tail() -> Iterator[None]:
+    """Show the last lines of a failed worker's stderr together: before, they are mixed with the others'."""
     try:
         yield
     except TrainingFailed as failure:
         console = Console(stderr=True, highlight=False)
-        for line in failure.words:
+        for line in failure.stderr_tail:
             console.print(Text(f"  {line}"), soft_wrap=True)
         raise
 
 
 def _overruns(report: Report) -> Iterator[str]:
-    """Ranks whose emulation did not hold: this machine was slower than the device."""
+    """A line for each rank whose emulation did not hold, because this machine was slower than the device."""
     for r in report.ranks:
         computed = r.compute.mean * r.compute.count
-        if computed and r.overrun_seconds > OVERRUN_WORTH_SAYING * computed:
+        if computed and r.overrun_seconds > MIN_REPORTED_OVERRUN * computed:
             yield (
                 f"rank {r.rank} ({r.name}) took {r.overrun_seconds / computed:.0%} longer than the device "
-                "that it emulates: this machine is too busy, or too slow, for that"
+                "that it emulates: this machine is too busy or too slow"
             )
 
 
-def _total(samples: int | None, epochs: float | None, dataset_size: int | None) -> int:
-    """How many samples, said in one of two ways."""
+def _total_samples(samples: int | None, epochs: float | None, dataset_size: int | None) -> int:
+    """The samples to train, from --samples or from --epochs and --dataset-size."""
     if samples is not None:
         if epochs is not None or dataset_size is not None:
-            raise InputError("--samples", "", "--epochs or --dataset-size as well", "one of the two ways")
+            raise InputError("--samples", "", "--epochs or --dataset-size as well", "only one of them")
         return samples
     if epochs is None or dataset_size is None:
         expected = "--samples N, or --epochs E --dataset-size N"
-        raise InputError("--samples", "", "nothing that says how long to train", expected)
+        raise InputError("--samples", "", "nothing", expected)
     if not (0 < epochs <= 1e12 and 0 < dataset_size <= 1 << 40):
         raise InputError("--epochs", "", f"{epochs} of {dataset_size} samples", "positive numbers")
     return max(1, round(epochs * dataset_size))
@@ -151,28 +130,26 @@ def _total(samples: int | None, epochs: float | None, dataset_size: int | None) 
 
 def _rank_list(text: str) -> list[int]:
     if not all(part.isascii() and part.isdigit() for part in text.split(",")):
-        raise InputError("--ranks", "", repr(text), "ranks with commas between, such as 0,2")
+        raise InputError("--ranks", "", repr(text), "ranks separated by commas, such as 0,2")
     return [int(part) for part in text.split(",")]
 
 
 class _Screen:
-    """What is seen of a run: the workers' lines, and below them a bar if stderr is a terminal."""
+    """Shows a run: the workers' lines, and below them a progress bar if stderr is a terminal."""
 
     def __init__(self, total: int, *, quiet_stdout: bool) -> None:
         self._errors = Console(stderr=True, highlight=False)
         self._lines = self._errors if quiet_stdout else Console(highlight=False)
         self._quiet_stdout = quiet_stdout
         self._total = total
-        self._began: tuple[float, int] | None = None
+        self._start: tuple[float, int] | None = None
         self._bar: Progress | None = None
         self._task: Any = None
 
     def __enter__(self) -> _Screen:
         if self._errors.is_terminal:
-            columns = (
-                TextColumn("samples"), BarColumn(), MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
-            )  # fmt: skip
+            note = TextColumn("{task.fields[note]}")
+            columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), note, TimeElapsedColumn())
             self._bar = Progress(*columns, console=self._errors, transient=True)
             self._task = self._bar.add_task("samples", total=self._total or None, note="starting")
             self._bar.start()
@@ -183,7 +160,7 @@ class _Screen:
             self._bar.stop()
 
     def line(self, rank: int, text: str, is_stderr: bool) -> None:
-        """One line of a worker, with its rank before it."""
+        """Print one line of a worker after its rank."""
         console = self._errors if is_stderr or self._bar is not None else self._lines
         console.print(Text(f"[{rank}] {text}"), soft_wrap=True)
 
@@ -191,11 +168,11 @@ class _Screen:
         if self._bar is None or status is None:
             return
         done, now = status.samples_assigned, time.monotonic()
-        if status.all_joined and self._began is None:
-            self._began = (now, done)
+        if status.all_joined and self._start is None:
+            self._start = (now, done)
         note = f"{status.active} workers, version {status.version}"
-        if self._began is not None and now - self._began[0] > 1.0:
-            note += f", {(done - self._began[1]) / (now - self._began[0]):,.0f} samples/s"
+        if self._start is not None and now - self._start[0] > 1.0:
+            note += f", {(done - self._start[1]) / (now - self._start[0]):,.0f} samples/s"
         self._bar.update(self._task, completed=done, note=note)
 
 
@@ -219,19 +196,21 @@ def show(report: Report) -> None:
 
 
 def summary(report: Report) -> Iterator[str]:
-    """What the table does not say."""
+    """The lines below the table."""
     times = report.iteration_seconds
     if not times.count:
-        yield "too short for an iteration to be timed: two or more global batches are needed"
+        yield "too short to time an iteration: this needs two global batches or more"
         return
-    line = f"iteration {times.median * 1e3:.1f} ms ({times.low * 1e3:.1f} to {times.high * 1e3:.1f})"
-    if report.ratio is not None and report.predicted_iteration_seconds is not None:
-        line += f", {report.ratio:.2f} times the predicted {report.predicted_iteration_seconds * 1e3:.1f} ms"
+    lower, upper = times.lower_quartile * 1e3, times.upper_quartile * 1e3
+    line = f"iteration {times.median * 1e3:.1f} ms ({lower:.1f} to {upper:.1f})"
+    if report.measured_over_predicted is not None and report.predicted_iteration_seconds is not None:
+        predicted = f"{report.predicted_iteration_seconds * 1e3:.1f} ms"
+        line += f", {report.measured_over_predicted:.2f} times the predicted {predicted}"
     yield line
-    yield from (f"planned anew: {why}" for why in report.replans)
+    yield from (f"rebalanced: {why}" for why in report.replans)
     yield from _overruns(report)
     s = report.samples
     yield f"{s.trained} samples in {report.versions} versions and {report.wall_seconds:.1f} s"
-    if s.skipped or s.returned or s.lost or report.restarts:
-        counts = f"{s.returned} returned, {s.skipped} skipped, {s.lost} lost"
+    if s.skipped or s.returned or s.dropped or report.restarts:
+        counts = f"{s.returned} returned, {s.skipped} skipped, {s.dropped} dropped"
         yield f"{report.restarts} restarts; samples: {counts}"

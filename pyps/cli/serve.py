@@ -1,4 +1,4 @@
-"""`pyps serve`: let workers on other hosts train with a store of this machine."""
+"""`pyps serve`: share a store of this machine with workers on other hosts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ app = typer.Typer(add_completion=False)
 
 @app.command("serve")
 def serve_command(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="The store's name; made by a worker if new.")],
+    store: Annotated[str, typer.Argument(metavar="STORE", help="Name of the store; rank 0 creates it.")],
     bind: Annotated[
-        str, typer.Option(help="Where to listen: tcp://host:port; port * for a free one, host * for all.")
+        str, typer.Option(help="Address to listen on: tcp://host:port; port *: a free one, host *: all.")
     ] = "tcp://127.0.0.1:*",
     keys: Annotated[
-        Path | None, typer.Option(help="Folder of keys, made if new; client.key goes to the workers.")
+        Path | None, typer.Option(help="Folder of the keys, created if missing; workers need its client.key.")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Leave this machine without keys: anybody there may train.")
+        bool, typer.Option("--insecure", help="Listen without encryption or authentication.")
     ] = False,
-    silence: Annotated[
-        float, typer.Option(help="Seconds without a sign of a worker, after which it counts as dead.")
+    client_timeout: Annotated[
+        float, typer.Option(help="Seconds without a message from a worker before it counts as dead.")
     ] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the address, as JSON.")] = False,
 ) -> None:
     """Serve STORE until interrupted. Workers join it with pyps.join("tcp://host:port/STORE", rank=...)."""
     try:
@@ -41,7 +41,7 @@ def serve_command(
         raise InputError("serve", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
     pair = make_keys(keys) if keys is not None else None
     _end_on_signals()
-    with Server(store, bind, keys=pair, insecure=insecure, client_timeout_seconds=silence) as server:
+    with Server(store, bind, keys=pair, insecure=insecure, client_timeout_seconds=client_timeout) as server:
         if as_json:
             sys.stdout.write(msgspec.json.encode({"address": server.address}).decode() + "\n")
         else:
@@ -52,7 +52,7 @@ def serve_command(
 
 
 def _end_on_signals() -> None:
-    """Make Ctrl-C, SIGTERM and SIGHUP end the command in order."""
+    """Exit with 128 + the signal on Ctrl-C, SIGTERM and SIGHUP."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

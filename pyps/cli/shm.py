@@ -13,8 +13,8 @@ from rich.text import Text
 
 from pyps.store.segments import Segment, collect_garbage, folder, segments
 
-app = typer.Typer(no_args_is_help=True, help="List and clean up shared-memory segments.")
-Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on standard output.")]
+app = typer.Typer(no_args_is_help=True, help="List and remove shared-memory segments.")
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
 @app.command("ls")
@@ -31,7 +31,7 @@ def list_segments(json: Json = False) -> None:
 
 @app.command("gc")
 def remove_unused(json: Json = False) -> None:
-    """Remove the segments that no live process holds; others are left alone."""
+    """Remove the segments that no live process uses."""
     removed, kept = collect_garbage()
     if json:
         _print_json({"removed": [_plain(s) for s in removed], "kept": [_plain(s) for s in kept]})

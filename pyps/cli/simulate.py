@@ -1,9 +1,9 @@
-"""`pyps simulate`: policies on a cluster in virtual time, side by side."""
+"""`pyps simulate`: compare synchronization policies on a cluster, in virtual time."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from pyps.simulate.plot import draw, gantt, histogram, trace
 from pyps.store.policies import Policy, policy_named
 
 LOGISTIC = "logistic"
-DATA = 2048  # samples of a task's own batch maker
+TASK_SAMPLES = 2048  # made by a torch task
 GANTT_ITERATIONS = 3
 
 app = typer.Typer(add_completion=False)
@@ -32,46 +32,55 @@ def simulate_command(
         Path, typer.Argument(metavar="CLUSTER", show_default=False, help="Cluster file, TOML.")
     ],
     policies: Annotated[
-        str, typer.Option(help='"all", or policies with spaces between: "bsp ssp:bound=4".')
+        str, typer.Option(help='"all", or policies separated by spaces: "bsp ssp:bound=4".')
     ] = "all",
     iterations: Annotated[int, typer.Option(min=1, help="Global batches to train.")] = 100,
-    even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the planner's.")] = False,
+    even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the planned ones.")] = False,
     learn: Annotated[
-        str, typer.Option(help="Real gradients: logistic (NumPy), or a torch task as in pyps profile.")
+        str, typer.Option(help="Compute real gradients: logistic (NumPy), or a task as in `pyps profile`.")
     ] = "",
-    lr: Annotated[float, typer.Option(help="Learning rate of a whole global batch.")] = 0.1,
-    target_loss: Annotated[float | None, typer.Option(help="Stop there, and say when it was.")] = None,
+    lr: Annotated[float, typer.Option(help="Learning rate for one global batch.")] = 0.1,
+    target_loss: Annotated[
+        float | None, typer.Option(help="Stop at this loss, and print the time it took.")
+    ] = None,
     pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Transfers run beside the next step, as in pyps run.")
+        bool, typer.Option("--pipeline", help="Overlap push and pull with the next step's compute.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of jitter and order of samples.")] = 0,
-    round_timeout: Annotated[float, typer.Option(help="Seconds that one worker may hold up others.")] = 60.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter and of the order of samples.")] = 0,
+    round_timeout: Annotated[
+        float, typer.Option(help="Seconds that one worker may delay the others.")
+    ] = 60.0,
     show: Annotated[
-        bool, typer.Option("--show", help="Staleness and a Gantt of each policy, as text.")
+        bool, typer.Option("--show", help="Print staleness and a Gantt chart of each policy.")
     ] = False,
     trace_to: Annotated[
-        Path | None, typer.Option("--trace", help="Write a trace for Perfetto, JSON.", show_default=False)
+        Path | None,
+        typer.Option("--trace", help="Write a JSON trace for ui.perfetto.dev.", show_default=False),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw curves, staleness, idle shares and Gantts, PNG.", show_default=False),
+        typer.Option(help="Draw curves, staleness, idle shares and Gantt charts as PNG.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, alone.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
 ) -> None:
-    """Train in virtual time under each policy, with the decisions that real runs take."""
+    """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
     chosen = _policies(policies, round_timeout, pipeline)
     scenario = scenario_of(cluster, even=even)
+    slices = show or plot is not None or trace_to is not None
     results = []
-    listed = track(chosen, "policies", console=Console(stderr=True), transient=True, disable=not _watched())
-    for policy in listed:
-        learning = _learning(learn, seed)
-        results.append(
-            simulate(
-                scenario, policy, iterations=iterations, seed=seed, learning=learning, lr=lr,
-                target_loss=target_loss, slices=show or plot is not None or trace_to is not None,
-                pipeline=pipeline,
-            )
-        )  # fmt: skip
+    for policy in _progress(chosen):
+        result = simulate(
+            scenario,
+            policy,
+            iterations=iterations,
+            seed=seed,
+            learning=_learning(learn, seed),
+            lr=lr,
+            target_loss=target_loss,
+            slices=slices,
+            pipeline=pipeline,
+        )
+        results.append(result)
     if trace_to is not None:
         trace_to.write_bytes(msgspec.json.encode(trace(results)))
     if plot is not None:
@@ -82,8 +91,10 @@ def simulate_command(
         _print(scenario, results, target_loss, show)
 
 
-def _watched() -> bool:
-    return sys.stderr.isatty()
+def _progress(policies: Sequence[Policy]) -> Iterable[Policy]:
+    """The policies, with a progress bar if stderr is a terminal."""
+    console = Console(stderr=True)
+    return track(policies, "policies", console=console, transient=True, disable=not sys.stderr.isatty())
 
 
 def _policies(text: str, round_timeout: float, pipeline: bool) -> list[Policy]:
@@ -95,15 +106,15 @@ def _policies(text: str, round_timeout: float, pipeline: bool) -> list[Policy]:
 
 
 def _learning(name: str, seed: int) -> Learning | None:
-    """New for each policy, for a torch model keeps what was last loaded into it."""
+    """A new one for each policy: a torch model keeps the parameters that were last loaded into it."""
     if not name:
         return None
     if name == LOGISTIC:
         return Logistic(seed=seed)
-    from pyps.tasks.builtin import load_task
+    from pyps.tasks import load_task
 
     task = load_task(name)
-    inputs, targets = task.make_batch(DATA)
+    inputs, targets = task.make_batch(TASK_SAMPLES)
     return TorchLearning(task, inputs, targets, seed)
 
 
@@ -119,19 +130,19 @@ def _plain(result: Result, target: float | None) -> dict[str, Any]:
 
 def _print(scenario: Scenario, results: Sequence[Result], target: float | None, show: bool) -> None:
     console = Console(highlight=False)
-    learnt = bool(results[0].curve)
+    learned = bool(results[0].curve)
     title = f"{len(scenario.workers)} workers, global batch {scenario.global_batch}"
     table = Table(title=title, box=None, header_style="bold")
     table.add_column("policy", overflow="fold")
     columns = ["ms", "gain", "idle", "stale", "95%", "max", "dropped", "MB"]
-    columns += ["loss"] * learnt + ["to target"] * (target is not None)
+    columns += ["loss"] * learned + ["to target"] * (target is not None)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
-        table.add_row(result.policy, *_cells(result, results[0], learnt, target, scenario.global_batch))
+        table.add_row(result.policy, *_cells(result, results[0], learned, target, scenario.global_batch))
     console.print(table)
     console.print(
-        "ms and MB: of one global batch; gain: over the first; stale: versions, mean, 95 % and most"
+        "ms, MB: per global batch; gain: over the first; stale, 95%, max: versions, mean, quantile, maximum"
     )
     for result in results if show else ():
         console.print(f"\n{result.policy}", markup=False)
@@ -139,7 +150,7 @@ def _print(scenario: Scenario, results: Sequence[Result], target: float | None, 
             console.print(line, markup=False, soft_wrap=True)
 
 
-def _cells(r: Result, first: Result, learnt: bool, target: float | None, batch: int) -> list[str]:
+def _cells(r: Result, first: Result, learned: bool, target: float | None, batch: int) -> list[str]:
     iterations = r.samples / batch
     cells = [
         f"{1000 * r.iteration_seconds:.1f}",
@@ -151,7 +162,7 @@ def _cells(r: Result, first: Result, learnt: bool, target: float | None, batch: 
         str(r.rejected + r.aborted),
         f"{r.moved_bytes / 1e6 / iterations:.1f}" if iterations else "-",
     ]
-    if learnt:
+    if learned:
         cells.append(f"{r.loss:.4f}")
     if target is not None:
         reached = r.seconds_to(target)

@@ -1,7 +1,7 @@
-"""What a worker says about each of its steps: one JSON line a step, appended in one write.
+"""The records of a run's steps: one JSON line for each step, appended by the worker in one write.
 
-A killed worker can leave half a line, always the last one; `read_records` passes over it. Everything that is
-drawn or reported about a run (trace, report, progress) is computed from these records.
+A killed worker can leave half a line, always the last one; readers leave it out. The trace, the report and
+rebalancing are computed from these records.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import msgspec
 
@@ -17,18 +17,22 @@ from pyps.errors import InputError
 
 SpanKind = Literal["wait", "pull", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
+Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """One training step of one worker.
 
-    `first` and `samples` are the claimed range of sample positions, `batch` the planned batch, `round`,
-    `plan` and `version` the store's counters, `sources` the gradients that went into the version. `loss` is
-    the mean over the worker's samples. `spans` are (kind, begin, end) in seconds of CLOCK_MONOTONIC, which
-    every process of the machine shares. `overrun_seconds` is how much later than asked the throttle ended.
-    `skipped`: the worker gave no gradient (a GradScaler found inf); `rejected`: the store did not take it
-    (the policy refused it, or the worker was fenced). In both cases the parameters did not change by it.
-    `depth`: steps of the worker in flight at once; above 1, pushes and pulls ran beside the next compute.
+    first, samples: the claimed range of sample positions.
+    batch: the planned batch.
+    round, plan, version: the store's counters.
+    sources: the gradients that went into the version.
+    loss: the mean over the worker's samples.
+    spans: (kind, begin, end) in seconds of CLOCK_MONOTONIC, which all processes of the machine share.
+    overrun_seconds: how much longer the step took than the emulated device would have needed.
+    skipped: the worker pushed no gradient, because a GradScaler found inf.
+    rejected: the store did not apply the gradient: the policy refused it, or the worker was fenced.
+    depth: the worker's steps in flight at once; above 1, pushes and pulls overlap the next step's compute.
     """
 
     rank: int
@@ -49,9 +53,13 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     rejected: bool = False
     depth: int = 1
 
+    def seconds(self, kind: SpanKind) -> float:
+        """The sum of the step's spans of one kind."""
+        return sum(end - begin for name, begin, end in self.spans if name == kind)
 
-def apart(record: StepRecord) -> tuple[list[Span], list[Span]]:
-    """A step's spans: the worker's own, and in a pipeline those of the transfer beside its next compute."""
+
+def split_spans(record: StepRecord) -> tuple[list[Span], list[Span]]:
+    """A step's spans in order: those of the worker itself, and those that overlap its next step's compute."""
     computed = [k for k, (kind, _, _) in enumerate(record.spans) if kind == "compute"]
     if record.depth == 1 or not computed:
         return list(record.spans), []
@@ -84,24 +92,52 @@ class RecordWriter:
         self.close()
 
 
-def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """The records of one file, in order; a last line without its newline is a killed worker's and is left
-    out.
+class LineReader:
+    """Reads a file of JSON lines while it grows: `new` returns the lines completed since the last call."""
 
-    Raises InputError, naming the line, if any other line is not a record.
-    """
-    decoder = msgspec.json.Decoder(StepRecord)
-    whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
-    records = []
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            records.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
-            raise InputError(str(path), f"line {number}", str(error), "a step record") from error
-    return records
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._bytes = self._lines = 0
+
+    def new(self, kind: type[Line]) -> list[Line]:
+        """The new values. Raises InputError, naming the line, if one is not of the kind; OSError."""
+        with self._path.open("rb") as file:
+            file.seek(self._bytes)
+            complete, newline, _ = file.read().rpartition(b"\n")
+        self._bytes += len(complete) + len(newline)
+        decoder = msgspec.json.Decoder(kind)
+        values = []
+        for line in complete.splitlines():
+            self._lines += 1
+            try:
+                values.append(decoder.decode(line))
+            except msgspec.DecodeError as error:
+                expected = f"a {kind.__name__}"
+                raise InputError(str(self._path), f"line {self._lines}", str(error), expected) from error
+        return values
+
+
+class RunReader:
+    """Reads the records of all worker processes of a run, also while they train."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._run_dir = Path(run_dir)
+        self._files: dict[Path, LineReader] = {}
+
+    def new(self) -> list[StepRecord]:
+        """The records written since the last call. Raises InputError as LineReader."""
+        found = []
+        for path in sorted(self._run_dir.glob("worker-*.jsonl")):
+            found += self._files.setdefault(path, LineReader(path)).new(StepRecord)
+        return found
+
+
+def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
+    """The records of one file, in order. Raises InputError, naming a line that is not a record; OSError."""
+    return LineReader(path).new(StepRecord)
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> list[StepRecord]:
     """The records of every worker process of a run, ordered by the time their steps began."""
-    records = [r for path in sorted(Path(run_dir).glob("worker-*.jsonl")) for r in read_records(path)]
+    records = RunReader(run_dir).new()
     return sorted(records, key=lambda r: (r.spans[0][1] if r.spans else 0.0, r.rank))

@@ -1,4 +1,4 @@
-"""The [simulation] table of a cluster file: what virtual time needs to know beside the devices."""
+"""The [simulation] table of a cluster file: links, noise and faults of a run in virtual time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ Above = Annotated[float, Meta(gt=0)]
 
 
 class Jitter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes steps of one device unlike: a lognormal factor of mean 1, a uniform one within 1 +-
-    `spread`, a spike (`spike_factor` times as long) in a share of the steps, and a slow sine of relative
-    amplitude `drift`.
+    """Noise in the time of a device's steps; every step's time is multiplied by all of these factors.
+
+    sigma: of a lognormal factor with mean 1.
+    spread: of a uniform factor within 1 +- spread.
+    spike_share, spike_factor: this share of the steps takes so many times as long.
+    drift, drift_seconds: relative amplitude and period of a sine.
     """
 
     sigma: Elapsed = 0.0
@@ -26,8 +29,9 @@ class Jitter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Host(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers that share one link to the server; bandwidth in bytes/s each way. A group's name stands for all
-    its ranks.
+    """Workers that share one link to the server; `bandwidth` in bytes/s each way.
+
+    The name of a group of workers stands for all of them.
     """
 
     name: Name
@@ -36,9 +40,11 @@ class Host(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Happening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What befalls a worker `at` seconds. slow: for `seconds` (0: to the end) steps take `factor` times as
-    long and `added` seconds more, as beside a co-tenant. stop: it stands still for `seconds`. kill: it dies,
-    and a successor joins after `seconds` (0: never). leave: it goes, in the same way.
+    """A fault of a worker, `at` seconds after the start.
+
+    slow: for `seconds` (0: to the end) steps take `factor` times as long and `added` seconds more.
+    stop: the worker is stopped for `seconds`.
+    kill, leave: the worker dies or leaves, and a new one joins after `seconds` (0: never).
     """
 
     worker: Name
@@ -50,9 +56,11 @@ class Happening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Simulation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`model_bytes` travel each way in a step, at fp32; unknown: from the profiles' parameters, else none.
+    """The cluster beyond its devices.
 
-    `servers` hold equal shares of the model, each with a link of `server_bandwidth` bytes/s.
+    model_bytes: sent each way in a step, at fp32; None: from the profiles' parameters, else 0.
+    servers: each holds an equal share of the model.
+    server_bandwidth: of each server's link, in bytes/s.
     """
 
     model_bytes: Bytes | None = None

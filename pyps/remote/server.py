@@ -101,7 +101,7 @@ class Server:
             raise InputError("serve", "bind", f"{bind}, which leaves this machine, without keys", expected)
         if not 0.0 < client_timeout_seconds <= FORGET_SECONDS:
             expected = f"more than 0, at most {FORGET_SECONDS:g} s"
-            raise InputError("serve", "silence", f"{client_timeout_seconds} s", expected)
+            raise InputError("serve", "client_timeout", f"{client_timeout_seconds} s", expected)
         if not re.fullmatch(r"[A-Za-z0-9._-]+", store):
             raise InputError("serve", "store", repr(store), "letters, digits, '.', '_' or '-'")
         self.counters = Counters()

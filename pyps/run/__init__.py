@@ -1,1 +1,15 @@
-"""A run on this machine: launch the ranks, watch them, rebalance, and report."""
+"""A run on this machine: launch a process for each rank, watch it, rebalance, and report.
+
+    from pyps.run import RunOptions, run
+
+    report = run("plan.json", "train.py", RunOptions(samples=100_000, policy="bsp"))
+
+spec.py says what to run, launcher.py and process.py run it, events.py and pyps.formats.records hold what
+happened, report.py and trace.py show it, rebalance.py moves samples between ranks, main.py puts it together.
+"""
+
+from pyps.run.main import run
+from pyps.run.report import Report
+from pyps.run.spec import RunOptions
+
+__all__ = ["Report", "RunOptions", "run"]

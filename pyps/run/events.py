@@ -1,7 +1,7 @@
-"""What happened to a run's processes: run.jsonl, one JSON line an event, written by the supervisor alone.
+"""The events of a run: run.jsonl, one JSON line for each, written by the launcher alone.
 
-The workers' own records (pyps.formats.records) say how each step went; these say who started, joined, died
-and came back.
+The step records (pyps.formats.records) say how each step went; the events say which processes started,
+joined, died and were restarted.
 """
 
 from __future__ import annotations
@@ -15,30 +15,22 @@ from typing import Literal, Self
 import msgspec
 
 from pyps.errors import InputError
+from pyps.formats.records import LineReader
 
-EventKind = Literal[
-    "started",
-    "joined",
-    "died",
-    "restarted",
-    "replanned",
-    "snapshot",
-    "finished",
-    "failed",
-    "interrupted",
-    "ended",
-]
+RunEventKind = Literal["started", "joined", "died", "restarted", "replanned", "snapshot", "finished", "ended"]
 
 
-class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event: of a worker (rank, pid), or of the run where rank is None.
+class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One event of a worker (rank, pid), or of the run where rank is None.
 
-    `seconds` is CLOCK_MONOTONIC, as in the step records; `unix_seconds` the time of day. `version` is the
-    store's, for snapshots. `detail` says why: an exit code's meaning, a signal, a file.
+    monotonic_seconds: CLOCK_MONOTONIC, as in the step records.
+    unix_seconds: the time of day.
+    version: the store's, for snapshots.
+    detail: the reason: an exit code, a signal, a file.
     """
 
-    kind: EventKind
-    seconds: float
+    kind: RunEventKind
+    monotonic_seconds: float
     unix_seconds: float
     rank: int | None = None
     pid: int | None = None
@@ -50,19 +42,20 @@ class EventLog:
     """Appends events to a file, each in one write, and keeps them for the report."""
 
     def __init__(self, path: Path) -> None:
-        self.events: list[Event] = []
+        self.events: list[RunEvent] = []
         self._file = path.open("ab", buffering=0)
 
     def write(
         self,
-        kind: EventKind,
+        kind: RunEventKind,
         *,
         rank: int | None = None,
         pid: int | None = None,
         version: int | None = None,
         detail: str = "",
-    ) -> Event:
-        event = Event(kind, time.monotonic(), time.time(), rank, pid, version, detail)
+    ) -> RunEvent:
+        """Append an event with the present time; kind, rank, pid, version, detail: fields of RunEvent."""
+        event = RunEvent(kind, time.monotonic(), time.time(), rank, pid, version, detail)
         self.events.append(event)
         self._file.write(msgspec.json.encode(event) + b"\n")
         return event
@@ -74,20 +67,12 @@ class EventLog:
         self._file.close()
 
 
-def read_events(path: str | os.PathLike[str]) -> list[Event]:
+def read_events(path: str | os.PathLike[str]) -> list[RunEvent]:
     """The events of a run.jsonl, in order; a last line without its newline is left out.
 
     Raises InputError, naming the line, if any other line is not an event or the file cannot be read.
     """
     try:
-        whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
+        return LineReader(path).new(RunEvent)
     except OSError as error:
         raise InputError(str(path), "", error.strerror or str(error), "a run's event log") from None
-    decoder = msgspec.json.Decoder(Event)
-    events = []
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            events.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
-            raise InputError(str(path), f"line {number}", str(error), "an event") from None
-    return events

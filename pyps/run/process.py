@@ -1,7 +1,7 @@
-"""One worker process as its supervisor sees it: in a group of its own, heard, and ended for certain.
+"""One worker process as the launcher sees it: started in a session, read from, and ended for certain.
 
-A child leads a session, so that whatever it started itself (data loaders) dies with it, and a Ctrl-C in the
-terminal reaches it through the supervisor alone. It gets SIGTERM from the kernel if the supervisor is killed.
+A worker process leads a session: what it started itself (data loaders) ends with it, and a Ctrl-C in the
+terminal reaches it through the launcher alone. The kernel sends it SIGTERM if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-TAIL_LINES = 20  # of stderr, kept to say why a worker died
+TAIL_LINES = 20  # of stderr, kept for the error message
 READ_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 
@@ -28,13 +28,13 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-class Child:
-    """A started worker; `tail` holds the last lines of its stderr, a log file all that it printed."""
+class WorkerProcess:
+    """A started worker. `stderr_tail` holds the last lines of its stderr; a log file holds all its output."""
 
     def __init__(self, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.rank = rank
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self.code: int | None = None
+        self.stderr_tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.exit_code: int | None = None
         self.joined = False
         self._log = log.open("ab", buffering=0)
         self._popen = subprocess.Popen(
@@ -48,8 +48,8 @@ class Child:
         )
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
-        self._halves = {stream.fileno(): b"" for stream in self.streams()}
-        for fd in self._halves:
+        self._partial_lines = {stream.fileno(): b"" for stream in self.streams()}
+        for fd in self._partial_lines:
             os.set_blocking(fd, False)
 
     def streams(self) -> list[IO[bytes]]:
@@ -61,7 +61,7 @@ class Child:
         return stream is self._popen.stderr
 
     def read(self, stream: IO[bytes]) -> list[str]:
-        """The lines that are complete by now; closes the stream, with its last line, at its end."""
+        """The lines completed by now; at the stream's end its last line too, and the stream is closed."""
         fd = stream.fileno()
         try:
             data = os.read(fd, READ_BYTES)
@@ -69,27 +69,27 @@ class Child:
             return []
         if data:
             self._log.write(data)
-        lines = (self._halves[fd] + data).split(b"\n")
-        self._halves[fd] = lines.pop() if data else b""
+        lines = (self._partial_lines[fd] + data).split(b"\n")
+        self._partial_lines[fd] = lines.pop() if data else b""
         if not data:
             lines = [line for line in lines if line]
             stream.close()
         text = [line.decode(errors="replace").rstrip("\r") for line in lines]
         if self.is_stderr(stream):
-            self.tail.extend(text)
+            self.stderr_tail.extend(text)
         return text
 
     def poll(self) -> int | None:
         """The exit code once the process is dead (negative: the signal), None before.
 
-        Its group is swept before the process is reaped, while the process id is certainly still its own.
+        Its process group is killed before the process is reaped, while no other can have its id.
         """
-        if self.code is None:
+        if self.exit_code is None:
             options = os.WEXITED | os.WNOWAIT | os.WNOHANG
             if os.waitid(os.P_PID, self.pid, options) is not None:
                 _signal_group(self.pid, signal.SIGKILL)
-                self.code = self._popen.wait()
-        return self.code
+                self.exit_code = self._popen.wait()
+        return self.exit_code
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and everything it started; nothing if it is dead."""
@@ -97,47 +97,46 @@ class Child:
             _signal_group(self.pid, number)
 
     def close(self) -> None:
-        """Close the pipes and the log of a dead child."""
+        """Close the pipes and the log of a dead process."""
         for stream in self.streams():
             stream.close()
         self._log.close()
         os.close(self.pidfd)
 
-    def verdict(self) -> str:
-        """How it ended, in words: "exit code 1", "killed by SIGKILL"."""
-        if self.code is None:
+    def exit_reason(self) -> str:
+        """How it ended: "exit code 1", "killed by SIGKILL"."""
+        if self.exit_code is None:
             return "running"
-        if self.code >= 0:
-            return f"exit code {self.code}"
+        if self.exit_code >= 0:
+            return f"exit code {self.exit_code}"
         try:
-            return f"killed by {signal.Signals(-self.code).name}"
+            return f"killed by {signal.Signals(-self.exit_code).name}"
         except ValueError:
-            return f"killed by signal {-self.code}"
+            return f"killed by signal {-self.exit_code}"
 
 
-def end_all(children: Iterable[Child], first: int, grace_seconds: float) -> None:
-    """End every child: `first` (a signal), then SIGTERM, then SIGKILL, with the grace between; returns when
-    dead.
+def end_processes(processes: Iterable[WorkerProcess], first: int, grace_seconds: float) -> None:
+    """End every process and return when all are dead.
 
-    SIGCONT goes with each, for a stopped process takes no other signal but SIGKILL. The pipes are emptied
-    meanwhile, so that no child hangs writing its last words.
+    Each gets the signal `first`, then SIGTERM, then SIGKILL, with the grace between. SIGCONT goes with each:
+    a stopped process takes no other signal but SIGKILL. The pipes are emptied meanwhile, so that no process
+    hangs while it prints.
     """
-    alive = [child for child in children if child.poll() is None]
-    steps = dict.fromkeys((first, signal.SIGTERM, signal.SIGKILL))
-    for number in steps:
-        for child in alive:
-            child.signal(number)
-            child.signal(signal.SIGCONT)
+    alive = [process for process in processes if process.poll() is None]
+    for number in dict.fromkeys((first, signal.SIGTERM, signal.SIGKILL)):
+        for process in alive:
+            process.signal(number)
+            process.signal(signal.SIGCONT)
         deadline = time.monotonic() + grace_seconds
         while alive and (number == signal.SIGKILL or time.monotonic() < deadline):
-            for child in alive:
-                for stream in child.streams():
-                    child.read(stream)
-            alive = [child for child in alive if child.poll() is None]
+            for process in alive:
+                for stream in process.streams():
+                    process.read(stream)
+            alive = [process for process in alive if process.poll() is None]
             time.sleep(0.01)
 
 
 def _signal_group(group: int, number: int) -> None:
-    # Refused where it is gone, or all that is left of it are zombies.
+    # Refused where the group is gone, or where only zombies are left of it.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)

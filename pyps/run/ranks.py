@@ -1,7 +1,6 @@
-"""Who runs as what: from a plan to one line for each rank, with the slower device that it may have to
-emulate.
+"""The ranks of a run: one RankSpec for each worker of the plan that has a batch, in the plan's order.
 
-Ranks in the store count the plan's workers that have a batch; those that the plan leaves out do not run.
+A rank may emulate a slower device (a throttle). Workers without a batch get no rank and do not run.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from pyps.formats import Fit, Plan, PlanWorker, read_cluster, read_profile
 from pyps.profiler.fit import predict_seconds
 from pyps.profiler.select import fit_of
 from pyps.solver.plan import even_batches
-from pyps.worker.settings import ThrottleSpec
-
-FROM_PLAN = "plan"
+from pyps.worker.settings import FROM_PLAN, ThrottleSpec
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSpec:
     """One rank of a run; `throttle` is None where the real device sets the pace."""
 
     rank: int
@@ -32,21 +29,14 @@ class Place:
     predicted_seconds: float | None
     throttle: ThrottleSpec | None
 
-    def throttle_json(self) -> str:
-        """For PYPS_THROTTLE: {"factor": F} or {"fit": {...}}, empty without a throttle."""
-        if self.throttle is None:
-            return ""
-        plain = msgspec.to_builtins(self.throttle)
-        return msgspec.json.encode({k: v for k, v in plain.items() if v is not None}).decode()
-
 
 def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> list[ThrottleSpec | None]:
-    """How each of the plan's workers is emulated.
+    """The device that each of the plan's workers emulates.
 
-    source None: not at all. "plan": by the factor that its profile was made with, on the CPU time of this
-    machine. A cluster file: by the cost model of the profile that the file names for it, exactly, whatever
-    this machine's speed (as long as it is the faster one). Raises InputError where nothing is to be emulated,
-    or the cluster is not the plan's.
+    source None: none. "plan": each worker takes as many times its own CPU time as its profile was throttled.
+    A cluster file: each step lasts exactly as long as the cost model of the worker's profile says, provided
+    that this machine is faster. Raises InputError where no profile was throttled, or where the cluster lacks
+    one of the plan's workers.
     """
     if source is None:
         return [None] * len(plan.workers)
@@ -67,20 +57,20 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
     return [specs[worker.name] for worker in plan.workers]
 
 
-def line_up(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> list[Place]:
-    """The ranks of the store, in order: the plan's workers with a batch."""
-    chosen = [(w, spec) for w, spec in zip(plan.workers, specs, strict=True) if w.batch > 0]
+def rank_specs(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> list[RankSpec]:
+    """The ranks of the store, in order; `specs`: the throttle of each of the plan's workers."""
+    with_batch = [(w, spec) for w, spec in zip(plan.workers, specs, strict=True) if w.batch > 0]
     return [
-        Place(k, w.name, w.batch, w.predicted_seconds or None, spec) for k, (w, spec) in enumerate(chosen)
+        RankSpec(k, w.name, w.batch, w.predicted_seconds or None, spec)
+        for k, (w, spec) in enumerate(with_batch)
     ]
 
 
 def even_plan(plan: Plan, where: str, fits: Sequence[Fit | None] = ()) -> Plan:
-    """The same workers and global batch with batches as equal as they can be, the first ones taking what is
-    over.
+    """The same workers and global batch with equal batches; the first ones take the remainder.
 
-    `fits`, one for each worker, give the predicted seconds; without, they are 0: not known. Raises InputError
-    if the even split breaks a bound.
+    `fits`, one for each worker, give the predicted seconds; without them these are 0, which means unknown.
+    Raises InputError if the even split breaks a bound.
     """
     n, B = len(plan.workers), plan.global_batch
     if not plan.even_split.feasible or plan.even_split.seconds is None or n > B:

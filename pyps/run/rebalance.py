@@ -1,20 +1,18 @@
-"""Plans anew while a run trains: the split follows the workers, the global batch stays.
+"""Rebalancing of a run: moves samples between ranks while it trains; the global batch stays the same.
 
-Every `window` steps of each rank, its cost is refitted to the seconds that it computed
+Every `window` steps of each rank, the rank's cost is refitted to the seconds that it computed
 (pyps.solver.online.refit, with the plan's cost model as the prior). The exact split for these costs and the
-plan's transfers replaces the one in force if that saves more than the deadband of the longest step
-(pyps.solver.online.decide). A change is in force from the next claims on; steps claimed before it are not
-measured. Steps are read from the workers' own records.
+plan's transfers replaces the current split if it shortens the longest step by more than the deadband
+(pyps.solver.online.decide). A change applies from the next claims on; steps claimed before it are not
+measured. Steps are read from the workers' records.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from pyps.formats import MAX_BATCH, Plan, PlanWorker
-from pyps.formats.records import StepRecord
+from pyps.formats.records import RunReader, StepRecord
 from pyps.profiler.statistics import median_and_error
 from pyps.solver.costs import Cost, Line
 from pyps.solver.online.decide import Split, SplitChange, decide
@@ -24,31 +22,11 @@ from pyps.solver.ranks import cost_of
 WINDOW_STEPS = 7
 DEADBAND = 0.05
 WARM_UP_STEPS = 2  # of each process: allocations, caches
-DOUBTS = 2.0  # standard errors: a gain of less may be none
+MIN_STANDARD_ERRORS = 2.0  # a gain of less may be noise
 
 
-class RecordTail:
-    """Reads the records of a run's folder as they are appended."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._read: dict[Path, int] = {}  # bytes of each file
-        self._decoder = msgspec.json.Decoder(StepRecord)
-
-    def new(self) -> list[StepRecord]:
-        """What has come since the last call, whole lines only."""
-        found = []
-        for path in sorted(self._run_dir.glob("worker-*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                whole, newline, _ = file.read().rpartition(b"\n")
-            self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
-            found += [self._decoder.decode(line) for line in whole.splitlines()]
-        return found
-
-
-class Balancer:
-    """Watches a run by `plan`; `split` is the one in force, by store rank, `history` every change."""
+class RunRebalancer:
+    """Rebalances a run of `plan`; `split` is the current one, by store rank, `history` every change."""
 
     def __init__(
         self, plan: Plan, run_dir: Path, window: int = WINDOW_STEPS, deadband: float = DEADBAND
@@ -56,62 +34,59 @@ class Balancer:
         workers = [worker for worker in plan.workers if worker.batch > 0]
         self.split: Split = tuple(worker.batch for worker in workers)
         self.history: list[SplitChange] = []
-        self._caps = [_cap(worker) for worker in workers]
+        self._max_batches = [_max_batch(worker) for worker in workers]
         self._devices = [OnlineCost(_prior(worker)) for worker in workers]
         self._link_seconds = [worker.link_seconds for worker in workers]
         self._window, self._deadband = window, deadband
-        self._tail = RecordTail(run_dir)
-        self._times: list[list[float]] = [[] for _ in workers]
-        self._planned_at = [1.0] * len(workers)
-        self._plans = 0
+        self._records = RunReader(run_dir)
+        self._compute_seconds: list[list[float]] = [[] for _ in workers]
+        self._levels_at_change = [1.0] * len(workers)
 
-    def look(self) -> SplitChange | None:
-        """Take in new records; the change that they make worth while, which is then taken to be in force."""
+    def update(self) -> SplitChange | None:
+        """Read the new records; the change that pays, which then counts as the current split."""
         step = 0
-        for record in self._tail.new():
+        for record in self._records.new():
             step = max(step, record.step)
-            if self._tells(record):
-                compute = sum(end - begin for kind, begin, end in record.spans if kind == "compute")
-                self._times[record.rank].append(compute)
-        if any(len(times) < self._window for times in self._times):
+            if self._is_full_step(record):
+                self._compute_seconds[record.rank].append(record.seconds("compute"))
+        if any(len(seconds) < self._window for seconds in self._compute_seconds):
             return None
         return self._decide(step)
 
-    def _tells(self, record: StepRecord) -> bool:
-        """Whether a step was a full one of the split in force."""
-        if record.rank >= len(self.split) or record.plan != self._plans or record.step < WARM_UP_STEPS:
+    def _is_full_step(self, record: StepRecord) -> bool:
+        """Whether a step is past the warm-up and trained its rank's whole batch of the current split."""
+        changes = len(self.history)
+        if record.rank >= len(self.split) or record.plan != changes or record.step < WARM_UP_STEPS:
             return False
         return record.samples == record.batch == self.split[record.rank] and not record.skipped
 
     def _decide(self, step: int) -> SplitChange | None:
-        doubt = 0.0
-        for rank, times in enumerate(self._times):
-            middle, error = median_and_error(times)
-            doubt = max(doubt, error)
+        error = 0.0
+        for rank, seconds in enumerate(self._compute_seconds):
+            middle, relative_error = median_and_error(seconds)
+            error = max(error, relative_error)
             self._devices[rank].observe(self.split[rank], middle)
-        self._times = [[] for _ in self.split]
+        self._compute_seconds = [[] for _ in self.split]
         levels = [device.level for device in self._devices]
-        paces = [now / then for now, then in zip(levels, self._planned_at, strict=True)]
+        paces = [now / then for now, then in zip(levels, self._levels_at_change, strict=True)]
         costs = [stretched(d.cost, s, 1.0) for d, s in zip(self._devices, self._link_seconds, strict=True)]
-        move = decide(
-            self.split, costs, paces, [1] * len(self.split), self._caps,
-            max(self._deadband, DOUBTS * doubt), step,
-        )  # fmt: skip
-        if move is not None:
-            self.split, self._planned_at = move.after, levels
-            self._plans += 1
-            self.history.append(move)
-        return move
+        deadband = max(self._deadband, MIN_STANDARD_ERRORS * error)
+        change = decide(self.split, costs, paces, [1] * len(self.split), self._max_batches, deadband, step)
+        if change is not None:
+            self.split, self._levels_at_change = change.after, levels
+            self.history.append(change)
+        return change
 
 
 def _prior(worker: PlanWorker) -> Cost:
     """The plan's cost model; where it has none, time in proportion to the batch."""
     if worker.fit is not None:
         return cost_of(worker.fit)
-    computing = worker.predicted_seconds - worker.link_seconds
-    return Line(0.0, (computing or worker.batch) / worker.batch)
+    compute_seconds = worker.predicted_seconds - worker.link_seconds
+    return Line(0.0, (compute_seconds or worker.batch) / worker.batch)
 
 
-def _cap(worker: PlanWorker) -> int:
+def _max_batch(worker: PlanWorker) -> int:
+    """The largest batch that the worker can train, in micro-batches."""
     at_once = worker.max_batch or MAX_BATCH
     return min(MAX_BATCH, at_once * worker.max_accumulation)

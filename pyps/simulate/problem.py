@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pyps.worker.sampling import indices
 
 if TYPE_CHECKING:
-    from pyps.tasks.builtin import TrainingTask
+    from pyps.tasks import TrainingTask
 
 Vector = NDArray[np.float64]
 
@@ -73,7 +73,7 @@ class Logistic:
 
 
 class TorchLearning:
-    """A pyps.tasks.builtin.TrainingTask on data in memory: `inputs` and `targets` as its loss takes them."""
+    """A pyps.tasks.TrainingTask on data in memory: `inputs` and `targets` as its loss takes them."""
 
     def __init__(self, task: TrainingTask, inputs: Any, targets: Any, seed: int = 0) -> None:
         self._task, self._inputs, self._targets, self._seed = task, inputs, targets, seed

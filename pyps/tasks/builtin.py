@@ -1,56 +1,15 @@
-"""What is trained, as one small value: a TrainingTask; the built-in tasks; and how a task is found by name.
-
-A task is everything a training step needs except the device and the optimizer's state: the network, a
-way to make a batch of any size, and the loss. The profiler times it; training scripts can use the same
-networks. `load_task("package.module:factory")` calls a factory of the user's own, which takes no argument
-and returns a TrainingTask. No network here has BatchNorm: its statistics depend on the local batch, so
-uneven batches would change what is trained.
-
-torch is imported by the factories and not by this module.
-"""
+"""The built-in tasks: small networks on random data, for profiling, examples and tests."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pyps.errors import InputError, PypsError
+from pyps.tasks.task import TrainingTask, random_images
 
 if TYPE_CHECKING:
     import torch
-
-EXPECTED_MODEL = "a built-in model ({names}), script.py or module:factory, importable from this folder"
-
-
-@dataclass(frozen=True)
-class TrainingTask:
-    """One training step's ingredients.
-
-    model: the network, on the CPU, in fp32; whoever trains moves it to its device.
-    make_batch: batch -> (inputs, targets), each a tensor or a tuple, list or dict of tensors on the CPU
-        whose first dimension is `batch`; called outside the timed step.
-    loss: (outputs, targets) -> a scalar tensor, the *mean* over the batch's samples.
-    optimizer: parameters -> torch optimizer; SGD with momentum 0.9 by default.
-    """
-
-    model: torch.nn.Module
-    make_batch: Callable[[int], tuple[Any, Any]]
-    loss: Callable[[Any, Any], torch.Tensor]
-    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """The task's optimizer over the parameters that require a gradient."""
-        import torch
-
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        if self.optimizer is not None:
-            return self.optimizer(trained)
-        return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
 
 
 def mlp(seed: int = 0) -> TrainingTask:
@@ -150,87 +109,11 @@ BUILTIN: dict[str, Callable[[], TrainingTask]] = {
 }
 
 
-def load_task(name: str) -> TrainingTask:
-    """The task called `name`: a built-in, module:factory imported with the current folder on the path, or one
-    of pyps.tasks.found's (script.py, torchvision:NAME, transformers:NAME).
-
-    Raises InputError if there is no such built-in, module or factory, if the module or the factory raises,
-    or if it does not return a TrainingTask; PypsError if torch is not installed.
-    """
-    require_torch()
-    if name in BUILTIN:
-        return BUILTIN[name]()
-    if (task := _elsewhere(name)) is not None:
-        return task
-    module_name, _, factory_name = name.partition(":")
-    if not module_name or not factory_name:
-        raise InputError("model", "", repr(name), EXPECTED_MODEL.format(names=", ".join(BUILTIN)))
-    factory = _find_factory(module_name, factory_name)
-    try:
-        made = factory()
-    except Exception as error:
-        raise InputError(name, "factory", _one_line(error), "a factory that takes no argument") from error
-    if not isinstance(made, TrainingTask):
-        found = f"a {type(made).__name__} returned"
-        raise InputError(name, "factory", found, "pyps.tasks.builtin.TrainingTask(model, make_batch, loss)")
-    return made
-
-
-def require_torch() -> None:
-    """Raise PypsError that says what to install if torch is missing."""
-    try:
-        importlib.import_module("torch")
-    except ImportError as error:
-        message = f"torch cannot be imported ({error}): pip install 'pyps-train[torch]'"
-        raise PypsError(message) from error
-
-
-def _elsewhere(name: str) -> TrainingTask | None:
-    """A script's task, or a library's model."""
-    from pyps.tasks import found as zoo
-
-    library, _, model = name.partition(":")
-    if name.endswith(".py"):
-        return zoo.script_task(name)
-    if library in zoo.LIBRARIES and model:
-        return zoo.LIBRARIES[library](model)
-    return None
-
-
-def _find_factory(module_name: str, factory_name: str) -> Callable[[], object]:
-    """The callable `factory_name` of a module; the current folder is searched first, as `python -m` does."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        expected = f"a module that imports, in {folder} or installed"
-        raise InputError("model", "module", f"{module_name!r}: {_one_line(error)}", expected) from error
-    finally:
-        sys.path.remove(folder)
-    factory = getattr(module, factory_name, None)
-    if not callable(factory):
-        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        expected = f"a function of {module_name}: {', '.join(public[:8]) or 'it has none'}"
-        raise InputError("model", "factory", f"no {factory_name!r}", expected)
-    found: Callable[[], object] = factory
-    return found
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
 def _classification(model: torch.nn.Module, shape: tuple[int, ...], classes: int) -> TrainingTask:
-    """A task of cross entropy on uniform random images in [0, 1] and random labels."""
+    """A task of cross entropy on random images."""
     import torch
 
-    def make_batch(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        draws = torch.Generator().manual_seed(batch)
-        images = torch.rand((batch, *shape), generator=draws)
-        return images, torch.randint(classes, (batch,), generator=draws)
-
-    return TrainingTask(model, make_batch, torch.nn.functional.cross_entropy)
+    return TrainingTask(model, random_images(shape, classes), torch.nn.functional.cross_entropy)
 
 
 def _causal_transformer(vocabulary: int, tokens: int, width: int, heads: int, blocks: int) -> torch.nn.Module:
@@ -266,7 +149,7 @@ def _causal_transformer(vocabulary: int, tokens: int, width: int, heads: int, bl
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Initialise from `seed` and leave the caller's random state as it was."""
+    """Initialise from `seed`; the caller's random state stays as it was."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

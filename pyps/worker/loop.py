@@ -39,7 +39,7 @@ from pyps.worker.memory import AnnouncedBudget
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.pipeline import PipelinedTransport
 from pyps.worker.sampling import fetcher, indices
-from pyps.worker.settings import Settings, read_settings
+from pyps.worker.settings import Settings
 from pyps.worker.step import Outcome, Step, number_of
 from pyps.worker.transport import SerialTransport, Transport
 
@@ -74,7 +74,7 @@ def join(
     step older. Raises InputError, naming what is missing.
     """
     return Worker(
-        read_settings(store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline)
+        Settings.from_env(store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline)
     )
 
 

@@ -1,16 +1,7 @@
-"""What a worker is told about its run: by the launcher through the environment, or by arguments.
+"""The settings of one worker of a run, and the environment variables that carry them from the launcher.
 
-    PYPS_STORE          the segment's name               PYPS_POLICY          bsp, ssp:bound=4 ...
-    PYPS_RANK           this worker's rank in the store  PYPS_ROUND_TIMEOUT   seconds
-    PYPS_PLAN           path of plan.json                PYPS_SEED            of the order of samples
-    PYPS_SAMPLES        sample positions in all          PYPS_RUN_DIR         where step records go
-    PYPS_CODEC          how gradients travel: f32, int8 ...; plan: with its bits, each way
-    PYPS_PIPELINE       1: transfers run beside the next step
-    PYPS_JOURNAL        file of every decision, for pyps.simulate.replay; may be empty
-    PYPS_KEYS           where PYPS_STORE is an address (pyps.remote): this client's key file
-    PYPS_THROTTLE       {"factor": F} or {"fit": {...}}, to emulate a slower device; may be empty
-
-Ranks in the store count the plan's workers that have a batch: those that are left out have none.
+`Settings.to_env` and `Settings.from_env` are the only readers and writers of these variables. Two others
+belong to the user: PYPS_KEYS (pyps.remote.address) and PYPS_SHM_DIR (pyps.store.segments).
 """
 
 from __future__ import annotations
@@ -18,7 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,12 +26,31 @@ if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
 
 ENVIRONMENT = "environment"
+UNENCODED = Encoding(Codec.F32)
 FROM_PLAN = "plan"
 CODECS: dict[Bits, Codec] = {32: Codec.F32, 16: Codec.BF16, 8: Codec.INT8, 4: Codec.INT4}
 
 
-class ThrottleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to emulate a slower device: x times slower, or as slow as a fitted cost model says."""
+class Variable(StrEnum):
+    """The environment variables of a worker; an empty one counts as absent."""
+
+    STORE = "PYPS_STORE"  # the segment's name, or tcp://host:port/name
+    RANK = "PYPS_RANK"  # this worker's rank in the store
+    PLAN = "PYPS_PLAN"  # path of plan.json
+    POLICY = "PYPS_POLICY"  # bsp, ssp:bound=4 ...
+    ROUND_TIMEOUT = "PYPS_ROUND_TIMEOUT"  # seconds
+    SAMPLES = "PYPS_SAMPLES"  # sample positions of the whole run; 0: without end
+    SEED = "PYPS_SEED"  # of the order of samples
+    RUN_DIR = "PYPS_RUN_DIR"  # folder of the step records
+    CODEC = "PYPS_CODEC"  # of gradients: f32, int8 ...; plan: of gradients and parameters, as planned
+    PULL_CODEC = "PYPS_PULL_CODEC"  # of parameters; f32 if absent
+    PIPELINE = "PYPS_PIPELINE"  # 1: overlap push and pull with the next step's compute
+    JOURNAL = "PYPS_JOURNAL"  # file of every decision, for pyps.simulate.replay
+    THROTTLE = "PYPS_THROTTLE"  # {"factor": F} or {"fit": {...}}: emulate a slower device
+
+
+class ThrottleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How to emulate a slower device: `factor` times slower, or as slow as a fitted cost model says."""
 
     factor: float | None = None
     fit: Fit | None = None
@@ -47,35 +58,140 @@ class ThrottleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Settings:
-    """One worker's run; `launched`: by `pyps run`, which then also removes the segment."""
+    """What one worker knows about its run.
+
+    store: the segment's name, or the address of a remote store.
+    rank: in the store; ranks count the plan's workers that have a batch.
+    policy, samples, seed: of the whole run; samples 0: without end.
+    batches: the planned batch of each rank; empty: unknown.
+    micro_batch: the most samples to compute at once; 0: the whole batch.
+    max_batch: the most samples at once that the plan allows; 0: no limit.
+    memory: what samples take of it, as profiled.
+    encoding, pull_codec: how gradients and parameters travel.
+    pipeline: overlap push and pull with the next step's compute.
+    launched: by `pyps run`, which then also removes the segment.
+    """
 
     store: str
     rank: int
-    batches: tuple[int, ...]  # empty: not told
-    micro_batch: int  # at most so many samples are computed at once; 0: the whole batch
     policy: Policy
-    samples: int
-    seed: int
-    run_dir: Path | None
-    throttle: ThrottleSpec | None
-    encoding: Encoding
-    launched: bool
-    memory: Memory | None = None  # what samples take of it
-    max_batch: int = 0  # the most samples at once that the plan allows; 0: no limit
-    pull_codec: Codec = Codec.F32  # how parameters travel
+    samples: int = 0
+    seed: int = 0
+    batches: tuple[int, ...] = ()
+    micro_batch: int = 0
+    max_batch: int = 0
+    memory: Memory | None = None
+    encoding: Encoding = UNENCODED
+    pull_codec: Codec = Codec.F32
     pipeline: bool = False
+    throttle: ThrottleSpec | None = None
+    run_dir: Path | None = None
     journal: Path | None = None
+    plan_path: Path | None = None
+    launched: bool = False
+
+    @classmethod
+    def from_env(
+        cls,
+        store: str | None = None,
+        rank: int | None = None,
+        batches: Sequence[int] | None = None,
+        policy: Policy | str | None = None,
+        samples: int | None = None,
+        seed: int | None = None,
+        run_dir: str | Path | None = None,
+        micro_batch: int | None = None,
+        codec: Codec | str | None = None,
+        pipeline: bool | None = None,
+    ) -> Settings:
+        """The launcher's settings; arguments override the environment, and with `store` it is not read.
+
+        The arguments are those of pyps.join(). Raises InputError, naming the variable or argument that is
+        missing or wrong.
+        """
+        env: Mapping[str, str] = os.environ if store is None else {}
+        name = store or env.get(Variable.STORE)
+        if not name:
+            expected = (
+                "a run: start the script with `pyps run`, or call pyps.join(store=..., rank=..., batches=...)"
+            )
+            raise InputError(ENVIRONMENT, Variable.STORE, "nothing", expected)
+        if rank is None:
+            rank = _integer(env, Variable.RANK)
+        if micro_batch is not None and micro_batch < 1:
+            raise InputError("join", "micro_batch", str(micro_batch), "at least 1")
+        settings = cls(
+            store=name,
+            rank=rank,
+            policy=_policy(policy, env),
+            samples=samples if samples is not None else _integer(env, Variable.SAMPLES, 0),
+            seed=seed if seed is not None else _integer(env, Variable.SEED, 0),
+            pipeline=pipeline if pipeline is not None else _integer(env, Variable.PIPELINE, 0) > 0,
+            throttle=_throttle(env),
+            run_dir=Path(run_dir) if run_dir else _path(env, Variable.RUN_DIR),
+            journal=_path(env, Variable.JOURNAL),
+            launched=store is None,
+        )
+        if settings.pipeline:
+            check_pipeline(settings.policy)
+        plan_path = _path(env, Variable.PLAN)
+        plan = read_plan(plan_path) if plan_path is not None else None
+        if plan is not None and plan_path is not None:
+            settings = settings.with_plan(plan, plan_path)
+        if batches is not None:
+            settings = replace(settings, batches=tuple(batches))
+        if micro_batch is not None:
+            settings = replace(settings, micro_batch=micro_batch)
+        if codec is None and (pull := env.get(Variable.PULL_CODEC)):
+            return settings.with_codecs(as_codec(env.get(Variable.CODEC) or Codec.F32), as_codec(pull))
+        wanted = codec if codec is not None else env.get(Variable.CODEC) or Codec.F32
+        return settings.with_codecs(*_codecs(wanted, plan, rank))
+
+    def to_env(self) -> dict[str, str]:
+        """Every variable, for the worker's process; from_env makes the same settings of them."""
+        throttle = "" if self.throttle is None else msgspec.json.encode(self.throttle).decode()
+        values = {
+            Variable.STORE: self.store,
+            Variable.RANK: self.rank,
+            Variable.PLAN: self.plan_path or "",
+            Variable.POLICY: self.policy,
+            Variable.ROUND_TIMEOUT: repr(self.policy.round_timeout_seconds),
+            Variable.SAMPLES: self.samples,
+            Variable.SEED: self.seed,
+            Variable.RUN_DIR: self.run_dir or "",
+            Variable.CODEC: self.encoding.codec.name.lower(),
+            Variable.PULL_CODEC: self.pull_codec.name.lower(),
+            Variable.PIPELINE: int(self.pipeline),
+            Variable.JOURNAL: self.journal or "",
+            Variable.THROTTLE: throttle,
+        }
+        return {variable.value: str(value) for variable, value in values.items()}
+
+    def with_plan(self, plan: Plan, path: Path) -> Settings:
+        """These settings with the batches, micro-batch and memory limits that a plan gives this rank."""
+        worker = _planned_worker(plan, self.rank)
+        return replace(
+            self,
+            plan_path=path,
+            batches=store_batches(plan),
+            micro_batch=_micro_batch(worker),
+            max_batch=(worker.max_batch or 0) if worker else 0,
+            memory=worker.memory if worker else None,
+        )
+
+    def with_codecs(self, push: Codec, pull: Codec) -> Settings:
+        """These settings with gradients encoded by `push`, with error feedback, and parameters by `pull`."""
+        return replace(self, encoding=fed_back(push), pull_codec=pull)
 
     def planned_batches(self) -> tuple[int, ...]:
-        """The batch of each rank. Raises InputError where nobody told."""
+        """The batch of each rank. Raises InputError where it is unknown."""
         if not self.batches:
-            raise InputError(
-                "join", "batches", "nothing", "the planned batch of each rank, for rank 0 to create"
-            )
+            expected = "the planned batch of each rank, which rank 0 needs to create the store"
+            raise InputError("join", "batches", "nothing", expected)
         return self.batches
 
     def make_throttle(self, *, on_gpu: bool) -> Throttle | None:
-        """The throttle asked for; on a GPU, whose work costs the thread nothing, wall time is multiplied."""
+        """The throttle, if any; on a GPU it multiplies wall time, since the thread computes nothing there."""
         if self.throttle is None:
             return None
         from pyps.profiler.throttle import Throttle
@@ -87,74 +203,8 @@ class Settings:
 
 
 def store_batches(plan: Plan) -> tuple[int, ...]:
-    """The batch of each store rank: the plan's workers in order, without those that are left out."""
+    """The batch of each store rank: those of the plan's workers that have one, in order."""
     return tuple(worker.batch for worker in plan.workers if worker.batch > 0)
-
-
-def _planned(plan: Plan | None, rank: int) -> PlanWorker | None:
-    workers = [worker for worker in plan.workers if worker.batch > 0] if plan else []
-    return workers[rank] if rank < len(workers) else None
-
-
-def _micro_batch(worker: PlanWorker | None) -> int:
-    """The most at once: as planned where the batch is split, else what the worker may, as batches change."""
-    if worker is None:
-        return 0
-    return worker.micro_batch if worker.accumulation > 1 else worker.max_batch or worker.micro_batch
-
-
-def read_settings(
-    store: str | None,
-    rank: int | None,
-    batches: Sequence[int] | None,
-    policy: Policy | str | None,
-    samples: int | None,
-    seed: int | None,
-    run_dir: str | Path | None,
-    micro_batch: int | None = None,
-    codec: Codec | str | None = None,
-    pipeline: bool | None = None,
-) -> Settings:
-    """From the launcher's environment, with arguments before it; with `store` given, from arguments alone.
-
-    Raises InputError, naming the variable or argument that is missing or wrong.
-    """
-    env: Mapping[str, str] = os.environ if store is None else {}
-    name = store or env.get("PYPS_STORE")
-    if not name:
-        expected = (
-            "a run: start the script with `pyps run`, or call pyps.join(store=..., rank=..., batches=...)"
-        )
-        raise InputError(ENVIRONMENT, "PYPS_STORE", "nothing", expected)
-    if rank is None:
-        rank = _integer(env, "PYPS_RANK")
-    plan = read_plan(path) if (path := env.get("PYPS_PLAN")) else None
-    planned = _planned(plan, rank)
-    if micro_batch is not None and micro_batch < 1:
-        raise InputError("join", "micro_batch", str(micro_batch), "at least 1")
-    how = _policy(policy, env)
-    piped = pipeline if pipeline is not None else _integer(env, "PYPS_PIPELINE", 0) > 0
-    if piped:
-        check_pipeline(how)
-    push, pull = _codecs(codec if codec is not None else env.get("PYPS_CODEC") or Codec.F32, plan, planned)
-    return Settings(
-        store=name,
-        rank=rank,
-        batches=tuple(batches) if batches is not None else store_batches(plan) if plan else (),
-        micro_batch=micro_batch if micro_batch is not None else _micro_batch(planned),
-        policy=how,
-        samples=samples if samples is not None else _integer(env, "PYPS_SAMPLES", 0),
-        seed=seed if seed is not None else _integer(env, "PYPS_SEED", 0),
-        run_dir=Path(d) if (d := run_dir or env.get("PYPS_RUN_DIR")) else None,
-        throttle=_throttle(env),
-        encoding=fed_back(push),
-        launched=store is None,
-        memory=planned.memory if planned else None,
-        max_batch=(planned.max_batch or 0) if planned else 0,
-        pull_codec=pull,
-        pipeline=piped,
-        journal=Path(path) if (path := env.get("PYPS_JOURNAL")) else None,
-    )
 
 
 def plan_codecs(plan: Plan, worker: PlanWorker, where: str = "plan") -> tuple[Codec, Codec]:
@@ -166,21 +216,42 @@ def plan_codecs(plan: Plan, worker: PlanWorker, where: str = "plan") -> tuple[Co
     raise InputError(where, "hps.workers", f"{len(plan.hps.workers)} workers", expected)
 
 
-def _codecs(codec: Codec | str, plan: Plan | None, worker: PlanWorker | None) -> tuple[Codec, Codec]:
-    """For pushes and for pulls; a codec by its name is for pushes alone."""
+def _planned_worker(plan: Plan, rank: int) -> PlanWorker | None:
+    """The plan's worker that has this rank in the store."""
+    workers = [worker for worker in plan.workers if worker.batch > 0]
+    return workers[rank] if rank < len(workers) else None
+
+
+def _micro_batch(worker: PlanWorker | None) -> int:
+    """The most samples at once: as planned where the batch is split, else what the worker's memory holds.
+
+    The latter leaves room for a batch that grows while the run trains.
+    """
+    if worker is None:
+        return 0
+    return worker.micro_batch if worker.accumulation > 1 else worker.max_batch or worker.micro_batch
+
+
+def _codecs(codec: Codec | str, plan: Plan | None, rank: int) -> tuple[Codec, Codec]:
+    """The codecs for pushes and for pulls; one that is named is for pushes alone."""
     if codec != FROM_PLAN:
         return as_codec(codec), Codec.F32
+    worker = _planned_worker(plan, rank) if plan else None
     if plan is None or worker is None:
         raise InputError("join", "codec", "'plan' without a plan", "a codec's name, or a run by a plan")
     return plan_codecs(plan, worker)
 
 
-def _integer(env: Mapping[str, str], variable: str, default: int | None = None) -> int:
+def _path(env: Mapping[str, str], variable: Variable) -> Path | None:
+    return Path(text) if (text := env.get(variable)) else None
+
+
+def _integer(env: Mapping[str, str], variable: Variable, default: int | None = None) -> int:
     text = env.get(variable, "")
     if text == "" and default is not None:
         return default
     if not text.isascii() or not text.isdigit():
-        where, field = (ENVIRONMENT, variable) if env else ("join", variable.removeprefix("PYPS_").lower())
+        where, field = (ENVIRONMENT, variable.value) if env else ("join", variable.name.lower())
         raise InputError(where, field, repr(text) if text else "nothing", "a whole number of at least 0")
     return int(text)
 
@@ -188,25 +259,24 @@ def _integer(env: Mapping[str, str], variable: str, default: int | None = None) 
 def _policy(policy: Policy | str | None, env: Mapping[str, str]) -> Policy:
     if isinstance(policy, Policy):
         return policy
-    text = env.get("PYPS_ROUND_TIMEOUT") or str(DEFAULT_POLICY.round_timeout_seconds)
+    text = env.get(Variable.ROUND_TIMEOUT) or str(DEFAULT_POLICY.round_timeout_seconds)
     try:
         seconds = float(text)
     except ValueError:
-        raise InputError(
-            ENVIRONMENT, "PYPS_ROUND_TIMEOUT", repr(text), "seconds, a positive number"
-        ) from None
-    return policy_named(policy or env.get("PYPS_POLICY") or DEFAULT_POLICY.name, seconds)
+        expected = "seconds, a positive number"
+        raise InputError(ENVIRONMENT, Variable.ROUND_TIMEOUT, repr(text), expected) from None
+    return policy_named(policy or env.get(Variable.POLICY) or DEFAULT_POLICY.name, seconds)
 
 
 def _throttle(env: Mapping[str, str]) -> ThrottleSpec | None:
-    text = env.get("PYPS_THROTTLE")
+    text = env.get(Variable.THROTTLE)
     if not text:
         return None
     expected = '{"factor": F} or {"fit": {...}}'
     try:
         spec = msgspec.json.decode(text, type=ThrottleSpec)
     except msgspec.DecodeError as error:
-        raise InputError(ENVIRONMENT, "PYPS_THROTTLE", f"{text[:60]!r} ({error})", expected) from None
+        raise InputError(ENVIRONMENT, Variable.THROTTLE, f"{text[:60]!r} ({error})", expected) from None
     if (spec.factor is None) == (spec.fit is None):
-        raise InputError(ENVIRONMENT, "PYPS_THROTTLE", repr(text[:60]), expected)
+        raise InputError(ENVIRONMENT, Variable.THROTTLE, repr(text[:60]), expected)
     return spec

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_run import make_plan, script
+from run_tools import make_plan
+from test_run import script
 
 from pyps.formats import write_json
 from pyps.formats.records import read_run
-from pyps.run.report import Report
-from pyps.run.supervisor import run
+from pyps.run import Report, RunOptions, run
 from pyps.simulate import replay
 from pyps.store.policies import Policy, policy_named
 
@@ -113,7 +113,8 @@ def loop(tmp_path: Path, policy: str, within: str = "pass", template: str = LOOP
     text = template.format(batches=list(BATCHES), within=within.strip())
     path = script(tmp_path, text=text)
     rules = policy_named(policy, ROUND_TIMEOUT)
-    report = run(tmp_path / "plan.json", path, rules, samples=SAMPLES, run_dir=tmp_path / "run", journal=True)
+    options = RunOptions(samples=SAMPLES, policy=rules, run_dir=tmp_path / "run", journal=True)
+    report = run(tmp_path / "plan.json", path, options)
     again = replay(tmp_path / "run" / "journal")
     assert (again.differences, again.missing_events, again.first) == (0, 0, "")
     assert again.decisions >= again.events >= SAMPLES // max(BATCHES)

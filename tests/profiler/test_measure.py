@@ -18,7 +18,8 @@ from pyps.profiler import profile_model
 from pyps.profiler.fit import point_seconds
 from pyps.profiler.measure import LADDER_MAX, Probe, climb, ladder, memory_model, time_in_rounds
 from pyps.profiler.stepper import OutOfMemoryError, resolve_device
-from pyps.tasks.builtin import TrainingTask, digits_mlp
+from pyps.tasks import TrainingTask
+from pyps.tasks.builtin import digits_mlp
 
 torch.set_num_threads(1)
 

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"pyps": ROOT / "pyps", "pyps.solver": ROOT / "solver", "pyps.profiler": ROOT / "profiler"}
 
-# Upwards: a part may import those of its own layer and of layers below it. A module that is not named here
-# fails the test: whoever adds one says where it belongs.
+# Upwards: a part may import those of its layer and of layers below it. A module that is not named here fails
+# the test.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps._native"}),
     frozenset({"pyps.errors"}),
@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.__main__"}),
     frozenset({"pyps"}),  # the front: names loaded when first used
 )
+MAX_TOP_FILES = 10
 HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
 # What a part must not import, wherever its layer is.
@@ -116,7 +117,7 @@ def test_no_part_imports_one_above_it(name: str) -> None:
     for imported in sorted(imports(name, MODULES[name])):
         other = part_of(imported)
         if other is not None and other != part:
-            assert HEIGHT[other] <= HEIGHT[part], f"{name} imports {imported}, which stands above it"
+            assert HEIGHT[other] <= HEIGHT[part], f"{name} imports {imported}, which is above it"
 
 
 @pytest.mark.parametrize("part", sorted(BANNED))
@@ -129,6 +130,12 @@ def test_what_a_part_must_not_import(part: str) -> None:
                 assert not (imported + ".").startswith(banned + "."), f"{name} imports {imported}"
 
 
+def test_the_top_of_pyps_has_few_files() -> None:
+    """A module belongs to a room, not to the top; built files count too."""
+    files = sorted(path.name for path in (ROOT / "pyps").iterdir() if path.is_file())
+    assert len(files) <= MAX_TOP_FILES, files
+
+
 def test_native_alone_imports_the_extension() -> None:
     importers = {
         name for name, path in MODULES.items() if any("_native" in i.split(".") for i in imports(name, path))
@@ -136,7 +143,7 @@ def test_native_alone_imports_the_extension() -> None:
     assert importers == {"pyps.native", "pyps.native.core", "pyps.native.custom"}
 
 
-def test_nobody_imports_the_bare_folders() -> None:
+def test_no_file_imports_the_bare_folders() -> None:
     files = [p for d in ("tests", "benchmarks", "examples") for p in sorted((ROOT / d).rglob("*.py"))]
     for name, path in [*MODULES.items(), *((str(p), p) for p in files)]:
         bare = {i for i in imports(name, path) if i.split(".")[0] in ("solver", "profiler")}
@@ -144,7 +151,7 @@ def test_nobody_imports_the_bare_folders() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Such a circle works or not depending on who is imported first."""
+    """Whether such a circle works depends on which module is imported first."""
     graph = {name: first_imports(name, path) for name, path in MODULES.items()}
     while leaves := {name for name, needed in graph.items() if not needed}:
         graph = {name: needed - leaves for name, needed in graph.items() if name not in leaves}

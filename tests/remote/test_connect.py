@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_run import KILLED_ONCE, PYPS, SAMPLES, B, make_plan, script
+from run_tools import make_plan
+from test_run import KILLED_ONCE, PYPS, SAMPLES, B, script
 
 from pyps.errors import InputError, LinkLost
 from pyps.formats import write_json
 from pyps.remote.server import Server
+from pyps.run import RunOptions, run
 from pyps.run.events import read_events
-from pyps.run.supervisor import run
 
 
 def started(folder: Path, address: str, rank: int) -> subprocess.Popen[str]:
@@ -32,9 +33,9 @@ def started(folder: Path, address: str, rank: int) -> subprocess.Popen[str]:
 
 def test_a_plan_on_two_machines_with_a_worker_killed_on_one(shm: Path, tmp_path: Path) -> None:
     with Server("model", client_timeout_seconds=1.0) as server:
-        crews = [started(tmp_path / f"host-{rank}", server.address, rank) for rank in range(2)]
-        outputs = [crew.communicate(timeout=100) for crew in crews]
-        assert [crew.returncode for crew in crews] == [0, 0], [err for _, err in outputs]
+        launchers = [started(tmp_path / f"host-{rank}", server.address, rank) for rank in range(2)]
+        outputs = [launcher.communicate(timeout=100) for launcher in launchers]
+        assert [launcher.returncode for launcher in launchers] == [0, 0], [err for _, err in outputs]
     reports = [json.loads(out) for out, _ in outputs]
     assert sum(report["samples"]["trained"] for report in reports) == SAMPLES
     assert [[rank["rank"] for rank in report["ranks"]] for report in reports] == [[0], [1]]
@@ -51,8 +52,9 @@ def test_a_plan_on_two_machines_with_a_worker_killed_on_one(shm: Path, tmp_path:
 @pytest.mark.parametrize("ranks", [[], [2], [0, 0], [-1]])
 def test_ranks_that_there_are_not_are_refused(tmp_path: Path, ranks: list[int]) -> None:
     write_json(tmp_path / "plan.json", make_plan())
+    options = RunOptions(samples=B, ranks=ranks, run_dir=tmp_path / "out")
     with pytest.raises(InputError, match="ranks"):
-        run(tmp_path / "plan.json", script(tmp_path), samples=B, ranks=ranks, run_dir=tmp_path / "out")
+        run(tmp_path / "plan.json", script(tmp_path), options)
 
 
 def test_a_run_without_a_server_is_an_error(
@@ -60,17 +62,15 @@ def test_a_run_without_a_server_is_an_error(
 ) -> None:
     monkeypatch.setattr("pyps.remote.client.CONNECT_SECONDS", 0.3)
     write_json(tmp_path / "plan.json", make_plan())
+    options = RunOptions(samples=B, run_dir=tmp_path / "out", connect="tcp://127.0.0.1:9/model")
     with pytest.raises(LinkLost):
-        run(
-            tmp_path / "plan.json", script(tmp_path), samples=B, run_dir=tmp_path / "out",
-            connect="tcp://127.0.0.1:9/model",
-        )  # fmt: skip
+        run(tmp_path / "plan.json", script(tmp_path), options)
 
 
 def test_some_ranks_cannot_plan_anew_for_all(tmp_path: Path) -> None:
     write_json(tmp_path / "plan.json", make_plan())
     with pytest.raises(InputError, match="rebalance"):
-        run(tmp_path / "plan.json", script(tmp_path), samples=B, ranks=[0], rebalance=True)
+        run(tmp_path / "plan.json", script(tmp_path), RunOptions(samples=B, ranks=[0], rebalance=True))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -429,7 +429,7 @@ def test_the_command_says_what_is_wrong(store: Store, tmp_path: Path) -> None:
 
     assert "without keys" in serve("--bind", "tcp://*:*")
     assert "tcp://host:port" in serve("--bind", "10.0.0.1:5555")
-    assert "silence" in serve("--silence", "0")
+    assert "client_timeout" in serve("--client-timeout", "0")
     (tmp_path / "file").touch()
     assert "folder" in serve("--keys", str(tmp_path / "file"))
 

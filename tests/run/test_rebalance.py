@@ -8,11 +8,12 @@ from statistics import mean, median
 
 import msgspec
 import pytest
+from run_tools import make_record, make_ring
 
-from pyps.formats import EvenSplit, Fit, HpsEstimate, Plan, PlanWorker, R2spSchedule, write_json
-from pyps.formats.records import RecordWriter, StepRecord, read_run, record_path
-from pyps.run.rebalance import WINDOW_STEPS, Balancer, RecordTail
-from pyps.run.supervisor import run
+from pyps.formats import EvenSplit, Fit, HpsEstimate, Plan, PlanWorker, write_json
+from pyps.formats.records import RecordWriter, RunReader, StepRecord, read_run, record_path
+from pyps.run import RunOptions, run
+from pyps.run.rebalance import WINDOW_STEPS, RunRebalancer
 from pyps.solver.online.decide import best_split, round_seconds
 from pyps.solver.ranks import cost_of
 
@@ -33,26 +34,36 @@ def a_plan(caps: tuple[int | None, ...] = (None, None, None), costs_of: Costs = 
     split = best_split(GLOBAL_BATCH, costs, [1] * 3, [cap or 1000 for cap in caps])
     workers = [
         PlanWorker(
-            rank=k, name=f"w{k}", batch=b, micro_batch=b, accumulation=1, weight=b / GLOBAL_BATCH,
-            predicted_seconds=cost.seconds(b), fit=fit, max_batch=cap,
+            rank=k,
+            name=f"w{k}",
+            batch=b,
+            micro_batch=b,
+            accumulation=1,
+            weight=b / GLOBAL_BATCH,
+            predicted_seconds=cost.seconds(b),
+            fit=fit,
+            max_batch=cap,
         )
         for k, (b, cost, fit, cap) in enumerate(zip(split, costs, fits, caps, strict=True))
-    ]  # fmt: skip
-    ring = R2spSchedule(
-        feasible=None, period_seconds=1, gap_seconds=1, order=[0, 1, 2], offsets_seconds=[0, 0, 0]
-    )
+    ]
     return Plan(
-        global_batch=GLOBAL_BATCH, iteration_seconds=round_seconds(costs, split), lower_bound_seconds=0,
-        even_split=EvenSplit(feasible=True, seconds=1), speedup_over_even=1, workers=workers, r2sp=ring,
-        hps=HpsEstimate(), warnings=[],
-    )  # fmt: skip
+        global_batch=GLOBAL_BATCH,
+        iteration_seconds=round_seconds(costs, split),
+        lower_bound_seconds=0,
+        even_split=EvenSplit(feasible=True, seconds=1),
+        speedup_over_even=1,
+        workers=workers,
+        r2sp=make_ring(3),
+        hps=HpsEstimate(),
+        warnings=[],
+    )
 
 
 class Run:
-    """Writes the records of workers that take as long as they are told, and asks the balancer."""
+    """Writes the records of workers that take as long as set, and asks the rebalancer."""
 
     def __init__(self, folder: Path, plan: Plan, noise: float = 0.0, costs: Costs = COSTS) -> None:
-        self.balancer = Balancer(plan, folder)
+        self.rebalancer = RunRebalancer(plan, folder)
         self.slowdown, self.added = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
         self._costs = costs
         self.step = self.plans = 0
@@ -64,18 +75,18 @@ class Run:
 
     def steps(self, count: int) -> int:
         """That many rounds; how many changes they brought."""
-        before = len(self.balancer.history)
+        before = len(self.rebalancer.history)
         for _ in range(count):
-            for rank, (batch, exact) in enumerate(zip(self.balancer.split, self.times(), strict=True)):
+            for rank, (batch, exact) in enumerate(zip(self.rebalancer.split, self.times(), strict=True)):
                 seconds = exact * self._luck.lognormvariate(0, self._noise)
                 self._files[rank].write(record(rank, self.step, self.plans, batch, seconds))
             self.step += 1
-            self.plans += self.balancer.look() is not None
-        return len(self.balancer.history) - before
+            self.plans += self.rebalancer.update() is not None
+        return len(self.rebalancer.history) - before
 
     def times(self) -> list[float]:
         """How long a step of each worker takes now, without noise."""
-        each = zip(self.slowdown, self.added, self._costs, self.balancer.split, strict=True)
+        each = zip(self.slowdown, self.added, self._costs, self.rebalancer.split, strict=True)
         return [s * (c + a * b) + more for s, more, (c, a), b in each]
 
     def seconds(self) -> float:
@@ -86,10 +97,8 @@ class Run:
 
 
 def record(rank: int, step: int, plans: int, batch: int, seconds: float) -> StepRecord:
-    return StepRecord(
-        rank=rank, pid=100 + rank, step=step, round=step, plan=plans, first=0, samples=batch, batch=batch,
-        version=step + 1, staleness=0, sources=3, loss=None, spans=[("compute", step, step + seconds)],
-    )  # fmt: skip
+    whole = make_record(rank, step, batch, [("compute", step, step + seconds)])
+    return msgspec.structs.replace(whole, plan=plans)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03])
@@ -101,12 +110,12 @@ def test_nothing_moves_without_a_reason(tmp_path: Path, noise: float) -> None:
 def test_a_slowed_worker_gives_samples_away_once(tmp_path: Path, noise: float) -> None:
     run = Run(tmp_path, a_plan(), noise)
     run.steps(20)
-    before = run.balancer.split
+    before = run.rebalancer.split
     run.slowdown[0] = 2.0
     slow = run.seconds()
     assert 1 <= run.steps(20) <= 2
-    assert sum(run.balancer.split) == GLOBAL_BATCH
-    assert run.balancer.split[0] < before[0]
+    assert sum(run.rebalancer.split) == GLOBAL_BATCH
+    assert run.rebalancer.split[0] < before[0]
     costs = [cost_of(w.fit) for w in a_plan().workers if w.fit]
     optimum = min(
         max(s * cost.seconds(b) for s, cost, b in zip(run.slowdown, costs, (x, y, 60 - x - y), strict=True))
@@ -114,11 +123,11 @@ def test_a_slowed_worker_gives_samples_away_once(tmp_path: Path, noise: float) -
         for y in range(1, 59 - x)
     )
     assert run.seconds() <= 1.05 * optimum < slow
-    assert "rank 0 slowed by 2.0x" in run.balancer.history[0].reasons[0] or noise
+    assert "rank 0 slowed by 2.0x" in run.rebalancer.history[0].reasons[0] or noise
     assert run.steps(100) == 0, "it oscillates"
     run.slowdown[0] = 1.0
     assert run.steps(30) >= 1
-    assert max(abs(a - b) for a, b in zip(run.balancer.split, before, strict=True)) <= 2
+    assert max(abs(a - b) for a, b in zip(run.rebalancer.split, before, strict=True)) <= 2
 
 
 def test_a_worker_behind_a_slow_link_keeps_its_smaller_share(tmp_path: Path) -> None:
@@ -145,20 +154,20 @@ def test_fifty_milliseconds_more_cost_one_change(tmp_path: Path, noise: float, s
     assert run.steps(2 * WINDOW_STEPS) == 1
     assert run.imbalance() < BALANCED
     assert run.steps(200) == 0, "it oscillates"
-    assert sum(run.balancer.split) == GLOBAL_BATCH
+    assert sum(run.rebalancer.split) == GLOBAL_BATCH
 
 
 def test_caps_hold(tmp_path: Path) -> None:
     run = Run(tmp_path, a_plan((36, 24, None)))
     run.slowdown[2] = 3.0
     run.steps(30)
-    assert run.balancer.split[0] <= 36
-    assert run.balancer.split[1] <= 24
-    assert sum(run.balancer.split) == GLOBAL_BATCH
+    assert run.rebalancer.split[0] <= 36
+    assert run.rebalancer.split[1] <= 24
+    assert sum(run.rebalancer.split) == GLOBAL_BATCH
 
 
 def test_half_a_line_is_read_later(tmp_path: Path) -> None:
-    tail = RecordTail(tmp_path)
+    reader = RunReader(tmp_path)
     path = record_path(tmp_path, 0, 1)
     with RecordWriter(path) as writer:
         writer.write(record(0, 0, 0, 4, 0.1))
@@ -166,10 +175,10 @@ def test_half_a_line_is_read_later(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(line[:20])
         file.flush()
-        assert len(tail.new()) == 1
-        assert tail.new() == []
+        assert len(reader.new()) == 1
+        assert reader.new() == []
         file.write(line[20:])
-    assert len(tail.new()) == 1
+    assert len(reader.new()) == 1
 
 
 SCRIPT = """
@@ -195,7 +204,8 @@ def test_a_run_moves_samples_while_it_trains(
     monkeypatch.chdir(tmp_path)
     write_json(Path("plan.json"), a_plan())
     Path("train.py").write_text(SCRIPT.format(costs=COSTS))
-    report = run("plan.json", "train.py", samples=100 * GLOBAL_BATCH, run_dir="run", rebalance=True)
+    options = RunOptions(samples=100 * GLOBAL_BATCH, run_dir="run", rebalance=True)
+    report = run("plan.json", "train.py", options)
     assert report.replans
     assert any("rank 0 slowed by" in why for why in report.replans)
     assert report.samples.trained == 100 * GLOBAL_BATCH
@@ -207,10 +217,6 @@ def test_a_run_moves_samples_while_it_trains(
     assert first[max(first)] < first[0]
     # Not how long rounds last: a busy machine keeps processes waiting between their steps.
     late = [r for n, steps in rounds.items() if n > max(rounds) - 20 for r in steps]
-    longest = max(median(_compute(r) for r in late if r.rank == rank) for rank in range(3))
+    longest = max(median(r.seconds("compute") for r in late if r.rank == rank) for rank in range(3))
     slowed = 2 * (COSTS[0][0] + COSTS[0][1] * first[0])
     assert longest < 0.9 * slowed, "what slowed is not made good"
-
-
-def _compute(record: StepRecord) -> float:
-    return sum(end - begin for kind, begin, end in record.spans if kind == "compute")

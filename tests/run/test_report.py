@@ -8,28 +8,43 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_tools import make_plan, make_record
 
 from pyps.cli.run import summary
 from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.records import Span, StepRecord
-from pyps.run.events import Event
-from pyps.run.ranks import Place
+from pyps.run.events import RunEvent
+from pyps.run.ranks import RankSpec
 from pyps.run.report import (
     Report,
-    Totals,
+    StoreTotals,
+    distribution,
     iteration_times,
     make_report,
     read_report,
-    spread,
-    steady,
     version_times,
+    without_startup_wait,
 )
+from pyps.run.spec import RunOptions, RunSpec
+from pyps.store.policies import BSP
 
 B = 10
 BATCHES = (7, 3)
 ROUND_SECONDS = 2.0
-PLACES = [Place(k, f"device-{k}", b, ROUND_SECONDS, None) for k, b in enumerate(BATCHES)]
+PREDICTED_SECONDS = 1.6
+RANKS = [RankSpec(k, f"device-{k}", b, ROUND_SECONDS, None) for k, b in enumerate(BATCHES)]
+
+SPEC = RunSpec(
+    plan=msgspec.structs.replace(make_plan(BATCHES), iteration_seconds=PREDICTED_SECONDS),
+    policy=BSP(),
+    options=RunOptions(samples=100, seed=3),
+    ranks=tuple(RANKS),
+    codecs=(),
+    store="",
+    run_dir=Path(),
+    command=(),
+)
 
 
 def record(rank: int, step: int, version: int, begin: float, **changes: object) -> StepRecord:
@@ -42,11 +57,8 @@ def record(rank: int, step: int, version: int, begin: float, **changes: object) 
         ("wait", begin + 0.1 + compute, begin + 1.75),
         ("push", begin + 1.75, begin + ROUND_SECONDS),
     ]
-    whole = StepRecord(
-        rank=rank, pid=100 + rank, step=step, round=step - 1, plan=0, first=0, samples=BATCHES[rank],
-        batch=BATCHES[rank], version=version, staleness=0, sources=2, loss=1.0, spans=spans,
-    )  # fmt: skip
-    return msgspec.structs.replace(whole, **changes)
+    whole = make_record(rank, step, BATCHES[rank], spans, loss=1.0)
+    return msgspec.structs.replace(whole, version=version, **changes)
 
 
 def rounds(count: int) -> list[StepRecord]:
@@ -55,12 +67,9 @@ def rounds(count: int) -> list[StepRecord]:
 
 
 def report_of(
-    records: list[StepRecord], totals: Totals | None = None, events: list[Event] | None = None
+    records: list[StepRecord], totals: StoreTotals | None = None, events: list[RunEvent] | None = None
 ) -> Report:
-    return make_report(
-        PLACES, records, events or [], totals or Totals(), outcome="finished", policy="bsp", even=False,
-        seed=3, global_batch=B, samples=100, predicted_seconds=1.6,
-    )  # fmt: skip
+    return make_report(SPEC, records, events or [], totals or StoreTotals(), "finished")
 
 
 def test_synchronous_iteration_is_the_round() -> None:
@@ -117,19 +126,19 @@ def test_phases_idle_share_and_ratio() -> None:
     assert fast.idle_share == pytest.approx(0.65 / 2.0)
     assert report.idle_share == pytest.approx((0.15 + 0.65) / 4.0)
     assert report.iteration_seconds.median == pytest.approx(ROUND_SECONDS)
-    assert report.ratio == pytest.approx(ROUND_SECONDS / 1.6)
+    assert report.measured_over_predicted == pytest.approx(ROUND_SECONDS / PREDICTED_SECONDS)
     assert (report.versions, report.samples.trained) == (5, 50)
 
 
 def test_waiting_for_all_to_join_is_not_idleness() -> None:
     late = [record(0, 1, 1, 0.0, spans=[("wait", -30.0, 0.0), ("compute", 0.0, 2.0)])]
-    assert steady(late)[0].spans == [("compute", 0.0, 2.0)]
+    assert without_startup_wait(late)[0].spans == [("compute", 0.0, 2.0)]
     assert report_of(late).idle_share == 0.0
 
 
 def test_the_stores_counters_go_before_the_records() -> None:
     """The last record of a killed worker may be missing although its gradient was taken."""
-    totals = Totals(versions=6, lost=0, samples=(42, 18), skipped=(0, 0), returned=(7, 0))
+    totals = StoreTotals(versions=6, dropped=0, samples=(42, 18), skipped=(0, 0), returned=(7, 0))
     report = report_of(rounds(5), totals)
     assert report.samples.trained == 60
     assert report.samples.returned == 7
@@ -138,11 +147,11 @@ def test_the_stores_counters_go_before_the_records() -> None:
 
 def test_processes_and_restarts() -> None:
     events = [
-        Event("started", 1.0, 0.0, 0, 100),
-        Event("started", 1.5, 0.0, 1, 101),
-        Event("died", 2.0, 0.0, 1, 101, detail="killed by SIGKILL"),
-        Event("restarted", 3.0, 0.0, 1, 102),
-        Event("ended", 9.0, 0.0),
+        RunEvent("started", 1.0, 0.0, 0, 100),
+        RunEvent("started", 1.5, 0.0, 1, 101),
+        RunEvent("died", 2.0, 0.0, 1, 101, detail="killed by SIGKILL"),
+        RunEvent("restarted", 3.0, 0.0, 1, 102),
+        RunEvent("ended", 9.0, 0.0),
     ]
     report = report_of(rounds(3), events=events)
     assert report.restarts == 1
@@ -152,8 +161,8 @@ def test_processes_and_restarts() -> None:
 
 def test_a_run_that_never_began() -> None:
     report = report_of([])
-    assert report.iteration_seconds == spread([])
-    assert report.ratio is None
+    assert report.iteration_seconds == distribution([])
+    assert report.measured_over_predicted is None
     assert report.samples.trained == 0
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +17,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_tools import make_plan
 
 from pyps.errors import InputError
-from pyps.formats import EvenSplit, Fit, HpsEstimate, Plan, PlanWorker, R2spSchedule, write_json
+from pyps.formats import Fit, write_json
 from pyps.native.values import Codec, Encoding
+from pyps.run import RunOptions, run
 from pyps.run.events import read_events
-from pyps.run.launcher import Job, TrainingFailed
-from pyps.run.process import Child, end_all
-from pyps.run.ranks import Place, even_plan, line_up, throttles
+from pyps.run.launcher import TrainingFailed
+from pyps.run.process import WorkerProcess, end_processes
+from pyps.run.ranks import even_plan, rank_specs, throttles
 from pyps.run.report import read_report
-from pyps.run.supervisor import run
+from pyps.run.spec import prepare
 from pyps.store.policies import BSP
-from pyps.worker.settings import ThrottleSpec, read_settings
+from pyps.worker.settings import Settings, ThrottleSpec, Variable
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 BATCHES = (5, 3)
@@ -85,28 +87,6 @@ time.sleep(600)
 """
 
 
-def make_plan(batches: Sequence[int] = BATCHES, throttle: float = 1.0, feasible: bool = True) -> Plan:
-    """A plan for workers device-0, device-1, ..."""
-    total = sum(batches)
-    workers = [
-        PlanWorker(
-            rank=k, name=f"device-{k}", batch=b, micro_batch=b, accumulation=1, weight=b / total,
-            predicted_seconds=0.1, throttle=throttle,
-        )
-        for k, b in enumerate(batches)
-    ]  # fmt: skip
-    ring = R2spSchedule(
-        feasible=None, period_seconds=0.1, gap_seconds=0.05, order=list(range(len(batches))),
-        offsets_seconds=[0.05 * k for k in range(len(batches))],
-    )  # fmt: skip
-    return Plan(
-        global_batch=total, iteration_seconds=0.1, lower_bound_seconds=0.09,
-        even_split=EvenSplit(feasible=feasible, seconds=0.2 if feasible else None),
-        speedup_over_even=2.0 if feasible else None, workers=workers, r2sp=ring, hps=HpsEstimate(),
-        warnings=[],
-    )  # fmt: skip
-
-
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     write_json(tmp_path / "plan.json", make_plan())
@@ -117,6 +97,15 @@ def script(folder: Path, within: str = "", text: str = TRAIN) -> Path:
     path = folder / "train.py"
     path.write_text(text.replace("{within}", within.strip()) if text is TRAIN else text)
     return path
+
+
+def options_for(plan: Path, samples: int, folder: Path) -> list[object]:
+    """The options of a run of so many samples, whose folder is `folder`/out."""
+    return ["--plan", plan, "--samples", str(samples), "--run-dir", folder / "out"]
+
+
+def pyps_run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PYPS, "run", *map(str, arguments)], capture_output=True, text=True)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -153,15 +142,18 @@ def reference() -> dict[str, torch.Tensor]:
 
 def test_a_run_from_the_command_line(shm: Path, plan: Path, tmp_path: Path) -> None:
     """JSON alone on stdout, the workers' lines on stderr, and what one process would have trained."""
-    done = subprocess.run(
-        [PYPS, "run", "--plan", plan, "--samples", str(SAMPLES), "--seed", "7", "--run-dir", tmp_path / "out",
-         "--snapshot-every", "1", "--json", script(tmp_path), "--width", "3"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    options = [*options_for(plan, SAMPLES, tmp_path), "--seed", "7", "--snapshot-every", "1", "--json"]
+    done = pyps_run(*options, script(tmp_path), "--width", "3")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["samples"] == {"asked": SAMPLES, "trained": SAMPLES, "skipped": 0, "returned": 0, "lost": 0}
+    assert report["samples"] == {
+        "requested": SAMPLES,
+        "trained": SAMPLES,
+        "skipped": 0,
+        "returned": 0,
+        "dropped": 0,
+    }
     assert report["versions"] == ROUNDS
     assert [rank["samples"] for rank in report["ranks"]] == [5 * ROUNDS, 3 * ROUNDS]
     assert "[0] attached --width 3" in done.stderr
@@ -183,11 +175,12 @@ def test_a_run_from_the_command_line(shm: Path, plan: Path, tmp_path: Path) -> N
 def test_a_killed_worker_comes_back_and_every_sample_is_accounted_for(
     shm: Path, plan: Path, tmp_path: Path, policy: str
 ) -> None:
-    report = run(plan, script(tmp_path, KILLED_ONCE), policy, samples=SAMPLES, run_dir=tmp_path / "out")
+    options = RunOptions(samples=SAMPLES, policy=policy, run_dir=tmp_path / "out")
+    report = run(plan, script(tmp_path, KILLED_ONCE), options)
     assert report.outcome == "finished"
     assert report.restarts == 1
-    assert report.samples.trained + report.samples.lost == SAMPLES
-    assert report.samples.lost == 0
+    assert report.samples.trained + report.samples.dropped == SAMPLES
+    assert report.samples.dropped == 0
     events = read_events(tmp_path / "out" / "run.jsonl")
     assert [e.detail for e in events if e.kind == "died"] == ["killed by SIGKILL"]
     assert [e.rank for e in events if e.kind == "restarted"] == [1]
@@ -195,11 +188,7 @@ def test_a_killed_worker_comes_back_and_every_sample_is_accounted_for(
 
 
 def test_a_script_that_raises_ends_the_run_with_its_last_words(shm: Path, plan: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [PYPS, "run", "--plan", plan, "--samples", "0", "--max-restarts", "1", "--run-dir",
-         tmp_path / "out", script(tmp_path, RAISES)],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = pyps_run(*options_for(plan, 0, tmp_path), "--max-restarts", "1", script(tmp_path, RAISES))
     assert done.returncode == 1
     assert "rank 1 (device-1): exit code 1 after 1 restart: " in done.stderr
     assert done.stderr.rstrip().endswith("RuntimeError: the cat sat on the keyboard")
@@ -220,7 +209,7 @@ def test_a_rank_that_fails_by_itself_before_its_first_step_is_tried_twice(
     shm: Path, plan: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingFailed, match="after 1 restart: NameError: criterion"):
-        run(plan, script(tmp_path, FAILS_AT_ONCE), samples=0, run_dir=tmp_path / "out")
+        run(plan, script(tmp_path, FAILS_AT_ONCE), RunOptions(samples=0, run_dir=tmp_path / "out"))
     assert (tmp_path / "out" / "gpu-1").read_text() == "1"
 
 
@@ -235,7 +224,7 @@ def test_a_worker_that_never_joined_is_not_restarted(
     shm: Path, plan: Path, tmp_path: Path, text: str, code: int, words: str
 ) -> None:
     with pytest.raises(TrainingFailed, match="before it had joined") as caught:
-        run(plan, script(tmp_path, text=text), samples=SAMPLES, run_dir=tmp_path / "out")
+        run(plan, script(tmp_path, text=text), RunOptions(samples=SAMPLES, run_dir=tmp_path / "out"))
     assert words in str(caught.value)
     assert f"exit code {code}" in str(caught.value)
     report = read_report(tmp_path / "out" / "report.json")
@@ -243,17 +232,7 @@ def test_a_worker_that_never_joined_is_not_restarted(
 
 
 def test_an_interrupt_leaves_nothing(shm: Path, plan: Path, tmp_path: Path) -> None:
-    command = [
-        PYPS,
-        "run",
-        "--plan",
-        plan,
-        "--samples",
-        "0",
-        "--run-dir",
-        tmp_path / "out",
-        script(tmp_path, SLOW),
-    ]
+    command = [PYPS, "run", *options_for(plan, 0, tmp_path), script(tmp_path, SLOW)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         notes = [tmp_path / "out" / f"pid-{rank}" for rank in (0, 1)]
         until(lambda: all(note.exists() and note.read_text() for note in notes))
@@ -268,11 +247,11 @@ def test_an_interrupt_leaves_nothing(shm: Path, plan: Path, tmp_path: Path) -> N
     assert read_report(tmp_path / "out" / "report.json").outcome == "interrupted"
 
 
-def test_workers_do_not_outlive_a_killed_supervisor(shm: Path, plan: Path, tmp_path: Path) -> None:
+def test_workers_do_not_outlive_a_killed_launcher(shm: Path, plan: Path, tmp_path: Path) -> None:
     path = script(
         tmp_path, text=SLEEPS.replace("loader = ", "loader = None and ").replace("{loader.pid}", "1")
     )
-    command = [PYPS, "run", "--plan", plan, "--samples", "0", "--run-dir", tmp_path / "out", path]
+    command = [PYPS, "run", *options_for(plan, 0, tmp_path), path]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         notes = [tmp_path / "out" / f"pid-{rank}" for rank in (0, 1)]
         until(lambda: all(note.exists() for note in notes))
@@ -281,7 +260,7 @@ def test_workers_do_not_outlive_a_killed_supervisor(shm: Path, plan: Path, tmp_p
     until(lambda: not any(map(alive, pids)))
 
 
-def test_an_exception_in_the_supervisor_ends_the_workers_and_their_children(
+def test_an_exception_in_the_launcher_ends_the_workers_and_their_children(
     shm: Path, plan: Path, tmp_path: Path
 ) -> None:
     notes = [tmp_path / "out" / f"pid-{rank}" for rank in (0, 1)]
@@ -292,38 +271,38 @@ def test_an_exception_in_the_supervisor_ends_the_workers_and_their_children(
 
     path = script(tmp_path, text=SLEEPS)
     with pytest.raises(ZeroDivisionError):
-        run(plan, path, args=["with-a-child"], samples=0, run_dir=tmp_path / "out", on_tick=fail)
+        run(plan, path, RunOptions(samples=0, args=["with-a-child"], run_dir=tmp_path / "out"), on_tick=fail)
     pids = [int(pid) for note in notes for pid in note.read_text().split()]
     assert len(pids) == 4
     until(lambda: not any(map(alive, pids)))
     assert read_report(tmp_path / "out" / "report.json").error == "ZeroDivisionError"
 
 
-def test_a_child_that_ignores_signals_or_is_stopped_is_killed(tmp_path: Path) -> None:
+def test_a_process_that_ignores_signals_or_is_stopped_is_killed(tmp_path: Path) -> None:
     deaf = ["sh", "-c", "trap '' INT TERM; echo ready; while :; do sleep 0.05; done"]
-    children = [Child(rank, deaf, os.environ, tmp_path / f"{rank}.log") for rank in (0, 1)]
-    for child in children:
-        until(lambda child=child: b"ready" in (child.read(child.streams()[0]) and b"ready"))
-    os.kill(children[1].pid, signal.SIGSTOP)
+    processes = [WorkerProcess(rank, deaf, os.environ, tmp_path / f"{rank}.log") for rank in (0, 1)]
+    for process in processes:
+        until(lambda process=process: b"ready" in (process.read(process.streams()[0]) and b"ready"))
+    os.kill(processes[1].pid, signal.SIGSTOP)
     began = time.monotonic()
-    end_all(children, signal.SIGINT, grace_seconds=0.1)
+    end_processes(processes, signal.SIGINT, grace_seconds=0.1)
     assert time.monotonic() - began < 5.0
-    assert [child.verdict() for child in children] == ["killed by SIGKILL"] * 2
-    for child in children:
-        child.close()
+    assert [process.exit_reason() for process in processes] == ["killed by SIGKILL"] * 2
+    for process in processes:
+        process.close()
 
 
 def test_the_tail_of_stderr_is_kept_to_its_last_half_line(tmp_path: Path) -> None:
     code = "import sys; [print(k, file=sys.stderr) for k in range(100)]; sys.stderr.write('no newline')"
-    child = Child(0, [sys.executable, "-c", code], os.environ, tmp_path / "log")
-    until(lambda: child.poll() is not None)
+    process = WorkerProcess(0, [sys.executable, "-c", code], os.environ, tmp_path / "log")
+    until(lambda: process.poll() is not None)
     seen: list[str] = []
-    for stream in child.streams():
+    for stream in process.streams():
         while not stream.closed:
-            seen += child.read(stream)
-    child.close()
+            seen += process.read(stream)
+    process.close()
     assert seen == [*map(str, range(100)), "no newline"]
-    assert list(child.tail) == [*map(str, range(81, 100)), "no newline"]
+    assert list(process.stderr_tail) == [*map(str, range(81, 100)), "no newline"]
     assert (tmp_path / "log").read_text().endswith("99\nno newline")
 
 
@@ -332,12 +311,11 @@ def test_the_tail_of_stderr_is_kept_to_its_last_half_line(tmp_path: Path) -> Non
 
 def refused(default: Path, tmp_path: Path, **changes: object) -> InputError:
     """What run() says; nothing may have been started or left."""
-    given: dict[str, object] = {
-        "plan": default, "script": script(tmp_path), "samples": SAMPLES,
-        "run_dir": tmp_path / "out", **changes,
-    }  # fmt: skip
+    path = changes.pop("plan", default)
+    train = changes.pop("script", None) or script(tmp_path)
+    options = {"samples": SAMPLES, "run_dir": tmp_path / "out", **changes}
     with pytest.raises(InputError) as caught:
-        run(**given)  # type: ignore[arg-type]
+        run(path, train, RunOptions(**options))  # type: ignore[arg-type]
     assert not (tmp_path / "out" / "run.jsonl").exists()
     return caught.value
 
@@ -388,10 +366,7 @@ def test_a_bad_plan_is_exit_2_and_one_message(
 ) -> None:
     raw = json.loads(plan.read_text())
     plan.write_text(json.dumps({**raw, field: value}))
-    done = subprocess.run(
-        [PYPS, "run", "--plan", plan, "--samples", "8", "--run-dir", tmp_path / "out", script(tmp_path)],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = pyps_run(*options_for(plan, 8, tmp_path), script(tmp_path))
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     for word in (str(plan), *words):
@@ -400,13 +375,13 @@ def test_a_bad_plan_is_exit_2_and_one_message(
 
 
 def test_how_long_has_to_be_said(plan: Path, tmp_path: Path) -> None:
-    done = subprocess.run([PYPS, "run", "--plan", plan, script(tmp_path)], capture_output=True, text=True)
+    done = pyps_run("--plan", plan, script(tmp_path))
     assert done.returncode == 2
     assert "--samples" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-# -- Who runs as what --
+# -- Ranks and settings --
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any))
@@ -434,8 +409,8 @@ def test_even_batches_predict_with_the_fits() -> None:
 
 
 def test_workers_without_a_batch_do_not_run() -> None:
-    places = line_up(make_plan([5, 0, 3]), [None] * 3)
-    assert [(p.rank, p.name, p.batch) for p in places] == [(0, "device-0", 5), (1, "device-2", 3)]
+    specs = rank_specs(make_plan([5, 0, 3]), [None] * 3)
+    assert [(s.rank, s.name, s.batch) for s in specs] == [(0, "device-0", 5), (1, "device-2", 3)]
 
 
 def test_throttles_come_from_the_plan_or_from_the_clusters_profiles(tmp_path: Path) -> None:
@@ -454,31 +429,38 @@ def test_throttles_come_from_the_plan_or_from_the_clusters_profiles(tmp_path: Pa
         throttles(make_plan([2, 3, 3]), "plan.json", tmp_path / "cluster.toml")
 
 
-@pytest.mark.parametrize("spec", [None, ThrottleSpec(factor=2.5)])
-def test_the_worker_reads_what_the_supervisor_wrote(
-    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: ThrottleSpec | None
+@pytest.mark.parametrize("codec", ["int8", "f32"])
+@pytest.mark.parametrize("throttle", [None, "plan"])
+def test_the_worker_reads_what_the_launcher_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, throttle: str | None, codec: str
 ) -> None:
-    """The environment is a contract between two modules; both ends of it are held here."""
     monkeypatch.setenv("PYPS_THROTTLE", '{"factor": 99}')
-    place = Place(1, "device-1", 3, None, spec)
-    rules = BSP(round_timeout_seconds=7.5)
-    job = Job("a-name", ("python",), (place,), plan, rules, 80, 11, Codec.INT8, tmp_path, 3, 0)
-    env = job.environment(place)
-    for name in ("PYPS_THROTTLE",):
-        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYPS_JOURNAL", "of-another-run")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    write_json(tmp_path / "plan.json", make_plan(throttle=2.5))
+    options = RunOptions(
+        samples=80,
+        policy=BSP(round_timeout_seconds=7.5),
+        seed=11,
+        codec=codec,
+        run_dir=tmp_path / "out",
+        throttle_from=throttle,
+    )
+    spec = prepare(tmp_path / "plan.json", script(tmp_path), options)
+    written = spec.settings(spec.ranks[1])
+    env = spec.environment(spec.ranks[1])
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    found = read_settings(None, None, None, None, None, None, None)
-    assert (found.store, found.rank, found.batches, found.samples, found.seed) == (
-        "a-name",
-        1,
-        BATCHES,
-        80,
-        11,
-    )
-    assert found.policy == rules
-    assert found.encoding == Encoding(Codec.INT8, error_feedback=True)
-    assert (found.run_dir, found.throttle, found.launched) == (tmp_path, spec, True)
-    assert (env.get("OMP_NUM_THREADS") == "1") == (
-        spec is not None or os.environ.get("OMP_NUM_THREADS") == "1"
-    )
+    found = Settings.from_env()
+    assert found == written
+    assert (found.store, found.rank, found.batches) == (spec.store, 1, BATCHES)
+    assert (found.policy, found.samples, found.seed) == (options.policy, 80, 11)
+    assert found.encoding == Encoding(Codec[codec.upper()], error_feedback=codec == "int8")
+    assert found.throttle == (ThrottleSpec(factor=2.5) if throttle else None)
+    assert (found.run_dir, found.journal, found.launched) == (tmp_path / "out", None, True)
+    assert env.get("OMP_NUM_THREADS") == ("1" if throttle else None)
+
+
+def test_to_env_writes_every_variable(tmp_path: Path) -> None:
+    """A variable that another run left in the environment must not reach a worker."""
+    assert Settings("store", 0, BSP()).to_env().keys() == {variable.value for variable in Variable}

@@ -8,18 +8,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from run_tools import make_record
+
 from pyps.formats import encode
 from pyps.formats.records import RecordWriter, Span, StepRecord, read_records
-from pyps.run.events import Event
-from pyps.run.ranks import Place
+from pyps.run.events import RunEvent
+from pyps.run.ranks import RankSpec
 from pyps.run.trace import make_trace
 
-PLACES = [Place(0, "v100", 20, 0.1, None), Place(1, "t4", 8, 0.1, None)]
+RANKS = [RankSpec(0, "v100", 20, 0.1, None), RankSpec(1, "t4", 8, 0.1, None)]
 EVENTS = [
-    Event("started", 99.0, 1.7e9, 0, 4001),
-    Event("died", 101.5, 1.7e9, 1, 4002, detail="killed by SIGKILL"),
-    Event("snapshot", 101.0, 1.7e9, version=2, detail="000000002.npz"),
-    Event("ended", 102.0, 1.7e9, detail="finished"),
+    RunEvent("started", 99.0, 1.7e9, 0, 4001),
+    RunEvent("died", 101.5, 1.7e9, 1, 4002, detail="killed by SIGKILL"),
+    RunEvent("snapshot", 101.0, 1.7e9, version=2, detail="000000002.npz"),
+    RunEvent("ended", 102.0, 1.7e9, detail="finished"),
 ]
 
 
@@ -30,22 +32,19 @@ def record(rank: int, step: int, begin: float, loss: float | None = 0.5) -> Step
         ("compute", begin + 0.2, begin + 0.7),
         ("push", begin + 0.7, begin + 0.9),
     ]
-    return StepRecord(
-        rank=rank, pid=4001 + rank, step=step, round=step, plan=0, first=0, samples=20, batch=20,
-        version=step, staleness=0, sources=2, loss=loss, spans=spans,
-    )  # fmt: skip
+    return make_record(rank, step, 20, spans, loss)
 
 
 RECORDS = [record(rank, step, 100.0 + step) for step in (1, 2) for rank in (0, 1)]
 
 
 def trace() -> dict[str, Any]:
-    whole: dict[str, Any] = json.loads(encode(make_trace(PLACES, RECORDS, EVENTS)))
+    whole: dict[str, Any] = json.loads(encode(make_trace(RANKS, RECORDS, EVENTS)))
     return whole
 
 
 def check_format(whole: dict[str, Any]) -> None:
-    """The Trace Event Format's demands on the events that are used here."""
+    """The Trace RunEvent Format's demands on the events that are used here."""
     assert whole["displayTimeUnit"] in ("ms", "ns")
     for event in whole["traceEvents"]:
         assert isinstance(event["pid"], int)
@@ -113,11 +112,11 @@ def test_events_are_marks_on_the_right_track() -> None:
 def test_a_loss_that_is_not_a_number_does_not_spoil_the_file(tmp_path: Path) -> None:
     with RecordWriter(tmp_path / "worker-0-1.jsonl") as writer:
         writer.write(record(0, 1, 100.0, loss=math.nan))
-    check_format(json.loads(encode(make_trace(PLACES, read_records(tmp_path / "worker-0-1.jsonl"), []))))
+    check_format(json.loads(encode(make_trace(RANKS, read_records(tmp_path / "worker-0-1.jsonl"), []))))
 
 
 def test_runs_in_one_file_share_no_track() -> None:
-    one, other = (make_trace(PLACES, RECORDS, EVENTS, process=p, title=f"run {p}") for p in (1, 2))
+    one, other = (make_trace(RANKS, RECORDS, EVENTS, process=p, title=f"run {p}") for p in (1, 2))
     tracks = [{e["tid"] for e in whole["traceEvents"] if e["ph"] != "M"} for whole in (one, other)]
     assert len(tracks[0]) == len(tracks[1]) == 3
     assert not tracks[0] & tracks[1]
@@ -125,4 +124,4 @@ def test_runs_in_one_file_share_no_track() -> None:
 
 
 def test_nothing_happened() -> None:
-    check_format(json.loads(encode(make_trace(PLACES, [], []))))
+    check_format(json.loads(encode(make_trace(RANKS, [], []))))

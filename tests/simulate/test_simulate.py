@@ -219,7 +219,7 @@ def test_delay_compensation_without_strength_is_asp() -> None:
 def test_torch_learns_as_numpy_does() -> None:
     torch = pytest.importorskip("torch")
     from pyps.simulate import TorchLearning
-    from pyps.tasks.builtin import TrainingTask
+    from pyps.tasks import TrainingTask
 
     numpy_side = Logistic()
     model = torch.nn.Linear(20, 5, bias=False).double()

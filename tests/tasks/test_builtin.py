@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pyps.errors import InputError, PypsError
-from pyps.tasks.builtin import BUILTIN, TrainingTask, load_task
+from pyps.tasks import TrainingTask, load_task
+from pyps.tasks.builtin import BUILTIN
 
 torch.set_num_threads(1)
 
@@ -90,7 +91,7 @@ def test_digits_cnn_learns_the_digits() -> None:
 
 USER_MODULE = """
 import torch
-from pyps.tasks.builtin import TrainingTask
+from pyps.tasks import TrainingTask
 
 def good():
     return TrainingTask(
@@ -134,7 +135,7 @@ def test_a_users_factory(user_folder: Path) -> None:
         ("user_task_module:absent", "found no 'absent'; expected a function of user_task_module: "),
         ("user_task_module:number", "found no 'number'"),
         ("user_task_module:raises", "RuntimeError: no data here"),
-        ("user_task_module:wrong", "found a Linear returned; expected pyps.tasks.builtin.TrainingTask"),
+        ("user_task_module:wrong", "found a Linear returned; expected pyps.tasks.TrainingTask"),
     ],
 )
 def test_what_cannot_be_loaded(user_folder: Path, name: str, message: str) -> None:

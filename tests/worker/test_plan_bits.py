@@ -20,7 +20,7 @@ from pyps.formats.records import read_run
 from pyps.native.values import Codec
 from pyps.store.codec import decode
 from pyps.worker.loop import Worker
-from pyps.worker.settings import Settings, read_settings
+from pyps.worker.settings import Settings
 
 
 def plan_of_bits(batches: list[int], bits: dict[int, tuple[int, int]]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def by_plan(monkeypatch: pytest.MonkeyPatch, path: Path, plan: dict[str, Any], r
     path.write_text(json.dumps(plan))
     for name, value in (("STORE", "run"), ("RANK", rank), ("PLAN", path), ("CODEC", "plan")):
         monkeypatch.setenv(f"PYPS_{name}", str(value))
-    return read_settings(None, None, None, None, None, None, None)
+    return Settings.from_env()
 
 
 def test_each_rank_has_its_own_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_plan_without_bits_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with pytest.raises(InputError, match=r"hps\.workers: found 0 workers; expected bits for rank 1"):
         by_plan(monkeypatch, tmp_path / "plan.json", plan_with([4, 4]), 1)
     with pytest.raises(InputError, match="'plan' without a plan"):
-        read_settings("run", 0, [1], None, None, None, None, codec="plan")
+        Settings.from_env("run", 0, [1], None, None, None, None, codec="plan")
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.BF16])
@@ -66,7 +66,7 @@ def test_parameters_are_what_the_code_carries_of_the_fp32_ones(
 ) -> None:
     model = make_model()
     settings = replace(
-        read_settings("run", 0, [10], policy, SAMPLES, 5, None, pipeline=pipeline), pull_codec=codec
+        Settings.from_env("run", 0, [10], policy, SAMPLES, 5, None, pipeline=pipeline), pull_codec=codec
     )
     expected: list[np.ndarray] = []
     with Worker(settings) as worker:
@@ -87,7 +87,9 @@ def test_few_bits_both_ways_train_as_well(shm: Path) -> None:
     losses = {}
     for codec in (Codec.F32, Codec.INT8):
         model = make_model()
-        base = read_settings("run", 0, [SAMPLES], "asp", 300 * SAMPLES, 5, None, codec=codec, pipeline=True)
+        base = Settings.from_env(
+            "run", 0, [SAMPLES], "asp", 300 * SAMPLES, 5, None, codec=codec, pipeline=True
+        )
         with Worker(replace(base, pull_codec=codec)) as worker:
             worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for x, y in worker.batches((X, Y)):
@@ -115,7 +117,7 @@ def test_pyps_run_pipes_with_the_plans_bits_and_survives_a_kill(shm: Path, tmp_p
     assert max(record.staleness for record in records) == 1
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert (report["outcome"], report["restarts"]) == ("finished", 1)
-    assert (report["samples"]["trained"], report["samples"]["lost"]) == (240, 0)
+    assert (report["samples"]["trained"], report["samples"]["dropped"]) == (240, 0)
     rows = json.loads((tmp_path / "out/trace.json").read_text())["traceEvents"]
     names = {row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     assert {"rank 0: transfers", "rank 1: transfers"} <= names

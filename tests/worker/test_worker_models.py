@@ -31,7 +31,7 @@ from pyps.formats.records import RecordWriter, read_records, record_path
 from pyps.store import Store
 from pyps.worker.attach import inspect, load_parameters
 from pyps.worker.loop import Worker, join
-from pyps.worker.settings import read_settings
+from pyps.worker.settings import Settings
 
 
 class Odd(nn.Module):
@@ -318,7 +318,7 @@ def test_bad_environment_is_named(
     monkeypatch.setenv("PYPS_RANK", "0")
     monkeypatch.setenv(variable, value)
     with pytest.raises(InputError, match=message):
-        read_settings(None, None, None, None, None, None, None)
+        Settings.from_env()
 
 
 def test_records_survive_a_kill(worker: Worker, tmp_path: Path) -> None:

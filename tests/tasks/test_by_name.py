@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyps.errors import InputError
-from pyps.tasks.builtin import load_task
+from pyps.tasks import load_task
 
 SCRIPT = """
 import torch

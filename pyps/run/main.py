@@ -1,0 +1,63 @@
+"""`run`: train by a plan with one process for each rank on this machine, and report.
+
+Afterwards the run's folder holds plan.json (as it was run), run.jsonl (events), worker-<rank>-<pid>.jsonl
+(step records of a process), worker-<rank>.log (what it printed), report.json, trace.json, parameters.npz (the
+result), and snapshots/ if asked for.
+"""
+
+from __future__ import annotations
+
+from pyps.formats import write_json
+from pyps.formats.records import read_run
+from pyps.run.events import EventLog
+from pyps.run.launcher import Interrupted, Launcher, OnLine, OnTick
+from pyps.run.report import Report, RunOutcome, make_report
+from pyps.run.spec import EVENTS, RunOptions, RunSpec, StrPath, prepare
+from pyps.run.trace import make_trace
+
+
+def run(
+    plan: StrPath,
+    script: StrPath,
+    options: RunOptions,
+    *,
+    on_line: OnLine | None = None,
+    on_tick: OnTick | None = None,
+) -> Report:
+    """Run `script` once for each rank of the plan until `options.samples` are trained; the report.
+
+    plan: path of a pyps.plan/1 file.
+    script: path of a Python script that calls pyps.join().
+    options: how to train; only `samples` has no default.
+    on_line: called with (rank, line, is_stderr) for each line that a worker prints.
+    on_tick: called about 20 times a second with the store's status, None before the store is there.
+
+    Raises InputError before anything starts, TrainingFailed and Interrupted afterwards, when the run's folder
+    holds a report too.
+    """
+    return _launch(prepare(plan, script, options), on_line, on_tick)
+
+
+def _launch(spec: RunSpec, on_line: OnLine | None, on_tick: OnTick | None) -> Report:
+    """Launch the ranks, and write the report and the trace however the run ends."""
+    outcome: RunOutcome = "failed"
+    error = ""
+    with EventLog(spec.run_dir / EVENTS) as log:
+        launcher = Launcher(spec, log, on_line, on_tick)
+        try:
+            with launcher:
+                launcher.run()
+            outcome = "finished"
+        except Interrupted as stop:
+            outcome, error = "interrupted", str(stop)
+            raise
+        except BaseException as failure:
+            error = str(failure) or type(failure).__name__
+            raise
+        finally:
+            log.write("ended", detail=outcome)
+            records = read_run(spec.run_dir)
+            report = make_report(spec, records, log.events, launcher.totals, outcome, error)
+            write_json(spec.run_dir / "report.json", report)
+            write_json(spec.run_dir / "trace.json", make_trace(spec.ranks, records, log.events))
+    return report
