@@ -25,7 +25,7 @@ from pyps.store.policies import Policy, policy_named
 
 app = typer.Typer(add_completion=False)
 POLICY_HELP = f"Synchronization policy: {', '.join(Policy.known)}; parameters after a colon: ssp:bound=4."
-CODEC_HELP = "Encoding of gradients: f32, bf16, f16, int8, int4, nf4; plan: the plan's bits, both ways."
+CODEC_HELP = "Encoding of gradients; f32, bf16, f16, int8, int4, nf4; plan: the plan's bits, both ways."
 RUN_DIR_HELP = "Folder of the run, by default pyps-runs/<time>-<pid>."
 ARGS_HELP = "The script's arguments."
 PIPELINE_HELP = "Overlap push and pull with the next step's compute."

@@ -37,7 +37,7 @@ def simulate_command(
     iterations: Annotated[int, typer.Option(min=1, help="Global batches to train.")] = 100,
     even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the planned ones.")] = False,
     learn: Annotated[
-        str, typer.Option(help="Compute real gradients: logistic (NumPy), or a task as in `pyps profile`.")
+        str, typer.Option(help="Compute real gradients; logistic (NumPy), or a task as in `pyps profile`.")
     ] = "",
     lr: Annotated[float, typer.Option(help="Learning rate for one global batch.")] = 0.1,
     target_loss: Annotated[
