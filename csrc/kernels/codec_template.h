@@ -28,10 +28,10 @@
 
 /* The bits of the largest magnitude; as integers they order as the magnitudes do, NaN above all. */
 INLINE uint32_t NAME(largest)(IVEC top) {
-    uint32_t lanes[WIDTH], most = 0;
+    uint32_t lanes[WIDTH], greatest = 0;
     memcpy(lanes, &top, sizeof lanes);
-    for (int i = 0; i < WIDTH; i++) most = lanes[i] > most ? lanes[i] : most;
-    return most;
+    for (int i = 0; i < WIDTH; i++) greatest = lanes[i] > greatest ? lanes[i] : greatest;
+    return greatest;
 }
 
 INLINE uint32_t NAME(magnitude)(const float *x, size_t n) {

@@ -17,7 +17,9 @@ int pyps_set_custom(const pyps_custom *custom) {
 
 static int check_params(const pyps_policy_params *params) {
     (void)params;
-    return callbacks.start ? PYPS_OK : fail(PYPS_EPOLICY, "policy: custom: this process has set none");
+    return callbacks.start
+               ? PYPS_OK
+               : fail(PYPS_EPOLICY, "policy: custom: this process has not called pyps_set_custom");
 }
 
 static pyps_policy_context context_of(const struct view *v, uint32_t slot, uint64_t now) {

@@ -249,7 +249,7 @@ static bool needs_member(enum event_kind kind) {
 static int member_code(const struct view *v, const struct event *e) {
     const struct member *m = view_member(v, e->slot);
     if (m->id != e->id || m->state == PYPS_LEFT || m->state == PYPS_DEAD)
-        return fail(PYPS_EFENCED, "this participant was taken for dead at view %llu; join again",
+        return fail(PYPS_EFENCED, "this participant was found dead at view %llu; join again",
                     (unsigned long long)v->sequence);
     if (m->rank < 0 && needs_rank(e->kind)) return fail(PYPS_EINVAL, "slot %u: no worker is in it", e->slot);
     if (m->state == PYPS_FENCED && e->kind != EVENT_REJOIN)

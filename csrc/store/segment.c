@@ -282,7 +282,7 @@ static int open_file(const char *name, int *fd_out, struct stat *status) {
 /* Uses pread, not a mapping: a file that is shorter than its header says must not raise SIGBUS. */
 static int read_exactly(int fd, void *to, uint64_t bytes, uint64_t offset, const char *what) {
     if (pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes) return PYPS_OK;
-    return fail(PYPS_ECORRUPT, "%s: the file ends before the end of it; the segment is truncated", what);
+    return fail(PYPS_ECORRUPT, "%s: the file ends too early; the segment is truncated", what);
 }
 
 static int check_header(const struct header *h, uint64_t size, struct layout *layout) {
