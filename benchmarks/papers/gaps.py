@@ -32,7 +32,7 @@ KINDS = {
 def measured(seconds: Sequence[float], jitter: Jitter, seed: int) -> tuple[float, float]:
     """The gaps' coefficient of variation, and a mean cycle over the slowest's mean step."""
     workers = tuple(SimWorker(f"w{k}", 8, lambda _, t=t: t, jitter) for k, t in enumerate(seconds))  # type: ignore[misc]
-    result = simulate(Scenario(workers), "r2sp", iterations=CYCLES, seed=seed, slices=True)
+    result = simulate(Scenario(workers), "r2sp", iterations=CYCLES, seed=seed, timeline=True)
     gaps = np.diff([at for _, at in result.pushed_at])[WARM * len(workers) : -len(workers)]
     return float(gaps.std() / gaps.mean()), float(gaps.mean() * len(workers) / max(seconds))
 

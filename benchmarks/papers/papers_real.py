@@ -164,7 +164,7 @@ def _run(case: Case, cluster: Scenario, folder: Path) -> Report:
 
 def _simulate(cluster: Scenario, case: Case) -> Result:
     options = {"iterations": case.iterations, "seed": case.seed, "lr": case.lr}
-    return simulate(cluster, case.policy, learning=digits(case.seed), slices=True, **options)
+    return simulate(cluster, case.policy, objective=digits(case.seed), timeline=True, **options)
 
 
 def steady(cluster: Scenario) -> Scenario:

@@ -141,7 +141,7 @@ class Trial:
             return simulate(
                 self.cluster,
                 self.policy,
-                learning=digits(seed),
+                objective=digits(seed),
                 target_loss=self.scenario.target,
                 **options,
             )

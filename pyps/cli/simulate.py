@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pyps.errors import InputError
-from pyps.simulate import Learning, Logistic, Result, Scenario, TorchLearning, scenario_of, simulate
+from pyps.simulate import Logistic, Objective, Result, Scenario, TorchObjective, scenario_of, simulate
 from pyps.simulate.plot import draw, gantt, histogram, trace
 from pyps.store.policies import Policy, policy_named
 
@@ -66,7 +66,7 @@ def simulate_command(
     """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
     chosen = _policies(policies, round_timeout, pipeline)
     scenario = scenario_of(cluster, even=even)
-    slices = show or plot is not None or trace_to is not None
+    timeline = show or plot is not None or trace_to is not None
     results = []
     for policy in _progress(chosen):
         result = simulate(
@@ -74,10 +74,10 @@ def simulate_command(
             policy,
             iterations=iterations,
             seed=seed,
-            learning=_learning(learn, seed),
+            objective=_objective(learn, seed),
             lr=lr,
             target_loss=target_loss,
-            slices=slices,
+            timeline=timeline,
             pipeline=pipeline,
         )
         results.append(result)
@@ -105,7 +105,7 @@ def _policies(text: str, round_timeout: float, pipeline: bool) -> list[Policy]:
     return [policy_named(name, round_timeout) for name in names]
 
 
-def _learning(name: str, seed: int) -> Learning | None:
+def _objective(name: str, seed: int) -> Objective | None:
     """A new one for each policy: a torch model keeps the parameters that were last loaded into it."""
     if not name:
         return None
@@ -115,12 +115,12 @@ def _learning(name: str, seed: int) -> Learning | None:
 
     task = load_task(name)
     inputs, targets = task.make_batch(TASK_SAMPLES)
-    return TorchLearning(task, inputs, targets, seed)
+    return TorchObjective(task, inputs, targets, seed)
 
 
 def _plain(result: Result, target: float | None) -> dict[str, Any]:
     plain = asdict(result)
-    del plain["slices"], plain["pushed_at"]
+    del plain["timeline"], plain["pushed_at"]
     plain["staleness"] = {str(k): v for k, v in result.staleness.items()}
     more = {"idle_share": result.idle_share, "staleness_mean": result.staleness_mean}
     if target is not None:

@@ -57,7 +57,7 @@ from pyps.formats.profile import (
     Profile,
     check_profile,
 )
-from pyps.formats.simulation import Happening, Host, Jitter, Simulation
+from pyps.formats.simulation import FaultSpec, Host, Jitter, Simulation
 
 __all__ = [
     "FORMATS",
@@ -70,11 +70,11 @@ __all__ = [
     "CostEstimate",
     "Device",
     "EvenSplit",
+    "FaultSpec",
     "Fit",
     "Forecast",
     "GoodputEstimate",
     "GoodputInfo",
-    "Happening",
     "Host",
     "HpsEstimate",
     "HpsWorker",

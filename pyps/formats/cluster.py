@@ -179,8 +179,8 @@ def _check_simulation(where: str, cluster: Cluster) -> None:
                 found = f"{min(twice)!r} a second time"
                 raise InputError(where, f"simulation.host[{k}].workers", found, "workers of no other host")
             held |= set(cluster.named(name))
-    for k, happening in enumerate(cluster.simulation.happening):
-        _check_named(where, f"simulation.happening[{k}].worker", cluster, happening.worker)
+    for k, fault in enumerate(cluster.simulation.fault):
+        _check_named(where, f"simulation.fault[{k}].worker", cluster, fault.worker)
 
 
 def _check_named(where: str, field: str, cluster: Cluster, name: str) -> None:

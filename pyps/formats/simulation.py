@@ -39,7 +39,7 @@ class Host(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: Annotated[list[Name], Meta(min_length=1)]
 
 
-class Happening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FaultSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A fault of a worker, `at` seconds after the start.
 
     slow: for `seconds` (0: to the end) steps take `factor` times as long and `added` seconds more.
@@ -68,4 +68,4 @@ class Simulation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     servers: Annotated[int, Meta(ge=1)] = 1
     jitter: Jitter = Jitter()
     host: list[Host] = []
-    happening: list[Happening] = []
+    fault: list[FaultSpec] = []

@@ -1,25 +1,25 @@
-"""Training in virtual time: the decisions of the C core, the times of cost models, links that are shared.
+"""Simulate training in virtual time: decisions from the C core, times from cost models, shared links.
 
 result = simulate(scenario_of("cluster.toml"), "ssp:bound=4", iterations=100)
 """
 
 from pyps.simulate.devices import Slowdown
 from pyps.simulate.metrics import RankResult, Result
-from pyps.simulate.problem import Learning, Logistic, TorchLearning
+from pyps.simulate.problem import Logistic, Objective, TorchObjective
 from pyps.simulate.replay import replay
 from pyps.simulate.run import compare, simulate
-from pyps.simulate.scenario import Mishap, Scenario, SimWorker, scenario_of
+from pyps.simulate.scenario import Fault, Scenario, SimWorker, scenario_of
 
 __all__ = [
-    "Learning",
+    "Fault",
     "Logistic",
-    "Mishap",
+    "Objective",
     "RankResult",
     "Result",
     "Scenario",
     "SimWorker",
     "Slowdown",
-    "TorchLearning",
+    "TorchObjective",
     "compare",
     "replay",
     "scenario_of",

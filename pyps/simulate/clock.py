@@ -1,7 +1,7 @@
-"""Virtual time: what is to happen when, and who waits for whom. Times are whole nanoseconds.
+"""A clock of virtual time: a queue of events and the processes that they resume. Times are whole nanoseconds.
 
-A life is a generator. It yields the time at which it wants to go on, or None after it has parked itself or
-handed a transfer to a network; whoever it waits for resumes it. Between two yields no time passes.
+A process is a generator, as in SimPy. It yields the time at which it continues. After it has parked itself or
+has begun a transfer it yields None, and the clock resumes it later. No time passes between two yields.
 """
 
 from __future__ import annotations
@@ -11,57 +11,60 @@ from collections.abc import Callable, Generator
 
 from pyps.simulate.network import Network
 
-Life = Generator[int | None, None, None]
+Process = Generator[int | None, None, None]
 Action = Callable[[], None]
-Plan = tuple[int, int]
-NEVER: Plan = (1 << 127, 0)
+When = tuple[int, int]  # a time, and a number that orders events of the same time
+NEVER: When = (1 << 127, 0)
 
 
 class Clock:
-    """The queue of events, the parked lives, and the networks."""
+    """The queue of events, the parked processes and the networks.
 
-    def __init__(self, lives: int, networks: tuple[Network, ...]) -> None:
+    Process `k` is a number from 0 to `processes` - 1; `networks` carry the transfers.
+    """
+
+    def __init__(self, processes: int, networks: tuple[Network, ...]) -> None:
         self.now = 1  # 0 means "no time" to the decision core
         self.progress = 0
-        self.parked: dict[int, tuple[int, int]] = {}  # life -> when it was parked, and which time
-        self.stopped_until = [0] * lives
+        self.parked: dict[int, tuple[int, int]] = {}  # process -> since when, and park_id
+        self.stopped_until = [0] * processes
         self.networks = networks
-        self._queue: list[tuple[int, int, int, Action | None]] = []  # time, order, life or -1, action
+        self._queue: list[tuple[int, int, int, Action | None]] = []  # time, order, process or -1, action
         self._order = 0
-        self._lives: list[Life | None] = [None] * lives
-        self._expected = [0] * lives  # the order number of the entry that may resume a life
-        self._waiting: list[tuple[int, int, int]] = []  # heap: progress, life, parking
-        self._parkings = 0
-        self._plans = [NEVER] * len(networks)  # time and order at which each has something to say
+        self._processes: list[Process | None] = [None] * processes
+        self._expected = [0] * processes  # the order of the only entry that may resume a process
+        self._waiting: list[tuple[int, int, int]] = []  # heap: progress, process, park_id
+        self._park_count = 0
+        self._next_ends = [NEVER] * len(networks)  # of a transfer, in each network
         self._first = NEVER
-        self._transfers: list[dict[int, int]] = [{} for _ in networks]  # life -> expected at its beginning
+        self._transfers: list[dict[int, int]] = [{} for _ in networks]  # process -> its entry of _expected
 
-    def begin(self, k: int, life: Life, at: int) -> None:
-        """Let a life begin at a time, in place of one that has ended."""
-        self._lives[k] = life
+    def begin(self, k: int, process: Process, at: int) -> None:
+        """Start process k at a time; the one before it under this number must have ended."""
+        self._processes[k] = process
         self._resume_at(k, at)
 
     def end(self, k: int) -> None:
-        """A life that is killed, wherever it is."""
-        life, self._lives[k] = self._lives[k], None
+        """Kill process k, wherever it is."""
+        process, self._processes[k] = self._processes[k], None
         self.parked.pop(k, None)
         self._expected[k] = 0
-        if life is not None:
-            life.close()
+        if process is not None:
+            process.close()
 
     def call(self, at: int, action: Action) -> None:
-        """Do something at a time."""
+        """Call `action` at a time, or now if that time is past."""
         self._order += 1
         heapq.heappush(self._queue, (max(at, self.now), self._order, -1, action))
 
     def step(self) -> bool:
-        """The next event; False: there is none."""
+        """Handle the next event; False if there is none."""
         first = self._first
         if not self._queue or first < self._queue[0]:
             if first is NEVER:
                 return False
             self.now = first[0]
-            self._ended(self._plans.index(first))
+            self._finish_transfers(self._next_ends.index(first))
             return True
         at, order, k, action = heapq.heappop(self._queue)
         if action is not None:
@@ -73,47 +76,53 @@ class Clock:
         return True
 
     def park(self, k: int, until: int, at: int) -> None:
-        """Before `yield None`: until progress is `until`, then not before the time `at`; 0 for neither: until
-        `wake_all`.
+        """Park process k, which then yields None, until one of three things.
+
+        until: the progress to wait for; 0 or reached: none. at: the time to wait for where there is no
+        progress to wait for; 0: none. With neither, only `wake_all` resumes the process.
         """
-        self._parkings += 1
-        parking = self._parkings
-        self.parked[k] = (self.now, parking)
+        self._park_count += 1
+        park_id = self._park_count
+        self.parked[k] = (self.now, park_id)
         if until > self.progress:
-            heapq.heappush(self._waiting, (until, k, parking))
+            heapq.heappush(self._waiting, (until, k, park_id))
         elif at:
-            self.call(at, lambda: self._wake(k, parking))
+            self.call(at, lambda: self._wake(k, park_id))
 
     def wake(self, progress: int) -> None:
-        """Progress has been made: those who waited for it look again."""
+        """Progress was made: resume the processes that waited for it."""
         self.progress = progress
         while self._waiting and self._waiting[0][0] <= progress:
-            _, k, parking = heapq.heappop(self._waiting)
-            self._wake(k, parking)
+            _, k, park_id = heapq.heappop(self._waiting)
+            self._wake(k, park_id)
 
     def resume(self, k: int) -> None:
-        """A life that yielded None and that nothing else will resume."""
+        """Resume a process that yielded None and that nothing else will resume."""
         self._resume_at(k, self.now)
 
     def wake_all(self) -> None:
+        """Resume every parked process."""
         for k in sorted(self.parked):
             self._wake(k, self.parked[k][1])
 
     def transfer(self, k: int, network: int, kind: int, size: float) -> None:
-        """Before `yield None`: until `size` bytes have crossed a network."""
-        self._arrive(network)
-        self._transfers[network][k] = self._begun(k)
-        self.networks[network].add(self.now, kind, size, k)
-        self._plan(network)
+        """Begin a transfer; process k then yields None and is resumed when it has ended.
 
-    def _begun(self, k: int) -> int:
-        """A number that no other wait of this life has."""
+        network: its index. kind: the link class of the worker in that network. size: in bytes.
+        """
+        self._resume_finished(network)
+        self._transfers[network][k] = self._begin_wait(k)
+        self.networks[network].add(self.now, kind, size, k)
+        self._schedule_end(network)
+
+    def _begin_wait(self, k: int) -> int:
+        """A number that identifies this wait of process k."""
         self._order += 1
         self._expected[k] = -self._order
         return -self._order
 
-    def _wake(self, k: int, parking: int) -> None:
-        if self.parked.get(k, (0, 0))[1] == parking:
+    def _wake(self, k: int, park_id: int) -> None:
+        if self.parked.get(k, (0, 0))[1] == park_id:
             del self.parked[k]
             self._resume_at(k, self.now)
 
@@ -126,34 +135,34 @@ class Clock:
         if self.now < self.stopped_until[k]:
             self._resume_at(k, self.stopped_until[k])
             return
-        life = self._lives[k]
-        if life is None:
+        process = self._processes[k]
+        if process is None:
             return
         try:
-            at = next(life)
+            at = next(process)
         except StopIteration:
-            self._lives[k] = None
+            self._processes[k] = None
             return
         if at is not None:
             self._resume_at(k, at)
 
-    def _arrive(self, network: int) -> None:
-        """Resume those whose transfers have ended by now."""
+    def _resume_finished(self, network: int) -> None:
+        """Resume the processes whose transfers have ended by now."""
         for k in self.networks[network].finished(self.now):
             begun = self._transfers[network].pop(k, 0)
             if begun and self._expected[k] == begun:
                 self._resume_at(k, self.now)
 
-    def _plan(self, network: int) -> None:
-        """When the network has something to say next, in place of what was planned before."""
+    def _schedule_end(self, network: int) -> None:
+        """Schedule the next end of a transfer, in place of the one scheduled before."""
         end = self.networks[network].next_end()
         if end is None:
-            self._plans[network] = NEVER
+            self._next_ends[network] = NEVER
         else:
             self._order += 1
-            self._plans[network] = (end if end > self.now else self.now, self._order)
-        self._first = min(self._plans)
+            self._next_ends[network] = (end if end > self.now else self.now, self._order)
+        self._first = min(self._next_ends)
 
-    def _ended(self, network: int) -> None:
-        self._arrive(network)
-        self._plan(network)
+    def _finish_transfers(self, network: int) -> None:
+        self._resume_finished(network)
+        self._schedule_end(network)

@@ -1,8 +1,8 @@
-"""How long a simulated worker computes: its cost model, times what makes real devices uneven.
+"""The compute time of a simulated worker: its cost model, times the jitter of real devices.
 
     seconds(b, t) = (T(b) + added(t)) * lognormal * uniform * spike * drift(t) * co-tenants(t)
 
-Every worker draws from a stream of its own, so that nothing depends on the order of events.
+Every worker has its own random stream, so that no draw depends on the order of events.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ class Slowdown:
     added: float = 0.0
 
 
-class Device:
-    """One worker's clock; `cost` is seconds as a function of the batch, before any jitter."""
+class DeviceModel:
+    """Compute times of one worker.
+
+    cost: seconds of a step as a function of its batch, without jitter. jitter, slowdowns: what changes them.
+    seed, rank: of the random stream. recorded: seconds of the first steps, which replace the model's.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,7 @@ class Device:
         self._recorded = list(reversed(recorded))
 
     def seconds(self, batch: int, now: float) -> float:
-        """How long a step of `batch` samples takes that begins at `now` (seconds)."""
+        """Seconds that a step of `batch` samples takes if it begins at `now` (seconds)."""
         if self._recorded:
             return self._recorded.pop()
         if not self._factors:
@@ -67,7 +71,7 @@ class Device:
         return base * factor * (1.0 + j.drift * math.sin(2.0 * math.pi * now / j.drift_seconds + self._phase))
 
     def _new_factors(self) -> list[float]:
-        """Lognormal with mean 1, uniform around 1, and now and then a spike."""
+        """DRAWS factors: lognormal with mean 1, times uniform around 1, and rare spikes."""
         j = self._jitter
         normal = self._draw.standard_normal(DRAWS)
         factors = np.exp(j.sigma * normal - 0.5 * j.sigma**2)
@@ -77,6 +81,6 @@ class Device:
         return drawn
 
 
-def fitted(fit: Fit) -> Callable[[int], float]:
-    """The cost model of a profile."""
+def fitted_cost(fit: Fit) -> Callable[[int], float]:
+    """The cost model of a profile: seconds as a function of the batch."""
     return lambda batch: predict_seconds(fit, batch)

@@ -1,7 +1,7 @@
-"""A run in virtual time: every worker lives as a real one does, and the C core decides.
+"""Run one policy in virtual time: workers behave as real ones do, and the C core decides.
 
-start -> pull -> compute -> push, with the transfers over links that all share. Nothing here knows a policy by
-name: who waits, for whom and how long comes from the same steps that a store's workers take.
+start -> pull -> compute -> push, with transfers over shared links. Nothing here knows a policy by name: the
+core decides which worker waits, and for how long, with the code that serves a real store.
 """
 
 from __future__ import annotations
@@ -13,83 +13,99 @@ from typing import Any
 from pyps.errors import Busy, Ended, Fenced, PushRejected, PypsError
 from pyps.native.core import Core
 from pyps.native.values import Advice, Config, Decision, EventKind, MemberState, Optimizer
-from pyps.simulate.clock import Clock, Life
-from pyps.simulate.devices import Device
-from pyps.simulate.metrics import COMPUTE, PULL, PUSH, WAIT, Tally
-from pyps.simulate.network import Class, Network
-from pyps.simulate.pipelined import Held, PipelinedWorker
+from pyps.simulate.clock import Clock, Process
+from pyps.simulate.devices import DeviceModel
+from pyps.simulate.metrics import COMPUTE, PULL, PUSH, WAIT, Metrics
+from pyps.simulate.network import LinkClass, Network
+from pyps.simulate.pipelined import PipelinedWorker, Pulled
 from pyps.simulate.problem import Model, Vector
-from pyps.simulate.scenario import Mishap, Scenario
+from pyps.simulate.scenario import Fault, Scenario
 from pyps.store.policies import Policy, register_policy
 
 WAIT_VERDICT = 2
 DOWN, UP = range(2)
-AREAS = 2
-DETECTION_NANOSECONDS = 50_000_000  # how long a death goes unnoticed: a waiter's slice
-WATCHES_A_TIMEOUT = 4
-STUCK_WATCHES = 40
+STAGING_BUFFERS = 2
+DETECTION_NANOSECONDS = 50_000_000  # until waiting workers notice a death
+CHECKS_PER_TIMEOUT = 4
+DEADLOCK_CHECKS = 40
 
 Step = Generator[int | None, None, Any]
 
 
-class Stuck(PypsError):
-    """Everybody waits and nothing will ever happen: a policy's fault."""
+class Deadlock(PypsError):
+    """Every worker waits and no event will ever resume one: the policy has an error."""
 
 
 class Engine:
-    """One policy on one scenario; `work` runs it to its end. `pipeline`: workers are pipelined."""
+    """One policy on one scenario; `work` runs it to its end.
+
+    scenario, policy: what is simulated. model: the parameters. metrics: filled while it runs. samples: to
+    train in all. seed: of the jitter. pipeline: workers overlap transfers with compute.
+    """
 
     def __init__(
         self,
         scenario: Scenario,
         policy: Policy,
         model: Model,
-        tally: Tally,
+        metrics: Metrics,
         samples: int,
         seed: int,
         pipeline: bool = False,
     ) -> None:
-        self.scenario, self.policy, self.model, self.tally = scenario, policy, model, tally
+        self.scenario, self.policy, self.model, self.metrics = scenario, policy, model, metrics
         self.workers, self.needs = scenario.workers, policy.needs
         config = Config(
-            (), (), scenario.batches, 1, Optimizer.SGD, policy.number, policy.round_timeout_seconds,
-            samples, 0, len(scenario.workers), 0, AREAS, policy.params(),
-        )  # fmt: skip
+            tensors=(),
+            initial=(),
+            batches=scenario.batches,
+            groups=1,
+            optimizer=Optimizer.SGD,
+            policy=policy.number,
+            round_timeout_seconds=policy.round_timeout_seconds,
+            samples=samples,
+            chunk_params=0,
+            max_participants=len(scenario.workers),
+            snapshot_spares=0,
+            staging_buffers=STAGING_BUFFERS,
+            policy_params=policy.params(),
+        )
         register_policy(policy)
         self.core = Core(config)
         self.devices = [
-            Device(w.cost, w.jitter, w.slowdowns, seed, k, w.recorded) for k, w in enumerate(scenario.workers)
+            DeviceModel(w.cost, w.jitter, w.slowdowns, seed, k, w.recorded)
+            for k, w in enumerate(scenario.workers)
         ]
         self._kinds, networks = _networks(scenario)
         self.clock = Clock((1 + pipeline) * len(self.workers), networks)
         self._pipeline = pipeline
         self.version = self.rounds = self.trained = 0
         self.finished_at = 1
-        self._left = len(self.workers)  # lives that have not ended
-        self._stir = self._due = self._ticks_at = 0
-        self._staging_buffers = [0] * len(self.workers)  # bit by area: staged in the open round
+        self._left = len(self.workers)  # workers that have not ended
+        self._wake_epoch = self._next_deadline = self._tick_at = 0
+        self._staging_buffers = [0] * len(self.workers)  # bit k: staging buffer k waits in the open round
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
-        self._watches = self._watched = 0
+        self._idle_checks = self._events_checked = 0
         self._sizes = (scenario.down_bytes, scenario.up_bytes)
-        self._warm_at = scenario.global_batch  # samples; all pull at the very beginning
+        self._warm_at = scenario.global_batch  # samples: the peak counts after a first step of all at once
         self._measure_at = self._measure_every = 0
         self._target: float | None = None
         self._reached = False
 
     def measure(self, every: int, target: float | None) -> None:
-        """Note the loss every so many samples; stop when it is as low as `target`."""
+        """Record the loss every so many samples; stop when it is at most `target`."""
         self._measure_every, self._target = every, target
-        self.tally.curve.append((0.0, 0, self.model.loss()))
+        self.metrics.curve.append((0.0, 0, self.model.loss()))
         self._measure_at = every
 
     def work(self, seconds: float = math.inf) -> None:
-        """Until every worker has ended, or for so long. Raises Stuck."""
+        """Run until every worker has ended, or for so many seconds. Raises Deadlock."""
         clock = self.clock
         for k in range(len(self.workers)):
-            clock.begin(k, self._worker(k), 1)
-        for mishap in self.scenario.mishaps:
-            clock.call(_ns(mishap.at), lambda m=mishap: self._befall(m))  # type: ignore[misc]
-        self._watch()
+            clock.begin(k, self._process(k), 1)
+        for fault in self.scenario.faults:
+            clock.call(_ns(fault.at), lambda f=fault: self._inject(f))  # type: ignore[misc]
+        self._check_round_timeout()
         end = _ns(seconds) if math.isfinite(seconds) else None
         while self._left and clock.step():
             if self._reached or (end is not None and clock.now >= end):
@@ -97,12 +113,12 @@ class Engine:
 
     # One worker.
 
-    def _worker(self, k: int) -> Life:
-        return PipelinedWorker(self, k).life() if self._pipeline else self._life(k)
+    def _process(self, k: int) -> Process:
+        return PipelinedWorker(self, k).process() if self._pipeline else self._serial_process(k)
 
-    def _life(self, k: int) -> Life:
+    def _serial_process(self, k: int) -> Process:
         yield from self.join(k)
-        pulled: Held | None = None
+        pulled: Pulled | None = None
         while True:
             try:
                 first, count = yield from self.start(k)
@@ -114,7 +130,7 @@ class Engine:
                     pulled = yield from self.push(k, k, first, done, pulled, claimed)
                 else:
                     pulled = None
-                    self.tally.aborted += 1
+                    self.metrics.aborted += 1
             except Ended:
                 break
             except PushRejected:
@@ -126,12 +142,12 @@ class Engine:
         self.leave(k)
 
     def join(self, k: int) -> Step:
-        """A predecessor's gradient may be in the open round still."""
+        """Join as rank k. Waits while a predecessor's gradient is still in the open round."""
         while True:
             try:
                 self._note(self.core.step(EventKind.JOIN, k, self.clock.now, rank=k))
-                if most := self.workers[k].most:
-                    self._note(self.core.step(EventKind.MAX_SAMPLES, k, self.clock.now, next=most))
+                if limit := self.workers[k].max_samples:
+                    self._note(self.core.step(EventKind.MAX_SAMPLES, k, self.clock.now, next=limit))
                 return
             except Busy:
                 self.clock.park(k, 0, 0)
@@ -142,15 +158,15 @@ class Engine:
         self._left -= 1
 
     def rejoin(self, k: int) -> None:
-        self.tally.fenced += 1
+        self.metrics.fenced += 1
         self._note(self.core.step(EventKind.REJOIN, k, self.clock.now))
 
     def rejected(self) -> None:
         self._note(self.core.last)
-        self.tally.rejected += 1
+        self.metrics.rejected += 1
 
     def start_ahead(self, k: int) -> tuple[int, int] | None:
-        """The samples of the step after the one under way; None: nothing now."""
+        """Claim samples for the step after the current one: (first, count); None: none now."""
         d = self.core.step(EventKind.START_AHEAD, k, self.clock.now)
         self._note(d)
         return (d.first, d.count) if d.count else None
@@ -166,23 +182,23 @@ class Engine:
             yield None
             d = self.core.last
         first, count = d.first, d.count
-        self.tally.add(k, WAIT, began, self.clock.now, self.version)
+        self.metrics.add(k, WAIT, began, self.clock.now, self.version)
         return first, count
 
-    def pull(self, k: int, lane: int) -> Generator[int | None, None, Held]:
-        """lane: the life that waits for transfers, the worker's own or that of its carrier."""
+    def pull(self, k: int, channel: int) -> Generator[int | None, None, Pulled]:
+        """Pull; `channel` is the process that transfers: the worker's own, or its transfer process."""
         began, w, version = self.clock.now, self.model.w, self.version
-        yield from self._transfer(k, lane, DOWN)
+        yield from self._transfer(k, channel, DOWN)
         self._note(self.core.pull(k, self.clock.now, version))
-        self.tally.add(lane, PULL, began, self.clock.now, version)
+        self.metrics.add(channel, PULL, began, self.clock.now, version)
         return w, version
 
     def compute(self, k: int, count: int, *, checks: bool) -> Generator[int | None, None, int]:
-        """The samples whose gradient is there; 0: given up."""
+        """Compute a step; returns the samples that its gradient covers, 0 if it was given up."""
         began, device, done = self.clock.now, self.devices[k], 0
-        most = self.workers[k].micro_batch or count
+        limit = self.workers[k].micro_batch or count
         while done < count:
-            part = min(most, count - done)
+            part = min(limit, count - done)
             if done and checks:
                 d = self.core.step(EventKind.CHECK, k, self.clock.now, done=done, next=part)
                 self._note(d)
@@ -192,70 +208,75 @@ class Engine:
                     break
             yield self.clock.now + _ns(device.seconds(part, self.clock.now * 1e-9))
             done += part
-        self.tally.add(k, COMPUTE, began, self.clock.now, self.version)
+        self.metrics.add(k, COMPUTE, began, self.clock.now, self.version)
         return done
 
     def push(
-        self, k: int, lane: int, first: int, done: int, pulled: Held, claimed: int, base_version: int = 0
-    ) -> Generator[int | None, None, Held | None]:
-        """What a turn's pull brought; None: pull when the next step begins. `claimed`: when it began."""
+        self, k: int, channel: int, first: int, done: int, pulled: Pulled, claimed: int, base_version: int = 0
+    ) -> Generator[int | None, None, Pulled | None]:
+        """Push a gradient; returns the parameters of the turn's pull, None under policies without turns.
+
+        k: the worker. channel: the process that transfers. first, done: the samples. pulled: the parameters
+        that the gradient is computed on. claimed: the time at which the step began. base_version: of a
+        pipelined push, 1 + the version of `pulled`; 0: the last pull's.
+        """
         clock, began = self.clock, self.clock.now
         compute_nanoseconds = clock.now - claimed
-        learnt = self.model.gradient(pulled[0], first, done)
-        norm = float(learnt[0] @ learnt[0]) if learnt else 0.0
+        gradient = self.model.gradient(pulled[0], first, done)
+        norm = float(gradient[0] @ gradient[0]) if gradient else 0.0
         while self.needs.uses_turns:
             d = self.core.step(EventKind.GATE, k, clock.now)
             self._note(d)
             if d.verdict != WAIT_VERDICT:
                 break
-            clock.park(lane, d.until, d.at)
+            clock.park(channel, d.until, d.at)
             yield None
-        while self._staging_buffers[k] == (1 << AREAS) - 1:  # both wait in a round
-            clock.park(lane, 0, 0)
+        while self._staging_buffers[k] == (1 << STAGING_BUFFERS) - 1:  # all wait in a round
+            clock.park(channel, 0, 0)
             yield None
         staging = 1 if self._staging_buffers[k] & 1 else 0
-        self.tally.add(lane, WAIT, began, clock.now, self.version)
+        self.metrics.add(channel, WAIT, began, clock.now, self.version)
         began = clock.now
-        yield from self._transfer(k, lane, UP)
-        self.tally.add(lane, PUSH, began, clock.now, self.version)
+        yield from self._transfer(k, channel, UP)
+        self.metrics.add(channel, PUSH, began, clock.now, self.version)
         began = clock.now
         while True:
-            self._staged[k, staging] = (learnt[0], pulled[0]) if learnt else None
+            self._staged[k, staging] = (gradient[0], pulled[0]) if gradient else None
             self._staging_buffers[k] |= 1 << staging
             try:
                 d = self.core.push(k, clock.now, staging, done, compute_nanoseconds, norm, base_version)
             except PypsError:
-                self._forget(k, staging)
+                self._release(k, staging)
                 raise
             if d.verdict != WAIT_VERDICT:
                 break
-            self._forget(k, staging)
+            self._release(k, staging)
             self._note(d)
-            clock.park(lane, d.until, d.at)
+            clock.park(channel, d.until, d.at)
             yield None
         until = d.until
         self._admitted(k, staging, done, d)
-        while until > clock.progress:  # the round is still open, whatever else has stirred
-            clock.park(lane, until, 0)
+        while until > clock.progress:  # the round is still open
+            clock.park(channel, until, 0)
             yield None
-        self.tally.add(lane, WAIT, began, clock.now, self.version)
-        return (yield from self.pull(k, lane)) if self.needs.uses_turns else None
+        self.metrics.add(channel, WAIT, began, clock.now, self.version)
+        return (yield from self.pull(k, channel)) if self.needs.uses_turns else None
 
-    def _transfer(self, k: int, lane: int, network: int) -> Step:
+    def _transfer(self, k: int, channel: int, network: int) -> Step:
         worker, size = self.workers[k], self._sizes[network]
         if worker.latency:
             yield self.clock.now + _ns(worker.latency)
-        self.tally.moved_bytes += size
+        self.metrics.moved_bytes += size
         if size and self._kinds[k] >= 0:
-            self.clock.transfer(lane, network, self._kinds[k], size)
+            self.clock.transfer(channel, network, self._kinds[k], size)
             yield None
 
-    # What follows from decisions.
+    # After a decision.
 
     def _admitted(self, k: int, staging: int, samples: int, d: Decision) -> None:
-        self.tally.staleness[d.staleness] += 1
-        if self.tally.keep_slices:
-            self.tally.pushed_at.append((k, self.clock.now * 1e-9))
+        self.metrics.staleness[d.staleness] += 1
+        if self.metrics.keep_timeline:
+            self.metrics.pushed_at.append((k, self.clock.now * 1e-9))
         self.trained += samples
         if 0 < self._warm_at <= self.trained:
             self._warm_at = 0
@@ -263,24 +284,24 @@ class Engine:
                 network.peak = network.concurrent
         self.finished_at = self.clock.now
         if d.ticket and d.round == self.rounds:  # a version of its own
-            learnt = self._staged[k, staging]
-            if learnt is not None:
-                self.model.step([(*learnt, samples, d.scale)])
-            self._forget(k, staging)
+            gradient = self._staged[k, staging]
+            if gradient is not None:
+                self.model.step([(*gradient, samples, d.scale)])
+            self._release(k, staging)
         self._note(d)
         if self._measure_every and self.trained >= self._measure_at:
             self._measure_at += self._measure_every
             loss = self.model.loss()
-            self.tally.curve.append((self.clock.now * 1e-9, self.trained, loss))
+            self.metrics.curve.append((self.clock.now * 1e-9, self.trained, loss))
             self._reached = self._target is not None and loss <= self._target
 
-    def _forget(self, k: int, staging: int) -> None:
+    def _release(self, k: int, staging: int) -> None:
         self._staging_buffers[k] &= ~(1 << staging)
         self._staged.pop((k, staging), None)
 
     def _note(self, d: Decision) -> None:
-        """Rounds that have closed, those who may look again, and what is due."""
-        self.tally.events += 1
+        """Act on a decision: close rounds, resume workers, and schedule the next deadline."""
+        self.metrics.events += 1
         progress, wake_epoch, due, closed = d.progress, d.wake_epoch, d.next_deadline, d.round != self.rounds
         version = d.version
         if closed:
@@ -289,13 +310,13 @@ class Engine:
         self.version = version
         if progress != self.clock.progress:
             self.clock.wake(progress)
-        if wake_epoch != self._stir:
-            self._stir = wake_epoch
+        if wake_epoch != self._wake_epoch:
+            self._wake_epoch = wake_epoch
             if self.clock.parked:
                 self.clock.wake_all()
-        self._due = due
-        if due and not 0 < self._ticks_at <= due:
-            self._ticks_at = due
+        self._next_deadline = due
+        if due and not 0 < self._tick_at <= due:
+            self._tick_at = due
             self.clock.call(due, self._tick)
 
     def _close_round(self, stepped: bool) -> None:
@@ -303,63 +324,63 @@ class Engine:
             return
         sources = []
         for slot, staging, samples, scale in self.core.sources():
-            learnt = self._staged[slot, staging]
-            if learnt is not None:
-                sources.append((*learnt, samples, scale))
-            self._forget(slot, staging)
+            gradient = self._staged[slot, staging]
+            if gradient is not None:
+                sources.append((*gradient, samples, scale))
+            self._release(slot, staging)
         if sources:
             self.model.step(sources)
 
-    # Time passes, and things happen.
+    # Deadlines, timeouts and faults.
 
     def _tick(self) -> None:
-        """What was due may be later by now: then so is the tick."""
-        self._ticks_at = 0
-        if self.clock.now >= self._due:
+        """Tick the core at its deadline; if the deadline has moved, tick then."""
+        self._tick_at = 0
+        if self.clock.now >= self._next_deadline:
             self._note(self.core.step(EventKind.TICK, 0, self.clock.now, waited=0))
-        elif self._due:
-            self._ticks_at = self._due
-            self.clock.call(self._due, self._tick)
+        elif self._next_deadline:
+            self._tick_at = self._next_deadline
+            self.clock.call(self._next_deadline, self._tick)
 
-    def _watch(self) -> None:
-        """What waiting workers do in a store: after a round timeout, fence who holds them up."""
+    def _check_round_timeout(self) -> None:
+        """After a round timeout, fence the workers that hold the others up, as in a real store."""
         clock, timeout = self.clock, _ns(self.policy.round_timeout_seconds)
         if clock.parked:
             waited = clock.now - min(since for since, _ in clock.parked.values())
             if waited >= timeout:
                 self._note(self.core.step(EventKind.TICK, 0, clock.now, waited=waited))
-        self._watches = self._watches + 1 if self._watched == self.tally.events else 0
-        self._watched = self.tally.events
-        if self._watches > STUCK_WATCHES and len(clock.parked) >= self._left:
-            raise Stuck(
-                f"{self.policy}: {len(clock.parked)} workers wait for ever at {clock.now * 1e-9:.3f} s"
+        self._idle_checks = self._idle_checks + 1 if self._events_checked == self.metrics.events else 0
+        self._events_checked = self.metrics.events
+        if self._idle_checks > DEADLOCK_CHECKS and len(clock.parked) >= self._left:
+            raise Deadlock(
+                f"{self.policy}: all {len(clock.parked)} workers wait for ever at {clock.now * 1e-9:.3f} s"
             )
-        clock.call(clock.now + max(1, timeout // WATCHES_A_TIMEOUT), self._watch)
+        clock.call(clock.now + max(1, timeout // CHECKS_PER_TIMEOUT), self._check_round_timeout)
 
-    def _befall(self, mishap: Mishap) -> None:
-        k, now = mishap.rank, self.clock.now
-        lives = (k, k + len(self.workers)) if self._pipeline else (k,)
-        if mishap.kind == "stop":
-            for life in lives:
-                self.clock.stopped_until[life] = now + _ns(mishap.seconds)
+    def _inject(self, fault: Fault) -> None:
+        k, now = fault.rank, self.clock.now
+        processes = (k, k + len(self.workers)) if self._pipeline else (k,)
+        if fault.kind == "stop":
+            for process in processes:
+                self.clock.stopped_until[process] = now + _ns(fault.seconds)
             return
-        state = MemberState.DEAD if mishap.kind == "kill" else MemberState.LEFT
+        state = MemberState.DEAD if fault.kind == "kill" else MemberState.LEFT
         noticed = now + (DETECTION_NANOSECONDS if state is MemberState.DEAD else 0)
-        for life in lives:
-            self.clock.end(life)
+        for process in processes:
+            self.clock.end(process)
         self._left -= 1
-        self.clock.call(noticed, lambda: self._bury(k, state))
-        if mishap.seconds:
+        self.clock.call(noticed, lambda: self._leave_as(k, state))
+        if fault.seconds:
             self._left += 1
-            begins = max(now + _ns(mishap.seconds), noticed + 1)
-            self.clock.call(begins, lambda: self.clock.begin(k, self._worker(k), begins))
+            begins = max(now + _ns(fault.seconds), noticed + 1)
+            self.clock.call(begins, lambda: self.clock.begin(k, self._process(k), begins))
 
-    def _bury(self, k: int, state: MemberState) -> None:
+    def _leave_as(self, k: int, state: MemberState) -> None:
         self._note(self.core.step(EventKind.LEAVE, k, self.clock.now, state=int(state)))
 
 
 def _networks(scenario: Scenario) -> tuple[list[int], tuple[Network, Network]]:
-    """Each worker's class of links (-1: none that takes time), and the two directions."""
+    """The link class of each worker (-1: transfers take no time), and the networks down and up."""
     keys: dict[tuple[str, float], int] = {}
     kinds = []
     for w in scenario.workers:
@@ -367,7 +388,7 @@ def _networks(scenario: Scenario) -> tuple[list[int], tuple[Network, Network]]:
         unlimited = math.isinf(scenario.server_bandwidth) and math.isinf(key[1])
         kinds.append(-1 if unlimited else keys.setdefault(key, len(keys)))
     down, up = (
-        Network(scenario.server_bandwidth, [Class(bandwidth, bool(host)) for host, bandwidth in keys])
+        Network(scenario.server_bandwidth, [LinkClass(bandwidth, bool(host)) for host, bandwidth in keys])
         for _ in range(2)
     )
     return kinds, (down, up)

@@ -1,4 +1,4 @@
-"""What is counted while a simulation runs, and what comes of it."""
+"""Counts of a running simulation, and its result."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from pyps.simulate.scenario import Scenario
 KINDS = ("wait", "pull", "compute", "push")
 WAIT, PULL, COMPUTE, PUSH = range(4)
 NANOSECOND = 1e-9
-Slice = tuple[int, str, float, float, int]  # rank (N + rank: its carrier), kind, begin and end in s, version
+Slice = tuple[
+    int, str, float, float, int
+]  # rank (N + rank: its transfers), kind, begin and end in s, version
 
 
 @dataclass
-class Tally:
-    """Per rank and kind, nanoseconds; per version, its staleness. Slices only if asked for.
+class Metrics:
+    """Nanoseconds by rank and kind, staleness of the pushes, the loss curve and counts.
 
-    In a pipeline carriers follow the ranks: what runs beside a worker's computing costs it no time.
+    ranks: rows of `spent`; in a pipeline the transfer processes follow the compute processes, so that
+    overlapped transfers cost a worker no time. keep_timeline: also record slices.
     """
 
     ranks: int
-    keep_slices: bool = False
+    keep_timeline: bool = False
     spent: list[list[int]] = field(init=False)
-    slices: list[Slice] = field(default_factory=list)
+    timeline: list[Slice] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
     curve: list[tuple[float, int, float]] = field(default_factory=list)  # seconds, samples, loss
-    pushed_at: list[tuple[int, float]] = field(default_factory=list)  # rank, seconds; with slices
+    pushed_at: list[tuple[int, float]] = field(default_factory=list)  # rank, seconds; with the timeline
     rejected: int = 0
     aborted: int = 0
     fenced: int = 0
@@ -40,14 +43,15 @@ class Tally:
         self.spent = [[0] * len(KINDS) for _ in range(self.ranks)]
 
     def add(self, rank: int, kind: int, begin: int, end: int, version: int) -> None:
+        """Count the time from `begin` to `end` (ns) for a rank; `version` was the latest at its end."""
         self.spent[rank][kind] += end - begin
-        if self.keep_slices and end > begin:
-            self.slices.append((rank, KINDS[kind], begin * NANOSECOND, end * NANOSECOND, version))
+        if self.keep_timeline and end > begin:
+            self.timeline.append((rank, KINDS[kind], begin * NANOSECOND, end * NANOSECOND, version))
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank did; seconds of each kind, and what of its time it waited."""
+    """What one rank did: pushes, samples, staleness and seconds of each kind."""
 
     name: str
     batch: int
@@ -62,13 +66,14 @@ class RankResult:
 
     @property
     def idle_share(self) -> float:
+        """Share of its time that the rank waited."""
         total = self.compute_seconds + self.transfer_seconds + self.wait_seconds
         return self.wait_seconds / total if total else 0.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """One policy in one scenario. `iteration_seconds`: for a global batch's worth of samples."""
+    """One policy in one scenario. `iteration_seconds`: mean time for one global batch of samples."""
 
     policy: str
     seed: int
@@ -87,12 +92,12 @@ class Result:
     moved_bytes: float
     peak_transfers: int
     events: int
-    slices: tuple[Slice, ...]
+    timeline: tuple[Slice, ...]
     pushed_at: tuple[tuple[int, float], ...]
 
     @property
     def idle_share(self) -> float:
-        """Over all ranks."""
+        """Share of their time that all ranks together waited."""
         waited = sum(r.wait_seconds for r in self.ranks)
         total = waited + sum(r.compute_seconds + r.transfer_seconds for r in self.ranks)
         return waited / total if total else 0.0
@@ -103,7 +108,7 @@ class Result:
         return sum(tau * n for tau, n in self.staleness.items()) / pushes if pushes else 0.0
 
     def staleness_quantile(self, q: float) -> int:
-        """The least staleness that a share q of the pushes does not pass."""
+        """The smallest staleness that a share q of the pushes does not exceed."""
         if not self.staleness:
             return 0
         keys = sorted(self.staleness)
@@ -111,19 +116,30 @@ class Result:
         return keys[int(np.searchsorted(running, q * running[-1]))]
 
     def seconds_to(self, loss: float) -> float | None:
-        """When the loss was first that low; None: never."""
+        """Seconds until the loss was first at most `loss`; None: never."""
         return next((seconds for seconds, _, value in self.curve if value <= loss), None)
 
 
-def rank_results(scenario: Scenario, tally: Tally, counters: list[RankCounters]) -> tuple[RankResult, ...]:
+def rank_results(
+    scenario: Scenario, metrics: Metrics, counters: list[RankCounters]
+) -> tuple[RankResult, ...]:
+    """The result of each rank, from the engine's metrics and the core's counters."""
     results = []
-    for w, spent, c in zip(scenario.workers, tally.spent, counters, strict=False):
+    for w, spent, c in zip(scenario.workers, metrics.spent, counters, strict=False):
         wait, pull, compute, push = (NANOSECOND * value for value in spent)
         mean = c.staleness_sum / c.pushes if c.pushes else 0.0
         results.append(
             RankResult(
-                w.name, w.batch, c.pushes, c.samples, c.returned, mean, c.staleness_max, compute,
-                pull + push, wait,
+                name=w.name,
+                batch=w.batch,
+                pushes=c.pushes,
+                samples=c.samples,
+                returned=c.returned,
+                staleness_mean=mean,
+                staleness_max=c.staleness_max,
+                compute_seconds=compute,
+                transfer_seconds=pull + push,
+                wait_seconds=wait,
             )
-        )  # fmt: skip
+        )
     return tuple(results)

@@ -1,4 +1,4 @@
-"""A simulation to look at: lines for a terminal, slices for Perfetto, and a PNG of all policies."""
+"""Pictures of a simulation: text for a terminal, a trace for Perfetto, and a PNG of all policies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MOST_TRACKS = 32  # of a Gantt
 def gantt(result: Result, begin: float, end: float, columns: int = 80) -> list[str]:
     """A line for each rank from `begin` to `end` seconds: # computes, < pulls, > pushes, . waits.
 
-    Each column shows what took most of its time. The result must have been made with slices=True.
+    Each column shows the kind that took most of its time. The result needs simulate(..., timeline=True).
     """
     width = (end - begin) / columns
     spent: list[list[dict[str, float]]] = [[{} for _ in range(columns)] for _ in result.ranks]
-    for rank, kind, first, last, _ in _own(result):
+    for rank, kind, first, last, _ in _compute_slices(result):
         low, high = max(first, begin), min(last, end)
         column = int((low - begin) / width)
         while low < high and column < columns:
@@ -40,7 +40,7 @@ def gantt(result: Result, begin: float, end: float, columns: int = 80) -> list[s
 
 
 def histogram(result: Result, columns: int = 40) -> list[str]:
-    """How many pushes had which staleness, in at most BARS classes of equal width."""
+    """Pushes by staleness, in at most BARS bins of equal width."""
     if not result.staleness:
         return []
     width = -(-(max(result.staleness) + 1) // BARS)
@@ -56,28 +56,27 @@ def histogram(result: Result, columns: int = 40) -> list[str]:
 
 
 def trace(results: Sequence[Result]) -> dict[str, Any]:
-    """All slices in the Chrome trace event format, one process a policy; for ui.perfetto.dev."""
+    """All slices in the Chrome trace event format, one process for each policy; for ui.perfetto.dev."""
     rows: list[dict[str, Any]] = []
     tracks = 0
     for process, result in enumerate(results, start=1):
         rows.append(_name("process_name", process, 0, result.policy))
-        piped = any(s[0] >= len(result.ranks) for s in result.slices)
+        piped = any(s[0] >= len(result.ranks) for s in result.timeline)
         names = [f"{r.name}, b = {r.batch}" for r in result.ranks]
         names += [f"{r.name}, transfers" for r in result.ranks if piped]
         for track, name in enumerate(names, start=tracks + 1):
             rows.append(_name("thread_name", process, track, name))
-        for rank, kind, begin, end, version in result.slices:
-            rows.append({
-                "ph": "X", "name": kind, "cat": "step", "pid": process, "tid": tracks + rank + 1,
-                "ts": begin * MICROSECONDS, "dur": (end - begin) * MICROSECONDS, "args": {"version": version},
-            })  # fmt: skip
+        for rank, kind, begin, end, version in result.timeline:
+            step = {"ph": "X", "name": kind, "cat": "step", "pid": process, "tid": tracks + rank + 1}
+            start, duration = begin * MICROSECONDS, (end - begin) * MICROSECONDS
+            rows.append(step | {"ts": start, "dur": duration, "args": {"version": version}})
         tracks += len(names)
     return {"displayTimeUnit": "ms", "traceEvents": rows}
 
 
-def _own(result: Result) -> list[Slice]:
-    """What workers did, without what their carriers did beside it."""
-    return [s for s in result.slices if s[0] < len(result.ranks)]
+def _compute_slices(result: Result) -> list[Slice]:
+    """Slices of the compute processes, without those of overlapped transfers."""
+    return [s for s in result.timeline if s[0] < len(result.ranks)]
 
 
 def _name(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def _name(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
 
 
 def draw(results: Sequence[Result], path: str | os.PathLike[str], seconds: float) -> None:
-    """A PNG: loss over time where there is one, staleness, idle shares, and a Gantt of the first seconds.
+    """Write a PNG: loss over time (where it was measured), staleness, idle shares, the first seconds.
 
     Raises PypsError if matplotlib is missing.
     """
@@ -94,11 +93,11 @@ def draw(results: Sequence[Result], path: str | os.PathLike[str], seconds: float
     except ImportError as error:
         message = f"matplotlib cannot be imported ({error}): pip install 'pyps-train[plot]'"
         raise PypsError(message) from error
-    learnt = any(result.curve for result in results)
+    with_loss = any(result.curve for result in results)
     rows = 1 + len(results)
     figure = Figure(figsize=(12, 3.2 + 1.2 * len(results)), layout="constrained")
     grid = figure.add_gridspec(rows, 3, height_ratios=[2.5] + [1] * len(results))
-    _draw_curves(figure.add_subplot(grid[0, 0]), results, learnt)
+    _draw_curves(figure.add_subplot(grid[0, 0]), results, with_loss)
     _draw_staleness(figure.add_subplot(grid[0, 1]), results)
     _draw_idle(figure.add_subplot(grid[0, 2]), results)
     for k, result in enumerate(results):
@@ -106,11 +105,11 @@ def draw(results: Sequence[Result], path: str | os.PathLike[str], seconds: float
     figure.savefig(path, dpi=110)
 
 
-def _draw_curves(axes: Any, results: Sequence[Result], learnt: bool) -> None:
+def _draw_curves(axes: Any, results: Sequence[Result], with_loss: bool) -> None:
     for result in results:
-        points = [(s, loss) for s, _, loss in result.curve] if learnt else [(0, 0), (result.seconds, 1)]
+        points = [(s, loss) for s, _, loss in result.curve] if with_loss else [(0, 0), (result.seconds, 1)]
         axes.plot(*zip(*points, strict=True), label=result.policy, linewidth=1)
-    axes.set(xlabel="seconds", ylabel="loss" if learnt else "share of the samples")
+    axes.set(xlabel="seconds", ylabel="loss" if with_loss else "share of the samples")
     axes.legend(fontsize=6)
 
 
@@ -131,7 +130,9 @@ def _draw_idle(axes: Any, results: Sequence[Result]) -> None:
 
 def _draw_gantt(axes: Any, result: Result, seconds: float) -> None:
     for kind, colour in COLOURS.items():
-        chosen = [s for s in _own(result) if s[1] == kind and s[2] < seconds and s[0] < MOST_TRACKS]
+        chosen = [
+            s for s in _compute_slices(result) if s[1] == kind and s[2] < seconds and s[0] < MOST_TRACKS
+        ]
         widths = [min(s[3], seconds) - s[2] for s in chosen]
         axes.barh([s[0] for s in chosen], widths, left=[s[2] for s in chosen], height=0.9, color=colour)
     axes.set(xlim=(0, seconds), yticks=[])

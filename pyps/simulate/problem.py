@@ -1,11 +1,11 @@
-"""What is learnt in a simulation: gradients of real data at the parameters that a worker had pulled, or none.
+"""Objectives of a simulation: gradients of real data at the parameters that a worker had pulled, or none.
 
 A step with gradients g_i of b_i samples each is
 
     w <- w - lr * (sum b_i / B) * sum(b_i s_i g_i) / sum b_i
 
-with s_i the policy's scale and B the global batch: for a whole batch the step of plain SGD, and for a part of
-it that part of the step, so that one learning rate means the same under every policy.
+with s_i the policy's scale and B the global batch. For a whole global batch that is a step of plain SGD, for
+a part of it that part of the step, so that a learning rate means the same under every policy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Vector = NDArray[np.float64]
 
 
-class Learning(Protocol):
+class Objective(Protocol):
     """A model and its data. Parameters are a flat vector, never changed in place."""
 
     def start(self) -> Vector:
@@ -36,12 +36,12 @@ class Learning(Protocol):
         ...
 
     def loss(self, w: Vector) -> float:
-        """Of the whole data."""
+        """The loss on the whole data."""
         ...
 
 
 class Logistic:
-    """Multinomial logistic regression by NumPy on data of its own: Gaussian classes, `noise` apart."""
+    """Multinomial logistic regression by NumPy on generated data: Gaussian classes with deviation `noise`."""
 
     def __init__(
         self, samples: int = 2000, features: int = 20, classes: int = 5, noise: float = 2.0, seed: int = 0
@@ -72,8 +72,8 @@ class Logistic:
         return (x.T @ p).ravel() / len(y), float(-np.log(picked).mean())
 
 
-class TorchLearning:
-    """A pyps.tasks.TrainingTask on data in memory: `inputs` and `targets` as its loss takes them."""
+class TorchObjective:
+    """A pyps.tasks.TrainingTask on `inputs` and `targets` in memory, as its loss takes them."""
 
     def __init__(self, task: TrainingTask, inputs: Any, targets: Any, seed: int = 0) -> None:
         self._task, self._inputs, self._targets, self._seed = task, inputs, targets, seed
@@ -110,18 +110,20 @@ class TorchLearning:
 
 
 class Model:
-    """The parameters in virtual time, as versions are made; without `learning`, nothing at all."""
+    """The parameters in virtual time; without an objective it has none and no loss."""
 
-    def __init__(self, learning: Learning | None, lr: float, global_batch: int, compensation: float) -> None:
-        self._learning, self._lr, self._batch, self._compensation = learning, lr, global_batch, compensation
-        self.w = learning.start() if learning else np.zeros(0)
+    def __init__(
+        self, objective: Objective | None, lr: float, global_batch: int, compensation: float
+    ) -> None:
+        self._objective, self._lr, self._batch, self._compensation = objective, lr, global_batch, compensation
+        self.w = objective.start() if objective else np.zeros(0)
 
     def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float] | None:
-        return self._learning.gradient(w, first, count) if self._learning else None
+        return self._objective.gradient(w, first, count) if self._objective else None
 
     def step(self, sources: Sequence[tuple[Vector, Vector, int, float]]) -> None:
-        """A version from (gradient, pulled parameters, samples, scale) each, in the order of summation."""
-        if not self._learning:
+        """Make a version; a source is (gradient, pulled parameters, samples, scale), in summation order."""
+        if not self._objective:
             return
         total = np.zeros_like(self.w)
         for g, pulled, samples, scale in sources:
@@ -132,4 +134,4 @@ class Model:
         self.w = self.w - self._lr / self._batch * total
 
     def loss(self) -> float:
-        return self._learning.loss(self.w) if self._learning else float("nan")
+        return self._objective.loss(self.w) if self._objective else float("nan")

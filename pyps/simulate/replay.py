@@ -1,4 +1,4 @@
-"""A real run decided again: its journal through the functions that simulations decide by."""
+"""Replay the journal of a real run through the decision core that simulations use."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pyps.store.policies import Policy, policy_named, register_policy
 
 
 def replay(path: str | os.PathLike[str], policy: Policy | str | None = None) -> Replay:
-    """Every decision of a journal (Store.journal, `pyps run --journal`) once more, in the run's order.
+    """Make every decision of a journal (Store.journal, `pyps run --journal`) again, in the run's order.
 
-    `policy`: the run's, where it is one of one's own. Raises SegmentCorrupt if the file is no journal.
+    policy: the run's policy, needed only if it is a custom one. Raises SegmentCorrupt if the file is not a
+    journal.
     """
     if policy is not None:
         register_policy(policy_named(policy) if isinstance(policy, str) else policy)

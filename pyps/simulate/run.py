@@ -1,4 +1,4 @@
-"""`simulate` one policy, or `compare` several: same scenario, seeds, samples and learning-rate rule."""
+"""`simulate` one policy, or `compare` several under equal conditions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from pyps.errors import InputError
 from pyps.simulate.engine import Engine
-from pyps.simulate.metrics import Result, Tally, rank_results
-from pyps.simulate.problem import Learning, Model
+from pyps.simulate.metrics import Metrics, Result, rank_results
+from pyps.simulate.problem import Model, Objective
 from pyps.simulate.scenario import Scenario
 from pyps.store.policies import Policy, check_pipeline, policy_named
 
@@ -21,43 +21,47 @@ def simulate(
     *,
     iterations: int = 100,
     seed: int = 0,
-    learning: Learning | None = None,
+    objective: Objective | None = None,
     lr: float = 0.1,
     target_loss: float | None = None,
     seconds: float = math.inf,
-    slices: bool = False,
+    timeline: bool = False,
     pipeline: bool = False,
 ) -> Result:
-    """Train `iterations` global batches in virtual time, or until a loss is reached, or for so many seconds.
+    """Train in virtual time. The same arguments give the same result to the bit.
 
-    learning: real gradients, None: times alone. slices: keep what each worker did when, for a picture.
-    pipeline: workers compute a step while the gradient of the one before travels. The same arguments give the
-    same result to the bit. Raises InputError, Stuck.
+    scenario: the cluster. policy: a policy or its text. iterations: global batches to train. seed: of jitter.
+    objective: real gradients; None: only times. lr: learning rate of a whole global batch. target_loss: stop
+    once the loss is that low; needs an objective. seconds: stop after so much virtual time. timeline: record
+    what each worker did and when, for pictures. pipeline: workers overlap transfers with the next step's
+    compute.
+
+    Raises InputError, and Deadlock where the workers would wait for ever.
     """
     if iterations < 1:
         raise InputError("simulate", "iterations", str(iterations), "at least 1")
-    if target_loss is not None and learning is None:
-        raise InputError("simulate", "target_loss", str(target_loss), "learning beside it")
-    rules = policy_named(policy) if isinstance(policy, str) else policy
+    if target_loss is not None and objective is None:
+        raise InputError("simulate", "target_loss", str(target_loss), "an objective to go with it")
+    chosen = policy_named(policy) if isinstance(policy, str) else policy
     if pipeline:
-        check_pipeline(rules)
-    model = Model(learning, lr, scenario.global_batch, rules.params().lambda_)
-    tally = Tally((1 + pipeline) * len(scenario.workers), slices)
-    engine = Engine(scenario, rules, model, tally, iterations * scenario.global_batch, seed, pipeline)
-    if learning is not None:
+        check_pipeline(chosen)
+    model = Model(objective, lr, scenario.global_batch, chosen.params().lambda_)
+    metrics = Metrics((1 + pipeline) * len(scenario.workers), timeline)
+    engine = Engine(scenario, chosen, model, metrics, iterations * scenario.global_batch, seed, pipeline)
+    if objective is not None:
         every = max(1, iterations // CURVE_POINTS) * scenario.global_batch
         engine.measure(every, target_loss)
     engine.work(seconds)
-    return _result(engine, rules, seed)
+    return _result(engine, chosen, seed)
 
 
 def compare(scenario: Scenario, policies: Iterable[Policy | str], **arguments: object) -> list[Result]:
-    """`simulate` for each policy with the same arguments."""
+    """Call `simulate` for each policy with the same arguments."""
     return [simulate(scenario, policy, **arguments) for policy in policies]  # type: ignore[arg-type]
 
 
 def _result(engine: Engine, policy: Policy, seed: int) -> Result:
-    tally, scenario = engine.tally, engine.scenario
+    metrics, scenario = engine.metrics, engine.scenario
     counters = engine.core.ranks()
     samples = sum(c.samples for c in counters)
     seconds = engine.finished_at * 1e-9
@@ -69,16 +73,16 @@ def _result(engine: Engine, policy: Policy, seed: int) -> Result:
         rounds=engine.rounds,
         samples=samples,
         iteration_seconds=seconds * scenario.global_batch / samples if samples else math.nan,
-        ranks=rank_results(scenario, tally, counters),
-        staleness=dict(sorted(tally.staleness.items())),
-        curve=tuple(tally.curve),
+        ranks=rank_results(scenario, metrics, counters),
+        staleness=dict(sorted(metrics.staleness.items())),
+        curve=tuple(metrics.curve),
         loss=engine.model.loss(),
-        rejected=tally.rejected,
-        aborted=tally.aborted,
-        fenced=tally.fenced,
-        moved_bytes=tally.moved_bytes,
+        rejected=metrics.rejected,
+        aborted=metrics.aborted,
+        fenced=metrics.fenced,
+        moved_bytes=metrics.moved_bytes,
         peak_transfers=max(n.peak for n in engine.clock.networks),
-        events=tally.events,
-        slices=tuple(tally.slices),
-        pushed_at=tuple(tally.pushed_at),
+        events=metrics.events,
+        timeline=tuple(metrics.timeline),
+        pushed_at=tuple(metrics.pushed_at),
     )

@@ -1,4 +1,4 @@
-"""What is simulated: workers with cost models, links and mishaps; from a cluster file, or made in Python."""
+"""The input of a simulation: workers with cost models, links and faults; from a cluster file or Python."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats import Cluster, Happening, Jitter, Profile, WorkerGroup, read_cluster, read_profile
+from pyps.formats import Cluster, FaultSpec, Jitter, Profile, WorkerGroup, read_cluster, read_profile
 from pyps.profiler.select import fit_of
-from pyps.simulate.devices import Slowdown, fitted
+from pyps.simulate.devices import Slowdown, fitted_cost
 from pyps.solver.plan import even_batches, make_plan
 
 FP32_BYTES = 4
-STEADY = Jitter()
+NO_JITTER = Jitter()
 
 
 @dataclass(frozen=True)
 class SimWorker:
     """One rank. `cost`: seconds of a step as a function of the batch. `bandwidth` (bytes/s) and `latency` (s)
-    are of its own link; `host` names a shared one instead. `micro_batch`: at most so many samples at once; 0:
-    all. `most`: samples that its memory holds; 0: no limit. `recorded`: seconds of its first steps, as a real
-    run had them, whatever their size; `cost` and jitter set those that follow.
+    are those of its own link; `host` names a shared link instead. `micro_batch`: the most samples computed at
+    once; 0: no limit. `max_samples`: the samples that fit in its memory; 0: no limit. `recorded`: seconds of
+    its first steps in a real run, whatever their size; `cost` and jitter give the later ones.
     """
 
     name: str
     batch: int
     cost: Callable[[int], float]
-    jitter: Jitter = STEADY
+    jitter: Jitter = NO_JITTER
     slowdowns: tuple[Slowdown, ...] = ()
     bandwidth: float = math.inf
     latency: float = 0.0
     host: str = ""
     micro_batch: int = 0
-    most: int = 0
+    max_samples: int = 0
     recorded: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
-class Mishap:
-    """At `at` seconds a worker stops for `seconds`, or dies or leaves; then a successor joins after `seconds`
-    (0: never).
+class Fault:
+    """A fault of one rank at time `at` (seconds). stop: the worker stands still for `seconds`.
+    kill, leave: it dies or leaves, and a successor joins after `seconds` (0: never).
     """
 
     rank: int
@@ -54,18 +54,18 @@ class Mishap:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster in virtual time. Bytes are of one pull (`down`) and one push (`up`) of one worker."""
+    """A cluster in virtual time. `down_bytes` and `up_bytes` are one pull and one push of one worker."""
 
     workers: tuple[SimWorker, ...]
     up_bytes: float = 0.0
     down_bytes: float = 0.0
     server_bandwidth: float = math.inf
     hosts: dict[str, float] = field(default_factory=dict)
-    mishaps: tuple[Mishap, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.workers:
-            raise InputError("scenario", "workers", "none", "one at least")
+            raise InputError("scenario", "workers", "none", "at least one")
         for w in self.workers:
             if w.batch < 1:
                 raise InputError("scenario", f"{w.name}.batch", str(w.batch), "at least 1")
@@ -74,20 +74,22 @@ class Scenario:
 
     @property
     def batches(self) -> tuple[int, ...]:
+        """Samples of a step, by rank."""
         return tuple(w.batch for w in self.workers)
 
     @property
     def global_batch(self) -> int:
+        """Samples of a step of all ranks."""
         return sum(self.batches)
 
     def with_batches(self, batches: Sequence[int]) -> Scenario:
-        """The same cluster with other batches, e.g. equal ones."""
+        """The same cluster with other batches, by rank."""
         pairs = zip(self.workers, batches, strict=True)
         return replace(self, workers=tuple(replace(w, batch=b) for w, b in pairs))
 
 
 def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario:
-    """The cluster of a file, each worker with the batch that the planner gives it (or an equal share).
+    """Read a cluster file; each worker gets the batch that the planner gives it, or an `even` share.
 
     Raises InputError, Infeasible.
     """
@@ -113,7 +115,7 @@ def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario
         down_bytes=size,
         server_bandwidth=bandwidth * simulation.servers if bandwidth else math.inf,
         hosts={host.name: host.bandwidth for host in simulation.host},
-        mishaps=tuple(m for h in simulation.happening for m in _mishaps(cluster, h, used)),
+        faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
     )
 
 
@@ -124,29 +126,35 @@ def _profile(group: WorkerGroup) -> Profile:
 
 def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str, SimWorker]:
     simulation = cluster.simulation
-    cost = fitted(fit_of(profile))
+    cost = fitted_cost(fit_of(profile))
     host_of = {n: h.name for h in simulation.host for name in h.workers for n in cluster.named(name)}
     found = {}
     for name in group.worker_names():
         slow = tuple(
             Slowdown(h.at, h.at + h.seconds if h.seconds else math.inf, h.factor, h.added)
-            for h in simulation.happening
+            for h in simulation.fault
             if h.kind == "slow" and name in cluster.named(h.worker)
         )
         found[name] = SimWorker(
-            name, 1, cost, simulation.jitter, slow,
-            bandwidth=group.bandwidth or math.inf, latency=group.latency or 0.0, host=host_of.get(name, ""),
-        )  # fmt: skip
+            name,
+            batch=1,
+            cost=cost,
+            jitter=simulation.jitter,
+            slowdowns=slow,
+            bandwidth=group.bandwidth or math.inf,
+            latency=group.latency or 0.0,
+            host=host_of.get(name, ""),
+        )
     return found
 
 
-def _mishaps(cluster: Cluster, h: Happening, used: list[str]) -> list[Mishap]:
+def _faults(cluster: Cluster, h: FaultSpec, used: list[str]) -> list[Fault]:
     ranks = [used.index(name) for name in cluster.named(h.worker) if name in used]
-    return [] if h.kind == "slow" else [Mishap(rank, h.at, h.kind, h.seconds) for rank in ranks]
+    return [] if h.kind == "slow" else [Fault(rank, h.at, h.kind, h.seconds) for rank in ranks]
 
 
 def _model_bytes(cluster: Cluster, profiles: list[Profile]) -> float:
-    """Said, or of the largest model that a profile speaks of."""
+    """Bytes of the model: as the file says, else of the largest model in the profiles."""
     if cluster.simulation.model_bytes is not None:
         return float(cluster.simulation.model_bytes)
     return float(FP32_BYTES * max(profile.model.parameters or 0 for profile in profiles))

@@ -38,13 +38,13 @@ jitter = { sigma = 0.1 }
 name = "rack"
 bandwidth = 5e8
 workers = ["fast"]
-[[simulation.happening]]
+[[simulation.fault]]
 worker = "fast"
 at = 0.2
 kind = "slow"
 seconds = 0.5
 added = 0.05
-[[simulation.happening]]
+[[simulation.fault]]
 worker = "fast-1"
 at = 0.5
 kind = "kill"
@@ -87,7 +87,7 @@ def test_a_scenario_is_what_the_file_says(cluster: Path) -> None:
     assert [w.host for w in scenario.workers] == ["rack", "rack", ""]
     assert (scenario.workers[2].bandwidth, scenario.workers[2].latency) == (1e8, 0.001)
     assert [len(w.slowdowns) for w in scenario.workers] == [1, 1, 0]
-    assert [(m.rank, m.kind) for m in scenario.mishaps] == [(1, "kill")]
+    assert [(m.rank, m.kind) for m in scenario.faults] == [(1, "kill")]
     assert scenario.workers[0].cost(100) == pytest.approx(0.11)
 
 
@@ -133,8 +133,8 @@ def test_the_command_is_there(cluster: Path) -> None:
     ("text", "message"),
     [
         ('[[simulation.host]]\nname="r"\nbandwidth=1.0\nworkers=["x"]', r"host\[0\].workers: found 'x'"),
-        ('[[simulation.happening]]\nworker="x"\nat=0\nkind="stop"', r"happening\[0\].worker: found 'x'"),
-        ('[[simulation.happening]]\nworker="slow"\nat=0\nkind="explode"', "explode"),
+        ('[[simulation.fault]]\nworker="x"\nat=0\nkind="stop"', r"fault\[0\].worker: found 'x'"),
+        ('[[simulation.fault]]\nworker="slow"\nat=0\nkind="explode"', "explode"),
         ("[simulation]\nserver_bandwidth = 0", "server_bandwidth"),
         ("[simulation]\nspeed = 1", "speed"),
         ("[simulation]\njitter = { drift = 1.5 }", "drift"),

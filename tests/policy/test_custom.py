@@ -65,11 +65,11 @@ def test_it_decides_in_virtual_time(order: list[int]) -> None:
 
 def test_every_sample_is_trained_in_a_simulation() -> None:
     workers = tuple(SimWorker(f"w{k}", 4, lambda b, k=k: 0.1 + 0.05 * k) for k in range(4))  # type: ignore[misc]
-    result = simulate(Scenario(workers), Halving(bound=1), iterations=30, learning=Logistic())
+    result = simulate(Scenario(workers), Halving(bound=1), iterations=30, objective=Logistic())
     assert result.samples == 30 * 16
     assert max(result.staleness) <= 4
     assert result.idle_share > 0
-    assert result == simulate(Scenario(workers), Halving(bound=1), iterations=30, learning=Logistic())
+    assert result == simulate(Scenario(workers), Halving(bound=1), iterations=30, objective=Logistic())
 
 
 def test_it_decides_in_stores(shm: Path) -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps.simulate.network import Class, Network
+from pyps.simulate.network import LinkClass, Network
 
 SECOND = 10**9
 
 
 def max_min(limits: list[tuple[Fraction, list[int]]], server: Fraction) -> dict[int, Fraction]:
-    """The rate of each transfer: all are raised together until a link is full. `limits`: what a link carries
-    in all, and whose transfers cross it.
+    """The rate of each transfer: all rise together until a link is full. `limits`: the bandwidth of each link
+    and the transfers that cross it.
     """
     rates: dict[int, Fraction] = {}
     links = [(server, [k for _, members in limits for k in members]), *limits]
@@ -61,7 +61,7 @@ def finish_times(
 def simulated(
     transfers: list[tuple[int, int, int]], classes: list[tuple[int, bool]], server: int
 ) -> dict[int, float]:
-    network = Network(server, [Class(capacity, shared) for capacity, shared in classes])
+    network = Network(server, [LinkClass(capacity, shared) for capacity, shared in classes])
     ended: dict[int, float] = {}
     begins = sorted(range(len(transfers)), key=lambda k: transfers[k][0])
     now = 0
@@ -95,14 +95,14 @@ def test_shares_are_max_min_fair(
         assert found[k] == pytest.approx(float(seconds), rel=1e-6, abs=1e-6)
 
 
-def test_without_limits_of_its_own_all_are_equal() -> None:
-    network = Network(100.0, [Class()])
+def test_transfers_without_private_limits_share_equally() -> None:
+    network = Network(100.0, [LinkClass()])
     for k in range(4):
         network.add(0, 0, 50.0, k)
     assert network.next_end() == 2 * SECOND
     assert sorted(network.finished(2 * SECOND)) == [0, 1, 2, 3]
     assert network.next_end() is None
     assert network.peak == 4
-    network = Network(math.inf, [Class(10.0)])
+    network = Network(math.inf, [LinkClass(10.0)])
     network.add(0, 0, 50.0, 0)
     assert network.next_end() == 5 * SECOND

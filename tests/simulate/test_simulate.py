@@ -1,4 +1,4 @@
-"""Virtual time against closed forms: what a policy takes, waits and applies is known without simulating."""
+"""Simulations against closed forms: a policy's times, waits and staleness are known without simulating."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from pyps.errors import InputError
 from pyps.formats import Jitter
-from pyps.simulate import Logistic, Mishap, Result, Scenario, SimWorker, Slowdown, compare, simulate
+from pyps.simulate import Fault, Logistic, Result, Scenario, SimWorker, Slowdown, compare, simulate
 from pyps.store.policies import Policy
 
 BATCHES = (16, 16, 8, 4)
@@ -47,7 +47,7 @@ def test_bsp_takes_as_long_as_the_slowest() -> None:
 @pytest.mark.parametrize(
     "policy", ["asp", "dynsgd", "consgd", "dcasgd", "saps:threshold=fixed", "ssp:bound=inf"]
 )
-def test_who_never_waits_trains_at_the_sum_of_speeds(policy: str) -> None:
+def test_policies_without_waits_train_at_the_sum_of_speeds(policy: str) -> None:
     result = simulate(PLAIN, policy, iterations=200)
     speed = sum(b / s for b, s in zip(BATCHES, SECONDS, strict=True))
     assert result.iteration_seconds == pytest.approx(B / speed, rel=0.02)
@@ -58,30 +58,30 @@ def test_who_never_waits_trains_at_the_sum_of_speeds(policy: str) -> None:
     assert means == pytest.approx(expected, abs=0.3)
 
 
-def test_ssp_without_a_bound_ahead_is_bsp_in_time() -> None:
+def test_ssp_with_bound_zero_takes_as_long_as_bsp() -> None:
     result = simulate(PLAIN, "ssp:bound=0", iterations=20)
     assert result.seconds == pytest.approx(simulate(PLAIN, "bsp", iterations=20).seconds, rel=1e-9)
 
 
-def test_ssp_hides_what_its_bound_covers() -> None:
+def test_a_larger_ssp_bound_takes_less_time() -> None:
     seconds = [simulate(PLAIN, f"ssp:bound={s}", iterations=30).seconds for s in (0, 1, 4, 16)]
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_backup_takes_as_long_as_the_slowest_that_it_waits_for() -> None:
+def test_backup_takes_as_long_as_the_slowest_worker_it_waits_for() -> None:
     result = simulate(PLAIN, "backup:k=1", iterations=30)
     assert result.ranks[3].pushes == 0
     assert result.seconds / result.rounds == pytest.approx(sorted(SECONDS)[2], rel=0.01)
 
 
 def test_hps_ends_rounds_together() -> None:
-    """Whole samples cannot do better than one sample's time of the slowest, so there are many."""
+    """Batches are large, so that rounding to whole samples hardly matters."""
     many = PLAIN.with_batches([100 * b for b in BATCHES])
-    result = simulate(many, "hps", iterations=60, slices=True)
+    result = simulate(many, "hps", iterations=60, timeline=True)
     speed = sum(b / s for b, s in zip(BATCHES, SECONDS, strict=True))
     after_the_first = (result.seconds - 100 * SLOWEST) / 59
     assert after_the_first == pytest.approx(100 * B / speed, rel=0.02)
-    last = [end - begin for _, kind, begin, end, _ in result.slices if kind == "compute"][-4:]
+    last = [end - begin for _, kind, begin, end, _ in result.timeline if kind == "compute"][-4:]
     assert max(last) / min(last) < 1.05
 
 
@@ -98,8 +98,8 @@ def test_r2sp_cycles_with_the_slowest_and_one_transfer_at_a_time() -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_r2sp_keeps_even_gaps_under_jitter(count: int, seed: int) -> None:
     many = tuple(SimWorker(f"w{k}", 8, lambda b: 0.05 * b, Jitter(spread=0.1)) for k in range(count))
-    result = simulate(Scenario(many), "r2sp", iterations=150, seed=seed, slices=True)
-    pushes = [seconds for _, seconds in result.pushed_at][5 * count : -2 * count]  # all are there
+    result = simulate(Scenario(many), "r2sp", iterations=150, seed=seed, timeline=True)
+    pushes = [seconds for _, seconds in result.pushed_at][5 * count : -2 * count]  # while all workers train
     gaps = np.diff(pushes)
     cycles = np.diff(pushes[::count])
     assert gaps.std() / gaps.mean() <= 0.15
@@ -121,7 +121,7 @@ def test_a_link_that_binds_sets_the_pace(policy: str) -> None:
         assert result.seconds >= pushes * size / 1e9
 
 
-def test_transfers_have_latency_and_links_of_their_own() -> None:
+def test_transfers_have_latency_and_private_or_shared_links() -> None:
     slow_link = tuple(replace(w, bandwidth=1e8, latency=0.005) for w in workers()[:1])
     result = simulate(Scenario(slow_link, up_bytes=1e6, down_bytes=2e6), "bsp", iterations=10)
     assert result.iteration_seconds == pytest.approx(0.1 + 0.01 + 0.02 + 2 * 0.005, rel=1e-6)
@@ -130,95 +130,96 @@ def test_transfers_have_latency_and_links_of_their_own() -> None:
     assert simulate(both, "bsp", iterations=10).iteration_seconds == pytest.approx(0.1 + 0.04, rel=1e-6)
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_one_others() -> None:
+def test_equal_seeds_give_equal_bits() -> None:
     jitter = Jitter(sigma=0.3, spike_share=0.1, spike_factor=5.0, drift=0.2, drift_seconds=3.0)
     scenario = Scenario(workers(jitter), up_bytes=1e6, down_bytes=1e6, server_bandwidth=1e8)
 
     def run(seed: int) -> Result:
-        return simulate(scenario, "saps", iterations=30, seed=seed, learning=Logistic(seed=seed), slices=True)
+        objective = Logistic(seed=seed)
+        return simulate(scenario, "saps", iterations=30, seed=seed, objective=objective, timeline=True)
 
     assert run(3) == run(3)
     assert run(3) != run(4)
 
 
-def test_jitter_has_the_mean_and_the_spikes_that_it_should() -> None:
+def test_jitter_has_its_mean_and_its_spikes() -> None:
     one = (SimWorker("w", 1, lambda b: 1.0, Jitter(sigma=0.5)),)
     assert simulate(Scenario(one), "asp", iterations=5000).seconds / 5000 == pytest.approx(1.0, abs=0.03)
     one = (SimWorker("w", 1, lambda b: 1.0, Jitter(spike_share=0.1, spike_factor=11.0)),)
     assert simulate(Scenario(one), "asp", iterations=5000).seconds / 5000 == pytest.approx(2.0, abs=0.15)
     one = (SimWorker("w", 1, lambda b: 0.01, Jitter(drift=0.5, drift_seconds=1.0)),)
-    result = simulate(Scenario(one), "asp", iterations=1000, slices=True)
-    steps = [end - begin for _, kind, begin, end, _ in result.slices if kind == "compute"]
+    result = simulate(Scenario(one), "asp", iterations=1000, timeline=True)
+    steps = [end - begin for _, kind, begin, end, _ in result.timeline if kind == "compute"]
     assert min(steps) == pytest.approx(0.005, rel=0.01)
     assert max(steps) == pytest.approx(0.015, rel=0.01)
 
 
-def test_a_co_tenant_slows_from_then_to_then() -> None:
+def test_a_slowdown_begins_and_ends() -> None:
     one = (SimWorker("w", 1, lambda b: 0.1, slowdowns=(Slowdown(1.0, 2.0, factor=2.0, added=0.05),)),)
-    result = simulate(Scenario(one), "asp", iterations=30, slices=True)
-    for _, _, begin, end, _ in result.slices:
+    result = simulate(Scenario(one), "asp", iterations=30, timeline=True)
+    for _, _, begin, end, _ in result.timeline:
         assert end - begin == pytest.approx(0.3 if 1.0 <= begin < 2.0 else 0.1, rel=1e-6)
 
 
 @pytest.mark.parametrize("policy", Policy.known)
 @pytest.mark.parametrize("kind", ["stop", "kill", "leave"])
-def test_mishaps_lose_no_sample(policy: str, kind: str) -> None:
-    mishaps = (Mishap(1, 1.05, kind, 2.0), Mishap(3, 2.0, kind, 0.5))
-    result = simulate(replace(PLAIN, mishaps=mishaps), policy, iterations=40)
+def test_faults_lose_no_sample(policy: str, kind: str) -> None:
+    faults = (Fault(1, 1.05, kind, 2.0), Fault(3, 2.0, kind, 0.5))
+    result = simulate(replace(PLAIN, faults=faults), policy, iterations=40)
     assert result.samples == 40 * B
     assert sum(r.samples for r in result.ranks) == 40 * B
 
 
 @pytest.mark.parametrize("policy", Policy.known)
-def test_who_dies_for_good_is_done_without(policy: str) -> None:
-    mishaps = (Mishap(0, 1.0, "kill"), Mishap(2, 1.5, "stop", 1e6))
+def test_training_goes_on_without_a_dead_worker(policy: str) -> None:
+    faults = (Fault(0, 1.0, "kill"), Fault(2, 1.5, "stop", 1e6))
     short = Policy.known[policy](round_timeout_seconds=3.0)
-    result = simulate(replace(PLAIN, mishaps=mishaps), short, iterations=30, seconds=600.0)
+    result = simulate(replace(PLAIN, faults=faults), short, iterations=30, seconds=600.0)
     assert result.samples == 30 * B
 
 
-# Learning.
+# Objective.
 
 
 def test_one_worker_is_gradient_descent_by_hand() -> None:
-    learning = Logistic()
+    objective = Logistic()
     alone = Scenario((SimWorker("w", 50, lambda b: 0.1),))
-    results = [simulate(alone, policy, iterations=30, learning=learning, lr=0.3) for policy in Policy.known]
-    w = learning.start()
+    results = [simulate(alone, policy, iterations=30, objective=objective, lr=0.3) for policy in Policy.known]
+    w = objective.start()
     for step in range(30):
-        w = w - 0.3 / 50 * (np.zeros_like(w) + 50 * (1.0 * learning.gradient(w, 50 * step, 50)[0]))
-    assert {r.loss for r in results} == {learning.loss(w)}
+        w = w - 0.3 / 50 * (np.zeros_like(w) + 50 * (1.0 * objective.gradient(w, 50 * step, 50)[0]))
+    assert {r.loss for r in results} == {objective.loss(w)}
 
 
 def test_unequal_batches_under_bsp_are_the_whole_batch() -> None:
-    learning = Logistic()
-    split = simulate(PLAIN, "bsp", iterations=20, learning=learning)
-    whole = simulate(Scenario((SimWorker("w", B, lambda b: 0.1),)), "bsp", iterations=20, learning=learning)
+    objective = Logistic()
+    split = simulate(PLAIN, "bsp", iterations=20, objective=objective)
+    whole = simulate(Scenario((SimWorker("w", B, lambda b: 0.1),)), "bsp", iterations=20, objective=objective)
     assert split.loss == pytest.approx(whole.loss, rel=1e-12)
 
 
 def test_curves_fall_and_targets_stop() -> None:
-    results = compare(PLAIN, ["bsp", "asp"], iterations=200, learning=Logistic(), lr=0.5)
+    results = compare(PLAIN, ["bsp", "asp"], iterations=200, objective=Logistic(), lr=0.5)
     for result in results:
         assert result.curve[0][2] == pytest.approx(math.log(5))
         assert result.loss < 0.6
     target = 0.8
-    stopped = simulate(PLAIN, "asp", iterations=200, learning=Logistic(), lr=0.5, target_loss=target)
+    stopped = simulate(PLAIN, "asp", iterations=200, objective=Logistic(), lr=0.5, target_loss=target)
     assert stopped.seconds_to(target) == results[1].seconds_to(target)
     assert stopped.samples < results[1].samples
     assert results[0].seconds_to(0.0) is None
 
 
-def test_delay_compensation_without_strength_is_asp() -> None:
+def test_delay_compensation_with_lambda_zero_is_asp() -> None:
     asp, none, some = compare(
-        PLAIN, ["asp", "dcasgd:lambda=0", "dcasgd:lambda=2"], iterations=30, learning=Logistic(), lr=1.0
+        PLAIN, ["asp", "dcasgd:lambda=0", "dcasgd:lambda=2"], iterations=30, objective=Logistic(), lr=1.0
     )
     assert asp.loss == none.loss != some.loss
 
 
-def test_torch_learns_as_numpy_does() -> None:
+def test_torch_and_numpy_objectives_agree() -> None:
     torch = pytest.importorskip("torch")
-    from pyps.simulate import TorchLearning
+    from pyps.simulate import TorchObjective
     from pyps.tasks import TrainingTask
 
     numpy_side = Logistic()
@@ -227,8 +228,8 @@ def test_torch_learns_as_numpy_does() -> None:
     task = TrainingTask(model, lambda b: (None, None), torch.nn.functional.cross_entropy)
     x, y = torch.from_numpy(numpy_side._x), torch.from_numpy(numpy_side._labels)
     results = [
-        simulate(PLAIN, "asp", iterations=20, learning=learning)
-        for learning in (numpy_side, TorchLearning(task, x, y))
+        simulate(PLAIN, "asp", iterations=20, objective=objective)
+        for objective in (numpy_side, TorchObjective(task, x, y))
     ]
     assert results[0].loss == pytest.approx(results[1].loss, rel=1e-9)
 
@@ -248,14 +249,14 @@ def test_refusals() -> None:
 
 def test_recorded_steps_come_before_the_cost_model() -> None:
     worker = SimWorker("w", 4, lambda b: 1.0, recorded=(0.5, 0.25))
-    result = simulate(Scenario((worker,)), "asp", iterations=3, slices=True)
-    lasted = [end - begin for _, kind, begin, end, _ in result.slices if kind == "compute"]
+    result = simulate(Scenario((worker,)), "asp", iterations=3, timeline=True)
+    lasted = [end - begin for _, kind, begin, end, _ in result.timeline if kind == "compute"]
     assert lasted == pytest.approx([0.5, 0.25, 1.0])
 
 
 def test_hps_gives_nobody_more_than_its_memory_holds() -> None:
     limits = (10, 16, 8, 0)
-    made = tuple(replace(w, most=most) for w, most in zip(PLAIN.workers, limits, strict=True))
+    made = tuple(replace(w, max_samples=most) for w, most in zip(PLAIN.workers, limits, strict=True))
     result = simulate(Scenario(made), "hps", iterations=40)
     assert result.samples == 40 * B
     for r, most in zip(result.ranks[:3], limits, strict=False):

@@ -1,4 +1,4 @@
-"""A pipeline in virtual time: closed forms, delay-1 SGD bitwise, and the store's own decisions."""
+"""A pipeline in virtual time: closed forms, delay-1 SGD bitwise, and the store's decisions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pyps.errors import InputError
 from pyps.formats import Jitter
-from pyps.simulate import Logistic, Mishap, Result, Scenario, SimWorker, simulate
+from pyps.simulate import Fault, Logistic, Result, Scenario, SimWorker, simulate
 from pyps.simulate.plot import gantt, trace
 from pyps.simulate.problem import Model
 from pyps.store.policies import Policy
@@ -50,7 +50,7 @@ def test_the_period_is_the_longer_of_compute_and_transfer(policy: str, one_way: 
 
 def test_it_is_sgd_with_a_delay_of_one_bitwise() -> None:
     steps, problem = 40, Logistic(samples=100)
-    result = simulate(alone(0.03), "asp", iterations=steps, learning=problem, lr=LR, pipeline=True)
+    result = simulate(alone(0.03), "asp", iterations=steps, objective=problem, lr=LR, pipeline=True)
     plain = Model(problem, LR, BATCH, 0.0)
     before = plain.w
     for k in range(steps):
@@ -58,7 +58,7 @@ def test_it_is_sgd_with_a_delay_of_one_bitwise() -> None:
         gradient, _ = problem.gradient(on, k * BATCH, BATCH)
         plain.step([(gradient, on, BATCH, 1.0)])
     assert result.loss == plain.loss()
-    assert result.loss != simulate(alone(0.03), "asp", iterations=steps, learning=problem, lr=LR).loss
+    assert result.loss != simulate(alone(0.03), "asp", iterations=steps, objective=problem, lr=LR).loss
 
 
 def accounts(result: Result) -> None:
@@ -67,12 +67,12 @@ def accounts(result: Result) -> None:
 
 
 @pytest.mark.parametrize("policy", OVERLAPPING)
-def test_every_policy_that_overlaps_hands_each_sample_out_once(policy: str) -> None:
+def test_every_policy_that_overlaps_assigns_each_sample_once(policy: str) -> None:
     piped = simulate(several(), policy, iterations=30, seed=1, pipeline=True)
     accounts(piped)
     assert repr(piped) == repr(simulate(several(), policy, iterations=30, seed=1, pipeline=True))
     serial = simulate(several(), policy, iterations=30, seed=1)
-    if policy != "saps":  # drops more, as more is late
+    if policy != "saps":  # it drops more gradients, as more are late
         assert piped.seconds < serial.seconds * (1.02 if policy == "r2sp" else 1.0)
     assert piped.staleness_mean > serial.staleness_mean
 
@@ -82,7 +82,7 @@ def test_rounds_are_computed_on_one_version_older() -> None:
     serial = simulate(several(), "hps", iterations=30, seed=1)
     assert set(serial.staleness) == {0}
     assert set(piped.staleness) <= {0, 1}
-    assert piped.staleness[0] <= 2 * 4, "the first round, and whoever claimed too late to be ahead"
+    assert piped.staleness[0] <= 2 * 4, "the first round, and claims too late to be prefetched"
 
 
 def test_saps_keeps_its_bound() -> None:
@@ -93,20 +93,20 @@ def test_saps_keeps_its_bound() -> None:
 
 @pytest.mark.parametrize("policy", ["asp", "ssp:bound=2", "r2sp", "hps", "saps"])
 def test_deaths_stops_and_leaves_lose_nothing(policy: str) -> None:
-    mishaps = (
-        Mishap(0, 0.31, "kill", 0.5),
-        Mishap(1, 0.42, "stop", 0.9),
-        Mishap(2, 0.53, "leave", 0.4),
-        Mishap(3, 0.64, "kill", 0.0),
+    faults = (
+        Fault(0, 0.31, "kill", 0.5),
+        Fault(1, 0.42, "stop", 0.9),
+        Fault(2, 0.53, "leave", 0.4),
+        Fault(3, 0.64, "kill", 0.0),
     )
-    scenario = replace(several(), mishaps=mishaps)
+    scenario = replace(several(), faults=faults)
     rules = replace(Policy.known["asp"](), round_timeout_seconds=0.5) if policy == "asp" else policy
     accounts(simulate(scenario, rules, iterations=30, seed=3, pipeline=True))
 
 
-def test_learning_is_the_same_whenever_it_is_asked() -> None:
+def test_an_objective_gives_the_same_result_each_time() -> None:
     first, again = (
-        simulate(several(), "ssp", iterations=10, seed=4, learning=Logistic(), pipeline=True)
+        simulate(several(), "ssp", iterations=10, seed=4, objective=Logistic(), pipeline=True)
         for _ in range(2)
     )
     assert repr(first) == repr(again)
@@ -114,16 +114,16 @@ def test_learning_is_the_same_whenever_it_is_asked() -> None:
 
 
 @pytest.mark.parametrize("policy", ["bsp", "backup"])
-def test_policies_that_wait_refuse_it(policy: str) -> None:
+def test_policies_that_cannot_overlap_refuse_it(policy: str) -> None:
     with pytest.raises(InputError, match=f"on under {policy}"):
         simulate(several(), policy, pipeline=True)
 
 
-def test_transfers_have_a_track_of_their_own_and_keep_nobody_idle() -> None:
-    result = simulate(alone(0.04), "asp", iterations=20, pipeline=True, slices=True)
-    own = [s for s in result.slices if s[0] == 0]
-    beside = [s for s in result.slices if s[0] == 1]
-    assert sum(s[1] == "push" for s in beside) == 20
+def test_transfers_have_a_separate_track_and_cost_no_idle_time() -> None:
+    result = simulate(alone(0.04), "asp", iterations=20, pipeline=True, timeline=True)
+    own = [s for s in result.timeline if s[0] == 0]
+    transfers = [s for s in result.timeline if s[0] == 1]
+    assert sum(s[1] == "push" for s in transfers) == 20
     assert all(a[3] <= b[2] + 1e-9 for a, b in pairwise(own)), "one thing after the other"
     assert result.idle_share < 0.05
     tracks = {e["args"]["name"] for e in trace([result])["traceEvents"] if e["name"] == "thread_name"}
