@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from record import DOCS, machine, milliseconds, seconds_of, table, write_section
 
-from pyps import Hyper, Store
+from pyps import Hyper, Store, native
+from pyps.native.values import Encoding, PushRequest
 from pyps.store.codec import Codec, decode, encode, encoded_bytes
 
 Call = Callable[[], object]
@@ -102,14 +103,15 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
 
         def prepare() -> Call:
             sgd.start()
-            arguments = sgd._push(sgd.stage(), 1, HYPER, 1.0, None, codec.name, data[codec])
+            staging = sgd.stage()
+            codes, _ = sgd._call(native.staging_codes, staging.index, data[codec].size)
+            codes[:] = data[codec]
+            request = PushRequest(staging.index, 1, (HYPER,), encoding=Encoding(codec), encoded=True)
             if exchange:
-                return lambda: sgd._call(native.exchange, arguments, flat)
-            return lambda: sgd._call(native.push, arguments)
+                return lambda: sgd.send_and_pull(request, flat)
+            return lambda: sgd.send(request)
 
         return prepare
-
-    from pyps import native
 
     yield Operation("pull", 8, always(lambda: sgd.pull(flat)))
     yield Operation("pull int8", 5, always(lambda: sgd.pull_encoded(Codec.INT8, quantized)))
