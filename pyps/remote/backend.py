@@ -129,7 +129,7 @@ class RemoteBackend:
         return int(version)
 
     def stage(self, timeout: float) -> int:
-        """The next area in turn: none is still read when a call has returned."""
+        """The next staging buffer in turn: none is still read when a call has returned."""
         staging, self._next_staging = (
             self._next_staging,
             (self._next_staging + 1) % self._opened.layout.staging_buffers,

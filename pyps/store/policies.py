@@ -185,7 +185,7 @@ class ConSGD(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class DCASGD(Policy):
-    """ASP with the delay compensated: g + strength * g * g * (w - what w was when pulled); 0 is ASP."""
+    """ASP with the delay compensated: g + lambda * g * g * (w - w_base); 0 is ASP."""
 
     lambda_: float = 0.04
 

@@ -103,14 +103,14 @@ class Store:
         staging_buffers: int = 0,
         keep: bool = False,
     ) -> Self:
-        """Make a segment and open it; the creator's close() removes the segment's name, unless `keep`.
+        """Make a segment and open it. The creator's close() removes the segment's name, unless `keep`.
 
-        `tensors`: name -> initial values (array or torch tensor of real numbers; kept as fp32). `batches`:
-        the planned batch of each rank. `optimizer`: "sgd", "momentum", "adamw", "adam" or "adagrad".
-        `policy`: a pyps.BSP, ASP, ..., or its text ("ssp:bound=4"). `groups`: name -> index of its parameter
-        group (default: all 0). `samples`: sample positions to hand out in all, 0 without end.
-        `chunk_params`, `max_participants`, `snapshot_spares`, `areas` (per worker): 0 takes the C core's
-        default. Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
+        tensors: name -> initial values (array or torch tensor of real numbers; kept as fp32). batches: the
+        planned batch of each rank. optimizer: "sgd", "momentum", "adamw", "adam" or "adagrad". policy: a
+        pyps.BSP, ASP, ..., or its text ("ssp:bound=4"). groups: name -> index of its parameter group
+        (default: all 0). samples: sample positions to assign in all; 0: without end. chunk_params,
+        max_participants, snapshot_spares, staging_buffers (per worker): 0 takes the C core's default. Raises
+        InputError, SegmentExists, OutOfSpace, InvalidArgument.
         """
         group_of = dict(groups or {})
         if unknown := group_of.keys() - tensors.keys():
@@ -118,22 +118,22 @@ class Store:
         initial = {
             key: as_f32(f"store {name!r}", f"tensors[{key!r}]", value) for key, value in tensors.items()
         }
-        rules = policy_named(policy) if isinstance(policy, str) else policy or DEFAULT_POLICY
-        register_policy(rules)
+        chosen = policy_named(policy) if isinstance(policy, str) else policy or DEFAULT_POLICY
+        register_policy(chosen)
         config = Config(
             tensors=tuple(Tensor(key, a.shape, group_of.get(key, 0)) for key, a in initial.items()),
             initial=tuple(initial.values()),
             batches=tuple(batches),
             groups=max(group_of.values(), default=0) + 1,
             optimizer=Optimizer.of(optimizer),
-            policy=rules.number,
-            round_timeout_seconds=rules.round_timeout_seconds,
+            policy=chosen.number,
+            round_timeout_seconds=chosen.round_timeout_seconds,
             samples=samples,
             chunk_params=chunk_params,
             max_participants=max_participants,
             snapshot_spares=snapshot_spares,
             staging_buffers=staging_buffers,
-            policy_params=rules.params(),
+            policy_params=chosen.params(),
         )
         return cls._make(name, config, keep=keep)
 
@@ -203,11 +203,11 @@ class Store:
             self._retire()
 
     def rejoin(self) -> None:
-        """After Fenced: active again with the same rank. Areas must be staged anew."""
+        """After Fenced: become active again with the same rank. Staging buffers must be staged anew."""
         self._call(native.rejoin)
 
     def reap(self) -> int:
-        """Take the dead out and complete their admitted pushes; how many there were."""
+        """Remove dead participants and complete their admitted pushes; how many there were."""
         return self._call(native.reap)
 
     def start(self, timeout: float | None = None) -> Claim:
@@ -215,7 +215,7 @@ class Store:
         return self._call(native.start, native.timeout_seconds(timeout))
 
     def start_ahead(self) -> Claim | None:
-        """Beside the step under way, claim the samples of the next one: pushes belong to claims in order.
+        """With a step under way, claim the samples of the next one: pushes belong to claims in order.
 
         For a worker that computes while its gradients travel. Never waits; None where there is nothing to
         claim now: then push first, and start(). Raises Fenced, InvalidArgument under a policy that waits.
@@ -331,10 +331,10 @@ class Store:
         return data, self._call(native.pull_encoded, kind, data)
 
     def should_continue(self, done: int, following: int) -> Advice:
-        """Between two micro-batches, `done` samples computed and `following` in the next one: what to do.
+        """What to do between two micro-batches: `done` samples are computed, `following` are in the next one.
 
-        GO_ON; PUSH_NOW what there is, for the next one would come too late; or ABORT: the samples go back,
-        the staging buffer is free, start() anew. Raises Fenced.
+        CONTINUE; PUSH_NOW what is computed, since the next micro-batch would come too late; or ABORT: the
+        samples go back, the staging buffer is free, call start() again. Raises Fenced.
         """
         return self._call(native.should_continue, done, following)
 

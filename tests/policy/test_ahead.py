@@ -106,7 +106,7 @@ def test_both_claims_of_a_fenced_one_are_handed_out_again(shm: Path) -> None:
     other.pull()
     push(other, claim.count)
     seen = []
-    while len(seen) < 2:  # start() waits for those 8 samples, and fences who holds them
+    while len(seen) < 2:  # start() waits for those 8 samples, and fences the worker that holds them
         claim = other.start(5.0)
         seen.append(claim.first)
         other.pull()

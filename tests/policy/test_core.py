@@ -136,7 +136,7 @@ def test_asynchronous_policies_take_every_push_at_once(
         if k in drive.claims:
             assert drive.push(k) == COMMITTED
         else:
-            assert drive.start(k), "nobody ever waits"
+            assert drive.start(k), "no worker ever waits"
     assert drive.version == len(drive.pushes)
     for _, staleness, found in drive.pushes:
         assert found == pytest.approx(scale(staleness))

@@ -1,4 +1,4 @@
-"""Whom a tick fences and whom it leaves in peace, and how far claims ahead reach."""
+"""Which workers a tick fences and which it leaves alone, and how far claims ahead reach."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLICE = SECOND // 20  # how often a waiter looks for something to do
 
 @dataclass(frozen=True, kw_only=True)
 class First(Custom):
-    """Only rank 0 may begin a step, or, from a time on, everybody."""
+    """Only rank 0 may begin a step, or, from a time on, all ranks."""
 
     opens: int = 10**12
 

@@ -47,7 +47,7 @@ def work(store: pyps.Store, rank: int, journal: Path) -> None:
 
 
 def journalled(tmp_path: Path, policy: str, ranks: int = 3) -> Path:
-    """A run of threads, each with a handle of its own."""
+    """A run of threads, each with its own handle."""
     journal, name = tmp_path / "journal", f"replay-{tmp_path.name[-40:]}"
     batches = [4, 2, 3][:ranks]
     with pyps.Store.create(

@@ -56,12 +56,12 @@ flat = np.zeros(store.layout.flat_elements, np.float32)
 while True:
     try:
         claim = store.start()
-        area = store.stage()
+        staging = store.stage()
         store.pull(flat)
         time.sleep(0.001 * claim.count)
         {within}
-        area.flat[:] = 1.0
-        store.push(area, claim.count, Hyper(lr=1e-3), base_params=flat)
+        staging.flat[:] = 1.0
+        store.push(staging, claim.count, Hyper(lr=1e-3), base_params=flat)
         step += 1
         if policy.needs.uses_turns:
             store.pull(flat)
@@ -101,7 +101,8 @@ AHEAD_LOOP = (
     LOOP.replace("step = 0\n", "step, ahead = 0, None\n")
     .replace("        claim = store.start()\n", "        claim, ahead = ahead or store.start(), None\n")
     .replace(
-        "        area.flat[:] = 1.0\n", "        ahead = store.start_ahead()\n        area.flat[:] = 1.0\n"
+        "        staging.flat[:] = 1.0\n",
+        "        ahead = store.start_ahead()\n        staging.flat[:] = 1.0\n",
     )
     .replace("        store.rejoin()\n", "        store.rejoin()\n        ahead = None\n")
 )

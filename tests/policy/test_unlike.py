@@ -181,7 +181,7 @@ def test_r2sp_passes_over_who_is_late_and_takes_it_back() -> None:
         drive.pull(k)
         drive.start(k)
     assert [staleness for _, staleness, _ in drive.pushes[before + 2 :]] == [1, 1]
-    assert drive.push(0) == WAIT, "it asks for a turn, and gets the next of its own"
+    assert drive.push(0) == WAIT, "it asks for a turn, and gets its own next one"
     for k in (1, 2, 0, 1, 2, 0):
         assert drive.push(k) == COMMITTED
         drive.pull(k)

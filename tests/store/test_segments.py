@@ -175,7 +175,7 @@ def test_names_that_are_taken_or_missing(shm: Path) -> None:
 
 
 def test_a_full_file_system_is_said() -> None:
-    """Needs a small tmpfs of its own; user namespaces give one without root where they are allowed."""
+    """Needs a small tmpfs; user namespaces give one without root where they are allowed."""
     script = (
         "import numpy as np, pyps\n"
         "from pyps.errors import OutOfSpace\n"

@@ -322,11 +322,11 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "owner"):
             return
 
-        def told(m: Member) -> tuple[int, int, int, tuple[int, int] | None]:
+        def described(m: Member) -> tuple[int, int, int, tuple[int, int] | None]:
             claim = (m.claim_first, m.claim_count) if m.claim_count else None
             return (-1 if m.rank is None else m.rank, m.clock, m.pulled_version * (m.rank is not None), claim)
 
-        found = [told(m) for m in self.owner.members() if m.state is MemberState.ACTIVE]
+        found = [described(m) for m in self.owner.members() if m.state is MemberState.ACTIVE]
         expected = [
             (w.rank, w.clock * (w.rank >= 0), w.pulled * (w.rank >= 0), w.claim)
             for w in self.workers

@@ -80,7 +80,7 @@ def test_gradients_travel_during_backward_and_changed_ones_again() -> None:
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
 @pytest.mark.parametrize("size", [256, 1024, 1 << 21])
 def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int) -> None:
-    """With feedback over steps, one of which is not admitted, and a scale that changes in the end."""
+    """With error feedback over steps, one of which is not admitted, and a scale that changes in the end."""
     parameters = layers()
     buckets = GradientBuckets(parameters, ELEMENTS, torch.device("cpu"), codec, size=size)
     residual, left = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
@@ -109,7 +109,7 @@ def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int) -> 
 
 
 def trained(policy: str, codec: str, micro_batch: int | None) -> bytes:
-    """The parameters of a run in bfloat16, which is copied to its area even on a CPU."""
+    """The parameters of a run in bfloat16, which is copied to its staging buffer even on a CPU."""
     model = make_model().bfloat16()
     with join(
         "run",

@@ -106,7 +106,7 @@ def version_2(tmp_path: Path) -> tuple[Path, Path]:
 def test_version_2(version_2: tuple[Path, Path]) -> None:
     proc, mount = version_2
     assert [folder for folder, _ in groups(proc)] == [mount / "a" / "b", mount / "a", mount]
-    assert cpu_free_bytes(proc) == 250 * MIB, "limit - (usage - what nobody uses)"
+    assert cpu_free_bytes(proc) == 250 * MIB, "limit - (usage - what no process uses)"
     write(mount / "a" / "memory.max", 720 * MIB)
     assert cpu_free_bytes(proc) == 70 * MIB, "a group around it has less"
     write(mount / "a" / "b" / "memory.high", 260 * MIB)
@@ -249,7 +249,7 @@ with Worker(settings) as worker:
 
 @pytest.fixture
 def group() -> Iterator[tuple[Path, str]]:
-    """A control group of its own with a limit to write to: its folder and the limit's file."""
+    """A new control group with a limit to write to: its folder and the limit's file."""
     for base, limit in ((MEMORY, "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
         folder = base / f"pyps-test-{os.getpid()}"
         try:

@@ -128,7 +128,7 @@ def test_a_rejected_push_leaves_the_parameters_bitwise_unchanged(shm: Path) -> N
     one, other = two("late", SaPS(threshold="fixed", bound=1), np.ones(3000), (2, 8))
     with one, other:
         step(one, np.full(3000, 0.1))
-        for _ in range(4):  # more often than there are areas: a refusal gives its area back
+        for _ in range(4):  # more often than there are buffers: a refusal gives its buffer back
             other.start()
             before = other.pull()[0].tobytes()
             for _ in range(2):

@@ -1,4 +1,4 @@
-"""Sample positions: every epoch is a permutation, whoever asks, however it is cut."""
+"""Sample positions: every epoch is a permutation, for every worker and every cut."""
 
 from __future__ import annotations
 

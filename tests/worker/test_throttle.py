@@ -1,4 +1,4 @@
-"""The throttle: who sets the time of a span, and what is recorded when it cannot."""
+"""The throttle: what sets the time of a span, and what is recorded when it cannot."""
 
 from __future__ import annotations
 
