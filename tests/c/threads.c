@@ -43,7 +43,7 @@ static void closed(pyps_store *s) {
 static void check_chunks(const float *flat, uint64_t oldest, bool all) {
     for (int i = 0; i < PARAMETERS; i++) {
         float whole = flat[i / CHUNK * CHUNK];
-        CHECK(flat[i] == whole, "parameter %d: found %g beside %g: the chunk is torn", i, (double)flat[i],
+        CHECK(flat[i] == whole, "parameter %d: found %g and %g: the chunk is torn", i, (double)flat[i],
               (double)whole);
         CHECK(all ? whole == -STEP * (float)oldest : whole <= -STEP * (float)oldest,
               "parameter %d: found %g in version %llu", i, (double)whole, (unsigned long long)oldest);
