@@ -123,10 +123,10 @@ def test_a_target_stops_and_is_said(cluster: Path) -> None:
 
 def test_the_command_is_there(cluster: Path) -> None:
     pyps = str(Path(sys.executable).parent / "pyps")
-    command = [pyps, "simulate", str(cluster), "--policies", "nobody"]
+    command = [pyps, "simulate", str(cluster), "--policies", "unknown"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "pyps simulate: policy: found 'nobody'; expected one of bsp, asp" in done.stderr
+    assert "pyps simulate: policy: found 'unknown'; expected one of bsp, asp" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_bad_simulations_are_refused(cluster: Path, text: str, message: str) -> 
         read_cluster(cluster)
 
 
-def test_a_pipeline_leaves_out_who_refuses_it(cluster: Path) -> None:
+def test_a_pipeline_leaves_out_policies_that_refuse_it(cluster: Path) -> None:
     done = CliRunner().invoke(app, [str(cluster), "--iterations", "5", "--pipeline", "--json"])
     named = [r["policy"] for r in json.loads(done.stdout)]
     assert named == [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline]
