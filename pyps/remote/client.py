@@ -1,8 +1,8 @@
-"""A client's end of the link: one call at a time, each done exactly once, none for ever.
+"""The client's end of the link: one call at a time, each done exactly once, none waiting for ever.
 
-A call is sent again when its connection broke before the reply came; the server does it once, whatever comes
-how often. That the server lives is known from its pongs on a connection of its own, which no large frame
-holds up; when they stay away for as long as the server itself waits for its clients, the link is lost.
+A call is sent again when its connection broke before the reply came; the server does it once, however
+often it arrives. Pings travel on a separate connection, where no large frame delays them; without a pong for
+as long as the server waits for its clients, the link is lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pyps.remote.wire import (
 )
 
 CONNECT_SECONDS = 10.0  # for the first sign of a server
-PINGS_IN_SILENCE = 8
+PINGS_PER_TIMEOUT = 8
 SLICE_MS = 200  # how often a waiting call looks whether the server still lives
 GOODBYE_SECONDS = 1.0
 DEAD_LINK_MS = 8000  # sent and not acknowledged for so long: the kernel gives the connection up
@@ -83,13 +83,13 @@ class Client:
         self._keys = read_client_keys(address.keys) if address.keys else None
         self._session, self._seq = secrets.token_bytes(SESSION_BYTES), 0
         self._context: zmq.Context[Any] = zmq.Context()
-        self._heart = Heart(self._context, self._dial, self._session)
+        self._heartbeat = Heartbeat(self._context, self._dial, self._session)
         try:
             self._connect()
         except InputError:
             self._context.destroy(linger=0)
             raise
-        self._heart.start()
+        self._heartbeat.start()
 
     def call(self, verb: str, *arguments: Any, numbers: NDArray[Any] | None = None) -> tuple[Any, Frames]:
         """The call's value, and the numbers that came with it. Raises what the call raised over there."""
@@ -101,20 +101,20 @@ class Client:
         return self._value(verb, kind, reply), [frame.buffer for frame in frames]
 
     def set_server(self, server: bytes, client_timeout_seconds: float) -> None:
-        """What the server said of itself: pings follow its patience from now on."""
-        self._heart.follow(server, client_timeout_seconds)
+        """Set the server's identity and client timeout; the interval of pings follows from it."""
+        self._heartbeat.follow(server, client_timeout_seconds)
 
     def close(self) -> None:
-        """End the session; the server's deputy leaves the store. Idempotent."""
+        """End the session; the server's thread for it leaves the store. Idempotent."""
         if self._context.closed:
             return
-        if not self._heart.trouble():
+        if not self._heartbeat.trouble():
             with contextlib.suppress(zmq.Again):
                 self._socket.send(encode(Bye(self._session)), zmq.NOBLOCK)
             self._hang_up(GOODBYE_SECONDS)
         else:
             self._hang_up(0.0)
-        self._heart.stop()
+        self._heartbeat.stop()
         self._context.term()
 
     @staticmethod
@@ -196,25 +196,25 @@ class Client:
         self._connect()
 
     def _check(self, resends: int) -> None:
-        trouble = self._heart.trouble()
+        trouble = self._heartbeat.trouble()
         if resends > MAX_RESENDS:
             trouble = f"the connection broke {resends} times during one call"
         if trouble:
             raise LinkLost(str(self.address), trouble)
 
 
-class Heart(threading.Thread):
-    """Pings the server, and knows whether it answers.
+class Heartbeat(threading.Thread):
+    """Pings the server and counts the pings that it does not answer.
 
-    Silence is counted in pings, not by the clock: a process that was stopped for an hour has missed nothing.
+    It counts pings, not time: a process that was stopped for an hour has missed none.
     """
 
     def __init__(
         self, context: zmq.Context[Any], dial: Callable[[], zmq.Socket[bytes]], session: bytes
     ) -> None:
-        super().__init__(name="pyps-heart", daemon=True)
+        super().__init__(name="pyps-heartbeat", daemon=True)
         self._context, self._dial, self._ping = context, dial, encode(Ping(session))
-        self._interval, self._patience = CONNECT_SECONDS / PINGS_IN_SILENCE / 4, PINGS_IN_SILENCE * 4
+        self._interval, self._max_missed = CONNECT_SECONDS / PINGS_PER_TIMEOUT / 4, PINGS_PER_TIMEOUT * 4
         self._missed = 0
         self._server: bytes | None = None
         self._trouble = ""
@@ -222,17 +222,17 @@ class Heart(threading.Thread):
         self._bell.bind(STOP)
 
     def trouble(self) -> str:
-        """Why the link is lost, or nothing."""
-        if self._missed >= self._patience and not self._trouble:
+        """Why the link is lost; empty while it is not."""
+        if self._missed >= self._max_missed and not self._trouble:
             seconds = self._interval * self._missed
             what = "nothing more" if self._server else "nothing"
             self._trouble = f"{what} was heard of a server there for {seconds:.1f} s"
         return self._trouble
 
     def follow(self, server: bytes, client_timeout_seconds: float) -> None:
-        """Ping at the server's own rhythm."""
+        """Ping as often as the server's client timeout asks for."""
         self._server = self._server or server
-        self._interval, self._patience = client_timeout_seconds / PINGS_IN_SILENCE, PINGS_IN_SILENCE
+        self._interval, self._max_missed = client_timeout_seconds / PINGS_PER_TIMEOUT, PINGS_PER_TIMEOUT
 
     def stop(self) -> None:
         self._bell.send(b"")
@@ -247,18 +247,18 @@ class Heart(threading.Thread):
                     socket.send(self._ping, zmq.NOBLOCK)
                 if bell.poll(self._interval * 1000):
                     return
-                self._missed = 0 if self._hear(socket) else self._missed + 1
+                self._missed = 0 if self._received_pong(socket) else self._missed + 1
 
-    def _hear(self, socket: zmq.Socket[bytes]) -> bool:
+    def _received_pong(self, socket: zmq.Socket[bytes]) -> bool:
         """Whether a pong has come."""
-        heard = False
+        received = False
         while socket.poll(0):
             pong = decode_reply(socket.recv_multipart()[0])
             if isinstance(pong, Pong):
-                heard = True
+                received = True
                 if self._server is not None and pong.server != self._server:
                     self._trouble = "the server was restarted; whether it took the last push is not known"
-        return heard
+        return received
 
 
 def _encrypt(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:

@@ -1,8 +1,8 @@
-"""Serving a store: one socket, one loop, and a deputy for each worker that is elsewhere.
+"""The server of a store: one socket, one loop, and one thread for each remote client.
 
-The loop decides who is answered what, and never waits for a call: a new call goes to the session's deputy,
-a repeated one gets the kept reply again, whatever is not understood is counted and dropped. A client that is
-not heard of for `client_timeout_seconds` loses its deputy; its last reply is kept for its return.
+The loop never waits for a call. A new call goes to the client's session thread, a repeated call gets its
+reply again, and a malformed message is counted and dropped. After `client_timeout_seconds` without a message
+a client loses its thread; its last reply is kept in case it returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pyps.remote.address import Address, endpoint_parts, is_loopback
 from pyps.remote.framing import Frames
 from pyps.remote.handlers import Site
 from pyps.remote.keys import ServerKeys
-from pyps.remote.session import Deputy
+from pyps.remote.session import SessionThread
 from pyps.remote.wire import (
     MAX_HEADER_BYTES,
     Bye,
@@ -40,46 +40,45 @@ from pyps.remote.wire import (
 
 CLIENT_TIMEOUT_SECONDS = 10.0
 MAX_SESSIONS = 256
-FORGET_SECONDS = 600.0  # what a silent worker was answered last is kept for so long
-SEAL_BYTES = 256  # what encryption adds to a frame, with room
+FORGET_SECONDS = 600.0  # how long the last reply of a client that timed out is kept
+SEAL_BYTES = 256  # at least what encryption adds to a frame
 TICK_MS = 250
 OUTLET = "inproc://replies"
 STOP = b"stop"
-DOMAIN = "pyps"  # of the keys that are let in
+DOMAIN = "pyps"  # of the admitted keys
 
 
 @dataclass
 class Counters:
-    """What a server has seen; bytes are those of headers and numbers."""
+    """Counts of a server; `bytes_in` and `bytes_out` are headers and numbers."""
 
     calls: int = 0
     repeated: int = 0
     refused: int = 0
-    silenced: int = 0
+    timed_out: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
 
 
 @dataclass
-class Session:
-    """One client. Calls up to `taken` were begun; `reply` is the last one's, None while it is under way.
-
-    `deputy` acts for it, or did so if it is `silent`.
+class ClientRecord:
+    """What the loop knows of one client. Calls up to `taken` were begun; `reply` is the last call's, None
+    while that runs. `thread` runs its calls; it has ended, or soon will, if the client has `timed_out`.
     """
 
     heard: float
     identity: bytes = b""
     taken: int = 0
     reply: list[Any] | None = field(default_factory=list)
-    deputy: Deputy | None = None
-    silent: bool = True
+    thread: SessionThread | None = None
+    timed_out: bool = True
 
 
 class Server:
     """Serves the store of that name, there already or made by the first client, until close().
 
-    bind: tcp://host:port, port * for any free one. keys: who is let in, encrypted; without them only this
-    machine's loopback is served, unless `insecure`. client_timeout_seconds: a client not heard
+    bind: tcp://host:port, port * for any free one. keys: of the admitted clients; without keys only
+    the loopback of this machine is served, unless `insecure`. client_timeout_seconds: a client not heard
     of for so long is dead.
 
     Raises InputError for a wrong or taken address, or one that leaves this machine in the clear.
@@ -106,8 +105,8 @@ class Server:
             raise InputError("serve", "store", repr(store), "letters, digits, '.', '_' or '-'")
         self.counters = Counters()
         self.store = store
-        self._sessions: dict[bytes, Session] = {}
-        self._deputies: list[Deputy] = []
+        self._sessions: dict[bytes, ClientRecord] = {}
+        self._threads: list[SessionThread] = []
         self._site = Site(store, secrets.token_bytes(8), client_timeout_seconds, self._note_created)
         self._created = self._closed = False
         self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
@@ -143,7 +142,7 @@ class Server:
         self._ended.wait()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop answering; the deputies leave the store, for which they have `timeout` seconds.
+        """Stop answering; the session threads leave the store, for which they have `timeout` seconds.
 
         Those that wait there for others leave when their wait ends. A store that was made through the link
         is removed. Idempotent.
@@ -156,8 +155,8 @@ class Server:
             stop.send(STOP)
         self._thread.join()
         deadline = time.monotonic() + timeout
-        for deputy in self._deputies:
-            deputy.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         if self._created:
             with contextlib.suppress(SegmentNotFound):
                 native.unlink(self.store, force=True)
@@ -168,7 +167,7 @@ class Server:
     def _end(self) -> None:
         if self._guard is not None:
             self._guard.stop()
-        if not any(deputy.is_alive() for deputy in self._deputies):
+        if not any(thread.is_alive() for thread in self._threads):
             self._context.destroy(linger=0)  # else its sockets end with their threads
 
     def _bind(self, bind: str, keys: ServerKeys | None) -> zmq.Socket[bytes]:
@@ -214,9 +213,9 @@ class Server:
                 self._finish(name.bytes, frames)
             if self._router in ready:
                 self._receive(self._router.recv_multipart(copy=False))
-            self._look_for_silence()
-        for deputy in self._deputies:
-            deputy.work.put(None)
+            self._expire_clients()
+        for thread in self._threads:
+            thread.work.put(None)
 
     def _receive(self, frames: list[Any]) -> None:
         identity, *parts = frames
@@ -231,14 +230,14 @@ class Server:
         if isinstance(message, Call):
             self._take(identity.bytes, session, message, [part.buffer for part in parts[1:]])
         elif isinstance(message, Bye):
-            if session is not None and session.deputy is not None:
-                session.deputy.work.put(None)
+            if session is not None and session.thread is not None:
+                session.thread.work.put(None)
             self._sessions.pop(message.session, None)
         else:
             self._send(identity.bytes, [encode(Pong(self._site.server))])
 
-    def _take(self, identity: bytes, session: Session | None, call: Call, numbers: Frames) -> None:
-        """A call: a new one to the deputy, a repeated one is answered as it was, another is refused."""
+    def _take(self, identity: bytes, session: ClientRecord | None, call: Call, numbers: Frames) -> None:
+        """Give a new call to the session thread, answer a repeated one again, refuse any other."""
         if session is None:
             if call.seq != 1:
                 self._refuse(identity, call, LinkLost("session", "the server does not know it"))
@@ -246,7 +245,7 @@ class Server:
             if not self._has_room():
                 self._refuse(identity, call, StoreFull("session", f"found {MAX_SESSIONS} clients"))
                 return
-            session = self._sessions[call.session] = Session(time.monotonic())
+            session = self._sessions[call.session] = ClientRecord(time.monotonic())
         session.identity = identity
         if call.seq == session.taken:
             self.counters.repeated += 1
@@ -257,7 +256,7 @@ class Server:
         elif call.seq > session.taken:
             session.taken, session.reply = call.seq, None
             self.counters.calls += 1
-            self._deputy_of(call.session, session).work.put((call, numbers))
+            self._thread_of(call.session, session).work.put((call, numbers))
         else:
             text = f"seq: found {call.seq}; expected at least {session.taken}"
             self._refuse(identity, call, InvalidArgument("session", text))
@@ -266,13 +265,13 @@ class Server:
         self.counters.refused += 1
         self._send(identity, [failure(call.seq, why)])
 
-    def _deputy_of(self, name: bytes, session: Session) -> Deputy:
-        if session.silent or session.deputy is None:
-            session.deputy = Deputy(self._context, OUTLET, name, self._site, session.deputy)
-            session.silent = False
-            session.deputy.start()
-            self._deputies = [d for d in self._deputies if d.is_alive()] + [session.deputy]
-        return session.deputy
+    def _thread_of(self, name: bytes, session: ClientRecord) -> SessionThread:
+        if session.timed_out or session.thread is None:
+            session.thread = SessionThread(self._context, OUTLET, name, self._site, session.thread)
+            session.timed_out = False
+            session.thread.start()
+            self._threads = [d for d in self._threads if d.is_alive()] + [session.thread]
+        return session.thread
 
     def _finish(self, name: bytes, frames: list[Any]) -> None:
         session = self._sessions.get(name)
@@ -282,36 +281,36 @@ class Server:
 
     def _send(self, identity: bytes, frames: list[Any]) -> None:
         self.counters.bytes_out += sum(len(frame) for frame in frames)
-        with contextlib.suppress(zmq.Again):  # it went away: it will ask again
+        with contextlib.suppress(zmq.Again):  # the client is gone; it asks again if it returns
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
 
-    def _look_for_silence(self) -> None:
+    def _expire_clients(self) -> None:
         now = time.monotonic()
         for name, session in list(self._sessions.items()):
             quiet = now - session.heard
             if (
-                session.deputy is not None
-                and not session.silent
+                session.thread is not None
+                and not session.timed_out
                 and quiet > self._site.client_timeout_seconds
             ):
-                session.deputy.work.put(None)
-                session.silent = True
-                self.counters.silenced += 1
+                session.thread.work.put(None)
+                session.timed_out = True
+                self.counters.timed_out += 1
             elif quiet > FORGET_SECONDS:
                 del self._sessions[name]
 
     def _has_room(self) -> bool:
-        """Whether one session more is all right; the one that has been silent for longest makes room."""
+        """Whether there is room for a client; the one that timed out first is forgotten if need be."""
         if len(self._sessions) < MAX_SESSIONS:
             return True
-        silent = [(s.heard, name) for name, s in self._sessions.items() if s.silent]
-        if silent:
-            del self._sessions[min(silent)[1]]
-        return bool(silent)
+        timed_out = [(s.heard, name) for name, s in self._sessions.items() if s.timed_out]
+        if timed_out:
+            del self._sessions[min(timed_out)[1]]
+        return bool(timed_out)
 
 
 class _Admission:
-    """For the authenticator: who holds one of these public keys may come."""
+    """Tells the authenticator to admit the clients with these public keys."""
 
     def __init__(self, clients: tuple[str, ...]) -> None:
         self._clients = {client.encode() for client in clients}

@@ -199,7 +199,7 @@ def test_a_killed_worker_gives_its_samples_back(store: Store, server: Server) ->
         child.kill()
         eventually(lambda: store.ranks()[0].returned == 4)
     assert store.start().first == 0, "what the dead one had comes first"
-    assert server.counters.silenced == 1
+    assert server.counters.timed_out == 1
     (member,) = [m for m in store.members() if m.rank == 0]
     assert member.state is MemberState.LEFT
     with open_remote(server.address) as successor:
@@ -233,7 +233,7 @@ def test_a_silent_worker_learns_what_became_of_its_push(store: Store, server: Se
         numbers = np.ones(store.layout.flat_elements, np.float32)
         client.send(message, numbers)
         assert isinstance(first := client.reply(), Answer)
-        eventually(lambda: server.counters.silenced == 1)
+        eventually(lambda: server.counters.timed_out == 1)
         client.send(message, numbers)
         assert client.reply() == first
         late = client.ask("start", -1.0)
@@ -248,7 +248,7 @@ def test_who_only_looks_may_be_silent(store: Store, server: Server) -> None:
     with RawClient(server.address) as client:
         client.ask("hello", PROTOCOL, "model")
         client.ask("join", Role.OBSERVER, -1)
-        eventually(lambda: server.counters.silenced == 1)
+        eventually(lambda: server.counters.timed_out == 1)
         assert isinstance(client.ask("get_status"), Answer)
         assert isinstance(client.ask("pull"), Answer)
 
@@ -258,7 +258,7 @@ def test_a_rank_that_somebody_else_took_is_busy(store: Store, server: Server) ->
     with RawClient(server.address) as client:
         client.ask("hello", PROTOCOL, "model")
         client.ask("join", Role.WORKER, 0)
-        eventually(lambda: server.counters.silenced == 1)
+        eventually(lambda: server.counters.timed_out == 1)
         with Store.open("model") as other:
             eventually(lambda: all(m.state is MemberState.LEFT for m in store.members() if m.rank == 0))
             other.join(0)
@@ -394,7 +394,7 @@ def test_a_dead_workers_successor_waits_for_its_rank(store: Store, server: Serve
         dead.ask("hello", PROTOCOL, "model")
         dead.ask("join", Role.WORKER, 0)
         assert far.join(0) == 0
-        assert server.counters.silenced == 1
+        assert server.counters.timed_out == 1
         with open_remote(server.address) as third, pytest.raises(Busy):
             third.join(0)
 
