@@ -129,7 +129,7 @@ def sentence(text: str) -> str:
     """The first sentence; of one that goes on after a semicolon, or after a colon and four words, the part
     before it.
     """
-    first = re.split(r"(?<=[.;])\s(?!g\.)", text, maxsplit=1)[0]
+    first = re.split(r"(?<=[.;])\s(?![^(]*\))", text, maxsplit=1)[0]
     head, colon, _ = first.partition(": ")
     shown = head if colon and len(head.split()) >= 4 else first
     return shown.rstrip(".:;,") + "." if shown else ""
