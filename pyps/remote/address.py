@@ -1,6 +1,6 @@
 """Where a store is served: tcp://host:port/name, and what a client has to know to go there.
 
-tcp://10.0.0.1:5555/model?keys=client.key     encrypted, as whom the key file says (default: PYPS_KEYS)
+tcp://10.0.0.1:5555/model?keys=client.key     encrypted with this key file (default: PYPS_KEYS)
 tcp://127.0.0.1:5555/model?pull=int8          parameters come back in 8 bits
 tcp://10.0.0.1:5555/model?insecure=1          in the clear, on a network that one trusts
 """
@@ -72,7 +72,7 @@ class Address:
 
 def parse_address(text: str) -> Address:
     """Read an address; without ?keys= those of PYPS_KEYS. Raises InputError, also where it would leave this
-    machine in the clear and nobody said `insecure`.
+    machine in the clear without `insecure`.
     """
     wrong = InputError("address", "", repr(text), EXPECTED)
     try:

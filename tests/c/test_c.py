@@ -27,7 +27,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("policy", "optimizer"), CASES)
-def test_no_push_is_lost_or_doubled_whoever_dies_where(program: Path, policy: str, optimizer: str) -> None:
+def test_no_push_is_lost_or_doubled_at_any_crash(program: Path, policy: str, optimizer: str) -> None:
     done = torture.torture(program, policy, optimizer, FAULTS, seed=2026)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{policy} {optimizer}: {FAULTS} faults survived" in done.stdout

@@ -4,7 +4,7 @@
 
 Even ranks map the store, odd ones reach it over TCP through a relay that is cut and falls silent. Held all
 the time: versions come (no hang), and every rank that is left alone pushes. Held at the end: each rank's
-pushes count once in the parameters, in the counters and in what its workers were told; staleness keeps its
+pushes count once in the parameters, in the counters and in what its workers know; staleness keeps its
 bound; memory, descriptors and threads of the server and the size of the segment have not grown.
 """
 
@@ -38,7 +38,7 @@ SAMPLES_A_PUSH = 4
 CLIENT_TIMEOUT_SECONDS = 0.5
 ROUND_TIMEOUT_SECONDS = 1.0
 BREAKS_EVERY = 400  # of the server's pieces that pass the relay
-MOST_AWAY = 5  # ranks that are stopped or gone at once: somebody must be left who makes progress
+MOST_AWAY = 5  # ranks that are stopped or gone at once: some must be left to make progress
 BEGIN_SECONDS = 60.0
 HANG_SECONDS = 20.0  # without a version: a round timeout, a death and a loaded machine take less
 RANK_HANG_SECONDS = 60.0  # without a push of a rank that nothing was done to

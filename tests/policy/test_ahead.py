@@ -71,7 +71,7 @@ def test_claims_come_in_order_and_the_pushes_belong_to_them(shm: Path) -> None:
     close(stores)
 
 
-def test_nobody_claims_ahead_of_a_round_that_all_wait_for(shm: Path) -> None:
+def test_no_claim_ahead_of_a_round_that_all_wait_for(shm: Path) -> None:
     for name in ("bsp", "backup"):
         stores = make(Policy.known[name](), (4,))
         stores[0].start()
@@ -80,7 +80,7 @@ def test_nobody_claims_ahead_of_a_round_that_all_wait_for(shm: Path) -> None:
         close(stores)
 
 
-def test_both_claims_of_who_leaves_are_handed_out_again(shm: Path) -> None:
+def test_both_claims_of_a_leaving_worker_are_assigned_again(shm: Path) -> None:
     stores = make(ASP(), (4, 4), samples=20)
     one, other = stores
     one.start()
@@ -139,7 +139,7 @@ def test_a_refused_push_leaves_the_next_claim(shm: Path) -> None:
     close(stores)
 
 
-def test_ssp_lets_nobody_further_by_working_ahead(shm: Path) -> None:
+def test_ssp_keeps_its_bound_with_claims_ahead(shm: Path) -> None:
     stores = make(SSP(bound=1), (1, 1))
     fast, _ = stores
     taken = [fast.start()]
@@ -263,9 +263,7 @@ class Crowd:
     st.sampled_from([ASP(), SSP(bound=1), SaPS(threshold="fixed", bound=3), HPS()]),
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["ahead", "push", "push", "leave"])), max_size=60),
 )
-def test_whoever_works_ahead_comes_or_goes_each_sample_is_trained_once(
-    policy: Policy, deeds: list[tuple[int, str]]
-) -> None:
+def test_each_sample_is_trained_once_with_claims_ahead(policy: Policy, deeds: list[tuple[int, str]]) -> None:
     crowd = Crowd(lone_core(policy, (5, 3, 4), 120), 3)
     for slot, deed in deeds:
         crowd.act(slot, deed)

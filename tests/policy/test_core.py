@@ -53,7 +53,9 @@ def test_who_has_not_joined_is_refused(kind: EventKind) -> None:
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @settings(max_examples=15, deadline=None)
 @given(order=orders, at=st.integers(0, 25), death=st.booleans())
-def test_a_death_or_a_fence_stops_nobody(policy: Policy, order: list[int], at: int, death: bool) -> None:
+def test_a_death_or_a_fence_stops_no_other_worker(
+    policy: Policy, order: list[int], at: int, death: bool
+) -> None:
     drive = Drive(policy, [5, 3, 2, 7], samples=100)
     for k in order[:at]:
         drive.turn(k)
@@ -159,7 +161,7 @@ def test_ssp_waits_exactly_when_too_far_ahead(order: list[int], bound: float) ->
         assert drive.core.last.progress == min(clocks)
 
 
-def test_ssp_counts_who_is_there_and_newcomers_begin_beside_the_slowest() -> None:
+def test_ssp_counts_present_workers_and_newcomers_begin_at_the_slowest() -> None:
     drive = Drive(SSP(bound=0), [1, 1, 1])
     for k in (0, 1):
         assert drive.start(k)

@@ -131,7 +131,7 @@ def test_a_run_of_every_policy_ends(shm: Path, tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["backup", "softsync", "ssp:bound=1", "saps", "r2sp", "hps"])
 @pytest.mark.parametrize("befalls", [DIES, STOPS], ids=["dies", "stops"])
-def test_nobody_waits_for_ever(shm: Path, tmp_path: Path, name: str, befalls: str) -> None:
+def test_no_worker_waits_for_ever(shm: Path, tmp_path: Path, name: str, befalls: str) -> None:
     report = loop(tmp_path, name, befalls)
     assert report.outcome == "finished"
     assert report.samples.trained == SAMPLES
@@ -139,7 +139,7 @@ def test_nobody_waits_for_ever(shm: Path, tmp_path: Path, name: str, befalls: st
 
 
 @pytest.mark.parametrize("name", ["bsp", "dssp", "dcasgd", "softsync"])
-def test_who_leaves_comes_back(shm: Path, tmp_path: Path, name: str) -> None:
+def test_a_leaving_worker_comes_back(shm: Path, tmp_path: Path, name: str) -> None:
     report = loop(tmp_path, name, LEAVES)
     assert report.outcome == "finished"
     assert report.samples.trained == SAMPLES

@@ -29,7 +29,7 @@ from pyps.store.policies import (
 
 @settings(max_examples=25, deadline=None)
 @given(order=orders, bound=st.integers(0, 4))
-def test_saps_applies_nothing_staler_than_its_bound_and_nobody_waits(order: list[int], bound: int) -> None:
+def test_saps_keeps_its_bound_without_waits(order: list[int], bound: int) -> None:
     drive = Drive(SaPS(threshold="fixed", bound=bound), [5, 3, 2, 7])
     for k in order:
         if k in drive.claims:
@@ -162,7 +162,7 @@ def test_r2sp_is_a_fixed_cycle_with_staleness_one_less_than_its_members(order: l
     assert all(staleness <= k for k, (_, staleness, _) in enumerate(drive.pushes[:4]))
 
 
-def test_r2sp_passes_over_who_is_late_and_takes_it_back() -> None:
+def test_r2sp_passes_over_a_late_worker_and_takes_it_back() -> None:
     drive = Drive(R2SP(slack=0.0, patience=1.0), [1, 1, 1])
     for _ in range(3):
         for k in (0, 1, 2):

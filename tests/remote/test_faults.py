@@ -100,7 +100,7 @@ def test_a_lost_reply_does_not_push_twice(store: Store, server: Server, exchange
         eventually(lambda: store.status().version == 1)
         eventually(lambda: relay.swallowed > 0)
         near.start()
-        push_ones(near, 2)  # somebody else comes in between
+        push_ones(near, 2)  # another worker's push comes in between
         relay.deaf.clear()
         relay.cut()
         pusher.join(20)
@@ -244,7 +244,7 @@ def test_a_silent_worker_learns_what_became_of_its_push(store: Store, server: Se
         assert store.status().version == 1
 
 
-def test_who_only_looks_may_be_silent(store: Store, server: Server) -> None:
+def test_an_observer_may_be_silent(store: Store, server: Server) -> None:
     with RawClient(server.address) as client:
         client.ask("hello", PROTOCOL, "model")
         client.ask("join", Role.OBSERVER, -1)
@@ -253,7 +253,7 @@ def test_who_only_looks_may_be_silent(store: Store, server: Server) -> None:
         assert isinstance(client.ask("pull"), Answer)
 
 
-def test_a_rank_that_somebody_else_took_is_busy(store: Store, server: Server) -> None:
+def test_a_rank_that_another_worker_took_is_busy(store: Store, server: Server) -> None:
     store.join(1)
     with RawClient(server.address) as client:
         client.ask("hello", PROTOCOL, "model")
@@ -320,7 +320,7 @@ with Server("model", sys.argv[1], client_timeout_seconds=float(sys.argv[2])) as 
 """
 
 
-def test_a_killed_server_is_an_error_and_a_new_one_is_told_apart(store: Store) -> None:
+def test_a_killed_server_is_an_error_and_a_new_one_is_recognized(store: Store) -> None:
     store.join(1)
     with process(SERVER, "tcp://127.0.0.1:*", str(SILENCE)) as child:
         assert child.stdout is not None

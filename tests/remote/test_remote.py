@@ -1,4 +1,4 @@
-"""Workers over TCP: trained as beside the store, each push once, whoever dies, stops or goes away."""
+"""Workers over TCP train as local ones do, and each push counts once."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class TestTraining:
         return found[0]
 
     @pytest.mark.parametrize("codec", ["f32", "bf16", "int8", "int4", "nf4"])
-    def test_over_the_link_is_as_beside_the_store(self, shm: Path, codec: str) -> None:
-        beside = self.parameters("local", codec)
+    def test_training_over_the_link_equals_local_training(self, shm: Path, codec: str) -> None:
+        local = self.parameters("local", codec)
         with Server("model") as server:  # rank 0 makes the store through it
-            assert torch.equal(self.parameters(server.address, codec), beside)
+            assert torch.equal(self.parameters(server.address, codec), local)
         assert not list(shm.iterdir()), "the server removes what was made through it"
 
 
@@ -183,7 +183,7 @@ def test_codes_made_elsewhere_travel_as_they_are(shm: Path) -> None:
 @pytest.mark.parametrize(
     "policy", [p for p in sorted(pyps.store.policies.Policy.known) if p not in ("custom",)]
 )
-def test_every_policy_decides_over_the_link_as_beside_the_store(shm: Path, policy: str) -> None:
+def test_every_policy_decides_over_the_link_as_locally(shm: Path, policy: str) -> None:
     """One worker, whose pushes are stale now and then; what DC-ASGD compensates by needs no way back."""
     found = []
     for k in range(2):

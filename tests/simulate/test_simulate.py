@@ -254,7 +254,7 @@ def test_recorded_steps_come_before_the_cost_model() -> None:
     assert lasted == pytest.approx([0.5, 0.25, 1.0])
 
 
-def test_hps_gives_nobody_more_than_its_memory_holds() -> None:
+def test_hps_gives_no_worker_more_than_its_memory_holds() -> None:
     limits = (10, 16, 8, 0)
     made = tuple(replace(w, max_samples=most) for w, most in zip(PLAIN.workers, limits, strict=True))
     result = simulate(Scenario(made), "hps", iterations=40)

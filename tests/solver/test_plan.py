@@ -162,7 +162,7 @@ def whole_plan(B: int, groups: list[dict[str, Any]], profiles: list[Profile], **
     return make_plan(msgspec.convert(raw, Cluster), profiles)
 
 
-def test_synchronisation_leaves_out_who_is_not_worth_it() -> None:
+def test_synchronisation_leaves_out_ranks_that_cost_too_much() -> None:
     groups = [{"count": 2, "bandwidth": 1e9}, {"bandwidth": 1e6}]
     profiles = [profile(0.001), profile(0.001)]
     without = whole_plan(300, groups, profiles, sync={"kind": "none"})

@@ -221,7 +221,7 @@ def test_ranks_are_given_out_once(shm: Path) -> None:
                 four.join(role="observer")
 
 
-def test_nobody_starts_before_all_have_joined(shm: Path) -> None:
+def test_no_worker_starts_before_all_have_joined(shm: Path) -> None:
     with Store.create("alone", TENSORS, batches=[1, 1]) as store:
         store.join()
         with pytest.raises(errors.TimedOut):
@@ -280,7 +280,7 @@ def in_child(body: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_forked_child_is_refused_and_harms_nobody(shm: Path) -> None:
+def test_a_forked_child_is_refused_and_does_no_harm(shm: Path) -> None:
     store = Store.create("fork", TENSORS, batches=[1])
     store.join()
     staging = store.stage()
@@ -323,7 +323,7 @@ def test_the_rank_of_a_killed_worker_is_inherited(shm: Path) -> None:
 # Listing and collecting.
 
 
-def test_gc_takes_only_what_nobody_holds(shm: Path) -> None:
+def test_gc_takes_only_unused_segments(shm: Path) -> None:
     Store.create("dead", TENSORS, batches=[1], keep=True).close()
     (shm / "pyps-foreign").write_bytes(b"something else")
     (shm / "pyps-foreign").chmod(0o600)

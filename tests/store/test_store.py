@@ -261,7 +261,7 @@ def shuffled_run(seed: int, ranks: int, rounds: int) -> bytes:
         return snapshot.parameters.tobytes() + snapshot.state[0].tobytes()
 
 
-def test_bsp_runs_are_bitwise_equal_whoever_comes_first() -> None:
+def test_bsp_runs_are_bitwise_equal_in_any_order() -> None:
     runs = {shuffled_run(seed, ranks=3, rounds=8) for seed in range(4)}
     assert len(runs) == 1
 
@@ -405,7 +405,7 @@ def test_after_close_every_call_is_refused() -> None:
             call()
 
 
-def test_pull_writes_where_it_is_told() -> None:
+def test_pull_writes_into_the_given_array() -> None:
     with Store.create("out", some_tensors(0), batches=[1]) as store:
         store.join()
         out = np.zeros(store.layout.flat_elements, np.float32)

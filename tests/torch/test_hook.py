@@ -99,7 +99,7 @@ def test_sent_and_kept_are_what_was_put_in(ranks: Ranks, wire: str, reload: bool
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_bad_value_reaches_everybody_and_stays_in_its_block(ranks: Ranks, bits: int) -> None:
+def test_a_bad_value_reaches_every_rank_and_stays_in_its_block(ranks: Ranks, bits: int) -> None:
     block = INT8.block if bits == 8 else INT4.block
     assert ranks.run(3, ddp_jobs.one_bad_value, bits) == [(block, True, True)] * 3
 

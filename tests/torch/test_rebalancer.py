@@ -185,7 +185,7 @@ def profile(fixed: float, each: float, most: int | None = None) -> Profile:
     return Profile(device=Device(name="x"), model=ModelInfo(name="m"), points=points, max_batch=most)
 
 
-def test_whoever_is_there_agrees_on_a_split(ranks: Ranks) -> None:
+def test_the_present_ranks_agree_on_a_split(ranks: Ranks) -> None:
     fast, slow = profile(0.01, 0.001), profile(0.01, 0.003)
     nobody: list[int | None] = [None] * 4
     assert ranks.run(2, jobs.agreed, 64, [fast, slow], nobody) == [(48, 16)] * 2

@@ -56,7 +56,7 @@ def test_an_epoch_is_every_sample_once(data: Any, split: list[int], more: int, d
 
 @settings(derandomize=True, deadline=None)
 @given(SPLITS, st.integers(0, 500))
-def test_a_share_is_near_its_proportion_and_everybody_has_one(split: list[int], more: int) -> None:
+def test_a_share_is_near_its_proportion_and_every_rank_has_one(split: list[int], more: int) -> None:
     size = len(split) + more
     shares = proportional_split(size, tuple(split))
     assert sum(shares) == size
@@ -241,7 +241,7 @@ def sizes_of(loader: DataLoader[Any], replans: dict[int, tuple[Any, ...]]) -> li
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_new_split_reaches_a_stream_whoever_reads_it(workers: int) -> None:
+def test_a_new_split_reaches_a_stream_in_any_loader(workers: int) -> None:
     stream = UnevenIterableDataset(Lines(200), [6, 4], 0)
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
     assert stream.max_drawn(0) == 0

@@ -217,7 +217,7 @@ def test_a_gpu_worker_trains_as_a_cpu_worker(shm: Path, codec: str, pipeline: bo
 
 
 @needs_cuda
-def test_copies_run_beside_backward() -> None:
+def test_copies_overlap_backward() -> None:
     device = torch.device("cuda")
     parameters = [(nn.Parameter(p.detach().to(device)), t) for p, t in layers()]
     buckets = GradientBuckets(parameters, ELEMENTS, device, size=512)

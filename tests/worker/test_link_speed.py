@@ -32,7 +32,7 @@ def test_an_address_that_is_none(address: str) -> None:
         link.probe_group(address)
 
 
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "TIMEOUT_SECONDS", 1.0)
     caught: list[BaseException] = []
 
