@@ -1,4 +1,4 @@
-"""Every operation of the C core against memcpy, in one run, beside torch, bitsandbytes and NumPy.
+"""Every operation of the C core against memcpy, in one run, and of torch, bitsandbytes and NumPy.
 
     python benchmarks/core.py [--parameters 25000000] [--rounds 9] [--docs]
 
@@ -28,17 +28,17 @@ from pyps.store.codec import Codec, decode, encode, encoded_bytes
 
 Call = Callable[[], object]
 HYPER = Hyper(lr=1e-3)
-REPEATS = 5  # calls in a row where two threads are at it
+REPEATS = 5  # calls in a row when two threads work
 
 
 @dataclass(frozen=True)
 class Operation:
-    """`prepare` does what is not timed and returns the call that is. bar: the largest ratio to memcpy."""
+    """`prepare` does the untimed work and returns the timed call. threshold: the largest ratio to memcpy."""
 
     name: str
     bytes_a_parameter: float
     prepare: Callable[[], Call]
-    bar: float | None = None
+    threshold: float | None = None
     against: str | None = None  # the operation of ours that does the same
 
 
@@ -50,10 +50,12 @@ def codecs(x: Any) -> Iterator[Operation]:
     """Encoding to arrays, and decoding back."""
     n = x.size
     residual, rest, out = np.full(n, 1e-3, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)
-    for codec, bar in ((Codec.INT8, 0.75), (Codec.INT4, 0.85), (Codec.NF4, None), (Codec.BF16, None)):
+    for codec, threshold in ((Codec.INT8, 0.75), (Codec.INT4, 0.85), (Codec.NF4, None), (Codec.BF16, None)):
         data = np.zeros(encoded_bytes(codec, n), np.uint8)
         size, name = data.size / n, codec.name.lower()
-        yield Operation(f"encode {name}", 4 + size, always(lambda c=codec, d=data: encode(x, c, out=d)), bar)
+        yield Operation(
+            f"encode {name}", 4 + size, always(lambda c=codec, d=data: encode(x, c, out=d)), threshold
+        )
         if codec in (Codec.INT8, Codec.INT4):
             feedback = {"residual": residual, "residual_out": rest}
             call = partial(encode, x, codec, out=data, **feedback)
@@ -67,10 +69,8 @@ def stores(n: int) -> Iterator[dict[str, Store]]:
     initial, made = {"w": np.zeros(n, np.float32)}, {}
     try:
         for name in ("sgd", "momentum", "adamw", "adagrad"):
-            store = Store.create(
-                f"bench-{os.getpid()}-{name}", initial, batches=[1], optimizer=name, policy="asp",
-                max_participants=2,
-            )  # fmt: skip
+            options = {"batches": [1], "optimizer": name, "policy": "asp", "max_participants": 2}
+            store = Store.create(f"bench-{os.getpid()}-{name}", initial, **options)
             made[name] = store
             store.join()
         yield made
@@ -99,7 +99,7 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
         return lambda: staged(store, lambda staging: store.push(staging, 1, HYPER))
 
     def coded(codec: Codec, exchange: bool = False) -> Callable[[], Call]:
-        """The codes lie in the staging buffer already: the call decodes and applies them."""
+        """The call decodes codes that are there already, and applies them."""
 
         def prepare() -> Call:
             sgd.start()
@@ -140,10 +140,8 @@ def rivals(x: Any) -> Iterator[Operation]:
             prepare = partial(stepping, optimizer, parameter.grad)
             yield Operation(f"torch {name}, {how}", size, prepare, against=f"{name} push")
     weights, gradient = np.zeros(x.size, np.float32), np.full(x.size, 1e-3, np.float32)
-    yield Operation(
-        "NumPy SGD", 12, always(lambda: np.subtract(weights, np.float32(1e-3) * gradient, out=weights)),
-        against="SGD push",
-    )  # fmt: skip
+    numpy_sgd = always(lambda: np.subtract(weights, np.float32(1e-3) * gradient, out=weights))
+    yield Operation("NumPy SGD", 12, numpy_sgd, against="SGD push")
     yield Operation("NumPy int8", 5, always(lambda: numpy_int8(x)), against="encode int8")
     try:
         from bitsandbytes import functional
@@ -151,15 +149,10 @@ def rivals(x: Any) -> Iterator[Operation]:
         print("bitsandbytes is not installed: its rows are left out")
         return
     tensor = torch.from_numpy(x)
-    yield Operation(
-        "bitsandbytes int8, blocks of 256", 5,
-        always(lambda: functional.quantize_blockwise(tensor, blocksize=256)), against="encode int8",
-    )  # fmt: skip
-    yield Operation(
-        "bitsandbytes NF4, blocks of 64", 4.5625,
-        always(lambda: functional.quantize_4bit(tensor, quant_type="nf4", blocksize=64)),
-        against="encode nf4",
-    )  # fmt: skip
+    int8 = always(lambda: functional.quantize_blockwise(tensor, blocksize=256))
+    nf4 = always(lambda: functional.quantize_4bit(tensor, quant_type="nf4", blocksize=64))
+    yield Operation("bitsandbytes int8, blocks of 256", 5, int8, against="encode int8")
+    yield Operation("bitsandbytes NF4, blocks of 64", 4.5625, nf4, against="encode nf4")
 
 
 def stepping(optimizer: Any, gradient: Any) -> Call:
@@ -246,23 +239,20 @@ def measure(operations: list[Operation], rounds: int) -> dict[str, list[float]]:
 
 def rows(operations: list[Operation], times: dict[str, list[float]], n: int) -> list[list[str]]:
     memcpy = statistics.median(times["memcpy"])
-    lines = [["operation", "bytes", "ms (range)", "GB/s", "x memcpy", "bar"]]
+    lines = [["operation", "bytes", "ms (range)", "GB/s", "x memcpy", "threshold"]]
     for operation in operations:
         seconds = statistics.median(times[operation.name])
-        note = f"<= {operation.bar:.2f}" if operation.bar else ""
+        note = f"<= {operation.threshold:.2f}" if operation.threshold else ""
         if operation.against:
             note = f"{seconds / statistics.median(times[operation.against]):.2f} x our {operation.against}"
-        lines.append(
-            [
-                operation.name, f"{operation.bytes_a_parameter:.4g}", milliseconds(times[operation.name]),
-                f"{operation.bytes_a_parameter * n / seconds / 1e9:.1f}", f"{seconds / memcpy:.2f}", note,
-            ]
-        )  # fmt: skip
+        size = operation.bytes_a_parameter
+        speed = [f"{size * n / seconds / 1e9:.1f}", f"{seconds / memcpy:.2f}"]
+        lines.append([operation.name, f"{size:.4g}", milliseconds(times[operation.name]), *speed, note])
     return lines
 
 
 def draw(operations: list[Operation], times: dict[str, list[float]]) -> None:
-    """A bar for each operation: its time over memcpy's; ours dark, others' light, the bars as ticks."""
+    """A bar for each operation: its time over memcpy's; ours dark, others' light, thresholds as ticks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -274,11 +264,11 @@ def draw(operations: list[Operation], times: dict[str, list[float]]) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 0.27 * len(shown) + 1))
     axes.barh([o.name for o in shown], ratios, color=["0.75" if o.against else "0.25" for o in shown])
     for k, operation in enumerate(shown):
-        if operation.bar:
-            axes.plot([operation.bar] * 2, [k - 0.45, k + 0.45], color="tab:orange", linewidth=2)
+        if operation.threshold:
+            axes.plot([operation.threshold] * 2, [k - 0.45, k + 0.45], color="tab:orange", linewidth=2)
     axes.set_xscale("log")
     axes.axvline(1.0, color="0.5", linewidth=0.8)
-    axes.set_xlabel("time over memcpy's (log); light: others; orange: our bar")
+    axes.set_xlabel("time over memcpy's (log); light: others; orange: our threshold")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(DOCS / "images" / "core.png", dpi=120)

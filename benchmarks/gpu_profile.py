@@ -49,12 +49,9 @@ def clients_of(service: bool, device: str) -> tuple[tuple[Client, ...], str]:
         pair = tuple(Client(c.name, (*c.options, "--device", device)) for c in CPU_PAIR)
         return pair, "no multi-process service: two devices emulated"
     shared = tuple(
-        Client(
-            f"share{share}", ("--device", device),
-            {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)},
-        )
+        Client(f"share{share}", ("--device", device), {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)})
         for share in SHARES
-    )  # fmt: skip
+    )
     return shared, f"multi-process service, {' and '.join(map(str, SHARES))} % of the multiprocessors"
 
 

@@ -1,11 +1,13 @@
-"""Whether profiles tell the truth: python benchmarks/prediction.py [--models mlp,cnn,transformer] [--docs].
+"""Whether profiles predict step times: python benchmarks/prediction.py [--models mlp,cnn,transformer]
+[--docs].
 
 For each model, on one CPU thread:
 
 1. A profile of sizes over a factor of 16: its median error at a size that was left out of the fit.
 2. Every other size alone is fitted, and the sizes between are predicted: the held-out half.
 3. Two devices, emulated by multiplying the step's own CPU time by 2.5 and by 5, profiled and planned. The
-   plan is run by two processes through the store, and the median of its iterations compared with its word.
+   plan is run by two processes through the store, and the median of its iterations compared with the
+   prediction.
 
 The last column is how busy other processes kept the machine meanwhile: with more than a few per cent, the
 figures are theirs as well.
@@ -64,7 +66,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Prediction:
     """Relative errors, the median at sizes left out one by one and those at the held-out half; the run."""
 
     model: str
@@ -120,16 +122,15 @@ def run_plan(model: str, both: int, clients: Sequence[Client], folder: Path, dev
     parts = [c.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for c in clients]
     shares = [",".join(part for part in parts if part)] if all(parts) else []
     emulated = ["--throttle-from", "plan"] if any("--throttle" in c.options for c in clients) else []
-    pyps(
-        "pyps", "run", "--plan", folder / "plan.json", *emulated, "--samples", ITERATIONS * both,
-        "--run-dir", folder / "run", HERE / "builtin_worker.py", model, device, *shares,
-    )  # fmt: skip
+    options = ["--plan", folder / "plan.json", *emulated, "--samples", ITERATIONS * both]
+    worker = [HERE / "builtin_worker.py", model, device, *shares]
+    pyps("pyps", "run", *options, "--run-dir", folder / "run", *worker)
     plan = read_plan(folder / "plan.json")
     measured = read_report(folder / "run" / "report.json").iteration_seconds.median
     return Run(tuple(w.batch for w in plan.workers), plan.iteration_seconds, measured)
 
 
-def measure(model: str) -> Outcome:
+def measure(model: str) -> Prediction:
     largest = LARGEST[model]
     alone = profile_model(model, batches=sizes(largest), threads=1, repeats=REPEATS, notify=print)
     fit = alone.fit
@@ -137,7 +138,7 @@ def measure(model: str) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         profile_together(model, sizes(largest), CPU_PAIR, Path(name))
         run = run_plan(model, largest + largest // 4, CPU_PAIR, Path(name))
-    return Outcome(model, fit.kind, fit.leave_one_out_error or 0.0, held_out(alone.points), run)
+    return Prediction(model, fit.kind, fit.leave_one_out_error or 0.0, held_out(alone.points), run)
 
 
 def main() -> None:

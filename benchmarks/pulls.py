@@ -24,7 +24,7 @@ LAST_VERSION = 1 << 23
 
 
 def write(name: str, rank: int, stop: Any) -> None:
-    """Push -1 everywhere, again and again; the step is w - lr * g."""
+    """Push -1 for every parameter, again and again; the step is w - lr * g."""
     with Store.open(name) as store:
         store.join(rank)
         while not stop.is_set():
@@ -52,10 +52,9 @@ def measure(parameters: int, chunk: int, pulls: int, writers: int) -> tuple[Any,
     pushes = 0
     while len(times) < pulls:
         name, context = f"pulls-{os.getpid()}-{len(times)}", multiprocessing.get_context("spawn")
-        with Store.create(
-            name, {"w": np.zeros(parameters, np.float32)}, batches=[1] * max(1, writers), policy="asp",
-            chunk_params=chunk, max_participants=writers + 4,
-        ) as store:  # fmt: skip
+        initial, batches = {"w": np.zeros(parameters, np.float32)}, [1] * max(1, writers)
+        options = {"policy": "asp", "chunk_params": chunk, "max_participants": writers + 4}
+        with Store.create(name, initial, batches=batches, **options) as store:
             stop = context.Event()
             processes = [context.Process(target=write, args=(name, k, stop)) for k in range(writers)]
             for process in processes:
@@ -85,7 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [["pulls", "how many", "pushes meanwhile", "median, us", "99.9 %, us", "worst, us"]]
     for label, writers, pulls in (
-        ("nobody pushes", 0, max(1, options.pulls // 10)),
+        ("no pushes", 0, max(1, options.pulls // 10)),
         (f"{WRITERS} writers push", WRITERS, options.pulls),
     ):
         times, pushes = measure(options.parameters, options.chunk, pulls, writers)

@@ -24,10 +24,10 @@ def curves(path: Path, panels: dict[str, list[TuningResult]]) -> None:
         for s, ((dash, marker), grey) in zip(found, styles, strict=False):
             result = sorted(zip(s.seconds, range(len(s.seconds)), strict=True))[len(s.seconds) // 2][1]
             seconds, _, losses = zip(*s.runs[result].curve, strict=True)
-            axis.plot(
-                seconds, np.minimum.accumulate(losses), dash, color=grey, marker=marker, markersize=3,
-                markevery=max(1, len(seconds) // 8), linewidth=1, label=s.competitor.title,
-            )  # fmt: skip
+            style = {"color": grey, "marker": marker, "markersize": 3, "linewidth": 1}
+            every = max(1, len(seconds) // 8)
+            least = np.minimum.accumulate(losses)
+            axis.plot(seconds, least, dash, markevery=every, label=s.competitor.title, **style)
         first, last = (f(s.median for s in found) for f in (min, max))
         axis.axhline(found[0].scenario.target, color="0.7", linewidth=0.8)
         axis.set(yscale="log", title=title, xlabel="virtual seconds", ylabel="least loss so far")

@@ -6,7 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import Device, accuracy, digits, network
+from common import EmulatedDevice, accuracy, digits, network
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -24,7 +24,7 @@ def main() -> None:
     loader = DataLoader(train, batch_sampler=sampler)
     model = DistributedDataParallel(network())
     hook = weighted_hook(model, sampler)
-    device = Device(model, hook)
+    device = EmulatedDevice(model, hook)
     balance = Rebalancer(sampler, hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for epoch in range(int(os.environ.get("EPOCHS", "10"))):
@@ -36,7 +36,7 @@ def main() -> None:
             balance.step()
             device.step()
     history = [f"{change}" for change in balance.history]
-    device.tell(accuracy=accuracy(model.module, held_out), batches=sampler.split, history=history)
+    device.print_summary(accuracy=accuracy(model.module, held_out), batches=sampler.split, history=history)
     dist.destroy_process_group()
 
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import Device, accuracy, digits, network
+from common import EmulatedDevice, accuracy, digits, network
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -21,7 +21,7 @@ def main() -> None:
     sampler = DistributedSampler(train)
     loader = DataLoader(train, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
     model = DistributedDataParallel(network())
-    device = Device(model)
+    device = EmulatedDevice(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for epoch in range(int(os.environ.get("EPOCHS", "10"))):
         sampler.set_epoch(epoch)
@@ -30,7 +30,7 @@ def main() -> None:
             cross_entropy(model(images), labels).backward()
             optimizer.step()
             device.step()
-    device.tell(accuracy=accuracy(model.module, held_out))
+    device.print_summary(accuracy=accuracy(model.module, held_out))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What the scripts here share: the digits, a CNN, and devices that are emulated to be unlike."""
+"""Shared by the scripts here: the digits, a CNN, and emulated devices of unequal speed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 def network() -> nn.Module:
     """A CNN so small that four of them leave time over on two cores."""
     torch.manual_seed(0)
+    first = nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    second = nn.Conv2d(12, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
     return nn.Sequential(
-        nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(12, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(24 * 2 * 2, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
+        *first, *second, nn.Flatten(), nn.Linear(24 * 2 * 2, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
 
 
 def accuracy(model: nn.Module, held_out: TensorDataset) -> float:
@@ -48,7 +48,7 @@ def accuracy(model: nn.Module, held_out: TensorDataset) -> float:
         return float((model(images).argmax(1) == labels).float().mean())
 
 
-class Device:
+class EmulatedDevice:
     """Emulates how long this rank's part of a step takes: pace * (20 ms + 2 ms a sample).
 
     PACES: by rank, separated by commas; without it nothing is emulated. SLOWS_AT: a step from which the
@@ -70,7 +70,7 @@ class Device:
         else:
             # DDP compares annotations with types; a lambda has none.
             model.register_comm_hook(
-                model.process_group, lambda group, bucket: self._held_back(group, bucket)
+                model.process_group, lambda group, bucket: self._hold_and_reduce(group, bucket)
             )
 
     def _begin(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -88,14 +88,13 @@ class Device:
         seconds = slowed * self.pace * (FIXED_SECONDS + SAMPLE_SECONDS * self.samples)
         sleep_until(round((self.steps[-1] + seconds) * 1e9))
 
-    def _held_back(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _hold_and_reduce(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
             self._hold()
         return allreduce_hook(group, bucket)
 
-    def tell(self, **more: Any) -> None:
-        """The first rank prints, as one line of JSON, how long each step took, in seconds, and more."""
+    def print_summary(self, **more: Any) -> None:
+        """Print, on the first rank, one line of JSON: the seconds of each step, and `more`."""
         seconds = [round(b - a, 4) for a, b in zip(self.steps, self.steps[1:], strict=False)]
-        told = {"seconds": seconds, **more}
         if dist.get_rank() == 0:
-            print(json.dumps(told), flush=True)
+            print(json.dumps({"seconds": seconds, **more}), flush=True)

@@ -1,9 +1,9 @@
 """Before and after on four emulated devices, with torchrun: python examples/ddp/demo.py
 
 The devices take 1, 1.4, 2 and 2.9 times as long. In a third run the fastest becomes twice as slow; 20 steps
-later its steps count. Each run stands beside its plan: the exact split for the devices' profiles, and the
-seconds of bringing gradients together. Those are measured first, as what a step takes beyond a device's own
-part when all are alike.
+later its steps count. Each run is compared with its plan: the exact split for the devices' profiles, plus the
+seconds to reduce gradients. Those are measured first, as the time of a step beyond the device's own part when
+all devices are equal.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ HEADING = ("run", "batches", "step", "planned", "off", "accuracy")
 def run(script: str, paces: Sequence[float], epochs: int = EPOCHS, **environment: str) -> dict[str, Any]:
     """The last line of JSON that a script prints under torchrun."""
     ranks = f"--nproc-per-node={len(paces)}"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, str(HERE / script)],
-        capture_output=True, text=True, timeout=DEADLINE_SECONDS,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PACES": ",".join(map(str, paces)),
-             "EPOCHS": str(epochs), **environment},
-    )  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, str(HERE / script)]
+    chosen = {"OMP_NUM_THREADS": "1", "PACES": ",".join(map(str, paces)), "EPOCHS": str(epochs)}
+    env = {**os.environ, **chosen, **environment}
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=DEADLINE_SECONDS, env=env)
     if done.returncode:
         sys.exit(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -117,28 +115,30 @@ class Comparison:
 
     def summary(self) -> str:
         return (
-            f"Bringing gradients together takes {self.sync_seconds * 1000:.1f} ms, measured before. "
-            f"{self.speedup:.2f} times as fast as equal batches (bar: {LEAST_SPEEDUP}), "
-            f"off the plan by {self.worst:.1%} (bar: {NEAR:.0%})."
+            f"Reducing gradients takes {self.sync_seconds * 1000:.1f} ms, measured before. "
+            f"{self.speedup:.2f} times as fast as equal batches (threshold: {LEAST_SPEEDUP}), "
+            f"off the plan by {self.worst:.1%} (threshold: {NEAR:.0%})."
         )
 
 
+def row(name: str, found: dict[str, Any], planned_seconds: float, since: int = 0) -> Row:
+    return Row(name, found["batches"], settled(found, since), planned_seconds, found["accuracy"])
+
+
 def compare() -> Comparison:
-    """Measure, plan, and run the three."""
+    """Measure the reduction, plan, and run the three."""
     alike = run("after.py", ALIKE, epochs=4)
     sync_seconds = settled(alike) - own_seconds(ALIKE[0], GLOBAL_BATCH // len(ALIKE))
     plan = planned(PACES, sync_seconds)
     slowed = planned((2 * PACES[0], *PACES[1:]), sync_seconds)
     before, after = run("before.py", PACES), run("after.py", PACES)
     changed = run("after.py", PACES, SLOWS_AT=str(SLOWS_AT))
-    even, even_seconds = [GLOBAL_BATCH // len(PACES)] * len(PACES), plan.even_split.seconds or 0.0
+    before["batches"] = [GLOBAL_BATCH // len(PACES)] * len(PACES)
     rows = [
-        Row("DDP, equal batches", even, settled(before), even_seconds, before["accuracy"]),
-        Row("uneven, found in training", after["batches"], settled(after), plan.iteration_seconds,
-            after["accuracy"]),
-        Row("the first slows twofold", changed["batches"], settled(changed, SLOWS_AT + SOON),
-            slowed.iteration_seconds, changed["accuracy"]),
-    ]  # fmt: skip
+        row("DDP, equal batches", before, plan.even_split.seconds or 0.0),
+        row("uneven, found in training", after, plan.iteration_seconds),
+        row("the first slows twofold", changed, slowed.iteration_seconds, SLOWS_AT + SOON),
+    ]
     return Comparison(rows, changed["history"], sync_seconds)
 
 

@@ -11,7 +11,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from common import Device
+from common import EmulatedDevice
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -73,7 +73,7 @@ def main() -> None:
     loader = DataLoader(texts, batch_sampler=sampler, collate_fn=batch_of)
     model = DistributedDataParallel(Writer())
     hook = weighted_hook(model, count=lambda letters, targets: (targets != PADDING).sum())
-    device, balance = Device(model, hook), Rebalancer(sampler, hook)
+    device, balance = EmulatedDevice(model, hook), Rebalancer(sampler, hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for epoch in range(int(os.environ.get("EPOCHS", "3"))):
@@ -87,7 +87,7 @@ def main() -> None:
             device.step()
             losses.append(loss.item())
     history = [str(change) for change in balance.history]
-    device.tell(batches=sampler.split, history=history, first_loss=losses[0], last_loss=losses[-1])
+    device.print_summary(batches=sampler.split, history=history, first_loss=losses[0], last_loss=losses[-1])
     dist.destroy_process_group()
 
 

@@ -27,18 +27,23 @@ def main() -> int:
     options = parser.parse_args()
     if why := missing():
         sys.exit(f"no network namespaces here: {why}")
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE,
-        "PACES": "1,1.4,2,2.9", "EPOCHS": str(options.epochs),
-    }  # fmt: skip
+    interfaces = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
+    chosen = {"OMP_NUM_THREADS": "1", "PACES": "1,1.4,2,2.9", "EPOCHS": str(options.epochs)}
+    environment = {**os.environ, **interfaces, **chosen}
     with shaped(options.rate) as pair:
         agents = []
         for number, host in enumerate((pair.server, pair.client)):
             torchrun = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
-                "--node-rank", str(number), "--master-addr", SERVER, "--master-port", str(PORT),
-                str(HERE / "after.py"),
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "2",
+                "--nproc-per-node",
+                "2",
+            ]
+            torchrun += ["--node-rank", str(number), "--master-addr", SERVER, "--master-port", str(PORT)]
+            torchrun.append(str(HERE / "after.py"))
             print(" ".join(["python", *torchrun[1:]]), flush=True)
             agents.append(subprocess.Popen(pair.command(host, *torchrun), env=environment))
         try:

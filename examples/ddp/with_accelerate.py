@@ -10,7 +10,7 @@ import os
 
 import torch
 from accelerate import Accelerator
-from common import Device, accuracy, digits, network
+from common import EmulatedDevice, accuracy, digits, network
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -26,7 +26,7 @@ def main() -> None:
     loader = DataLoader(train, batch_sampler=UnevenBatchSampler(train, split))
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
-    device = Device(model)
+    device = EmulatedDevice(model)
     for epoch in range(int(os.environ.get("EPOCHS", "5"))):
         loader.batch_sampler.set_epoch(epoch)
         for images, labels in loader:
@@ -36,7 +36,7 @@ def main() -> None:
             accelerator.backward(loss * loss_scale(len(labels)))
             optimizer.step()
             device.step()
-    device.tell(batches=split, accuracy=accuracy(accelerator.unwrap_model(model), held_out))
+    device.print_summary(batches=split, accuracy=accuracy(accelerator.unwrap_model(model), held_out))
     accelerator.end_training()
 
 

@@ -45,11 +45,15 @@ class Digits(lightning.LightningModule):
 def main() -> None:
     torch.set_num_threads(1)
     module = Digits()
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = lightning.Trainer(
-        max_epochs=int(os.environ.get("EPOCHS", "5")), devices=2, strategy="ddp",
-        use_distributed_sampler=False, accelerator="auto" if torch.cuda.device_count() > 1 else "cpu",
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_epochs=int(os.environ.get("EPOCHS", "5")),
+        devices=2,
+        strategy="ddp",
+        use_distributed_sampler=False,
+        accelerator="auto" if torch.cuda.device_count() > 1 else "cpu",
+        **dict.fromkeys(quiet, False),
+    )
     trainer.fit(module)
     if trainer.is_global_zero:
         print(f"accuracy {accuracy(module.network, digits()[1]):.1%}")

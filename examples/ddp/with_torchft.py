@@ -30,7 +30,7 @@ from pyps.torch import UnevenBatchSampler, loss_scale
 GLOBAL_BATCH, TIMEOUT = 96, timedelta(seconds=15)
 
 
-class Member:
+class Replica:
     """This replica among those of the step: its batch, from the position in the epoch that all share."""
 
     def __init__(self, manager: Manager, samples: int, speed: float) -> None:
@@ -64,7 +64,7 @@ class Member:
     def _split(self, rank: int, ranks: int) -> tuple[int, ...]:
         speeds = torch.zeros(ranks, dtype=torch.float64)
         speeds[rank] = self.speed
-        self.manager.allreduce(speeds).wait()  # an average: what is told of speeds are their proportions
+        self.manager.allreduce(speeds).wait()  # an average: only the proportions of the speeds count
         costs = [Line(0.0, 1 / max(speed, 1e-9)) for speed in speeds.tolist()]
         return best_split(GLOBAL_BATCH, costs, [1] * ranks, [GLOBAL_BATCH] * ranks)
 
@@ -79,29 +79,41 @@ def train(speed: float, observe: Callable[[dict[str, Any]], None]) -> None:
     optimizer_ = torch.optim.SGD(network_.parameters(), lr=0.05)
 
     def state() -> dict[str, Any]:
-        return {"model": network_.state_dict(), "optimizer": optimizer_.state_dict(), "sampler": member.state}
+        return {
+            "model": network_.state_dict(),
+            "optimizer": optimizer_.state_dict(),
+            "sampler": replica.state,
+        }
 
     def load(state: dict[str, Any]) -> None:
         network_.load_state_dict(state["model"])
         optimizer_.load_state_dict(state["optimizer"])
-        member.load(state["sampler"])
+        replica.load(state["sampler"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT), load_state_dict=load, state_dict=state, min_replica_size=1,
-        use_async_quorum=False, timeout=TIMEOUT, rank=0, world_size=1, store_addr="localhost",
-        store_port=store.port, replica_id=f"{socket.gethostname()}-{os.getpid()}-",
-    )  # fmt: skip
-    member = Member(manager, len(labels), speed)
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=load,
+        state_dict=state,
+        min_replica_size=1,
+        use_async_quorum=False,
+        timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        replica_id=f"{socket.gethostname()}-{os.getpid()}-",
+    )
+    replica = Replica(manager, len(labels), speed)
     model, optimizer = DistributedDataParallel(manager, network_), Optimizer(manager, optimizer_)
-    while member.state["position"] < len(labels):
+    while replica.state["position"] < len(labels):
         optimizer.zero_grad()  # the step's quorum
-        step, rows = manager.current_step(), member.batch()
+        step, rows = manager.current_step(), replica.batch()
         loss = cross_entropy(model(images[rows]), labels[rows])
-        total = member.sampler.round_samples(member.sampler.drawn - 1)[0]
+        total = replica.sampler.round_samples(replica.sampler.drawn - 1)[0]
         (loss * loss_scale(len(rows), total, ranks=manager.num_participants())).backward()
         optimizer.step()
         done = manager.current_step() > step
-        member.committed(done)
+        replica.committed(done)
         if done:
             observe({"step": step, "rows": rows, "total": total, "loss": loss.item()})
     manager.shutdown()
@@ -109,4 +121,4 @@ def train(speed: float, observe: Callable[[dict[str, Any]], None]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0, lambda told: print(told["step"], told["loss"]))
+    train(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0, lambda step: print(step["step"], step["loss"]))

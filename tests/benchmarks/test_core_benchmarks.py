@@ -24,7 +24,7 @@ def test_core(shm: Path) -> None:
 def test_pulls(shm: Path) -> None:
     text = output("pulls.py", "--pulls", "5000")
     row = next(line for line in text.splitlines() if "writers push" in line)
-    assert int(row.split("|")[3].replace(",", "")) > 0, "nobody pushed meanwhile"
+    assert int(row.split("|")[3].replace(",", "")) > 0, "no pushes meanwhile"
     assert not list(shm.iterdir())
 
 
