@@ -59,10 +59,9 @@ def commands(page: Path) -> list[str]:
 @cache
 def help_text(program: str, *subcommands: str) -> str:
     """What `program subcommands --help` prints, on wide paper."""
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / program), *subcommands, "--help"],
-        capture_output=True, text=True, env={**os.environ, "COLUMNS": "300", "NO_COLOR": "1"},
-    )  # fmt: skip
+    command = [str(Path(sys.executable).parent / program), *subcommands, "--help"]
+    environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
