@@ -87,9 +87,13 @@ def square(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 
 def gradient_errors(
-    group: dist.ProcessGroup, batches: list[int], options: dict[str, Any], parts: list[int] | None = None,
-    ddp_options: dict[str, Any] | None = None, backend: str = "",
-) -> tuple[list[float], list[float]]:  # fmt: skip
+    group: dist.ProcessGroup,
+    batches: list[int],
+    options: dict[str, Any],
+    parts: list[int] | None = None,
+    ddp_options: dict[str, Any] | None = None,
+    backend: str = "",
+) -> tuple[list[float], list[float]]:
     """By round, how far the hook's gradient and plain DDP's are from that of one process with all samples.
 
     In the third round batches change places, in the fourth they are larger.

@@ -58,9 +58,14 @@ def _held_back(model: Any, sharded: bool, last: bool) -> Any:
 def normed(dtype: torch.dtype = torch.float64, momentum: float | None = 0.1) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(8, 12), nn.BatchNorm1d(12, momentum=momentum), nn.Tanh(), nn.Unflatten(1, (3, 2, 2)),
-        nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4),
-    ).to(dtype)  # fmt: skip
+        nn.Linear(8, 12),
+        nn.BatchNorm1d(12, momentum=momentum),
+        nn.Tanh(),
+        nn.Unflatten(1, (3, 2, 2)),
+        nn.BatchNorm2d(3),
+        nn.Flatten(),
+        nn.Linear(12, 4),
+    ).to(dtype)
 
 
 def norm_errors(

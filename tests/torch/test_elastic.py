@@ -31,11 +31,20 @@ def agent(folder: Path, port: int, number: int) -> subprocess.Popen[bytes]:
     """torchrun for one node of one rank; the first one keeps the rendezvous."""
     conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1",
-        "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
-        f"--rdzv-conf={conf},is_host={number == 0}", "--rdzv-id=test", "--monitor-interval=0.1",
-        str(SCRIPT), str(folder),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2:3",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        f"--rdzv-conf={conf},is_host={number == 0}",
+        "--rdzv-id=test",
+        "--monitor-interval=0.1",
+        str(SCRIPT),
+        str(folder),
+    ]
     log = (folder / f"agent-{number}.log").open("wb")
     # A store that agents share keeps the addresses of ranks that are gone (torch 2.13).
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -187,16 +187,16 @@ def profile(fixed: float, each: float, most: int | None = None) -> Profile:
 
 def test_the_present_ranks_agree_on_a_split(ranks: Ranks) -> None:
     fast, slow = profile(0.01, 0.001), profile(0.01, 0.003)
-    nobody: list[int | None] = [None] * 4
-    assert ranks.run(2, jobs.agreed, 64, [fast, slow], nobody) == [(48, 16)] * 2
-    assert ranks.run(3, jobs.agreed, 64, [fast, slow, fast], nobody) == [(28, 9, 27)] * 3
-    assert ranks.run(2, jobs.agreed, 64, [profile(0.01, 0.001, 40), slow], nobody) == [(40, 24)] * 2
+    unbounded: list[int | None] = [None] * 4
+    assert ranks.run(2, jobs.agreed, 64, [fast, slow], unbounded) == [(48, 16)] * 2
+    assert ranks.run(3, jobs.agreed, 64, [fast, slow, fast], unbounded) == [(28, 9, 27)] * 3
+    assert ranks.run(2, jobs.agreed, 64, [profile(0.01, 0.001, 40), slow], unbounded) == [(40, 24)] * 2
     assert ranks.run(3, jobs.agreed, 64, [None] * 3, [None, 10, None]) == [(27, 10, 27)] * 3
-    for said in ranks.run(2, jobs.agreed, 64, [fast, None], nobody):
+    for said in ranks.run(2, jobs.agreed, 64, [fast, None], unbounded):
         assert said.startswith("InputError: agreed_split: profile: found none on ranks [1]")
     for said in ranks.run(2, jobs.agreed, 64, [fast, slow], [10, 20]):
         assert said.startswith("Infeasible")
-    for said in ranks.run(3, jobs.agreed, 2, [None] * 3, nobody):
+    for said in ranks.run(3, jobs.agreed, 2, [None] * 3, unbounded):
         assert said.startswith("Infeasible: global_batch 2: the ranks take 3")
 
 

@@ -1,4 +1,4 @@
-"""The rounds of an epoch: every sample once, whatever the split, the tail, the ranks and who fetches."""
+"""The rounds of an epoch: every sample once, for any split, tail, ranks and loader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 SPLITS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 
-def crew(length: int, split: list[int], **options: Any) -> list[UnevenBatchSampler]:
+def samplers_of(length: int, split: list[int], **options: Any) -> list[UnevenBatchSampler]:
     """The samplers of all ranks."""
     return [UnevenBatchSampler(length, split, rank, **options) for rank in range(len(split))]
 
@@ -38,7 +38,7 @@ def drawn(samplers: list[UnevenBatchSampler]) -> list[list[list[int]]]:
 def test_an_epoch_is_every_sample_once(data: Any, split: list[int], more: int, drop_last: bool) -> None:
     parts = [data.draw(st.integers(1, min(b, 4))) for b in split]
     length = sum(parts) + more
-    samplers = crew(length, split, accumulate=parts, seed=3, drop_last=drop_last)
+    samplers = samplers_of(length, split, accumulate=parts, seed=3, drop_last=drop_last)
     epoch = drawn(samplers)
     for sampler, batches, part in zip(samplers, epoch, parts, strict=True):
         assert len(batches) == len(sampler) == sampler.rounds * part
@@ -91,7 +91,7 @@ def test_the_tail_as_an_example() -> None:
 @given(st.data(), SPLITS, st.integers(0, 400))
 def test_a_state_goes_on_with_other_ranks_and_another_plan(data: Any, split: list[int], more: int) -> None:
     length = 10 + more
-    samplers = crew(max(length, len(split)), split, seed=1)
+    samplers = samplers_of(max(length, len(split)), split, seed=1)
     length = samplers[0].length
     for sampler in samplers:
         sampler.set_epoch(2)
@@ -109,7 +109,7 @@ def test_a_state_goes_on_with_other_ranks_and_another_plan(data: Any, split: lis
     states = [sampler.state_dict() for sampler in samplers]
     assert all(state == states[0] for state in states)
     after = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
-    rest = crew(length, after, seed=9)
+    rest = samplers_of(length, after, seed=9)
     left = length - len(seen)
     if 0 < left < len(after):
         with pytest.raises(InputError, match="samples left"):
@@ -122,7 +122,7 @@ def test_a_state_goes_on_with_other_ranks_and_another_plan(data: Any, split: lis
 
 
 def test_a_replan_waits_for_its_round() -> None:
-    samplers = crew(100, [6, 4])
+    samplers = samplers_of(100, [6, 4])
     for sampler in samplers:
         sampler.replan([3, 7], 0, 5)
         sampler.replan([5, 5], 1, 0)
@@ -287,16 +287,29 @@ def test_a_stream_refuses_what_cannot_be() -> None:
 
 def plan(batches: list[int]) -> Plan:
     workers = [
-        PlanWorker(rank=k, name=f"gpu{k}", batch=b, micro_batch=b, accumulation=1, weight=b / sum(batches),
-                   predicted_seconds=0.1)
+        PlanWorker(
+            rank=k,
+            name=f"gpu{k}",
+            batch=b,
+            micro_batch=b,
+            accumulation=1,
+            weight=b / sum(batches),
+            predicted_seconds=0.1,
+        )
         for k, b in enumerate(batches)
-    ]  # fmt: skip
+    ]
     turns = R2spSchedule(feasible=None, period_seconds=1, gap_seconds=1, order=[0], offsets_seconds=[0])
     return Plan(
-        global_batch=sum(batches), iteration_seconds=1, lower_bound_seconds=1,
-        even_split=EvenSplit(feasible=False), speedup_over_even=None, workers=workers, r2sp=turns,
-        hps=HpsEstimate(), warnings=[],
-    )  # fmt: skip
+        global_batch=sum(batches),
+        iteration_seconds=1,
+        lower_bound_seconds=1,
+        even_split=EvenSplit(feasible=False),
+        speedup_over_even=None,
+        workers=workers,
+        r2sp=turns,
+        hps=HpsEstimate(),
+        warnings=[],
+    )
 
 
 def test_a_plan_file_gives_the_ranks_that_it_uses(tmp_path: Path) -> None:
