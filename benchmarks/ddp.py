@@ -127,7 +127,7 @@ def link(options: argparse.Namespace) -> tuple[bool, str]:
 
 
 def devices(options: argparse.Namespace) -> tuple[bool, str]:
-    """Emulated devices, beside their plan."""
+    """Emulated devices, compared with their plan."""
     import demo
 
     found = demo.compare()

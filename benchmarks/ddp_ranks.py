@@ -125,4 +125,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     print(json.dumps(JOBS[sys.argv[1]](argparse.Namespace(**json.loads(sys.argv[2])))), flush=True)
     dist.destroy_process_group()
-    os._exit(0)  # torch's own threads may abort a process that tears down its interpreter beside them
+    os._exit(0)  # torch's own threads may abort a process while its interpreter is torn down

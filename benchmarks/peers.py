@@ -1,4 +1,4 @@
-"""A push and a pull beside gloo, torch rpc and a Ray actor: python benchmarks/peers.py [--docs].
+"""A push and a pull compared with gloo, torch rpc and a Ray actor: python benchmarks/peers.py [--docs].
 
 Ours: one worker pushes its gradient and takes the SGD step in the store (an exchange; and as two calls, push
 and pull). gloo: the gradient is sent to a process that steps and sends the parameters back. rpc and Ray: a

@@ -1,4 +1,4 @@
-"""A worker's step over TCP beside bare sockets and gloo: python benchmarks/remote.py [--docs].
+"""A worker's step over TCP compared with bare sockets and gloo: python benchmarks/remote.py [--docs].
 
 The gradient goes over, the SGD step is taken there, the parameters come back; a server process and this one,
 on loopback, where nothing but the work itself costs time. The bare socket moves the same bytes and does

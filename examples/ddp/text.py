@@ -26,7 +26,7 @@ PADDING = -100
 
 
 def sentences() -> list[str]:
-    """Somebody does something to somebody, at times more than once."""
+    """A sentence: a subject, a verb and an object, at times more than once."""
     luck = random.Random(0)
     made = []
     for _ in range(SENTENCES):

@@ -41,10 +41,10 @@ class _Plan(TyperCommand):
 app = typer.Typer(
     cls=_FileOrCommand, add_completion=False, no_args_is_help=False, help="Plan the batches of a cluster."
 )
-File = Annotated[
+ClusterFile = Annotated[
     Path, typer.Argument(metavar="CLUSTER", show_default=False, help="The cluster file, in TOML.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
+JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Planned:
 
 @app.command("plan", cls=_Plan)
 def plan_command(
-    cluster: File,
+    cluster: ClusterFile,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Plan to write, as plan.json.", show_default=False)
     ] = None,
@@ -89,7 +89,7 @@ def plan_command(
         Path | None,
         typer.Option(metavar="FOLDER", help="Draw each profile and its planned batches into FOLDER."),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOnly = False,
 ) -> None:
     """Find the batches with which the slowest worker finishes as early as possible. The optimum is exact.
 
@@ -122,7 +122,7 @@ def plan_command(
 
 @app.command("what-if")
 def what_if(
-    cluster: File,
+    cluster: ClusterFile,
     add: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME[*N]", help="Workers to add: of a group, or of a profile file."),
@@ -131,7 +131,7 @@ def what_if(
         list[str] | None,
         typer.Option(metavar="NAME[*N]", help="Workers to remove: N of a group, or the whole group."),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOnly = False,
 ) -> None:
     """Compare time, price and utilisation before and after adding or removing workers."""
     from pyps.cli.plan_view import show_change
@@ -157,11 +157,11 @@ def what_if(
 
 @app.command("pareto")
 def pareto(
-    cluster: File,
+    cluster: ClusterFile,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the front to FILE, PNG or SVG.")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOnly = False,
 ) -> None:
     """List the Pareto front of time and price: the choices of workers that no other beats in both."""
     from pyps.cli.plan_view import show_pareto, working

@@ -51,7 +51,7 @@ app = typer.Typer(
     help="Measure a device: time a model's training steps, fit T(b), write a profile.",
 )
 
-Model = Annotated[
+ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
@@ -60,10 +60,10 @@ Model = Annotated[
         "TrainingTask; torchvision:NAME; transformers:NAME.",
     ),
 ]
-Throttle = Annotated[
+ThrottleFactor = Annotated[
     float | None, typer.Option(metavar="F", help="Emulate a device F times slower; the profile records it.")
 ]
-MemoryBudget = Annotated[
+BudgetGib = Annotated[
     float | None, typer.Option(metavar="GIB", help="Memory that a step may use; default: the free memory.")
 ]
 Output = Annotated[
@@ -74,12 +74,14 @@ Plot = Annotated[
     Path | None, typer.Option("--plot", help="Picture to write; default: the profile's name, as PNG.")
 ]
 NoPlot = Annotated[bool, typer.Option("--no-plot", help="Write no picture.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout, and nothing else.")]
+JsonProfile = Annotated[
+    bool, typer.Option("--json", help="Print the profile as JSON on stdout, and nothing else.")
+]
 
 
 @app.command("measure", cls=_Measure)
 def measure(
-    model: Model,
+    model: ModelName,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     every: Annotated[
         bool, typer.Option("--all", help="Measure every CUDA device (else the CPU), into one file each.")
@@ -94,16 +96,16 @@ def measure(
     max_step_seconds: Annotated[
         float, typer.Option(help="Without --max-batch: the longest step to measure.")
     ] = MAX_STEP_SECONDS,
-    throttle: Throttle = None,
+    throttle: ThrottleFactor = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches before each optimizer step.")] = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
-    memory_budget: MemoryBudget = None,
+    memory_budget: BudgetGib = None,
     output: Output = None,
     plot: Plot = None,
     no_plot: NoPlot = False,
-    as_json: Json = False,
+    as_json: JsonProfile = False,
 ) -> None:
     """Time real training steps of MODEL over a ladder of batch sizes and fit T(b) = max(t0, c + a*b).
 
@@ -148,7 +150,7 @@ def import_csv(
     output: Output = None,
     plot: Plot = None,
     no_plot: NoPlot = False,
-    as_json: Json = False,
+    as_json: JsonProfile = False,
 ) -> None:
     """Make a profile from a CSV file with the columns batch,seconds."""
     files = _output_files(output, plot, no_plot, as_json)

@@ -15,11 +15,13 @@ from pyps.profiler.fit import point_seconds
 from pyps.profiler.plot import plot_profile
 from pyps.profiler.select import select_fit
 
-File = Annotated[Path, typer.Argument(metavar="PROFILE", show_default=False, help="A profile, in JSON.")]
+ProfileFile = Annotated[
+    Path, typer.Argument(metavar="PROFILE", show_default=False, help="A profile, in JSON.")
+]
 
 
 def show(
-    profile: File,
+    profile: ProfileFile,
     plot: Annotated[Path | None, typer.Option(help="Picture to write: PNG, SVG or PDF.")] = None,
     chosen: Annotated[
         list[int] | None, typer.Option(help="A batch to mark in the picture; may be repeated.")
@@ -33,7 +35,7 @@ def show(
         note(f"wrote {plot}")
 
 
-def compare(first: File, second: File) -> None:
+def compare(first: ProfileFile, second: ProfileFile) -> None:
     """Show two profiles side by side, batch by batch."""
     show_comparison(read_profile(first), read_profile(second))
 

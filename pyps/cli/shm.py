@@ -14,11 +14,11 @@ from rich.text import Text
 from pyps.store.segments import Segment, collect_garbage, folder, segments
 
 app = typer.Typer(no_args_is_help=True, help="List and remove shared-memory segments.")
-Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
 @app.command("ls")
-def list_segments(json: Json = False) -> None:
+def list_segments(json: JsonLines = False) -> None:
     """List the segments in PYPS_SHM_DIR (default /dev/shm): size, memory held, and whether in use."""
     found = segments()
     if json:
@@ -30,7 +30,7 @@ def list_segments(json: Json = False) -> None:
 
 
 @app.command("gc")
-def remove_unused(json: Json = False) -> None:
+def remove_unused(json: JsonLines = False) -> None:
     """Remove the segments that no live process uses."""
     removed, kept = collect_garbage()
     if json:

@@ -1,4 +1,4 @@
-"""`python -m pyps.formats` writes the JSON schemas that the package publishes, beside this file."""
+"""`python -m pyps.formats` writes the JSON schemas that the package publishes, into this folder."""
 
 from __future__ import annotations
 

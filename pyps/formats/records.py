@@ -17,7 +17,7 @@ from pyps.errors import InputError
 
 SpanKind = Literal["wait", "pull", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
-Line = TypeVar("Line", bound=msgspec.Struct)
+LineType = TypeVar("LineType", bound=msgspec.Struct)
 
 
 class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -99,7 +99,7 @@ class LineReader:
         self._path = Path(path)
         self._bytes = self._lines = 0
 
-    def new(self, kind: type[Line]) -> list[Line]:
+    def new(self, kind: type[LineType]) -> list[LineType]:
         """The new values. Raises InputError, naming the line, if one is not of the kind; OSError."""
         with self._path.open("rb") as file:
             file.seek(self._bytes)

@@ -51,7 +51,7 @@ MAX_HEADER_BYTES = 4 << 20  # tensors by name: some 20,000 of them
 MAX_CALL_SECONDS = 3600.0  # no call waits longer, whatever was asked
 STORE_TIMEOUT = -1.0
 
-Seconds = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]
+CallSeconds = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Position = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Rank = Annotated[int, Meta(ge=-1, lt=1 << 31)]
@@ -155,7 +155,7 @@ VERBS: Mapping[str, Verb] = {
     "leave": Verb(tuple[()], None),
     "rejoin": Verb(tuple[()], None),
     "reap": Verb(tuple[()], int),
-    "start": Verb(tuple[Seconds], Claim),
+    "start": Verb(tuple[CallSeconds], Claim),
     "start_ahead": Verb(tuple[()], Claim),
     "pull": Verb(tuple[()], int),
     "pull_encoded": Verb(tuple[Codec], int),
@@ -164,12 +164,12 @@ VERBS: Mapping[str, Verb] = {
     "should_continue": Verb(tuple[Count, Count], Advice),
     "set_max_samples": Verb(tuple[Count], None),
     "get_policy_params": Verb(tuple[()], PolicyParams),
-    "snapshot": Verb(tuple[Count, Seconds], int),
+    "snapshot": Verb(tuple[Count, CallSeconds], int),
     "get_status": Verb(tuple[()], Status),
     "get_members": Verb(tuple[()], list[Member]),
     "get_ranks": Verb(tuple[()], list[RankCounters]),
     "replan": Verb(tuple[tuple[Count, ...]], None),
-    "wait": Verb(tuple[Position, Seconds], None),
+    "wait": Verb(tuple[Position, CallSeconds], None),
 }
 
 _encoder = msgspec.msgpack.Encoder()

@@ -29,7 +29,7 @@ DETECTION_NANOSECONDS = 50_000_000  # until waiting workers notice a death
 CHECKS_PER_TIMEOUT = 4
 DEADLOCK_CHECKS = 40
 
-Step = Generator[int | None, None, Any]
+StepProcess = Generator[int | None, None, Any]
 
 
 class Deadlock(PypsError):
@@ -141,7 +141,7 @@ class Engine:
                 pulled = None
         self.leave(k)
 
-    def join(self, k: int) -> Step:
+    def join(self, k: int) -> StepProcess:
         """Join as rank k. Waits while a predecessor's gradient is still in the open round."""
         while True:
             try:
@@ -262,7 +262,7 @@ class Engine:
         self.metrics.add(channel, WAIT, began, clock.now, self.version)
         return (yield from self.pull(k, channel)) if self.needs.uses_turns else None
 
-    def _transfer(self, k: int, channel: int, network: int) -> Step:
+    def _transfer(self, k: int, channel: int, network: int) -> StepProcess:
         worker, size = self.workers[k], self._sizes[network]
         if worker.latency:
             yield self.clock.now + _ns(worker.latency)

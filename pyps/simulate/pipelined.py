@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Pulled = tuple[Vector, int]  # parameters and their version
 SampleRange = tuple[int, int]  # first, count
-Step = Generator[int | None, None, None]
+TransferProcess = Generator[int | None, None, None]
 
 
 class PipelinedWorker:
@@ -32,7 +32,7 @@ class PipelinedWorker:
         self._result: tuple[Pulled | None, SampleRange | None] | None = None  # of the last transfer
         self._busy = self._waiting = False
 
-    def process(self) -> Step:
+    def process(self) -> TransferProcess:
         """The compute process, from join to leave."""
         engine, k = self._engine, self._k
         yield from engine.join(k)
@@ -84,7 +84,7 @@ class PipelinedWorker:
         clock = self._engine.clock
         clock.begin(self._transfers, self._transfer(first, done, pulled, began), clock.now)
 
-    def _transfer(self, first: int, done: int, pulled: Pulled, began: int) -> Step:
+    def _transfer(self, first: int, done: int, pulled: Pulled, began: int) -> TransferProcess:
         """The transfer process: push one gradient, pull parameters, claim samples."""
         engine, k, channel = self._engine, self._k, self._transfers
         try:

@@ -27,7 +27,7 @@ from pyps.native.values import Advice, Flat, PushRequest, PushResult
 from pyps.worker.binding import Binding
 from pyps.worker.client import Claimed, StoreClient
 from pyps.worker.step import Outcome, Step
-from pyps.worker.transport import Report, Transport
+from pyps.worker.transport import StepCallback, Transport
 
 CLOSE_SECONDS = 10.0
 T = TypeVar("T")
@@ -105,7 +105,9 @@ class PipelinedTransport(Transport):
 
     depth = 2
 
-    def __init__(self, client: StoreClient, binding: Binding, report: Report, *, timeout: float) -> None:
+    def __init__(
+        self, client: StoreClient, binding: Binding, report: StepCallback, *, timeout: float
+    ) -> None:
         super().__init__(client, binding, report)
         self._timeout = timeout
         self._back_buffer: Flat = np.zeros(binding.flat.size, np.float32)  # receives what is pulled

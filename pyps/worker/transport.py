@@ -18,7 +18,7 @@ from pyps.worker.binding import Binding
 from pyps.worker.client import StoreClient
 from pyps.worker.step import Outcome, Step
 
-Report = Callable[[Step, Outcome], None]
+StepCallback = Callable[[Step, Outcome], None]
 
 
 class Transport(ABC):
@@ -29,7 +29,7 @@ class Transport(ABC):
 
     depth: ClassVar[int]  # steps of one worker that may be under way at once
 
-    def __init__(self, client: StoreClient, binding: Binding, report: Report) -> None:
+    def __init__(self, client: StoreClient, binding: Binding, report: StepCallback) -> None:
         self._client, self._binding, self._report = client, binding, report
         self._prefetched_version: int | None = None  # of parameters that came before they were asked for
 

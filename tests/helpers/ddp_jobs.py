@@ -162,7 +162,7 @@ def token_errors(group: dist.ProcessGroup, batches: list[int], said: bool) -> li
     errors = []
     for number in range(4):
         whole = words(number, sum(batches))
-        if number >= 2:  # nobody has a target, then the first rank has none
+        if number >= 2:  # no rank has a target, then the first rank has none
             whole[1][: sum(batches) if number == 2 else batches[0]] = IGNORED
         own = [x[mine(batches, group)] for x in whole]
         right = flat(torch.autograd.grad(alone(*whole), list(alone.parameters())))

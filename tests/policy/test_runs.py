@@ -1,5 +1,5 @@
-"""Every policy in real processes: the run ends, every sample is trained once, whoever dies or stands
-still; and the run's decisions, made again in its order, come out the same.
+"""Every policy in real processes: the run ends and trains every sample once, whichever worker dies or stops;
+and the run's decisions, made again in its order, come out the same.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def test_a_residual_in_a_slot_that_is_needed_is_dropped_and_counted() -> None:
             two.join(1)
             give(one, randn(SIZE), encoding=how)
             give(two, randn(SIZE), encoding=how)
-        # Both slots hold a residual. Whoever comes takes one; the ranks' residuals there are given up.
+        # Both slots hold a residual. A newcomer takes one; the ranks' residuals there are given up.
         with Store.open("drop") as one, Store.open("drop") as two:
             one.join(1)
             two.join(0)

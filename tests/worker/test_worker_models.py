@@ -241,7 +241,7 @@ def test_a_restarted_rank_0_goes_on_where_it_was(shm: Path) -> None:
 
 
 def test_others_wait_for_rank_0_but_not_for_ever(shm: Path) -> None:
-    with join("nobody", 1) as worker, pytest.raises(SegmentNotFound):
+    with join("absent", 1) as worker, pytest.raises(SegmentNotFound):
         worker.attach(make_model(), timeout=0.05)
 
 
