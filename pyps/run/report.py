@@ -1,4 +1,4 @@
-"""The report of a run: report.json (pyps.report/1), computed from the step records and the events.
+"""The report of a run: report.json (pyps.report/1.1), computed from the step records and the events.
 
 An iteration is one global batch of samples, under every policy: the time between the moments at which the
 samples in the parameters pass k B and (k + 1) B. Under BSP that is one round. The first has no beginning and
@@ -23,7 +23,7 @@ from pyps.run.events import RunEvent
 from pyps.run.ranks import RankSpec
 from pyps.run.spec import RunSpec
 
-REPORT_SCHEMA: Final = "pyps.report/1"
+REPORT_SCHEMA: Final = "pyps.report/1.1"
 RunOutcome = Literal["finished", "failed", "interrupted"]
 PHASES: tuple[SpanKind, ...] = ("compute", "push", "pull", "wait")
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -95,7 +95,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     replans: why the batches changed while it trained, one line a change.
     """
 
-    schema: Literal["pyps.report/1"] = REPORT_SCHEMA
+    schema: Literal["pyps.report/1.1"] = REPORT_SCHEMA
     outcome: RunOutcome
     policy: str
     even: bool
@@ -204,7 +204,7 @@ def rank_report(
 
 
 def read_report(path: str | os.PathLike[str]) -> Report:
-    """Read and check a pyps.report/1 file. Raises InputError."""
+    """Read and check a pyps.report/1.1 file. Raises InputError."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Report)
     except OSError as error:

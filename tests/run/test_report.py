@@ -176,6 +176,7 @@ def test_written_and_read_again(tmp_path: Path) -> None:
     ("text", "named"),
     [
         ("{}", "outcome"),
+        ('{"schema": "pyps.report/1"}', "pyps.report/1.1"),
         ('{"schema": "pyps.report/2"}', "pyps.report"),
         ("{", "truncated"),
     ],
