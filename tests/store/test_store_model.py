@@ -74,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.joined: set[int] = set()
         self.values = dict.fromkeys(SHAPES, 0.0)
         self.history = [dict(self.values)]
-        self.cursor = self.lost = self.plan = 0
+        self.cursor = self.lost = self.plan = self.min_clock = 0
         self.back: list[tuple[int, int]] = []
 
     def teardown(self) -> None:
@@ -95,6 +95,11 @@ class StoreMachine(RuleBasedStateMachine):
     def opened(self) -> bool:
         return self.joined == {0, 1}
 
+    def follow_min_clock(self) -> None:
+        """A worker that joins late starts at the clock of the slowest; the last one's stays when all have left."""
+        clocks = [w.clock for w in self.workers if w.rank in (0, 1)]
+        self.min_clock = min(clocks, default=self.min_clock)
+
     def outstanding(self) -> bool:
         return any(w.claim for w in self.workers)
 
@@ -112,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
                 worker.store.join(rank)
         else:
             worker.rank = worker.store.join(rank)
-            worker.pulled = worker.clock = 0
+            worker.pulled, worker.clock = 0, self.min_clock
             assert worker.rank == (min(free) if rank is None else rank)
             self.joined.add(worker.rank)
 
@@ -136,6 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
         worker.store.leave()
         self.give_back(worker, 0)
         worker.rank, worker.staged = None, []
+        self.follow_min_clock()
 
     def give_back(self, worker: Worker, keep: int) -> None:
         if worker.claim is None:
@@ -266,6 +272,7 @@ class StoreMachine(RuleBasedStateMachine):
             rank.skipped += worker.claim[1]
         worker.claim = None
         worker.clock += 1
+        self.follow_min_clock()
 
     # Watching and steering.
 
