@@ -176,7 +176,7 @@ class HpsVariant:
         made = replace(even, up_bytes=even.up_bytes * factor, down_bytes=even.down_bytes * factor)
         if self.sized:
             return made
-        return replace(made, workers=tuple(replace(w, most=w.batch) for w in made.workers))
+        return replace(made, workers=tuple(replace(w, max_samples=w.batch) for w in made.workers))
 
 
 HPS_VARIANTS = (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps.errors import Ended, Fenced, InvalidArgument, PushRejected
+from pyps.errors import Busy, Ended, Fenced, InvalidArgument, PushRejected
 from pyps.native.core import Core
 from pyps.native.values import Claim, Config, EventKind, Hyper, Optimizer, PushResult
 from pyps.store import Store
@@ -230,7 +230,10 @@ class Crowd:
     def act(self, slot: int, deed: str) -> None:
         self.now += 1_000_000
         if self.gone[slot]:
-            self.core.step(EventKind.JOIN, slot, self.now, rank=slot)
+            try:
+                self.core.step(EventKind.JOIN, slot, self.now, rank=slot)
+            except Busy:
+                return  # the gradient that it left behind waits for its round: the slot is free after that
             self.gone[slot] = self.ended[slot] = False
         if deed == "leave":
             self.core.step(EventKind.LEAVE, slot, self.now, state=3)

@@ -96,7 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.joined == {0, 1}
 
     def follow_min_clock(self) -> None:
-        """A worker that joins late starts at the clock of the slowest; the last one's stays when all have left."""
+        """A worker that joins late starts at the clock of the slowest, or of the last one that left."""
         clocks = [w.clock for w in self.workers if w.rank in (0, 1)]
         self.min_clock = min(clocks, default=self.min_clock)
 
