@@ -37,27 +37,27 @@ QUESTIONS = (
     ("Where does virtual time advance?", "pyps/simulate/clock.py", "class Clock"),
 )
 ROOMS = ("csrc", "pyps", "solver", "profiler")
-FOLDER = re.compile(r"^\| file in `([\w/]+)/` \|")
+FOLDER = re.compile(r"^Files in `([\w/]+)/`:")
 NAME = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|pyi|c|h|pml))`")
 
 
 def named_files() -> set[str]:
-    """The paths that the page names. In a table "file in `x/`" a first cell's names are relative to x/, and a
-    name without a folder is in the folder of the name before it.
+    """The paths that the page names. In a list below "Files in `x/`:" the names before an item's colon are
+    relative to x/, and a name without a folder is in the folder of the name before it.
     """
     found, folder = set(), None
     for line in PAGE.splitlines():
         if heading := FOLDER.match(line):
             folder = heading[1]
-        elif not line.startswith("|"):
+        elif line and not line.startswith(("- ", "  ")):
             folder = None
-        cell = line.split("|")[1] if folder and line.startswith("|") else ""
+        listed = line.partition(": ")[0] if folder and line.startswith("- ") else ""
         inner = ""
-        for name in NAME.findall(cell):
+        for name in NAME.findall(listed):
             if "/" in name:
                 inner = name.rpartition("/")[0] + "/"
             found.add(f"{folder}/{name if '/' in name else inner + name}")
-        found |= {name for name in NAME.findall(line.replace(cell, "", 1)) if "/" in name}
+        found |= {name for name in NAME.findall(line.removeprefix(listed)) if "/" in name}
     return found
 
 
