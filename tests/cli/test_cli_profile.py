@@ -13,6 +13,8 @@ import pyps.cli.profile as command
 from pyps.cli import main_profile
 from pyps.formats import Profile, read_profile
 
+pytestmark = pytest.mark.slow
+
 CSV = "batch,seconds\n128,0.08181\n167,0.10494\n"
 QUICK = ["--batches", "1,8,64", "--repeats", "2", "--threads", "1"]
 

@@ -19,6 +19,8 @@ from pyps.run import Report, RunOptions, run
 from pyps.simulate import replay
 from pyps.store.policies import Policy, policy_named
 
+pytestmark = pytest.mark.slow
+
 PYPS = str(Path(sys.executable).parent / "pyps")
 BATCHES = (5, 3, 4)
 SAMPLES = 240

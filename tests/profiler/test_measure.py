@@ -21,6 +21,8 @@ from pyps.profiler.stepper import OutOfMemoryError, resolve_device
 from pyps.tasks import TrainingTask
 from pyps.tasks.builtin import digits_mlp
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 

@@ -13,6 +13,8 @@ from pyps.formats import Fit, Point
 from pyps.profiler import fit_points, predict_seconds, select_fit
 from pyps.profiler.select import convex_polygon, monotone_polygon
 
+pytestmark = pytest.mark.slow
+
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128)
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=40)
 

@@ -8,6 +8,10 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"pyps": "pyps", "pyps.solver": "solver", "pyps.profiler": "profiler"}
 EVERYTHING = """

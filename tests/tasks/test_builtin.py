@@ -68,6 +68,7 @@ def test_the_transformer_does_not_see_the_future() -> None:
     assert not torch.allclose(before[0, 40:], after[0, 40:])
 
 
+@pytest.mark.slow
 def test_digits_cnn_learns_the_digits() -> None:
     from sklearn.datasets import load_digits
 

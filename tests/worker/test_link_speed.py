@@ -10,6 +10,8 @@ import pytest
 from pyps.errors import InputError
 from pyps.worker import link_speed as link
 
+pytestmark = pytest.mark.slow
+
 SIZES = (4096, 65536, 1 << 20, 1 << 23)
 
 

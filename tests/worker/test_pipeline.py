@@ -23,6 +23,8 @@ from pyps.worker.loop import Worker, join
 from pyps.worker.pipeline import BackgroundThread, PipelinedTransport
 from pyps.worker.sampling import indices
 
+pytestmark = pytest.mark.slow
+
 OVERLAPPING = [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline]
 CLOSE = 0.05  # of the longer of the two: what the period may be more
 

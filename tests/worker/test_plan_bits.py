@@ -22,6 +22,8 @@ from pyps.store.codec import decode
 from pyps.worker.loop import Worker
 from pyps.worker.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 
 def plan_of_bits(batches: list[int], bits: dict[int, tuple[int, int]]) -> dict[str, Any]:
     plan = plan_with(batches)
