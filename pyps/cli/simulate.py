@@ -66,10 +66,8 @@ def simulate_command(
     """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
     chosen = _policies(policies, round_timeout, pipeline)
     scenario = scenario_of(cluster, even=even)
-    timeline = show or plot is not None or trace_to is not None
-    results = []
-    for policy in _progress(chosen):
-        result = simulate(
+    results = [
+        simulate(
             scenario,
             policy,
             iterations=iterations,
@@ -77,10 +75,11 @@ def simulate_command(
             objective=_objective(learn, seed),
             lr=lr,
             target_loss=target_loss,
-            timeline=timeline,
+            timeline=show or plot is not None or trace_to is not None,
             pipeline=pipeline,
         )
-        results.append(result)
+        for policy in _progress(chosen)
+    ]
     if trace_to is not None:
         trace_to.write_bytes(msgspec.json.encode(trace(results)))
     if plot is not None:

@@ -1,4 +1,4 @@
-"""A policy of one's own, as a user would write one: `--policy halving.Halving:bound=2`."""
+"""A custom policy, as a user would write it: `--policy halving.Halving:bound=2`."""
 
 from __future__ import annotations
 
