@@ -1,6 +1,7 @@
 """A script for torchrun that can be stopped at any step: argv is the folder for the checkpoint and the notes.
 
-Each rank notes its rank and the samples of every step that it has done.
+Each rank notes its rank and the samples of every step that it has done. The ranks of the first start never
+end: after HOLD_STEPS they wait until torchrun starts them again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyps.torch import UnevenBatchSampler, agreed_split, weighted_hook
 
 B, SAMPLES, EVERY = 24, 24 * 40 + 7, 4
-STEP_SECONDS = 0.1  # until the first restart: time for a new node to start
+HOLD_STEPS, STEP_SECONDS = 30, 0.05  # of the first start
+
+
+def wait_for_restart() -> NoReturn:
+    """Meet the other ranks again and again: a rank that is gone is noticed, as in a step."""
+    while True:
+        dist.all_reduce(torch.zeros(1))
+        time.sleep(STEP_SECONDS)
 
 
 def main(folder: Path) -> None:
@@ -58,6 +67,8 @@ def main(folder: Path) -> None:
             (folder / "new.pt").rename(checkpoint)
         if done == 0:
             time.sleep(STEP_SECONDS)
+            if number + 1 == HOLD_STEPS:
+                wait_for_restart()
     dist.destroy_process_group()
 
 

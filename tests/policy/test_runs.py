@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 PYPS = str(Path(sys.executable).parent / "pyps")
 BATCHES = (5, 3, 4)
 SAMPLES = 240
-ROUND_TIMEOUT = 1.0
+ROUND_TIMEOUT = 0.5
 
 # The loop without torch, which starts ten times as fast.
 LOOP = """
@@ -86,7 +86,7 @@ DIES = """
 STOPS = """
         if rank == 1 and step == 3 and not note.exists():
             note.touch()
-            subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"], start_new_session=True)
+            subprocess.Popen(["sh", "-c", f"sleep 1.2; kill -CONT {os.getpid()}"], start_new_session=True)
             os.kill(os.getpid(), signal.SIGSTOP)
 """
 LEAVES = """

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 DEADLINE_SECONDS = 90.0
+STEPS_BEFORE = 6  # the event comes after them and after a checkpoint
 SCRIPT = Path(elastic_train.__file__)
 
 
@@ -27,14 +29,31 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def agent(folder: Path, port: int, number: int) -> subprocess.Popen[bytes]:
-    """torchrun for one node of one rank; the first one keeps the rendezvous."""
-    conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+# torchrun that says when it has imported what it needs, and joins at a line of input.
+AGENT = """
+import sys
+from torch.distributed.run import main
+print("ready", flush=True)
+sys.stdin.readline()
+main(sys.argv[1:])
+"""
+
+
+def agent(folder: Path, port: int, number: int, nodes: str, last_call: int) -> subprocess.Popen[bytes]:
+    """torchrun for one node of one rank, not joined yet; the first one keeps the rendezvous.
+
+    folder: where the agent's log and the ranks' notes go
+    port: of the rendezvous
+    number: of this agent, from 0
+    nodes: the fewest and the most nodes that may train, as least:most
+    last_call: seconds to wait for more nodes than the fewest
+    """
+    conf = f"last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
     command = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2:3",
+        "-c",
+        AGENT,
+        f"--nnodes={nodes}",
         "--nproc-per-node=1",
         "--max-restarts=3",
         "--rdzv-backend=c10d",
@@ -48,7 +67,17 @@ def agent(folder: Path, port: int, number: int) -> subprocess.Popen[bytes]:
     log = (folder / f"agent-{number}.log").open("wb")
     # A store that agents share keeps the addresses of ranks that are gone (torch 2.13).
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+    )
+
+
+def join(agents: list[subprocess.Popen[bytes]]) -> None:
+    """The agents join the rendezvous."""
+    for one in agents:
+        assert one.stdin is not None
+        one.stdin.write(b"\n")
+        one.stdin.close()
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
@@ -83,20 +112,29 @@ def worker_of(agent: subprocess.Popen[bytes]) -> psutil.Process:
 )
 def test_ranks_leave_and_come(tmp_path: Path, event: str, before: int, after: int) -> None:
     port, deadline = free_port(), time.monotonic() + DEADLINE_SECONDS
-    agents = [agent(tmp_path, port, number) for number in range(before)]
+    nodes = f"{min(before, after)}:{max(before, after)}"
+    # A new node asks once a second whether a round is open: a last call of one second may miss it.
+    last_call = 2 if after > before else 1
+    agents = [agent(tmp_path, port, number, nodes, last_call) for number in range(max(before, after))]
     left = agents
-    try:
-        while len(notes(tmp_path)) < before * 10:
+
+    def wait_until(done: Callable[[], bool]) -> None:
+        while not done():
             assert time.monotonic() < deadline, "\n".join(f.read_text() for f in tmp_path.glob("agent-*.log"))
             assert all(a.poll() is None for a in agents)
-            time.sleep(0.1)
+            time.sleep(0.05)
+
+    try:
+        wait_until(lambda: all(f.stat().st_size for f in tmp_path.glob("agent-*.log")))
+        join(agents[:before])
+        wait_until(lambda: len(notes(tmp_path)) >= before * STEPS_BEFORE)
         if event == "a lost node":
             end(agents[-1])
             left = agents[:-1]
         elif event == "a killed rank":
             worker_of(agents[-1]).send_signal(signal.SIGKILL)
         else:
-            agents.append(agent(tmp_path, port, len(agents)))
+            join(agents[-1:])
         for one in left:
             assert one.wait(max(1.0, deadline - time.monotonic())) == 0
     finally:
