@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +39,7 @@ SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_optio
 
 @app.command("run", context_settings=SCRIPT_TAKES_THE_REST)
 def run_command(
+    ctx: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python script that calls pyps.join().")],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help=ARGS_HELP)] = None,
     plan: Annotated[Path, typer.Option(help="Plan to train by (pyps.plan/1).")] = Path("plan.json"),
@@ -83,23 +84,40 @@ def run_command(
         ranks=None if ranks is None else _rank_list(ranks),
         rebalance=rebalance,
     )
-    with _Screen(options.samples, quiet_stdout=as_json) as screen, _show_stderr_tail():
-        report = run(plan, script, options, on_line=screen.line, on_tick=screen.tick)
+    with (
+        _Screen(options.samples, quiet_stdout=as_json) as screen,
+        _explain_failure(_misplaced(ctx, options.args)),
+    ):
+        report = run(
+            plan, script, options, on_line=screen.line, on_tick=screen.tick, on_restart=screen.notice
+        )
     if as_json:
         sys.stdout.write(encode(report).decode())
     else:
         show(report)
 
 
+def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:
+    """The script's arguments that are options of `pyps run`."""
+    own = {name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")}
+    return [name for name in (arg.partition("=")[0] for arg in args) if name in own]
+
+
 @contextmanager
-def _show_stderr_tail() -> Iterator[None]:
-    """Show the last lines of a failed worker's stderr together: before, they are mixed with the others'."""
+def _explain_failure(misplaced: Sequence[str]) -> Iterator[None]:
+    """Show the last lines of a failed worker's stderr together: before, they are mixed with the others'.
+
+    misplaced: the error says where options go if the last line names one of these.
+    """
     try:
         yield
     except TrainingFailed as failure:
         console = Console(stderr=True, highlight=False)
         for line in failure.stderr_tail:
             console.print(Text(f"  {line}"), soft_wrap=True)
+        last = failure.stderr_tail[-1] if failure.stderr_tail else ""
+        if any(name in last for name in misplaced):
+            raise TrainingFailed(f"{failure}; options of pyps run go before the script") from failure
         raise
 
 
@@ -120,9 +138,13 @@ def _total_samples(samples: int | None, epochs: float | None, dataset_size: int 
         if epochs is not None or dataset_size is not None:
             raise InputError("--samples", "", "--epochs or --dataset-size as well", "only one of them")
         return samples
-    if epochs is None or dataset_size is None:
+    if epochs is None and dataset_size is None:
         expected = "--samples N, or --epochs E --dataset-size N"
         raise InputError("--samples", "", "nothing", expected)
+    if dataset_size is None:
+        raise InputError("--dataset-size", "", "nothing", "the samples of an epoch, as --epochs is given")
+    if epochs is None:
+        raise InputError("--epochs", "", "nothing", "the epochs to train, as --dataset-size is given")
     if not (0 < epochs <= 1e12 and 0 < dataset_size <= 1 << 40):
         raise InputError("--epochs", "", f"{epochs} of {dataset_size} samples", "positive numbers")
     return max(1, round(epochs * dataset_size))
@@ -163,6 +185,10 @@ class _Screen:
         """Print one line of a worker after its rank."""
         console = self._errors if is_stderr or self._bar is not None else self._lines
         console.print(Text(f"[{rank}] {text}"), soft_wrap=True)
+
+    def notice(self, text: str) -> None:
+        """Print a line of the launcher."""
+        self._errors.print(Text(text), soft_wrap=True)
 
     def tick(self, status: Status | None) -> None:
         if self._bar is None or status is None:
@@ -212,5 +238,6 @@ def summary(report: Report) -> Iterator[str]:
     s = report.samples
     yield f"{s.trained} samples in {report.versions} versions and {report.wall_seconds:.1f} s"
     if s.skipped or s.returned or s.dropped or report.restarts:
-        counts = f"{s.returned} returned, {s.skipped} skipped, {s.dropped} dropped"
-        yield f"{report.restarts} restarts; samples: {counts}"
+        restarts = f"{report.restarts} restart{'s' * (report.restarts != 1)}"
+        returned = f"{s.returned} sample{'s' * (s.returned != 1)} returned"
+        yield f"{restarts}; {returned}, {s.skipped} skipped, {s.dropped} dropped"

@@ -8,7 +8,6 @@ plan.json     (pyps.plan/1)     each worker's batch, and what follows from it
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from pyps.formats.cluster import (
     WorkerGroup,
     check_cluster,
 )
-from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_text, typed, write_json
+from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_toml, typed, write_json
 from pyps.formats.kinds import MAX_BATCH, Bits
 from pyps.formats.plan import (
     PLAN_SCHEMA,
@@ -128,10 +127,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     Raises InputError.
     """
     where = str(path)
-    try:
-        raw = tomllib.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(where, "", f"text that is not TOML ({error})", "a cluster file in TOML") from None
+    raw = read_toml(path, "a cluster file")
     cluster = typed(where, raw, Cluster, check_cluster)
     groups = []
     for k, group in enumerate(cluster.worker):

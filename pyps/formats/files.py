@@ -6,11 +6,13 @@ InputError that names the file, the field, what was found and what was expected.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
 import re
 import stat
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,13 +79,37 @@ def read_json(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(read_text(path).encode())
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InputError(where, "", f"damaged JSON ({error})", f"a {expected} file") from None
+        found = f"damaged JSON ({error}){_resemblance(where)}"
+        raise InputError(where, "", found, f"a {expected} file") from None
     if not isinstance(raw, dict):
         raise InputError(where, "", _shown(raw), f"a JSON object with schema {expected!r}")
     found = raw.get("schema")
     if found != expected:
         raise InputError(where, "schema", "nothing" if found is None else _shown(found), repr(expected))
     return raw
+
+
+def read_toml(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
+    """The table in a TOML file; `expected`: what it should be, for the error. Raises InputError."""
+    where = str(path)
+    try:
+        return tomllib.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        found = f"text that is not TOML ({error}){_resemblance(where)}"
+        raise InputError(where, "", found, f"{expected} in TOML") from None
+
+
+def _resemblance(path: str) -> str:
+    """Names the other kind of file that this one is, as an addition to an error; "" if that is not clear."""
+    text = read_text(path)
+    with contextlib.suppress(ValueError, RecursionError):
+        if {"job", "worker"} & tomllib.loads(text).keys():
+            return "; this looks like a cluster file (TOML)"
+    with contextlib.suppress(ValueError, RecursionError):
+        raw = msgspec.json.decode(text.encode())
+        kind = re.match(r"pyps\.(\w+)/", str(raw.get("schema"))) if isinstance(raw, dict) else None
+        return f"; this looks like a {kind[1]} (JSON)" if kind else ""
+    return ""
 
 
 def typed(where: str, raw: dict[str, Any], kind: type[T], check: Callable[[str, T], None]) -> T:

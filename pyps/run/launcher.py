@@ -44,6 +44,7 @@ MAX_STARTUP_FAILURES = 1  # of a rank in a row: the next one ends the run
 
 OnLine = Callable[[int, str, bool], None]  # (rank, line, is_stderr)
 OnTick = Callable[[Status | None], None]
+OnRestart = Callable[[str], None]  # a sentence
 
 
 class TrainingFailed(PypsError):
@@ -68,14 +69,20 @@ class Launcher:
     """The processes of one run; a context manager that ends all of them, whatever happens inside."""
 
     def __init__(
-        self, spec: RunSpec, log: EventLog, on_line: OnLine | None = None, on_tick: OnTick | None = None
+        self,
+        spec: RunSpec,
+        log: EventLog,
+        on_line: OnLine | None = None,
+        on_tick: OnTick | None = None,
+        on_restart: OnRestart | None = None,
     ) -> None:
+        """spec: what to run; log: of events; on_line, on_tick, on_restart: as in pyps.run.run."""
         self.spec, self.log = spec, log
         self.totals = StoreTotals()
         self._ranks = {rank.rank: rank for rank in spec.ranks}
         self._is_remote = is_address(spec.store)
         self._rebalancer = RunRebalancer(spec.plan, spec.run_dir) if spec.options.rebalance else None
-        self._on_line, self._on_tick = on_line, on_tick
+        self._on_line, self._on_tick, self._on_restart = on_line, on_tick, on_restart
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
         self._restart_at: dict[int, float] = {}  # by rank
@@ -169,6 +176,8 @@ class Launcher:
             backoff = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** self._restarts[rank])
             self._restarts[rank] += 1
             self._restart_at[rank] = time.monotonic() + backoff
+            if self._on_restart is not None:
+                self._on_restart(self._restart_message(process))
 
     def _count_startup_failure(self, process: WorkerProcess) -> bool:
         """Whether the rank failed with an exit code before its first step once too often."""
@@ -191,6 +200,13 @@ class Launcher:
         self._selector.unregister(process.pidfd)
         process.close()
 
+    def _restart_message(self, process: WorkerProcess) -> str:
+        nth = f"{self._restarts[process.rank]} of {self.spec.options.max_restarts}"
+        return f"{self._place(process)}: {process.exit_reason()}; restarting ({nth})"
+
+    def _place(self, process: WorkerProcess) -> str:
+        return f"rank {process.rank} ({self._ranks[process.rank].name})"
+
     def _exit_message(self, process: WorkerProcess, joined: bool) -> str:
         restarts = self._restarts[process.rank]
         when = (
@@ -198,7 +214,7 @@ class Launcher:
         )
         if process.exit_code == 0:
             when += " (the script has to call pyps.join() and worker.attach())"
-        return f"rank {process.rank} ({self._ranks[process.rank].name}): {process.exit_reason()} {when}"
+        return f"{self._place(process)}: {process.exit_reason()} {when}"
 
     def _poll_store(self) -> None:
         """Note which workers joined and how far the run is; rebalance, and take a snapshot that is due."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from pyps.formats import write_json
 from pyps.formats.records import read_run
 from pyps.run.events import EventLog
-from pyps.run.launcher import Interrupted, Launcher, OnLine, OnTick
+from pyps.run.launcher import Interrupted, Launcher, OnLine, OnRestart, OnTick
 from pyps.run.report import Report, RunOutcome, make_report
-from pyps.run.spec import EVENTS, RunOptions, RunSpec, StrPath, prepare
+from pyps.run.spec import EVENTS, RunOptions, StrPath, prepare
 from pyps.run.trace import make_trace
 
 
@@ -23,6 +23,7 @@ def run(
     *,
     on_line: OnLine | None = None,
     on_tick: OnTick | None = None,
+    on_restart: OnRestart | None = None,
 ) -> Report:
     """Run `script` once for each rank of the plan until `options.samples` are trained; the report.
 
@@ -31,33 +32,35 @@ def run(
     options: how to train; only `samples` has no default.
     on_line: called with (rank, line, is_stderr) for each line that a worker prints.
     on_tick: called about 20 times a second with the store's status, None before the store is there.
+    on_restart: called with a sentence for each worker that died and is restarted.
 
     Raises InputError before anything starts, TrainingFailed and Interrupted afterwards, when the run's folder
     holds a report too.
     """
-    return _launch(prepare(plan, script, options), on_line, on_tick)
+    spec = prepare(plan, script, options)
+    with EventLog(spec.run_dir / EVENTS) as log:
+        return _launch(Launcher(spec, log, on_line, on_tick, on_restart))
 
 
-def _launch(spec: RunSpec, on_line: OnLine | None, on_tick: OnTick | None) -> Report:
+def _launch(launcher: Launcher) -> Report:
     """Launch the ranks, and write the report and the trace however the run ends."""
+    spec, log = launcher.spec, launcher.log
     outcome: RunOutcome = "failed"
     error = ""
-    with EventLog(spec.run_dir / EVENTS) as log:
-        launcher = Launcher(spec, log, on_line, on_tick)
-        try:
-            with launcher:
-                launcher.run()
-            outcome = "finished"
-        except Interrupted as stop:
-            outcome, error = "interrupted", str(stop)
-            raise
-        except BaseException as failure:
-            error = str(failure) or type(failure).__name__
-            raise
-        finally:
-            log.write("ended", detail=outcome)
-            records = read_run(spec.run_dir)
-            report = make_report(spec, records, log.events, launcher.totals, outcome, error)
-            write_json(spec.run_dir / "report.json", report)
-            write_json(spec.run_dir / "trace.json", make_trace(spec.ranks, records, log.events))
+    try:
+        with launcher:
+            launcher.run()
+        outcome = "finished"
+    except Interrupted as stop:
+        outcome, error = "interrupted", str(stop)
+        raise
+    except BaseException as failure:
+        error = str(failure) or type(failure).__name__
+        raise
+    finally:
+        log.write("ended", detail=outcome)
+        records = read_run(spec.run_dir)
+        report = make_report(spec, records, log.events, launcher.totals, outcome, error)
+        write_json(spec.run_dir / "report.json", report)
+        write_json(spec.run_dir / "trace.json", make_trace(spec.ranks, records, log.events))
     return report

@@ -43,7 +43,7 @@ class RunOptions:
     max_restarts: restarts allowed per rank; a worker that dies before it joined ends the run.
     snapshot_every: versions between snapshots; 0: none.
     connect: the address of a store that `pyps serve` serves (pyps.remote); None: a store on this machine.
-    ranks: the ranks to start here; None: all.
+    ranks: the ranks to start here, with connect; None: all.
     rebalance: move samples between ranks while the run trains (pyps.run.rebalance).
     """
 
@@ -125,7 +125,7 @@ def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
     _check_range("seed", options.seed, MAX_SEED)
     policy = options.policy if isinstance(options.policy, Policy) else policy_named(options.policy)
     if not Path(script).is_file():
-        raise InputError("run", "script", f"no file at {script}", "a Python script that calls pyps.join()")
+        raise InputError("script", "", f"no file at {script}", "a Python script that calls pyps.join()")
     store = _store_name(options.connect)
     planned, ranks = _load_ranks(os.fspath(plan), options)
     ranks_here = _ranks_to_start(ranks, options)
@@ -133,7 +133,7 @@ def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
         check_pipeline(policy)
     if options.journal and options.connect is not None:
         found = f"on, with a store at {options.connect}"
-        raise InputError("run", "journal", found, "off: the store's server takes the decisions")
+        raise InputError("journal", "", found, "off: the store's server takes the decisions")
     spec = RunSpec(
         plan=planned,
         policy=policy,
@@ -150,7 +150,7 @@ def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
 
 def _check_range(name: str, value: int, most: int = MAX_COUNT) -> None:
     if not 0 <= value <= most:
-        raise InputError("run", name, str(value), f"0 to {most}")
+        raise InputError(name, "", str(value), f"0 to {most}")
 
 
 def _store_name(connect: str | None) -> str:
@@ -177,11 +177,14 @@ def _ranks_to_start(all_ranks: list[RankSpec], options: RunOptions) -> list[Rank
         return all_ranks
     if options.rebalance:
         expected = "all ranks on this machine: rebalancing needs their measurements"
-        raise InputError("run", "rebalance", "True with ranks", expected)
+        raise InputError("rebalance", "", "True with ranks", expected)
     known = {spec.rank for spec in all_ranks}
     if not ranks or set(ranks) - known or len(set(ranks)) != len(ranks):
         found, expected = ", ".join(map(str, ranks)), f"different ones of 0 to {len(all_ranks) - 1}"
-        raise InputError("run", "ranks", found or "none", expected)
+        raise InputError("ranks", "", found or "none", expected)
+    if options.connect is None and (missing := sorted(known - set(ranks))):
+        found = f"{', '.join(map(str, ranks))}; no one would start {', '.join(map(str, missing))}"
+        raise InputError("ranks", "", found, "all ranks, or --connect with a store that the other ranks join")
     return [spec for spec in all_ranks if spec.rank in ranks]
 
 
@@ -200,7 +203,7 @@ def _make_run_folder(run_dir: StrPath | None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError("run", "run_dir", f"{folder}: {error.strerror}", "a folder to write to") from None
+        raise InputError("run_dir", "", f"{folder}: {error.strerror}", "a folder to write to") from None
     if (folder / EVENTS).exists():
-        raise InputError("run", "run_dir", f"{folder}, which holds a run", "a folder without one")
+        raise InputError("run_dir", "", f"{folder}, which holds a run", "a folder without one")
     return folder

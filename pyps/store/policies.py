@@ -375,4 +375,4 @@ def check_pipeline(policy: Policy) -> None:
     if not policy.needs.allows_pipeline:
         able = ", ".join(name for name, kind in Policy.known.items() if kind().needs.allows_pipeline)
         found = f"on under {policy.name}, where every step waits for the one before it"
-        raise InputError("run", "pipeline", found, f"off, or one of {able}")
+        raise InputError("pipeline", "", found, f"off, or one of {able}")

@@ -44,17 +44,23 @@ def load_task(name: str) -> TrainingTask:
 
 
 def script_task(path: str) -> TrainingTask:
-    """The task of a Python file. Raises InputError if it is missing, raises, or lacks a function."""
+    """The task of a Python file. Its folder becomes the first place for imports, as in `python SCRIPT`.
+
+    Raises InputError if it is missing, raises, or lacks a function.
+    """
     if not Path(path).is_file():
         raise InputError("model", "script", f"no file at {path}", "a Python file")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise InputError("model", "script", path, "a Python file")
     module = importlib.util.module_from_spec(spec)
+    if (folder := str(Path(path).resolve().parent)) not in sys.path[:1]:
+        sys.path.insert(0, folder)  # for good: the script's functions may import later
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(path, "", _one_line(error), "a file that runs") from error
+        expected = _expected_import(error, folder) or "a file that runs"
+        raise InputError(path, "", _one_line(error), expected) from error
     for name in SCRIPT_FUNCTIONS:
         if not callable(getattr(module, name, None)):
             raise InputError(
@@ -63,7 +69,8 @@ def script_task(path: str) -> TrainingTask:
     try:
         model = module.make_model()
     except Exception as error:
-        raise InputError(path, "make_model", _one_line(error), "a function that takes no argument") from error
+        expected = _expected_import(error, folder) or "a function that takes no argument"
+        raise InputError(path, "make_model", _one_line(error), expected) from error
     return TrainingTask(model, module.make_batch, module.loss, getattr(module, "optimizer", None))
 
 
@@ -98,6 +105,13 @@ def _find_factory(module_name: str, factory_name: str) -> Callable[[], object]:
         raise InputError("model", "factory", f"no {factory_name!r}", expected)
     found: Callable[[], object] = factory
     return found
+
+
+def _expected_import(error: Exception, folder: str) -> str:
+    """Where a missing module is searched; "" for any other error."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    return f"the module {error.name!r} in the script's own folder, {folder}, or installed"
 
 
 def _one_line(error: Exception) -> str:

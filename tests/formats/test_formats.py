@@ -257,6 +257,25 @@ def test_damaged_files_never_give_anything_but_an_input_error(tmp_path: Path, da
             assert named == str(path)
 
 
+def test_a_file_of_another_kind_is_named(folder: Path) -> None:
+    (folder / "c.toml").write_text(CLUSTER)
+    write_json(folder / "plan.json", PLAN)
+    write_json(folder / "profile.json", PROFILE)
+    (folder / "poem").write_text("The cat sat\n")
+    for read, name, said in (
+        (read_plan, "c.toml", "this looks like a cluster file (TOML)"),
+        (read_profile, "c.toml", "this looks like a cluster file (TOML)"),
+        (read_cluster, "plan.json", "this looks like a plan (JSON)"),
+        (read_cluster, "profile.json", "this looks like a profile (JSON)"),
+        (read_cluster, "poem", ""),
+        (read_plan, "poem", ""),
+    ):
+        with pytest.raises(InputError) as refusal:
+            read(folder / name)
+        assert said in refusal.value.found
+        assert said or "looks like" not in refusal.value.found
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_json(path, PLAN)

@@ -198,6 +198,25 @@ def test_a_script_that_raises_ends_the_run_with_its_last_words(shm: Path, plan: 
     assert (tmp_path / "out" / "trace.json").is_file()
 
 
+def test_a_death_is_announced_when_it_happens(shm: Path, plan: Path, tmp_path: Path) -> None:
+    done = pyps_run(*options_for(plan, SAMPLES, tmp_path), script(tmp_path, KILLED_ONCE))
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 (device-1): killed by SIGKILL; restarting (1 of 3)\n" in done.stderr
+    assert "\n1 restart; 3 samples returned, 0 skipped, 0 dropped\n" in done.stdout
+
+
+def test_an_option_after_the_script_is_explained(shm: Path, plan: Path, tmp_path: Path) -> None:
+    text = "import argparse\nargparse.ArgumentParser().parse_args()"
+    path = script(tmp_path, text=text)
+    done = pyps_run(*options_for(plan, SAMPLES, tmp_path), path, "--throttle-from", "plan")
+    assert done.returncode == 1
+    assert "unrecognized arguments: --throttle-from plan" in done.stderr
+    assert done.stderr.rstrip().endswith("; options of pyps run go before the script")
+    other = tmp_path / "other"
+    done = pyps_run(*options_for(plan, SAMPLES, other), path, "--width", "3")
+    assert "go before the script" not in done.stderr
+
+
 FAILS_AT_ONCE = """
         (run_dir / f"gpu-{rank}").write_text(os.environ["LOCAL_RANK"])
         if rank == 1:
@@ -379,6 +398,21 @@ def test_how_long_has_to_be_said(plan: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--samples" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ((), "pyps run: --samples: found nothing; expected --samples N, or --epochs E --dataset-size N"),
+        (("--epochs", "1"), "pyps run: --dataset-size: found nothing"),
+        (("--dataset-size", "8"), "pyps run: --epochs: found nothing"),
+        (("--samples", "8"), "pyps run: script: found no file at gone.py"),
+    ],
+)
+def test_an_error_names_what_is_missing(plan: Path, options: tuple[str, ...], error: str) -> None:
+    done = pyps_run("--plan", plan, *options, "gone.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith(error)
 
 
 # -- Ranks and settings --

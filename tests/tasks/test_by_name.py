@@ -56,6 +56,24 @@ def test_a_script_that_does_not_do(
         load_task("net.py")
 
 
+def test_a_script_imports_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is loaded, and later; the error for a module that is missing names it and the folder."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "early_sibling.py").write_text(SCRIPT)
+    (folder / "late_sibling.py").write_text("size = 1")
+    late = "def optimizer(p):\n    import late_sibling\n    return torch.optim.Adam(p)\n"
+    text = f"import torch\nfrom early_sibling import make_model, make_batch, loss\n{late}"
+    (folder / "prof.py").write_text(text)
+    assert one_step(str(folder / "prof.py")) == 4
+    (folder / "prof.py").write_text("import sibling_that_is_not_there\n")
+    with pytest.raises(
+        InputError, match=r"'sibling_that_is_not_there' in the script's own folder, .*elsewhere"
+    ):
+        load_task(str(folder / "prof.py"))
+
+
 def stand_in(name: str, **contents: object) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
