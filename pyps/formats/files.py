@@ -79,8 +79,8 @@ def read_json(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(read_text(path).encode())
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        found = f"damaged JSON ({error}){_resemblance(where)}"
-        raise InputError(where, "", found, f"a {expected} file") from None
+        damage = f"damaged JSON ({error}){_resemblance(where)}"
+        raise InputError(where, "", damage, f"a {expected} file") from None
     if not isinstance(raw, dict):
         raise InputError(where, "", _shown(raw), f"a JSON object with schema {expected!r}")
     found = raw.get("schema")

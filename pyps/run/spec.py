@@ -183,7 +183,7 @@ def _ranks_to_start(all_ranks: list[RankSpec], options: RunOptions) -> list[Rank
         found, expected = ", ".join(map(str, ranks)), f"different ones of 0 to {len(all_ranks) - 1}"
         raise InputError("ranks", "", found or "none", expected)
     if options.connect is None and (missing := sorted(known - set(ranks))):
-        found = f"{', '.join(map(str, ranks))}; no one would start {', '.join(map(str, missing))}"
+        found = f"{', '.join(map(str, ranks))}; nothing would start {', '.join(map(str, missing))}"
         raise InputError("ranks", "", found, "all ranks, or --connect with a store that the other ranks join")
     return [spec for spec in all_ranks if spec.rank in ranks]
 

@@ -60,7 +60,7 @@ def test_ranks_that_there_are_not_are_refused(tmp_path: Path, ranks: list[int]) 
 def test_some_ranks_without_a_server_are_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "plan.json", make_plan())
     options = RunOptions(samples=B, ranks=[0], run_dir=tmp_path / "out")
-    with pytest.raises(InputError, match=r"ranks: found 0; no one would start 1; expected .*--connect"):
+    with pytest.raises(InputError, match=r"ranks: found 0; nothing would start 1; expected .*--connect"):
         run(tmp_path / "plan.json", script(tmp_path), options)
 
 
