@@ -126,7 +126,14 @@ def _model_info(name: str, task: TrainingTask, options: StepOptions) -> ModelInf
         autocast=options.autocast,  # type: ignore[arg-type]
         accumulate=options.accumulate,
         compiled=options.compile,
+        optimizer=_optimizer_in_words(task),
     )
+
+
+def _optimizer_in_words(task: TrainingTask) -> str:
+    optimizer = task.make_optimizer()
+    momentum = optimizer.defaults.get("momentum")
+    return type(optimizer).__name__ + (f" with momentum {momentum:g}" if momentum else "")
 
 
 def ladder(max_batch: int) -> list[int]:

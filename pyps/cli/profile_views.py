@@ -113,6 +113,8 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
         link = profile.link
         speed = link.bytes_per_second / 1e9
         lines.append(f"link by {link.via}: {link.latency_seconds * 1e6:.0f} us, then {speed:.2f} GB/s")
+    if profile.model.optimizer is not None:
+        lines.append(f"optimizer: {profile.model.optimizer}")
     return lines
 
 

@@ -22,13 +22,14 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model that was trained while timing."""
+    """The model that was trained while timing; optimizer: in words, such as "SGD with momentum 0.9"."""
 
     name: Name
     parameters: Annotated[int, Meta(ge=1)] | None = None
     autocast: Literal["bf16", "f16"] | None = None
     accumulate: Batch = 1
     compiled: bool = False
+    optimizer: str | None = None
 
 
 class Parts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -71,6 +71,7 @@ def test_a_model_is_measured_and_written(shell: Shell) -> None:
         "R2",
         "leave-one-out",
         "do not trust beyond",
+        "optimizer: SGD with momentum 0.9",
     ):
         assert text in done.out
     assert "wrote p.json" in done.err
@@ -197,6 +198,7 @@ def test_show_and_compare(shell: Shell) -> None:
     measured(shell, "b.json", "--throttle", "2")
     done = shell("show", "a.json", "--plot", "a.svg", "--chosen", "20")
     assert done.code == 0, done.err
+    assert "optimizer: SGD with momentum 0.9\n" in done.out
     assert "where the time goes" in done.out
     assert "█" in done.out
     assert Path("a.svg").read_text().startswith("<?xml")
