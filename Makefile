@@ -5,8 +5,8 @@
 #   make test-fast the tests that start no processes and no sanitizers: for the inner loop
 #   make test-NAME those of one directory of tests/, as `make test-solver`
 #   make lint      formatting, style and types
-#   make bench     the benchmarks, each beside its rival in the same run
-#   make papers    what the four systems promise, measured beside tuned rivals, into docs/results/papers.md
+#   make bench     the benchmarks, each with its rival in the same run
+#   make papers    what the four systems promise, measured against tuned rivals, into docs/results/papers.md
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make torture   the store's processes killed and stopped 5,000 times
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
