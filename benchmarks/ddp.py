@@ -107,21 +107,21 @@ def link(options: argparse.Namespace) -> tuple[bool, str]:
     chosen = {"seeds": options.seeds, "steps": options.steps}
     with shaped(f"{options.mbit:g}mbit") as pair:
         hosts = [pair.command(host) for host in (pair.server, pair.client)]
-        told = launch("link", chosen, hosts, SERVER, GLOO_SOCKET_IFNAME=DEVICE)[0]
+        reported = launch("link", chosen, hosts, SERVER, GLOO_SOCKET_IFNAME=DEVICE)[0]
     rows = [["seed", "final loss, f32", "final loss, int8", "s to it, f32", "s to it, int8", "times as fast"]]
     faster = []
-    for seed, (plain, few) in enumerate(zip(told["same"], told["int8"], strict=True)):
+    for seed, (plain, few) in enumerate(zip(reported["same"], reported["int8"], strict=True)):
         losses = [smooth(run["losses"])[-1] for run in (plain, few)]
         took = [reached(run, losses[0] * 1.02) for run in (plain, few)]
         faster.append(took[0] / took[1])
         cells = [*(f"{x:.4f}" for x in losses), *(f"{x:.1f}" for x in took), f"{faster[-1]:.2f}"]
         rows.append([str(seed), *cells])
-    ratio = sum(run["bytes"] for run in told["int8"]) / sum(run["bytes"] for run in told["same"])
+    ratio = sum(run["bytes"] for run in reported["int8"]) / sum(run["bytes"] for run in reported["same"])
     setting = f"{options.mbit:g} Mbit/s between two hosts, batches 12 and 4, {options.steps} steps"
     text = (
         f"{record.table(rows)}\n\n4.7 M parameters, {setting}. int8 with error feedback sends {ratio:.3f} "
         f"of f32's bytes (threshold: {WIRE_BYTES}) and is {median(faster):.2f} times as fast to f32's final "
-        f"loss (threshold: {SPEEDUP:g}). Torch's int8 hook on gloo: `{told['torch']}`."
+        f"loss (threshold: {SPEEDUP:g}). Torch's int8 hook on gloo: `{reported['torch']}`."
     )
     return ratio <= WIRE_BYTES and median(faster) >= SPEEDUP, text
 

@@ -66,10 +66,10 @@ def hook(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def link(chosen: argparse.Namespace) -> dict[str, Any]:
     """By wire, for each seed: the loss after each step, the seconds when, and bytes that left this host."""
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for wire in ("same", "int8"):
-        told[wire] = [trained(chosen.steps, wire, seed) for seed in range(chosen.seeds)]
-    return told | {"torch": torchs_own()}
+        reported[wire] = [trained(chosen.steps, wire, seed) for seed in range(chosen.seeds)]
+    return reported | {"torch": torchs_own()}
 
 
 def trained(steps: int, wire: Any, seed: int) -> dict[str, Any]:

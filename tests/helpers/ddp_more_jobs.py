@@ -107,7 +107,7 @@ def running(model: nn.Module, name: str) -> list[tuple[str, torch.Tensor]]:
     return [(key, value) for key, value in model.named_buffers() if key.endswith(name)]
 
 
-def told(group: dist.ProcessGroup, batches: list[int], case: str) -> tuple[str, float, bool]:
+def cause_reported(group: dist.ProcessGroup, batches: list[int], case: str) -> tuple[str, float, bool]:
     """The cause that check_gradient names, the error, and whether it left model and gradients alone."""
     model = normed(torch.float32) if "norm" in case else net()
     if case == "synced norm":

@@ -143,13 +143,13 @@ def test_ranks_leave_and_come(tmp_path: Path, event: str, before: int, after: in
     check_samples(notes(tmp_path), before, after)
 
 
-def check_samples(told: list[dict[str, Any]], before: int, after: int) -> None:
+def check_samples(reported: list[dict[str, Any]], before: int, after: int) -> None:
     """Each once in what the parameters saw; those after the checkpoint twice in all, no other."""
-    assert {note["ranks"] for note in told if note["from"] == 0} == {before}
-    (resumed,) = {note["from"] for note in told} - {0}
-    assert {note["ranks"] for note in told if note["from"]} == {after}
+    assert {note["ranks"] for note in reported if note["from"] == 0} == {before}
+    (resumed,) = {note["from"] for note in reported} - {0}
+    assert {note["ranks"] for note in reported if note["from"]} == {after}
     rounds: dict[tuple[int, int], list[int]] = {}
-    for note in told:
+    for note in reported:
         rounds.setdefault((note["from"], note["step"]), []).extend(note["rows"])
     kept = {key: rows for key, rows in rounds.items() if (key[0] == 0) == (key[1] < resumed)}
     assert sorted(k for rows in kept.values() for k in rows) == list(range(elastic_train.SAMPLES))

@@ -77,7 +77,7 @@ def test_the_scale_of_a_loss() -> None:
     ],
 )
 def test_a_check_names_the_cause(ranks: Ranks, case: str, cause: str) -> None:
-    for found, error, untouched in ranks.run(2, jobs.told, [48, 16], case):
+    for found, error, untouched in ranks.run(2, jobs.cause_reported, [48, 16], case):
         assert found == cause
         assert error < FP32 if cause == "NONE" else error > 0.01
         assert untouched

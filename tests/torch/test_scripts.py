@@ -48,10 +48,10 @@ def test_the_recipe_of_the_page(page: Path) -> None:
 
 @pytest.mark.parametrize("script", ["before.py", "after.py", "text.py"])
 def test_the_examples(script: str) -> None:
-    told = json.loads(run_script(EXAMPLES / script, 2, EPOCHS="1").splitlines()[-1])
-    assert len(told["seconds"]) >= 5
+    reported = json.loads(run_script(EXAMPLES / script, 2, EPOCHS="1").splitlines()[-1])
+    assert len(reported["seconds"]) >= 5
     if script == "text.py":
-        assert told["last_loss"] < 0.8 * told["first_loss"]
+        assert reported["last_loss"] < 0.8 * reported["first_loss"]
 
 
 @pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "there are namespaces")
@@ -59,15 +59,15 @@ def test_two_hosts() -> None:
     command = [sys.executable, str(EXAMPLES / "two_hosts.py"), "--epochs", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert len(told["batches"]) == 4
-    assert sum(told["batches"]) == 256
+    reported = json.loads(done.stdout.splitlines()[-1])
+    assert len(reported["batches"]) == 4
+    assert sum(reported["batches"]) == 256
 
 
 def test_accelerate() -> None:
     pytest.importorskip("accelerate")
-    told = json.loads(run_script(EXAMPLES / "with_accelerate.py", 2, EPOCHS="1").splitlines()[-1])
-    assert told["batches"] == [80, 16]
+    reported = json.loads(run_script(EXAMPLES / "with_accelerate.py", 2, EPOCHS="1").splitlines()[-1])
+    assert reported["batches"] == [80, 16]
 
 
 def test_lightning() -> None:

@@ -21,8 +21,8 @@ SCRIPT = """
 import json, sys, time, torch
 torch.set_num_threads(1)
 from with_torchft import train
-def note(told):
-    print(json.dumps(told), flush=True)
+def note(reported):
+    print(json.dumps(reported), flush=True)
     time.sleep(0.3)
 train(float(sys.argv[1]), note)
 """
@@ -75,12 +75,16 @@ def test_replicas_leave_and_come(tmp_path: Path) -> None:
         house.shutdown()
     steps: dict[int, list[dict[str, Any]]] = {}
     for file in files:
-        for told in notes(file):
-            steps.setdefault(told["step"], []).append(told)
-    whole = [told for told in steps.values() if sum(len(t["rows"]) for t in told) == told[0]["total"]]
+        for reported in notes(file):
+            steps.setdefault(reported["step"], []).append(reported)
+    whole = [
+        reported
+        for reported in steps.values()
+        if sum(len(t["rows"]) for t in reported) == reported[0]["total"]
+    ]
     assert len(steps) - len(whole) <= 1  # the killed one may not have noted its last
-    assert {len(told) for told in steps.values()} == {2, 3}
-    seen = [row for told in steps.values() for t in told for row in t["rows"]]
+    assert {len(reported) for reported in steps.values()} == {2, 3}
+    seen = [row for reported in steps.values() for t in reported for row in t["rows"]]
     assert len(seen) == len(set(seen))
-    assert sum(told[0]["total"] for told in steps.values()) == SAMPLES
+    assert sum(reported[0]["total"] for reported in steps.values()) == SAMPLES
     assert sorted(len(t["rows"]) for t in steps[0]) == [32, 64]
