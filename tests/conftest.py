@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 
+SLOW_FOLDERS = ("benchmarks", "c", "remote", "run", "torch")  # of processes and sanitizers
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of these folders are slow; elsewhere a test or its module says so itself."""
+    for item in items:
+        if item.path.parent.name in SLOW_FOLDERS:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A new PYPS_SHM_DIR (on tmpfs where there is one); fails the test that leaves a segment behind."""
