@@ -146,15 +146,17 @@ def test_ranks_leave_and_come(tmp_path: Path, event: str, before: int, after: in
 def check_samples(reported: list[dict[str, Any]], before: int, after: int) -> None:
     """Each once in what the parameters saw; those after the checkpoint twice in all, no other."""
     assert {note["ranks"] for note in reported if note["from"] == 0} == {before}
-    (resumed,) = {note["from"] for note in reported} - {0}
+    starts = sorted({note["from"] for note in reported})
+    restarts = len(starts) - 1
+    assert 1 <= restarts <= 2  # torchrun may restart once more for the peer that the event has failed
     assert {note["ranks"] for note in reported if note["from"]} == {after}
     rounds: dict[tuple[int, int], list[int]] = {}
     for note in reported:
         rounds.setdefault((note["from"], note["step"]), []).extend(note["rows"])
-    kept = {key: rows for key, rows in rounds.items() if (key[0] == 0) == (key[1] < resumed)}
+    kept = {key: rows for key, rows in rounds.items() if key[0] == max(f for f in starts if f <= key[1])}
     assert sorted(k for rows in kept.values() for k in rows) == list(range(elastic_train.SAMPLES))
     full = [rows for (_, step), rows in kept.items() if step < elastic_train.SAMPLES // elastic_train.B - 1]
     assert all(len(rows) == elastic_train.B for rows in full)
     lost = Counter(k for key, rows in rounds.items() if key not in kept for k in rows)
-    assert set(lost.values()) <= {1}
-    assert len(lost) <= (elastic_train.EVERY + 1) * elastic_train.B
+    assert set(lost.values()) <= set(range(1, restarts + 1))
+    assert len(lost) <= restarts * (elastic_train.EVERY + 1) * elastic_train.B
