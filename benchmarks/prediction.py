@@ -30,7 +30,7 @@ from record import machine, others_share, table, write_section
 
 from pyps.formats import Point, read_plan
 from pyps.profiler import point_seconds, predict_seconds, profile_model, select_fit
-from pyps.run.report import read_report
+from pyps.report.report import read_report
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("mlp", "cnn", "transformer")

@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pyps.formats import Plan, read_plan, write_json
+from pyps.formats.events import read_events
 from pyps.formats.records import StepRecord, read_run
+from pyps.formats.setup import read_setup
 from pyps.profiler import profile_model
-from pyps.run.events import read_events
-from pyps.run.ranks import RankSpec
-from pyps.run.report import Report, read_report, version_times
-from pyps.run.trace import make_trace
+from pyps.report.report import Report, read_report, version_times
+from pyps.report.trace import make_trace
 from pyps.tasks.builtin import digits_cnn
 
 HERE = Path(__file__).resolve().parent
@@ -259,7 +259,7 @@ def write(plan: Plan, results: list[Result], checks: list[Check]) -> None:
     rows = []
     for k, r in enumerate(results, start=1):
         events = read_events(OUT / r.way.key / "run.jsonl")
-        ranks = [RankSpec(p.rank, p.name, p.batch, p.predicted_seconds, None) for p in r.report.ranks]
+        ranks = read_setup(OUT / r.way.key).ranks
         rows += make_trace(ranks, r.records, events, process=k, title=r.way.title)["traceEvents"]
     (OUT / "trace.json").write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}))
     panels = [

@@ -4,12 +4,12 @@
 
     report = run("plan.json", "train.py", RunOptions(samples=100_000, policy="bsp"))
 
-spec.py says what to run, launcher.py and process.py run it, events.py and pyps.formats.records hold what
-happened, report.py and trace.py show it, rebalance.py moves samples between ranks, main.py puts it together.
+spec.py says what to run, launcher.py and process.py run it, rebalance.py moves samples between ranks, main.py
+puts it together. pyps.formats.events and records hold what happened, pyps.report shows it.
 """
 
+from pyps.report.report import Report
 from pyps.run.main import run
-from pyps.run.report import Report
 from pyps.run.spec import RunOptions
 
 __all__ = ["Report", "RunOptions", "run"]

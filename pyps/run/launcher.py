@@ -22,14 +22,14 @@ import numpy as np
 
 from pyps import native
 from pyps.errors import Busy, NotReady, PypsError, SegmentNotFound, SnapshotCancelled, StoreFull, TimedOut
+from pyps.formats.events import EventLog
 from pyps.formats.records import record_path
 from pyps.native.values import Snapshot, Status
 from pyps.remote import open_store
 from pyps.remote.address import is_address
-from pyps.run.events import EventLog
+from pyps.report.report import StoreTotals
 from pyps.run.process import WorkerProcess, end_processes
 from pyps.run.rebalance import RunRebalancer
-from pyps.run.report import StoreTotals
 from pyps.run.spec import RunSpec
 from pyps.store.store import Store
 

@@ -1,19 +1,19 @@
 """`run`: train by a plan with one process for each rank on this machine, and report.
 
-Afterwards the run's folder holds plan.json (as it was run), run.jsonl (events), worker-<rank>-<pid>.jsonl
-(step records of a process), worker-<rank>.log (what it printed), report.json, trace.json, parameters.npz (the
-result), and snapshots/ if asked for.
+Afterwards the run's folder holds plan.json (as it was run), run.json (what it was started with), run.jsonl
+(events), worker-<rank>-<pid>.jsonl (step records of a process), worker-<rank>.log (what it printed),
+report.json, trace.json, parameters.npz (the result), and snapshots/ if asked for.
 """
 
 from __future__ import annotations
 
 from pyps.formats import write_json
+from pyps.formats.events import EventLog
 from pyps.formats.records import read_run
-from pyps.run.events import EventLog
+from pyps.report.report import Report, RunOutcome, make_report
+from pyps.report.trace import make_trace
 from pyps.run.launcher import Interrupted, Launcher, OnLine, OnRestart, OnTick
-from pyps.run.report import Report, RunOutcome, make_report
 from pyps.run.spec import EVENTS, RunOptions, StrPath, prepare
-from pyps.run.trace import make_trace
 
 
 def run(
@@ -60,7 +60,7 @@ def _launch(launcher: Launcher) -> Report:
     finally:
         log.write("ended", detail=outcome)
         records = read_run(spec.run_dir)
-        report = make_report(spec, records, log.events, launcher.totals, outcome, error)
+        report = make_report(spec.setup, records, log.events, launcher.totals, outcome, error)
         write_json(spec.run_dir / "report.json", report)
-        write_json(spec.run_dir / "trace.json", make_trace(spec.ranks, records, log.events))
+        write_json(spec.run_dir / "trace.json", make_trace(spec.setup.ranks, records, log.events))
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from pyps.errors import InputError
 from pyps.formats import Plan, read_plan, write_json
+from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup
 from pyps.native.values import Codec
 from pyps.remote.address import parse_address
 from pyps.run.ranks import RankSpec, even_plan, rank_specs, throttles
@@ -91,6 +93,25 @@ class RunSpec:
         """The file of every decision, where it is asked for."""
         return self.run_dir / "journal" if self.options.journal else None
 
+    @property
+    def setup(self) -> RunSetup:
+        """What reports need to know of it."""
+        ranks = [
+            RankSetup(r.rank, r.name, r.batch, r.predicted_seconds, r.throttle is not None)
+            for r in self.ranks
+        ]
+        return RunSetup(
+            store=self.store,
+            host=socket.gethostname(),
+            script=self.command[1],
+            policy=self.policy.name,
+            even=self.options.even,
+            seed=self.options.seed,
+            samples=self.options.samples,
+            predicted_iteration_seconds=self.plan.iteration_seconds,
+            ranks=tuple(ranks),
+        )
+
     def settings(self, rank: RankSpec) -> Settings:
         """What the worker of a rank knows about the run."""
         settings = Settings(
@@ -145,6 +166,7 @@ def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
         command=(sys.executable, os.fspath(script), *options.args),
     )
     write_json(spec.plan_path, planned)
+    write_json(spec.run_dir / SETUP_FILE, spec.setup)
     return spec
 
 

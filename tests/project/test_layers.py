@@ -17,7 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps._native"}),
     frozenset({"pyps.errors"}),
     frozenset({"pyps.formats"}),
-    frozenset({"pyps.tasks"}),
+    frozenset({"pyps.tasks", "pyps.report"}),
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
     frozenset({"pyps.store"}),
     frozenset({"pyps.remote"}),
@@ -39,6 +39,7 @@ BANNED = {
     "pyps.profiler": ("pyps.native", "pyps.solver"),
     "pyps.native": ("torch", "pyps.solver", "pyps.profiler"),
     "pyps.remote": ("torch",),
+    "pyps.report": ("torch",),
     "pyps.formats": ("numpy", "torch"),
     "pyps.errors": ("numpy", "torch", "msgspec"),
 }

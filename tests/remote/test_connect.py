@@ -14,9 +14,9 @@ from test_run import KILLED_ONCE, PYPS, SAMPLES, B, script
 
 from pyps.errors import InputError, LinkLost
 from pyps.formats import write_json
+from pyps.formats.events import read_events
 from pyps.remote.server import Server
 from pyps.run import RunOptions, run
-from pyps.run.events import read_events
 
 
 def started(folder: Path, address: str, rank: int) -> subprocess.Popen[str]:

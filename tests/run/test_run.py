@@ -21,13 +21,13 @@ from run_tools import make_plan
 
 from pyps.errors import InputError
 from pyps.formats import Fit, write_json
+from pyps.formats.events import read_events
 from pyps.native.values import Codec, Encoding
+from pyps.report.report import read_report
 from pyps.run import RunOptions, run
-from pyps.run.events import read_events
 from pyps.run.launcher import TrainingFailed
 from pyps.run.process import WorkerProcess, end_processes
 from pyps.run.ranks import even_plan, rank_specs, throttles
-from pyps.run.report import read_report
 from pyps.run.spec import prepare
 from pyps.store.policies import BSP
 from pyps.worker.settings import Settings, ThrottleSpec, Variable

@@ -16,7 +16,7 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threa
 
 from pyps.errors import InputError, TimedOut
 from pyps.formats.records import StepRecord, read_run
-from pyps.run.trace import make_trace
+from pyps.report.trace import make_trace
 from pyps.store import Store
 from pyps.store.policies import Policy
 from pyps.worker.loop import Worker, join
@@ -158,10 +158,10 @@ def test_the_period_is_the_longer_of_compute_and_transfer(
 
 
 def test_the_trace_has_a_track_for_transfers(shm: Path, tmp_path: Path) -> None:
-    from pyps.run.ranks import RankSpec
+    from pyps.formats.setup import RankSetup
 
     records = timed(shm, tmp_path, 0.0, 0.0, pipeline=True)
-    rows = make_trace([RankSpec(0, "a", 10, None, None)], records, [])["traceEvents"]
+    rows = make_trace([RankSetup(0, "a", 10)], records, [])["traceEvents"]
     names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     kinds = {(names[row["tid"]], row["name"]) for row in rows if row["ph"] == "X"}
     assert ("rank 0: transfers", "push") in kinds

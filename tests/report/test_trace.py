@@ -1,4 +1,4 @@
-"""pyps.run.trace: what trace viewers demand of the format, and that no slice is lost or laid over another."""
+"""pyps.report.trace: what trace viewers demand of the format, and that no slice is lost or covered."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from run_tools import make_record
 
 from pyps.formats import encode
+from pyps.formats.events import RunEvent
 from pyps.formats.records import RecordWriter, Span, StepRecord, read_records
-from pyps.run.events import RunEvent
-from pyps.run.ranks import RankSpec
-from pyps.run.trace import make_trace
+from pyps.formats.setup import RankSetup
+from pyps.report.trace import make_trace
 
-RANKS = [RankSpec(0, "v100", 20, 0.1, None), RankSpec(1, "t4", 8, 0.1, None)]
+RANKS = [RankSetup(0, "v100", 20, 0.1), RankSetup(1, "t4", 8, 0.1)]
 EVENTS = [
     RunEvent("started", 99.0, 1.7e9, 0, 4001),
     RunEvent("died", 101.5, 1.7e9, 1, 4002, detail="killed by SIGKILL"),

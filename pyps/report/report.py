@@ -18,10 +18,9 @@ import numpy as np
 from msgspec import Meta
 
 from pyps.errors import InputError
+from pyps.formats.events import RunEvent
 from pyps.formats.records import SpanKind, StepRecord, split_spans
-from pyps.run.events import RunEvent
-from pyps.run.ranks import RankSpec
-from pyps.run.spec import RunSpec
+from pyps.formats.setup import RankSetup, RunSetup
 
 REPORT_SCHEMA: Final = "pyps.report/1.1"
 RunOutcome = Literal["finished", "failed", "interrupted"]
@@ -126,7 +125,7 @@ class StoreTotals(msgspec.Struct, frozen=True):
 
 
 def make_report(
-    spec: RunSpec,
+    setup: RunSetup,
     records: Sequence[StepRecord],
     events: Sequence[RunEvent],
     totals: StoreTotals,
@@ -135,23 +134,22 @@ def make_report(
 ) -> Report:
     """The report of a run.
 
-    spec: what was run.
+    setup: what was run.
     records, events: what happened.
     totals: the store's counters. Where there are any, samples come from them: a killed worker's last record
         may be missing although its gradient was applied.
     outcome, error: how it ended.
     """
-    ranks = [rank_report(rank, records, events, totals) for rank in spec.ranks]
-    global_batch = sum(rank.batch for rank in spec.ranks)
-    times = distribution(iteration_times(records, global_batch))
-    predicted = spec.plan.iteration_seconds
+    ranks = [rank_report(rank, records, events, totals) for rank in setup.ranks]
+    times = distribution(iteration_times(records, setup.global_batch))
+    predicted = setup.predicted_iteration_seconds
     return Report(
         outcome=outcome,
-        policy=spec.policy.name,
-        even=spec.options.even,
-        emulated=any(rank.throttle is not None for rank in spec.ranks),
-        seed=spec.options.seed,
-        global_batch=global_batch,
+        policy=setup.policy,
+        even=setup.even,
+        emulated=any(rank.emulated for rank in setup.ranks),
+        seed=setup.seed,
+        global_batch=setup.global_batch,
         wall_seconds=events[-1].monotonic_seconds - events[0].monotonic_seconds if events else 0.0,
         iteration_seconds=times,
         predicted_iteration_seconds=predicted,
@@ -159,7 +157,7 @@ def make_report(
         idle_share=_idle_share(without_startup_wait(records)),
         versions=totals.versions or max((r.version for r in applied_steps(records)), default=0),
         samples=SampleCounts(
-            requested=spec.options.samples,
+            requested=setup.samples,
             trained=sum(r.samples for r in ranks),
             skipped=sum(r.skipped_samples for r in ranks),
             returned=sum(r.returned_samples for r in ranks),
@@ -173,19 +171,19 @@ def make_report(
 
 
 def rank_report(
-    spec: RankSpec, records: Sequence[StepRecord], events: Sequence[RunEvent], totals: StoreTotals
+    setup: RankSetup, records: Sequence[StepRecord], events: Sequence[RunEvent], totals: StoreTotals
 ) -> RankReport:
     """One rank's part of the report; it takes the rank's own from the records, events and totals."""
-    rank = spec.rank
+    rank = setup.rank
     mine = without_startup_wait([r for r in records if r.rank == rank])
     applied = applied_steps(mine)
     compute, push, pull, wait = (distribution([r.seconds(phase) for r in mine]) for phase in PHASES)
     return RankReport(
         rank=rank,
-        name=spec.name,
-        batch=spec.batch,
-        predicted_seconds=spec.predicted_seconds,
-        emulated=spec.throttle is not None,
+        name=setup.name,
+        batch=setup.batch,
+        predicted_seconds=setup.predicted_seconds,
+        emulated=setup.emulated,
         processes=sum(e.rank == rank and e.kind in ("started", "restarted") for e in events),
         steps=len(applied),
         samples=_get(totals.samples, rank, sum(r.samples for r in applied)),

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pyps.formats.events import RunEvent
 from pyps.formats.records import StepRecord, split_spans
-from pyps.run.events import RunEvent
-from pyps.run.ranks import RankSpec
+from pyps.formats.setup import RankSetup
 
 MICROSECONDS = 1e6
 TRACKS = 100_000  # of one process; counted from 1, since Perfetto keeps thread 0 for the idle task
@@ -21,7 +21,7 @@ TRANSFERS = TRACKS // 2  # the transfers of rank r are track TRANSFERS + r + 1
 
 
 def make_trace(
-    ranks: Sequence[RankSpec],
+    ranks: Sequence[RankSetup],
     records: Sequence[StepRecord],
     events: Sequence[RunEvent],
     *,

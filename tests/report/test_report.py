@@ -1,4 +1,4 @@
-"""pyps.run.report: iteration times, phases and samples from records whose answers are known."""
+"""pyps.report.report: iteration times, phases and samples from records whose answers are known."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_tools import make_plan, make_record
+from run_tools import make_record
 
 from pyps.cli.run import summary
 from pyps.errors import InputError
 from pyps.formats import write_json
+from pyps.formats.events import RunEvent
 from pyps.formats.records import Span, StepRecord
-from pyps.run.events import RunEvent
-from pyps.run.ranks import RankSpec
-from pyps.run.report import (
+from pyps.formats.setup import RankSetup, RunSetup
+from pyps.report.report import (
     Report,
     StoreTotals,
     distribution,
@@ -26,24 +26,23 @@ from pyps.run.report import (
     version_times,
     without_startup_wait,
 )
-from pyps.run.spec import RunOptions, RunSpec
-from pyps.store.policies import BSP
 
 B = 10
 BATCHES = (7, 3)
 ROUND_SECONDS = 2.0
 PREDICTED_SECONDS = 1.6
-RANKS = [RankSpec(k, f"device-{k}", b, ROUND_SECONDS, None) for k, b in enumerate(BATCHES)]
+RANKS = [RankSetup(k, f"device-{k}", b, ROUND_SECONDS) for k, b in enumerate(BATCHES)]
 
-SPEC = RunSpec(
-    plan=msgspec.structs.replace(make_plan(BATCHES), iteration_seconds=PREDICTED_SECONDS),
-    policy=BSP(),
-    options=RunOptions(samples=100, seed=3),
-    ranks=tuple(RANKS),
-    codecs=(),
+SETUP = RunSetup(
     store="",
-    run_dir=Path(),
-    command=(),
+    host="here",
+    script="train.py",
+    policy="bsp",
+    even=False,
+    seed=3,
+    samples=100,
+    predicted_iteration_seconds=PREDICTED_SECONDS,
+    ranks=tuple(RANKS),
 )
 
 
@@ -69,7 +68,7 @@ def rounds(count: int) -> list[StepRecord]:
 def report_of(
     records: list[StepRecord], totals: StoreTotals | None = None, events: list[RunEvent] | None = None
 ) -> Report:
-    return make_report(SPEC, records, events or [], totals or StoreTotals(), "finished")
+    return make_report(SETUP, records, events or [], totals or StoreTotals(), "finished")
 
 
 def test_synchronous_iteration_is_the_round() -> None:

@@ -1,0 +1,67 @@
+"""What a run was started with: run.json (pyps.run/1), written before the first worker starts.
+
+With the step records and the events it is all that a report needs, also while the run trains, or after its
+launcher was killed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pyps.errors import InputError
+
+SETUP_SCHEMA: Final = "pyps.run/1"
+SETUP_FILE = "run.json"
+
+
+class RankSetup(msgspec.Struct, frozen=True):
+    """One rank: its planned batch, and the plan's seconds for a step of it.
+
+    emulated: a throttle sets its pace, not the real device.
+    """
+
+    rank: Annotated[int, Meta(ge=0)]
+    name: str
+    batch: Annotated[int, Meta(ge=1)]
+    predicted_seconds: float | None = None
+    emulated: bool = False
+
+
+class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, or one host's part of it.
+
+    store: name or address. samples: of the whole run; 0: until the script ends. even: equal batches instead
+    of the plan's. predicted_iteration_seconds: the plan's, of one global batch. ranks: those started here.
+    """
+
+    schema: Literal["pyps.run/1"] = SETUP_SCHEMA
+    store: str
+    host: str
+    script: str
+    policy: str
+    even: bool
+    seed: int
+    samples: Annotated[int, Meta(ge=0)]
+    predicted_iteration_seconds: float | None
+    ranks: tuple[RankSetup, ...]
+
+    @property
+    def global_batch(self) -> int:
+        """The sum of the ranks' planned batches."""
+        return sum(rank.batch for rank in self.ranks)
+
+
+def read_setup(run_dir: str | os.PathLike[str]) -> RunSetup:
+    """The setup of the run in a folder. Raises InputError."""
+    path = Path(run_dir) / SETUP_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunSetup)
+    except OSError as error:
+        raise InputError(str(path), "", error.strerror or str(error), "the folder of a run") from None
+    except msgspec.DecodeError as error:
+        raise InputError(str(path), "", str(error), f"a {SETUP_SCHEMA} file") from None
