@@ -29,6 +29,7 @@ QUESTIONS = (
     ("Where is the throttle that emulates a slower device?", "profiler/throttle.py", "class Throttle"),
     ("Where does the launcher restart a worker?", "pyps/run/launcher.py", "_restart_at"),
     ("Where is `plan.json` defined?", "pyps/formats/plan.py", "class Plan("),
+    ("Where is a checkpoint written?", "pyps/checkpoint/folder.py", "def write_folder("),
     ("Where is the exact split computed?", "solver/exact/minmax.py", "def solve("),
     ("Where is a new split decided while training?", "solver/online/decide.py", "def decide("),
     ("Where is the cost model fitted?", "profiler/fit.py", "def fit_points("),

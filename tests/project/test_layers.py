@@ -21,6 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler"}),
     frozenset({"pyps.store"}),
     frozenset({"pyps.remote"}),
+    frozenset({"pyps.checkpoint"}),
     frozenset({"pyps.worker"}),
     frozenset({"pyps.run", "pyps.simulate", "pyps.torch"}),
     frozenset({"pyps.cli"}),

@@ -1,0 +1,198 @@
+"""Folders of checkpoints: each is written whole or not at all, and the last ones are kept.
+
+    checkpoints/
+      000000100/  checkpoint.json  model.safetensors  optimizer.safetensors ...
+      000000200/
+      latest -> 000000200
+
+A checkpoint is written to a hidden name; every file and the folder are synced, then it is renamed. `latest`
+is replaced after that, and older checkpoints are removed last. So a crash leaves at most a hidden folder,
+which the next writer removes. One process at a time writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from pyps.checkpoint.tensors import Tensors, read_tensors, write_error, write_tensors
+from pyps.errors import InputError
+from pyps.formats.checkpoint import CHECKPOINT_SCHEMA, Checkpoint, TensorFile, check_signature, signed
+from pyps.formats.files import encode, read_json, typed
+
+FOLDER = "checkpoints"  # in a run's folder
+LATEST = "latest"
+MANIFEST = "checkpoint.json"
+MODEL = "model.safetensors"
+NAME = re.compile(r"\d{9,}")
+TEMPORARY = re.compile(r"\.(\d{9,}|latest)\.(new|replaced|removed)")
+KEEP = 2
+
+Describe = Callable[[dict[str, TensorFile]], Checkpoint]
+
+
+def write_folder(
+    parent: Path, version: int, files: Mapping[str, Tensors], describe: Describe, keep: int = KEEP
+) -> Path:
+    """Write a checkpoint and remove all but the last `keep`; its folder, durable.
+
+    parent: the folder of checkpoints, made if missing. version: the new one's name; a checkpoint of that
+    version is replaced. files: tensors by name, by file. describe: checkpoint.json for the files written.
+    Raises InputError, naming the file, if it cannot be written; older checkpoints are then unchanged.
+    """
+    target, temporary = parent / f"{version:09d}", parent / f".{version:09d}.new"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with _only_writer(parent):
+            _remove_temporaries(parent)
+            try:
+                _write_files(temporary, files, describe)
+                _put(temporary, target)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            _point_latest(target)
+            _remove_older(parent, target, keep)
+    except OSError as error:
+        raise write_error(Path(error.filename or target), error, 0) from None
+    return target
+
+
+def _write_files(folder: Path, files: Mapping[str, Tensors], describe: Describe) -> None:
+    folder.mkdir()
+    written = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+    with (folder / MANIFEST).open("xb") as file:
+        file.write(encode(signed(describe(written))))
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _put(temporary: Path, target: Path) -> None:
+    """Rename; a checkpoint that stands there is moved away first, and removed afterwards."""
+    replaced = _hidden(target, "replaced")
+    if target.exists():
+        os.rename(target, replaced)
+    os.rename(temporary, target)
+    _sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _hidden(path: Path, state: str) -> Path:
+    return path.with_name(f".{path.name}.{state}")
+
+
+def _point_latest(target: Path) -> None:
+    link, temporary = target.with_name(LATEST), target.with_name(f".{LATEST}.new")
+    os.symlink(target.name, temporary)
+    os.replace(temporary, link)
+    _sync_folder(target.parent)
+
+
+def _remove_older(parent: Path, newest: Path, keep: int) -> None:
+    """Hide each before it is removed, so that no half of it is ever taken for a checkpoint."""
+    older = [path for path in checkpoints(parent) if path != newest]
+    for path in older[: max(0, len(older) - (keep - 1))]:
+        os.rename(path, _hidden(path, "removed"))
+        shutil.rmtree(_hidden(path, "removed"), ignore_errors=True)
+
+
+def _remove_temporaries(parent: Path) -> None:
+    """What a dead writer left: a checkpoint that was about to be replaced stays, all else goes."""
+    for path in parent.iterdir():
+        if (match := TEMPORARY.fullmatch(path.name)) is None:
+            continue
+        if path.is_symlink():
+            path.unlink()
+        elif match[2] == "replaced" and not (parent / match[1]).exists():
+            os.rename(path, parent / match[1])
+        else:
+            shutil.rmtree(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _only_writer(parent: Path) -> Iterator[None]:
+    """Hold the folder's lock, so that every temporary in it is a dead writer's. Raises InputError."""
+    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        found = "another process that is writing a checkpoint"
+        raise InputError(str(parent), "", found, "one writer at a time") from None
+    finally:
+        os.close(descriptor)
+
+
+def checkpoints(parent: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest version first; none if there is no such folder."""
+    if not parent.is_dir():
+        return []
+    found = [path for path in parent.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint's folder, or the newest in a run's folder or in a folder of checkpoints.
+
+    Raises InputError if there is none.
+    """
+    if (path / MANIFEST).exists() or NAME.fullmatch(path.resolve().name):
+        return path.resolve()
+    for parent in (path / FOLDER, path):
+        if found := checkpoints(parent):
+            return found[-1]
+    found = "no checkpoint" if path.is_dir() else "no folder"
+    raise InputError(str(path), "", found, "a run's folder, or a checkpoint's")
+
+
+def read_manifest(folder: Path) -> Checkpoint:
+    """checkpoint.json, checked. Raises InputError, naming the file and the checkpoint before it."""
+    with offering_previous(folder):
+        path = folder / MANIFEST
+        raw = read_json(path, CHECKPOINT_SCHEMA)
+        check_signature(str(path), raw)
+        return typed(str(path), raw, Checkpoint, lambda *_: None)
+
+
+def read_folder(folder: Path) -> tuple[Checkpoint, dict[str, dict[str, NDArray[Any]]]]:
+    """A checkpoint: checkpoint.json and the tensors of each file, all verified.
+
+    Raises InputError, naming the file that is missing or damaged, and the checkpoint before it.
+    """
+    manifest = read_manifest(folder)
+    with offering_previous(folder):
+        for name in manifest.files:
+            if Path(name).name != name:
+                raise InputError(str(folder / MANIFEST), "files", repr(name), "names without a folder")
+        return manifest, {name: read_tensors(folder / name, file) for name, file in manifest.files.items()}
+
+
+@contextlib.contextmanager
+def offering_previous(folder: Path) -> Iterator[None]:
+    """Add the checkpoint before this one to an InputError about it."""
+    try:
+        yield
+    except InputError as error:
+        version = int(folder.name) if NAME.fullmatch(folder.name) else 0
+        older = [path for path in checkpoints(folder.parent) if int(path.name) < version]
+        if not older:
+            raise
+        expected = f"{error.expected}; the checkpoint before is {older[-1]}"
+        raise InputError(error.where, error.field, error.found, expected) from None

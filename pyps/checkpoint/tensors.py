@@ -1,0 +1,61 @@
+"""Tensors by name in a file (safetensors), durable when written and verified when read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from pyps.errors import InputError
+from pyps.formats.checkpoint import TensorFile
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> TensorFile:
+    """Write and fsync; what was written. Raises InputError if the file system refuses, as when it is full."""
+    arrays = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
+    try:
+        save_file(arrays, path, {"format": "pt", **(metadata or {})})
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return TensorFile(bytes=file.tell(), sha256=digest)
+    except (OSError, SafetensorError) as error:
+        raise write_error(path, error, sum(array.nbytes for array in arrays.values())) from None
+
+
+def write_error(path: Path, error: Exception, needed: int) -> InputError:
+    """The error of a file that cannot be written; needed: its bytes."""
+    reason = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
+    return InputError(str(path), "", reason, f"a place to write {needed} bytes to")
+
+
+def read_tensors(path: Path, expected: TensorFile | None = None) -> dict[str, NDArray[Any]]:
+    """The tensors of a file. Raises InputError if it is missing, damaged or another file than `expected`."""
+    try:
+        if expected is not None:
+            _verify(path, expected)
+        return dict(load_file(path))
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(str(path), "", reason.lower(), "a file of tensors (safetensors)") from None
+
+
+def _verify(path: Path, expected: TensorFile) -> None:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            wanted = f"{expected.bytes}, as checkpoint.json says: the file is not whole"
+            raise InputError(str(path), "size", f"{size} bytes", wanted)
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected.sha256:
+        wanted = f"{expected.sha256[:12]}..., as checkpoint.json says: the file is damaged"
+        raise InputError(str(path), "sha256", f"{found[:12]}...", wanted)
