@@ -158,8 +158,8 @@ def find_checkpoint(path: Path) -> Path:
     for parent in (path / FOLDER, path):
         if found := checkpoints(parent):
             return found[-1]
-    found = "no checkpoint" if path.is_dir() else "no folder"
-    raise InputError(str(path), "", found, "a run's folder, or a checkpoint's")
+    kind = "no checkpoint" if path.is_dir() else "no folder"
+    raise InputError(str(path), "", kind, "a run's folder, or a checkpoint's")
 
 
 def read_manifest(folder: Path) -> Checkpoint:

@@ -36,7 +36,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name. sha256: of the file's other values.
     """
 
-    schema: Literal["pyps.checkpoint/1"] = CHECKPOINT_SCHEMA
+    schema: Literal["pyps.checkpoint/1"] = "pyps.checkpoint/1"
     made_with: str
     unix_seconds: Annotated[float, Meta(ge=0)]
     version: Counter
