@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI 5
+#define PYPS_ABI 6
 #define PYPS_API __attribute__((visibility("default")))
 
 /* cffi: begin */
@@ -77,7 +77,15 @@ enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, 
 enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
 /* What an encoder does with NaN and infinities: refuse, send their block as zeros, send them as zeros. */
 enum { PYPS_NONFINITE_ERROR = 0, PYPS_NONFINITE_SKIP = 1, PYPS_NONFINITE_ZERO = 2 };
-enum { PYPS_WORKER = 0, PYPS_OBSERVER = 1 };                                             /* roles */
+enum { PYPS_WORKER = 0, PYPS_OBSERVER = 1 }; /* roles */
+/* What a member waits for: nothing, to start, a free staging buffer, its push's turn, the end of the round. */
+enum {
+    PYPS_WAITS_NOT = 0,
+    PYPS_WAITS_START = 1,
+    PYPS_WAITS_STAGING = 2,
+    PYPS_WAITS_TURN = 3,
+    PYPS_WAITS_ROUND = 4
+};
 enum { PYPS_EMPTY = 0, PYPS_ACTIVE = 1, PYPS_FENCED = 2, PYPS_LEFT = 3, PYPS_DEAD = 4 }; /* member states */
 
 typedef struct pyps_store pyps_store;
@@ -228,7 +236,17 @@ typedef struct {
     uint64_t pulled_version; /* the version it last pulled */
     uint64_t claim_first;
     uint32_t claim_count;
-    uint32_t staged; /* 1: its gradient waits for the round to close */
+    uint32_t staged;    /* 1: its gradient waits for the round to close */
+    uint32_t waits_for; /* PYPS_WAITS_NOT ... */
+    uint32_t reserved;
+    uint64_t bytes_pushed; /* this and the next fields, except step_seconds: since it joined */
+    uint64_t bytes_pulled;
+    double joined_seconds; /* how long ago */
+    double waited_seconds; /* the sum of its waits for others */
+    double wait_seconds;   /* how long the present wait lasts */
+    double
+        claim_seconds; /* how long ago samples were claimed for it, by itself or a round; 0: it holds none */
+    double step_seconds; /* of its rank, from claim to gradient: a moving average; 0: no step yet */
 } pyps_member;
 
 typedef struct {

@@ -61,6 +61,10 @@ struct slot {
     a64 process;         /* pid */
     a64 start_time;      /* of that pid, in clock ticks since boot */
     a64 pid_namespace;   /* inode */
+
+    _Alignas(64) a64 waits; /* {since 56, kind 8}; this and the following words: activity.c */
+    a64 waited, joined_at;  /* nanoseconds */
+    a64 bytes_pushed, bytes_pulled;
 };
 
 /* Before every chunk buffer's floats. Written in private; does not change once published. */

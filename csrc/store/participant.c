@@ -137,6 +137,7 @@ static void sign_slot(pyps_store *s) {
     store_relaxed(&slot->process, (uint64_t)getpid());
     store_relaxed(&slot->start_time, start_time((uint64_t)getpid()));
     store_relaxed(&slot->pid_namespace, pid_namespace());
+    activity_joined(s);
     store_release(&slot->id, s->id);
 }
 

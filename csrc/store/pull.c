@@ -50,6 +50,7 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
         if (word_version(word) < oldest) oldest = word_version(word);
     }
     kernels_chosen()->copied();
+    activity_pulled(s, PYPS_F32);
     *version_out = oldest;
     return pull_record(s, oldest);
 }
@@ -69,6 +70,7 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
         if (word_version(word) < oldest) oldest = word_version(word);
     }
     *version_out = oldest;
+    if (!rc) activity_pulled(s, codec);
     return rc ? rc : pull_record(s, oldest);
 }
 
@@ -138,7 +140,8 @@ int pyps_snapshot(pyps_store *s, float *flat, float *const *state, uint64_t *ste
     struct outcome outcome, ignored;
     enum verdict verdict;
     uint64_t waited;
-    if ((rc = view_commit_waiting(s, &begin, store_deadline(s, timeout_seconds), &outcome, &waited)))
+    if ((rc = view_commit_waiting(s, &begin, PYPS_WAITS_NOT, store_deadline(s, timeout_seconds), &outcome,
+                                  &waited)))
         return rc;
     FAILPOINT("snapshot.begun");
     s->ticket.number = 0; /* the cached view is older than this snapshot */

@@ -32,7 +32,7 @@ int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     struct event e = store_event(s, EVENT_START);
     struct outcome outcome;
     uint64_t waited;
-    rc = view_commit_waiting(s, &e, store_deadline(s, timeout_seconds), &outcome, &waited);
+    rc = view_commit_waiting(s, &e, PYPS_WAITS_START, store_deadline(s, timeout_seconds), &outcome, &waited);
     if (rc == PYPS_EEND) return fail(rc, "every sample has been assigned and accounted for");
     if (rc) return rc;
     *out = outcome.claim;
@@ -96,7 +96,7 @@ int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *staging_out) {
         }
         if (staged == s->geometry.staging_buffers && s->parked) {
             staged = 0;
-            if ((rc = view_wait_for_others(s, seen_view, since, 0, deadline))) return rc;
+            if ((rc = view_wait_for_others(s, PYPS_WAITS_STAGING, seen_view, since, 0, deadline))) return rc;
             continue;
         }
         if (staged == s->geometry.staging_buffers)
@@ -174,7 +174,7 @@ static int wait_for_round(pyps_store *s, uint32_t staging, uint64_t deadline, py
         if (!v) return PYPS_ECORRUPT;
         bool closed = v->round > s->round;
         view_unpin(s);
-        int rc = closed ? PYPS_OK : view_wait_for_others(s, seen, since, 0, deadline);
+        int rc = closed ? PYPS_OK : view_wait_for_others(s, PYPS_WAITS_ROUND, seen, since, 0, deadline);
         out->wait_nanoseconds = wait_now_nanoseconds() - since;
         if (rc) return rc;
         if (closed) return finish_round(s, staging, out);
@@ -203,7 +203,7 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
         if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
         out->wait_nanoseconds = e->now - since;
         if (verdict != STEP_WAIT) return PYPS_OK;
-        if ((rc = view_wait_for_others(s, seen, since, outcome->at, deadline))) return rc;
+        if ((rc = view_wait_for_others(s, PYPS_WAITS_TURN, seen, since, outcome->at, deadline))) return rc;
     }
 }
 
@@ -249,6 +249,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     if (rc) return rc;
     FAILPOINT("push.admitted");
     out->staleness = outcome.staleness;
+    if (args->samples) activity_pushed(s, args->codec);
     if (s->policy->waits_for_round) {
         s->in_round = true, s->round = outcome.round, s->round_staging = args->staging;
         return wait_for_round(s, args->staging, deadline, out);

@@ -85,6 +85,10 @@ int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_
                                             .claim_first = m->claim_first,
                                             .claim_count = m->claim_count,
                                             .staged = m->staged != 0};
+        pyps_member *shown = &out[*count_out - 1];
+        if (m->rank >= 0 && (uint32_t)m->rank < v->ranks)
+            shown->step_seconds = view_rank(v, (uint32_t)m->rank)->step_seconds;
+        activity_show(s, slot, m, shown);
     }
     free(v);
     return PYPS_OK;

@@ -128,8 +128,9 @@ struct view *view_allocate(const pyps_store *s);
 uint32_t view_sequence_word(const pyps_store *s);
 void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds);
 struct event store_event(const pyps_store *s, enum event_kind kind);
-/* Commits `e`, and waits while the verdict is STEP_WAIT: reaps the dead, ticks after the round timeout. */
-int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *out,
+/* Commits `e`, and waits while the verdict is STEP_WAIT: reaps the dead, ticks after the round timeout.
+ * `kind`: PYPS_WAITS_START ... */
+int view_commit_waiting(pyps_store *s, struct event *e, uint32_t kind, uint64_t deadline, struct outcome *out,
                         uint64_t *waited);
 /* Into s->ticket, s->sources and s->snapshot*. TRY_AGAIN: the ring has moved on, so every chunk has that
  * ticket. */
@@ -140,7 +141,16 @@ void view_unpin(pyps_store *s);
 /* Sleeps until the view is another one than `seen`, the time `at` has come (0: no such time) or a slice of
  * `deadline` has passed. Then reaps the dead, does what the view's next_deadline asks for, and fences late
  * members if `since` is a round timeout ago. PYPS_ETIMEDOUT at the deadline. */
-int view_wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline);
+int view_wait_for_others(pyps_store *s, uint32_t kind, uint32_t seen, uint64_t since, uint64_t at,
+                         uint64_t deadline);
+
+/* activity.c: shows others what this participant does. `slept`: nanoseconds; `kind`: PYPS_WAITS_START ... */
+void activity_joined(pyps_store *s);
+void activity_waits(pyps_store *s, uint32_t kind, uint64_t since);
+void activity_goes_on(pyps_store *s, uint64_t slept);
+void activity_pushed(pyps_store *s, uint32_t codec);
+void activity_pulled(pyps_store *s, uint32_t codec);
+void activity_show(const pyps_store *s, uint32_t index, const struct member *m, pyps_member *out);
 
 /* journal.c */
 void journal_event(pyps_store *s, const struct event *e, const struct outcome *o, enum verdict verdict,

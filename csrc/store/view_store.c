@@ -104,14 +104,19 @@ static uint64_t present_deadline(pyps_store *s) {
 static uint64_t earlier(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 /* Reaps dead members; a tick fences those that only took too long. */
-int view_wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t at, uint64_t deadline) {
+int view_wait_for_others(pyps_store *s, uint32_t kind, uint32_t seen, uint64_t since, uint64_t at,
+                         uint64_t deadline) {
     uint64_t now = wait_now_nanoseconds(), next_deadline = present_deadline(s);
     if (now >= deadline)
         return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - since) / 1e9);
     uint64_t until = earlier(earlier(now + WAIT_SLICE_NANOSECONDS, deadline), next_deadline);
     if (at && at <= now) return PYPS_OK; /* the time came while the event was decided */
     if (at) until = earlier(until, at);
-    if (until > now) view_wait(s, seen, until - now);
+    if (until > now) {
+        activity_waits(s, kind, since);
+        view_wait(s, seen, until - now);
+        activity_goes_on(s, wait_now_nanoseconds() - now);
+    }
     if (view_sequence_word(s) != seen) return PYPS_OK;
     now = wait_now_nanoseconds();
     if (at && now >= at && now < next_deadline) return PYPS_OK;
@@ -125,7 +130,7 @@ int view_wait_for_others(pyps_store *s, uint32_t seen, uint64_t since, uint64_t 
     return view_commit(s, &tick, &out, &verdict);
 }
 
-int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *out,
+int view_commit_waiting(pyps_store *s, struct event *e, uint32_t kind, uint64_t deadline, struct outcome *out,
                         uint64_t *waited) {
     uint64_t since = wait_now_nanoseconds();
     for (;;) {
@@ -135,7 +140,7 @@ int view_commit_waiting(pyps_store *s, struct event *e, uint64_t deadline, struc
         int rc = view_commit(s, e, out, &verdict);
         *waited = wait_now_nanoseconds() - since;
         if (rc || verdict != STEP_WAIT) return rc;
-        if ((rc = view_wait_for_others(s, seen, since, out->at, deadline))) return rc;
+        if ((rc = view_wait_for_others(s, kind, seen, since, out->at, deadline))) return rc;
     }
 }
 

@@ -40,6 +40,7 @@ from pyps.native.values import (
     Rounding,
     Status,
     Tensor,
+    WaitKind,
 )
 
 NANOSECOND = 1e-9
@@ -380,7 +381,7 @@ def get_members(store: Pointer, capacity: int) -> list[Member]:
 
 def _member(c: Any) -> Member:
     rank = c.rank if c.rank >= 0 else None
-    enums = {"state": MemberState(c.state), "role": Role(c.role)}
+    enums = {"state": MemberState(c.state), "role": Role(c.role), "waits_for": WaitKind(c.waits_for)}
     return Member(**{**_values(Member, c), **enums, "rank": rank, "staged": bool(c.staged)})
 
 

@@ -67,6 +67,16 @@ class MemberState(IntEnum):
     DEAD = 4
 
 
+class WaitKind(IntEnum):
+    """What a member waits for: PYPS_WAITS_NOT ... in pyps.h."""
+
+    NOT = 0
+    START = 1
+    STAGING = 2
+    TURN = 3
+    ROUND = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Hyper:
     """One parameter group's constants for one step, named and meant as in torch.optim.
@@ -355,7 +365,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A participant; rank is None for observers. `staged`: its gradient waits for the round to close."""
+    """A participant; rank is None for observers. `staged`: its gradient waits for the round to close.
+
+    Since it joined, joined_seconds ago: waited_seconds, the sum of its waits for others; bytes_pushed and
+    bytes_pulled. wait_seconds: how long its present wait lasts. claim_seconds: how long ago samples were claimed for it;
+    0: it holds none. step_seconds: of its rank, from claim to gradient, a moving average; 0: no step yet.
+    """
 
     id: int
     state: MemberState
@@ -367,6 +382,14 @@ class Member:
     claim_first: int
     claim_count: int
     staged: bool
+    waits_for: WaitKind
+    bytes_pushed: int
+    bytes_pulled: int
+    joined_seconds: float
+    waited_seconds: float
+    wait_seconds: float
+    claim_seconds: float
+    step_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
