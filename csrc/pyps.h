@@ -88,6 +88,11 @@ enum {
 };
 enum { PYPS_EMPTY = 0, PYPS_ACTIVE = 1, PYPS_FENCED = 2, PYPS_LEFT = 3, PYPS_DEAD = 4 }; /* member states */
 
+/* What a push does to a tensor. Trained: it takes the optimizer's step. Averaged (BatchNorm's running statistics):
+ * what is staged is not a gradient but the values that the worker has, and the store's values move toward them; of
+ * a round's workers, to their mean weighted by samples; by a push alone, by its share of a global batch. */
+enum { PYPS_TRAINED = 0, PYPS_AVERAGED = 1 };
+
 typedef struct pyps_store pyps_store;
 
 typedef struct {
@@ -95,7 +100,7 @@ typedef struct {
     uint32_t dtype; /* PYPS_F32 */
     uint32_t group; /* index of its parameter group */
     uint32_t ndim;  /* at most 8 */
-    uint32_t reserved;
+    uint32_t kind;  /* PYPS_TRAINED ...; one for a group, and averaged groups are the last ones */
     uint64_t shape[8];
     uint64_t offset;   /* out: first element in the flat vector */
     uint64_t elements; /* out: product of shape */
@@ -165,6 +170,8 @@ typedef struct {
     uint64_t parameters;    /* elements of all tensors */
     uint32_t chunks, chunk_params, max_participants, staging_buffers, groups, tensors, ranks;
     uint32_t optimizer, policy, states; /* states: state vectors of the optimizer, 0 to 2 */
+    uint32_t reserved;
+    uint64_t averaged_elements; /* the end of the flat vector, of averaged tensors */
 } pyps_layout;
 
 typedef struct {
@@ -182,20 +189,24 @@ typedef struct {
     uint32_t samples; /* how many samples it is the mean of; 0: skip this step */
     float scale;      /* the gradient is multiplied by it (e.g. 1 / loss scale); finite */
     double timeout_seconds;
-    const pyps_hyper *hyper; /* [groups] */
+    const pyps_hyper *hyper; /* [groups] not read for averaged ones */
     const float *gradient;   /* [flat_elements] NULL: it is in the staging buffer */
     uint64_t seed;           /* of stochastic rounding; different for each push */
     uint32_t codec;          /* how it is encoded into the staging buffer */
     uint32_t rounding;       /* PYPS_NEAREST or PYPS_STOCHASTIC */
     uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ... */
     uint32_t error_feedback; /* 1: the encoding error is added to this rank's next gradient */
-    uint32_t encoded;        /* 1: pyps_staging_codes() already holds it in this codec; scale still applies */
+    uint32_t encoded; /* 1: pyps_staging_codes() already holds it in this codec; scale still applies, and
+                                averaged tensors are in the staging buffer */
     uint32_t reserved;
     const float *base_params; /* policies that need them: [flat_elements] the parameters that the gradient was
                                  computed on */
     double grad_norm_squared; /* for policies that need it: of the gradient; 0: not known */
     uint64_t base_version;    /* 1 + the version that the gradient was computed on; 0: the one pulled last */
     uint64_t compute_nanoseconds; /* that the gradient took; 0: the time since its claim */
+    uint64_t
+        position; /* of `hyper` in its schedule. A round takes the constants of the greatest one, of equal ones
+                          those of the lowest rank */
 } pyps_push_args;
 
 typedef struct {
@@ -314,16 +325,17 @@ PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
  * leave; the buffer belongs to the caller until it is pushed. */
 PYPS_API int pyps_stage(pyps_store *store, double timeout_seconds, uint32_t *staging_out);
 PYPS_API float *pyps_staging(pyps_store *store, uint32_t staging); /* NULL if not joined or out of range */
-/* Where to write an encoded gradient of flat_elements values: pyps_encoded_bytes(codec, flat_elements) bytes.
- * NULL as above, or if there is no memory. */
+/* Where to write an encoded gradient of n = flat_elements - averaged_elements values: pyps_encoded_bytes(codec, n)
+ * bytes. NULL as above, or if there is no memory. */
 PYPS_API void *pyps_staging_codes(pyps_store *store, uint32_t staging);
 PYPS_API int pyps_push(pyps_store *store, const pyps_push_args *args, pyps_push_result *out);
 /* A push and the pull after it in one pass over the parameters: `flat` as of *version_out, which is at least
  * out->version. After a failure `flat` may hold parts of both. */
 PYPS_API int pyps_exchange(pyps_store *store, const pyps_push_args *args, float *flat, pyps_push_result *out,
                            uint64_t *version_out);
-/* A pull that encodes, to nearest, from the fp32 parameters: `bytes` is pyps_encoded_bytes(codec,
- * flat_elements). PYPS_ENONFINITE if a parameter is not finite. */
+/* A pull that encodes, to nearest, from the fp32 parameters; averaged tensors follow as they are. `bytes` is
+ * pyps_encoded_bytes(codec, flat_elements - averaged_elements) + 4 * averaged_elements. PYPS_ENONFINITE if a
+ * parameter is not finite. */
 PYPS_API int pyps_pull_encoded(pyps_store *store, uint32_t codec, void *data, uint64_t bytes,
                                uint64_t *version_out);
 
@@ -343,6 +355,9 @@ PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, 
 PYPS_API int pyps_get_status(pyps_store *store, pyps_status *out);
 PYPS_API int pyps_get_members(pyps_store *store, pyps_member *out, uint32_t capacity, uint32_t *count_out);
 PYPS_API int pyps_get_ranks(pyps_store *store, pyps_rank *out, uint32_t capacity);
+/* The constants in force: of the last step of each group, [capacity]; zeros where there was none, and for averaged
+ * groups. */
+PYPS_API int pyps_get_hyper(pyps_store *store, pyps_hyper *out, uint32_t capacity);
 PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t count);
 /* Waits for a view later than `sequence`; a negative timeout means an hour. */
 PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds);

@@ -131,6 +131,8 @@ struct ticket {
     uint16_t staging, kind;
     uint32_t samples;
     float scale; /* the policy's */
+    float share; /* of averaged tensors' way from the store's values to the workers' */
+    uint32_t reserved;
 };
 
 struct source {

@@ -48,6 +48,15 @@ static void finish_claim(struct view *v, const struct event *e, uint64_t stalene
     time_rank(v, e);
 }
 
+/* Averaged tensors go all the way to the mean of a round that all wait for. Else a global batch consists of several
+ * tickets, and each goes the part of the way that it is of the planned batches. */
+static float share_of(const struct view *v, uint32_t samples) {
+    uint64_t planned = 0;
+    if (policy_find(v->policy)->waits_for_round) return 1.0f;
+    for (uint32_t r = 0; r < v->ranks; r++) planned += view_rank(v, r)->total.batch;
+    return samples < planned ? (float)samples / (float)planned : 1.0f;
+}
+
 static void admit(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
     finish_claim(v, e, out->staleness);
@@ -58,7 +67,8 @@ static void admit(struct view *v, const struct event *e, struct outcome *out) {
                                                   .staging = (uint16_t)e->staging,
                                                   .kind = TICKET_PUSH,
                                                   .samples = e->samples,
-                                                  .scale = out->scale};
+                                                  .scale = out->scale,
+                                                  .share = share_of(v, e->samples)};
     m->ticket = m->staging_ticket[e->staging] = v->version;
 }
 
@@ -173,8 +183,11 @@ static void close_round(struct view *v) {
     v->round++;
     v->round_ticket = v->round_sources ? ++v->version : 0;
     if (v->round_ticket)
-        *view_ticket(v, v->version) = (struct ticket){
-            .number = v->version, .kind = TICKET_ROUND, .samples = v->round_samples, .scale = 1.0f};
+        *view_ticket(v, v->version) = (struct ticket){.number = v->version,
+                                                      .kind = TICKET_ROUND,
+                                                      .samples = v->round_samples,
+                                                      .scale = 1.0f,
+                                                      .share = share_of(v, v->round_samples)};
     for (uint32_t k = 0; k < v->staged; k++) {
         const struct source *from = &view_pending(v)[k];
         struct member *m = view_member(v, from->slot);

@@ -50,6 +50,17 @@ static const float *compensate(const struct staging_header *staged, float scale,
     return block;
 }
 
+/* Of a round, the gradient whose constants are the furthest in their schedule: a worker that began again must not
+ * bring back the first ones. */
+static const struct staging_header *leading(const pyps_store *s) {
+    const struct staging_header *lead = NULL;
+    for (uint32_t i = 0; i < s->source_count; i++) {
+        const struct staging_header *staged = staging_header(s, s->sources[i].slot, s->sources[i].staging);
+        if (!lead || staged->position > lead->position) lead = staged;
+    }
+    return lead;
+}
+
 static struct step step_on(const pyps_store *s, uint32_t old, uint32_t new, uint32_t from, uint32_t length) {
     struct step step = {.length = length};
     for (uint32_t vector = 0; vector <= s->layout.states; vector++) {
@@ -59,27 +70,20 @@ static struct step step_on(const pyps_store *s, uint32_t old, uint32_t new, uint
     return step;
 }
 
-/* Fills the private buffer with the chunk's next version, and an exchange's copy with its parameters. Every
- * participant computes the same values. */
-static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
+/* The optimizer's step on a trained chunk. `streams`: new parameters go to an exchange's copy too. */
+static void trained_step(const pyps_store *s, uint32_t chunk, uint32_t old, const pyps_hyper *hyper,
+                         bool streams) {
     const struct ticket *ticket = &s->ticket;
     bool round = ticket->kind == TICKET_ROUND;
-    uint32_t slot = round ? s->sources[0].slot : ticket->slot;
-    uint32_t staging = round ? s->sources[0].staging : ticket->staging;
+    uint32_t slot = ticket->slot, staging = ticket->staging; /* of a push */
     const struct staging_header *staged = staging_header(s, slot, staging);
-    const struct chunk_header *before = buffer_header(s, old);
     uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
     uint32_t length = s->chunks[chunk].length;
+    float scale = round ? 1.0f : staged->scale * ticket->scale;
     struct step_constants constants =
-        kernels_constants(s->geometry.optimizer, &staged->hyper[s->chunks[chunk].group],
-                          round ? 1.0f : staged->scale * ticket->scale, before->steps);
-    const struct kernels *kernels = kernels_chosen();
-    bool stream = s->stream_to && ticket->number == s->stream_ticket;
-
-    *buffer_header(s, s->private_buffer) =
-        (struct chunk_header){.version = ticket->number, .steps = before->steps + 1};
-    uint32_t codec = staging_codec(s, slot, staging);
-    bool corrected = s->needs.needs_base_params && staged->compensation > 0;
+        kernels_constants(s->geometry.optimizer, hyper, scale, buffer_header(s, old)->steps);
+    uint32_t codec = round ? PYPS_F32 : staging_codec(s, slot, staging);
+    bool corrected = !round && s->needs.needs_base_params && staged->compensation > 0;
     uint32_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : length;
     for (uint32_t from = 0; from < length; from += at_a_time) {
         float gradient[BLOCK];
@@ -89,13 +93,34 @@ static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
         step.gradient =
             round ? gradient : staging_gradient(s, slot, staging, codec, at + from, block, gradient);
         if (corrected)
-            step.gradient =
-                compensate(staged, staged->scale * ticket->scale,
-                           staging_base_params(s, slot, staging) + at + from, &step, step.gradient, gradient);
-        step.copy = stream ? s->stream_to + at + from : NULL;
-        kernels->update[s->geometry.optimizer](&step, &constants);
+            step.gradient = compensate(staged, scale, staging_base_params(s, slot, staging) + at + from,
+                                       &step, step.gradient, gradient);
+        step.copy = streams ? s->stream_to + at + from : NULL;
+        kernels_chosen()->update[s->geometry.optimizer](&step, &constants);
     }
-    if (!stream) return;
+}
+
+/* Fills the private buffer with the chunk's next version, and an exchange's copy with its parameters. Every
+ * participant computes the same values. */
+static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
+    const struct ticket *ticket = &s->ticket;
+    const struct staging_header *staged =
+        ticket->kind == TICKET_ROUND ? leading(s) : staging_header(s, ticket->slot, ticket->staging);
+    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
+    uint32_t length = s->chunks[chunk].length;
+    bool streams = s->stream_to && ticket->number == s->stream_ticket;
+    struct chunk_header next = {.version = ticket->number, .steps = buffer_header(s, old)->steps + 1};
+
+    if (s->chunks[chunk].averaged) {
+        struct step step = step_on(s, old, s->private_buffer, 0, length);
+        step.copy = streams ? s->stream_to + at : NULL;
+        averaged_step(s, &step, at);
+    } else {
+        next.hyper = staged->hyper[s->chunks[chunk].group];
+        trained_step(s, chunk, old, &next.hyper, streams);
+    }
+    *buffer_header(s, s->private_buffer) = next;
+    if (!streams) return;
     memset(s->stream_to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream_to);
     s->streamed[chunk] = ticket->number;
 }

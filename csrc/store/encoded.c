@@ -18,7 +18,7 @@ static uint8_t *codes_of(const pyps_store *s, uint32_t slot, uint32_t staging) {
 }
 
 static float *scales_of(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec) {
-    return (float *)(void *)(codes_of(s, slot, staging) + codec_codes(codec, store_elements(s)));
+    return (float *)(void *)(codes_of(s, slot, staging) + codec_codes(codec, s->trained));
 }
 
 /* `name` is as in struct rank: 1 + 2 * slot + which; within the view's bounds. */
@@ -132,10 +132,13 @@ static int encode_staging(pyps_store *s, const pyps_push_args *a, const struct e
         flat.residual_out = residual_at(s, e->residual);
     }
     int rc = PYPS_OK;
-    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) {
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !s->chunks[chunk].averaged && !rc; chunk++) {
         rc = chunk_encode(s, chunk, values + (uint64_t)chunk * s->geometry.chunk_params, &flat);
         FAILPOINT("push.encoding");
     }
+    if (a->gradient)
+        memcpy(staging_data(s, s->slot, a->staging) + s->trained, a->gradient + s->trained,
+               4 * (store_elements(s) - s->trained));
     out->nonfinite = flat.found_nonfinite, out->blocks_skipped = flat.skipped;
     return rc;
 }
@@ -156,6 +159,7 @@ int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_p
     int rc = check(s, a);
     if (rc) return rc;
     header->codec = a->codec, header->scale = a->scale, header->samples = a->samples;
+    header->position = a->position;
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
     header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.lambda_ : 0;
     if (!a->samples) return PYPS_OK; /* the step is skipped: the gradient is not read */
@@ -166,7 +170,7 @@ int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_p
     }
     if ((rc = allocate_codes(s, a->staging))) return rc;
     if (a->encoded) {
-        uint64_t scales = codec_scales(a->codec, store_elements(s));
+        uint64_t scales = codec_scales(a->codec, s->trained);
         return codec_scales_finite(scales_of(s, s->slot, a->staging, a->codec), scales)
                    ? PYPS_OK
                    : fail(PYPS_ENONFINITE, "push: staging %u: found a scale that is not finite", a->staging);

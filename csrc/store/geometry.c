@@ -18,6 +18,9 @@ static int check_tensor(const pyps_config *config, uint32_t index, pyps_tensor *
                     config->groups);
     if (t->ndim > 8)
         return fail(PYPS_EINVAL, "tensor %s: ndim: found %u; expected at most 8", t->name, t->ndim);
+    if (t->kind > PYPS_AVERAGED)
+        return fail(PYPS_EINVAL, "tensor %s: kind: found %u; expected PYPS_TRAINED or PYPS_AVERAGED", t->name,
+                    t->kind);
     t->elements = 1;
     for (uint32_t d = 0; d < t->ndim; d++)
         if (__builtin_mul_overflow(t->elements, t->shape[d], &t->elements) || t->elements > UINT64_C(1) << 44)
@@ -41,9 +44,32 @@ static int check_names(const pyps_tensor *tensors, uint32_t count) {
     return rc;
 }
 
+/* A group has the kind of its tensors; one without any has that of the group before it. */
+static int find_kinds(const struct geometry *g, const pyps_tensor *tensors, struct group *groups) {
+    for (uint32_t i = 0; i < g->groups; i++) {
+        const pyps_tensor *first = NULL;
+        groups[i].kind = i ? groups[i - 1].kind : PYPS_TRAINED;
+        for (uint32_t t = 0; t < g->tensors; t++) {
+            if (tensors[t].group != i) continue;
+            if (!first && tensors[t].kind < groups[i].kind)
+                return fail(PYPS_EINVAL,
+                            "tensor %s: group: found %u, after an averaged one; expected averaged "
+                            "groups to be the last ones",
+                            tensors[t].name, i);
+            if (!first) first = &tensors[t], groups[i].kind = first->kind;
+            if (tensors[t].kind != first->kind)
+                return fail(PYPS_EINVAL, "tensor %s: kind: found %u; expected %u, as %s in group %u",
+                            tensors[t].name, tensors[t].kind, first->kind, first->name, i);
+        }
+    }
+    return PYPS_OK;
+}
+
 /* Groups follow one another, each from the start of a chunk. Tensors of a group are packed in given order. */
 static int place(struct geometry *g, pyps_tensor *tensors, struct group *groups) {
     uint64_t chunk = 0;
+    int rc = find_kinds(g, tensors, groups);
+    if (rc) return rc;
     for (uint32_t i = 0; i < g->groups; i++) {
         groups[i].first_chunk = (uint32_t)chunk;
         for (uint32_t t = 0; t < g->tensors; t++) {
@@ -113,6 +139,7 @@ int geometry_tables_valid(const struct geometry *g, const pyps_tensor *tensors, 
             return 0;
         if (groups[i].chunks && groups[i].elements <= (uint64_t)(groups[i].chunks - 1) * g->chunk_params)
             return 0;
+        if (groups[i].kind > PYPS_AVERAGED || (i && groups[i].kind < groups[i - 1].kind)) return 0;
         chunk += groups[i].chunks;
     }
     for (uint32_t t = 0; t < g->tensors; t++)

@@ -35,6 +35,7 @@ _Static_assert(sizeof(pyps_policy_params) == 6 * 4 + 5 * 8, "no padding");
 struct group {
     uint64_t elements;
     uint32_t first_chunk, chunks;
+    uint32_t kind, reserved; /* PYPS_TRAINED ... */
 };
 
 /* The first page. Up to `checksum` nothing changes after READY. */
@@ -70,14 +71,18 @@ struct slot {
 /* Before every chunk buffer's floats. Written in private; does not change once published. */
 struct chunk_header {
     uint64_t version, steps;
-    uint64_t reserved[6];
+    pyps_hyper hyper; /* of the last step; zeros before the first one */
+    uint64_t reserved;
 };
+
+_Static_assert(sizeof(struct chunk_header) == 64, "one cache line");
 
 /* Before every staging buffer, followed by [groups] hyper constants. Does not change after admission. */
 struct staging_header {
     float scale;
     uint32_t samples, codec;
     float compensation; /* lambda if the policy needs base parameters, which are then the last floats */
+    uint64_t position;  /* of hyper, in its schedule */
     pyps_hyper hyper[];
 };
 

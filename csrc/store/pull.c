@@ -55,17 +55,29 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     return pull_record(s, oldest);
 }
 
+/* `to`: of the first averaged chunk */
+static void averaged_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *to) {
+    uint32_t length = s->chunks[chunk].length;
+    to += (uint64_t)chunk * s->geometry.chunk_params - s->trained;
+    memcpy(to, buffer_floats(s, buffer, 0), length * sizeof *to);
+    memset(to + length, 0, (s->geometry.chunk_params - length) * sizeof *to);
+}
+
 int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes, uint64_t *version_out) {
+    uint64_t averaged = 4 * (store_elements(s) - s->trained);
     int rc = store_check_usable(s, true);
-    if (rc || (rc = codec_check_data("pull", codec, store_elements(s), data, bytes)) ||
+    if (rc ||
+        (rc = codec_check_data("pull", codec, s->trained, data, bytes < averaged ? 0 : bytes - averaged)) ||
         (rc = round_complete(s)))
         return rc;
     struct encoding flat = {.codec = codec, .scale = 1.0f, .codes = data};
-    flat.scales = (float *)(void *)(flat.codes + codec_codes(codec, store_elements(s)));
+    flat.scales = (float *)(void *)(flat.codes + codec_codes(codec, s->trained));
     uint64_t word, oldest = UINT64_MAX;
     for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) {
         if ((rc = chunk_pin(s, chunk, &word))) return rc;
-        rc = chunk_encode(s, chunk, buffer_floats(s, word_buffer(word), 0), &flat);
+        if (s->chunks[chunk].averaged)
+            averaged_copy(s, chunk, word_buffer(word), (float *)(void *)(flat.codes + bytes - averaged));
+        else rc = chunk_encode(s, chunk, buffer_floats(s, word_buffer(word), 0), &flat);
         chunk_unpin(s);
         if (word_version(word) < oldest) oldest = word_version(word);
     }

@@ -147,7 +147,9 @@ static int map_segment(pyps_store *s, const struct group *groups) {
         for (uint32_t c = 0; c < groups[i].chunks; c++) {
             uint64_t left = groups[i].elements - (uint64_t)c * g->chunk_params;
             uint32_t length = left < g->chunk_params ? (uint32_t)left : g->chunk_params;
-            s->chunks[groups[i].first_chunk + c] = (struct chunk){i, length};
+            bool averaged = groups[i].kind == PYPS_AVERAGED;
+            s->chunks[groups[i].first_chunk + c] = (struct chunk){i, length, averaged};
+            s->trained += averaged ? 0 : g->chunk_params;
         }
     return PYPS_OK;
 }

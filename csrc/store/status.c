@@ -19,7 +19,8 @@ int pyps_get_layout(pyps_store *s, pyps_layout *out) {
                          .ranks = g->ranks,
                          .optimizer = g->optimizer,
                          .policy = g->policy,
-                         .states = s->layout.states};
+                         .states = s->layout.states,
+                         .averaged_elements = store_elements(s) - s->trained};
     for (uint32_t c = 0; c < g->chunks; c++) out->parameters += s->chunks[c].length;
     return PYPS_OK;
 }
@@ -101,6 +102,30 @@ int pyps_get_ranks(pyps_store *s, pyps_rank *out, uint32_t capacity) {
     for (uint32_t rank = 0; rank < v->ranks && rank < capacity; rank++) out[rank] = view_rank(v, rank)->total;
     free(v);
     return PYPS_OK;
+}
+
+/* A chunk's buffer has the constants of the step that it came from. */
+static int hyper_of_group(pyps_store *s, uint32_t group, pyps_hyper *out) {
+    uint64_t word;
+    *out = (pyps_hyper){0};
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
+        if (s->chunks[chunk].group != group) continue;
+        int rc = chunk_pin(s, chunk, &word);
+        if (!rc) *out = buffer_header(s, word_buffer(word))->hyper;
+        chunk_unpin(s);
+        return rc;
+    }
+    return PYPS_OK;
+}
+
+int pyps_get_hyper(pyps_store *s, pyps_hyper *out, uint32_t capacity) {
+    bool anonymous;
+    int rc = anonymous_reader_enter(s, &anonymous);
+    if (rc) return rc;
+    for (uint32_t group = 0; group < s->geometry.groups && group < capacity && !rc; group++)
+        rc = hyper_of_group(s, group, &out[group]);
+    anonymous_reader_leave(s, anonymous);
+    return rc;
 }
 
 int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count) {

@@ -65,7 +65,9 @@ struct pyps_store {
 
     struct chunk {
         uint32_t group, length;
-    } *chunks; /* [geometry.chunks] derived at attach */
+        bool averaged;
+    } *chunks;        /* [geometry.chunks] derived at attach */
+    uint64_t trained; /* elements of the flat vector; averaged ones follow them */
 
     uint32_t slot; /* NONE: not joined */
     uint64_t id;
@@ -189,6 +191,11 @@ int chunk_encode(const pyps_store *s, uint32_t chunk, const float *values, struc
 /* Writes all that apply reads into the staging buffer; with error_feedback `e` names the residuals. Nothing
  * has happened until `e` is committed. */
 int staging_fill(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
+
+/* averaged.c */
+/* Fills step->new from step->old and what the workers have, for an averaged chunk's floats from `at` of the flat
+ * vector. */
+void averaged_step(const pyps_store *s, const struct step *step, uint64_t at);
 
 /* apply.c */
 struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging);

@@ -25,6 +25,7 @@ from pyps.native.values import (
     EncodeCounts,
     Encoding,
     Flat,
+    Hyper,
     Layout,
     Member,
     MemberState,
@@ -48,6 +49,7 @@ MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
 MAX_DIMENSIONS = 8
 MAX_COMPUTE_SECONDS = 1e9
 F32 = 0  # PYPS_F32, the one element type
+AVERAGED = 1  # PYPS_AVERAGED
 STORE_TIMEOUT = -1.0  # C: twice the store's round_timeout_seconds
 raised: list[BaseException] = []  # by what C called back, until the call that it was in has returned
 ERRORS = {kind.code: kind for kind in StoreError.__subclasses__()}
@@ -165,7 +167,7 @@ def get_tensor(store: Pointer, index: int) -> Tensor:
     c = ffi.new("pyps_tensor *")
     check(f"tensor {index}", lib.pyps_get_tensor(store, index, c))
     shape = tuple(int(c.shape[k]) for k in range(c.ndim))
-    return Tensor(ffi.string(c.name).decode(), shape, c.group, c.offset, c.elements)
+    return Tensor(ffi.string(c.name).decode(), shape, c.group, c.offset, c.elements, c.kind == AVERAGED)
 
 
 def join(store: Pointer, role: Role, rank: int) -> int:
@@ -306,6 +308,7 @@ def _push_args(what: str, store: Pointer, push: PushRequest) -> tuple[Any, Any]:
     if not 0.0 <= push.compute_seconds <= MAX_COMPUTE_SECONDS:
         raise InvalidArgument(what, f"compute_seconds: found {push.compute_seconds}; expected at least 0")
     c.compute_nanoseconds = round(push.compute_seconds / NANOSECOND)
+    c.position = unsigned(what, "position", push.position, 64)
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
@@ -391,6 +394,23 @@ def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
     return [RankCounters(**_values(RankCounters, c[k])) for k in range(ranks)]
 
 
+def get_hyper(store: Pointer, groups: int) -> list[Hyper | None]:
+    c = ffi.new("pyps_hyper[]", groups)
+    check("hyper", lib.pyps_get_hyper(store, c, groups))
+    size = ffi.sizeof("pyps_hyper")
+    return [_hyper(c[k]) if any(bytes(ffi.buffer(c + k, size))) else None for k in range(groups)]
+
+
+def _hyper(c: Any) -> Hyper:
+    values = {f.name: _f32(getattr(c, f.name)) for f in fields(Hyper) if f.name not in ("betas", "nesterov")}
+    return Hyper(**values, betas=(_f32(c.beta1), _f32(c.beta2)), nesterov=bool(c.nesterov))
+
+
+def _f32(value: float) -> float:
+    """The shortest number that is this one in fp32: 0.1, not 0.10000000149011612."""
+    return float(str(np.float32(value)))
+
+
 def replan(store: Pointer, batches: Sequence[int]) -> None:
     check("replan", lib.pyps_replan(store, u32_array("replan", "batches", batches), len(batches)))
 
@@ -458,7 +478,7 @@ def _fill_tensor(what: str, c: Any, tensor: Tensor) -> None:
         raise InvalidArgument(
             what, f"tensor {tensor.name!r}: found {found}; expected at most {MAX_DIMENSIONS}"
         )
-    c.name, c.dtype, c.ndim = name, F32, len(tensor.shape)
+    c.name, c.dtype, c.ndim, c.kind = name, F32, len(tensor.shape), int(tensor.averaged)
     c.group = unsigned(what, f"tensor {tensor.name!r}: group", tensor.group, 32)
     for k, size in enumerate(tensor.shape):
         c.shape[k] = size

@@ -148,13 +148,17 @@ class EncodeCounts:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named part of the flat vector: `elements` numbers from `offset` on, of this shape, row-major."""
+    """A named part of the flat vector: `elements` numbers from `offset` on, of this shape, row-major.
+
+    `averaged`: a push brings values that the store averages, not a gradient.
+    """
 
     name: str
     shape: tuple[int, ...]
     group: int = 0
     offset: int = 0
     elements: int = 0
+    averaged: bool = False
 
 
 NO_BOUND = 2**32 - 1  # UINT32_MAX
@@ -278,7 +282,10 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The store's fixed sizes. flat_elements is the length of the flat vector, chunk padding included."""
+    """The store's fixed sizes. flat_elements is the length of the flat vector, chunk padding included.
+
+    The last averaged_elements of it are of averaged tensors, and travel as fp32 under every codec.
+    """
 
     segment_bytes: int
     flat_elements: int
@@ -293,6 +300,12 @@ class Layout:
     optimizer: Optimizer
     policy: int
     states: int
+    averaged_elements: int = 0
+
+    @property
+    def trained_elements(self) -> int:
+        """Elements of the flat vector that codecs encode."""
+        return self.flat_elements - self.averaged_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +330,8 @@ class PushRequest:
     of that codec, uint8; None: what the staging buffer holds. base_params: fp32 [flat_elements], the
     parameters that the gradient was computed on, where the policy needs them. base_version: their version;
     None: the version pulled last. grad_norm_squared: of the gradient, where the policy needs it; 0: not
-    known. compute_seconds: how long the gradient took to compute; 0: since its claim.
+    known. compute_seconds: how long the gradient took to compute; 0: since its claim. position: of `hyper` in
+    its schedule; a round takes the constants of the greatest one.
     """
 
     staging: int
@@ -332,6 +346,7 @@ class PushRequest:
     base_version: int | None = None
     grad_norm_squared: float = 0.0
     compute_seconds: float = 0.0
+    position: int = 0
 
 
 @dataclass(frozen=True, slots=True)

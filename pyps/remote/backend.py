@@ -26,6 +26,7 @@ from pyps.native.values import (
     EncodeCounts,
     Encoding,
     Flat,
+    Hyper,
     Layout,
     Member,
     PolicyParams,
@@ -40,7 +41,7 @@ from pyps.remote.address import Address, parse_address
 from pyps.remote.client import Client
 from pyps.remote.framing import Frames, from_frames
 from pyps.remote.wire import MAX_CALL_SECONDS, PROTOCOL, CreateRequest, OpenReply, PushHeader
-from pyps.store.codec import Residual, decode, encode, encoded_bytes
+from pyps.store.codec import Residual, decode_vector, encode, encoded_vector_bytes
 
 
 class _Nothing:
@@ -63,11 +64,11 @@ class RemoteBackend:
             self.client.close()
             raise
         self.client.set_server(self._opened.server, self._opened.client_timeout_seconds)
-        elements = self._opened.layout.flat_elements
+        elements, trained = self._opened.layout.flat_elements, self._opened.layout.trained_elements
         self._gaps = _gaps(self._opened.tensors, elements)
         self._staging_buffers: dict[int, Flat] = {}
         self._back = np.empty(0, np.uint8)
-        self._residual: Residual[Flat] = Residual(lambda: np.empty(elements, np.float32))
+        self._residual: Residual[Flat] = Residual(lambda: np.empty(trained, np.float32))
         self._compute_began = time.monotonic()  # when the last claim or pull had come
         self._next_staging = 0
 
@@ -79,7 +80,7 @@ class RemoteBackend:
         options = {field: getattr(config, field) for field in CreateRequest.__struct_fields__}
         values = np.concatenate([np.ravel(a) for a in config.initial] or [np.empty(0, np.float32)])
         create = ("create", PROTOCOL, self.address.store, CreateRequest(**options))
-        reply: OpenReply = self.client.call(*create, numbers=values)[0]
+        reply: OpenReply = self.client.call(*create, numbers=(values,))[0]
         return reply
 
     def close(self) -> None:
@@ -185,6 +186,10 @@ class RemoteBackend:
         counters: list[RankCounters] = self.client.call("get_ranks")[0]
         return counters[:ranks]
 
+    def get_hyper(self, groups: int) -> list[Hyper | None]:
+        constants: list[Hyper | None] = self.client.call("get_hyper")[0]
+        return constants[:groups]
+
     def replan(self, batches: Sequence[int]) -> None:
         self.client.call("replan", tuple(int(b) for b in batches))
 
@@ -196,35 +201,42 @@ class RemoteBackend:
         if self.address.pull is Codec.F32:
             from_frames(what, found, flat)
             return
-        size = encoded_bytes(self.address.pull, flat.size)
+        size = encoded_vector_bytes(self.address.pull, self._opened.layout)
         if self._back.size != size:
             self._back = np.empty(size, np.uint8)
         from_frames(what, found, self._back)
-        decode(self._back, self.address.pull, flat.size, flat)
+        decode_vector(self._back, self.address.pull, self._opened.layout, flat)
 
-    def _encoded(self, request: PushRequest) -> tuple[PushHeader, NDArray[Any] | None, EncodeCounts]:
+    def _encoded(self, request: PushRequest) -> tuple[PushHeader, tuple[NDArray[Any], ...], EncodeCounts]:
         """What is sent for a push: its header, its numbers, and what was not finite among them."""
         seconds = request.compute_seconds or time.monotonic() - self._compute_began
-        numbers, counts, scale = self._gradient(request), EncodeCounts(0, 0), request.scale
+        whole, counts, scale = self._values(request), EncodeCounts(0, 0), request.scale
+        trained = self._opened.layout.trained_elements
         how = request.encoding
         self._residual.commit(admitted=False)  # of a push that failed
-        if request.samples and not request.encoded and how.codec is not Codec.F32:
+        numbers: tuple[NDArray[Any], ...] = (whole,)
+        if request.encoded and request.gradient is not None:
+            numbers = (request.gradient, whole[trained:])
+        elif request.samples and how.codec is not Codec.F32:
             values = self._without_gaps(request)
             old, new = self._residual.begin() if how.error_feedback else (None, None)
-            numbers, counts = encode(values, how, scale=scale, residual=old, residual_out=new)
-            scale = 1.0
+            codes, counts = encode(values[:trained], how, scale=scale, residual=old, residual_out=new)
+            numbers, scale = (codes, whole[trained:]), 1.0
         timeout = None if request.timeout is None else _bounded(native.timeout_seconds(request.timeout))
         request = replace(
             request, scale=scale, timeout=timeout, encoding=Encoding(how.codec), compute_seconds=seconds
         )
-        return PushHeader.of(request), numbers if request.samples else None, counts
+        return PushHeader.of(request), numbers if request.samples else (), counts
 
-    def _gradient(self, request: PushRequest) -> NDArray[Any]:
-        return self._staging_buffers[request.staging] if request.gradient is None else request.gradient
+    def _values(self, request: PushRequest) -> NDArray[Any]:
+        """The push's fp32 numbers; of an encoded gradient only the averaged ones count."""
+        if request.gradient is None or request.encoded:
+            return self.staging(request.staging, self._opened.layout.flat_elements)[0]
+        return request.gradient
 
     def _without_gaps(self, request: PushRequest) -> Flat:
         """The gradient's values, zero where no parameter lies."""
-        values: Flat = self._gradient(request)
+        values: Flat = self._values(request)
         for a, b in self._gaps:
             if values[a:b].any():
                 values = values.copy() if values is request.gradient else values

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +91,11 @@ class Client:
             raise
         self._heartbeat.start()
 
-    def call(self, verb: str, *arguments: Any, numbers: NDArray[Any] | None = None) -> tuple[Any, Frames]:
+    def call(self, verb: str, *arguments: Any, numbers: Sequence[NDArray[Any]] = ()) -> tuple[Any, Frames]:
         """The call's value, and the numbers that came with it. Raises what the call raised over there."""
         kind, self._seq = VERBS[verb], self._seq + 1
         call = encode(Call(self._session, self._seq, verb, encode_raw(arguments)))
-        reply, frames = self._converse([call, *to_frames([] if numbers is None else [numbers])])
+        reply, frames = self._converse([call, *to_frames(numbers)])
         if isinstance(reply, Failure):
             raise raised(reply)
         return self._value(verb, kind, reply), [frame.buffer for frame in frames]

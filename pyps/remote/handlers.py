@@ -26,6 +26,7 @@ from pyps.native.values import (
     Config,
     Encoding,
     Flat,
+    Hyper,
     Layout,
     Member,
     PushRequest,
@@ -36,7 +37,7 @@ from pyps.native.values import (
 )
 from pyps.remote.framing import Frames, check_size, from_frames
 from pyps.remote.wire import PROTOCOL, VERBS, CreateRequest, OpenReply, PushHeader
-from pyps.store.codec import decode, encoded_bytes
+from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
 
 Numbers = NDArray[Any]
 Reply = tuple[Any, tuple[Numbers, ...]]  # a value, and what follows the header
@@ -210,10 +211,10 @@ class Handlers:
         return version, (flat,)
 
     def pull_encoded(self, codec: Codec) -> Reply:
-        data = self._room(np.uint8, encoded_bytes(codec, self.layout.flat_elements))
+        data = self._room(np.uint8, encoded_vector_bytes(codec, self.layout))
         version = native.pull_encoded(self._store, codec, data)
         if self._needs_base_params:
-            self._keep_pulled(version, decode(data, codec, self.layout.flat_elements))
+            self._keep_pulled(version, decode_vector(data, codec, self.layout))
         return version, (data,)
 
     @cached_property
@@ -282,14 +283,13 @@ class Handlers:
         return result
 
     def _fill(self, staging: int, codec: Codec, numbers: Frames) -> None:
-        elements = self.layout.flat_elements
+        flat, _ = native.staging(self._store, staging, self.layout.flat_elements)
         if codec is Codec.F32:
-            flat, _ = native.staging(self._store, staging, elements)
             from_frames("push", numbers, flat)
         else:
-            size = encoded_bytes(codec, elements)
-            codes, _ = native.staging_codes(self._store, staging, size)
-            from_frames("push", numbers, codes)
+            trained = self.layout.trained_elements
+            codes, _ = native.staging_codes(self._store, staging, encoded_bytes(codec, trained))
+            from_frames("push", numbers, codes, flat[trained:])
 
     def should_continue(self, done: int, following: int) -> Reply:
         advice = native.should_continue(self._store, done, following)
@@ -325,6 +325,10 @@ class Handlers:
     def get_ranks(self) -> Reply:
         ranks: list[RankCounters] = native.get_ranks(self._store, self.layout.ranks)
         return ranks, ()
+
+    def get_hyper(self) -> Reply:
+        constants: list[Hyper | None] = native.get_hyper(self._store, self.layout.groups)
+        return constants, ()
 
     def replan(self, batches: tuple[int, ...]) -> Reply:
         native.replan(self._store, batches)

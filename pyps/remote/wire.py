@@ -122,8 +122,8 @@ class OpenReply(msgspec.Struct, frozen=True):
 class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """pyps.native.values.PushRequest without its arrays.
 
-    The gradient is the call's numbers, encoded unless it is fp32; there are none where samples is 0. The
-    server keeps the base parameters itself, by their version.
+    The gradient is the call's numbers, encoded unless it is fp32; averaged tensors follow as fp32. There are
+    none where samples is 0. The server keeps the base parameters itself, by their version.
     """
 
     samples: Count
@@ -134,6 +134,7 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base_version: Position | None = None
     grad_norm_squared: float = 0.0
     compute_seconds: float = 0.0
+    position: Position = 0
 
     @classmethod
     def of(cls, request: PushRequest) -> PushHeader:
@@ -168,6 +169,7 @@ VERBS: Mapping[str, Verb] = {
     "get_status": Verb(tuple[()], Status),
     "get_members": Verb(tuple[()], list[Member]),
     "get_ranks": Verb(tuple[()], list[RankCounters]),
+    "get_hyper": Verb(tuple[()], list[Hyper | None]),
     "replan": Verb(tuple[tuple[Count, ...]], None),
     "wait": Verb(tuple[Position, CallSeconds], None),
 }

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import InputError, InvalidArgument
-from pyps.native.values import Codec, EncodeCounts, Encoding, Flat
+from pyps.native.values import Codec, EncodeCounts, Encoding, Flat, Layout
+
+F32_BYTES = 4
 
 __all__ = [
     "Codec",
@@ -29,8 +31,10 @@ __all__ = [
     "Residual",
     "as_codec",
     "decode",
+    "decode_vector",
     "encode",
     "encoded_bytes",
+    "encoded_vector_bytes",
     "fed_back",
 ]
 
@@ -56,6 +60,23 @@ def fed_back(codec: Codec | str) -> Encoding:
 def encoded_bytes(codec: Codec | str, count: int) -> int:
     """The bytes of `count` encoded values: their codes, then the fp32 scales of their blocks."""
     return native.encoded_bytes(as_codec(codec), count)
+
+
+def encoded_vector_bytes(codec: Codec | str, layout: Layout) -> int:
+    """The bytes of a store's flat vector: its trained elements encoded, then its averaged ones as fp32."""
+    return encoded_bytes(codec, layout.trained_elements) + F32_BYTES * layout.averaged_elements
+
+
+def decode_vector(
+    data: NDArray[np.uint8], codec: Codec | str, layout: Layout, out: Flat | None = None
+) -> Flat:
+    """A store's flat vector, as `Store.pull_encoded` gave it: fp32 [flat_elements]. Raises as `decode`."""
+    flat = np.empty(layout.flat_elements, np.float32) if out is None else out
+    _check("data", data, np.uint8, encoded_vector_bytes(codec, layout))
+    coded = data.size - F32_BYTES * layout.averaged_elements
+    decode(data[:coded], codec, layout.trained_elements, flat[: layout.trained_elements])
+    flat[layout.trained_elements :].view(np.uint8)[:] = data[coded:]
+    return flat
 
 
 def encode(

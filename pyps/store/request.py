@@ -54,7 +54,7 @@ def check_request(request: PushRequest, layout: Layout) -> None:
     if not math.isfinite(request.scale):
         raise InvalidArgument("push", f"scale: found {request.scale}; expected a finite number")
     if request.gradient is not None and request.encoded:
-        size = encoded_bytes(request.encoding.codec, layout.flat_elements)
+        size = encoded_bytes(request.encoding.codec, layout.trained_elements)
         if request.gradient.shape != (size,):
             found = f"found {request.gradient.size} bytes; expected {size}"
             raise InvalidArgument("push", f"gradient: {found}")

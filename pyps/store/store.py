@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
@@ -54,7 +54,7 @@ from pyps.native.values import (
     Tensor,
     as_f32,
 )
-from pyps.store.codec import as_codec, encoded_bytes
+from pyps.store.codec import as_codec, encoded_vector_bytes
 from pyps.store.policies import DEFAULT_POLICY, Policy, check_known, policy_named, register_policy
 from pyps.store.request import check_request, check_vector, push_request
 from pyps.store.staging import StagingBuffer, split
@@ -96,6 +96,7 @@ class Store:
         optimizer: Optimizer | str = Optimizer.SGD,
         policy: Policy | str | None = None,
         groups: Mapping[str, int] | None = None,
+        averaged: Collection[str] = (),
         samples: int = 0,
         chunk_params: int = 0,
         max_participants: int = 0,
@@ -108,20 +109,26 @@ class Store:
         tensors: name -> initial values (array or torch tensor of real numbers; kept as fp32). batches: the
         planned batch of each rank. optimizer: "sgd", "momentum", "adamw", "adam" or "adagrad". policy: a
         pyps.BSP, ASP, ..., or its text ("ssp:bound=4"). groups: name -> index of its parameter group
-        (default: all 0). samples: sample positions to assign in all; 0: without end. chunk_params,
-        max_participants, snapshot_spares, staging_buffers (per worker): 0 takes the C core's default. Raises
-        InputError, SegmentExists, OutOfSpace, InvalidArgument.
+        (default: all 0). averaged: names of tensors, in groups after all others, of which a push brings
+        values to average, not gradients. samples: sample positions to assign in all; 0: without end.
+        chunk_params, max_participants, snapshot_spares, staging_buffers (per worker): 0 takes the C core's
+        default. Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
         """
         group_of = dict(groups or {})
         if unknown := group_of.keys() - tensors.keys():
             raise InputError(f"store {name!r}", "groups", repr(min(unknown)), "names of tensors")
+        if unknown := set(averaged) - tensors.keys():
+            raise InputError(f"store {name!r}", "averaged", repr(min(unknown)), "names of tensors")
         initial = {
             key: as_f32(f"store {name!r}", f"tensors[{key!r}]", value) for key, value in tensors.items()
         }
         chosen = policy_named(policy) if isinstance(policy, str) else policy or DEFAULT_POLICY
         register_policy(chosen)
         config = Config(
-            tensors=tuple(Tensor(key, a.shape, group_of.get(key, 0)) for key, a in initial.items()),
+            tensors=tuple(
+                Tensor(key, a.shape, group_of.get(key, 0), averaged=key in averaged)
+                for key, a in initial.items()
+            ),
             initial=tuple(initial.values()),
             batches=tuple(batches),
             groups=max(group_of.values(), default=0) + 1,
@@ -318,12 +325,12 @@ class Store:
     def pull_encoded(
         self, codec: Codec | str, out: NDArray[np.uint8] | None = None
     ) -> tuple[NDArray[np.uint8], int]:
-        """The parameters encoded from fp32: (uint8 for pyps.store.codec.decode, version).
+        """The parameters encoded from fp32: (uint8 for pyps.store.codec.decode_vector, version).
 
         Raises NotFinite if a parameter is not finite.
         """
         kind = as_codec(codec)
-        size = encoded_bytes(kind, self.layout.flat_elements)
+        size = encoded_vector_bytes(kind, self.layout)
         data = np.empty(size, np.uint8) if out is None else out
         if data.dtype != np.uint8 or data.shape != (size,) or not data.flags.c_contiguous:
             expected = f"contiguous uint8 [{size}]"
@@ -378,6 +385,10 @@ class Store:
     def ranks(self) -> list[RankCounters]:
         """What each rank has done, in rank order."""
         return self._call(native.get_ranks, self.layout.ranks)
+
+    def hyper(self) -> list[Hyper | None]:
+        """The constants in force: of the last step of each group; None: no step yet, or an averaged group."""
+        return self._call(native.get_hyper, self.layout.groups)
 
     def journal(self, path: str | os.PathLike[str] | None) -> None:
         """From now on append every decision taken through this handle to a file, which all of a run's share;

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pyps.errors import Fenced, NotFinite, PushRejected, TimedOut
 from pyps.native.values import Claim, Codec, Flat, PushRequest
-from pyps.store.codec import decode, encoded_bytes
+from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.step import Outcome
@@ -65,9 +65,9 @@ class StoreClient:
         if self._codec is Codec.F32:
             return self.store.pull(out)[1]
         if self._codes is None:
-            self._codes = np.empty(encoded_bytes(self._codec, out.size), np.uint8)
+            self._codes = np.empty(encoded_vector_bytes(self._codec, self.store.layout), np.uint8)
         _, version = self.store.pull_encoded(self._codec, self._codes)
-        decode(self._codes, self._codec, out.size, out)
+        decode_vector(self._codes, self._codec, self.store.layout, out)
         return version
 
     def push(self, request: PushRequest, out: Flat) -> Outcome:
