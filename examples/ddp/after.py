@@ -37,8 +37,8 @@ def main() -> None:
             device.step()
     history = [f"{change}" for change in balance.history]
     device.print_summary(accuracy=accuracy(model.module, held_out), batches=sampler.split, history=history)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

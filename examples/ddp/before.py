@@ -31,8 +31,8 @@ def main() -> None:
             optimizer.step()
             device.step()
     device.print_summary(accuracy=accuracy(model.module, held_out))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

@@ -88,8 +88,8 @@ def main() -> None:
             losses.append(loss.item())
     history = [str(change) for change in balance.history]
     device.print_summary(batches=sampler.split, history=history, first_loss=losses[0], last_loss=losses[-1])
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

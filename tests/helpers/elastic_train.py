@@ -1,7 +1,9 @@
-"""A script for torchrun that can be stopped at any step: argv is the folder for the checkpoint and the notes.
+"""A script for torchrun that can be stopped at any step: argv is the folder for the checkpoint and the notes,
+and the number of ranks that may finish.
 
-Each rank notes its rank and the samples of every step that it has done. The ranks of the first start never
-end: after HOLD_STEPS they wait until torchrun starts them again.
+Each rank notes the samples of every step before it computes them: a step that counts has all its notes. The
+ranks of the first start, and of one with another number of ranks, never end: after HOLD_STEPS they wait until
+torchrun starts them again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyps.torch import UnevenBatchSampler, agreed_split, weighted_hook
 
 B, SAMPLES, EVERY = 24, 24 * 40 + 7, 4
-HOLD_STEPS, STEP_SECONDS = 30, 0.05  # of the first start
+HOLD_STEPS, STEP_SECONDS = 30, 0.05  # of a start that does not finish
 
 
 def wait_for_restart() -> NoReturn:
@@ -32,10 +34,12 @@ def wait_for_restart() -> NoReturn:
         time.sleep(STEP_SECONDS)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, last_ranks: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    started = torch.tensor([time.time()], dtype=torch.float64)
+    dist.broadcast(started, 0)
     sampler = UnevenBatchSampler(SAMPLES, agreed_split(B, max_batch=20))
     model = DistributedDataParallel(nn.Linear(1, 1))
     weighted_hook(model)
@@ -46,31 +50,32 @@ def main(folder: Path) -> None:
         model.load_state_dict(state["model"])
         sampler.load_state_dict(state["sampler"])
         done = state["steps"]
+    finishes = done > 0 and ranks == last_ranks
     notes = (folder / f"notes-{os.getpid()}.jsonl").open("a")
     loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_sampler=sampler)
     for number, (rows,) in enumerate(loader, done):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(rows[:, None] / SAMPLES), rows[:, None] / SAMPLES).backward()
-        optimizer.step()
         note = {
+            "started": started.item(),
             "step": number,
-            "rank": rank,
-            "ranks": dist.get_world_size(),
+            "ranks": ranks,
             "rows": rows.tolist(),
             "from": done,
         }
         notes.write(json.dumps(note) + "\n")
         notes.flush()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(rows[:, None] / SAMPLES), rows[:, None] / SAMPLES).backward()
+        optimizer.step()
         if (number + 1) % EVERY == 0 and rank == 0:
             state = {"model": model.state_dict(), "sampler": sampler.state_dict(), "steps": number + 1}
             torch.save(state, folder / "new.pt")
             (folder / "new.pt").rename(checkpoint)
-        if done == 0:
+        if not finishes:
             time.sleep(STEP_SECONDS)
-            if number + 1 == HOLD_STEPS:
+            if number + 1 >= HOLD_STEPS:
                 wait_for_restart()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
+    dist.destroy_process_group()

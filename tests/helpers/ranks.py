@@ -124,7 +124,8 @@ def run_script(path: Path, count: int, **environment: str) -> str:
             for process in started:
                 process.kill()
         output = said.read()
-    assert all(process.exitcode == 0 for process in started), output
+    codes = [process.exitcode for process in started]
+    assert not any(codes), f"exit codes {codes}:\n{output}"
     return output
 
 
