@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from docstrings, the commands' options and csrc/pyps.h.
+"""Writes docs/reference/ from docstrings, the commands' options, csrc/pyps.h and each file's first lines.
 
 python docs/make_reference.py           writes the pages
 python docs/make_reference.py --check   exits with 1 if a page is not what the sources say
@@ -6,6 +6,7 @@ python docs/make_reference.py --check   exits with 1 if a page is not what the s
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -13,13 +14,15 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import typer
 from typer.core import TyperGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
+ROOMS = ("csrc", "pyps", "solver", "profiler")
 MADE = "<!-- Written by docs/make_reference.py; change the sources and run it again. -->"
 MODULES = {
     "pyps": "The public names. They are loaded when first used.",
@@ -34,12 +37,15 @@ COMMENT = r"/\*((?:[^*]|\*(?!/))*)\*/"
 C_FUNCTION = re.compile(
     rf"(?:{COMMENT}\n)?^PYPS_API [^;(]*?(pyps_\w+)\([^;]*\);(?:[ \t]*{COMMENT})?", re.MULTILINE
 )
+FILE_PATTERNS = ("*.py", "*.pyi", "*.c", "*.h")
+C_TITLE = re.compile(r"/\*\s*(?:[\w.]+: )?(.*?)\*/", re.DOTALL)
 COMMANDS = ("profile", "plan", "run", "simulate", "serve", "shm")
 
 
 def main() -> int:
     """Write the pages, or with --check compare them; the exit code."""
     pages = {"python.md": python_page(), "cli.md": cli_page(), "c.md": c_page()}
+    pages |= {"formats.md": formats_page(), "files.md": files_page()}
     if "--check" in sys.argv[1:]:
         stale = [name for name, text in pages.items() if not is_current(name, text)]
         if stale:
@@ -181,6 +187,72 @@ def c_page() -> str:
             text = ""
         lines.append(f"- `{function}`{': ' + text if text else ''}")
     return "\n".join(lines) + "\n"
+
+
+def formats_page() -> str:
+    """The tables and objects of each file: what they hold, and their fields."""
+    formats = importlib.import_module("pyps.formats")
+    lines = ["# File formats", "", MADE, ""]
+    lines += ["`pyps.formats.schema(name)` returns a format's JSON schema, with types and limits."]
+    for name in formats.FORMATS:
+        lines += ["", f"## {name}"]
+        seen: list[type] = []
+        for kind in structs_of(formats.FORMATS[name], seen):
+            text = "\n".join(inspect.cleandoc(kind.__doc__ or "").splitlines())
+            fields = ", ".join(f"`{field.encode_name}`" for field in msgspec.structs.fields(kind))
+            lines += ["", f"**{kind.__name__}**: {text}", "", f"Fields: {fields}."]
+    return "\n".join(lines) + "\n"
+
+
+def structs_of(kind: type, seen: list[type]) -> list[type]:
+    """A format's struct and those that it holds, each once, in the order of the fields."""
+    if kind in seen:
+        return seen
+    seen.append(kind)
+    for hint in get_type_hints(kind).values():
+        for inner in (hint, *parts_of(hint)):
+            if inspect.isclass(inner) and issubclass(inner, msgspec.Struct):
+                structs_of(inner, seen)
+    return seen
+
+
+def parts_of(hint: Any) -> Iterator[Any]:
+    """The types inside a hint such as list[X] or X | None."""
+    for inner in get_args(hint):
+        yield inner
+        yield from parts_of(inner)
+
+
+def files_page() -> str:
+    """Every source file, and the first sentence of what it says it is."""
+    lines = ["# Source files", "", MADE, ""]
+    lines += ["Each file in one line; [the architecture](../architecture.md) shows how they fit together."]
+    paths = {path for room in ROOMS for kind in FILE_PATTERNS for path in (ROOT / room).rglob(kind)}
+    tracked = sorted(p for p in paths if not is_built(p))
+    for folder in sorted({path.parent for path in tracked}):
+        lines += ["", f"## {folder.relative_to(ROOT).as_posix()}", ""]
+        for path in (p for p in tracked if p.parent == folder):
+            link = path.relative_to(ROOT).as_posix()
+            lines.append(f"- [`{path.name}`](../../{link}){title(path)}")
+    return "\n".join(lines) + "\n"
+
+
+def is_built(path: Path) -> bool:
+    """Whether a build made the file."""
+    name = path.relative_to(ROOT).as_posix()
+    return name == "pyps/_native.c" or name.startswith("pyps/include/")
+
+
+def title(path: Path) -> str:
+    """What a file says of itself in its first sentence, after a colon; empty for one that says nothing."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix in (".c", ".h"):
+        found = C_TITLE.match(text)
+        said = found[1].replace("\n *", " ") if found else ""
+    else:
+        said = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+    short = sentence(" ".join(said.split()))
+    return f": {short}" if short else ""
 
 
 if __name__ == "__main__":

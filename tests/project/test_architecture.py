@@ -1,4 +1,4 @@
-"""docs/architecture.md leads to the code: it answers a newcomer's questions and names every source file."""
+"""docs/architecture.md leads to the code: it answers questions, and every file says what it is."""
 
 from __future__ import annotations
 
@@ -37,38 +37,8 @@ QUESTIONS = (
     ("Where is DDP's gradient weighted?", "pyps/torch/hook.py", "def weighted_hook("),
     ("Where does virtual time advance?", "pyps/simulate/clock.py", "class Clock"),
 )
-ROOMS = ("csrc", "pyps", "solver", "profiler")
-FOLDER = re.compile(r"^Files in `([\w/]+)/`:")
-NAME = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|pyi|c|h|pml))`")
-
-
-def named_files() -> set[str]:
-    """The paths that the page names. In a list below "Files in `x/`:" the names before an item's colon are
-    relative to x/, and a name without a folder is in the folder of the name before it.
-    """
-    found, folder = set(), None
-    for line in PAGE.splitlines():
-        if heading := FOLDER.match(line):
-            folder = heading[1]
-        elif line and not line.startswith(("- ", "  ")):
-            folder = None
-        listed = line.partition(": ")[0] if folder and line.startswith("- ") else ""
-        inner = ""
-        for name in NAME.findall(listed):
-            if "/" in name:
-                inner = name.rpartition("/")[0] + "/"
-            found.add(f"{folder}/{name if '/' in name else inner + name}")
-        found |= {name for name in NAME.findall(line.removeprefix(listed)) if "/" in name}
-    return found
-
-
-def source_files() -> set[str]:
-    """The sources in the four rooms, without packages' build products."""
-    paths = [
-        p for room in ROOMS for kind in ("*.py", "*.pyi", "*.c", "*.h") for p in (ROOT / room).rglob(kind)
-    ]
-    names = {p.relative_to(ROOT).as_posix() for p in paths}
-    return {name for name in names if not name.startswith("pyps/include/") and name != "pyps/_native.c"}
+NAME = re.compile(r"`((?:csrc|pyps|solver|profiler|tests)/[\w./-]+\.(?:py|c|h|pml))`")
+FILES = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("question", "file", "symbol"), QUESTIONS, ids=[q[0] for q in QUESTIONS])
@@ -78,8 +48,11 @@ def test_a_question_leads_to_its_file(question: str, file: str, symbol: str) -> 
 
 
 def test_every_file_that_the_page_names_exists() -> None:
-    assert not {name for name in named_files() if not (ROOT / name).is_file()}
+    assert not {name for name in NAME.findall(PAGE) if not (ROOT / name).is_file()}
 
 
-def test_the_page_names_every_source_file() -> None:
-    assert not source_files() - named_files(), "give each of these a place on docs/architecture.md"
+def test_every_source_file_says_what_it_is() -> None:
+    """docs/reference/files.md has the first sentence of each; tests/project/test_reference.py keeps it so."""
+    entries = re.findall(r"^- \[`[\w.]+`\]\(../../([\w/.]+)\)(: .+)?$", FILES, re.MULTILINE)
+    assert len(entries) > 100
+    assert not {name for name, title in entries if not title}
