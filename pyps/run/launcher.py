@@ -28,9 +28,11 @@ from pyps.native.values import Snapshot, Status
 from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.report.report import StoreTotals
+from pyps.run.guard import Guard
 from pyps.run.process import WorkerProcess, end_processes
 from pyps.run.rebalance import RunRebalancer
 from pyps.run.spec import RunSpec
+from pyps.store.segments import segment_path
 from pyps.store.store import Store
 
 TICK_SECONDS = 0.05
@@ -96,6 +98,7 @@ class Launcher:
 
     def __enter__(self) -> Self:
         self._previous_handlers = _catch_signals(self._on_signal)
+        self._guard = Guard(None if self._is_remote else segment_path(self.spec.store))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
@@ -103,6 +106,7 @@ class Launcher:
             end_processes(self._processes.values(), self._signal or signal.SIGTERM, GRACE_SECONDS)
             for process in self._processes.values():
                 process.close()
+            self._guard.close()
             self._selector.close()
             if self._store is not None:
                 self._store.close()
@@ -133,6 +137,7 @@ class Launcher:
     def _start(self, rank: int, event: Literal["started", "restarted"]) -> None:
         log = self.spec.run_dir / f"worker-{rank}.log"
         process = WorkerProcess(rank, self.spec.command, self.spec.environment(self._ranks[rank]), log)
+        self._guard.add(process.pid)
         self._processes[rank] = process
         for stream in process.streams():
             self._selector.register(stream, selectors.EVENT_READ, (process, stream))
@@ -161,6 +166,7 @@ class Launcher:
                 continue
             self._read_remaining_output(process)
             del self._processes[rank]
+            self._guard.remove(process.pid)
             joined = process.joined or self._has_record(process)
             if code == 0 and joined:
                 self.log.write("finished", rank=rank, pid=process.pid)

@@ -1,7 +1,8 @@
 """One worker process as the launcher sees it: started in a session, read from, and ended for certain.
 
 A worker process leads a session: what it started itself (data loaders) ends with it, and a Ctrl-C in the
-terminal reaches it through the launcher alone. The kernel sends it SIGTERM if the launcher is killed.
+terminal reaches it through the launcher alone. The kernel sends it SIGTERM if the launcher is killed, and
+pyps.run.guard ends what does not follow.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import IO
 
 TAIL_LINES = 20  # of stderr, kept for the error message
 READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 20  # a longer line is passed on in parts
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be imported
@@ -48,7 +50,7 @@ class WorkerProcess:
         )
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
-        self._partial_lines = {stream.fileno(): b"" for stream in self.streams()}
+        self._partial_lines = {stream.fileno(): bytearray() for stream in self.streams()}
         for fd in self._partial_lines:
             os.set_blocking(fd, False)
 
@@ -69,10 +71,16 @@ class WorkerProcess:
             return []
         if data:
             self._log.write(data)
-        lines = (self._partial_lines[fd] + data).split(b"\n")
-        self._partial_lines[fd] = lines.pop() if data else b""
+        partial = self._partial_lines[fd]
+        *ended, rest = data.split(b"\n")
+        lines = [bytes(partial + ended[0]), *ended[1:]] if ended else []
+        if ended:
+            partial.clear()
+        partial += rest
+        if partial and (not data or len(partial) >= MAX_LINE_BYTES):
+            lines.append(bytes(partial))
+            partial.clear()
         if not data:
-            lines = [line for line in lines if line]
             stream.close()
         text = [line.decode(errors="replace").rstrip("\r") for line in lines]
         if self.is_stderr(stream):

@@ -39,6 +39,11 @@ def folder() -> Path:
     return path
 
 
+def segment_path(name: str) -> Path:
+    """The file of the segment of this name. Raises InputError if there is no folder for it."""
+    return folder() / f"{PREFIX}{name}"
+
+
 def segments() -> list[Segment]:
     """All segments, by name."""
     found = (inspect(path) for path in sorted(folder().glob(PREFIX + "*")))

@@ -63,6 +63,8 @@ with pyps.join() as worker:
         worker.step(loss)
 """
 KILLED_ONCE = """
+        while rank == 0 and step > 3 and not (run_dir / "killed").exists():
+            time.sleep(0.01)  # rank 0 alone could use up the samples
         if rank == 1 and step == 3 and not (run_dir / "killed").exists():
             (run_dir / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -266,17 +268,33 @@ def test_an_interrupt_leaves_nothing(shm: Path, plan: Path, tmp_path: Path) -> N
     assert read_report(tmp_path / "out" / "report.json").outcome == "interrupted"
 
 
-def test_workers_do_not_outlive_a_killed_launcher(shm: Path, plan: Path, tmp_path: Path) -> None:
-    path = script(
-        tmp_path, text=SLEEPS.replace("loader = ", "loader = None and ").replace("{loader.pid}", "1")
-    )
-    command = [PYPS, "run", *options_for(plan, 0, tmp_path), path]
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+import numpy as np
+import pyps
+store = pyps.join().settings.store
+if os.environ["PYPS_RANK"] == "0":
+    pyps.Store.create(store, {"w": np.zeros(4, np.float32)}, batches=[5, 3], keep=True)
+"""
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["obeys", "ignores SIGTERM"])
+def test_nothing_outlives_a_killed_launcher(shm: Path, plan: Path, tmp_path: Path, deaf: bool) -> None:
+    text = SLEEPS.replace("pids = [", DEAF + "pids = [") if deaf else SLEEPS
+    path = script(tmp_path, text=text)
+    command = [PYPS, "run", *options_for(plan, 0, tmp_path), path, "with-a-child"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         notes = [tmp_path / "out" / f"pid-{rank}" for rank in (0, 1)]
         until(lambda: all(note.exists() for note in notes))
+        assert len(list(shm.iterdir())) == deaf
         process.kill()
-    pids = [int(note.read_text()) for note in notes]
+    killed = time.monotonic()
+    pids = [int(pid) for note in notes for pid in note.read_text().split()]
+    assert len(pids) == 4
     until(lambda: not any(map(alive, pids)))
+    until(lambda: not list(shm.iterdir()))
+    assert time.monotonic() - killed < 10.0
 
 
 def test_an_exception_in_the_launcher_ends_the_workers_and_their_children(
@@ -323,6 +341,21 @@ def test_the_tail_of_stderr_is_kept_to_its_last_half_line(tmp_path: Path) -> Non
     assert seen == [*map(str, range(100)), "no newline"]
     assert list(process.stderr_tail) == [*map(str, range(81, 100)), "no newline"]
     assert (tmp_path / "log").read_text().endswith("99\nno newline")
+
+
+def test_a_line_without_end_costs_linear_time(tmp_path: Path) -> None:
+    code = "import os; [os.write(1, b'x' * 65536) for _ in range(800)]; os.write(1, b'\\nlast')"
+    process = WorkerProcess(0, [sys.executable, "-c", code], os.environ, tmp_path / "log")
+    stream = process.streams()[0]
+    lines: list[str] = []
+    began = time.thread_time()
+    while not stream.closed:
+        lines += process.read(stream)
+    until(lambda: process.poll() is not None)
+    process.close()
+    assert time.thread_time() - began < 2.0  # 50 MB; joined again for each piece: 20 GB
+    assert "".join(lines) == "x" * 65536 * 800 + "last"
+    assert max(map(len, lines)) < 1.2e6
 
 
 # -- What is refused before anything starts --
