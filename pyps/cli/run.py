@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from pyps.cli.progress import Screen
 from pyps.errors import InputError
 from pyps.formats import encode
-from pyps.native.values import Status
+from pyps.metrics import SINKS
 from pyps.run import Report, RunOptions, run
 from pyps.run.launcher import TrainingFailed
 from pyps.run.spec import MAX_RESTARTS
@@ -33,6 +32,7 @@ THROTTLE_HELP = "Emulate devices: by the plan's factors, or by the cost models o
 ROUND_TIMEOUT_HELP = "Seconds that one worker may delay the others."
 REBALANCE_HELP = "Move samples between workers that become slower or faster."
 CONNECT_HELP = "Address of a store served by `pyps serve`: tcp://host:port/name."
+METRICS_HELP = f"Send figures while it trains: {', '.join(SINKS.values())}; may be repeated."
 MIN_REPORTED_OVERRUN = 0.02  # of the compute time
 SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -60,6 +60,7 @@ def run_command(
     connect: Annotated[str | None, typer.Option(metavar="ADDRESS", help=CONNECT_HELP)] = None,
     ranks: Annotated[str | None, typer.Option(metavar="R,R...", help="Start only these ranks here.")] = None,
     rebalance: Annotated[bool, typer.Option("--rebalance", help=REBALANCE_HELP)] = False,
+    metrics: Annotated[list[str] | None, typer.Option(metavar="SINK", help=METRICS_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
 ) -> None:
     """Train: start SCRIPT once for each rank of the plan, restart workers that die, and report.
@@ -83,13 +84,14 @@ def run_command(
         connect=connect,
         ranks=None if ranks is None else _rank_list(ranks),
         rebalance=rebalance,
+        metrics=metrics or (),
     )
     with (
-        _Screen(options.samples, quiet_stdout=as_json) as screen,
+        Screen(quiet_stdout=as_json) as screen,
         _explain_failure(_misplaced(ctx, options.args)),
     ):
         report = run(
-            plan, script, options, on_line=screen.line, on_tick=screen.tick, on_restart=screen.notice
+            plan, script, options, on_line=screen.line, on_progress=screen.progress, on_restart=screen.notice
         )
     if as_json:
         sys.stdout.write(encode(report).decode())
@@ -154,52 +156,6 @@ def _rank_list(text: str) -> list[int]:
     if not all(part.isascii() and part.isdigit() for part in text.split(",")):
         raise InputError("--ranks", "", repr(text), "ranks separated by commas, such as 0,2")
     return [int(part) for part in text.split(",")]
-
-
-class _Screen:
-    """Shows a run: the workers' lines, and below them a progress bar if stderr is a terminal."""
-
-    def __init__(self, total: int, *, quiet_stdout: bool) -> None:
-        self._errors = Console(stderr=True, highlight=False)
-        self._lines = self._errors if quiet_stdout else Console(highlight=False)
-        self._quiet_stdout = quiet_stdout
-        self._total = total
-        self._start: tuple[float, int] | None = None
-        self._bar: Progress | None = None
-        self._task: Any = None
-
-    def __enter__(self) -> _Screen:
-        if self._errors.is_terminal:
-            note = TextColumn("{task.fields[note]}")
-            columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), note, TimeElapsedColumn())
-            self._bar = Progress(*columns, console=self._errors, transient=True)
-            self._task = self._bar.add_task("samples", total=self._total or None, note="starting")
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def line(self, rank: int, text: str, is_stderr: bool) -> None:
-        """Print one line of a worker after its rank."""
-        console = self._errors if is_stderr or self._bar is not None else self._lines
-        console.print(Text(f"[{rank}] {text}"), soft_wrap=True)
-
-    def notice(self, text: str) -> None:
-        """Print a line of the launcher."""
-        self._errors.print(Text(text), soft_wrap=True)
-
-    def tick(self, status: Status | None) -> None:
-        if self._bar is None or status is None:
-            return
-        done, now = status.samples_assigned, time.monotonic()
-        if status.all_joined and self._start is None:
-            self._start = (now, done)
-        note = f"{status.active} workers, version {status.version}"
-        if self._start is not None and now - self._start[0] > 1.0:
-            note += f", {(done - self._start[1]) / (now - self._start[0]):,.0f} samples/s"
-        self._bar.update(self._task, completed=done, note=note)
 
 
 def show(report: Report) -> None:

@@ -24,9 +24,10 @@ from pyps import native
 from pyps.errors import Busy, NotReady, PypsError, SegmentNotFound, SnapshotCancelled, StoreFull, TimedOut
 from pyps.formats.events import EventLog
 from pyps.formats.records import record_path
-from pyps.native.values import Snapshot, Status
+from pyps.native.values import Snapshot
 from pyps.remote import open_store
 from pyps.remote.address import is_address
+from pyps.report.activity import StoreState, look
 from pyps.report.report import StoreTotals
 from pyps.run.guard import Guard
 from pyps.run.process import WorkerProcess, end_processes
@@ -45,7 +46,7 @@ SNAPSHOT_TIMEOUT_SECONDS = 5.0  # a snapshot that takes longer is left out
 MAX_STARTUP_FAILURES = 1  # of a rank in a row: the next one ends the run
 
 OnLine = Callable[[int, str, bool], None]  # (rank, line, is_stderr)
-OnTick = Callable[[Status | None], None]
+OnTick = Callable[[StoreState | None], None]
 OnRestart = Callable[[str], None]  # a sentence
 
 
@@ -78,7 +79,10 @@ class Launcher:
         on_tick: OnTick | None = None,
         on_restart: OnRestart | None = None,
     ) -> None:
-        """spec: what to run; log: of events; on_line, on_tick, on_restart: as in pyps.run.run."""
+        """spec: what to run; log: of events; on_line, on_restart: as in pyps.run.run.
+
+        on_tick: called about 20 times a second with the store's state, None before the store is there.
+        """
         self.spec, self.log = spec, log
         self.totals = StoreTotals()
         self._ranks = {rank.rank: rank for rank in spec.ranks}
@@ -132,7 +136,10 @@ class Launcher:
         if self._store is None:
             raise TrainingFailed("every worker ended, but none joined: the script has to call pyps.join()")
         save_parameters(self.spec.run_dir / "parameters.npz", self._store.snapshot())
-        self._update_totals(self._store)
+        state = look(self._store)
+        self._update_totals(state)
+        if self._on_tick is not None:
+            self._on_tick(state)
 
     def _start(self, rank: int, event: Literal["started", "restarted"]) -> None:
         log = self.spec.run_dir / f"worker-{rank}.log"
@@ -229,23 +236,23 @@ class Launcher:
         self._next_poll = time.monotonic() + (REMOTE_POLL_SECONDS if self._is_remote else 0.0)
         store = self._store = self._store or self._open_store()
         if store is None:
-            status = None
+            state = None
         else:
-            status = store.status()
-            self._detect_joins(store)
+            state = look(store)
+            self._detect_joins(state)
             if time.monotonic() >= self._next_reap:
                 self._next_reap = time.monotonic() + REAP_INTERVAL_SECONDS
                 store.reap()
-            self._update_totals(store)
+            self._update_totals(state)
             self._rebalance(store)
-            if self.spec.options.snapshot_every and status.version >= self._next_snapshot:
+            if self.spec.options.snapshot_every and state.status.version >= self._next_snapshot:
                 self._take_snapshot(store)
         if self._on_tick is not None:
-            self._on_tick(status)
+            self._on_tick(state)
 
-    def _detect_joins(self, store: Store) -> None:
+    def _detect_joins(self, state: StoreState) -> None:
         """A local worker has joined when its process is a member; a remote one, when it has a record."""
-        pids = set() if self._is_remote else {member.pid for member in store.members()}
+        pids = set() if self._is_remote else {member.pid for member in state.members}
         for process in self._processes.values():
             if process.joined:
                 continue
@@ -267,8 +274,8 @@ class Launcher:
             store.join(role="observer")
         return store
 
-    def _update_totals(self, store: Store) -> None:
-        status, ranks = store.status(), store.ranks()
+    def _update_totals(self, state: StoreState) -> None:
+        status, ranks = state.status, state.ranks
         self.totals = StoreTotals(
             versions=status.version,
             dropped=status.samples_dropped,

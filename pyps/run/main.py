@@ -7,12 +7,17 @@ report.json, trace.json, parameters.npz (the result), and snapshots/ if asked fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+
 from pyps.formats import write_json
 from pyps.formats.events import EventLog
 from pyps.formats.records import read_run
+from pyps.metrics import Sink, open_sink
 from pyps.report.report import Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
-from pyps.run.launcher import Interrupted, Launcher, OnLine, OnRestart, OnTick
+from pyps.report.watch import OnProgress, Watch
+from pyps.run.launcher import Interrupted, Launcher, OnLine, OnRestart
 from pyps.run.spec import EVENTS, RunOptions, StrPath, prepare
 
 
@@ -22,8 +27,9 @@ def run(
     options: RunOptions,
     *,
     on_line: OnLine | None = None,
-    on_tick: OnTick | None = None,
+    on_progress: OnProgress | None = None,
     on_restart: OnRestart | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Report:
     """Run `script` once for each rank of the plan until `options.samples` are trained; the report.
 
@@ -31,15 +37,22 @@ def run(
     script: path of a Python script that calls pyps.join().
     options: how to train; only `samples` has no default.
     on_line: called with (rank, line, is_stderr) for each line that a worker prints.
-    on_tick: called about 20 times a second with the store's status, None before the store is there.
+    on_progress: called a few times a second with how far the run is (pyps.report.progress).
     on_restart: called with a sentence for each worker that died and is restarted.
+    sinks: for readings while it trains (pyps.metrics), beyond those of `options.metrics`; the caller closes
+        them.
 
     Raises InputError before anything starts, TrainingFailed and Interrupted afterwards, when the run's folder
     holds a report too.
     """
     spec = prepare(plan, script, options)
-    with EventLog(spec.run_dir / EVENTS) as log:
-        return _launch(Launcher(spec, log, on_line, on_tick, on_restart))
+    with ExitStack() as stack:
+        folder = str(spec.run_dir / "tensorboard")
+        own = [stack.enter_context(open_sink(text, folder)) for text in options.metrics]
+        log = stack.enter_context(EventLog(spec.run_dir / EVENTS))
+        watch = Watch(spec.setup, spec.run_dir, log.events, on_progress, [*own, *sinks])
+        stack.callback(watch.finish)
+        return _launch(Launcher(spec, log, on_line, watch.tick, on_restart))
 
 
 def _launch(launcher: Launcher) -> Report:

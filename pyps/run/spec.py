@@ -47,6 +47,7 @@ class RunOptions:
     connect: the address of a store that `pyps serve` serves (pyps.remote); None: a store on this machine.
     ranks: the ranks to start here, with connect; None: all.
     rebalance: move samples between ranks while the run trains (pyps.run.rebalance).
+    metrics: sinks for figures while it trains, such as "prometheus:9100" (pyps.metrics.SINKS).
     """
 
     samples: int
@@ -64,6 +65,7 @@ class RunOptions:
     connect: str | None = None
     ranks: Sequence[int] | None = None
     rebalance: bool = False
+    metrics: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

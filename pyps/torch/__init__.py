@@ -9,7 +9,7 @@ from pyps.solver.online.decide import SplitChange
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.hook import WeightedHook, weighted_hook
 from pyps.torch.initial_split import agreed_split
-from pyps.torch.metrics import to_prometheus, to_tensorboard
+from pyps.torch.metrics import to_sink
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.rebalance import RankState, Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
@@ -29,7 +29,6 @@ __all__ = [
     "agreed_split",
     "check_gradient",
     "loss_scale",
-    "to_prometheus",
-    "to_tensorboard",
+    "to_sink",
     "weighted_hook",
 ]

@@ -308,7 +308,12 @@ def test_an_exception_in_the_launcher_ends_the_workers_and_their_children(
 
     path = script(tmp_path, text=SLEEPS)
     with pytest.raises(ZeroDivisionError):
-        run(plan, path, RunOptions(samples=0, args=["with-a-child"], run_dir=tmp_path / "out"), on_tick=fail)
+        run(
+            plan,
+            path,
+            RunOptions(samples=0, args=["with-a-child"], run_dir=tmp_path / "out"),
+            on_progress=fail,
+        )
     pids = [int(pid) for note in notes for pid in note.read_text().split()]
     assert len(pids) == 4
     until(lambda: not any(map(alive, pids)))

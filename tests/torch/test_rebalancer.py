@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import ClassVar, cast
 
@@ -18,10 +16,11 @@ from ranks import Ranks
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
+from pyps.metrics import Reading, Sink
 from pyps.solver import Cost, Line, Table
 from pyps.solver.online.decide import Split, best_split, decide, round_seconds
 from pyps.solver.online.refit import OnlineCost, refit, stretched
-from pyps.torch import Rebalancer, SplitChange, to_prometheus, to_tensorboard
+from pyps.torch import Rebalancer, SplitChange, to_sink
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
@@ -200,20 +199,6 @@ def test_the_present_ranks_agree_on_a_split(ranks: Ranks) -> None:
         assert said.startswith("Infeasible: global_batch 2: the ranks take 3")
 
 
-class Writer:
-    """What a SummaryWriter is asked for."""
-
-    def __init__(self) -> None:
-        self.scalars: dict[str, float] = {}
-        self.texts: list[str] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars[name] = value
-
-    def add_text(self, name: str, text: str, step: int) -> None:
-        self.texts.append(text)
-
-
 class Balanced:
     """What an observer reads of a Rebalancer."""
 
@@ -224,35 +209,26 @@ class Balanced:
         return {"replans": 1.0, "rank0/batch": 10.0, "rank1/batch": 6.0}
 
 
-def test_loggers() -> None:
-    writer, balance = Writer(), cast(Rebalancer, Balanced())
-    observe = to_tensorboard(writer)
+class Kept(Sink):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.readings: dict[tuple[str, int | None], float] = {}
+        self.notes: list[tuple[int, str]] = []
+
+    def write(self, step: int, readings: Iterable[Reading]) -> None:
+        self.readings |= {(r.name, r.rank): r.value for r in readings}
+
+    def note(self, step: int, text: str) -> None:
+        self.notes.append((step, text))
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_observer_writes_to_a_sink() -> None:
+    sink, balance = Kept(), cast(Rebalancer, Balanced())
+    observe = to_sink(sink)
     observe(balance), observe(balance)
-    assert writer.scalars == {"pyps/replans": 1.0, "pyps/rank0/batch": 10.0, "pyps/rank1/batch": 6.0}
-    assert writer.texts == ["rank 1 slowed by 2.0x"]
-
-
-def test_prometheus_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(InputError, match="pip install prometheus-client"):
-        to_prometheus()
-
-
-def test_prometheus_gets_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
-    gauges: dict[tuple[str, str], float] = {}
-
-    class Gauge:
-        def __init__(self, name: str, text: str, labels: tuple[str, ...], registry: object) -> None:
-            self.name, self.rank = name, ""
-
-        def labels(self, rank: str) -> Gauge:
-            self.rank = rank
-            return self
-
-        def set(self, value: float) -> None:
-            gauges[self.name, self.rank] = value
-
-    fake = types.SimpleNamespace(Gauge=Gauge, REGISTRY=None)
-    monkeypatch.setitem(sys.modules, "prometheus_client", fake)
-    to_prometheus()(cast(Rebalancer, Balanced()))
-    assert gauges == {("pyps_replans", ""): 1.0, ("pyps_batch", "0"): 10.0, ("pyps_batch", "1"): 6.0}
+    assert sink.readings == {("replans", None): 1.0, ("batch", 0): 10.0, ("batch", 1): 6.0}
+    assert sink.notes == [(5, str(Balanced.history[0]))]

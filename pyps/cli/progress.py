@@ -1,0 +1,188 @@
+"""The screen of a run that trains: the workers' lines, and how far it is.
+
+On a terminal the last rows of stderr show a bar and the figures, redrawn in one write a few times a second.
+Elsewhere stderr gets a line every few seconds. Workers' lines go to stdout and stderr as they came.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from pyps.report.progress import Progress
+
+LINE_SECONDS = (5.0, 60.0, 30.0)  # between two lines: in the first minute, how long that is, later
+FLUSH_SECONDS = 0.1
+MOST_HELD_LINES = 200
+BAR_CELLS = 24
+MIN_BAR_WIDTH = 60  # of the terminal: below, the figures are all
+CURSOR_UP = "\x1b[{}F"
+CLEAR_BELOW = "\x1b[J"
+
+
+class Screen:
+    """Shows one run; a context manager.
+
+    errors: where progress goes, stderr by default. quiet_stdout: stdout is for the report alone.
+    """
+
+    def __init__(self, *, quiet_stdout: bool, errors: Console | None = None) -> None:
+        self._errors = errors or Console(stderr=True, highlight=False)
+        self._lines = self._errors if quiet_stdout else Console(highlight=False)
+        self._area = _Area(self._errors) if self._errors.is_terminal else None
+        if self._area is not None and self._lines.is_terminal:
+            self._lines = self._errors  # one terminal, one writer
+        self._held: list[Text] = []
+        self._flush_at = 0.0
+        self._began = self._next_line = time.monotonic()
+        self._stalled = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+        if self._area is not None:
+            self._area.clear()
+
+    def line(self, rank: int, text: str, is_stderr: bool) -> None:
+        """One line of a worker, after its rank."""
+        if not is_stderr and self._lines is not self._errors:
+            self._lines.print(Text(f"[{rank}] {text}"), soft_wrap=True)
+            return
+        self._hold(f"[{rank}] {text}")
+
+    def notice(self, text: str) -> None:
+        """A line of the launcher."""
+        self._hold(text)
+        self._flush()
+
+    def progress(self, now: Progress) -> None:
+        """Show how far the run is."""
+        if self._area is not None:
+            self._flush()
+            self._area.draw(rows(now, self._errors.width))
+            return
+        stalled = bool(now.stalled)
+        if time.monotonic() >= self._next_line or stalled != self._stalled:
+            self._stalled = stalled
+            self._print_line(now)
+
+    def _print_line(self, now: Progress) -> None:
+        early, until, late = LINE_SECONDS
+        seconds = time.monotonic() - self._began
+        self._next_line = time.monotonic() + (early if seconds < until else late)
+        if now.samples or now.stalled:
+            parts = [done(now), *figures(now), *([now.stalled] if now.stalled else [])]
+            self._errors.print(Text(", ".join(parts)), soft_wrap=True)
+
+    def _hold(self, text: str) -> None:
+        """On a terminal lines are printed together, so that a worker that prints much does not flood it."""
+        self._held.append(Text(text))
+        if self._area is None or time.monotonic() >= self._flush_at or len(self._held) >= MOST_HELD_LINES:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._flush_at = time.monotonic() + FLUSH_SECONDS
+        if not self._held:
+            return
+        if self._area is not None:
+            self._area.print(self._held)
+        else:
+            for text in self._held:
+                self._errors.print(text, soft_wrap=True)
+        self._held = []
+
+
+class _Area:
+    """The last rows of a terminal. Each change is one write: erase, print what is new, draw again."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown: list[Text] = []
+
+    def draw(self, texts: list[Text]) -> None:
+        self._write([], texts)
+
+    def print(self, lines: list[Text]) -> None:
+        self._write(lines, self._shown)
+
+    def clear(self) -> None:
+        self._write([], [])
+
+    def _write(self, lines: list[Text], texts: list[Text]) -> None:
+        with self._console.capture() as captured:
+            for line in lines:
+                self._console.print(line, soft_wrap=True)
+            for text in texts:
+                self._console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
+        erase = ""
+        if self._shown:
+            # A terminal that became narrower has wrapped the rows that are there.
+            width = max(1, self._console.width)
+            taken = sum(max(1, -(-cell_len(text.plain) // width)) for text in self._shown)
+            erase = CURSOR_UP.format(taken) + CLEAR_BELOW
+        self._shown = texts
+        if erase or lines or texts:
+            self._console.file.write(erase + captured.get())
+            self._console.file.flush()
+
+
+def rows(now: Progress, width: int) -> list[Text]:
+    """What a terminal of so many cells shows: a bar with how much is done, the figures, and a stall."""
+    first = Text()
+    if now.requested and width >= MIN_BAR_WIDTH:
+        share = min(1.0, now.samples / now.requested)
+        filled = round(share * BAR_CELLS)
+        first.append("━" * filled, style="green")
+        first.append("━" * (BAR_CELLS - filled) + " ", style="bright_black")
+    first.append(done(now), style="bold")
+    first.append(f", {clock(now.seconds)}")
+    if now.eta_seconds is not None and not now.stalled:
+        first.append(f", {clock(now.eta_seconds)} left")
+    found = [first, Text(", ".join(figures(now)) or "starting")]
+    if now.stalled:
+        found.append(Text(now.stalled, style="yellow"))
+    for text in found:
+        text.truncate(max(1, width - 1), overflow="ellipsis")
+    return found
+
+
+def done(now: Progress) -> str:
+    """How many samples are trained, of how many."""
+    if not now.requested:
+        return f"{now.samples:,} samples"
+    return f"{now.samples:,} of {now.requested:,} samples ({now.samples / now.requested:.0%})"
+
+
+def figures(now: Progress) -> list[str]:
+    """What is known of the last seconds."""
+    found = []
+    if now.loss is not None:
+        found.append(f"loss {now.loss:.4g}")
+    if now.iteration_seconds is not None:
+        plan = f" (plan {duration(now.predicted_seconds)})" if now.predicted_seconds else ""
+        found.append(f"{duration(now.iteration_seconds)} a step{plan}")
+    if now.samples_per_second is not None:
+        found.append(f"{now.samples_per_second:,.0f} samples/s")
+    if now.staleness >= 0.05:
+        found.append(f"staleness {now.staleness:.1f}")
+    if now.restarts:
+        found.append(f"{now.restarts} restart{'s' * (now.restarts != 1)}")
+    return found
+
+
+def duration(seconds: float) -> str:
+    """A step's time: milliseconds below ten seconds."""
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 10.0 else f"{seconds:,.1f} s"
+
+
+def clock(seconds: float) -> str:
+    """A time as 1:23 or 4:05:06."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,199 @@
+"""How far a run is, while it trains: from its step records and its store's state.
+
+A Tracker keeps the last seconds of a run; `update` returns a Progress. Rates, losses and staleness are of
+that time alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyps.formats.records import SpanKind, StepRecord
+from pyps.formats.setup import RankSetup, RunSetup
+from pyps.report.activity import StoreState, activities, explain
+
+WINDOW_SECONDS = 20.0
+LEAST_ITERATIONS = 4  # that a window holds, however long they take
+MOST_RECORDS = 4000  # of a window
+STALLED_SECONDS = 10.0
+STALLED_ITERATIONS = 5.0
+PHASES: tuple[SpanKind, ...] = ("compute", "push", "pull", "wait")
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """One rank: all its samples, and of the last seconds the means of its steps' phases, in seconds."""
+
+    rank: int
+    name: str
+    batch: int
+    samples: int
+    steps: int
+    phases: dict[str, float]
+    idle_share: float
+    staleness: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run is. None: not known yet.
+
+    samples: trained. requested: to train in all; 0: without end. iteration_seconds: for one global batch.
+    predicted_seconds: the plan's, of the same. loss: the mean over the last global batch's samples.
+    staleness: the mean. eta_seconds: until the end. stalled: what holds the run up, a sentence; "": it goes
+    on.
+    """
+
+    samples: int
+    requested: int
+    versions: int
+    seconds: float
+    iterations: int
+    samples_per_second: float | None = None
+    iteration_seconds: float | None = None
+    predicted_seconds: float | None = None
+    loss: float | None = None
+    staleness: float = 0.0
+    eta_seconds: float | None = None
+    restarts: int = 0
+    stalled: str = ""
+    ranks: tuple[RankProgress, ...] = ()
+
+
+class Tracker:
+    """Follows one run, which began at `began` (seconds, monotonic).
+
+    If other hosts train too, samples are counted by the store; losses and phases are of the ranks here.
+    """
+
+    def __init__(self, setup: RunSetup, began: float) -> None:
+        self._setup, self._began = setup, began
+        self._names = {rank.rank: rank.name for rank in setup.ranks}
+        self._global_batch = setup.global_batch
+        self._window: deque[tuple[float, StepRecord]] = deque(maxlen=MOST_RECORDS)
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=MOST_RECORDS)  # when, how many samples
+        self._samples: Counter[int] = Counter()
+        self._steps: Counter[int] = Counter()
+        self._counted = 0  # samples, by the store
+        self._versions = 0
+
+    def update(
+        self, records: Sequence[StepRecord], state: StoreState | None, now: float, restarts: int = 0
+    ) -> Progress:
+        """How far the run is.
+
+        records: those written since the last call. state: of its store, None while there is none. now:
+        seconds, monotonic. restarts: of workers, until now.
+        """
+        all_here = state is None or len(state.ranks) == len(self._setup.ranks)
+        for record in records:
+            self._add(record, all_here)
+        if state is not None:
+            self._versions = max(self._versions, state.status.version)
+            self._global_batch = sum(rank.batch for rank in state.ranks)
+            self._count(sum(rank.samples for rank in state.ranks), None if all_here else now)
+        self._forget(now)
+        samples, rate = max(self._counted, sum(self._samples.values())), self._rate(now)
+        requested = self._setup.samples
+        return Progress(
+            samples=samples,
+            requested=requested,
+            versions=self._versions,
+            seconds=now - self._began,
+            iterations=samples // self._global_batch,
+            samples_per_second=rate,
+            iteration_seconds=self._global_batch / rate if rate else None,
+            predicted_seconds=self._setup.predicted_iteration_seconds,
+            loss=self._loss(),
+            staleness=_mean([r.staleness for _, r in self._window]),
+            eta_seconds=max(0, requested - samples) / rate if rate and requested else None,
+            restarts=restarts,
+            stalled=self._stalled(state, now, rate),
+            ranks=tuple(self._rank(spec, state) for spec in self._setup.ranks),
+        )
+
+    def _add(self, record: StepRecord, all_here: bool) -> None:
+        if record.skipped or record.rejected or not record.spans:
+            return
+        end = record.spans[-1][2]
+        self._window.append((end, record))
+        if all_here:
+            self._arrivals.append((end, record.samples))
+        self._samples[record.rank] += record.samples
+        self._steps[record.rank] += 1
+        self._versions = max(self._versions, record.version)
+
+    def _count(self, samples: int, now: float | None) -> None:
+        """Samples by the store's count: a killed worker's last record may be missing. now: they arrived."""
+        if now is not None and samples > self._counted:
+            self._arrivals.append((now, samples - self._counted))
+        self._counted = max(self._counted, samples)
+
+    def _forget(self, now: float) -> None:
+        """Drop what is older than the window, down to a few iterations."""
+        least = LEAST_ITERATIONS * self._global_batch
+        held = sum(samples for _, samples in self._arrivals)
+        while self._arrivals and self._arrivals[0][0] < now - WINDOW_SECONDS:
+            held -= self._arrivals[0][1]
+            if held < least:
+                break
+            self._arrivals.popleft()
+        oldest = self._arrivals[0][0] if self._arrivals else now - WINDOW_SECONDS
+        while self._window and self._window[0][0] < oldest:
+            self._window.popleft()
+
+    def _rate(self, now: float) -> float | None:
+        """Samples a second over the window; while nothing arrives, it falls."""
+        if not self._arrivals:
+            return None
+        times = [time for time, _ in self._arrivals]
+        first, last = min(times), max(times)
+        counted = sum(samples for time, samples in self._arrivals if time > first)
+        if not counted:
+            return None
+        usual = (last - first) * self._global_batch / counted
+        return counted / ((now if now - last > 2.0 * usual else last) - first)
+
+    def _loss(self) -> float | None:
+        """The mean over the last global batch's samples whose loss was recorded."""
+        total = weight = 0.0
+        for _, record in reversed(self._window):
+            if weight >= self._global_batch:
+                break
+            if record.loss is not None:
+                total += record.loss * record.samples
+                weight += record.samples
+        return total / weight if weight else None
+
+    def _stalled(self, state: StoreState | None, now: float, rate: float | None) -> str:
+        """Nothing before the first step is a stall: workers still start."""
+        if not self._arrivals:
+            return ""
+        usual = self._global_batch / rate if rate else 0.0
+        quiet = now - max(time for time, _ in self._arrivals)
+        if quiet < max(STALLED_SECONDS, STALLED_ITERATIONS * usual):
+            return ""
+        reason = explain(activities(state, local=True), self._names) if state is not None else ""
+        return f"no step for {quiet:.0f} s" + (f": {reason}" if reason else "")
+
+    def _rank(self, spec: RankSetup, state: StoreState | None) -> RankProgress:
+        mine = [record for _, record in self._window if record.rank == spec.rank]
+        phases: dict[str, float] = {p: _mean([r.seconds(p) for r in mine]) for p in PHASES}
+        total = sum(phases.values())
+        known = state is not None and spec.rank < len(state.ranks)
+        return RankProgress(
+            rank=spec.rank,
+            name=spec.name,
+            batch=state.ranks[spec.rank].batch if state is not None and known else spec.batch,
+            samples=self._samples[spec.rank],
+            steps=self._steps[spec.rank],
+            phases=phases,
+            idle_share=phases["wait"] / total if total else 0.0,
+            staleness=_mean([r.staleness for r in mine]),
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
