@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from pyps.report.progress import Progress
+from pyps.report.progress import RunProgress
 
 LINE_SECONDS = (5.0, 60.0, 30.0)  # between two lines: in the first minute, how long that is, later
 FLUSH_SECONDS = 0.1
@@ -61,7 +61,7 @@ class Screen:
         self._hold(text)
         self._flush()
 
-    def progress(self, now: Progress) -> None:
+    def progress(self, now: RunProgress) -> None:
         """Show how far the run is."""
         if self._area is not None:
             self._flush()
@@ -72,7 +72,7 @@ class Screen:
             self._stalled = stalled
             self._print_line(now)
 
-    def _print_line(self, now: Progress) -> None:
+    def _print_line(self, now: RunProgress) -> None:
         early, until, late = LINE_SECONDS
         seconds = time.monotonic() - self._began
         self._next_line = time.monotonic() + (early if seconds < until else late)
@@ -132,7 +132,7 @@ class _Area:
             self._console.file.flush()
 
 
-def rows(now: Progress, width: int) -> list[Text]:
+def rows(now: RunProgress, width: int) -> list[Text]:
     """What a terminal of so many cells shows: a bar with how much is done, the figures, and a stall."""
     first = Text()
     if now.requested and width >= MIN_BAR_WIDTH:
@@ -152,14 +152,14 @@ def rows(now: Progress, width: int) -> list[Text]:
     return found
 
 
-def done(now: Progress) -> str:
+def done(now: RunProgress) -> str:
     """How many samples are trained, of how many."""
     if not now.requested:
         return f"{now.samples:,} samples"
     return f"{now.samples:,} of {now.requested:,} samples ({now.samples / now.requested:.0%})"
 
 
-def figures(now: Progress) -> list[str]:
+def figures(now: RunProgress) -> list[str]:
     """What is known of the last seconds."""
     found = []
     if now.loss is not None:

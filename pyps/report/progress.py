@@ -1,6 +1,6 @@
 """How far a run is, while it trains: from its step records and its store's state.
 
-A Tracker keeps the last seconds of a run; `update` returns a Progress. Rates, losses and staleness are of
+A Tracker keeps the last seconds of a run; `update` returns a RunProgress. Rates, losses and staleness are of
 that time alone.
 """
 
@@ -37,7 +37,7 @@ class RankProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """Where a run is. None: not known yet.
 
     samples: trained. requested: to train in all; 0: without end. iteration_seconds: for one global batch.
@@ -81,7 +81,7 @@ class Tracker:
 
     def update(
         self, records: Sequence[StepRecord], state: StoreState | None, now: float, restarts: int = 0
-    ) -> Progress:
+    ) -> RunProgress:
         """How far the run is.
 
         records: those written since the last call. state: of its store, None while there is none. now:
@@ -97,7 +97,7 @@ class Tracker:
         self._forget(now)
         samples, rate = max(self._counted, sum(self._samples.values())), self._rate(now)
         requested = self._setup.samples
-        return Progress(
+        return RunProgress(
             samples=samples,
             requested=requested,
             versions=self._versions,

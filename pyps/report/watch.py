@@ -12,14 +12,14 @@ from pyps.formats.records import RunReader
 from pyps.formats.setup import RunSetup
 from pyps.metrics import Reading, Sink
 from pyps.report.activity import StoreState
-from pyps.report.progress import Progress, Tracker
+from pyps.report.progress import RunProgress, Tracker
 
 REFRESH_SECONDS = 0.25
 SINK_SECONDS = 1.0
 NOTED = ("died", "restarted", "replanned")  # events that sinks of text get
 FIELDS = ("loss", "samples_per_second", "iteration_seconds", "predicted_seconds", "eta_seconds")
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[RunProgress], None]
 
 
 class Watch:
@@ -62,7 +62,7 @@ class Watch:
             self._next_sink = now + SINK_SECONDS
             self._write(progress)
 
-    def _write(self, progress: Progress) -> None:
+    def _write(self, progress: RunProgress) -> None:
         new, self._noted = self._events[self._noted :], len(self._events)
         found = list(readings(progress))
         for sink in self._sinks:
@@ -74,8 +74,8 @@ class Watch:
                         sink.note(progress.iterations, f"{rank}{event.kind}: {event.detail}".rstrip(": "))
 
 
-def readings(progress: Progress) -> Iterator[Reading]:
-    """The figures of a Progress, as far as they are known."""
+def readings(progress: RunProgress) -> Iterator[Reading]:
+    """The figures of a RunProgress, as far as they are known."""
     yield Reading("samples", progress.samples)
     yield Reading("version", progress.versions)
     yield Reading("staleness", progress.staleness)
