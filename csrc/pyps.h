@@ -150,7 +150,7 @@ typedef struct {
     uint32_t chunk_params;     /* parameters in a chunk, a multiple of 1024; 0: 32768 */
     uint32_t max_participants; /* 0: 64; at most 1000 */
     uint32_t snapshot_spares;  /* buffers for a strict snapshot; 0: one for each chunk, at most 64 */
-    uint32_t staging_buffers;  /* of each worker, 1 to 4; 0: 2 */
+    uint32_t staging_buffers;  /* of each worker, 1 to 8; 0: 2 */
     uint32_t optimizer;        /* PYPS_SGD ... */
     uint32_t policy;           /* PYPS_BSP ... */
     uint32_t ranks;            /* planned workers, 0 .. ranks-1; no step starts before all have joined once */
@@ -316,9 +316,10 @@ PYPS_API int pyps_reap(pyps_store *store,
 
 /* The training step: start, pull, (compute), stage, push. All need a joined worker. */
 PYPS_API int pyps_start(pyps_store *store, double timeout_seconds, pyps_claim *out);
-/* Claims the samples of the next step during the current one, for a worker that computes while its gradients
- * are sent. Pushes belong to claims in the order of the claims. Never waits: count is 0 if there is nothing
- * to claim now; then push first, and start. PYPS_EINVAL under a policy without allows_pipeline. */
+/* Claims the samples of the step after the last one claimed, for a worker that computes while its gradients
+ * are sent. So many claims may follow the current one as there are staging buffers, less one (always one).
+ * Pushes belong to claims in the order of the claims. Never waits: count is 0 if there is nothing to claim
+ * now; then push first, and start. PYPS_EINVAL under a policy without allows_pipeline. */
 PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);
 PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
 /* A staging buffer that no process reads any more, for flat_elements gradients. Its pointer stays valid until

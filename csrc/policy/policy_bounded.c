@@ -19,12 +19,14 @@ static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
     return m->claim_count || (view_samples_left(v) && m->clock == v->min_clock);
 }
 
-/* How many steps ahead of the slowest worker the step would start. When a worker claims the step after the
- * current one, the push of the current one counts too: it raises the worker's clock, and with it the minimum
- * if no other worker has that clock. */
+/* How many steps ahead of the slowest worker the step would start. When a worker claims ahead, the pushes
+ * before that step count too: they raise the worker's clock, and with it the minimum if no other worker is
+ * behind. */
 static uint64_t steps_ahead(const struct view *v, const struct event *e) {
     const struct member *m = view_member(v, e->slot);
-    return m->clock - v->min_clock + (e->kind == EVENT_START_AHEAD && !view_clock_alone_at_min(v, m));
+    if (e->kind != EVENT_START_AHEAD) return m->clock - v->min_clock;
+    uint64_t clock = m->clock + 1 + m->ahead;
+    return clock - view_clock_min_after(v, m, clock);
 }
 
 static enum start_decision within_bound(struct view *v, const struct event *e, struct outcome *out) {

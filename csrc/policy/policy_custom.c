@@ -45,8 +45,11 @@ static enum start_decision on_start(struct view *v, const struct event *e, struc
     pyps_policy_context context = context_of(v, e->slot, e->now);
     uint64_t shared_state[PYPS_STATE_WORDS];
     memcpy(shared_state, v->shared_state, sizeof shared_state);
-    if (e->kind == EVENT_START_AHEAD)
-        context.slowest += view_clock_alone_at_min(v, view_member(v, e->slot)), context.clock++;
+    const struct member *m = view_member(v, e->slot);
+    if (e->kind == EVENT_START_AHEAD) {
+        context.clock += 1 + m->ahead;
+        context.slowest = view_clock_min_after(v, m, context.clock);
+    }
     int answer = callbacks.start(&context, shared_state);
     out->until = v->sequence + 1; /* any event may change its answer */
     if (answer < 0) failed(out);

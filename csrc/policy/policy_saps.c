@@ -11,6 +11,9 @@
  * claims fewer samples, as many as it can compute in time; and a worker pushes the micro-batches it has done
  * before its staleness passes s. If a single sample is too late, s rises to the staleness of that sample,
  * unless s is fixed.
+ *
+ * A pipeline of depth d makes gradients older by d - 1 steps of every worker. So no s but a fixed one is less
+ * than N * d, and no claim is made so far ahead that the pushes before it alone would make it too late.
  */
 #include <math.h>
 
@@ -36,12 +39,13 @@ static double noise_bound(const struct view *v) {
     return bound < least ? least : bound > greatest ? greatest : bound;
 }
 
-static uint64_t bound(const struct view *v) {
+static uint64_t bound(const struct view *v, const struct member *m) {
     if (v->policy_params.threshold == PYPS_FIXED)
         return v->policy_params.bound == UINT32_MAX ? UINT64_MAX : v->policy_params.bound;
     double found =
         v->policy_params.threshold == PYPS_RINGMASTER ? noise_bound(v) : v->staleness_limit.quantile;
-    if (found < v->active) found = v->active;
+    double least = (double)v->active * (1 + m->wants_ahead);
+    if (found < least) found = least;
     return policy_whole(found > v->staleness_limit.min_bound ? found : v->staleness_limit.min_bound,
                         UINT64_MAX / 2);
 }
@@ -83,9 +87,15 @@ static void raise_min_bound(struct view *v, const struct member *m, uint64_t sta
         v->staleness_limit.min_bound = (double)staleness;
 }
 
+static enum start_decision on_start(struct view *v, const struct event *e, struct outcome *out) {
+    const struct member *m = view_member(v, e->slot);
+    (void)out;
+    return e->kind == EVENT_START_AHEAD && m->ahead >= bound(v, m) ? START_WAIT : START_GO;
+}
+
 static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
     const struct member *m = view_member(v, e->slot);
-    uint64_t limit = bound(v);
+    uint64_t limit = bound(v, m);
     if (e->samples) track_quantile(v, out->staleness);
     if (e->samples && e->grad_norm_squared > 0 && isfinite(e->grad_norm_squared)) fit_line(v, e);
     if (e->samples) size_claims(v, m, out->staleness, limit);
@@ -97,7 +107,7 @@ static enum push_decision on_push(struct view *v, const struct event *e, struct 
 /* Staleness grows with the work: the next micro-batch makes it (done + next) / done times as much. */
 static int on_check(struct view *v, const struct event *e) {
     const struct member *m = view_member(v, e->slot);
-    uint64_t staleness = v->version - m->pulled_version, limit = bound(v);
+    uint64_t staleness = v->version - m->pulled_version, limit = bound(v, m);
     if (staleness > limit) {
         if (!v->policy_params.abort) return PYPS_CONTINUE;
         track_quantile(v, staleness);
@@ -122,5 +132,6 @@ static int check_params(const pyps_policy_params *params) {
 const struct policy policy_saps = {.name = "saps",
                                    .needs_grad_norm = fits_noise,
                                    .check_params = check_params,
+                                   .on_start = on_start,
                                    .on_push = on_push,
                                    .on_check = on_check};

@@ -35,7 +35,7 @@ static bool can_be_view(const struct journal_entry *entry, const struct view *v)
     size_t bytes = entry->bytes - sizeof *entry;
     if (bytes < sizeof *v || !v->participants || v->participants > CONFIG_MAX_RANKS || !v->ranks ||
         v->ranks > v->participants || !v->staging_buffers || v->staging_buffers > MAX_STAGING_BUFFERS ||
-        v->tickets != v->participants * v->staging_buffers)
+        !view_sized(v))
         return false;
     size_t needed = view_bytes(v->participants, v->ranks, v->staging_buffers);
     return bytes >= needed && bytes < needed + 8 && !policy_check(v->policy, &v->policy_params) &&

@@ -7,11 +7,17 @@
 #include "error.h"
 #include "policy/policy.h"
 
-#define RANGES_A_MEMBER 4 /* two claims, each of which may come back in two parts */
-
 struct view_offsets {
-    size_t members, ranks, tickets, sources, pending, ranges, bytes;
+    size_t members, ranks, tickets, sources, pending, ranges, ahead, bytes;
 };
+
+/* Each staging buffer holds the gradient of one step that is computed or sent: one of them the current one. */
+static uint32_t max_ahead(uint32_t staging_buffers) { return staging_buffers > 2 ? staging_buffers - 1 : 1; }
+
+/* Each claim of each member may come back in two parts. */
+static uint32_t max_ranges(uint32_t participants, uint32_t staging_buffers) {
+    return 2 * (1 + max_ahead(staging_buffers)) * participants;
+}
 
 static struct view_offsets offsets(uint32_t participants, uint32_t ranks, uint32_t staging_buffers) {
     struct view_offsets p;
@@ -21,7 +27,8 @@ static struct view_offsets offsets(uint32_t participants, uint32_t ranks, uint32
     p.sources = p.tickets + (size_t)participants * staging_buffers * sizeof(struct ticket);
     p.pending = p.sources + participants * sizeof(struct source);
     p.ranges = p.pending + participants * sizeof(struct source);
-    p.bytes = p.ranges + RANGES_A_MEMBER * (size_t)participants * sizeof(struct range);
+    p.ahead = p.ranges + max_ranges(participants, staging_buffers) * sizeof(struct range);
+    p.bytes = p.ahead + (size_t)participants * max_ahead(staging_buffers) * sizeof(struct range);
     return p;
 }
 
@@ -45,12 +52,16 @@ struct ticket *view_ticket(const struct view *v, uint64_t number) {
 struct source *view_sources(const struct view *v) { return at(v, offsets_of(v).sources); }
 struct source *view_pending(const struct view *v) { return at(v, offsets_of(v).pending); }
 struct range *view_ranges(const struct view *v) { return at(v, offsets_of(v).ranges); }
+struct range *view_ahead(const struct view *v, uint32_t slot) {
+    return (struct range *)at(v, offsets_of(v).ahead) + (size_t)slot * v->max_ahead;
+}
 
 void view_init(struct view *v, const struct view_config *c) {
     memset(v, 0, view_bytes(c->participants, c->ranks, c->staging_buffers));
     v->participants = c->participants, v->ranks = c->ranks, v->staging_buffers = c->staging_buffers;
     v->policy = c->policy, v->policy_params = c->policy_params;
-    v->tickets = c->participants * c->staging_buffers, v->ranges = RANGES_A_MEMBER * c->participants;
+    v->tickets = c->participants * c->staging_buffers, v->max_ahead = max_ahead(c->staging_buffers);
+    v->ranges = max_ranges(c->participants, c->staging_buffers);
     v->limit = c->samples, v->round_timeout = c->round_timeout;
     for (uint32_t slot = 0; slot < v->participants; slot++) view_member(v, slot)->rank = -1;
     for (uint32_t rank = 0; rank < v->ranks; rank++) view_rank(v, rank)->total.batch = c->batches[rank];
@@ -151,24 +162,29 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     return verdict;
 }
 
-/* The claim after the current one. Never waits: a worker that cannot get it now pushes first. */
+/* The next claim that the worker does not have yet. Never waits: a worker that cannot get one now pushes
+ * first. */
 static enum verdict start_ahead(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
     if (policy->waits_for_round && !policy->overlaps_rounds)
         return refuse(out, fail(PYPS_EINVAL, "the policy %s waits for each step: no step can start ahead",
                                 policy->name));
-    bool changed = !m->claims_ahead;
-    m->claims_ahead = 1;
-    if (m->claim_count && !m->next_count && view_samples_left(v)) {
-        if (!policy->on_start || policy->on_start(v, e, out) != START_WAIT)
-            view_samples_claim_next(v, e->slot), changed = true;
+    bool changed = false;
+    if (m->ahead_started == m->ahead && m->ahead < v->max_ahead) {
+        if (m->wants_ahead <= m->ahead) m->wants_ahead = m->ahead + 1, changed = true;
+        bool may = m->claim_count && view_samples_left(v);
+        if (may && policy->assigns_rounds) view_assign_rounds_ahead(v), changed = true;
+        else if (may && (!policy->on_start || policy->on_start(v, e, out) != START_WAIT))
+            view_samples_claim_ahead(v, e->slot);
         if (out->code) return STEP_REFUSED;
     }
-    out->claim = (pyps_claim){.first = m->next_first, .count = m->next_count, .plan = v->plan};
-    out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
-    out->claim.round = 1 + (policy->assigns_rounds ? v->round : m->clock);
-    return changed ? STEP_COMMIT : STEP_UNCHANGED;
+    out->claim = (pyps_claim){.batch = view_rank(v, (uint32_t)m->rank)->total.batch, .plan = v->plan};
+    out->claim.round = 1 + m->ahead_started + (policy->assigns_rounds ? v->round : m->clock);
+    if (m->ahead_started == m->ahead) return changed ? STEP_COMMIT : STEP_UNCHANGED;
+    const struct range *claim = &view_ahead(v, e->slot)[m->ahead_started++];
+    out->claim.first = claim->first, out->claim.count = (uint32_t)claim->count;
+    return STEP_COMMIT;
 }
 
 /* The time since which this member holds others up; `now`: it does not. */
@@ -320,6 +336,12 @@ enum verdict view_step(struct view *v, const struct event *e, struct outcome *ou
     return STEP_COMMIT;
 }
 
+bool view_sized(const struct view *v) {
+    return v->tickets == v->participants * v->staging_buffers &&
+           v->ranges == max_ranges(v->participants, v->staging_buffers) &&
+           v->max_ahead == max_ahead(v->staging_buffers);
+}
+
 static bool source_valid(const struct view *v, const struct source *source) {
     return source->slot < v->participants && source->staging < v->staging_buffers;
 }
@@ -327,7 +349,8 @@ static bool source_valid(const struct view *v, const struct source *source) {
 bool view_valid(const struct view *v, const struct view *expected) {
     if (v->participants != expected->participants || v->ranks != expected->ranks ||
         v->staging_buffers != expected->staging_buffers || v->tickets != expected->tickets ||
-        v->ranges != expected->ranges || v->policy != expected->policy ||
+        v->ranges != expected->ranges || v->max_ahead != expected->max_ahead ||
+        v->policy != expected->policy ||
         memcmp(&v->policy_params, &expected->policy_params, sizeof v->policy_params) != 0)
         return false;
     if (v->returned > v->ranges || v->round_sources > v->participants || v->staged > v->participants ||
@@ -340,7 +363,9 @@ bool view_valid(const struct view *v, const struct view *expected) {
         const struct member *m = &members[i];
         if (m->rank < -1 || m->rank >= (int32_t)v->ranks) return false;
         bool works = m->role == PYPS_WORKER && m->state != PYPS_EMPTY;
-        if (m->rank < 0 && (works || m->claim_count || m->next_count || m->staged)) return false;
+        if (m->ahead > v->max_ahead || m->ahead_started > m->ahead || m->wants_ahead > v->max_ahead)
+            return false;
+        if (m->rank < 0 && (works || m->claim_count || m->ahead || m->staged)) return false;
     }
     for (uint32_t i = 0; i < v->round_sources; i++)
         if (!source_valid(v, &view_sources(v)[i])) return false;

@@ -27,7 +27,7 @@
 
 #include "pyps.h"
 
-#define MAX_STAGING_BUFFERS 4u
+#define MAX_STAGING_BUFFERS 8u
 #define TRY_AGAIN           1 /* not an error: what was read has changed meanwhile */
 
 /* Events of virtual time have their public numbers. */
@@ -44,7 +44,7 @@ enum event_kind {
     EVENT_CHECK = PYPS_ON_CHECK,             /* between micro-batches */
     EVENT_MAX_SAMPLES = PYPS_ON_MAX_SAMPLES, /* how many samples the worker's memory holds */
     EVENT_GATE = PYPS_ON_GATE,
-    EVENT_START_AHEAD = PYPS_ON_START_AHEAD, /* claims the samples of the step after the current one */
+    EVENT_START_AHEAD = PYPS_ON_START_AHEAD, /* claims the samples of a step after the current one */
     EVENT_SNAPSHOT_BEGIN,
     EVENT_SNAPSHOT_END,
     EVENT_SNAPSHOT_CANCEL
@@ -101,10 +101,9 @@ struct member {
     uint32_t claim_count;   /* 0: holds no samples */
     uint32_t claim_started; /* 1 once its start has returned the claim */
     uint32_t staged;        /* bit by staging buffer: it waits for the round to close */
-    uint32_t next_count;    /* the claim after this one, of a pipelined worker; 0: none */
-    uint64_t next_first;
-    uint32_t claims_ahead; /* 1: pipelined; where rounds assign samples, it gets those of the next one too */
-    uint32_t reserved;
+    uint32_t ahead;         /* claims after this one, of a pipelined worker: see view_ahead */
+    uint32_t ahead_started; /* the first of them, which its start_ahead has returned */
+    uint32_t wants_ahead;   /* the most that it has asked for: one less than the depth of its pipeline */
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* the slot's: last ticket of each staging buffer */
 };
 
@@ -167,10 +166,11 @@ struct view_config {
 };
 
 /* Followed by member[participants], rank[ranks], ticket[tickets], source[participants] twice (of the last
- * closed round, and of the open one) and range[ranges]. */
+ * closed round, and of the open one), range[ranges] and range[max_ahead] for each participant. */
 struct view {
     uint64_t sequence, version, round, plan, now;
     uint32_t participants, ranks, tickets, ranges, policy, staging_buffers;
+    uint32_t max_ahead, reserved; /* claims ahead that a member may have: fewer than staging buffers */
     uint32_t all_joined, active;
     uint32_t outstanding;   /* members that hold samples */
     uint32_t returned;      /* ranges to assign again */
@@ -205,6 +205,7 @@ struct ticket *view_ticket(const struct view *view, uint64_t number); /* its pla
 struct source *view_sources(const struct view *view); /* of the last closed round, in rank order */
 struct source *view_pending(const struct view *view); /* of the open round, in order of arrival */
 struct range *view_ranges(const struct view *view);
+struct range *view_ahead(const struct view *view, uint32_t slot); /* its claims after the current one */
 
 void view_init(struct view *view, const struct view_config *config);
 
@@ -213,8 +214,8 @@ enum verdict view_step(struct view *view, const struct event *event, struct outc
 
 /* view_samples.c */
 void view_samples_claim(struct view *view, uint32_t slot, uint64_t now); /* up to the rank's batch */
-void view_samples_claim_next(struct view *view, uint32_t slot);          /* for the step after this one */
-/* The claim of the next step becomes the current one. False: there is none. */
+void view_samples_claim_ahead(struct view *view, uint32_t slot); /* after the last claim; there is room */
+/* The first claim ahead becomes the current one. False: there is none. */
 bool view_samples_start_next(struct view *view, uint32_t slot, uint64_t now);
 /* Gives back all but the first `keep` samples of the current claim. */
 void view_samples_return(struct view *view, uint32_t slot, uint32_t keep);
@@ -223,6 +224,9 @@ bool view_samples_left(const struct view *view);
 
 /* view_round.c */
 void view_advance_rounds(struct view *view, uint64_t now); /* closes and opens rounds as the policy says */
+/* Assigns the samples of as many later rounds as any worker wants claims ahead: of each round to all ranks at
+ * once, so that they add up to the global batch. */
+void view_assign_rounds_ahead(struct view *view);
 enum verdict view_step_push(struct view *view, const struct event *event, struct outcome *out);
 enum verdict view_step_gate(struct view *view, const struct event *event, struct outcome *out);
 enum verdict view_step_check(struct view *view, const struct event *event, struct outcome *out);
@@ -231,9 +235,11 @@ enum verdict view_step_check(struct view *view, const struct event *event, struc
 void view_clock_enter(struct view *view, struct member *member);   /* after it became active */
 void view_clock_leave(struct view *view, struct member *member);   /* before it stops being active */
 void view_clock_advance(struct view *view, struct member *member); /* after a step */
-/* Is this member the only one at min_clock, so that its step raises it? */
-bool view_clock_alone_at_min(const struct view *view, const struct member *member);
+/* min_clock once this member's has come to `clock`. */
+uint64_t view_clock_min_after(const struct view *view, const struct member *member, uint64_t clock);
 
+/* Do the sizes of its parts follow from its participants and staging buffers? */
+bool view_sized(const struct view *view);
 /* False if an index in a view that came from shared memory is out of range. */
 bool view_valid(const struct view *view, const struct view *expected);
 

@@ -31,8 +31,15 @@ void view_clock_leave(struct view *v, struct member *m) {
     m->state = state;
 }
 
-bool view_clock_alone_at_min(const struct view *v, const struct member *m) {
-    return m->clock == v->min_clock && v->at_min_clock == 1;
+uint64_t view_clock_min_after(const struct view *v, const struct member *m, uint64_t clock) {
+    if (m->clock != v->min_clock || v->at_min_clock > 1) return v->min_clock;
+    uint64_t least = clock; /* this member alone is at the minimum */
+    for (uint32_t slot = 0; slot < v->participants; slot++) {
+        const struct member *other = view_member(v, slot);
+        if (other == m || other->state != PYPS_ACTIVE || other->rank < 0) continue;
+        if (other->clock < least) least = other->clock;
+    }
+    return least;
 }
 
 void view_clock_advance(struct view *v, struct member *m) {

@@ -199,15 +199,34 @@ static void close_round(struct view *v) {
     v->wake_epoch++;
 }
 
+/* A worker's samples of the round that opens, or of one of the `later` rounds after it. */
+static void assign(struct view *v, uint32_t slot, uint32_t later, uint64_t now) {
+    const struct member *m = view_member(v, slot);
+    if (m->state != PYPS_ACTIVE || (!later && view_samples_start_next(v, slot, now))) return;
+    if (!view_samples_left(v) || (later && m->ahead >= later)) return;
+    if (later) view_samples_claim_ahead(v, slot);
+    else view_samples_claim(v, slot, now);
+}
+
+static void assign_to_all(struct view *v, uint32_t later, uint64_t now) {
+    for (uint32_t r = 0; r < v->ranks; r++)
+        if (view_rank(v, r)->slot_plus_1) assign(v, view_rank(v, r)->slot_plus_1 - 1, later, now);
+}
+
+void view_assign_rounds_ahead(struct view *v) {
+    uint32_t rounds = 0;
+    for (uint32_t slot = 0; slot < v->participants; slot++) {
+        const struct member *m = view_member(v, slot);
+        if (m->state == PYPS_ACTIVE && m->wants_ahead > rounds) rounds = m->wants_ahead;
+    }
+    for (uint32_t later = 1; later <= rounds; later++) assign_to_all(v, later, 0);
+}
+
 static void open_round(struct view *v, uint64_t now) {
     const struct policy *policy = policy_find(v->policy);
     if (policy->on_open && view_samples_left(v)) policy->on_open(v);
-    for (uint32_t r = 0; r < v->ranks; r++) {
-        uint32_t slot_plus_1 = view_rank(v, r)->slot_plus_1, slot = slot_plus_1 - 1;
-        if (!slot_plus_1 || view_member(v, slot)->state != PYPS_ACTIVE) continue;
-        if (!view_samples_start_next(v, slot, now) && view_samples_left(v)) view_samples_claim(v, slot, now);
-        if (view_member(v, slot)->claims_ahead && view_samples_left(v)) view_samples_claim_next(v, slot);
-    }
+    assign_to_all(v, 0, now);
+    view_assign_rounds_ahead(v);
 }
 
 void view_advance_rounds(struct view *v, uint64_t now) {

@@ -47,16 +47,19 @@ void view_samples_claim(struct view *v, uint32_t slot, uint64_t now) {
     v->outstanding += m->claim_count > 0;
 }
 
-void view_samples_claim_next(struct view *v, uint32_t slot) {
-    struct member *m = view_member(v, slot);
-    m->next_count = take(v, slot, &m->next_first);
+void view_samples_claim_ahead(struct view *v, uint32_t slot) {
+    struct range *claim = &view_ahead(v, slot)[view_member(v, slot)->ahead++];
+    claim->count = take(v, slot, &claim->first);
 }
 
 bool view_samples_start_next(struct view *v, uint32_t slot, uint64_t now) {
     struct member *m = view_member(v, slot);
-    if (m->claim_count || !m->next_count) return false;
-    m->claim_first = m->next_first, m->claim_count = m->next_count, m->next_count = 0;
-    m->claim_since = now, m->claim_started = 1;
+    struct range *ahead = view_ahead(v, slot);
+    if (m->claim_count || !m->ahead) return false;
+    m->claim_first = ahead[0].first, m->claim_count = (uint32_t)ahead[0].count;
+    m->claim_since = now, m->claim_started = m->ahead_started > 0;
+    m->ahead--, m->ahead_started -= m->claim_started;
+    for (uint32_t i = 0; i < m->ahead; i++) ahead[i] = ahead[i + 1];
     v->outstanding++;
     return true;
 }
@@ -72,6 +75,7 @@ void view_samples_return(struct view *v, uint32_t slot, uint32_t keep) {
 void view_samples_release_all(struct view *v, uint32_t slot) {
     struct member *m = view_member(v, slot);
     view_samples_return(v, slot, 0);
-    if (m->next_count) give_back(v, slot, m->next_first, m->next_count);
-    m->next_count = m->claims_ahead = 0;
+    const struct range *ahead = view_ahead(v, slot);
+    for (uint32_t i = 0; i < m->ahead; i++) give_back(v, slot, ahead[i].first, ahead[i].count);
+    m->ahead = m->ahead_started = m->wants_ahead = 0;
 }

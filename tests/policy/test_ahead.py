@@ -1,4 +1,4 @@
-"""Claims for the step after the one under way: in order, each sample once, and staleness counted from what a
+"""Claims for the steps after the one under way: in order, each sample once, and staleness counted from what a
 gradient was computed on.
 """
 
@@ -56,7 +56,7 @@ def test_claims_come_in_order_and_the_pushes_belong_to_them(shm: Path) -> None:
     staleness = []
     while True:
         ahead = store.start_ahead()
-        assert ahead == store.start_ahead()
+        assert store.start_ahead() is None, "two staging buffers: one claim ahead"
         result = push(store, claims[-1].count, held)
         held = store.pull()[1] - (ahead is not None)  # what the next one was begun with
         staleness.append(result.staleness)
@@ -80,38 +80,62 @@ def test_no_claim_ahead_of_a_round_that_all_wait_for(shm: Path) -> None:
         close(stores)
 
 
-def test_both_claims_of_a_leaving_worker_are_assigned_again(shm: Path) -> None:
-    stores = make(ASP(), (4, 4), samples=20)
+def claim_all(store: Store) -> list[Claim]:
+    """The current claim, and those ahead as far as the store allows."""
+    claims = [store.start()]
+    while (ahead := store.start_ahead()) is not None:
+        claims.append(ahead)
+    return claims
+
+
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_so_many_claims_as_staging_buffers(shm: Path, depth: int) -> None:
+    stores = make(ASP(), (4,), staging_buffers=depth)
+    (store,) = stores
+    claims = claim_all(store)
+    store.pull()
+    for pushed in range(20):
+        assert len(claims) == pushed + max(2, depth)
+        push(store, 4, 0)
+        ahead = store.start_ahead()
+        assert ahead is not None
+        claims.append(ahead)
+    assert [(c.first, c.round) for c in claims] == [(4 * k, k) for k in range(len(claims))]
+    close(stores)
+
+
+@pytest.mark.parametrize("depth", [2, 8])
+def test_all_claims_of_a_leaving_worker_are_assigned_again(shm: Path, depth: int) -> None:
+    stores = make(ASP(), (4, 4), samples=20 if depth == 2 else 60, staging_buffers=depth)
     one, other = stores
-    one.start()
-    assert one.start_ahead() is not None
+    assert len(claim_all(one)) == depth
     one.leave()
     firsts: list[int] = []
-    while len(firsts) < 20:
+    while len(firsts) < (20 if depth == 2 else 60):
         claim = other.start()
         firsts += range(claim.first, claim.first + claim.count)
         other.pull()
         push(other, claim.count)
-    assert sorted(firsts) == list(range(20))
+    assert sorted(firsts) == list(range(20 if depth == 2 else 60))
     assert other.status().samples_dropped == 0
     close(stores)
 
 
-def test_both_claims_of_a_fenced_one_are_handed_out_again(shm: Path) -> None:
-    stores = make(ASP(round_timeout_seconds=0.2), (4, 4), samples=12)
+@pytest.mark.parametrize("depth", [2, 5])
+def test_all_claims_of_a_fenced_one_are_handed_out_again(shm: Path, depth: int) -> None:
+    stores = make(ASP(round_timeout_seconds=0.2), (4, 4), samples=4 * depth + 4, staging_buffers=depth)
     one, other = stores
-    one.start()
-    one.start_ahead()
+    claim_all(one)
     claim = other.start()
     other.pull()
     push(other, claim.count)
     seen = []
-    while len(seen) < 2:  # start() waits for those 8 samples, and fences the worker that holds them
+    while len(seen) < depth:  # start() waits for those samples, and fences the worker that holds them
         claim = other.start(5.0)
         seen.append(claim.first)
         other.pull()
         push(other, claim.count)
-    assert seen == [0, 4]
+    assert seen == [4 * k for k in range(depth)]
     with pytest.raises(Fenced):
         push(one, 4)
     one.rejoin()
@@ -151,36 +175,62 @@ def test_ssp_keeps_its_bound_with_claims_ahead(shm: Path) -> None:
     close(stores)
 
 
-def rounds_of(stores: list[Store], rounds: int) -> list[list[Claim]]:
+def test_ssp_claims_ahead_what_it_could_start_after_its_own_pushes(shm: Path) -> None:
+    """Worker 0 alone is the slowest: its own pushes raise the minimum, up to the clock of worker 1."""
+    stores = make(SSP(bound=1), (1, 1), staging_buffers=8)
+    slow, fast = stores
+    for _ in range(2):
+        fast.start()
+        fast.pull()
+        push(fast, 1)
+    assert len(claim_all(slow)) == 4, "its clock may be at most one more than the 2 of the other"
+    assert fast.start_ahead() is None
+    close(stores)
+
+
+def test_saps_claims_no_step_that_its_own_pushes_would_make_too_late(shm: Path) -> None:
+    stores = make(SaPS(threshold="fixed", bound=2), (1, 1), staging_buffers=8)
+    assert len(claim_all(stores[0])) == 1 + 2
+    close(stores)
+    stores = make(SaPS(threshold="ringmaster"), (1, 1), staging_buffers=8)
+    assert len(claim_all(stores[0])) == 8
+    close(stores)
+
+
+def rounds_of(stores: list[Store], depths: list[int], rounds: int) -> list[list[Claim]]:
     """Each rank's claims in a run where all work ahead; every push of a round but the last in threads."""
     from concurrent.futures import ThreadPoolExecutor
 
-    def drive(store: Store) -> list[Claim]:
+    def drive(store: Store, depth: int) -> list[Claim]:
         claims = [store.start()]
-        base = store.pull()[1]
-        for _ in range(rounds):
-            ahead = store.start_ahead()
-            result = store.push(filled(store), claims[-1].count, LR, base_version=base)
-            assert result.staleness == min(1, result.version - 1)
-            base = max(0, store.pull()[1] - 1)
-            assert ahead is not None
-            claims.append(ahead)
+        versions = [store.pull()[1]]
+        for step in range(rounds):
+            while len(claims) < step + depth and (ahead := store.start_ahead()) is not None:
+                claims.append(ahead)
+            base = versions[max(0, step - depth + 1)]
+            result = store.push(filled(store), claims[step].count, LR, base_version=base)
+            assert result.staleness == min(depth - 1, step)
+            versions.append(store.pull()[1])
+            if len(claims) == step + 1:
+                claims.append(store.start())
         return claims
 
     with ThreadPoolExecutor(len(stores)) as pool:
-        return list(pool.map(drive, stores, timeout=30))
+        return list(pool.map(drive, stores, depths, timeout=30))
 
 
-def test_rounds_of_hps_keep_the_global_batch_ahead(shm: Path) -> None:
-    stores = make(HPS(), (5, 3, 2))
+@pytest.mark.parametrize("depths", [[2, 2, 2], [4, 4, 4], [1, 3, 2], [8, 1, 1]])
+def test_rounds_of_hps_keep_the_global_batch_ahead(shm: Path, depths: list[int]) -> None:
+    stores = make(HPS(), (5, 3, 2), staging_buffers=max(depths))
     stores[1].set_max_samples(2)
-    claims = rounds_of(stores, 8)
-    for of_round in zip(*claims, strict=True):
+    claims = rounds_of(stores, depths, 12)
+    whole = min(map(len, claims))
+    for of_round in zip(*(mine[:whole] for mine in claims), strict=True):
         assert sum(claim.count for claim in of_round) == 10
         assert len({claim.round for claim in of_round}) == 1
-    assert all(claim.count <= 2 for claim in claims[1][2:])
-    positions = sorted(p for mine in claims for c in mine for p in range(c.first, c.first + c.count))
-    assert positions == list(range(90))
+    assert all(claim.count <= 2 for claim in claims[1][1 + max(depths) :])
+    positions = [p for mine in claims for c in mine[:whole] for p in range(c.first, c.first + c.count)]
+    assert len(positions) == len(set(positions)) == 10 * whole
     close(stores)
 
 
@@ -195,7 +245,7 @@ def test_the_core_steps_the_same_in_virtual_time() -> None:
     assert core.step(EventKind.PUSH, 0, 8, staging=1, samples=4, base_version=1).staleness == 1
 
 
-def lone_core(policy: Policy, batches: tuple[int, ...], samples: int) -> Core:
+def lone_core(policy: Policy, batches: tuple[int, ...], samples: int, staging_buffers: int = 2) -> Core:
     config = Config(
         tensors=(),
         initial=(),
@@ -208,7 +258,7 @@ def lone_core(policy: Policy, batches: tuple[int, ...], samples: int) -> Core:
         chunk_params=0,
         max_participants=len(batches),
         snapshot_spares=0,
-        staging_buffers=2,
+        staging_buffers=staging_buffers,
         policy_params=policy.params(),
     )
     core = Core(config)
@@ -222,6 +272,7 @@ class Crowd:
 
     def __init__(self, core: Core, count: int) -> None:
         self.core, self.now = core, 1
+        self.ahead: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         self.ended = [False] * count
         self.gone = [False] * count
         self.staging = [0] * count
@@ -237,7 +288,7 @@ class Crowd:
             self.gone[slot] = self.ended[slot] = False
         if deed == "leave":
             self.core.step(EventKind.LEAVE, slot, self.now, state=3)
-            self.gone[slot] = True
+            self.gone[slot], self.ahead[slot] = True, []
             return
         try:
             claim = self.core.step(EventKind.START, slot, self.now)
@@ -247,9 +298,12 @@ class Crowd:
         if claim.verdict == WAIT:
             return
         first, count = claim.first, claim.count
+        if self.ahead[slot] and self.ahead[slot][0] == (first, count):
+            self.ahead[slot].pop(0)
         if deed == "ahead":
             following = self.core.step(EventKind.START_AHEAD, slot, self.now)
-            assert not following.count or following.first != first
+            self.ahead[slot] += [(following.first, following.count)] if following.count else []
+            assert all(ahead != (first, count) for ahead in self.ahead[slot])
             return
         self.core.step(EventKind.PULL, slot, self.now, version=claim.version)
         self.staging[slot] ^= 1
@@ -264,10 +318,16 @@ class Crowd:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.sampled_from([ASP(), SSP(bound=1), SaPS(threshold="fixed", bound=3), HPS()]),
-    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["ahead", "push", "push", "leave"])), max_size=60),
+    st.sampled_from([2, 3, 8]),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["ahead", "ahead", "push", "push", "leave"])),
+        max_size=60,
+    ),
 )
-def test_each_sample_is_trained_once_with_claims_ahead(policy: Policy, deeds: list[tuple[int, str]]) -> None:
-    crowd = Crowd(lone_core(policy, (5, 3, 4), 120), 3)
+def test_each_sample_is_trained_once_with_claims_ahead(
+    policy: Policy, depth: int, deeds: list[tuple[int, str]]
+) -> None:
+    crowd = Crowd(lone_core(policy, (5, 3, 4), 120, depth), 3)
     for slot, deed in deeds:
         crowd.act(slot, deed)
     for turn in range(400):

@@ -87,7 +87,7 @@ GOOD = {"w": np.zeros(3)}
         (errors.InvalidArgument, "samples", {"samples": -1}),
         (errors.InvalidArgument, "chunk_params", {"chunk_params": 1000}),
         (errors.InvalidArgument, "chunk_params", {"chunk_params": 2**40}),
-        (errors.InvalidArgument, "staging_buffers", {"staging_buffers": 5}),
+        (errors.InvalidArgument, "staging_buffers", {"staging_buffers": 9}),
         (errors.InvalidArgument, "participants", {"max_participants": 100_000}),
         (errors.InvalidArgument, "tensor", {"tensors": {}}),
         (errors.InvalidArgument, "tensor name", {"tensors": {"": np.zeros(1)}}),
