@@ -15,7 +15,8 @@
 #define SHORT   2u
 #define SECONDS 0.001
 
-#define REGIONS 12u
+#define FIELDS_FROM 12u /* these regions are 8 bytes, from one field of the current view on */
+#define REGIONS     16u
 
 static struct good {
     uint32_t policy, ranks;
@@ -41,9 +42,16 @@ static void find_regions(const pyps_store *s, struct good *g) {
     uint64_t view = l->views + word_buffer(load_seq(&s->header->view)) * l->view_stride;
     uint64_t starts[] = {0,         l->tensors,     l->groups, l->slots,   l->words,   l->saved,
                          l->owners, l->view_owners, l->views,  l->buffers, l->staging, l->bytes};
-    for (size_t r = 0; r + 1 < REGIONS; r++)
+    for (size_t r = 0; r + 1 < FIELDS_FROM; r++)
         g->regions[r].at = starts[r], g->regions[r].bytes = starts[r + 1] - starts[r];
-    g->regions[REGIONS - 1].at = view, g->regions[REGIONS - 1].bytes = l->view_stride;
+    g->regions[FIELDS_FROM - 1].at = view, g->regions[FIELDS_FROM - 1].bytes = l->view_stride;
+    const struct view *v = (const struct view *)(const void *)(s->base + view);
+    const void *fields[] = {&v->outstanding, &view_member(v, g->ranks - 1)->state,
+                            &view_member(v, v->participants - 1)->state,
+                            &view_rank(v, g->ranks - 1)->slot_plus_1};
+    for (size_t f = 0; FIELDS_FROM + f < REGIONS; f++)
+        g->regions[FIELDS_FROM + f].at = (uint64_t)((const uint8_t *)fields[f] - s->base),
+                                 g->regions[FIELDS_FROM + f].bytes = 8;
 }
 
 static float flat[1u << 20];
