@@ -23,7 +23,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from pyps.checkpoint.tensors import Tensors, read_tensors, write_error, write_tensors
+from pyps.checkpoint.tensors import Tensors, read_tensors, verify_file, write_error, write_tensors
 from pyps.errors import InputError
 from pyps.formats.checkpoint import CHECKPOINT_SCHEMA, Checkpoint, TensorFile, check_signature, signed
 from pyps.formats.files import encode, read_json, typed
@@ -37,6 +37,7 @@ TEMPORARY = re.compile(r"\.(\d{9,}|latest)\.(new|replaced|removed)")
 KEEP = 2
 
 Describe = Callable[[dict[str, TensorFile]], Checkpoint]
+Fill = Callable[[Path], Checkpoint]
 
 
 def write_folder(
@@ -48,13 +49,23 @@ def write_folder(
     version is replaced. files: tensors by name, by file. describe: checkpoint.json for the files written.
     Raises InputError, naming the file, if it cannot be written; older checkpoints are then unchanged.
     """
+
+    def fill(folder: Path) -> Checkpoint:
+        return describe({name: write_tensors(folder / name, tensors) for name, tensors in files.items()})
+
+    return fill_folder(parent, version, fill, keep)
+
+
+def fill_folder(parent: Path, version: int, fill: Fill, keep: int = KEEP) -> Path:
+    """As write_folder, with files that `fill` writes, and syncs, in the folder that it gets."""
     target, temporary = parent / f"{version:09d}", parent / f".{version:09d}.new"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with _only_writer(parent):
             _remove_temporaries(parent)
             try:
-                _write_files(temporary, files, describe)
+                temporary.mkdir()
+                _write_manifest(temporary, fill(temporary))
                 _put(temporary, target)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -66,11 +77,9 @@ def write_folder(
     return target
 
 
-def _write_files(folder: Path, files: Mapping[str, Tensors], describe: Describe) -> None:
-    folder.mkdir()
-    written = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+def _write_manifest(folder: Path, manifest: Checkpoint) -> None:
     with (folder / MANIFEST).open("xb") as file:
-        file.write(encode(signed(describe(written))))
+        file.write(encode(signed(manifest)))
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(folder)
@@ -155,11 +164,16 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / MANIFEST).exists() or NAME.fullmatch(path.resolve().name):
         return path.resolve()
-    for parent in (path / FOLDER, path):
-        if found := checkpoints(parent):
-            return found[-1]
+    if (found := newest_checkpoint(path)) is not None:
+        return found
     kind = "no checkpoint" if path.is_dir() else "no folder"
     raise InputError(str(path), "", kind, "a run's folder, or a checkpoint's")
+
+
+def newest_checkpoint(path: Path) -> Path | None:
+    """The newest checkpoint in a run's folder or in a folder of checkpoints; None if there is none."""
+    found = checkpoints(path / FOLDER) or checkpoints(path)
+    return found[-1] if found else None
 
 
 def read_manifest(folder: Path) -> Checkpoint:
@@ -176,12 +190,19 @@ def read_folder(folder: Path) -> tuple[Checkpoint, dict[str, dict[str, NDArray[A
 
     Raises InputError, naming the file that is missing or damaged, and the checkpoint before it.
     """
+    manifest = verify_folder(folder)
+    return manifest, {name: read_tensors(folder / name) for name in manifest.files}
+
+
+def verify_folder(folder: Path) -> Checkpoint:
+    """checkpoint.json, all of whose files are as they were written. Raises InputError as read_folder."""
     manifest = read_manifest(folder)
     with offering_previous(folder):
-        for name in manifest.files:
+        for name, file in manifest.files.items():
             if Path(name).name != name:
                 raise InputError(str(folder / MANIFEST), "files", repr(name), "names without a folder")
-        return manifest, {name: read_tensors(folder / name, file) for name, file in manifest.files.items()}
+            verify_file(folder / name, file)
+    return manifest
 
 
 @contextlib.contextmanager

@@ -24,12 +24,29 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | No
     arrays = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
     try:
         save_file(arrays, path, {"format": "pt", **(metadata or {})})
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return TensorFile(bytes=file.tell(), sha256=digest)
+        return sync_file(path)
     except (OSError, SafetensorError) as error:
         raise write_error(path, error, sum(array.nbytes for array in arrays.values())) from None
+
+
+def sync_file(path: Path) -> TensorFile:
+    """Make a file durable; its size and digest. Raises OSError."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return TensorFile(bytes=file.tell(), sha256=digest)
+
+
+def write_whole(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file that appears whole or not at all. Raises InputError as write_tensors."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_tensors(temporary, tensors, metadata)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise write_error(path, error, 0) from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_error(path: Path, error: Exception, needed: int) -> InputError:
@@ -38,24 +55,27 @@ def write_error(path: Path, error: Exception, needed: int) -> InputError:
     return InputError(str(path), "", reason, f"a place to write {needed} bytes to")
 
 
-def read_tensors(path: Path, expected: TensorFile | None = None) -> dict[str, NDArray[Any]]:
-    """The tensors of a file. Raises InputError if it is missing, damaged or another file than `expected`."""
+def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    """The tensors of a file. Raises InputError if it is missing or no such file."""
     try:
-        if expected is not None:
-            _verify(path, expected)
         return dict(load_file(path))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(str(path), "", reason.lower(), "a file of tensors (safetensors)") from None
 
 
-def _verify(path: Path, expected: TensorFile) -> None:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected.bytes:
-            wanted = f"{expected.bytes}, as checkpoint.json says: the file is not whole"
-            raise InputError(str(path), "size", f"{size} bytes", wanted)
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+def verify_file(path: Path, expected: TensorFile) -> None:
+    """Raises InputError if a file is missing, or is not the one that was written."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.bytes:
+                wanted = f"{expected.bytes}, as checkpoint.json says: the file is not whole"
+                raise InputError(str(path), "size", f"{size} bytes", wanted)
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(str(path), "", reason, "a file of the checkpoint") from None
     if found != expected.sha256:
         wanted = f"{expected.sha256[:12]}..., as checkpoint.json says: the file is damaged"
         raise InputError(str(path), "sha256", f"{found[:12]}...", wanted)

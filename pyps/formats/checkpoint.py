@@ -31,9 +31,9 @@ class TensorFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run's state at one version, without its tensors.
 
-    made_with: the version of pyps. unix_seconds: when. version: the store's. policy, seed, plan: of the run;
-    null where unknown. store: the rest of the store's state, as pyps.checkpoint.state reads it. files: by
-    name. sha256: of the file's other values.
+    made_with: the version of pyps. unix_seconds: when. version: the store's; for DDP its step. policy, seed,
+    plan: of the run; null where unknown. state: the rest of the state, as pyps.checkpoint.state or pyps.torch
+    reads it. files: by name. sha256: of the file's other values.
     """
 
     schema: Literal["pyps.checkpoint/1"] = "pyps.checkpoint/1"
@@ -43,7 +43,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: str | None = None
     seed: Counter | None = None
     plan: Plan | None = None
-    store: dict[str, Any]
+    state: dict[str, Any]
     files: dict[Name, TensorFile]
     sha256: Sha256 | Literal[""] = ""
 

@@ -7,6 +7,7 @@ weighted_hook(model)
 
 from pyps.solver.online.decide import SplitChange
 from pyps.torch.check import Cause, GradientCheck, check_gradient
+from pyps.torch.checkpoint import load, save
 from pyps.torch.hook import WeightedHook, weighted_hook
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.metrics import to_sink
@@ -28,7 +29,9 @@ __all__ = [
     "WeightedHook",
     "agreed_split",
     "check_gradient",
+    "load",
     "loss_scale",
+    "save",
     "to_sink",
     "weighted_hook",
 ]

@@ -123,12 +123,15 @@ class WeightedHook:
         self._weight = weight
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's kept errors of int8 and int4 by parameter name, in the gradient's own units."""
-        return {"residuals": self._residuals.state_dict()}
+        """This rank's kept errors of int8 and int4 by parameter name, in the gradient's own units; and W."""
+        total = None if self._total is None else float(self._total)
+        return {"residuals": self._residuals.state_dict(), "total": total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put kept errors back. Raises InputError for parameters that the model does not have."""
         self._residuals.load_state_dict(state["residuals"])
+        if (total := state.get("total")) is not None:
+            self._total = torch.tensor(total, dtype=torch.float64, device=self.device)
 
     def reduce(self, bucket: GradBucket) -> Reduced:
         """DDP's communication hook: the bucket's weighted sum over all ranks."""

@@ -74,6 +74,17 @@ class RankState(msgspec.Struct, frozen=True):
     waiting: float
 
 
+class _Knowledge(msgspec.Struct, frozen=True, kw_only=True):
+    """A Rebalancer's state: this device's OnlineCost, the ranks' levels at the last change, all changes."""
+
+    prior: CostMessage
+    changed: bool
+    known: list[tuple[int, float]]
+    level: float
+    levels: list[float] | None
+    history: list[SplitChange]
+
+
 class Rebalancer:
     """Moves samples between ranks while they train. Every rank makes one, with the same window and deadband.
 
@@ -137,6 +148,29 @@ class Rebalancer:
             for observe in self.observers:
                 observe(self)
         self._timer.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known of this rank's device and of earlier changes, for a Rebalancer of as many ranks."""
+        known = _Knowledge(
+            prior=CostMessage.of(self._device.prior),
+            changed=self._device.changed,
+            known=list(self._device.known.items()),
+            level=self._device.level,
+            levels=self._levels,
+            history=self.history,
+        )
+        plain: dict[str, Any] = msgspec.to_builtins(known)
+        return plain
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what was known. Call it before the first step. Raises InputError for another kind of state."""
+        try:
+            known = msgspec.convert(state, _Knowledge)
+        except msgspec.ValidationError as error:
+            raise InputError("Rebalancer", "state", str(error), "that of a Rebalancer") from None
+        self._device.prior, self._device.changed = known.prior.cost(), known.changed
+        self._device.known, self._device.level = dict(known.known), known.level
+        self._levels, self.history = known.levels, known.history
 
     def scalars(self) -> dict[str, float]:
         """Figures for any logger: batch, seconds, slowdown and waiting by rank; imbalance; changes so far."""

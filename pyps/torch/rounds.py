@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from pyps.solver.online.decide import Split
 from pyps.torch.schedule import PlanLike, check_accumulation, read_split
@@ -24,8 +25,8 @@ def default_rank() -> tuple[int, int]:
 class Rounds(ABC):
     """A split, this rank's part of it, and its passes over the data, round by round.
 
-    epoch and position say where the next pass begins. The three parameters are described in
-    UnevenBatchSampler.
+    epoch and position say where the next pass begins; drawn rounds of this one were handed out. The three
+    parameters are described in UnevenBatchSampler.
     """
 
     def __init__(self, plan: PlanLike, rank: int | None, accumulate: int | Sequence[int]) -> None:
@@ -35,6 +36,7 @@ class Rounds(ABC):
         self._min_batches = check_accumulation(self.split, self.rank, accumulate)
         self.epoch = 0
         self.position = 0  # samples of this epoch that were consumed before the pass begins
+        self.drawn = 0
 
     @property
     def global_batch(self) -> int:
@@ -73,6 +75,21 @@ class Rounds(ABC):
     @abstractmethod
     def round_samples(self, number: int) -> tuple[int, int] | None:
         """A recently trained round of this pass: its samples, and this rank's; None for any other."""
+
+    @abstractmethod
+    def state_dict(self, rounds: int) -> dict[str, Any]:
+        """The position after `rounds` trained rounds of this pass."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a position, with this object's own split."""
+
+    def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
+        """The split after `rounds` trained rounds of this pass, and those to come: (epoch, round, split).
+
+        The rounds of this epoch are counted from there on, as after load_state_dict().
+        """
+        return [(self.epoch, 0, self.latest_split)]
 
     @abstractmethod
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:

@@ -51,6 +51,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self._check()
         self.drawn = 0  # rounds of this epoch that were handed out, counted from `position`
         self._round_samples: list[tuple[int, int]] = []  # for each of these: its samples, and this rank's
+        self._round_splits: list[Split] = []
         self._passes = 0
         self._planned: list[tuple[RoundIndex, Split]] = []
         self.sizes()
@@ -86,13 +87,14 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             self.position = 0  # the same epoch again, from its first sample, even after a resumed part
         order = self._order()
         first = self.position
-        self.drawn, self._round_samples = 0, []
+        self.drawn, self._round_samples, self._round_splits = 0, [], []
         self._passes += 1
         for number, size in enumerate(self.sizes()):
             self._adopt((self.epoch, number))
             self.drawn = number + 1
             begin, end = rank_range(size, self.split, self.rank, self._min_batches)
             self._round_samples.append((size, end - begin))
+            self._round_splits.append(self.split)
             for low, high in micro_batches(first + begin, first + end, self.accumulation):
                 yield [int(k) for k in order[low:high]]
             first += size
@@ -150,6 +152,13 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         round_sizes(self.length - position, self.split, self._min_batches, self.drop_last)
         self.epoch, self.position, self.seed, self.drawn = epoch, position, seed, 0
         self._planned = []
+
+    def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
+        """The split after `rounds` trained rounds of this pass, and those to come: (epoch, round, split)."""
+        splits = [*self._round_splits[rounds:], self.split]
+        found = [(self.epoch, k, split) for k, split in enumerate(splits) if k == 0 or split != splits[k - 1]]
+        planned = [(e, number - rounds if e == self.epoch else number, s) for (e, number), s in self._planned]
+        return [*found, *planned]
 
     def sizes(self) -> list[int]:
         """The samples of each round from `position` to the epoch's end."""

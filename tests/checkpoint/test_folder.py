@@ -29,7 +29,7 @@ def write(parent: Path, version: int, keep: int = 2) -> Path:
     """A checkpoint whose values are all its version."""
 
     def describe(files: dict[str, TensorFile]) -> Checkpoint:
-        return Checkpoint(made_with="1", unix_seconds=1.5, version=version, store={"x": [1]}, files=files)
+        return Checkpoint(made_with="1", unix_seconds=1.5, version=version, state={"x": [1]}, files=files)
 
     tensors = {"a.weight": np.full((3, 5), version, np.float32), "b": np.full(7, version, np.float32)}
     states = {"a.weight.0": np.full((3, 5), version, np.float32), "steps": np.full(2, version, np.uint64)}
@@ -192,7 +192,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
 def test_a_manifest_names_no_file_elsewhere(tmp_path: Path) -> None:
     def describe(files: dict[str, TensorFile]) -> Checkpoint:
         named = {"../x": next(iter(files.values()))}
-        return Checkpoint(made_with="1", unix_seconds=0, version=1, store={}, files=named)
+        return Checkpoint(made_with="1", unix_seconds=0, version=1, state={}, files=named)
 
     path = write_folder(tmp_path, 1, {MODEL: {"a": np.zeros(1, np.float32)}}, describe)
     with pytest.raises(InputError, match=r"found '\.\./x'; expected names without a folder"):

@@ -1,0 +1,297 @@
+"""Checkpoints of a DDP run: saved by all ranks together, loaded by as many ranks or by others.
+
+    if (state := pyps.torch.load("checkpoints", model, optimizer, sampler, hook=hook)) is not None: ...
+    ...
+    pyps.torch.save("checkpoints", model, optimizer, sampler, hook=hook)
+
+The tensors are written by torch.distributed.checkpoint, as safetensors; everything else is in
+checkpoint.json. Random states, a WeightedHook's residuals and a Rebalancer's measurements belong to a rank:
+they are loaded where there are as many ranks as before. With as many ranks a run goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch.nn.parallel import DistributedDataParallel
+
+from pyps.checkpoint.folder import (
+    KEEP,
+    MANIFEST,
+    fill_folder,
+    find_checkpoint,
+    newest_checkpoint,
+    verify_folder,
+)
+from pyps.checkpoint.tensors import sync_file, write_error
+from pyps.errors import InputError
+from pyps.formats.checkpoint import Checkpoint
+from pyps.torch.hook import WeightedHook
+from pyps.torch.packing import names_in, pack, unpack
+from pyps.torch.rebalance import Rebalancer
+from pyps.torch.rounds import Rounds
+
+OF_A_RANK = (WeightedHook, Rebalancer)  # what has a state of its own on each rank
+TORCH = "2.9"
+dcp: Any = torch.distributed.checkpoint  # its types name none of what is used here
+T = TypeVar("T")
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    sampler: Rounds | None = None,
+    *,
+    rounds: int | None = None,
+    step: int | None = None,
+    keep: int = KEEP,
+    group: dist.ProcessGroup | None = None,
+    **state: Any,
+) -> Path:
+    """Write a checkpoint and remove all but the last `keep`; its folder. Every rank calls it between steps.
+
+    folder: of the checkpoints, seen by all ranks. model, optimizer: those of the run; a DDP model's names are
+    those of the module in it. sampler: an UnevenBatchSampler or UnevenIterableDataset. rounds: the rounds of
+    this epoch that were trained; by default those that were handed out, which is wrong where DataLoader
+    workers fetch ahead. step: the checkpoint's number, rising; by default the samples trained. group: of the
+    ranks; by default all. state: more to save by name: objects with state_dict() (a WeightedHook, a
+    Rebalancer, a scheduler, a GradScaler), or numbers, text, lists and dicts of them. Raises InputError on
+    all ranks if it cannot be written; the last one stays.
+    """
+    _check_torch()
+    number = step if step is not None else _samples(sampler, rounds)
+    tensors: dict[str, torch.Tensor] = {}
+    common: dict[str, Any] = {
+        "model": pack(_plain_module(model).state_dict(), "model", tensors),
+        "optimizer": None if optimizer is None else pack(optimizer.state_dict(), "optimizer", tensors),
+    }
+    if sampler is not None:
+        done = _trained(sampler, rounds)
+        common |= {"sampler": sampler.state_dict(done), "changes": sampler.changes(done)}
+    rank = dist.get_rank(group)
+    own: dict[str, Any] = {"random": pack(_random_states(), f"rank{rank}.random", tensors)}
+    for name, value in state.items():
+        plain = value.state_dict() if hasattr(value, "state_dict") else value
+        if isinstance(value, OF_A_RANK):
+            own[name] = pack(plain, f"rank{rank}.{name}", tensors)
+        else:
+            common[f"state.{name}"] = pack(plain, f"state.{name}", tensors)
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, own, group=group)
+
+    def fill(temporary: Path) -> Checkpoint:
+        _broadcast(str(temporary), group)
+        _write(temporary, tensors, group)
+        return Checkpoint(
+            made_with=metadata.version("pyps-train"),
+            unix_seconds=time.time(),
+            version=number,
+            state={"common": common, "ranks": ranks},
+            files={path.name: sync_file(path) for path in sorted(temporary.iterdir())},
+        )
+
+    return _first_rank(lambda: fill_folder(Path(folder), number, fill, keep), tensors, group)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    sampler: Rounds | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **state: Any,
+) -> dict[str, Any] | None:
+    """Load the newest checkpoint of a folder, or the one given, on all ranks; None if there is none yet.
+
+    The arguments are those of save(): what has a state_dict() gets its state. The dict has the rest, by name,
+    and the checkpoint's number as "step". Call it before the first step. The split of the checkpoint is taken
+    if there are as many ranks as before and B is the same. Raises InputError on all ranks for a damaged file,
+    for another model, and for a state that the checkpoint does not have.
+    """
+    _check_torch()
+    found = _agreed(lambda: _find(Path(folder)), group)
+    if found is None:
+        return None
+    path, manifest = found
+    common, ranks = manifest.state["common"], manifest.state["ranks"]
+    same_ranks = len(ranks) == dist.get_world_size(group)
+    own = ranks[dist.get_rank(group)] if same_ranks else {}
+    tensors = _read(path, [*names_in(common), *names_in(own)], group)
+    where = str(path)
+    _load_model(where, _plain_module(model), unpack(common["model"], tensors))
+    if optimizer is not None:
+        _load_optimizer(where, optimizer, unpack(common["optimizer"], tensors))
+    if sampler is not None:
+        sampler.load_state_dict(common.get("sampler", {}))
+        if same_ranks and sum(common["changes"][0][2]) == sampler.global_batch:
+            for epoch, number, split in common["changes"]:
+                sampler.replan(split, epoch, number)
+    rest = {name.removeprefix("state."): value for name, value in common.items() if name.startswith("state.")}
+    for name, value in state.items():
+        packed = own.get(name) if isinstance(value, OF_A_RANK) else rest.pop(name, None)
+        if packed is not None:
+            value.load_state_dict(unpack(packed, tensors))
+        elif same_ranks or not isinstance(value, OF_A_RANK):
+            raise InputError(where, name, "nothing", f"a state that was saved as {name}=")
+    if same_ranks:
+        _set_random_states(unpack(own["random"], tensors))
+    return {name: unpack(value, tensors) for name, value in rest.items()} | {"step": manifest.version}
+
+
+def _check_torch() -> None:
+    if not hasattr(dcp, "HuggingFaceStorageWriter"):
+        raise InputError("pyps.torch.save", "torch", torch.__version__, f"torch {TORCH} or newer")
+
+
+def _plain_module(model: torch.nn.Module) -> torch.nn.Module:
+    """The module in DDP and torch.compile's wrappers, so that names do not depend on them."""
+    while (inner := getattr(model, "_orig_mod", None) or _in_ddp(model)) is not None:
+        model = inner
+    return model
+
+
+def _in_ddp(model: torch.nn.Module) -> torch.nn.Module | None:
+    return model.module if isinstance(model, DistributedDataParallel) else None
+
+
+def _trained(sampler: Rounds, rounds: int | None) -> int:
+    """The rounds of this pass that count as trained."""
+    return sampler.drawn if rounds is None else rounds
+
+
+def _samples(sampler: Rounds | None, rounds: int | None) -> int:
+    length = getattr(sampler, "length", None)
+    if sampler is None or length is None:
+        raise InputError("pyps.torch.save", "step", "nothing", "the checkpoint's number")
+    state = sampler.state_dict(_trained(sampler, rounds))
+    return int(state["epoch"]) * int(length) + int(state["position"])
+
+
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """All ranks write their tensors; the first one those that all have."""
+    flat = {name: tensor.contiguous().reshape(-1) for name, tensor in tensors.items() if tensor.numel()}
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        dcp.save(flat, storage_writer=writer, planner=planner, process_group=group)
+    except dcp.CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        needed = sum(tensor.nbytes for tensor in flat.values())
+        raise write_error(folder, first if isinstance(first, Exception) else error, needed) from None
+
+
+def _first_rank(
+    write: Callable[[], Path], tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> Path:
+    """The first rank writes, and announces where; the others write their tensors there. Errors reach all."""
+
+    def whole() -> Path:
+        try:
+            return write()
+        finally:
+            _broadcast(None, group)
+
+    if dist.get_rank(group) != 0:
+        while (place := _broadcast(None, group)) is not None:
+            with contextlib.suppress(InputError):  # the first rank has it, too
+                _write(Path(place), tensors, group)
+    return _agreed(whole, group)
+
+
+def _agreed(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What the function gives on the first rank, on all ranks; so is an InputError that it raises."""
+    found: tuple[Any, tuple[str, str, str, str] | None] = None, None
+    if dist.get_rank(group) == 0:
+        try:
+            found = function(), None
+        except InputError as error:
+            found = None, (error.where, error.field, error.found, error.expected)
+    value, failed = _broadcast(found, group)
+    if failed is not None:
+        raise InputError(*failed)
+    return value  # type: ignore[no-any-return]
+
+
+def _broadcast(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """The first rank's value, on all ranks."""
+    values = [value]
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(values, src=first, group=group)
+    return values[0]
+
+
+def _find(folder: Path) -> tuple[Path, Checkpoint] | None:
+    given = newest_checkpoint(folder)
+    if given is None and not (folder / MANIFEST).exists():
+        return None
+    path = given or find_checkpoint(folder)
+    manifest = verify_folder(path)
+    if {"common", "ranks"} - manifest.state.keys():
+        raise InputError(str(path / MANIFEST), "state", "that of a store", "that of pyps.torch.save")
+    return path, manifest
+
+
+def _read(path: Path, names: Sequence[str], group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    tensors = {}
+    for name in names:
+        size, dtype = (known[name].size, known[name].properties.dtype) if name in known else ((0,), None)
+        tensors[name] = torch.empty(size, dtype=dtype)
+    wanted = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    dcp.load(wanted, storage_reader=reader, process_group=group)
+    return tensors
+
+
+def _load_model(where: str, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    own = model.state_dict()
+    for name in [*own, *state]:
+        here, there = (_described(values.get(name)) for values in (own, state))
+        if here != there:
+            raise InputError(where, name, f"{there} in the checkpoint", f"{here}, as in the model")
+    model.load_state_dict(state)
+
+
+def _described(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _load_optimizer(where: str, optimizer: torch.optim.Optimizer, state: Any) -> None:
+    if state is None:
+        raise InputError(where, "optimizer", "nothing", "an optimizer's state")
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, KeyError) as error:
+        expected = f"that of a {type(optimizer).__name__} with these groups"
+        raise InputError(where, "optimizer", f"another state ({error})", expected) from None
+
+
+def _random_states() -> dict[str, Any]:
+    """Of torch, NumPy and Python in this process."""
+    kind, keys, *rest = np.random.get_state()
+    states = {"torch": torch.get_rng_state(), "numpy": (kind, np.asarray(keys, np.int64), *rest)}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {**states, "python": random.getstate()}
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

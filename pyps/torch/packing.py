@@ -1,0 +1,88 @@
+"""Nested state as JSON and tensors: what a state_dict holds, without pickle.
+
+Tensors go to a flat dict under a name that says where they were; tuples, and dicts with keys that are no
+text, are marked. Numbers are exact in both directions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyps.errors import InputError
+
+TENSOR, TUPLE, ITEMS, COUNTER, NUMBER = "tensor", "tuple", "items", "counter", "number"  # of a marked value
+MARK = "$"
+
+
+def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """The value as JSON's types; its tensors are added to `tensors`, each under `name` and its place.
+
+    Raises InputError, naming the place, for what is neither a tensor nor a number, text, list, tuple or dict.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach()
+        return {MARK: TENSOR, "name": name, "shape": list(value.shape)}
+    if isinstance(value, int | float | np.number):
+        return _number(value)
+    if isinstance(value, list | tuple):
+        items = [pack(item, f"{name}.{k}", tensors) for k, item in enumerate(value)]
+        return items if isinstance(value, list) else {MARK: TUPLE, "items": items}
+    if isinstance(value, Mapping):
+        return _mapping(value, name, tensors)
+    if isinstance(value, np.ndarray):
+        return pack(torch.from_numpy(value.copy()), name, tensors)
+    raise InputError("save", name, type(value).__name__, "tensors, numbers, text, lists, tuples and dicts")
+
+
+def _number(value: Any) -> Any:
+    plain = value.item() if isinstance(value, np.number) else value
+    if isinstance(plain, int) and -(2**63) <= plain < 2**63:
+        return plain
+    if isinstance(plain, float) and np.isfinite(plain):
+        return plain
+    return {MARK: NUMBER, "text": repr(plain)}
+
+
+def _mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if all(isinstance(key, str) for key in value) and MARK not in value and not isinstance(value, Counter):
+        return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
+    items = [[pack(k, name, tensors), pack(v, f"{name}.{k}", tensors)] for k, v in value.items()]
+    return {MARK: COUNTER if isinstance(value, Counter) else ITEMS, "items": items}
+
+
+def unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The value that was packed, with the tensors of that name."""
+    if isinstance(packed, list):
+        return [unpack(item, tensors) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    kind = packed.get(MARK)
+    if kind is None:
+        return {key: unpack(item, tensors) for key, item in packed.items()}
+    if kind == TENSOR:
+        return tensors[packed["name"]].reshape(packed["shape"])
+    if kind == NUMBER:
+        text = packed["text"]
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    if kind == TUPLE:
+        return tuple(unpack(item, tensors) for item in packed["items"])
+    items = {unpack(key, tensors): unpack(item, tensors) for key, item in packed["items"]}
+    return Counter(items) if kind == COUNTER else items
+
+
+def names_in(packed: Any) -> list[str]:
+    """The names of the tensors that a packed value refers to."""
+    if isinstance(packed, list):
+        return [name for item in packed for name in names_in(item)]
+    if not isinstance(packed, dict):
+        return []
+    if packed.get(MARK) == TENSOR:
+        return [packed["name"]]
+    return [name for item in packed.values() for name in names_in(item)]

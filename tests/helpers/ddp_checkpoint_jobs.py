@@ -1,0 +1,102 @@
+"""What the ranks of the tests of DDP checkpoints do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pyps.torch
+from pyps.torch import Rebalancer, UnevenBatchSampler, weighted_hook
+
+LENGTH = 46  # of the data set: the last round of an epoch is short
+DRAWS = torch.Generator().manual_seed(0)
+INPUTS, TARGETS = torch.randn(LENGTH, 6, generator=DRAWS), torch.randn(LENGTH, 3, generator=DRAWS)
+
+
+def make(
+    group: dist.ProcessGroup, split: list[int], wire: str
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer, UnevenBatchSampler, dict[str, Any]]:
+    """A model with dropout and BatchNorm, and what belongs to its training."""
+    torch.manual_seed(5)
+    layers = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3)
+    model = DistributedDataParallel(nn.Sequential(*layers), process_group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sampler = UnevenBatchSampler(LENGTH, split, dist.get_rank(group), seed=3)
+    hook = weighted_hook(model, sampler, wire=wire)
+    return (
+        model,
+        optimizer,
+        sampler,
+        {
+            "hook": hook,
+            "rebalancer": Rebalancer(sampler, hook, window=3),
+            "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 9], gamma=0.5),
+        },
+    )
+
+
+def train(
+    group: dist.ProcessGroup,
+    folder: Path,
+    steps: int,
+    split: list[int],
+    wire: str = "same",
+    save_at: int = 0,
+    loads: bool = False,
+) -> dict[str, Any]:
+    """Train up to a step, or on from a checkpoint; the model's state and the samples of this rank."""
+    model, optimizer, sampler, state = make(group, split, wire)
+    step, kept = 0, None
+    if loads:
+        torch.manual_seed(1234 + dist.get_rank(group))
+        kept = pyps.torch.load(folder, model, optimizer, sampler, group=group, **state)
+        assert kept is not None
+        step = kept["note"]["steps"]
+    taken: list[list[int]] = []
+    while step < steps:
+        done = 0
+        for chosen in sampler:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(INPUTS[chosen]), TARGETS[chosen]).backward()
+            optimizer.step()
+            state["scheduler"].step()
+            taken.append(chosen)
+            step, done = step + 1, done + 1
+            if step == save_at:
+                note = {"steps": step, "of": (1.5, None)}
+                pyps.torch.save(
+                    folder, model, optimizer, sampler, rounds=done, group=group, note=note, **state
+                )
+            if step == steps:
+                break
+        else:
+            sampler.set_epoch(sampler.epoch + 1)
+    return {
+        "model": {name: value.clone() for name, value in model.module.state_dict().items()},
+        "lr": state["scheduler"].get_last_lr(),
+        "taken": taken,
+        "kept": kept,
+        "split": sampler.split,
+    }
+
+
+def load_into(group: dist.ProcessGroup, folder: Path, width: int) -> str:
+    """The error of loading into a model of another width; "" if there is none to load."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, width)), process_group=group)
+    try:
+        return str(pyps.torch.load(folder, model, group=group) or "")
+    except pyps.InputError as error:
+        return str(error)
+
+
+def save_where_it_fails(group: dist.ProcessGroup, folder: Path) -> str:
+    model = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+    try:
+        return str(pyps.torch.save(folder, model, step=1, group=group))
+    except pyps.InputError as error:
+        return str(error)
