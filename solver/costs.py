@@ -11,7 +11,8 @@ Gradient accumulation: a batch above `micro` is computed in full micro-batches a
 
     T(k * micro + r) = k * T(micro) + T(r),    1 <= r <= micro
 
-A transfer, once an iteration whatever the batch, is added to that.
+A transfer, once an iteration whatever the batch, is added to that. Transfers that overlap with the compute of
+other steps are a lower limit instead: max(T(b), overlap).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Costs:
 
     All arrays have one entry a worker, except the knots, which workers may share. micro: the most samples
     that a worker computes at once; None without accumulation. transfer: seconds added to each iteration, or
-    None.
+    None. overlap: the least seconds of an iteration, or None.
     """
 
     c: Floats
@@ -100,6 +101,7 @@ class Costs:
     knot_seconds: Floats
     micro: Ints | None = None
     transfer: Floats | None = None
+    overlap: Floats | None = None
 
     @staticmethod
     def stack(costs: Sequence[Cost]) -> Costs:
@@ -150,6 +152,7 @@ class Costs:
             self.knot_seconds,
             None if self.micro is None else self.micro[index],
             None if self.transfer is None else self.transfer[index],
+            None if self.overlap is None else self.overlap[index],
         )
 
     def accumulated(self, micro: Ints) -> Costs:
@@ -168,7 +171,7 @@ class Costs:
         contents = {(i, j): (*self.knot_batch[i:j], *self.knot_seconds[i:j]) for i, j in set(rows)}
         rank = {row: k for k, row in enumerate(sorted(contents, key=contents.__getitem__))}
         table = np.array([rank[row] for row in rows], np.int64)
-        rest = [np.zeros(len(self)) if x is None else x for x in (self.micro, self.transfer)]
+        rest = [np.zeros(len(self)) if x is None else x for x in (self.micro, self.transfer, self.overlap)]
         return self.t0, self.a, self.c, table, *rest
 
     def last_batch(self, most: Ints) -> Ints:
@@ -180,10 +183,11 @@ class Costs:
 
     def seconds(self, batch: Ints) -> Floats:
         """T_i(batch_i) for each worker, batch >= 1."""
-        return self.compute(batch) if self.transfer is None else self.compute(batch) + self.transfer
+        seconds = self.compute(batch) if self.transfer is None else self.compute(batch) + self.transfer
+        return seconds if self.overlap is None else np.maximum(seconds, self.overlap)
 
     def compute(self, batch: Ints) -> Floats:
-        """T_i(batch_i) without the transfer."""
+        """T_i(batch_i) without transfers."""
         if self.micro is None:
             return self._at_once(batch)
         full = (batch - 1) // self.micro
@@ -227,6 +231,10 @@ class Costs:
     def real_batch(self, t: float, most: Ints) -> Floats:
         """The largest real b in [0, most] with T_i(b) <= t, up to rounding; tables linear between points."""
         left: Floats | float = t if self.transfer is None else t - self.transfer
+        real = self._real_in_parts(left, most)
+        return real if self.overlap is None else np.where(self.overlap <= t, real, 0.0)
+
+    def _real_in_parts(self, left: Floats | float, most: Ints) -> Floats:
         if self.micro is None:
             return self._real_at_once(left, most)
         whole = self._at_once(self.micro)

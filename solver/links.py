@@ -8,6 +8,7 @@ was measured on normally distributed numbers; the tests measure it again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyps.formats import Bits
@@ -31,6 +32,40 @@ class LinkCost:
     def seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
         """Seconds of a push followed by a pull of the whole model."""
         return 2 * self.latency_seconds + self.wire_seconds(push, pull)
+
+
+def step_seconds(
+    compute_seconds: float, links: Sequence[LinkCost], push: Bits = 32, pull: Bits = 32, depth: int = 1
+) -> float:
+    """Seconds from one step of a worker to its next; with `depth` steps under way, all but one in transfer.
+
+    compute_seconds: of a step. links: that a push and a pull cross, one after another. push, pull: bits of a
+    number. depth: 1: transfers follow compute.
+    """
+    if depth == 1:
+        return compute_seconds + transfer_seconds(links, push, pull)
+    return max(compute_seconds, overlapped_seconds(links, push, pull, depth))
+
+
+def overlapped_seconds(links: Sequence[LinkCost], push: Bits, pull: Bits, depth: int) -> float:
+    """The least seconds of a step of which depth - 1 >= 1 others are in transfer.
+
+    links: that a push and a pull cross. push, pull: bits of a number.
+    """
+    on_wire = sum(link.wire_seconds(push, pull) for link in links)
+    return max(on_wire, transfer_seconds(links, push, pull) / (depth - 1))
+
+
+def in_series(links: Sequence[LinkCost]) -> LinkCost | None:
+    """One link that takes as long as all of these, which a message crosses one after another; None: of none."""
+    if not links:
+        return None
+    return LinkCost(sum(x.latency_seconds for x in links), sum(x.model_seconds for x in links))
+
+
+def transfer_seconds(links: Sequence[LinkCost], push: Bits = 32, pull: Bits = 32) -> float:
+    """Seconds of a push followed by a pull over links that they cross one after another."""
+    return sum(link.seconds(push, pull) for link in links)
 
 
 def link_cost(parameters: int | None, bandwidth: float | None, latency: float | None) -> LinkCost | None:

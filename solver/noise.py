@@ -70,10 +70,13 @@ def forecast(
     of each worker, assumed independent.
     """
     fitted, at_quantile = evaluate(nominal, batches), evaluate(robust, batches)
-    left = at_quantile.iteration_seconds - at_quantile.sync_seconds
+    left = at_quantile.longest_seconds - at_quantile.sync_seconds
+    overlap = robust.problem.costs.overlap
+    overlapped = np.zeros(len(batches), bool) if overlap is None else overlap > 0
     chance = 1.0
     for k in np.flatnonzero(batches > 0).tolist():
-        chance *= noise[k].chance((left - float(fitted.link_seconds[k])) / float(fitted.seconds[k]))
+        added = 0.0 if overlapped[k] else float(fitted.link_seconds[k])
+        chance *= noise[k].chance((left - added) / float(fitted.seconds[k]))
     return Forecast(
         batches=batches.tolist(),
         seconds=fitted.iteration_seconds,

@@ -25,19 +25,30 @@ from pyps.formats import (
     PlanWorker,
     Profile,
     R2spSchedule,
+    RunTable,
     SyncEstimate,
 )
+from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
 from pyps.solver.exact.minmax import Problem, at_index, solve
-from pyps.solver.links import LinkCost
+from pyps.solver.links import LinkCost, in_series
 from pyps.solver.milp.constrained import ConstrainedProblem, ConstrainedSolution, evaluate, solve_constrained
 from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
 from pyps.solver.milp.relaxed import subset_bound
+from pyps.solver.mode import mode_of, most_exact, stated_policy
 from pyps.solver.noise import Noise, forecast, noise_of, too_few
-from pyps.solver.ranks import PlannedRank, constrained_problem_of, cost_of, max_batch_of, needs, planned_ranks
+from pyps.solver.ranks import (
+    PlannedRank,
+    constrained_problem_of,
+    cost_of,
+    links_of,
+    max_batch_of,
+    needs,
+    planned_ranks,
+)
 from pyps.solver.report.warnings import link_warnings, warnings_of
 from pyps.solver.systems.goodput import StatisticalEfficiency, best_batch
 from pyps.solver.systems.hps import hps_estimate
-from pyps.solver.systems.r2sp import r2sp_schedule, remedies
+from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
 
 MAX_REPEATS = 1000  # micro-batches that may be proposed
 
@@ -54,34 +65,42 @@ def even_split(constrained: ConstrainedProblem) -> tuple[EvenSplit, list[float]]
     within = (np.maximum(problem.min_batch, 1) <= batch) & (batch % problem.batch_multiple == 0)
     within &= batch <= problem.costs.last_batch(problem.max_batch)
     solution = evaluate(constrained, batch)
-    seconds = (solution.seconds + solution.link_seconds).tolist()
+    seconds = solution.step_seconds.tolist()
     kept = all(limit.need[batch > 0].sum() <= limit.at_most for limit in constrained.limits)
     if not (within.all() and kept):
         return EvenSplit(feasible=False), seconds
     return EvenSplit(feasible=True, seconds=solution.iteration_seconds), seconds
 
 
-def make_plan(cluster: Cluster, profiles: Sequence[Profile]) -> Plan:
-    """The plan for a cluster. profiles: one with a fit for each group of the cluster.
+def make_plan(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None = None) -> Plan:
+    """The plan for a cluster, in the mode that its [run] states.
+
+    cluster: what is planned. profiles: one with a fit for each group of the cluster. pace: of the policy that
+    [run] names (pyps.store.policies.Policy.pace); rounds if it names none.
 
     If the job names a quantile, all times are at this quantile, and `noise` holds the fitted ones. Raises
     Infeasible, InputError, PypsError.
     """
+    if pace is None and cluster.run.policy is not None:
+        raise InputError("make_plan", "pace", "nothing", f"the pace of the policy {cluster.run.policy!r}")
     ranks = planned_ranks(cluster, profiles)
-    return plan_ranks(cluster, ranks, planning_problem(cluster, ranks))
+    return plan_ranks(cluster, ranks, planning_problem(cluster, ranks, pace or ROUND))
 
 
 def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> Plan:
     """`make_plan` for the ranks and the planning problem that were made of the cluster and its profiles."""
+    pace = constrained.pace
     try:
-        solution = solve_within_limits(cluster, ranks, constrained)
+        solution = _fastest_solution(cluster, ranks, constrained)
     except Infeasible as error:
-        raise Infeasible(error.reason, _with_micro_batches(cluster, ranks, error.nearest)) from None
-    plan = plan_of(cluster, ranks, constrained, solution)
+        raise Infeasible(error.reason, _with_micro_batches(cluster, ranks, pace, error.nearest)) from None
+    modes = _modes(cluster, ranks, pace, solution)
+    constrained = planning_problem(cluster, ranks, pace, modes)
+    plan = plan_of(cluster, ranks, constrained, evaluate(constrained, solution.batches), modes)
     quantile = cluster.job.quantile
     if quantile is None:
         return plan
-    fitted, noise = constrained_problem_of(cluster, ranks), _noise(ranks)
+    fitted, noise = constrained_problem_of(cluster, ranks, (), pace, modes), _noise(ranks)
     nominal, robust = (
         forecast(fitted, constrained, batches, noise)
         for batches in (solve_within_limits(cluster, ranks, fitted).batches, solution.batches)
@@ -95,7 +114,35 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
     )
 
 
-def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], nearest: str) -> str:
+def _fastest_solution(
+    cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
+) -> ConstrainedSolution:
+    """The solution with the shortest longest step. Where workers do not wait for the slowest, the split for
+    serial rounds at 32 bits instead, if samples pass faster with it.
+    """
+    joint = solve_within_limits(cluster, ranks, constrained)
+    if constrained.pace.kind != "free" and not constrained.pace.spare:
+        return joint
+    serial = msgspec.structs.replace(cluster, run=RunTable())
+    try:
+        batches = solve_within_limits(serial, ranks, planning_problem(serial, ranks)).batches
+    except Infeasible:
+        return joint
+    return min(joint, evaluate(constrained, batches), key=lambda solution: solution.iteration_seconds)
+
+
+def _modes(
+    cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace, solution: ConstrainedSolution
+) -> list[WorkerMode]:
+    """Each rank's codecs and depth: the most exact and shallowest with which the solution is as fast."""
+
+    def valued(modes: Sequence[WorkerMode]) -> ConstrainedSolution:
+        return evaluate(planning_problem(cluster, ranks, pace, modes), solution.batches)
+
+    return most_exact(mode_of(cluster, pace), links_of(cluster, ranks), solution, valued)
+
+
+def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace, nearest: str) -> str:
     """The remedy of a refusal, and the max_accumulation for every worker that would be another one."""
     at_once = sum(max_batch_of(rank.group, rank.profile) for rank in ranks)
     repeats = -(-cluster.job.global_batch // max(at_once, 1))
@@ -103,13 +150,13 @@ def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], nearest:
         msgspec.structs.replace(group, max_accumulation=max(group.max_accumulation, repeats))
         for group in cluster.worker
     ]
-    if groups == cluster.worker or repeats > MAX_REPEATS:
+    if all(rank.group.max_accumulation >= repeats for rank in ranks) or repeats > MAX_REPEATS:
         return nearest
     wide = msgspec.structs.replace(cluster, worker=groups)
     by_name = {group.name: group for group in groups}
     wide_ranks = [replace(rank, group=by_name[rank.group.name]) for rank in ranks]
     try:
-        solve_within_limits(wide, wide_ranks, planning_problem(wide, wide_ranks))
+        solve_within_limits(wide, wide_ranks, planning_problem(wide, wide_ranks, pace))
     except Infeasible:
         return nearest
     return f"{nearest}, or allow every worker max_accumulation = {repeats}"
@@ -125,11 +172,19 @@ def solve_within_limits(
     return within_budget(constrained, price, budget)
 
 
-def planning_problem(cluster: Cluster, ranks: Sequence[PlannedRank]) -> ConstrainedProblem:
-    """The problem that a cluster's plan solves: with the fitted times, or with the job's quantile of them."""
+def planning_problem(
+    cluster: Cluster,
+    ranks: Sequence[PlannedRank],
+    pace: Pace = ROUND,
+    modes: Sequence[WorkerMode] | None = None,
+) -> ConstrainedProblem:
+    """The problem that a cluster's plan solves: with the fitted times, or with the job's quantile of them.
+
+    cluster, ranks, pace, modes: as in pyps.solver.ranks.constrained_problem_of.
+    """
     quantile = cluster.job.quantile
     factors = [] if quantile is None else [noise.factor(quantile) for noise in _noise(ranks)]
-    return constrained_problem_of(cluster, ranks, factors)
+    return constrained_problem_of(cluster, ranks, factors, pace, modes)
 
 
 def _noise(ranks: Sequence[PlannedRank]) -> list[Noise]:
@@ -141,13 +196,13 @@ def _noise(ranks: Sequence[PlannedRank]) -> list[Noise]:
     return [cache[id(rank.profile)] for rank in ranks]
 
 
-def best_global_batch(cluster: Cluster, ranks: Sequence[PlannedRank]) -> int:
+def best_global_batch(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace = ROUND) -> int:
     """The global batch of highest goodput, by the cluster's noise scale. Raises InputError without one."""
     if cluster.goodput is None:
         raise InputError("the cluster file", "goodput", "nothing", "noise_scale and base_batch, in samples")
     most = cluster.goodput.max_batch or MAX_BATCH
     solve = partial(solve_within_limits, cluster, ranks)
-    return best_batch(planning_problem(cluster, ranks), _efficiency(cluster.goodput), most, solve)[0]
+    return best_batch(planning_problem(cluster, ranks, pace), _efficiency(cluster.goodput), most, solve)[0]
 
 
 def _efficiency(info: GoodputInfo) -> StatisticalEfficiency:
@@ -159,27 +214,34 @@ def plan_of(
     ranks: Sequence[PlannedRank],
     constrained: ConstrainedProblem,
     solution: ConstrainedSolution,
+    modes: Sequence[WorkerMode],
 ) -> Plan:
-    """The plan with this solution's batches, and all that follows from them."""
+    """The plan with this solution's batches, and all that follows from them.
+
+    cluster, ranks, constrained: what was planned. solution: of this problem. modes: of each rank.
+    """
     problem, seconds = constrained.problem, solution.iteration_seconds
     even, _ = even_split(constrained)
     workers = [_plan_worker(k, rank, solution, problem) for k, rank in enumerate(ranks)]
     used = [worker.rank for worker in workers if worker.batch]
     compute = [float(solution.seconds[k]) for k in used]
-    links = [ranks[k].link for k in used]
-    r2sp = _turns(constrained, used, compute, links)
+    crossed = links_of(cluster, ranks)
+    links = [in_series(crossed[k]) or ranks[k].link for k in used]
+    here = [modes[k] for k in used]
+    r2sp = _turns(constrained, used, compute, links, here)
     warnings = warnings_of(ranks, workers, constrained.has_side_constraints)
     goodput = _efficiency(cluster.goodput) if cluster.goodput else None
     return Plan(
         global_batch=problem.global_batch,
         iteration_seconds=seconds,
-        lower_bound_seconds=subset_bound(problem, constrained.sync, seconds),
+        lower_bound_seconds=_lower_bound(constrained, seconds),
         even_split=even,
         speedup_over_even=even.seconds / seconds if even.seconds else None,
         workers=workers,
         r2sp=r2sp,
-        hps=hps_estimate(used, compute, links, cluster.quantization.error_budget),
-        warnings=warnings + link_warnings(r2sp, compute, links),
+        hps=hps_estimate(used, compute, links, cluster.quantization.error_budget or 0.0),
+        warnings=warnings + link_warnings(r2sp, slowest_alone(compute, links, here)),
+        run=_run_mode(cluster, used, modes) if cluster.run.is_stated else None,
         sync=SyncEstimate(kind=constrained.sync.kind, seconds=solution.sync_seconds)
         if cluster.sync
         else None,
@@ -188,14 +250,34 @@ def plan_of(
     )
 
 
+def _lower_bound(constrained: ConstrainedProblem, iteration_seconds: float) -> float:
+    """Seconds below which no split can be; 0 where workers do not wait for the slowest: none is known."""
+    if constrained.pace.kind == "free" or constrained.pace.spare:
+        return 0.0
+    return subset_bound(constrained.problem, constrained.sync, iteration_seconds)
+
+
+def _run_mode(cluster: Cluster, used: Sequence[int], modes: Sequence[WorkerMode]) -> RunMode:
+    """The mode that the plan is made for, with what the ranks in use take in it."""
+    return RunMode(
+        policy=stated_policy(cluster.run),
+        round_timeout=cluster.run.round_timeout,
+        workers=[msgspec.structs.replace(modes[k], rank=k) for k in used],
+    )
+
+
 def _turns(
     constrained: ConstrainedProblem,
     used: Sequence[int],
     compute: Sequence[float],
     links: Sequence[LinkCost | None],
+    modes: Sequence[WorkerMode],
 ) -> R2spSchedule:
-    """The ring, with the remedies if its turns do not fit."""
-    ring = r2sp_schedule(used, compute, links)
+    """The ring, with the remedies if its turns do not fit.
+
+    constrained: what was planned. used: the ranks in use; compute, links, modes: of each of these.
+    """
+    ring = r2sp_schedule(used, compute, links, modes)
     known = [link for link in links if link is not None]
     if ring.feasible is not False:
         return ring
@@ -239,7 +321,7 @@ def _plan_worker(k: int, rank: PlannedRank, solution: ConstrainedSolution, probl
         micro_batch=micro,
         accumulation=-(-batch // micro) if micro else 1,
         weight=batch / problem.global_batch,
-        predicted_seconds=float(solution.seconds[k] + solution.link_seconds[k]),
+        predicted_seconds=float(solution.step_seconds[k]),
         link_seconds=float(solution.link_seconds[k]),
         fit_error=rank.fit.leave_one_out_error,
         throttle=rank.profile.device.throttle,

@@ -2,7 +2,8 @@
 
 A rank's largest batch is the least that the cluster file, the profile and its memory model allow, times the
 micro-batches that it may accumulate. Its time is the fitted one plus, if its link is known, a push and a
-pull. With [sync] or [[shared]] the transfers are counted there instead.
+pull, with the bytes of its codecs; in a pipeline these overlap. Over a [[shared]] link the transfers of a
+round's workers meet; those of other paces do not. With [sync] the transfers are counted there instead.
 """
 
 from __future__ import annotations
@@ -10,15 +11,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
+from pyps.formats.mode import ROUND, Pace, WorkerMode
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
-from pyps.solver.exact.minmax import Problem
-from pyps.solver.links import BYTES_PER_PARAMETER, LinkCost, link_cost
+from pyps.solver.exact.minmax import Bools, Problem
+from pyps.solver.links import (
+    WIRE_BYTES,
+    LinkCost,
+    link_cost,
+    overlapped_seconds,
+    transfer_seconds,
+)
 from pyps.solver.milp.constrained import ConstrainedProblem, Limit, Resource
+from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.sync import Sync
+
+TURNS = "turns"  # the name of the server's link, which one worker at a time uses
 
 
 @dataclass(frozen=True)
@@ -51,9 +63,11 @@ class PlannedRank:
 def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[PlannedRank]:
     """The ranks of a cluster in file order. profiles: one a group. Raises InputError if a fit is missing."""
     ranks = []
+    parts = cluster.run.accumulation or 1
     for group, profile in zip(cluster.worker, profiles, strict=True):
         if profile.fit is None:
             raise InputError(group.profile, "fit", "nothing", "a fitted cost model")
+        group = msgspec.structs.replace(group, max_accumulation=max(parts, group.max_accumulation))
         ranks += [PlannedRank(name, group, profile, profile.fit) for name in group.worker_names()]
     return ranks
 
@@ -94,11 +108,12 @@ def max_batch_of(group: WorkerGroup, profile: Profile) -> int:
 
 
 def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence[float] = ()) -> Problem:
-    """The min-max problem of a cluster's ranks. factors: multiply the times, one entry a rank.
+    """The min-max problem of a cluster's ranks, without transfers. factors: multiply the times, one entry a
+    rank.
 
     Raises Infeasible naming a required worker that can take no batch.
     """
-    _check_required(cluster, ranks)
+    _check_required(ranks)
     factors = factors or [1.0] * len(ranks)
     costs = Costs.stack([cost_of(rank.fit, f) for rank, f in zip(ranks, factors, strict=True)])
     at_once = np.array([max_batch_of(rank.group, rank.profile) for rank in ranks], np.int64)
@@ -109,7 +124,7 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
         micro = at_once if costs.micro is None else np.minimum(costs.micro, at_once)
         most = np.minimum(micro * repeats, MAX_BATCH)
     return Problem.of(
-        replace(costs, transfer=_transfers(cluster, ranks)),
+        costs,
         cluster.job.global_batch,
         min_batch=[rank.group.min_batch or 1 for rank in ranks],
         max_batch=most,
@@ -118,19 +133,24 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
     )
 
 
-def _transfers(cluster: Cluster, ranks: Sequence[PlannedRank]) -> Floats | None:
-    """Seconds of each rank's push and pull over its own link; None if there is nothing to add."""
+def links_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[list[LinkCost]]:
+    """The links that each rank's transfers cross: its shared links, or its own; with [sync], none."""
     if cluster.sync is not None:
-        return None
-    shared = {one.name for one in cluster.shared if one.bandwidth is not None}
-    own = [None if shared & set(rank.group.shares) else rank.link for rank in ranks]
-    return np.array([link.seconds() if link else 0.0 for link in own]) if any(own) else None
+        return [[] for _ in ranks]
+    shared = {one.name: one for one in cluster.shared if one.bandwidth is not None}
+    found = []
+    for rank in ranks:
+        names = [name for name in rank.group.shares if name in shared]
+        links = [link_cost(_parameters(rank), shared[n].bandwidth, shared[n].latency) for n in names]
+        found.append([link for link in links or [rank.link] if link is not None])
+    return found
 
 
-def _check_required(cluster: Cluster, ranks: Sequence[PlannedRank]) -> None:
-    profiles = {rank.group.name: rank.profile for rank in ranks}
-    for k, group in enumerate(cluster.worker):
-        at_once, multiple = max_batch_of(group, profiles[group.name]), group.batch_multiple
+def _check_required(ranks: Sequence[PlannedRank]) -> None:
+    groups = {rank.group.name: rank for rank in ranks}
+    for k, rank in enumerate(groups.values()):
+        group = rank.group
+        at_once, multiple = max_batch_of(group, rank.profile), group.batch_multiple
         most, least = at_once * group.max_accumulation, -(-(group.min_batch or 1) // multiple) * multiple
         if group.required and most // multiple * multiple < least:
             raise Infeasible(
@@ -146,19 +166,23 @@ def _way_out(least: int, group: WorkerGroup, at_once: int) -> str:
     return f"free memory for {least} samples, or do not require {group.name!r}"
 
 
-def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> Sync:
-    """How gradients are synchronised. Raises InputError if a bandwidth or the model's size is missing."""
+def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[WorkerMode]) -> Sync:
+    """How gradients are synchronised, with the bytes of these codecs.
+
+    Raises InputError if a bandwidth or the model's size is missing.
+    """
     given = cluster.sync
     if given is None or given.kind == "none":
         return Sync.of("none", len(ranks))
     latency, message = [], []
-    for rank in ranks:
+    for rank, mode in zip(ranks, modes, strict=True):
         bandwidth = rank.bandwidth if rank.bandwidth is not None else given.bandwidth
         if bandwidth is None:
             expected = "bytes a second, here, in [sync], or measured by pyps-profile link"
             raise InputError(rank.group.name, "bandwidth", "nothing", expected)
         latency.append(rank.latency if rank.latency is not None else given.latency)
-        message.append(BYTES_PER_PARAMETER * _parameters(rank) / bandwidth)
+        bytes_each_way = sum(WIRE_BYTES[bits] for bits in bits_of(mode)) / 2
+        message.append(bytes_each_way * _parameters(rank) / bandwidth)
     return Sync.of(given.kind, len(ranks), latency, message)
 
 
@@ -171,12 +195,18 @@ def _parameters(rank: PlannedRank) -> int:
 
 
 def constrained_problem_of(
-    cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence[float] = ()
+    cluster: Cluster,
+    ranks: Sequence[PlannedRank],
+    factors: Sequence[float] = (),
+    pace: Pace = ROUND,
+    modes: Sequence[WorkerMode] | None = None,
 ) -> ConstrainedProblem:
-    """The whole problem of a cluster's ranks: batches, synchronisation and side constraints.
+    """The whole problem of a cluster's ranks: batches, transfers, synchronisation and side constraints.
 
-    factors: multiply the times, one entry a rank.
+    cluster, ranks: what is planned. factors: multiply the times, one entry a rank. pace: of the policy. modes:
+    of each rank; None: the fewest bits and the deepest pipeline that [run] allows.
     """
+    modes = [mode_of(cluster, pace).fastest] * len(ranks) if modes is None else modes
     limits = [
         Limit(key, need, at_most)
         for key in ("price_per_hour", "watts")
@@ -184,13 +214,14 @@ def constrained_problem_of(
     ]
     labels = dict.fromkeys(rank.group.together for rank in ranks if rank.group.together is not None)
     together = [np.flatnonzero([rank.group.together == label for rank in ranks]) for label in labels]
-    return ConstrainedProblem(
+    constrained = ConstrainedProblem(
         problem_of(cluster, ranks, factors),
-        sync_of(cluster, ranks),
+        sync_of(cluster, ranks, modes),
         tuple(limits),
-        tuple(_resources(cluster, ranks)),
-        tuple(group for group in together if len(group) > 1),
+        together=tuple(group for group in together if len(group) > 1),
+        pace=pace,
     )
+    return _with_transfers(constrained, cluster, ranks, modes)
 
 
 def needs(ranks: Sequence[PlannedRank], key: str) -> Floats | None:
@@ -199,14 +230,58 @@ def needs(ranks: Sequence[PlannedRank], key: str) -> Floats | None:
     return None if None in values else np.array(values, float)
 
 
-def _resources(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[Resource]:
+def _with_transfers(
+    constrained: ConstrainedProblem,
+    cluster: Cluster,
+    ranks: Sequence[PlannedRank],
+    modes: Sequence[WorkerMode],
+) -> ConstrainedProblem:
+    """The problem with every rank's transfers, in its mode: in its cost, and on the links that are shared."""
+    links, shares = links_of(cluster, ranks), [set(rank.group.shares) for rank in ranks]
+    depths = np.array([mode.depth for mode in modes])
+    waits = constrained.pace.kind == "round" and not (depths > 1).any()  # transfers meet after compute
+    shared = [one for one in cluster.shared if one.bandwidth is not None and cluster.sync is None]
+    on_shared = np.array([bool(names & {one.name for one in shared}) for names in shares])
+    seconds = np.array([transfer_seconds(x, *bits_of(m)) for x, m in zip(links, modes, strict=True)])
+    resources = _resources(cluster, shares, ranks, modes, overlaps=not waits)
+    if constrained.pace.kind == "turns" and seconds.any():
+        resources.append(Resource(TURNS, np.ones(len(ranks), bool), seconds, overlaps=True))
+    if not seconds.any():
+        return replace(constrained, resources=tuple(resources))
+    added = np.where((depths > 1) | (waits & on_shared), 0.0, seconds)
+    least = [
+        overlapped_seconds(crossed, *bits_of(mode), mode.depth) if mode.depth > 1 else 0.0
+        for crossed, mode in zip(links, modes, strict=True)
+    ]
+    costs = replace(
+        constrained.problem.costs,
+        transfer=added if added.any() else None,
+        overlap=np.array(least) if any(least) else None,
+    )
+    own = np.where(waits & on_shared, 0.0, seconds)
+    problem = replace(constrained.problem, costs=costs)
+    return replace(constrained, problem=problem, resources=tuple(resources), link_seconds=own)
+
+
+def _resources(
+    cluster: Cluster,
+    shares: Sequence[set[str]],
+    ranks: Sequence[PlannedRank],
+    modes: Sequence[WorkerMode],
+    overlaps: bool,
+) -> list[Resource]:
+    """The shared links and hosts.
+
+    cluster: names them. shares: the names of each rank. ranks, modes: of which the transfers are. overlaps:
+    transfers do not meet.
+    """
     found = []
     for shared in cluster.shared:
-        sharing = np.array([shared.name in rank.group.shares for rank in ranks])
+        sharing: Bools = np.array([shared.name in names for names in shares])
         seconds = np.zeros(len(ranks))
         if shared.bandwidth is not None:
-            for k in np.flatnonzero(sharing):
-                link = link_cost(_parameters(ranks[int(k)]), shared.bandwidth, shared.latency)
-                seconds[k] = link.seconds() if link else 0.0
-        found.append(Resource(shared.name, sharing, seconds, shared.samples_per_second))
+            for k in np.flatnonzero(sharing).tolist():
+                link = link_cost(_parameters(ranks[k]), shared.bandwidth, shared.latency)
+                seconds[k] = link.seconds(*bits_of(modes[k])) if link else 0.0
+        found.append(Resource(shared.name, sharing, seconds, shared.samples_per_second, overlaps))
     return found

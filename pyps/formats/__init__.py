@@ -28,6 +28,7 @@ from pyps.formats.cluster import (
 )
 from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_toml, typed, write_json
 from pyps.formats.kinds import MAX_BATCH, Bits
+from pyps.formats.mode import Pace, RunMode, RunTable, WorkerMode
 from pyps.formats.plan import (
     PLAN_SCHEMA,
     CostEstimate,
@@ -84,6 +85,7 @@ __all__ = [
     "Memory",
     "ModelInfo",
     "NoiseForecast",
+    "Pace",
     "Parts",
     "Plan",
     "PlanWorker",
@@ -92,11 +94,14 @@ __all__ = [
     "Quantization",
     "R2spRemedies",
     "R2spSchedule",
+    "RunMode",
+    "RunTable",
     "Shared",
     "Simulation",
     "SyncCost",
     "SyncEstimate",
     "WorkerGroup",
+    "WorkerMode",
     "check_cluster",
     "encode",
     "read_cluster",

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from pyps.errors import InputError
 from pyps.formats.kinds import Batch, Bytes, Elapsed, Name, Seconds
+from pyps.formats.mode import RunTable, check_run_table
 from pyps.formats.simulation import Simulation
 
 Rate = Annotated[float, Meta(gt=0)]
@@ -92,9 +93,11 @@ class GoodputInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Quantization(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """error_budget: the largest relative error (rms) of one quantized push or pull; 0 keeps 32 bits."""
+    """error_budget: the largest relative error (rms) of one quantized push or pull; 0 keeps 32 bits. If the
+    planner chooses the bits, the default allows 8.
+    """
 
-    error_budget: Elapsed = 0.0
+    error_budget: Elapsed | None = None
 
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +105,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     job: Job
     worker: Annotated[list[WorkerGroup], Meta(min_length=1)]
+    run: RunTable = RunTable()
     sync: SyncCost | None = None
     limits: Limits = Limits()
     shared: list[Shared] = []
@@ -140,6 +144,7 @@ def check_cluster(where: str, cluster: Cluster) -> None:
                 raise InputError(where, f"worker[{k}].name", f"{name!r} a second time", "a unique name")
             names.add(name)
         _check_group(where, f"worker[{k}]", group, shared)
+    check_run_table(where, cluster.run)
     _check_limits(where, cluster)
     _check_simulation(where, cluster)
 

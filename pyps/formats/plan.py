@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from pyps.errors import InputError
 from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Name, Seconds, Share
+from pyps.formats.mode import RunMode
 from pyps.formats.profile import Fit, Memory
 
 PLAN_SCHEMA = "pyps.plan/1"
@@ -28,8 +29,9 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     remainder. max_batch is the most that the rank may compute at once, in at most max_accumulation
     micro-batches; fit is its cost model in this plan. With these a run can change the split while it trains,
     and with the memory model it can adapt to the free memory. throttle repeats the profile's, so that a run
-    can emulate the devices of the plan. link_seconds are the rank's transfers each iteration over its own and
-    its shared links; they are part of predicted_seconds.
+    can emulate the devices of the plan. predicted_seconds: of a step, from one to the next. link_seconds are
+    the rank's transfers each iteration over its own and its shared links; they are part of predicted_seconds
+    or, in a pipeline, overlap with the rest of it.
     """
 
     rank: Share
@@ -147,9 +149,10 @@ class GoodputEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer of the planner.
 
-    iteration_seconds: the slowest worker in use, plus the synchronisation. lower_bound_seconds: the optimum
-    with fractional batches and no minima. cost, sync, noise and goodput are null if the cluster does not
-    state what they need.
+    run: the mode that it was made for; null if none was stated: then bsp, without a pipeline, at 32 bits.
+    iteration_seconds: of a global batch in this mode, with the synchronisation. lower_bound_seconds: the
+    optimum with fractional batches and no minima; 0 if none is known. cost, sync, noise and goodput are null
+    if the cluster does not state what they need.
     """
 
     schema: Literal["pyps.plan/1"] = "pyps.plan/1"
@@ -162,6 +165,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     r2sp: R2spSchedule
     hps: HpsEstimate
     warnings: list[str]
+    run: RunMode | None = None
     sync: SyncEstimate | None = None
     cost: CostEstimate | None = None
     noise: NoiseForecast | None = None
@@ -190,6 +194,10 @@ def check_plan(where: str, plan: Plan) -> None:
         raise InputError(
             where, "global_batch", str(plan.global_batch), f"the sum of the workers' batches, {total}"
         )
+    if plan.run is not None:
+        ranks, used = [w.rank for w in plan.run.workers], [w.rank for w in plan.workers if w.batch]
+        if ranks != used:
+            raise InputError(where, "run.workers", f"ranks {ranks}", f"those with a batch, {used}")
 
 
 def _adds_up(worker: PlanWorker) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pyps import native
 from pyps.errors import InputError, UnknownPolicy
+from pyps.formats.mode import ROUND, Pace
 from pyps.native import custom
 from pyps.native.values import NO_BOUND, PolicyContext, PolicyNeeds, PolicyParams
 
@@ -47,6 +48,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         self._check("round_timeout_seconds", above=0.0)
+
+    @property
+    def pace(self) -> Pace:
+        """What its workers wait for, as the planner counts it."""
+        return Pace("free")
 
     def params(self) -> PolicyParams:
         """The policy's numbers, as the C core takes them."""
@@ -84,6 +90,10 @@ class BSP(Policy):
     name: ClassVar[str] = "bsp"
     number: ClassVar[int] = 0
 
+    @property
+    def pace(self) -> Pace:
+        return ROUND
+
 
 @dataclass(frozen=True, kw_only=True)
 class ASP(Policy):
@@ -105,6 +115,10 @@ class Backup(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_count("k", 0)
+
+    @property
+    def pace(self) -> Pace:
+        return Pace("round", spare=self.k)
 
     def params(self) -> PolicyParams:
         return PolicyParams(backup=self.k)
@@ -140,6 +154,10 @@ class SSP(Policy):
         super().__post_init__()
         self._check_count("bound", 0, infinite=True)
 
+    @property
+    def pace(self) -> Pace:
+        return Pace("free" if self.bound == math.inf else "clock")
+
     def params(self) -> PolicyParams:
         return PolicyParams(bound=_bound(self.bound))
 
@@ -162,6 +180,10 @@ class DSSP(Policy):
         self._check_count("extra", 0)
         if self.extra > MOST_EXTRA:
             raise InputError(self.name, "extra", str(self.extra), f"at most {MOST_EXTRA}")
+
+    @property
+    def pace(self) -> Pace:
+        return Pace("clock")
 
     def params(self) -> PolicyParams:
         return PolicyParams(bound=self.bound, extra=self.extra)
@@ -254,6 +276,10 @@ class R2SP(Policy):
         self._check("slack", least=0.0)
         self._check("patience", least=0.1)
 
+    @property
+    def pace(self) -> Pace:
+        return Pace("turns")
+
     def params(self) -> PolicyParams:
         return PolicyParams(slack=float(self.slack), patience=float(self.patience))
 
@@ -264,6 +290,10 @@ class HPS(Policy):
 
     name: ClassVar[str] = "hps"
     number: ClassVar[int] = 11
+
+    @property
+    def pace(self) -> Pace:
+        return ROUND
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,17 @@
 To the min-max problem with synchronisation (pyps.solver.exact.subset) come the side constraints:
 
     limits      the needs of all workers in use, price per hour or watts, sum to at most a limit
-    resources   a link shared by several workers: their transfers take turns, so each worker waits for all of
+    resources   a link shared by several workers: their transfers take turns. Each worker waits for all of
+                them, or, where transfers overlap with compute, an iteration lasts at least as long as all of
                 them. A host: it prepares a fixed number of samples a second for all its workers
     together    sets of workers that are used all or not at all
 
-Without side constraints the exact solver finds the optimum, and the tests show that both agree. With them we
-know no method faster than a MILP. HiGHS runs until it has proved the optimum, with no gap allowed.
+Without side constraints the exact solver finds the optimum, and the tests show that both agree. Its optimum
+also holds where a link has time for all transfers anyway. With side constraints that bind we know no method
+faster than a MILP. HiGHS runs until it has proved the optimum, with no gap allowed.
+
+The objective is the longest step. How long an iteration takes then depends on the policy's pace
+(pyps.solver.pace).
 """
 
 from __future__ import annotations
@@ -20,10 +25,12 @@ from typing import Any
 import numpy as np
 
 from pyps.errors import Infeasible, PypsError
+from pyps.formats.mode import ROUND, Pace
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Bools, Problem, solve, times
 from pyps.solver.exact.subset import solve_subset
 from pyps.solver.milp.model import Milp, minmax_milp
+from pyps.solver.pace import iteration
 from pyps.solver.sync import Sync
 
 
@@ -38,42 +45,61 @@ class Limit:
 
 @dataclass(frozen=True)
 class Resource:
-    """A link or host that `workers` share: transfer_seconds of each (0: none), samples a second of a host."""
+    """A link or host that `workers` share: transfer_seconds of each (0: none), samples a second of a host.
+
+    overlaps: transfers do not meet. Each worker's own is then part of its cost, not of the resource's.
+    """
 
     name: str
     workers: Bools
     transfer_seconds: Floats
     samples_per_second: float | None = None
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
 class ConstrainedProblem:
-    """A min-max problem, its synchronisation, and the side constraints between workers."""
+    """A min-max problem, its synchronisation, the side constraints between workers, and the policy's pace.
+
+    link_seconds: of each worker's transfers, apart from those that resources add to its cost; None: none.
+    """
 
     problem: Problem
     sync: Sync
     limits: tuple[Limit, ...] = ()
     resources: tuple[Resource, ...] = ()
     together: tuple[Ints, ...] = ()
+    pace: Pace = ROUND
+    link_seconds: Floats | None = None
 
     @property
     def has_side_constraints(self) -> bool:
         """Whether more ties the workers than the sum of their batches and the synchronisation."""
         return bool(self.limits or self.resources or self.together)
 
+    @property
+    def may_not_bind(self) -> bool:
+        """Whether the only side constraints are links that may have time for all transfers."""
+        links = all(one.overlaps and one.samples_per_second is None for one in self.resources)
+        return links and not self.limits and not self.together
+
 
 @dataclass(frozen=True)
 class ConstrainedSolution:
-    """Batches (0 = left out), compute seconds and transfer seconds of each worker.
+    """Batches (0 = left out); compute, transfer and step seconds of each worker.
 
-    link_seconds covers a worker's own link and its shared links. iteration_seconds = the slowest worker's
-    compute and transfers, or a host's preparation if that takes longer, plus sync_seconds.
+    link_seconds covers a worker's own link and its shared links. step_seconds: from one step to the next, of
+    a worker that waits for no other. longest_seconds: the objective: the longest step, or a link's transfers
+    or a host's preparation if these take longer, plus sync_seconds. iteration_seconds: of a global batch at
+    the policy's pace.
     """
 
     batches: Ints
     seconds: Floats
     link_seconds: Floats
+    step_seconds: Floats
     sync_seconds: float
+    longest_seconds: float
     iteration_seconds: float
 
 
@@ -81,17 +107,24 @@ def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
     """The seconds of given batches, by the definitions above."""
     used = batches > 0
     costs, shared = constrained.problem.costs, np.zeros(len(batches))
-    slowest = 0.0
+    least, busy = 0.0, []
     for resource in constrained.resources:
         mine = used & resource.workers
-        shared[mine] += resource.transfer_seconds[mine].sum()
+        if resource.overlaps:
+            busy.append(np.where(mine, resource.transfer_seconds, 0.0))
+            least = max(least, float(busy[-1].sum()))
+        else:
+            shared[mine] += resource.transfer_seconds[mine].sum()
         if resource.samples_per_second is not None:
-            slowest = max(slowest, int(batches[mine].sum()) / resource.samples_per_second)
+            least = max(least, int(batches[mine].sum()) / resource.samples_per_second)
     sync = constrained.sync.seconds(batches)
-    slowest = max(slowest, float((times(costs, batches) + shared).max()))
+    steps = times(costs, batches) + shared
+    longest = max(least, float(steps.max()))
     computing = np.where(used, costs.compute(np.maximum(batches, 1)), 0.0)
-    own = shared if costs.transfer is None else shared + used * costs.transfer
-    return ConstrainedSolution(batches, computing, own, sync, slowest + sync)
+    own = constrained.link_seconds
+    links = shared if own is None else shared + used * own
+    seconds = iteration(constrained.pace, batches, steps, longest, busy) + sync
+    return ConstrainedSolution(batches, computing, links, steps, sync, longest + sync, seconds)
 
 
 def solve_constrained(
@@ -102,9 +135,15 @@ def solve_constrained(
     time_limit: seconds for HiGHS. Raises Infeasible with the least change of one limit or of B that would
     help, and PypsError if HiGHS stops without a proof.
     """
-    if not constrained.has_side_constraints:
-        return evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
+    if constrained.may_not_bind:
+        found = evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
+        if not constrained.has_side_constraints or found.longest_seconds <= _longest_step(found):
+            return found
     return solve_by_milp(constrained, time_limit)
+
+
+def _longest_step(solution: ConstrainedSolution) -> float:
+    return float(solution.step_seconds.max()) + solution.sync_seconds
 
 
 def solve_by_milp(constrained: ConstrainedProblem, time_limit: float | None = None) -> ConstrainedSolution:
@@ -166,8 +205,11 @@ def _add_resources(milp: Milp, constrained: ConstrainedProblem) -> None:
         workers = np.flatnonzero(resource.workers).tolist()
         seconds = resource.transfer_seconds / milp.scale
         on_link = pulp.lpSum(float(seconds[k]) * milp.used[k] for k in workers)
-        for k in workers:
-            waits.setdefault(k, []).append((on_link, float(seconds[workers].sum())))
+        if resource.overlaps:
+            milp.model += milp.t >= on_link
+        else:
+            for k in workers:
+                waits.setdefault(k, []).append((on_link, float(seconds[workers].sum())))
         if resource.samples_per_second is not None:
             rate = resource.samples_per_second * milp.scale
             milp.model += milp.t >= pulp.lpSum(milp.batch[k] for k in workers) / rate

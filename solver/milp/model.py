@@ -132,9 +132,14 @@ def time_scale(problem: Problem) -> float:
 def pieces(costs: Costs, k: int, max_batch: int) -> list[Piece]:
     """The pieces on which worker k's cost is a straight line (apart from its floor), up to max_batch."""
     transfer = 0.0 if costs.transfer is None else float(costs.transfer[k])
+    overlap = 0.0 if costs.overlap is None else float(costs.overlap[k])
     found = _computing(costs, k, max_batch)
     return [
-        replace(p, intercept=p.intercept + transfer, floor=p.floor + transfer if p.floor > 0 else 0.0)
+        replace(
+            p,
+            intercept=p.intercept + transfer,
+            floor=max(p.floor + transfer if p.floor > 0 else 0.0, overlap),
+        )
         for p in found
     ]
 

@@ -113,7 +113,7 @@ def _cheapest(
     """The least price within the time of `solution`, then the least time with the workers of that one."""
     limit = Limit(PRICE, price, float(price[solution.batches > 0].sum()))
     milp, seconds = constrained_milp(constrained)
-    milp.model += seconds <= solution.iteration_seconds / milp.scale * (1 + TIME_TOLERANCE)
+    milp.model += seconds <= solution.longest_seconds / milp.scale * (1 + TIME_TOLERANCE)
     if not milp.minimise(total_need(milp, limit)):
         return solution
     cheap = solution_of(constrained, milp)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyps.formats import PlanWorker, R2spSchedule
-from pyps.solver.links import LinkCost
 from pyps.solver.ranks import PlannedRank
 
 FIT_ERROR_WORTH_A_WARNING = 0.05
@@ -46,14 +45,10 @@ def warnings_of(
     return list(dict.fromkeys(lines))
 
 
-def link_warnings(
-    r2sp: R2spSchedule, compute_seconds: Sequence[float], links: Sequence[LinkCost | None]
-) -> list[str]:
-    """A warning about turns that do not fit into a period, with what would make them fit."""
+def link_warnings(r2sp: R2spSchedule, slowest_seconds: float) -> list[str]:
+    """A warning about turns that do not fit into the slowest worker's step, with what would make them fit."""
     if r2sp.feasible is not False:
         return []
-    turns = [link.seconds() if link else 0.0 for link in links]
-    alone = max(t + x for t, x in zip(compute_seconds, turns, strict=True))
     ways = []
     if r2sp.remedies:
         found = r2sp.remedies
@@ -62,6 +57,6 @@ def link_warnings(
         ways += [f"{found.links} such links"] * (found.links is not None)
     help_ = f"; it would fit with {' or '.join(ways)}" if ways else ""
     return [
-        f"r2sp: transfers take {sum(turns):.4g} s of a {alone:.4g} s iteration: the link binds, "
-        f"not the workers{help_}"
+        f"r2sp: transfers take {sum(r2sp.turn_seconds):.4g} s of a {slowest_seconds:.4g} s iteration: "
+        f"the link binds, not the workers{help_}"
     ]

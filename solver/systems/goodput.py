@@ -83,7 +83,7 @@ def best_batch(
             seen.add(k)
             solution = _solution_at(constrained, k * step, solved)
             if solution is not None:
-                goodput = statistical.estimate(k * step, solution.iteration_seconds).goodput
+                goodput = statistical.estimate(k * step, solution.longest_seconds).goodput
                 best = max(
                     best or (0.0, 0, solution), (goodput, k * step, solution), key=lambda found: found[0]
                 )

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from pyps.formats import Bits, HpsEstimate, HpsWorker
 from pyps.solver.links import ERROR, LinkCost
-
-SAME = 1 + 1e-12  # relative: the rounding error allowed in a period
+from pyps.solver.mode import SAME, error_of
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,8 @@ class PipelineDesign:
 
     @property
     def error(self) -> tuple[float, float, float]:
-        """Sort key: the larger error, then the sum, then the pull's, because pushes have error feedback."""
-        push, pull = ERROR[self.push_bits], ERROR[self.pull_bits]
-        return max(push, pull), push + pull, pull
+        """Sort key, as pyps.solver.mode has it."""
+        return error_of(self.push_bits, self.pull_bits)
 
 
 def design_pipeline(

@@ -1,7 +1,7 @@
 """Schedules R2SP's turns: when each worker updates the server, and what would make turns fit that do not.
 
 R2SP (Chen, Wang, Li, INFOCOM 2019): workers update the server in an evenly spaced round-robin, so that
-transfers do not collide. Our model: the period is the slowest worker's iteration with its own transfer, each
+transfers do not collide. Our model: the period is the slowest worker's step with its own transfer, each
 of the N turns is a push and a pull, and the schedule is feasible if all N turns fit into a period one after
 another. Every order has the same period; the worker that finishes first goes first, which makes the first
 round shortest.
@@ -16,20 +16,39 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from pyps.formats import MAX_BATCH, Bits, R2spRemedies, R2spSchedule
-from pyps.solver.links import LinkCost
+from pyps.formats.mode import WorkerMode
+from pyps.solver.links import LinkCost, step_seconds
+from pyps.solver.mode import bits_of
 
 At = Callable[[int], tuple[Sequence[float], Sequence[LinkCost]] | None]
 FEWER_BITS: tuple[Bits, ...] = (16, 8, 4)
 
 
+def slowest_alone(
+    compute_seconds: Sequence[float], links: Sequence[LinkCost | None], modes: Sequence[WorkerMode]
+) -> float:
+    """The longest step, with a worker's own transfers; an unknown link takes no time."""
+    return max(
+        step_seconds(t, [] if link is None else [link], *bits_of(mode), mode.depth)
+        for t, link, mode in zip(compute_seconds, links, modes, strict=True)
+    )
+
+
 def r2sp_schedule(
-    ranks: Sequence[int], compute_seconds: Sequence[float], links: Sequence[LinkCost | None]
+    ranks: Sequence[int],
+    compute_seconds: Sequence[float],
+    links: Sequence[LinkCost | None],
+    modes: Sequence[WorkerMode] = (),
 ) -> R2spSchedule:
-    """The ring of the given ranks. If a link is unknown, feasible is None and turns take no time."""
+    """The ring of the given ranks. If a link is unknown, feasible is None and turns take no time.
+
+    ranks: those in use. compute_seconds, links, modes: of each; by default serial, at 32 bits.
+    """
+    modes = modes or [WorkerMode(rank=rank) for rank in ranks]
     known = [link for link in links if link is not None]
     complete = len(known) == len(ranks)
-    turns = [link.seconds() if link else 0.0 for link in links]
-    alone = max(t + x for t, x in zip(compute_seconds, turns, strict=True))
+    turns = [x.seconds(*bits_of(mode)) if x else 0.0 for x, mode in zip(links, modes, strict=True)]
+    alone = slowest_alone(compute_seconds, links, modes)
     period = max(alone, sum(turns)) if complete else max(compute_seconds)
     by_ready = sorted(range(len(ranks)), key=lambda k: (compute_seconds[k], ranks[k]))
     gap = period / len(ranks)

@@ -1,0 +1,101 @@
+"""A mode of running: the policy, how gradients and parameters travel, and how many steps are under way.
+
+The [run] table of a cluster file states the mode to plan for, and the `run` object of a plan the one that it
+was made for.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from pyps.errors import InputError
+from pyps.formats.kinds import Batch, Bits, Name, Seconds, Share
+
+CodecName = Literal["f32", "bf16", "f16", "int8", "int4", "nf4"]
+CODEC_BITS: Final[dict[CodecName, Bits]] = {
+    "f32": 32,
+    "bf16": 16,
+    "f16": 16,
+    "int8": 8,
+    "int4": 4,
+    "nf4": 4,
+}  # of a number on the wire
+PLANNED_CODECS: Final[tuple[CodecName, ...]] = ("f32", "bf16", "int8", "int4")  # the planner chooses of these
+FROM_PLAN: Final = "plan"
+MAX_DEPTH: Final = 2  # steps of one worker that may be under way at once
+PaceKind = Literal["round", "clock", "turns", "free"]
+
+
+class Pace(Struct, frozen=True):
+    """What a policy's workers wait for, which decides how long an iteration takes.
+
+    round: for all gradients of a round, or all but those of the `spare` slowest. clock: for the slowest, but
+    some steps later. turns: each for its turn. free: for nothing.
+    """
+
+    kind: PaceKind = "round"
+    spare: Share = 0
+
+
+ROUND: Final = Pace()
+
+
+class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[run]: the mode to plan for.
+
+    codec: of gradients. pull_codec: of parameters; by default f32. "plan": the planner chooses, for codec both
+    ways. pipeline: transfers overlap with compute, as deep as the planner chooses. depth: exactly so many
+    steps under way; 1: no pipeline. accumulation: every worker may compute its batch in so many micro-batches.
+    round_timeout: seconds that one worker may delay the others.
+    """
+
+    policy: Name | None = None
+    codec: CodecName | Literal["plan"] | None = None
+    pull_codec: CodecName | Literal["plan"] | None = None
+    pipeline: bool | None = None
+    depth: Annotated[int, Meta(ge=1)] | None = None
+    accumulation: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    round_timeout: Seconds | None = None
+
+    @property
+    def is_stated(self) -> bool:
+        """Whether the table states a mode, and not only what else a plan allows."""
+        return any(getattr(self, key) is not None for key in self.__struct_fields__ if key != "accumulation")
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """The least and the most steps under way that the planner may choose."""
+        if self.depth is not None:
+            return self.depth, self.depth
+        return (1, MAX_DEPTH) if self.pipeline else (1, 1)
+
+
+class WorkerMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the worker of one rank runs: its codecs, and its steps under way (1: no pipeline)."""
+
+    rank: Share
+    push_codec: CodecName = "f32"
+    pull_codec: CodecName = "f32"
+    depth: Batch = 1
+
+
+class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The mode that a plan was made for; its predictions hold in this one.
+
+    policy: as in `pyps run --policy`. workers: those with a batch, in rank order.
+    """
+
+    policy: Name
+    round_timeout: Seconds | None = None
+    workers: list[WorkerMode]
+
+
+def check_run_table(where: str, run: RunTable) -> None:
+    """Raises InputError, naming the file `where`, if keys of [run] contradict each other."""
+    if run.depth is not None and run.depth > MAX_DEPTH:
+        raise InputError(where, "run.depth", str(run.depth), f"at most {MAX_DEPTH}")
+    if run.depth is not None and run.pipeline is not None and run.pipeline != (run.depth > 1):
+        expected = "at least 2 with pipeline = true" if run.pipeline else "1 with pipeline = false"
+        raise InputError(where, "run.depth", str(run.depth), expected)

@@ -1,0 +1,127 @@
+"""What a mode of running leaves to the planner: each worker's codecs and depth, chosen together with its batch.
+
+The split is solved with the fewest bits and the deepest pipeline that the mode allows, so no other choice has
+a shorter longest step. Afterwards each worker takes the most exact codecs, and then the shallowest pipeline,
+with which the iteration stays as short.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pyps.errors import InputError
+from pyps.formats import Bits, Cluster
+from pyps.formats.mode import CODEC_BITS, FROM_PLAN, PLANNED_CODECS, CodecName, Pace, RunTable, WorkerMode
+from pyps.solver.links import ERROR, WIRE_BYTES, LinkCost, step_seconds
+from pyps.solver.milp.constrained import ConstrainedSolution
+
+SAME = 1 + 1e-12  # relative: the rounding error allowed in a step
+PLANNED_ERROR = 0.01  # the error budget where bits are planned and the cluster file states none: 8 bits
+DEFAULT_POLICY = "bsp"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The codecs and depths that the planner may choose from, and what the policy's workers wait for."""
+
+    pace: Pace
+    push: tuple[CodecName, ...]
+    pull: tuple[CodecName, ...]
+    depths: tuple[int, int]
+
+    def options(self) -> list[WorkerMode]:
+        """Every choice for one worker, the most exact and then the shallowest first."""
+        depths = range(self.depths[0], self.depths[1] + 1)
+        found = [
+            WorkerMode(rank=0, push_codec=push, pull_codec=pull, depth=depth)
+            for push, pull, depth in itertools.product(self.push, self.pull, depths)
+        ]
+        return sorted(found, key=lambda option: (*error_of(*bits_of(option)), option.depth))
+
+    @property
+    def fastest(self) -> WorkerMode:
+        """The choice with the fewest bits and the deepest pipeline."""
+        return min(self.options(), key=lambda option: (_wire_bytes(option), -option.depth))
+
+
+def mode_of(cluster: Cluster, pace: Pace) -> Mode:
+    """The mode that a cluster file's [run] states. Raises InputError where [sync] contradicts it."""
+    run = cluster.run
+    codec, pull = run.codec or "f32", run.pull_codec or (FROM_PLAN if run.codec == FROM_PLAN else "f32")
+    mode = Mode(pace, _allowed(codec, cluster), _allowed(pull, cluster), run.depths)
+    if cluster.sync is not None and cluster.sync.kind != "none":
+        if pace.kind != "round":
+            expected = "a policy of rounds with [sync], or bandwidths instead of [sync]"
+            raise InputError("the cluster file", "run.policy", repr(run.policy), expected)
+        if mode.depths[1] > 1:
+            expected = "false with [sync], or bandwidths instead of [sync]"
+            raise InputError("the cluster file", "run.pipeline", "true", expected)
+    return mode
+
+
+def _allowed(codec: CodecName | str, cluster: Cluster) -> tuple[CodecName, ...]:
+    if codec != FROM_PLAN:
+        return tuple(name for name in CODEC_BITS if name == codec)
+    budget = cluster.quantization.error_budget
+    most = PLANNED_ERROR if budget is None else budget
+    return tuple(name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most)
+
+
+def bits_of(worker: WorkerMode) -> tuple[Bits, Bits]:
+    """The bits of a number in a worker's pushes and pulls."""
+    return CODEC_BITS[worker.push_codec], CODEC_BITS[worker.pull_codec]
+
+
+def error_of(push: Bits, pull: Bits) -> tuple[float, float, float]:
+    """Sort key: the larger error, then the sum, then the pull's, because pushes have error feedback."""
+    return max(ERROR[push], ERROR[pull]), ERROR[push] + ERROR[pull], ERROR[pull]
+
+
+def _wire_bytes(worker: WorkerMode) -> float:
+    push, pull = bits_of(worker)
+    return WIRE_BYTES[push] + WIRE_BYTES[pull]
+
+
+def most_exact(
+    mode: Mode,
+    links: Sequence[Sequence[LinkCost]],
+    solution: ConstrainedSolution,
+    valued: Callable[[Sequence[WorkerMode]], ConstrainedSolution],
+) -> list[WorkerMode]:
+    """The most exact choice of each worker with which the solution's iteration takes no longer.
+
+    links: that each worker's transfers cross. solution: of the fastest choices. valued: the same batches with
+    other choices, by rank.
+    """
+    options, fastest = mode.options(), mode.fastest
+    if options == [fastest]:
+        return [fastest] * len(links)
+    waits = mode.pace.kind != "free" and not mode.pace.spare
+    longest = solution.longest_seconds - solution.sync_seconds
+    for most_bytes in sorted({_wire_bytes(option) for option in options}, reverse=True):
+        fitting = [option for option in options if _wire_bytes(option) <= most_bytes]
+        chosen = []
+        for k, crossed in enumerate(links):
+            limit = longest if waits else float(solution.step_seconds[k])
+            compute = float(solution.seconds[k])
+            within = (o for o in fitting if _step(compute, crossed, o) <= limit * SAME)
+            known = solution.batches[k] > 0 and len(crossed) > 0
+            chosen.append(next(within, fastest) if known else fastest)
+        found = valued(chosen)
+        if (
+            found.iteration_seconds <= solution.iteration_seconds * SAME
+            and found.longest_seconds <= solution.longest_seconds * SAME
+        ):
+            return chosen
+    return [fastest] * len(links)
+
+
+def _step(compute_seconds: float, links: Sequence[LinkCost], option: WorkerMode) -> float:
+    return step_seconds(compute_seconds, links, *bits_of(option), option.depth)
+
+
+def stated_policy(run: RunTable) -> str:
+    """The policy that [run] states, or the default one."""
+    return run.policy or DEFAULT_POLICY
