@@ -29,6 +29,10 @@ class LinkCost:
         """Seconds for which one push and one pull occupy the link."""
         return self.model_seconds * (WIRE_BYTES[push] + WIRE_BYTES[pull]) / WIRE_BYTES[32]
 
+    def at_bits(self, push: Bits, pull: Bits) -> LinkCost:
+        """A link on which 32 bits take as long as these do here."""
+        return LinkCost(self.latency_seconds, self.wire_seconds(push, pull) / 2)
+
     def seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
         """Seconds of a push followed by a pull of the whole model."""
         return 2 * self.latency_seconds + self.wire_seconds(push, pull)
@@ -57,7 +61,7 @@ def overlapped_seconds(links: Sequence[LinkCost], push: Bits, pull: Bits, depth:
 
 
 def in_series(links: Sequence[LinkCost]) -> LinkCost | None:
-    """One link that takes as long as all of these, which a message crosses one after another; None: of none."""
+    """One link that takes as long as all of these, one after another; None: there are none."""
     if not links:
         return None
     return LinkCost(sum(x.latency_seconds for x in links), sum(x.model_seconds for x in links))

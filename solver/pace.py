@@ -1,11 +1,11 @@
-"""How long an iteration, one global batch of samples, takes at a policy's pace, from the steps of the workers.
+"""How long an iteration, one global batch of samples, takes at a policy's pace, from the workers' steps.
 
     round   the longest step. With k spare workers, the longest step but k: B samples then take B / (B - d)
             rounds, where d samples a round are dropped
     clock   the longest step: in the long run every worker makes as many steps as the slowest
     turns   the longest step, or all transfers one after another, if they take longer
-    free    B / sum_i (b_i / s_i): nothing waits. Where a link is always busy, its workers' steps s_i stretch to
-            at least s with sum_i x_i / s_i = 1, x_i the seconds of a worker's transfers over it
+    free    B / sum_i (b_i / s_i): nothing waits. Where a link is always busy, its workers' steps s_i stretch
+            to at least s with sum_i x_i / s_i = 1, x_i the seconds of a worker's transfers over it
 
 A step is the time from one step of a worker to its next, if it waits for no other.
 """

@@ -6,6 +6,7 @@ ranks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from pyps.solver.links import LinkCost, in_series
 from pyps.solver.milp.constrained import ConstrainedProblem, ConstrainedSolution, evaluate, solve_constrained
 from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
 from pyps.solver.milp.relaxed import subset_bound
-from pyps.solver.mode import mode_of, most_exact, stated_policy
+from pyps.solver.mode import bits_of, mode_of, most_exact, stated_policy
 from pyps.solver.noise import Noise, forecast, noise_of, too_few
 from pyps.solver.ranks import (
     PlannedRank,
@@ -117,18 +118,20 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
 def _fastest_solution(
     cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
 ) -> ConstrainedSolution:
-    """The solution with the shortest longest step. Where workers do not wait for the slowest, the split for
-    serial rounds at 32 bits instead, if samples pass faster with it.
+    """The solution with the shortest longest step. Where workers do not wait for the slowest, the even split,
+    or the one for serial rounds at 32 bits, instead, if samples pass faster with it.
     """
     joint = solve_within_limits(cluster, ranks, constrained)
-    if constrained.pace.kind != "free" and not constrained.pace.spare:
+    if constrained.minimises_iteration:
         return joint
-    serial = msgspec.structs.replace(cluster, run=RunTable())
-    try:
+    found, serial = [joint], msgspec.structs.replace(cluster, run=RunTable())
+    with contextlib.suppress(Infeasible):
         batches = solve_within_limits(serial, ranks, planning_problem(serial, ranks)).batches
-    except Infeasible:
-        return joint
-    return min(joint, evaluate(constrained, batches), key=lambda solution: solution.iteration_seconds)
+        found.append(evaluate(constrained, batches))
+    if even_split(constrained)[0].feasible:
+        batches = np.array(even_batches(constrained.problem.global_batch, len(ranks)), np.int64)
+        found.append(evaluate(constrained, batches))
+    return min(found, key=lambda solution: solution.iteration_seconds)
 
 
 def _modes(
@@ -230,6 +233,8 @@ def plan_of(
     here = [modes[k] for k in used]
     r2sp = _turns(constrained, used, compute, links, here)
     warnings = warnings_of(ranks, workers, constrained.has_side_constraints)
+    if constrained.pace.kind == "turns" or not cluster.run.is_stated:
+        warnings += link_warnings(r2sp, slowest_alone(compute, links, here))
     goodput = _efficiency(cluster.goodput) if cluster.goodput else None
     return Plan(
         global_batch=problem.global_batch,
@@ -240,8 +245,8 @@ def plan_of(
         workers=workers,
         r2sp=r2sp,
         hps=hps_estimate(used, compute, links, cluster.quantization.error_budget or 0.0),
-        warnings=warnings + link_warnings(r2sp, slowest_alone(compute, links, here)),
-        run=_run_mode(cluster, used, modes) if cluster.run.is_stated else None,
+        warnings=warnings,
+        run=_run_mode(cluster, modes) if cluster.run.is_stated else None,
         sync=SyncEstimate(kind=constrained.sync.kind, seconds=solution.sync_seconds)
         if cluster.sync
         else None,
@@ -252,17 +257,17 @@ def plan_of(
 
 def _lower_bound(constrained: ConstrainedProblem, iteration_seconds: float) -> float:
     """Seconds below which no split can be; 0 where workers do not wait for the slowest: none is known."""
-    if constrained.pace.kind == "free" or constrained.pace.spare:
+    if not constrained.minimises_iteration:
         return 0.0
     return subset_bound(constrained.problem, constrained.sync, iteration_seconds)
 
 
-def _run_mode(cluster: Cluster, used: Sequence[int], modes: Sequence[WorkerMode]) -> RunMode:
-    """The mode that the plan is made for, with what the ranks in use take in it."""
+def _run_mode(cluster: Cluster, modes: Sequence[WorkerMode]) -> RunMode:
+    """The mode that the plan is made for, with each rank's codecs and depth."""
     return RunMode(
         policy=stated_policy(cluster.run),
         round_timeout=cluster.run.round_timeout,
-        workers=[msgspec.structs.replace(modes[k], rank=k) for k in used],
+        workers=[msgspec.structs.replace(mode, rank=rank) for rank, mode in enumerate(modes)],
     )
 
 
@@ -278,7 +283,9 @@ def _turns(
     constrained: what was planned. used: the ranks in use; compute, links, modes: of each of these.
     """
     ring = r2sp_schedule(used, compute, links, modes)
-    known = [link for link in links if link is not None]
+    known = [
+        link.at_bits(*bits_of(mode)) for link, mode in zip(links, modes, strict=True) if link is not None
+    ]
     if ring.feasible is not False:
         return ring
 
@@ -293,7 +300,9 @@ def _turns(
         computing = same.costs.take(np.array(kept)).compute(split.batches[kept])
         return computing.tolist(), [known[k] for k in kept]
 
-    found = remedies(compute, known, constrained.problem.global_batch, at)
+    overlap = any(mode.depth > 1 for mode in modes)
+    bits = max(max(bits_of(mode)) for mode in modes)
+    found = remedies(compute, known, constrained.problem.global_batch, at, bits, overlap)
     return msgspec.structs.replace(ring, remedies=found)
 
 

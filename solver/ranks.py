@@ -203,8 +203,8 @@ def constrained_problem_of(
 ) -> ConstrainedProblem:
     """The whole problem of a cluster's ranks: batches, transfers, synchronisation and side constraints.
 
-    cluster, ranks: what is planned. factors: multiply the times, one entry a rank. pace: of the policy. modes:
-    of each rank; None: the fewest bits and the deepest pipeline that [run] allows.
+    cluster, ranks: what is planned. factors: multiply the times, one entry a rank. pace: of the policy.
+    modes: of each rank; None: the fewest bits and the deepest pipeline that [run] allows.
     """
     modes = [mode_of(cluster, pace).fastest] * len(ranks) if modes is None else modes
     limits = [

@@ -13,11 +13,19 @@ import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from pyps.cli.plan_mode import pace_of, with_mode
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
+from pyps.formats.mode import CODEC_BITS
 from pyps.profiler.select import fit_of
 from pyps.solver.milp.constrained import ConstrainedProblem, Limit
-from pyps.solver.plan import best_global_batch, even_split, plan_ranks, planning_problem
+from pyps.solver.plan import (
+    best_global_batch,
+    even_split,
+    plan_ranks,
+    planning_problem,
+    solve_within_limits,
+)
 from pyps.solver.ranks import PlannedRank, needs, planned_ranks
 
 
@@ -44,6 +52,7 @@ app = typer.Typer(
 ClusterFile = Annotated[
     Path, typer.Argument(metavar="CLUSTER", show_default=False, help="The cluster file, in TOML.")
 ]
+CODECS = f"{', '.join(CODEC_BITS)}; plan: the planner chooses"
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 
@@ -76,6 +85,17 @@ def plan_command(
         float | None,
         typer.Option(metavar="Q", help="Plan for this quantile of the measured step times, as 0.95."),
     ] = None,
+    policy: Annotated[str | None, typer.Option(help="Plan for this policy, as in pyps run.")] = None,
+    codec: Annotated[str | None, typer.Option(help=f"Encoding of gradients: {CODECS}, both ways.")] = None,
+    pull_codec: Annotated[str | None, typer.Option(help=f"Encoding of parameters: {CODECS}.")] = None,
+    pipeline: Annotated[
+        bool | None,
+        typer.Option("--pipeline/--no-pipeline", help="Transfers overlap with the next steps' compute."),
+    ] = None,
+    depth: Annotated[int | None, typer.Option(help="Steps under way; with --pipeline it is planned.")] = None,
+    accumulation: Annotated[
+        int | None, typer.Option(help="Micro-batches in which every worker may compute its batch.")
+    ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Explain which workers and bounds determine the time.")
     ] = False,
@@ -93,6 +113,9 @@ def plan_command(
 ) -> None:
     """Find the batches with which the slowest worker finishes as early as possible. The optimum is exact.
 
+    The plan is for the mode of running that the file's [run] states, or the options --policy to
+    --accumulation; it names the mode, and `pyps run` takes it from there.
+
     pyps-plan what-if CLUSTER compares plans with more or fewer workers, pyps-plan pareto CLUSTER time and
     price.
     """
@@ -101,6 +124,7 @@ def plan_command(
     read = read_cluster(cluster)
     for option, path in (("--output", output), ("--timeline", timeline), ("--ring", ring)):
         _not_an_input(option, path, cluster, read)
+    read = with_mode(read, policy, codec, pull_codec, pipeline, depth, accumulation)
     profiles = _fitted_profiles(read)
     ranks = planned_ranks(read, profiles)
     read = _with_options(read, ranks, cluster, global_batch, quantile)
@@ -177,7 +201,7 @@ def pareto(
         raise InputError(str(cluster), field, "nothing", "a price for each group")
     with working("computing the front") as progress:
         points = []
-        for point in pareto_front(planning_problem(read, ranks), price):
+        for point in pareto_front(planning_problem(read, ranks, pace_of(read)), price):
             points.append(point)
             progress(f"computing the front: {len(points)} points")
     if picture is not None:
@@ -237,7 +261,7 @@ def _with_options(
     if global_batch == "auto":
         if read.goodput is None:
             raise InputError(str(path), "goodput", "nothing", "noise_scale and base_batch, for auto")
-        job = msgspec.structs.replace(job, global_batch=best_global_batch(read, ranks))
+        job = msgspec.structs.replace(job, global_batch=best_global_batch(read, ranks, pace_of(read)))
     elif global_batch is not None:
         if not re.fullmatch(r"[1-9]\d{0,8}", global_batch):
             raise InputError("--global-batch", "", repr(global_batch), "a number of samples, or auto")
@@ -248,7 +272,7 @@ def _with_options(
 def _planned(path: Path, cluster: Cluster, ranks: list[PlannedRank]) -> _Planned:
     """The plan of a cluster file. Raises Infeasible, naming the file."""
     try:
-        problem = planning_problem(cluster, ranks)
+        problem = planning_problem(cluster, ranks, pace_of(cluster))
         return _Planned(cluster, ranks, problem, plan_ranks(cluster, ranks, problem))
     except Infeasible as error:
         raise Infeasible(f"{path}: {error.reason}", error.nearest) from None
@@ -263,6 +287,9 @@ def _checked(planned: _Planned) -> str:
         # The plan is the fastest of all that cost no more an hour.
         hourly = Limit("price_per_hour", price, plan.cost.price_per_hour or 0.0)
         problem = replace(problem, limits=(*problem.limits, hourly))
+    if not problem.minimises_iteration:
+        found = solve_within_limits(planned.cluster, planned.ranks, problem)
+        return agreement(problem, found.batches.tolist())
     return agreement(problem, [worker.batch for worker in plan.workers])
 
 

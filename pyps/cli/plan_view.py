@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.formats import Plan
+from pyps.formats import Plan, RunMode
 from pyps.solver.milp.pareto import ParetoPoint
 from pyps.solver.plan import even_batches
 from pyps.solver.report.explain import Explanation
@@ -32,7 +32,12 @@ def show_plan(plan: Plan, even_seconds: Sequence[float]) -> None:
 
 def _summary(plan: Plan) -> list[str]:
     bound = plan.lower_bound_seconds
-    lines = [f"iteration  {ms(plan.iteration_seconds)} (no split can be below {ms(bound)})"]
+    below = f" (no split can be below {ms(bound)})" if bound else ""
+    lines = [f"iteration  {ms(plan.iteration_seconds)}{below}"]
+    if plan.run:
+        lines.append(f"mode       {mode_text(plan.run, [w.rank for w in plan.workers if w.batch])}")
+    elif plan.hps.pipelined_seconds is not None and plan.hps.pipelined_seconds < plan.iteration_seconds:
+        lines.append(f"pipelined  {ms(plan.hps.pipelined_seconds)}; --pipeline plans the batches for it")
     if plan.sync:
         lines.append(f"of it      {ms(plan.sync.seconds)} to synchronise ({plan.sync.kind})")
     even = plan.even_split
@@ -58,6 +63,15 @@ def _summary(plan: Plan) -> list[str]:
             f"{good.efficiency:.3f} of one in a batch of {good.base_batch}"
         )
     return lines
+
+
+def mode_text(run: RunMode, used: Sequence[int]) -> str:
+    """A mode in a line. used: the ranks in use."""
+    workers = [run.workers[rank] for rank in used]
+    pushes, pulls = ({getattr(w, f"{way}_codec") for w in workers} for way in ("push", "pull"))
+    depths = ", ".join(map(str, sorted({w.depth for w in workers})))
+    text = f"{run.policy}; gradients {' and '.join(sorted(pushes))}, parameters {' and '.join(sorted(pulls))}"
+    return f"{text}; {depths} step{'s' * (depths != '1')} under way"
 
 
 def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:

@@ -20,13 +20,15 @@ from pyps.metrics import SINKS
 from pyps.run import Report, RunOptions, run
 from pyps.run.launcher import TrainingFailed
 from pyps.run.spec import MAX_RESTARTS
-from pyps.store.policies import Policy, policy_named
+from pyps.store.policies import Policy
 
 app = typer.Typer(add_completion=False)
 POLICY_HELP = f"Synchronization policy: {', '.join(Policy.known)}; parameters after a colon: ssp:bound=4."
 CODEC_HELP = "Encoding of gradients; f32, bf16, f16, int8, int4, nf4; plan: the plan's bits, both ways."
+AS_PLANNED = "Default: as planned."
 RUN_DIR_HELP = "Folder of the run, by default pyps-runs/<time>-<pid>."
 ARGS_HELP = "The script's arguments."
+DEPTH_HELP = "Steps of a worker under way at once; 1: no pipeline."
 PIPELINE_HELP = "Overlap push and pull with the next step's compute."
 THROTTLE_HELP = "Emulate devices: by the plan's factors, or by the cost models of a cluster file."
 ROUND_TIMEOUT_HELP = "Seconds that one worker may delay the others."
@@ -43,18 +45,21 @@ def run_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python script that calls pyps.join().")],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help=ARGS_HELP)] = None,
     plan: Annotated[Path, typer.Option(help="Plan to train by (pyps.plan/1).")] = Path("plan.json"),
-    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "bsp",
+    policy: Annotated[str | None, typer.Option(help=f"{POLICY_HELP} {AS_PLANNED}")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples to train; 0: until the script ends.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Epochs to train, instead of --samples.")] = None,
     dataset_size: Annotated[int | None, typer.Option(help="Samples in one epoch, with --epochs.")] = None,
     throttle_from: Annotated[str | None, typer.Option(metavar="plan|CLUSTER", help=THROTTLE_HELP)] = None,
     even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the plan's.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the order of samples.")] = 0,
-    codec: Annotated[str, typer.Option(help=CODEC_HELP)] = "f32",
+    codec: Annotated[str | None, typer.Option(help=f"{CODEC_HELP} {AS_PLANNED}")] = None,
     journal: Annotated[bool, typer.Option("--journal", hidden=True)] = False,
-    pipeline: Annotated[bool, typer.Option("--pipeline", help=PIPELINE_HELP)] = False,
+    pipeline: Annotated[
+        bool | None, typer.Option("--pipeline/--no-pipeline", help=f"{PIPELINE_HELP} {AS_PLANNED}")
+    ] = None,
+    depth: Annotated[int | None, typer.Option(help=f"{DEPTH_HELP} {AS_PLANNED}")] = None,
     run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR_HELP)] = None,
-    round_timeout: Annotated[float, typer.Option(help=ROUND_TIMEOUT_HELP)] = 60.0,
+    round_timeout: Annotated[float | None, typer.Option(help=f"{ROUND_TIMEOUT_HELP} {AS_PLANNED}")] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts allowed per rank.")] = MAX_RESTARTS,
     snapshot_every: Annotated[int, typer.Option(help="Versions between snapshots; 0: none.")] = 0,
     connect: Annotated[str | None, typer.Option(metavar="ADDRESS", help=CONNECT_HELP)] = None,
@@ -70,11 +75,13 @@ def run_command(
     """
     options = RunOptions(
         samples=_total_samples(samples, epochs, dataset_size),
-        policy=policy_named(policy, round_timeout),
+        policy=policy,
+        round_timeout=round_timeout,
         args=args or (),
         seed=seed,
         codec=codec,
         pipeline=pipeline,
+        depth=depth,
         journal=journal,
         run_dir=run_dir,
         throttle_from=throttle_from,

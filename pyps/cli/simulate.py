@@ -15,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pyps.errors import InputError
+from pyps.formats import read_cluster
 from pyps.simulate import Logistic, Objective, Result, Scenario, TorchObjective, scenario_of, simulate
 from pyps.simulate.plot import draw, gantt, histogram, trace
 from pyps.store.policies import Policy, policy_named
@@ -22,6 +23,7 @@ from pyps.store.policies import Policy, policy_named
 LOGISTIC = "logistic"
 TASK_SAMPLES = 2048  # made by a torch task
 GANTT_ITERATIONS = 3
+STATED = "Default: what the file's [run] says, if anything."
 
 app = typer.Typer(add_completion=False)
 
@@ -32,8 +34,8 @@ def simulate_command(
         Path, typer.Argument(metavar="CLUSTER", show_default=False, help="Cluster file, TOML.")
     ],
     policies: Annotated[
-        str, typer.Option(help='"all", or policies separated by spaces: "bsp ssp:bound=4".')
-    ] = "all",
+        str | None, typer.Option(help=f'"all", or policies separated by spaces: "bsp ssp:bound=4". {STATED}')
+    ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Global batches to train.")] = 100,
     even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the planned ones.")] = False,
     learn: Annotated[
@@ -44,8 +46,11 @@ def simulate_command(
         float | None, typer.Option(help="Stop at this loss, and print the time it took.")
     ] = None,
     pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Overlap push and pull with the next step's compute.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--pipeline/--no-pipeline", help=f"Overlap push and pull with the next step's compute. {STATED}"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter and of the order of samples.")] = 0,
     round_timeout: Annotated[
         float, typer.Option(help="Seconds that one worker may delay the others.")
@@ -64,7 +69,9 @@ def simulate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
 ) -> None:
     """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
-    chosen = _policies(policies, round_timeout, pipeline)
+    run = read_cluster(cluster).run
+    pipeline = run.depths[1] > 1 if pipeline is None else pipeline
+    chosen = _policies(policies or run.policy or "all", round_timeout, pipeline)
     scenario = scenario_of(cluster, even=even)
     results = [
         simulate(

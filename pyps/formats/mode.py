@@ -45,10 +45,10 @@ ROUND: Final = Pace()
 class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[run]: the mode to plan for.
 
-    codec: of gradients. pull_codec: of parameters; by default f32. "plan": the planner chooses, for codec both
-    ways. pipeline: transfers overlap with compute, as deep as the planner chooses. depth: exactly so many
-    steps under way; 1: no pipeline. accumulation: every worker may compute its batch in so many micro-batches.
-    round_timeout: seconds that one worker may delay the others.
+    codec: of gradients. pull_codec: of parameters; by default f32. "plan": the planner chooses, for codec
+    both ways. pipeline: transfers overlap with compute, as deep as the planner chooses. depth: exactly so
+    many steps under way; 1: no pipeline. accumulation: every worker may compute its batch in so many
+    micro-batches. round_timeout: seconds that one worker may delay the others.
     """
 
     policy: Name | None = None
@@ -84,7 +84,7 @@ class WorkerMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The mode that a plan was made for; its predictions hold in this one.
 
-    policy: as in `pyps run --policy`. workers: those with a batch, in rank order.
+    policy: as in `pyps run --policy`. workers: all of the plan's, in rank order.
     """
 
     policy: Name

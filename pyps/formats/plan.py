@@ -195,9 +195,9 @@ def check_plan(where: str, plan: Plan) -> None:
             where, "global_batch", str(plan.global_batch), f"the sum of the workers' batches, {total}"
         )
     if plan.run is not None:
-        ranks, used = [w.rank for w in plan.run.workers], [w.rank for w in plan.workers if w.batch]
-        if ranks != used:
-            raise InputError(where, "run.workers", f"ranks {ranks}", f"those with a batch, {used}")
+        ranks = [worker.rank for worker in plan.run.workers]
+        if ranks != list(range(len(plan.workers))):
+            raise InputError(where, "run.workers", f"ranks {ranks[:8]}", f"0 to {len(plan.workers) - 1}")
 
 
 def _adds_up(worker: PlanWorker) -> bool:

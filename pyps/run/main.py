@@ -38,7 +38,8 @@ def run(
     options: how to train; only `samples` has no default.
     on_line: called with (rank, line, is_stderr) for each line that a worker prints.
     on_progress: called a few times a second with how far the run is (pyps.report.progress).
-    on_restart: called with a sentence for each worker that died and is restarted.
+    on_restart: called with a sentence for each worker that died and is restarted, and before the start if the
+        plan was made for another mode.
     sinks: for readings while it trains (pyps.metrics), beyond those of `options.metrics`; the caller closes
         them.
 
@@ -46,6 +47,8 @@ def run(
     holds a report too.
     """
     spec = prepare(plan, script, options)
+    if spec.departures and on_restart is not None:
+        on_restart(f"{plan}: its predictions do not hold for this run ({'; '.join(spec.departures)})")
     with ExitStack() as stack:
         folder = str(spec.run_dir / "tensorboard")
         own = [stack.enter_context(open_sink(text, folder)) for text in options.metrics]

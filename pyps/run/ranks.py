@@ -13,10 +13,11 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Plan, PlanWorker, read_cluster, read_profile
+from pyps.formats.mode import FROM_PLAN
 from pyps.profiler.fit import predict_seconds
 from pyps.profiler.select import fit_of
 from pyps.solver.plan import even_batches
-from pyps.worker.settings import FROM_PLAN, ThrottleSpec
+from pyps.worker.settings import ThrottleSpec
 
 
 @dataclass(frozen=True)

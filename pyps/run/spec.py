@@ -17,10 +17,10 @@ from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup
 from pyps.native.values import Codec
 from pyps.remote.address import parse_address
 from pyps.run.ranks import RankSpec, even_plan, rank_specs, throttles
-from pyps.store.codec import as_codec
-from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named
+from pyps.store.policies import Policy
+from pyps.worker.mode import ModeOptions, RankMode, departures, launched_mode, launched_policy
 from pyps.worker.sampling import MAX_SEED
-from pyps.worker.settings import FROM_PLAN, Settings, plan_codecs
+from pyps.worker.settings import Settings
 
 MAX_RESTARTS = 3
 MAX_COUNT = 2**63 - 1
@@ -33,11 +33,14 @@ class RunOptions:
     """How to run a script by a plan. Each field has the name of its option of `pyps run`.
 
     samples: sample positions of the whole run; 0: until the script ends.
-    policy: a synchronization policy, or its text, such as "ssp:bound=4".
+    policy: a synchronization policy, or its text, such as "ssp:bound=4"; None: the plan's, or bsp.
+    round_timeout: seconds that one worker may delay the others, with a policy by text; None: the plan's.
     args: the script's arguments.
     seed: of the order of samples.
-    codec: how gradients travel, with error feedback; "plan": gradients and parameters with the plan's bits.
-    pipeline: overlap push and pull with the next step's compute.
+    codec: how gradients travel, with error feedback; "plan": gradients and parameters with the plan's bits;
+        None: as the plan says, or f32.
+    pipeline: overlap push and pull with the next step's compute; None: as the plan says.
+    depth: steps under way, instead of pipeline.
     journal: write every decision to run_dir/journal, for pyps.simulate.replay.
     run_dir: a folder without a run in it; None: pyps-runs/<time>-<pid>.
     throttle_from: "plan" or a cluster file, to emulate its devices (pyps.run.ranks.throttles).
@@ -51,11 +54,13 @@ class RunOptions:
     """
 
     samples: int
-    policy: Policy | str = DEFAULT_POLICY.name
+    policy: Policy | str | None = None
+    round_timeout: float | None = None
     args: Sequence[str] = ()
     seed: int = 0
-    codec: Codec | str = Codec.F32
-    pipeline: bool = False
+    codec: Codec | str | None = None
+    pipeline: bool | None = None
+    depth: int | None = None
     journal: bool = False
     run_dir: StrPath | None = None
     throttle_from: StrPath | None = None
@@ -74,14 +79,16 @@ class RunSpec:
 
     plan: as it is run; its file is `plan_path`.
     ranks: those to start here.
-    codecs: of every rank, for pushes and for pulls.
+    modes: of every rank.
+    departures: in what they are not the plan's, so that its prediction does not hold.
     """
 
     plan: Plan
     policy: Policy
     options: RunOptions
     ranks: tuple[RankSpec, ...]
-    codecs: tuple[tuple[Codec, Codec], ...]
+    modes: tuple[RankMode, ...]
+    departures: tuple[str, ...]
     store: str
     run_dir: Path
     command: tuple[str, ...]
@@ -99,7 +106,13 @@ class RunSpec:
     def setup(self) -> RunSetup:
         """What reports need to know of it."""
         ranks = [
-            RankSetup(r.rank, r.name, r.batch, r.predicted_seconds, r.throttle is not None)
+            RankSetup(
+                r.rank,
+                r.name,
+                r.batch,
+                None if self.departures else r.predicted_seconds,
+                r.throttle is not None,
+            )
             for r in self.ranks
         ]
         return RunSetup(
@@ -110,7 +123,7 @@ class RunSpec:
             even=self.options.even,
             seed=self.options.seed,
             samples=self.options.samples,
-            predicted_iteration_seconds=self.plan.iteration_seconds,
+            predicted_iteration_seconds=None if self.departures else self.plan.iteration_seconds,
             ranks=tuple(ranks),
         )
 
@@ -122,13 +135,12 @@ class RunSpec:
             policy=self.policy,
             samples=self.options.samples,
             seed=self.options.seed,
-            pipeline=self.options.pipeline,
             throttle=rank.throttle,
             run_dir=self.run_dir,
             journal=self.journal,
             launched=True,
         )
-        return settings.with_plan(self.plan, self.plan_path).with_codecs(*self.codecs[rank.rank])
+        return settings.with_plan(self.plan, self.plan_path).with_mode(self.modes[rank.rank])
 
     def environment(self, rank: RankSpec) -> dict[str, str]:
         """The environment of a rank's process: this process's, with the rank's settings."""
@@ -146,14 +158,16 @@ def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
     _check_range("max_restarts", options.max_restarts)
     _check_range("snapshot_every", options.snapshot_every)
     _check_range("seed", options.seed, MAX_SEED)
-    policy = options.policy if isinstance(options.policy, Policy) else policy_named(options.policy)
     if not Path(script).is_file():
         raise InputError("script", "", f"no file at {script}", "a Python script that calls pyps.join()")
     store = _store_name(options.connect)
     planned, ranks = _load_ranks(os.fspath(plan), options)
     ranks_here = _ranks_to_start(ranks, options)
-    if options.pipeline:
-        check_pipeline(policy)
+    wanted = _mode_options(options)
+    policy = launched_policy(wanted, planned)
+    used = [worker for worker in planned.workers if worker.batch > 0]
+    modes = [launched_mode(wanted, policy, planned, worker, os.fspath(plan)) for worker in used]
+    by_rank = {worker.rank: mode for worker, mode in zip(used, modes, strict=True)}
     if options.journal and options.connect is not None:
         found = f"on, with a store at {options.connect}"
         raise InputError("journal", "", found, "off: the store's server takes the decisions")
@@ -162,7 +176,8 @@ def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
         policy=policy,
         options=options,
         ranks=tuple(ranks_here),
-        codecs=_codecs(options.codec, planned, os.fspath(plan)),
+        modes=tuple(modes),
+        departures=tuple(departures(planned, policy, by_rank)),
         store=store,
         run_dir=_make_run_folder(options.run_dir),
         command=(sys.executable, os.fspath(script), *options.args),
@@ -170,6 +185,16 @@ def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
     write_json(spec.plan_path, planned)
     write_json(spec.run_dir / SETUP_FILE, spec.setup)
     return spec
+
+
+def _mode_options(options: RunOptions) -> ModeOptions:
+    return ModeOptions(
+        policy=options.policy,
+        codec=options.codec,
+        pipeline=options.pipeline,
+        depth=options.depth,
+        round_timeout=options.round_timeout,
+    )
 
 
 def _check_range(name: str, value: int, most: int = MAX_COUNT) -> None:
@@ -210,14 +235,6 @@ def _ranks_to_start(all_ranks: list[RankSpec], options: RunOptions) -> list[Rank
         found = f"{', '.join(map(str, ranks))}; nothing would start {', '.join(map(str, missing))}"
         raise InputError("ranks", "", found, "all ranks, or --connect with a store that the other ranks join")
     return [spec for spec in all_ranks if spec.rank in ranks]
-
-
-def _codecs(codec: Codec | str, plan: Plan, where: str) -> tuple[tuple[Codec, Codec], ...]:
-    """The codecs of every rank, for pushes and for pulls. Raises InputError where the plan has none."""
-    workers = [worker for worker in plan.workers if worker.batch > 0]
-    if codec != FROM_PLAN:
-        return ((as_codec(codec), Codec.F32),) * len(workers)
-    return tuple(plan_codecs(plan, worker, where) for worker in workers)
 
 
 def _make_run_folder(run_dir: StrPath | None) -> Path:

@@ -263,7 +263,8 @@ class Engine:
         return (yield from self.pull(k, channel)) if self.needs.uses_turns else None
 
     def _transfer(self, k: int, channel: int, network: int) -> StepProcess:
-        worker, size = self.workers[k], self._sizes[network]
+        worker = self.workers[k]
+        size = self._sizes[network] * (worker.up_share if network == UP else worker.down_share)
         if worker.latency:
             yield self.clock.now + _ns(worker.latency)
         self.metrics.moved_bytes += size

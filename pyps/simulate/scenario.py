@@ -10,10 +10,22 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats import Cluster, FaultSpec, Jitter, Profile, WorkerGroup, read_cluster, read_profile
+from pyps.formats import (
+    Cluster,
+    FaultSpec,
+    Jitter,
+    Profile,
+    WorkerGroup,
+    WorkerMode,
+    read_cluster,
+    read_profile,
+)
 from pyps.profiler.select import fit_of
 from pyps.simulate.devices import Slowdown, fitted_cost
+from pyps.solver.links import WIRE_BYTES
+from pyps.solver.mode import bits_of, stated_policy
 from pyps.solver.plan import even_batches, make_plan
+from pyps.store.policies import policy_named
 
 FP32_BYTES = 4
 NO_JITTER = Jitter()
@@ -24,7 +36,8 @@ class SimWorker:
     """One rank. `cost`: seconds of a step as a function of the batch. `bandwidth` (bytes/s) and `latency` (s)
     are those of its own link; `host` names a shared link instead. `micro_batch`: the most samples computed at
     once; 0: no limit. `max_samples`: the samples that fit in its memory; 0: no limit. `recorded`: seconds of
-    its first steps in a real run, whatever their size; `cost` and jitter give the later ones.
+    its first steps in a real run, whatever their size; `cost` and jitter give the later ones. `up_share`,
+    `down_share`: of the scenario's bytes, in this worker's codecs.
     """
 
     name: str
@@ -38,6 +51,8 @@ class SimWorker:
     micro_batch: int = 0
     max_samples: int = 0
     recorded: tuple[float, ...] = ()
+    up_share: float = 1.0
+    down_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,13 +104,15 @@ class Scenario:
 
 
 def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario:
-    """Read a cluster file; each worker gets the batch that the planner gives it, or an `even` share.
+    """Read a cluster file; each worker gets the batch and the codecs that the planner gives it in the mode of
+    the file's [run], or an `even` share.
 
     Raises InputError, Infeasible.
     """
     cluster = read_cluster(path)
     profiles = {group.name: _profile(group) for group in cluster.worker}
-    plan = make_plan(cluster, [profiles[group.name] for group in cluster.worker])
+    pace = policy_named(stated_policy(cluster.run)).pace
+    plan = make_plan(cluster, [profiles[group.name] for group in cluster.worker], pace)
     names = [w.name for w in plan.workers]
     batches = {w.name: w.batch for w in plan.workers}
     if even:
@@ -104,8 +121,16 @@ def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario
     used = [name for name in names if batches[name] > 0]
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
     simulation = cluster.simulation
+    shares = {names[mode.rank]: _byte_shares(mode) for mode in plan.run.workers} if plan.run else {}
     workers = tuple(
-        replace(built[name], batch=batches[name], micro_batch=0 if even else micro[name]) for name in used
+        replace(
+            built[name],
+            batch=batches[name],
+            micro_batch=0 if even else micro[name],
+            up_share=shares[name][0] if shares else 1.0,
+            down_share=shares[name][1] if shares else 1.0,
+        )
+        for name in used
     )
     size = _model_bytes(cluster, list(profiles.values()))
     bandwidth = simulation.server_bandwidth
@@ -117,6 +142,12 @@ def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario
         hosts={host.name: host.bandwidth for host in simulation.host},
         faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
     )
+
+
+def _byte_shares(mode: WorkerMode) -> tuple[float, float]:
+    """Bytes of a worker's pushes and pulls, relative to those at 32 bits."""
+    push, pull = bits_of(mode)
+    return WIRE_BYTES[push] / WIRE_BYTES[32], WIRE_BYTES[pull] / WIRE_BYTES[32]
 
 
 def _profile(group: WorkerGroup) -> Profile:

@@ -165,13 +165,13 @@ class Worker:
         settings, needs, budget = self.settings, store.policy_needs(), None
         # A pipeline encodes in its background thread. An encoder on the device would begin the next gradient
         # before it knows whether this one was admitted, so that its residual counts.
-        binding = Binding(attachment, store, None if settings.pipeline else settings.encoding.codec)
+        binding = Binding(attachment, store, None if settings.depth > 1 else settings.encoding.codec)
         if needs.resizes_batches:
             budget = AnnouncedBudget(store, settings.memory, settings.max_batch, binding.device)
         announce = budget.announce if budget is not None else _nothing
         client = StoreClient(store, settings.pull_codec, uses_turns=needs.uses_turns, before_claim=announce)
         transport: Transport
-        if settings.pipeline:
+        if settings.depth > 1:
             limit = TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds)
             transport = PipelinedTransport(client, binding, self._report, timeout=limit)
         else:

@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats import Bits, Fit, Memory, Plan, PlanWorker, read_plan
+from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.native.values import Codec, Encoding
 from pyps.store.codec import as_codec, fed_back
-from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named
+from pyps.store.policies import Policy
+from pyps.worker.mode import ModeOptions, RankMode, launched_mode, launched_policy
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
 
 ENVIRONMENT = "environment"
 UNENCODED = Encoding(Codec.F32)
-FROM_PLAN = "plan"
-CODECS: dict[Bits, Codec] = {32: Codec.F32, 16: Codec.BF16, 8: Codec.INT8, 4: Codec.INT4}
 
 
 class Variable(StrEnum):
@@ -43,8 +42,8 @@ class Variable(StrEnum):
     SEED = "PYPS_SEED"  # of the order of samples
     RUN_DIR = "PYPS_RUN_DIR"  # folder of the step records
     CODEC = "PYPS_CODEC"  # of gradients: f32, int8 ...; plan: of gradients and parameters, as planned
-    PULL_CODEC = "PYPS_PULL_CODEC"  # of parameters; f32 if absent
-    PIPELINE = "PYPS_PIPELINE"  # 1: overlap push and pull with the next step's compute
+    PULL_CODEC = "PYPS_PULL_CODEC"  # of parameters, where CODEC is set
+    DEPTH = "PYPS_DEPTH"  # steps under way; 2: push and pull overlap with the next step's compute
     JOURNAL = "PYPS_JOURNAL"  # file of every decision, for pyps.simulate.replay
     THROTTLE = "PYPS_THROTTLE"  # {"factor": F} or {"fit": {...}}: emulate a slower device
 
@@ -68,7 +67,7 @@ class Settings:
     max_batch: the most samples at once that the plan allows; 0: no limit.
     memory: what samples take of it, as profiled.
     encoding, pull_codec: how gradients and parameters travel.
-    pipeline: overlap push and pull with the next step's compute.
+    depth: steps under way; 1: one after another, 2: push and pull overlap with the next step's compute.
     launched: by `pyps run`, which then also removes the segment.
     """
 
@@ -83,7 +82,7 @@ class Settings:
     memory: Memory | None = None
     encoding: Encoding = UNENCODED
     pull_codec: Codec = Codec.F32
-    pipeline: bool = False
+    depth: int = 1
     throttle: ThrottleSpec | None = None
     run_dir: Path | None = None
     journal: Path | None = None
@@ -104,7 +103,9 @@ class Settings:
         codec: Codec | str | None = None,
         pipeline: bool | None = None,
     ) -> Settings:
-        """The launcher's settings; arguments override the environment, and with `store` it is not read.
+        """The launcher's settings: arguments override the environment, and this the plan.
+
+        With `store` the environment is not read.
 
         The arguments are those of pyps.join(). Raises InputError, naming the variable or argument that is
         missing or wrong.
@@ -120,32 +121,37 @@ class Settings:
             rank = _integer(env, Variable.RANK)
         if micro_batch is not None and micro_batch < 1:
             raise InputError("join", "micro_batch", str(micro_batch), "at least 1")
+        plan_path = _path(env, Variable.PLAN)
+        plan = read_plan(plan_path) if plan_path is not None else None
+        wanted = ModeOptions(
+            policy=policy or env.get(Variable.POLICY) or None,
+            codec=codec if codec is not None else env.get(Variable.CODEC) or None,
+            pipeline=pipeline,
+            depth=_integer(env, Variable.DEPTH) if pipeline is None and env.get(Variable.DEPTH) else None,
+            round_timeout=_round_timeout(env),
+        )
         settings = cls(
             store=name,
             rank=rank,
-            policy=_policy(policy, env),
+            policy=launched_policy(wanted, plan),
             samples=samples if samples is not None else _integer(env, Variable.SAMPLES, 0),
             seed=seed if seed is not None else _integer(env, Variable.SEED, 0),
-            pipeline=pipeline if pipeline is not None else _integer(env, Variable.PIPELINE, 0) > 0,
             throttle=_throttle(env),
             run_dir=Path(run_dir) if run_dir else _path(env, Variable.RUN_DIR),
             journal=_path(env, Variable.JOURNAL),
             launched=store is None,
         )
-        if settings.pipeline:
-            check_pipeline(settings.policy)
-        plan_path = _path(env, Variable.PLAN)
-        plan = read_plan(plan_path) if plan_path is not None else None
         if plan is not None and plan_path is not None:
             settings = settings.with_plan(plan, plan_path)
         if batches is not None:
             settings = replace(settings, batches=tuple(batches))
         if micro_batch is not None:
             settings = replace(settings, micro_batch=micro_batch)
+        worker = _planned_worker(plan, rank) if plan is not None else None
+        mode = launched_mode(wanted, settings.policy, plan, worker)
         if codec is None and (pull := env.get(Variable.PULL_CODEC)):
-            return settings.with_codecs(as_codec(env.get(Variable.CODEC) or Codec.F32), as_codec(pull))
-        wanted = codec if codec is not None else env.get(Variable.CODEC) or Codec.F32
-        return settings.with_codecs(*_codecs(wanted, plan, rank))
+            mode = replace(mode, pull=as_codec(pull))
+        return settings.with_mode(mode)
 
     def to_env(self) -> dict[str, str]:
         """Every variable, for the worker's process; from_env makes the same settings of them."""
@@ -161,7 +167,7 @@ class Settings:
             Variable.RUN_DIR: self.run_dir or "",
             Variable.CODEC: self.encoding.codec.name.lower(),
             Variable.PULL_CODEC: self.pull_codec.name.lower(),
-            Variable.PIPELINE: int(self.pipeline),
+            Variable.DEPTH: self.depth,
             Variable.JOURNAL: self.journal or "",
             Variable.THROTTLE: throttle,
         }
@@ -179,9 +185,9 @@ class Settings:
             memory=worker.memory if worker else None,
         )
 
-    def with_codecs(self, push: Codec, pull: Codec) -> Settings:
-        """These settings with gradients encoded by `push`, with error feedback, and parameters by `pull`."""
-        return replace(self, encoding=fed_back(push), pull_codec=pull)
+    def with_mode(self, mode: RankMode) -> Settings:
+        """These settings with a mode's depth and codecs; gradients are encoded with error feedback."""
+        return replace(self, encoding=fed_back(mode.push), pull_codec=mode.pull, depth=mode.depth)
 
     def planned_batches(self) -> tuple[int, ...]:
         """The batch of each rank. Raises InputError where it is unknown."""
@@ -207,15 +213,6 @@ def store_batches(plan: Plan) -> tuple[int, ...]:
     return tuple(worker.batch for worker in plan.workers if worker.batch > 0)
 
 
-def plan_codecs(plan: Plan, worker: PlanWorker, where: str = "plan") -> tuple[Codec, Codec]:
-    """A worker's codecs for pushes and for pulls. Raises InputError where the plan has none."""
-    for found in plan.hps.workers:
-        if found.rank == worker.rank:
-            return CODECS[found.push_bits], CODECS[found.pull_bits]
-    expected = f"bits for rank {worker.rank}: plan again with bandwidths and an error budget"
-    raise InputError(where, "hps.workers", f"{len(plan.hps.workers)} workers", expected)
-
-
 def _planned_worker(plan: Plan, rank: int) -> PlanWorker | None:
     """The plan's worker that has this rank in the store."""
     workers = [worker for worker in plan.workers if worker.batch > 0]
@@ -232,16 +229,6 @@ def _micro_batch(worker: PlanWorker | None) -> int:
     return worker.micro_batch if worker.accumulation > 1 else worker.max_batch or worker.micro_batch
 
 
-def _codecs(codec: Codec | str, plan: Plan | None, rank: int) -> tuple[Codec, Codec]:
-    """The codecs for pushes and for pulls; one that is named is for pushes alone."""
-    if codec != FROM_PLAN:
-        return as_codec(codec), Codec.F32
-    worker = _planned_worker(plan, rank) if plan else None
-    if plan is None or worker is None:
-        raise InputError("join", "codec", "'plan' without a plan", "a codec's name, or a run by a plan")
-    return plan_codecs(plan, worker)
-
-
 def _path(env: Mapping[str, str], variable: Variable) -> Path | None:
     return Path(text) if (text := env.get(variable)) else None
 
@@ -256,16 +243,15 @@ def _integer(env: Mapping[str, str], variable: Variable, default: int | None = N
     return int(text)
 
 
-def _policy(policy: Policy | str | None, env: Mapping[str, str]) -> Policy:
-    if isinstance(policy, Policy):
-        return policy
-    text = env.get(Variable.ROUND_TIMEOUT) or str(DEFAULT_POLICY.round_timeout_seconds)
+def _round_timeout(env: Mapping[str, str]) -> float | None:
+    text = env.get(Variable.ROUND_TIMEOUT)
+    if not text:
+        return None
     try:
-        seconds = float(text)
+        return float(text)
     except ValueError:
         expected = "seconds, a positive number"
         raise InputError(ENVIRONMENT, Variable.ROUND_TIMEOUT, repr(text), expected) from None
-    return policy_named(policy or env.get(Variable.POLICY) or DEFAULT_POLICY.name, seconds)
 
 
 def _throttle(env: Mapping[str, str]) -> ThrottleSpec | None:

@@ -78,6 +78,11 @@ class ConstrainedProblem:
         return bool(self.limits or self.resources or self.together)
 
     @property
+    def minimises_iteration(self) -> bool:
+        """Whether the objective, the longest step, is also how long an iteration takes."""
+        return self.pace.kind != "free" and not self.pace.spare
+
+    @property
     def may_not_bind(self) -> bool:
         """Whether the only side constraints are links that may have time for all transfers."""
         links = all(one.overlaps and one.samples_per_second is None for one in self.resources)

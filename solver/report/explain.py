@@ -141,6 +141,8 @@ def _time_sentence(plan: Plan) -> str:
 
 
 def _bound_sentence(plan: Plan) -> str:
+    if not plan.lower_bound_seconds:
+        return "Workers do not wait for the slowest, so a split with longer steps may pass more samples."
     gain = 1 - plan.lower_bound_seconds / plan.iteration_seconds
     if plan.sync:
         return "No choice of workers and batches within the bounds is faster."

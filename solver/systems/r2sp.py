@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from pyps.formats import MAX_BATCH, Bits, R2spRemedies, R2spSchedule
 from pyps.formats.mode import WorkerMode
-from pyps.solver.links import LinkCost, step_seconds
+from pyps.solver.links import WIRE_BYTES, LinkCost, step_seconds
 from pyps.solver.mode import bits_of
 
 At = Callable[[int], tuple[Sequence[float], Sequence[LinkCost]] | None]
@@ -71,35 +71,46 @@ def _offsets(turns: Sequence[float], period: float) -> list[float]:
     return [start + k * spare for k, start in enumerate(before)]
 
 
-def fits(compute_seconds: Sequence[float], turns: Sequence[float]) -> bool:
-    """Whether all turns fit into the slowest worker's iteration one after another."""
-    return sum(turns) <= max(t + x for t, x in zip(compute_seconds, turns, strict=True))
+def fits(compute_seconds: Sequence[float], turns: Sequence[float], overlap: bool = False) -> bool:
+    """Whether all turns fit into the slowest worker's step one after another; overlap: with its compute."""
+    return sum(turns) <= _alone(compute_seconds, turns, overlap)
+
+
+def _alone(compute_seconds: Sequence[float], turns: Sequence[float], overlap: bool) -> float:
+    return max(max(t, x) if overlap else t + x for t, x in zip(compute_seconds, turns, strict=True))
 
 
 def remedies(
-    compute_seconds: Sequence[float], links: Sequence[LinkCost], global_batch: int, at: At | None
+    compute_seconds: Sequence[float],
+    links: Sequence[LinkCost],
+    global_batch: int,
+    at: At | None,
+    bits: Bits = 32,
+    overlap: bool = False,
 ) -> R2spRemedies:
     """The changes that would each make the turns fit: a larger batch, fewer bits, or more links.
 
-    at: maps a global batch to the compute seconds and links of the workers in use, or to None if that batch
-    has no split.
+    compute_seconds, links: of each worker in use, the links as slow as with the codecs in use. at: maps a
+    global batch to such seconds and links, or to None if that batch has no split. bits: the most in use.
+    overlap: turns overlap with compute.
     """
-    bits = next(
-        (b for b in FEWER_BITS if fits(compute_seconds, [link.seconds(b, b) for link in links])), None
-    )
+    share = WIRE_BYTES[32] / WIRE_BYTES[bits]
+    bare = [LinkCost(link.latency_seconds, link.model_seconds * share) for link in links]
+    fewer = (b for b in FEWER_BITS if b < bits)
+    in_time = (b for b in fewer if fits(compute_seconds, [x.seconds(b, b) for x in bare], overlap))
     return R2spRemedies(
-        global_batch=_larger_batch(global_batch, at) if at else None,
-        bits=bits,
-        links=_links_needed(compute_seconds, [link.seconds() for link in links]),
+        global_batch=_larger_batch(global_batch, at, overlap) if at else None,
+        bits=next(in_time, None),
+        links=_links_needed(compute_seconds, [link.seconds() for link in links], overlap),
     )
 
 
-def _larger_batch(global_batch: int, at: At) -> int | None:
+def _larger_batch(global_batch: int, at: At, overlap: bool) -> int | None:
     """The smallest fitting batch above global_batch that doubling and bisection find, or None."""
 
     def good(batch: int) -> bool | None:
         found = at(batch)
-        return None if found is None else fits(found[0], [link.seconds() for link in found[1]])
+        return None if found is None else fits(found[0], [link.seconds() for link in found[1]], overlap)
 
     low, high = global_batch, global_batch
     while not (fit := good(high)):
@@ -116,9 +127,9 @@ def _larger_batch(global_batch: int, at: At) -> int | None:
     return high
 
 
-def _links_needed(compute_seconds: Sequence[float], turns: Sequence[float]) -> int:
+def _links_needed(compute_seconds: Sequence[float], turns: Sequence[float], overlap: bool) -> int:
     """How many such links suffice if the workers are spread over them, longest turns first."""
-    alone = max(t + x for t, x in zip(compute_seconds, turns, strict=True))
+    alone = _alone(compute_seconds, turns, overlap)
     longest_first = sorted(turns, reverse=True)
 
     def enough(count: int) -> bool:

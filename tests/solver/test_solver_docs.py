@@ -56,8 +56,10 @@ def test_the_page_runs(page: Path, count: int, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_cluster_file_is_one() -> None:
-    (text,) = blocks(TASK, "toml")
-    assert msgspec.convert(tomllib.loads(text), Cluster).job.global_batch == 768
+    text, run = blocks(TASK, "toml")
+    cluster = msgspec.convert(tomllib.loads(f"{run}\n{text}"), Cluster)
+    assert cluster.job.global_batch == 768
+    assert cluster.run.policy == "hps"
 
 
 def test_every_field_is_in_the_tables() -> None:

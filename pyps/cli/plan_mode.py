@@ -1,0 +1,58 @@
+"""The mode that `pyps-plan` plans for: a cluster file's [run], and the options that override it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pyps.errors import InputError
+from pyps.formats import Cluster, Pace
+from pyps.formats.mode import CODEC_BITS, FROM_PLAN, RunTable, check_run_table
+from pyps.solver.mode import stated_policy
+from pyps.store.policies import check_pipeline, policy_named
+
+
+def with_mode(
+    read: Cluster,
+    policy: str | None,
+    codec: str | None,
+    pull_codec: str | None,
+    pipeline: bool | None,
+    depth: int | None,
+    accumulation: int | None,
+) -> Cluster:
+    """The cluster with the given options instead of those of its [run]; None: not given.
+
+    read: the cluster. policy, codec, pull_codec, pipeline, depth, accumulation: keys of [run].
+
+    Raises InputError if one is out of range, or the policy allows no pipeline.
+    """
+    for option, name in (("--codec", codec), ("--pull-codec", pull_codec)):
+        if name is not None and name != FROM_PLAN and name not in CODEC_BITS:
+            raise InputError(option, "", repr(name), f"{', '.join(CODEC_BITS)} or plan")
+    for option, count in (("--depth", depth), ("--accumulation", accumulation)):
+        if count is not None and count < 1:
+            raise InputError(option, "", str(count), "at least 1")
+    options = {
+        "policy": policy,
+        "codec": codec,
+        "pull_codec": pull_codec,
+        "pipeline": pipeline,
+        "depth": depth,
+        "accumulation": accumulation,
+    }
+    given: dict[str, object] = {key: value for key, value in options.items() if value is not None}
+    if pipeline is not None or depth is not None:  # one overrides the other, too
+        given |= {"pipeline": pipeline, "depth": depth}
+    run: RunTable = msgspec.structs.replace(read.run, **given)
+    check_run_table("pyps-plan", run)
+    chosen = policy_named(stated_policy(run))
+    if run.depths[1] > 1:
+        check_pipeline(chosen)
+    if run.policy is not None:
+        run = msgspec.structs.replace(run, policy=str(chosen))
+    return msgspec.structs.replace(read, run=run)
+
+
+def pace_of(cluster: Cluster) -> Pace:
+    """The pace of the policy to plan for. Raises InputError if there is none of that name."""
+    return policy_named(stated_policy(cluster.run)).pace

@@ -1,0 +1,128 @@
+"""The mode that a run is launched in: as its plan says, apart from what an option or argument says instead.
+
+The plan's prediction holds in the mode that the plan was made for. A plan that names none was made for serial
+steps at 32 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyps.errors import InputError
+from pyps.formats import Plan, PlanWorker
+from pyps.formats.kinds import Bits
+from pyps.formats.mode import FROM_PLAN, MAX_DEPTH
+from pyps.native.values import Codec
+from pyps.store.codec import as_codec
+from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named
+
+CODECS: dict[Bits, Codec] = {32: Codec.F32, 16: Codec.BF16, 8: Codec.INT8, 4: Codec.INT4}
+
+
+@dataclass(frozen=True)
+class RankMode:
+    """One rank's codecs, and its steps under way at once: 1 without a pipeline."""
+
+    push: Codec = Codec.F32
+    pull: Codec = Codec.F32
+    depth: int = 1
+
+
+@dataclass(frozen=True)
+class ModeOptions:
+    """What an option or argument says; None: as the plan says.
+
+    codec: of pushes alone, or "plan". pipeline: as deep as planned, or off. depth: instead. round_timeout:
+    seconds, for a policy given as text.
+    """
+
+    policy: Policy | str | None = None
+    codec: Codec | str | None = None
+    pipeline: bool | None = None
+    depth: int | None = None
+    round_timeout: float | None = None
+
+
+def launched_policy(options: ModeOptions, plan: Plan | None) -> Policy:
+    """The policy of a run. Raises InputError for a text that names none."""
+    if isinstance(options.policy, Policy):
+        return options.policy
+    run = plan.run if plan is not None else None
+    text = options.policy or (run.policy if run else DEFAULT_POLICY.name)
+    seconds = options.round_timeout or (run.round_timeout if run else None)
+    return policy_named(text, seconds or DEFAULT_POLICY.round_timeout_seconds)
+
+
+def launched_mode(
+    options: ModeOptions, policy: Policy, plan: Plan | None, worker: PlanWorker | None, where: str = "plan"
+) -> RankMode:
+    """The mode of one rank.
+
+    options: what was asked for. policy: of the run. plan, worker: what was planned, and for which worker;
+    None: nothing. where: the plan's file, for errors.
+
+    Raises InputError if the plan has no bits and is asked for them, or the policy allows no pipeline.
+    """
+    planned = planned_mode(plan, worker)
+    push, pull, depth = planned.push, planned.pull, planned.depth
+    if options.codec == FROM_PLAN:
+        push, pull = _planned_codecs(plan, worker, where)
+    elif options.codec is not None and as_codec(options.codec) is not push:
+        push, pull = as_codec(options.codec), Codec.F32
+    if options.depth is not None:
+        depth = options.depth
+    elif options.pipeline is not None:
+        depth = max(2, depth) if options.pipeline else 1
+    if not 1 <= depth <= MAX_DEPTH:
+        raise InputError("depth", "", str(depth), f"1 to {MAX_DEPTH}")
+    if depth > 1:
+        check_pipeline(policy)
+    return RankMode(push, pull, depth)
+
+
+def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> RankMode:
+    """The mode that the plan names for a worker; serial at 32 bits if it names none."""
+    if plan is None or plan.run is None or worker is None:
+        return RankMode()
+    mode = plan.run.workers[worker.rank]
+    return RankMode(as_codec(mode.push_codec), as_codec(mode.pull_codec), mode.depth)
+
+
+def _planned_codecs(plan: Plan | None, worker: PlanWorker | None, where: str) -> tuple[Codec, Codec]:
+    """A worker's codecs for pushes and for pulls. Raises InputError where the plan has none."""
+    if plan is None or worker is None:
+        raise InputError("join", "codec", "'plan' without a plan", "a codec's name, or a run by a plan")
+    if plan.run is not None:
+        planned = planned_mode(plan, worker)
+        return planned.push, planned.pull
+    for found in plan.hps.workers:
+        if found.rank == worker.rank:
+            return CODECS[found.push_bits], CODECS[found.pull_bits]
+    expected = f"bits for rank {worker.rank}: plan again with --codec plan and bandwidths"
+    raise InputError(where, "hps.workers", f"{len(plan.hps.workers)} workers", expected)
+
+
+def departures(plan: Plan, policy: Policy, modes: dict[int, RankMode]) -> list[str]:
+    """In what the launched mode is not the plan's, if that changes how long an iteration takes.
+
+    plan: with the mode that it was made for. policy: of the run. modes: of each of the plan's workers in use,
+    by rank.
+    """
+    if plan.run is None:
+        counted = any(worker.link_seconds for worker in plan.workers)
+        serial = all(mode == RankMode() for mode in modes.values())
+        return ["codec or pipeline: the plan names none"] if counted and not serial else []
+    found = []
+    if str(policy) != plan.run.policy:
+        found.append(f"policy: {policy} instead of {plan.run.policy}")
+    for key in ("push", "pull", "depth"):
+        pairs = [
+            (getattr(planned_mode(plan, plan.workers[k]), key), getattr(m, key)) for k, m in modes.items()
+        ]
+        changed = sorted({(_text(was), _text(now)) for was, now in pairs if was != now})
+        found += [f"{key}: {now} instead of {was}" for was, now in changed]
+    return found
+
+
+def _text(value: Codec | int) -> str:
+    return value.name.lower() if isinstance(value, Codec) else str(value)
