@@ -1,4 +1,7 @@
-"""The mode that `pyps-plan` plans for: a cluster file's [run], and the options that override it."""
+"""The mode that `pyps-plan` plans for: a cluster file's [run], and the options that override it.
+
+The policies are imported only where a mode needs them: planning as such works without the store.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Pace
-from pyps.formats.mode import CODEC_BITS, FROM_PLAN, RunTable, check_run_table
+from pyps.formats.mode import CODEC_BITS, FROM_PLAN, ROUND, RunTable, check_run_table
 from pyps.solver.mode import stated_policy
-from pyps.store.policies import check_pipeline, policy_named
 
 
 def with_mode(
@@ -45,14 +47,25 @@ def with_mode(
         given |= {"pipeline": pipeline, "depth": depth}
     run: RunTable = msgspec.structs.replace(read.run, **given)
     check_run_table("pyps-plan", run)
-    chosen = policy_named(stated_policy(run))
-    if run.depths[1] > 1:
-        check_pipeline(chosen)
-    if run.policy is not None:
-        run = msgspec.structs.replace(run, policy=str(chosen))
+    if run.policy is not None or run.depths[1] > 1:
+        run = msgspec.structs.replace(run, policy=_checked_policy(run))
     return msgspec.structs.replace(read, run=run)
+
+
+def _checked_policy(run: RunTable) -> str:
+    """The policy, by its shortest text. Raises InputError if there is none, or it allows no pipeline."""
+    from pyps.store.policies import check_pipeline, policy_named
+
+    policy = policy_named(stated_policy(run))
+    if run.depths[1] > 1:
+        check_pipeline(policy)
+    return str(policy)
 
 
 def pace_of(cluster: Cluster) -> Pace:
     """The pace of the policy to plan for. Raises InputError if there is none of that name."""
-    return policy_named(stated_policy(cluster.run)).pace
+    if cluster.run.policy is None:
+        return ROUND
+    from pyps.store.policies import policy_named
+
+    return policy_named(cluster.run.policy).pace
