@@ -1,0 +1,171 @@
+"""`pyps run` takes the mode from the plan, and says when the plan's prediction does not hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from run_tools import make_plan
+
+from pyps.errors import InputError
+from pyps.formats import Plan, RunMode, WorkerMode, read_plan, write_json
+from pyps.native.values import Codec
+from pyps.run import RunOptions
+from pyps.run.spec import RunSpec, prepare
+from pyps.worker.mode import RankMode
+from pyps.worker.settings import Settings, Variable
+
+PYPS = str(Path(sys.executable).parent / "pyps")
+TRAIN = """
+import torch, pyps
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 1)
+with pyps.join() as worker:
+    worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for x, y in worker.batches((torch.randn(40, 4), torch.randn(40, 1))):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        worker.step()
+"""
+INT8 = WorkerMode(rank=0, push_codec="int8", pull_codec="bf16", depth=2)
+
+
+def mode(policy: str = "hps", first: WorkerMode = INT8) -> RunMode:
+    workers = [first, WorkerMode(rank=1), WorkerMode(rank=2, push_codec="int4")]
+    return RunMode(policy=policy, round_timeout=7.5, workers=workers)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """A plan of three workers, of which rank 1 of the plan is left out."""
+    made = msgspec.structs.replace(make_plan((5, 0, 3)), run=mode())
+    write_json(tmp_path / "plan.json", made)
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path / "plan.json"
+
+
+def spec_of(plan: Path, **options: Any) -> RunSpec:
+    folder = plan.parent / f"run-{len(list(plan.parent.iterdir()))}"
+    return prepare(plan, plan.parent / "train.py", RunOptions(samples=8, run_dir=folder, **options))
+
+
+def test_the_plan_says_how_to_run(plan: Path) -> None:
+    spec = spec_of(plan)
+    assert (str(spec.policy), spec.policy.round_timeout_seconds) == ("hps", 7.5)
+    assert spec.modes == (RankMode(Codec.INT8, Codec.BF16, 2), RankMode(Codec.INT4, Codec.F32, 1))
+    assert spec.departures == ()
+    settings = [spec.settings(rank) for rank in spec.ranks]
+    assert [(s.encoding.codec, s.pull_codec, s.depth) for s in settings] == [
+        (Codec.INT8, Codec.BF16, 2),
+        (Codec.INT4, Codec.F32, 1),
+    ]
+    assert spec.setup.predicted_iteration_seconds == read_plan(plan).iteration_seconds
+
+
+def test_a_worker_that_joins_by_itself_takes_the_plan_s_mode(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in ((Variable.STORE, "s"), (Variable.RANK, "0"), (Variable.PLAN, str(plan))):
+        monkeypatch.setenv(variable, value)
+    found = Settings.from_env()
+    assert (str(found.policy), found.encoding.codec, found.pull_codec, found.depth) == (
+        "hps",
+        Codec.INT8,
+        Codec.BF16,
+        2,
+    )
+    other = Settings.from_env(policy="asp", codec="f32", pipeline=False)
+    assert (str(other.policy), other.encoding.codec, other.pull_codec, other.depth) == (
+        "asp",
+        Codec.F32,
+        Codec.F32,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"policy": "asp"}, ["policy: asp instead of hps"]),
+        (
+            {"codec": "f32"},
+            ["push: f32 instead of int4", "push: f32 instead of int8", "pull: f32 instead of bf16"],
+        ),
+        ({"pipeline": False}, ["depth: 1 instead of 2"]),
+        ({"pipeline": True}, ["depth: 2 instead of 1"]),
+        ({"codec": "plan", "policy": "hps"}, []),
+        ({"depth": 1}, ["depth: 1 instead of 2"]),
+    ],
+)
+def test_what_an_option_says_otherwise(plan: Path, options: dict[str, Any], found: list[str]) -> None:
+    spec = spec_of(plan, **options)
+    assert list(spec.departures) == found
+    setup = spec.setup
+    assert (setup.predicted_iteration_seconds is None) == bool(found)
+    assert (setup.ranks[0].predicted_seconds is None) == bool(found)
+
+
+def test_a_policy_that_cannot_overlap_is_refused(plan: Path) -> None:
+    with pytest.raises(InputError, match="pipeline: found on under bsp"):
+        spec_of(plan, policy="bsp")
+    assert spec_of(plan, policy="bsp", pipeline=False).modes[0].depth == 1
+    with pytest.raises(InputError, match="depth: found 9"):
+        spec_of(plan, depth=9)
+
+
+def test_the_even_split_runs_in_the_same_mode(plan: Path) -> None:
+    spec = spec_of(plan, even=True)
+    assert [rank.batch for rank in spec.ranks] == [3, 3, 2]
+    assert [mode.depth for mode in spec.modes] == [2, 1, 1]
+    assert spec.departures == ()
+    assert spec.setup.predicted_iteration_seconds == 0.2
+
+
+def test_a_plan_without_a_mode_is_run_as_the_options_say(plan: Path) -> None:
+    bare = msgspec.structs.replace(read_plan(plan), run=None)
+    write_json(plan, bare)
+    spec = spec_of(plan, policy="asp", codec="int8", pipeline=True)
+    assert (str(spec.policy), spec.modes) == ("asp", (RankMode(Codec.INT8, Codec.F32, 2),) * 2)
+    assert spec.departures == ()  # it counts no transfers
+    workers = [msgspec.structs.replace(w, link_seconds=0.01) for w in bare.workers]
+    write_json(plan, msgspec.structs.replace(bare, workers=workers))
+    assert spec_of(plan, policy="asp").departures == ()
+    assert spec_of(plan, policy="asp", pipeline=True).setup.predicted_iteration_seconds is None
+    with pytest.raises(InputError, match=r"hps\.workers"):
+        spec_of(plan, codec="plan")
+
+
+def test_ranks_of_a_mode_are_checked(plan: Path) -> None:
+    raw = json.loads(plan.read_text())
+    del raw["run"]["workers"][1]
+    plan.write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=r"run\.workers"):
+        read_plan(plan)
+
+
+def test_a_run_in_another_mode_warns_and_predicts_nothing(shm: Path, plan: Path) -> None:
+    made = read_plan(plan)
+    fast = mode(first=WorkerMode(rank=0, push_codec="int8"))
+    write_json(plan, msgspec.structs.replace(made, run=fast))
+    command = [PYPS, "run", "--plan", str(plan), "--samples", "80", "--json"]
+    runs: list[tuple[Plan, str]] = []
+    for name, options in (("as", []), ("other", ["--policy", "asp"])):
+        folder = plan.parent / name
+        done = subprocess.run(
+            [*command, *options, "--run-dir", str(folder), str(plan.parent / "train.py")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        runs.append((json.loads(done.stdout), done.stderr))
+    (report, said), (other, warned) = runs
+    assert report["policy"] == "hps"
+    assert report["predicted_iteration_seconds"] == made.iteration_seconds
+    assert "predictions" not in said
+    assert other["predicted_iteration_seconds"] is other["measured_over_predicted"] is None
+    assert "plan.json: its predictions do not hold for this run (policy: asp instead of hps)" in warned
