@@ -15,7 +15,7 @@ import msgspec
 
 from pyps.errors import InputError
 
-SpanKind = Literal["wait", "pull", "compute", "push", "skip"]
+SpanKind = Literal["wait", "pull", "data", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
 LineType = TypeVar("LineType", bound=msgspec.Struct)
 
@@ -33,6 +33,9 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     skipped: the worker pushed no gradient, because a GradScaler found inf.
     rejected: the store did not apply the gradient: the policy refused it, or the worker was fenced.
     depth: the worker's steps in flight at once; above 1, pushes and pulls overlap the next step's compute.
+    loader_seconds: how long loading the step's samples keeps the loader busy; with several loader processes,
+        each does its part.
+    loader_workers: loader processes; 0: the training thread loads, and all of it is in the data span.
     """
 
     rank: int
@@ -52,10 +55,20 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     skipped: bool = False
     rejected: bool = False
     depth: int = 1
+    loader_seconds: float = 0.0
+    loader_workers: int = 0
 
     def seconds(self, kind: SpanKind) -> float:
         """The sum of the step's spans of one kind."""
         return sum(end - begin for name, begin, end in self.spans if name == kind)
+
+    @property
+    def cost_seconds(self) -> float:
+        """What the step costs this rank: compute and the wait for data, or the loader's time if longer.
+
+        A slow loader need not show as a wait: it also loads while its rank waits for the others.
+        """
+        return max(self.seconds("compute") + self.seconds("data"), self.loader_seconds)
 
 
 def split_spans(record: StepRecord) -> tuple[list[Span], list[Span]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -24,7 +25,8 @@ class StoreClient:
     """One thread at a time may use it, not always the same one. `fenced` counts how often it had to rejoin.
 
     pull: the codec of pulled parameters. uses_turns: a push and the pull after it are one turn.
-    before_claim: runs before each claim.
+    before_claim: runs before each claim. `ahead`: the claims of later steps, and of the current one until it
+    is taken from there; after_claim_ahead gets each of them when it is made, in the thread that made it.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class StoreClient:
         self.fenced = 0
         self._codec, self._uses_turns, self._before_claim = pull, uses_turns, before_claim
         self._codes: NDArray[np.uint8] | None = None
+        self.ahead: deque[Claim] = deque()
+        self.after_claim_ahead: Callable[[Claim], None] = _ignore
 
     def claim(self) -> Claimed:
         """Claim the next step, waiting until every rank has joined once. Raises Ended, Fenced, TimedOut."""
@@ -51,13 +55,22 @@ class StoreClient:
 
     def claim_ahead(self) -> Claimed | None:
         """With a step under way, claim the one after it; None: nothing is left now. Raises Fenced."""
+        claim = self.start_ahead()
+        return None if claim is None else (claim, self.store.stage())
+
+    def start_ahead(self) -> Claim | None:
+        """As claim_ahead, without a place for the gradient."""
         self._before_claim()
         claim = self.store.start_ahead()
-        return None if claim is None else (claim, self.store.stage())
+        if claim is not None and not (self.ahead and self.ahead[-1].first == claim.first):
+            self.ahead.append(claim)
+            self.after_claim_ahead(claim)
+        return claim
 
     def rejoin(self) -> None:
         """After Fenced: join again. All claims are gone."""
         self.fenced += 1
+        self.ahead.clear()
         self.store.rejoin()
 
     def pull(self, out: Flat) -> int:
@@ -101,3 +114,7 @@ class StoreClient:
         outcome.result = self.store.send(request)
         if self._uses_turns:
             outcome.version = self.pull(out)
+
+
+def _ignore(_: Claim) -> None:
+    """Without a loader no claim needs to be known early."""

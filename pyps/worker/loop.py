@@ -16,7 +16,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,10 +35,13 @@ from pyps.store.store import Store
 from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create
 from pyps.worker.binding import Binding
 from pyps.worker.client import StoreClient
+from pyps.worker.feed import BatchFeed
+from pyps.worker.forecast import RoundForecast
+from pyps.worker.loader import LoaderOptions
 from pyps.worker.memory import AnnouncedBudget
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.pipeline import PipelinedTransport
-from pyps.worker.sampling import fetcher, indices
+from pyps.worker.samples import Collate, make_source
 from pyps.worker.settings import Settings
 from pyps.worker.step import Outcome, Step, number_of
 from pyps.worker.transport import SerialTransport, Transport
@@ -179,31 +182,56 @@ class Worker:
         steps = OptimizerSteps(attachment.optimizer)
         return Attached(model, attachment, binding, needs, budget, client, transport, steps)
 
-    def batches(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> Iterator[Any]:
+    def batches(
+        self,
+        dataset: Any,
+        num_workers: int = 0,
+        *,
+        collate_fn: Collate | None = None,
+        pin_memory: bool = False,
+        prefetch: int = 2,
+        sharded: bool = False,
+        **loader_options: Any,
+    ) -> Iterator[Any]:
         """Yield this worker's batches until the run's samples are used up. Call step() after each.
 
-        dataset: a map-style dataset, or a tuple of tensors (indexed at once). collate: makes a batch of
-        samples; None: torch's default. Which sample a position means depends on the seed alone. Where the
-        plan splits this rank's batch, each micro-batch is yielded by itself. At the end the model holds the
-        run's final parameters. Raises InputError if step() was not called for the last batch.
+        dataset: a map-style dataset, an IterableDataset, or a tuple of tensors (indexed at once, here).
+        num_workers: processes that load batches while steps are computed; 0: each is loaded when needed.
+        collate_fn: makes a batch of samples; None: torch's default.
+        pin_memory: as in torch's DataLoader.
+        prefetch: batches that each loader process loads in advance, as far as claims are known.
+        sharded: an IterableDataset that gives each rank and loader process its part by itself; otherwise each
+            takes its share of one stream. A stream that ends begins again.
+        loader_options: others of torch's DataLoader: timeout, worker_init_fn, multiprocessing_context ...
+
+        Which sample a position means depends on the seed alone, and so do random numbers: torch, NumPy and
+        random are seeded before each sample is read and before each batch is yielded. Where the plan splits
+        this rank's batch, each micro-batch is yielded by itself. At the end the model holds the run's final
+        parameters. Raises InputError if step() was not called for the last batch, and for a dataset that
+        cannot be read or that differs between ranks.
         """
-        length, fetch = fetcher(dataset, collate)
-        transport = self._require().transport
-        while (step := transport.begin()) is not None:
-            self._step = step
-            while step.left:
-                first = step.claim.first + step.claim.count - step.left
-                self._begin_micro_batch(step)
-                batch = fetch(indices(first, step.micro, length, self.settings.seed))
-                step.began = time.monotonic()
-                if self._throttle is not None:
-                    step.throttle = self._throttle.span(batch=step.micro)
-                    step.throttled = step.throttle.__enter__()
-                yield batch
-                if self._step is step and step.micro:
-                    raise InputError(
-                        "worker", "batches", "no step() since the last batch", "step() after each batch"
-                    )
+        attached, settings = self._require(), self.settings
+        source = make_source(
+            dataset, collate_fn, settings.seed, self.rank, self.store.layout.ranks, sharded=sharded
+        )
+        options = LoaderOptions(num_workers, prefetch, loader_options | {"pin_memory": pin_memory})
+        forecast = None if attached.needs.allows_pipeline else RoundForecast.of(settings)
+        client, transport = attached.client, attached.transport
+        with BatchFeed(source, options, client, transport.claim_ahead, self._at_once, forecast) as feed:
+            while (step := transport.begin()) is not None:
+                self._step = step
+                feed.begin(step.claim)
+                while step.left:
+                    self._begin_micro_batch(step)
+                    batch = feed.load(step)
+                    if self._throttle is not None:
+                        step.throttle = self._throttle.span(batch=step.micro)
+                        step.throttled = step.throttle.__enter__()
+                    yield batch
+                    if self._step is step and step.micro:
+                        raise InputError(
+                            "worker", "batches", "no step() since the last batch", "step() after each batch"
+                        )
         self.refresh()
 
     @property
@@ -254,7 +282,7 @@ class Worker:
         if not attached.needs.checks_between_micro_batches:
             return Advice.CONTINUE
         try:
-            advice = attached.transport.should_continue(step.done, self._at_once(step))
+            advice = attached.transport.should_continue(step.done, self._at_once(step.left))
         except Fenced:
             attached.client.rejoin()
             return Advice.ABORT
@@ -307,7 +335,7 @@ class Worker:
         weight: after the last, of m samples, the sum times m / b is the mean over all b samples.
         """
         binding = self._require().binding
-        before, step.micro = step.micro_before, self._at_once(step)
+        before, step.micro = step.micro_before, self._at_once(step.left)
         step.left -= step.micro
         if before and before != step.micro:
             binding.scale_grads(before / step.micro)
@@ -315,10 +343,10 @@ class Worker:
         if not step.left:
             binding.last_backward(step.micro / (step.done + step.micro))
 
-    def _at_once(self, step: Step) -> int:
+    def _at_once(self, left: int) -> int:
         """Samples of the next micro-batch: as planned, and no more than memory holds now."""
         budget = self._require().budget
-        limits = (step.left, self.settings.micro_batch, budget.look() if budget is not None else 0)
+        limits = (left, self.settings.micro_batch, budget.look() if budget is not None else 0)
         return min(limit for limit in limits if limit)
 
     def _collect(self, step: Step, attached: Attached, scaler: Any) -> bool:

@@ -148,6 +148,9 @@ class PipelinedTransport(Transport):
         spans = [*waited, ("wait", began, ready), ("pull", ready, time.monotonic())]
         return Step(claim, staging, version, spans)
 
+    def claim_ahead(self) -> None:
+        """The background thread does, after each transfer."""
+
     def _next_claim(self) -> Claimed:
         if self._prefetched_claim is not None:
             claimed, self._prefetched_claim = self._prefetched_claim, None

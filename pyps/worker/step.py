@@ -46,6 +46,8 @@ class Step:
         self.throttle: AbstractContextManager[ThrottledSpan] | None = None
         self.throttled: ThrottledSpan | None = None
         self.overrun_seconds = 0.0
+        self.loader_seconds = 0.0  # that the loader was busy with this step's samples
+        self.loader_workers = 0
         self.micro = 0  # samples of the micro-batch under way; 0: step() has been called for it
         self.micro_before = 0  # of the last one that began
         self.left = claim.count  # samples of later micro-batches
@@ -79,6 +81,8 @@ class Step:
             skipped=not self.finite,
             rejected=result is None,
             depth=depth,
+            loader_seconds=self.loader_seconds,
+            loader_workers=self.loader_workers,
         )
 
 

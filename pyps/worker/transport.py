@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ClassVar
 
 from pyps.errors import Ended, Fenced
@@ -36,6 +37,10 @@ class Transport(ABC):
     @abstractmethod
     def begin(self) -> Step | None:
         """The next step, its parameters in the model; None when the run's samples are used up."""
+
+    @abstractmethod
+    def claim_ahead(self) -> None:
+        """Claim the samples of the next step now, if the policy lets it: they are loaded meanwhile."""
 
     @abstractmethod
     def send(self, step: Step, request: PushRequest) -> PushResult | None:
@@ -85,6 +90,10 @@ class SerialTransport(Transport):
         self._prefetched_version = None
         self._binding.refresh()
         return Step(claim, staging, version, [("wait", began, ready), ("pull", ready, time.monotonic())])
+
+    def claim_ahead(self) -> None:
+        with suppress(Fenced):  # the push will say so
+            self._client.start_ahead()
 
     def send(self, step: Step, request: PushRequest) -> PushResult | None:
         outcome = self._client.push(request, self._binding.flat)

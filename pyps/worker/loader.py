@@ -1,0 +1,249 @@
+"""Loads batches with torch's DataLoader: in this process, or in loader processes while a step is computed.
+
+The DataLoader's sampler is a queue that never ends: an index is put there for each batch that is wanted, as
+claims are made. A batch is taken only for the positions it was loaded for; batches of claims that went back
+are dropped when they arrive. A batch whose successors are not known yet is divided among the loader processes
+and joined here, unless a collate_fn makes batches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Self
+
+from torch.utils.data import DataLoader
+
+from pyps.errors import InputError
+from pyps.worker.fingerprint import Fingerprint, fingerprint_of
+from pyps.worker.forecast import Positions
+from pyps.worker.samples import Source, Task, join_batches
+from pyps.worker.sampling import indices
+
+OWN_OPTIONS = (
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "drop_last",
+    "persistent_workers",
+    "in_order",
+)
+PR_SET_PDEATHSIG = 1
+NO_BATCH = (-1, 0)  # the positions of what is no batch: the data set's fingerprint
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How to load.
+
+    workers: loader processes; 0: the training process loads.
+    prefetch: batches that each of them loads in advance.
+    more: further options of torch's DataLoader.
+    """
+
+    workers: int = 0
+    prefetch: int = 2
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.workers < 0 or isinstance(self.workers, bool):
+            raise InputError("batches", "num_workers", repr(self.workers), "0 or more loader processes")
+        if self.prefetch < 1:
+            raise InputError("batches", "prefetch", repr(self.prefetch), "at least 1 batch for each process")
+        if taken := [name for name in OWN_OPTIONS if name in self.more]:
+            raise InputError("batches", taken[0], "given", "nothing: the plan and the store decide it")
+
+
+@dataclass(slots=True)
+class BatchPart:
+    """A part of a wanted batch. last: no part follows. valid: False once it is not wanted any more."""
+
+    wanted: Positions
+    task: Task | None
+    last: bool = True
+    valid: bool = True
+
+
+class IndexQueue:
+    """The DataLoader's sampler: the tasks that wait. When none does, the DataLoader asks again later."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[BatchPart] = deque()
+        self.sent: deque[BatchPart] = deque()  # in the order in which their data comes
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Task | None:
+        if not self.waiting:
+            raise StopIteration
+        piece = self.waiting.popleft()
+        self.sent.append(piece)
+        return piece.task
+
+
+class Loader:
+    """Batches of one data set for a worker; a context manager that ends the loader processes.
+
+    align() and take() belong to the training thread; any thread may call append().
+    """
+
+    def __init__(self, source: Source, options: LoaderOptions) -> None:
+        self._source, self._options = source, options
+        self.workers = 0 if source.in_process else options.workers
+        self._queue = IndexQueue()
+        self._lock = threading.Lock()
+        self._divides = source.divisible
+        self._queue.waiting.append(BatchPart(NO_BATCH, None))
+        more = dict(options.more)
+        if self.workers:
+            user_init = more.pop("worker_init_fn", None)
+            bound = threading.current_thread() is threading.main_thread()
+            more |= {
+                "prefetch_factor": options.prefetch,
+                "worker_init_fn": partial(_begin_process, user_init, bound),
+            }
+        else:
+            for name in ("timeout", "worker_init_fn", "multiprocessing_context"):
+                more.pop(name, None)
+        loader: DataLoader[Any] = DataLoader(
+            _TimedSource(source),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._queue,
+            num_workers=self.workers,
+            collate_fn=_unchanged,
+            **more,
+        )
+        self._iterator: Any = iter(loader)
+        self._fingerprint: Fingerprint | None = None
+
+    @property
+    def room(self) -> int:
+        """Batches that may be loaded in advance."""
+        return self.workers * self._options.prefetch
+
+    def fingerprint(self) -> Fingerprint:
+        """The data set's fingerprint, read by the process that reads the data set."""
+        if self._fingerprint is None:
+            with self._lock:
+                self._fingerprint = self._next()[1]
+        return self._fingerprint
+
+    def align(self, wanted: Sequence[Positions]) -> None:
+        """What is wanted now, in order. All else that is being loaded is dropped, except after the last."""
+        with self._lock:
+            live = [piece for piece in self._pieces() if piece.valid and piece.task is not None]
+            known = list(dict.fromkeys(piece.wanted for piece in live))
+            start = known.index(wanted[0]) if wanted and wanted[0] in known else len(known)
+            same = 0
+            while same < len(wanted) and start + same < len(known) and known[start + same] == wanted[same]:
+                same += 1
+            kept = known[start : start + same] if same < len(wanted) else known[start:]
+            self._drop({*known} - {*kept})
+            self._request(wanted[same:], divided=len(wanted) < self.workers)
+
+    def append(self, wanted: Sequence[Positions]) -> None:
+        """Load these after all that is wanted already."""
+        with self._lock:
+            self._request(wanted, divided=len(wanted) < self.workers)
+
+    def take(self, wanted: Positions) -> tuple[Any, float]:
+        """A batch that align() asked for, and the seconds for which it kept the loader busy."""
+        self.fingerprint()
+        parts, spent = [], 0.0
+        while True:
+            with self._lock:
+                piece, data, seconds = self._next()
+            if not piece.valid:
+                continue
+            if piece.wanted != wanted:
+                raise RuntimeError(f"the loader gave positions {piece.wanted}, not {wanted}")
+            parts.append(data)
+            spent += seconds
+            if piece.last:
+                return join_batches(parts), spent / max(1, self.workers)
+
+    def close(self) -> None:
+        """End the loader processes. Idempotent."""
+        with self._lock:
+            iterator, self._iterator = self._iterator, None
+            self._queue.waiting.clear()
+            if iterator is not None and self.workers:
+                iterator._shutdown_workers()  # an exception's traceback may keep the iterator alive
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _pieces(self) -> list[BatchPart]:
+        return [*self._queue.sent, *self._queue.waiting]
+
+    def _drop(self, unwanted: set[Positions]) -> None:
+        for piece in self._queue.sent:
+            piece.valid &= piece.wanted not in unwanted
+        self._queue.waiting = deque(p for p in self._queue.waiting if p.wanted not in unwanted)
+
+    def _request(self, wanted: Sequence[Positions], *, divided: bool) -> None:
+        """Put the tasks for these into the queue, and send as many as there is room for."""
+        for first, count in wanted:
+            parts = min(count, self.workers) if divided and self._divides else 1
+            cuts = [count * k // parts for k in range(parts + 1)]
+            for begin, end in pairwise(cuts):
+                task = self._task(first + begin, end - begin)
+                self._queue.waiting.append(BatchPart((first, count), task, last=end == count))
+        if self._iterator is None or not self.workers:
+            return
+        # The DataLoader asks for an index when it gives out a batch, and stops asking once there was none. It
+        # has no public call to ask again.
+        while self._queue.waiting and len(self._queue.sent) < self.room:
+            self._iterator._try_put_index()
+
+    def _task(self, first: int, count: int) -> Task:
+        if not self._source.length:
+            return Task(first, count, None)
+        return Task(first, count, indices(first, count, self._source.length, self._source.seed))
+
+    def _next(self) -> tuple[BatchPart, Any, float]:
+        """What comes next: its piece, the data, and the seconds that a loader process spent on it."""
+        data, seconds = next(self._iterator)
+        return self._queue.sent.popleft(), data, seconds
+
+
+class _TimedSource:
+    """The data set in a loader process: (batch, seconds that it took); for no task, the fingerprint."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, task: Task | None) -> tuple[Any, float]:
+        began = time.perf_counter()
+        data = fingerprint_of(self._source) if task is None else self._source[task]
+        return data, time.perf_counter() - began
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _begin_process(user_init: Callable[[int], None] | None, bound: bool, number: int) -> None:
+    """In a new loader process. bound: kill it when the thread that started it ends, its parent's main one.
+
+    torch too ends loader processes whose parent is gone, but only between two batches.
+    """
+    if bound:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if user_init is not None:
+        user_init(number)
