@@ -469,6 +469,59 @@ typedef struct {
 
 PYPS_API int pyps_set_custom(const pyps_custom *custom); /* for this process, before it has a store */
 
+/* A state: all that a store needs to go on from one version, bit for bit. Gradients that wait for their round
+ * have not been pushed in it, and samples that were claimed but not pushed are to be assigned again. */
+typedef struct {
+    uint64_t first, count;
+} pyps_range;
+
+typedef struct {
+    pyps_rank total;
+    uint64_t clock;
+    uint64_t interval;                                         /* nanoseconds between its last two pushes */
+    double step_seconds, sample_seconds, staleness_per_sample; /* moving averages; 0: not known */
+    uint32_t next_batch, max_samples, extra_steps;             /* as its policy keeps them */
+    uint32_t has_residual;                                     /* 0 or 1 */
+} pyps_rank_state;
+
+typedef struct {
+    uint32_t size;
+    uint32_t optimizer, policy, ranks, ranges;
+    uint32_t chunk_params; /* this one and the next three: as configured; a restore ignores them */
+    pyps_policy_params policy_params;
+    double round_timeout_seconds;
+    uint64_t samples;
+    uint64_t version, round, plan;
+    uint64_t samples_assigned; /* every sample before it was pushed, skipped or dropped, or is in `range` */
+    uint64_t samples_dropped;
+    uint64_t slowest, fastest; /* clocks */
+    uint64_t policy_state[PYPS_STATE_WORDS];
+    const pyps_rank_state *rank; /* [ranks] */
+    const pyps_range *range;     /* [ranges] in the order in which they will be assigned */
+    const uint64_t *steps;       /* [tensors] optimizer steps taken */
+    const pyps_hyper *hyper;     /* [groups] the constants in force; NULL: none */
+    /* Of averaged tensors these are not read. */
+    const float *const *vectors;   /* [states * tensors] vector k of tensor t is at k * tensors + t */
+    const float *const *residuals; /* [ranks * tensors] of each rank that has one; NULL: none has */
+} pyps_state;
+
+/* Reads a state while pushes go on, as pyps_snapshot does. Begin fills all but the last four fields; its
+ * pointers are valid until the end. Then read fills flat [flat_elements], state [states][flat_elements], steps
+ * [tensors] and hyper [groups], and pyps_state_residual the residual of a rank that has one [flat_elements].
+ * state, steps and hyper may be NULL. PYPS_ESTALE: the snapshot was cancelled; end it, and begin again. */
+PYPS_API int pyps_state_begin(pyps_store *store, double timeout_seconds, pyps_state *out);
+PYPS_API int pyps_state_read(pyps_store *store, float *flat, float *const *state, uint64_t *steps,
+                             pyps_hyper *hyper);
+PYPS_API int pyps_state_residual(pyps_store *store, uint32_t rank, float *flat);
+PYPS_API int pyps_state_end(pyps_store *store);
+
+/* Creates a store that goes on from `state`, whose parameters are config.initial. Tensors and optimizer must be
+ * those of the state. Ranks, batches, samples, chunks and policy may be others: ranks that the state does not
+ * have begin anew, and those that the config does not have end; another policy begins without policy_state. No
+ * step starts before all ranks have joined. */
+PYPS_API int pyps_restore(const char *name, const pyps_config *config, const pyps_state *state,
+                          pyps_store **out);
+
 /* Does any process have the segment file open? PYPS_OK: no; PYPS_EBUSY: yes; else why it is not a segment. */
 PYPS_API int pyps_probe(const char *name, uint64_t *bytes_out);
 

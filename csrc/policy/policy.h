@@ -45,6 +45,10 @@ struct policy {
     void (*on_open)(struct view *view);
     /* After every event: changes the view further, and sets view->next_deadline. */
     void (*after_event)(struct view *view, uint64_t now);
+    /* A state is taken: ends what belongs to members in the policy's own state. NULL: nothing does. */
+    void (*detach)(struct view *view);
+    /* PYPS_OK, or PYPS_EINVAL if the policy's own state in a restored view is impossible. NULL: any is possible. */
+    int (*check_state)(const struct view *view);
     /* Can others be waiting for this member to act? NULL: while it has samples. */
     bool (*holds_up)(const struct view *view, uint32_t slot, uint64_t now);
     /* The counter that waiting members wait for; never goes back. NULL: 0. */

@@ -8,6 +8,7 @@
  * time to catch up. A worker that does not take its turn within `patience` periods is skipped until it asks
  * for a turn again.
  */
+#include "error.h"
 #include "policy/policy.h"
 
 /* Nanoseconds; an operating system may delay any process for less than that. */
@@ -116,6 +117,24 @@ static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
 
 static uint64_t progress(const struct view *v) { return v->round_robin.turn; }
 
+/* As if the worker whose turn it is had pulled. Its times are set anew when all have joined. */
+static void detach(struct view *v) {
+    struct round_robin *r = &v->round_robin;
+    if (r->pushed) next_turn(v);
+    r->turn_since = r->push_not_before = 0;
+}
+
+static int check_state(const struct view *v) {
+    const struct round_robin *r = &v->round_robin;
+    if (!r->turn_since && !r->push_not_before && !r->pushed && r->period <= UINT64_MAX / 4 &&
+        r->gap <= UINT64_MAX / 4)
+        return PYPS_OK;
+    return fail(PYPS_EINVAL,
+                "state: policy_state: found period %llu, gap %llu and a turn under way; expected "
+                "at most 2^62 nanoseconds each, and none",
+                (unsigned long long)r->period, (unsigned long long)r->gap);
+}
+
 static int check_params(const pyps_policy_params *params) {
     int rc = policy_check_number("slack", params->slack, 0, 1e6);
     return rc ? rc : policy_check_number("patience", params->patience, 0.1, 1e6);
@@ -128,5 +147,7 @@ const struct policy policy_r2sp = {.name = "r2sp",
                                    .on_push = on_push,
                                    .on_pull = on_pull,
                                    .after_event = after_event,
+                                   .detach = detach,
+                                   .check_state = check_state,
                                    .holds_up = holds_up,
                                    .progress = progress};

@@ -17,6 +17,7 @@
  */
 #include <math.h>
 
+#include "error.h"
 #include "policy/policy.h"
 
 #define DECAY         (63.0 / 64) /* of the sums of the fitted line, at each push */
@@ -119,6 +120,17 @@ static int on_check(struct view *v, const struct event *e) {
     return late ? PYPS_PUSH_NOW : PYPS_CONTINUE;
 }
 
+static int check_state(const struct view *v) {
+    const struct staleness_limit *l = &v->staleness_limit;
+    const double numbers[] = {l->min_bound, l->quantile, l->n, l->x, l->y, l->xx, l->xy};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (!(numbers[i] >= 0 && isfinite(numbers[i])))
+            return fail(PYPS_EINVAL,
+                        "state: policy_state[%zu]: found %g; expected a finite number of at least 0", i,
+                        numbers[i]);
+    return PYPS_OK;
+}
+
 static bool fits_noise(const pyps_policy_params *params) {
     return !params || params->threshold == PYPS_RINGMASTER;
 }
@@ -134,4 +146,5 @@ const struct policy policy_saps = {.name = "saps",
                                    .check_params = check_params,
                                    .on_start = on_start,
                                    .on_push = on_push,
-                                   .on_check = on_check};
+                                   .on_check = on_check,
+                                   .check_state = check_state};

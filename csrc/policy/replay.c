@@ -47,7 +47,7 @@ static bool can_be_event(const struct journal_entry *entry, const struct view *v
     const struct event *e = &entry->event;
     if (e->kind > EVENT_SNAPSHOT_CANCEL || e->slot >= v->participants || e->staging >= v->staging_buffers)
         return false;
-    if (e->residual > 2 * v->participants) return false;
+    if (e->residual > RESIDUALS_A_SLOT * v->participants) return false;
     if (e->kind == EVENT_JOIN)
         return e->rank >= -1 && e->rank < (int32_t)v->ranks && (e->role == PYPS_WORKER || e->rank < 0);
     if (e->kind == EVENT_REPLAN) return entry->bytes >= sizeof *entry + v->ranks * sizeof *e->batches;

@@ -72,6 +72,10 @@ static enum verdict refuse(struct outcome *out, int code) {
     return STEP_REFUSED;
 }
 
+static bool in_slot(uint32_t residual, uint32_t slot) {
+    return residual && (residual - 1) / RESIDUALS_A_SLOT == slot;
+}
+
 static enum verdict join(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
     if (m->state == PYPS_ACTIVE || m->state == PYPS_FENCED || m->staged)
@@ -93,10 +97,13 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
         view_rank(v, (uint32_t)rank)->turn_skipped = 0;
         v->active++;
     }
-    for (uint32_t r = 0; r < v->ranks; r++) { /* a residual of another rank in this slot is dropped */
+    /* A worker may write where another rank's residual is in this slot, so that one is dropped. */
+    for (uint32_t r = 0; e->role == PYPS_WORKER && r < v->ranks; r++) {
         struct rank *other = view_rank(v, r);
-        if (!other->residual || (other->residual - 1) / 2 != e->slot || (int32_t)r == rank) continue;
-        other->residual = 0;
+        if ((int32_t)r == rank ||
+            !(in_slot(other->residual, e->slot) || in_slot(other->version_residual, e->slot)))
+            continue;
+        other->residual = other->version_residual = 0;
         other->total.residuals_dropped++;
     }
     struct member joined = {.id = e->id,
@@ -104,6 +111,7 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
                             .role = e->role,
                             .rank = rank,
                             .pid = e->pid,
+                            .clock = rank >= 0 && !v->all_joined ? view_rank(v, (uint32_t)rank)->clock : 0,
                             .last_event_at = e->now};
     memcpy(joined.staging_ticket, m->staging_ticket, sizeof joined.staging_ticket);
     *m = joined;
@@ -113,6 +121,7 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
     if (!v->all_joined) {
         v->all_joined = 1;
         for (uint32_t r = 0; r < v->ranks; r++) v->all_joined &= view_rank(v, r)->joined;
+        if (v->all_joined) view_clock_find_min(v);
     }
     return STEP_COMMIT;
 }
@@ -220,6 +229,8 @@ static enum verdict snapshot_begin(struct view *v, const struct event *e, struct
     if (v->snapshot_active && e->now < out->at) return STEP_WAIT;
     v->snapshot++, v->snapshot_active = 1;
     v->snapshot_version = v->version, v->snapshot_slot = e->slot, v->snapshot_since = e->now;
+    for (uint32_t r = 0; r < v->ranks; r++)
+        view_rank(v, r)->held_residual = e->holds_residuals ? view_rank(v, r)->version_residual : 0;
     out->snapshot = v->snapshot, out->version = v->version;
     return STEP_COMMIT;
 }
@@ -371,9 +382,13 @@ bool view_valid(const struct view *v, const struct view *expected) {
         if (!source_valid(v, &view_sources(v)[i])) return false;
     for (uint32_t i = 0; i < v->staged; i++)
         if (!source_valid(v, &view_pending(v)[i])) return false;
+    uint32_t residuals = RESIDUALS_A_SLOT * v->participants;
     for (uint32_t r = 0; r < v->ranks; r++) {
         uint32_t slot_plus_1 = ranks[r].slot_plus_1;
-        if (slot_plus_1 > v->participants || ranks[r].residual > 2 * v->participants) return false;
+        if (ranks[r].residual > residuals || ranks[r].version_residual > residuals ||
+            ranks[r].held_residual > residuals)
+            return false;
+        if (slot_plus_1 > v->participants) return false;
         if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;
     }
     for (uint32_t t = 0; t < v->tickets; t++)

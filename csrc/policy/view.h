@@ -28,7 +28,8 @@
 #include "pyps.h"
 
 #define MAX_STAGING_BUFFERS 8u
-#define TRY_AGAIN           1 /* not an error: what was read has changed meanwhile */
+#define RESIDUALS_A_SLOT    4u /* see store/encoded.c */
+#define TRY_AGAIN           1  /* not an error: what was read has changed meanwhile */
 
 /* Events of virtual time have their public numbers. */
 enum event_kind {
@@ -69,6 +70,7 @@ struct event {
     uint32_t done, next;                /* check: samples computed, and to come; max_samples: next */
     uint64_t waited;                    /* tick: nanoseconds */
     uint64_t snapshot;                  /* end, cancel */
+    uint32_t holds_residuals;           /* snapshot begin: its reader reads them too */
     const uint32_t *batches;            /* replan: [ranks] */
 };
 
@@ -109,14 +111,16 @@ struct member {
 
 struct rank {
     pyps_rank total;
-    uint32_t slot_plus_1;  /* of its living member; 0: none */
-    uint32_t joined;       /* 1 once a worker has had it */
-    uint32_t residual;     /* where its residual is: 1 + 2 * slot + which; 0: it has none */
-    uint32_t next_batch;   /* samples of its next claim, set by the policy; 0: the planned batch */
-    uint32_t max_samples;  /* that its memory holds; 0: no limit */
-    uint32_t extra_steps;  /* dssp: that it may still take beyond the bound */
-    uint32_t turn_skipped; /* r2sp: 1: its turns are skipped until it asks for one */
-    uint32_t reserved;
+    uint32_t slot_plus_1; /* of its living member; 0: none */
+    uint32_t joined;      /* 1 once a worker has had it */
+    uint32_t residual;    /* where its residual is: 1 + RESIDUALS_A_SLOT * slot + which; 0: it has none */
+    uint32_t version_residual; /* the same as of the version: without gradients that wait for their round */
+    uint32_t held_residual;    /* the same as of the snapshot, which may still read it */
+    uint32_t next_batch;       /* samples of its next claim, set by the policy; 0: the planned batch */
+    uint32_t max_samples;      /* that its memory holds; 0: no limit */
+    uint32_t extra_steps;      /* dssp: that it may still take beyond the bound */
+    uint32_t turn_skipped;     /* r2sp: 1: its turns are skipped until it asks for one */
+    uint64_t clock;            /* of its first worker here: not 0 if the store was restored */
     uint64_t pushed_at, interval;        /* its last push, and the time since the one before, nanoseconds */
     double step_seconds, sample_seconds; /* from claim to gradient, of a step and a sample: moving averages */
     double staleness_per_sample;         /* saps: of a claim, a moving average */
@@ -136,7 +140,8 @@ struct ticket {
 
 struct source {
     uint32_t slot, staging, samples;
-    float scale; /* the policy's */
+    float scale;               /* the policy's */
+    uint64_t first, staleness; /* of the claim, and of the gradient */
 };
 
 struct range {
@@ -221,6 +226,8 @@ bool view_samples_start_next(struct view *view, uint32_t slot, uint64_t now);
 void view_samples_return(struct view *view, uint32_t slot, uint32_t keep);
 void view_samples_release_all(struct view *view, uint32_t slot); /* gives back every claim */
 bool view_samples_left(const struct view *view);
+/* What a member holds: of its current step (claim 0) and of those after it; count 0: nothing. */
+struct range view_samples_claimed(const struct view *view, uint32_t slot, uint32_t claim);
 
 /* view_round.c */
 void view_advance_rounds(struct view *view, uint64_t now); /* closes and opens rounds as the policy says */
@@ -235,8 +242,17 @@ enum verdict view_step_check(struct view *view, const struct event *event, struc
 void view_clock_enter(struct view *view, struct member *member);   /* after it became active */
 void view_clock_leave(struct view *view, struct member *member);   /* before it stops being active */
 void view_clock_advance(struct view *view, struct member *member); /* after a step */
+void view_clock_find_min(struct view *view);                       /* once all have joined */
 /* min_clock once this member's has come to `clock`. */
 uint64_t view_clock_min_after(const struct view *view, const struct member *member, uint64_t clock);
+
+/* view_state.c */
+uint32_t view_state_ranges(const struct view *view); /* the most ranges that a state of it has */
+/* The state that this private view is in. `out` points to ranks [ranks] and ranges [view_state_ranges], which
+ * it fills; nothing is said of steps, vectors and residuals. */
+int view_capture(struct view *view, pyps_state *out, pyps_rank_state *ranks, pyps_range *ranges);
+/* A view just made becomes one that goes on from the state; PYPS_EINVAL names what is out of range in it. */
+int view_restore(struct view *view, const pyps_state *state);
 
 /* Do the sizes of its parts follow from its participants and staging buffers? */
 bool view_sized(const struct view *view);

@@ -3,7 +3,7 @@
  */
 #include "policy/view.h"
 
-static void find_min_clock(struct view *v) {
+void view_clock_find_min(struct view *v) {
     uint64_t least = UINT64_MAX;
     v->at_min_clock = 0;
     for (uint32_t slot = 0; slot < v->participants; slot++) {
@@ -15,19 +15,21 @@ static void find_min_clock(struct view *v) {
     if (v->at_min_clock) v->min_clock = least;
 }
 
-/* A worker that joins late starts at the slowest worker's clock, so that no other has to wait for it. */
+/* A worker that joins late starts at the slowest worker's clock, so that no other has to wait for it. Until
+ * all have joined no step starts, and the least clock is that of a restored state. */
 void view_clock_enter(struct view *v, struct member *m) {
     if (m->clock < v->min_clock) m->clock = v->min_clock;
     if (m->clock > v->max_clock) v->max_clock = m->clock;
+    if (!v->all_joined) return;
     if (!v->at_min_clock) v->min_clock = m->clock;
     v->at_min_clock += m->clock == v->min_clock;
 }
 
 void view_clock_leave(struct view *v, struct member *m) {
     uint32_t state = m->state;
-    if (m->clock != v->min_clock || --v->at_min_clock) return;
+    if (!v->all_joined || m->clock != v->min_clock || --v->at_min_clock) return;
     m->state = PYPS_LEFT;
-    find_min_clock(v);
+    view_clock_find_min(v);
     m->state = state;
 }
 
@@ -45,5 +47,5 @@ uint64_t view_clock_min_after(const struct view *v, const struct member *m, uint
 void view_clock_advance(struct view *v, struct member *m) {
     uint64_t before = m->clock++;
     if (m->clock > v->max_clock) v->max_clock = m->clock;
-    if (m->state == PYPS_ACTIVE && before == v->min_clock && !--v->at_min_clock) find_min_clock(v);
+    if (m->state == PYPS_ACTIVE && before == v->min_clock && !--v->at_min_clock) view_clock_find_min(v);
 }

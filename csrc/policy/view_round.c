@@ -14,7 +14,7 @@ static void average(double *mean, double newest, uint64_t count, uint64_t window
 
 static void time_rank(struct view *v, const struct event *e) {
     struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
-    rank->interval = rank->pushed_at ? e->now - rank->pushed_at : 0;
+    if (rank->pushed_at) rank->interval = e->now - rank->pushed_at;
     rank->pushed_at = e->now;
     if (!e->compute_nanoseconds || !e->samples) return;
     average(&rank->step_seconds, (double)e->compute_nanoseconds * 1e-9, rank->total.pushes, STEP_WINDOW);
@@ -72,14 +72,24 @@ static void admit(struct view *v, const struct event *e, struct outcome *out) {
     m->ticket = m->staging_ticket[e->staging] = v->version;
 }
 
+static void commit_residual(struct view *v, uint32_t slot) {
+    struct rank *rank = view_rank(v, (uint32_t)view_member(v, slot)->rank);
+    rank->version_residual = rank->residual;
+}
+
 /* A worker that waits for the round has a place in it even without a gradient. */
 static void stage(struct view *v, const struct event *e, const struct outcome *out) {
     bool waits = policy_find(v->policy)->waits_for_round;
+    uint64_t first = view_member(v, e->slot)->claim_first;
     finish_claim(v, e, out->staleness);
     if (!e->samples && !waits) return;
     view_member(v, e->slot)->staged |= 1u << e->staging;
-    view_pending(v)[v->staged++] =
-        (struct source){.slot = e->slot, .staging = e->staging, .samples = e->samples, .scale = out->scale};
+    view_pending(v)[v->staged++] = (struct source){.slot = e->slot,
+                                                   .staging = e->staging,
+                                                   .samples = e->samples,
+                                                   .scale = out->scale,
+                                                   .first = first,
+                                                   .staleness = out->staleness};
 }
 
 static enum verdict refuse(struct outcome *out, int code) {
@@ -149,6 +159,7 @@ enum verdict view_step_push(struct view *v, const struct event *e, struct outcom
     if (e->residual) view_rank(v, (uint32_t)m->rank)->residual = e->residual;
     if (decision == PUSH_STAGE) stage(v, e, out);
     else admit(v, e, out);
+    if (decision != PUSH_STAGE) commit_residual(v, e->slot);
     return STEP_COMMIT;
 }
 
@@ -193,6 +204,7 @@ static void close_round(struct view *v) {
         struct member *m = view_member(v, from->slot);
         m->staged &= ~(1u << from->staging);
         if (from->samples) m->ticket = m->staging_ticket[from->staging] = v->round_ticket;
+        commit_residual(v, from->slot);
     }
     v->staged = 0;
     if (policy_find(v->policy)->drops_late) take_back_unfinished(v);

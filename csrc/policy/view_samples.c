@@ -72,6 +72,12 @@ void view_samples_return(struct view *v, uint32_t slot, uint32_t keep) {
     v->outstanding -= keep == 0;
 }
 
+struct range view_samples_claimed(const struct view *v, uint32_t slot, uint32_t claim) {
+    const struct member *m = view_member(v, slot);
+    if (!claim) return (struct range){m->claim_first, m->claim_count};
+    return claim <= m->ahead ? view_ahead(v, slot)[claim - 1] : (struct range){0, 0};
+}
+
 void view_samples_release_all(struct view *v, uint32_t slot) {
     struct member *m = view_member(v, slot);
     view_samples_return(v, slot, 0);

@@ -40,6 +40,10 @@ bool staging_has_reader(const pyps_store *s, uint64_t ticket) {
     return hazarded(s, offsetof(struct slot, ticket_hazard), ticket);
 }
 
+bool residual_has_reader(const pyps_store *s, uint32_t residual) {
+    return hazarded(s, offsetof(struct slot, residual_hazard), residual);
+}
+
 /* Does a snapshot that may still be read save this buffer? A later snapshot than this handle has seen counts
  * as alive. */
 static bool saved_alive(pyps_store *s, uint32_t chunk, uint32_t buffer) {
@@ -93,11 +97,7 @@ static int wait_for_spare(pyps_store *s, uint32_t chunk) {
         if (!s->snapshot_active)
             return fail(PYPS_EFULL, "no free buffer for chunk %u: %u are held; the segment may be damaged",
                         chunk, s->layout.buffer_count - s->geometry.chunks);
-        struct event e = store_event(s, EVENT_SNAPSHOT_CANCEL);
-        e.snapshot = s->snapshot;
-        struct outcome out;
-        enum verdict verdict;
-        if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
+        if ((rc = snapshot_cancel(s, s->snapshot))) return rc;
         deadline = wait_deadline_after(SNAPSHOT_GRACE_SECONDS);
     }
     return PYPS_OK;

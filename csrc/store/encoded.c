@@ -1,9 +1,11 @@
 /* encoded.c: gradients that are sent encoded, and their residuals.
  *
  * The residual is what an encoder drops. It is kept and added to the next gradient of the same rank (error
- * feedback: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019). Every worker's slot has two
- * residuals. The view names the one that belongs to each rank. An encode reads that one and writes another of
- * its own slot, and the event that admits the push makes the view name the new one. So a push that is
+ * feedback: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019). Every worker's slot has room for
+ * four residuals, of which two are in use as a rule. The view names the one that belongs to each rank, the one
+ * that belonged to it at the version (before gradients that wait for their round), and the one that a snapshot
+ * reads. An encode reads the first and writes one of its own slot that is none of them, and the event that
+ * admits the push makes the view name the new one. So a push that is
  * refused, fails or dies has changed nothing, and a rank's next worker finds the residual whole, in any slot.
  * A new worker takes a slot whose residual is still needed only if no other is free; that residual is then
  * dropped and counted.
@@ -21,8 +23,7 @@ static float *scales_of(const pyps_store *s, uint32_t slot, uint32_t staging, ui
     return (float *)(void *)(codes_of(s, slot, staging) + codec_codes(codec, s->trained));
 }
 
-/* `name` is as in struct rank: 1 + 2 * slot + which; within the view's bounds. */
-static float *residual_at(const pyps_store *s, uint32_t name) {
+float *residual_at(const pyps_store *s, uint32_t name) {
     return (float *)(void *)(s->base + s->layout.residuals + (name - 1) * s->layout.residual_stride);
 }
 
@@ -48,12 +49,9 @@ static int allocate_codes(pyps_store *s, uint32_t staging) {
     return rc;
 }
 
-static int allocate_residuals(pyps_store *s) {
-    if (s->residuals_allocated) return PYPS_OK;
-    int rc = segment_allocate(s, s->layout.residuals + 2 * s->slot * s->layout.residual_stride,
-                              2 * s->layout.residual_stride);
-    s->residuals_allocated = !rc;
-    return rc;
+int residual_allocate(pyps_store *s, uint32_t name) {
+    return segment_allocate(s, s->layout.residuals + (name - 1) * s->layout.residual_stride,
+                            s->layout.residual_stride);
 }
 
 void *pyps_staging_codes(pyps_store *s, uint32_t staging) {
@@ -62,18 +60,54 @@ void *pyps_staging_codes(pyps_store *s, uint32_t staging) {
     return allocate_codes(s, staging) ? NULL : codes_of(s, s->slot, staging);
 }
 
-/* Which residual the rank's gradient starts from, and which one it may write. */
+/* Is this residual a rank's, or one that a snapshot reads? */
+static bool residual_needed(pyps_store *s, const struct view *v, uint32_t name) {
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        const struct rank *rank = view_rank(v, r);
+        if (rank->residual == name || rank->version_residual == name ||
+            (v->snapshot_active && rank->held_residual == name))
+            return true;
+    }
+    return residual_has_reader(s, name); /* W2 of atomics.h; W1 pinned the view */
+}
+
+/* Which residual the rank's gradient starts from, and which one of this slot it may write: 0 if all are
+ * needed. */
 static int find_residuals(pyps_store *s, struct event *e) {
     uint64_t word;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
     bool valid = view_valid(v, s->expected);
     if (valid) e->residual_before = view_rank(v, (uint32_t)s->rank)->residual;
+    e->residual = 0;
+    for (uint32_t which = RESIDUALS_A_SLOT; valid && which-- > 0;) {
+        uint32_t name = 1 + RESIDUALS_A_SLOT * s->slot + which;
+        if (!residual_needed(s, v, name)) e->residual = name;
+    }
+    if (valid) store_snapshot_seen(s, v);
     view_unpin(s);
-    if (!valid) return fail(PYPS_ECORRUPT, "the view is damaged");
-    uint32_t mine = 1 + 2 * s->slot;
-    e->residual = e->residual_before == mine ? mine + 1 : mine;
-    return PYPS_OK;
+    return valid ? PYPS_OK : fail(PYPS_ECORRUPT, "the view is damaged");
+}
+
+/* A snapshot that needs memory that there is not, or whose reader is stopped, is cancelled. */
+static int take_residuals(pyps_store *s, struct event *e) {
+    uint64_t deadline = wait_deadline_after(SNAPSHOT_GRACE_SECONDS);
+    for (;;) {
+        int rc = find_residuals(s, e);
+        if (rc) return rc;
+        uint32_t bit = 1u << (e->residual - 1) % RESIDUALS_A_SLOT;
+        if (e->residual && s->residuals_allocated & bit) return PYPS_OK;
+        if (e->residual && (rc = residual_allocate(s, e->residual)) == PYPS_OK) {
+            s->residuals_allocated |= bit;
+            return PYPS_OK;
+        }
+        if (e->residual && (rc != PYPS_ENOSPC || !s->snapshot_active)) return rc;
+        if (s->snapshot_active) rc = snapshot_cancel(s, s->snapshot);
+        else if (wait_now_nanoseconds() >= deadline)
+            rc = fail(PYPS_EFULL, "stopped processes read all residuals of slot %u", s->slot);
+        else wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), STALL_NANOSECONDS);
+        if (rc && rc != PYPS_ENOSPC) return rc;
+    }
 }
 
 static int check(const pyps_store *s, const pyps_push_args *a) {
@@ -175,7 +209,7 @@ int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_p
                    ? PYPS_OK
                    : fail(PYPS_ENONFINITE, "push: staging %u: found a scale that is not finite", a->staging);
     }
-    if (a->error_feedback && ((rc = allocate_residuals(s)) || (rc = find_residuals(s, e)))) return rc;
+    if (a->error_feedback && (rc = take_residuals(s, e))) return rc;
     header->scale = 1.0f; /* the codes hold the scaled gradient */
     return encode_staging(s, a, e, out);
 }

@@ -80,7 +80,7 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->buffers = at = round_up(at, PAGE), at += l->buffer_count * l->buffer_stride;
     l->staging = at = round_up(at, PAGE),
     at += (uint64_t)g->max_participants * g->staging_buffers * l->staging_stride;
-    l->residuals = at, at += 2 * (uint64_t)g->max_participants * l->residual_stride;
+    l->residuals = at, at += RESIDUALS_A_SLOT * (uint64_t)g->max_participants * l->residual_stride;
     l->bytes = at;
     if (at > (uint64_t)1 << 46)
         return fail(PYPS_EINVAL, "chunks: found %u; the segment would pass 64 TiB", g->chunks);

@@ -59,6 +59,7 @@ struct slot {
     a64 chunk_hazard;    /* chunk buffer + 1 that it reads */
     a64 view_hazard;     /* view buffer + 1 that it reads */
     a64 ticket_hazard;   /* ticket whose staging buffer it reads */
+    a64 residual_hazard; /* residual, named as in the view, that it reads */
     a64 process;         /* pid */
     a64 start_time;      /* of that pid, in clock ticks since boot */
     a64 pid_namespace;   /* inode */

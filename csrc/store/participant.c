@@ -97,6 +97,7 @@ static int present_version(pyps_store *s, uint64_t *version) {
 static void clear_slot(pyps_store *s, uint32_t slot) {
     struct slot *t = &s->slots[slot];
     store_seq(&t->chunk_hazard, 0), store_seq(&t->view_hazard, 0), store_seq(&t->ticket_hazard, 0);
+    store_seq(&t->residual_hazard, 0);
     buffers_release(s, slot + 1);
 }
 
@@ -152,18 +153,31 @@ static bool staging_is_needed(pyps_store *s, const struct member *before) {
     return needed;
 }
 
-/* Does this slot have a rank's residual? A new worker would overwrite it (encoded.c). */
-static bool holds_residual(const pyps_store *s, const struct view *v) {
-    for (uint32_t r = 0; r < v->ranks; r++) {
-        uint32_t residual = view_rank(v, r)->residual;
-        if (residual && (residual - 1) / 2 == s->slot) return true;
-    }
+static bool slot_has(uint32_t slot, uint32_t residual) {
+    return residual && (residual - 1) / RESIDUALS_A_SLOT == slot;
+}
+
+/* Does this slot have the residual of another rank? A new worker would overwrite it (encoded.c). */
+static bool holds_residual(const pyps_store *s, const struct view *v, int rank) {
+    for (uint32_t r = 0; r < v->ranks; r++)
+        if ((int)r != rank && (slot_has(s->slot, view_rank(v, r)->residual) ||
+                               slot_has(s->slot, view_rank(v, r)->version_residual)))
+            return true;
     return false;
 }
 
-/* PYPS_EBUSY: this slot's staging or a residual in it is still needed; try another slot. An anonymous reader
- * needs no staging and completes no pushes: it brings no spares to do so with. */
-static int take_over(pyps_store *s, bool anonymous, bool keep_residuals) {
+/* Is another free slot the one that has this rank's residual? */
+static bool other_slot_suits(const pyps_store *s, const struct view *v, int rank) {
+    uint32_t residual = rank >= 0 && rank < (int)v->ranks ? view_rank(v, (uint32_t)rank)->residual : 0;
+    return residual && !slot_has(s->slot, residual) &&
+           !load_acquire(&s->slots[(residual - 1) / RESIDUALS_A_SLOT].id);
+}
+
+enum taste { ONLY_BEST, ANY_UNNEEDED, ANY };
+
+/* PYPS_EBUSY: this slot's staging or a residual in it is still needed, or another slot is better; try another
+ * one. An anonymous reader needs no staging and completes no pushes: it brings no spares to do so with. */
+static int take_over(pyps_store *s, bool anonymous, int rank, enum taste taste) {
     uint64_t id = load_acquire(&s->slots[s->slot].id), version, word;
     bool changed;
     clear_slot(s, s->slot);
@@ -176,7 +190,8 @@ static int take_over(pyps_store *s, bool anonymous, bool keep_residuals) {
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
     bool needed = !view_valid(v, s->expected) || staging_is_needed(s, view_member(v, s->slot)) ||
-                  (keep_residuals && holds_residual(s, v));
+                  (taste < ANY && holds_residual(s, v, rank)) ||
+                  (taste == ONLY_BEST && other_slot_suits(s, v, rank));
     view_unpin(s);
     return needed ? PYPS_EBUSY : PYPS_OK;
 }
@@ -200,11 +215,12 @@ static int allocate_memory(pyps_store *s, int role) {
 }
 
 static void reset_membership(pyps_store *s) {
+    reading_drop(s);
     s->slot = s->private_view = s->private_buffer = NONE;
     s->id = 0, s->rank = -1, s->in_round = false, s->complete_version = 0, s->ticket.number = 0;
     memset(s->staging_ticket, 0, sizeof s->staging_ticket);
     memset(s->staging_taken, 0, sizeof s->staging_taken);
-    s->codes_allocated = s->base_params_allocated = s->parked = 0, s->residuals_allocated = false;
+    s->codes_allocated = s->base_params_allocated = s->parked = s->residuals_allocated = 0;
     s->claimed_at = 0;
 }
 
@@ -230,9 +246,10 @@ static void release_slot(pyps_store *s) {
     reset_membership(s);
 }
 
-/* Tries every slot once: the empty ones, then those of dead participants, then those with another rank's
- * residual. PYPS_EBUSY: the staging buffers of one are still needed. */
-static int try_slots(pyps_store *s, bool anonymous) {
+/* Tries every slot: the empty ones, that with this rank's residual (-1: no rank) before others; then those of
+ * dead participants, then those with another rank's residual. PYPS_EBUSY: the staging buffers of one are
+ * still needed. */
+static int try_slots(pyps_store *s, bool anonymous, int rank) {
     uint32_t count = s->geometry.max_participants;
     int result = PYPS_EFULL;
     for (uint32_t i = 0; i < 3 * count; i++) {
@@ -240,7 +257,7 @@ static int try_slots(pyps_store *s, bool anonymous) {
         if ((i < count && load_acquire(&s->slots[slot].id)) || slot_lock(s, slot)) continue;
         reset_membership(s);
         s->slot = slot;
-        int rc = take_over(s, anonymous, i < 2 * count);
+        int rc = take_over(s, anonymous, rank, (enum taste)(i / count));
         if (!rc) return PYPS_OK;
         release_slot(s);
         if (rc != PYPS_EBUSY) return rc;
@@ -250,12 +267,12 @@ static int try_slots(pyps_store *s, bool anonymous) {
 }
 
 /* Locks and clears a free slot; PYPS_EFULL if there is none. */
-static int find_slot(pyps_store *s, bool anonymous) {
+static int find_slot(pyps_store *s, bool anonymous, int rank) {
     uint64_t deadline = wait_now_nanoseconds() + READER_GRACE_NANOSECONDS;
-    int rc = try_slots(s, anonymous);
+    int rc = try_slots(s, anonymous, rank);
     while (rc == PYPS_EBUSY && wait_now_nanoseconds() < deadline) {
         wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), READER_SLICE_NANOSECONDS);
-        rc = try_slots(s, anonymous);
+        rc = try_slots(s, anonymous, rank);
     }
     if (rc != PYPS_EFULL && rc != PYPS_EBUSY) return rc;
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
@@ -264,7 +281,7 @@ static int find_slot(pyps_store *s, bool anonymous) {
 int anonymous_reader_enter(pyps_store *s, bool *anonymous) {
     int rc = store_check_usable(s, false);
     *anonymous = !rc && s->slot == NONE;
-    return *anonymous ? find_slot(s, true) : rc;
+    return *anonymous ? find_slot(s, true, -1) : rc;
 }
 
 void anonymous_reader_leave(pyps_store *s, bool anonymous) {
@@ -277,7 +294,7 @@ int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
     if (s->slot != NONE) return fail(PYPS_EINVAL, "this handle has joined already");
     if (role != PYPS_WORKER && role != PYPS_OBSERVER)
         return fail(PYPS_EINVAL, "role: found %d; expected 0 or 1", role);
-    if ((rc = find_slot(s, false))) return rc;
+    if ((rc = find_slot(s, false, role == PYPS_WORKER ? rank : -1))) return rc;
     if ((rc = enter(s, role, rank))) release_slot(s);
     else if (rank_out) *rank_out = s->rank;
     return rc;

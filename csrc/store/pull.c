@@ -1,5 +1,4 @@
-/* pull.c: copies parameters out. A pull has each chunk whole and reports the oldest version; a strict
- * snapshot has all chunks at one version, while pushes continue. */
+/* pull.c: copies parameters out. A pull has each chunk whole and reports the oldest version. */
 #include <string.h>
 
 #include "store/store.h"
@@ -7,13 +6,16 @@
 #define STREAM_BYTES (UINT64_C(16) << 20) /* a copy too large for the cache of one core bypasses it */
 
 /* The unused end of a group's last chunk reads as zeros. */
-void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
+void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat) {
     uint32_t length = s->chunks[chunk].length;
     flat += (uint64_t)chunk * s->geometry.chunk_params;
-    const float *from = buffer_floats(s, buffer, vector);
     if (store_elements(s) * sizeof *flat < STREAM_BYTES) memcpy(flat, from, length * sizeof *flat);
     else kernels_chosen()->stream(flat, from, length);
     memset(flat + length, 0, (s->geometry.chunk_params - length) * sizeof *flat);
+}
+
+void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
+    chunk_put(s, chunk, buffer_floats(s, buffer, vector), flat);
 }
 
 int pull_record(pyps_store *s, uint64_t version) {
@@ -84,85 +86,4 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
     *version_out = oldest;
     if (!rc) activity_pulled(s, codec);
     return rc ? rc : pull_record(s, oldest);
-}
-
-struct target {
-    float *flat;
-    float *const *state;
-    uint64_t *steps;
-    uint64_t snapshot, version;
-};
-
-static void copy_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, const struct target *to) {
-    chunk_copy(s, chunk, buffer, 0, to->flat);
-    for (uint32_t vector = 1; to->state && vector <= s->layout.states; vector++)
-        chunk_copy(s, chunk, buffer, vector, to->state[vector - 1]);
-    if (to->steps) to->steps[chunk] = buffer_header(s, buffer)->steps;
-    FAILPOINT("snapshot.copied");
-}
-
-/* Copies the buffer that a pusher saved. It is pinned first, and then the snapshot is seen to be still alive:
- * from then on a cancel cannot take the buffer away. */
-static int copy_saved(pyps_store *s, uint32_t chunk, const struct target *to) {
-    uint64_t saved = load_acquire(&s->saved[chunk]);
-    uint32_t buffer = word_buffer(saved);
-    if (saved_snapshot(saved) != to->snapshot || saved_state(saved) != SAVED_BUFFER ||
-        buffer >= s->layout.buffer_count)
-        return fail(PYPS_ESTALE, "snapshot at version %llu: cancelled", (unsigned long long)to->version);
-    FAILPOINT("snapshot.found");
-    store_seq(&s->slots[s->slot].chunk_hazard, buffer + UINT64_C(1));
-    int rc = view_load_snapshot(s);
-    if (!rc && (!s->snapshot_active || s->snapshot != to->snapshot))
-        rc = fail(PYPS_ESTALE,
-                  "snapshot at version %llu: cancelled, because it delayed pushes or another snapshot",
-                  (unsigned long long)to->version);
-    if (!rc) copy_chunk(s, chunk, buffer, to);
-    chunk_unpin(s);
-    return rc;
-}
-
-static int copy_present(pyps_store *s, uint32_t chunk, const struct target *to, bool *done) {
-    uint64_t word;
-    int rc = chunk_advance(s, chunk, to->version);
-    if (rc || (rc = chunk_pin(s, chunk, &word))) return rc;
-    *done = word_version(word) == to->version;
-    if (*done) copy_chunk(s, chunk, word_buffer(word), to);
-    chunk_unpin(s);
-    return PYPS_OK;
-}
-
-static int snapshot_chunk(pyps_store *s, uint32_t chunk, const struct target *to) {
-    bool done;
-    int rc = copy_present(s, chunk, to, &done);
-    if (!rc && !done) rc = copy_saved(s, chunk, to);
-    if (rc) return rc;
-    /* DONE: pushers need not save, and a saved buffer is free. The mark of a later snapshot stays. */
-    uint64_t saved = load_acquire(&s->saved[chunk]);
-    while (saved_snapshot(saved) <= to->snapshot &&
-           !cas_seq(&s->saved[chunk], saved, saved_make(to->snapshot, SAVED_DONE, 0)))
-        saved = load_acquire(&s->saved[chunk]);
-    return PYPS_OK;
-}
-
-int pyps_snapshot(pyps_store *s, float *flat, float *const *state, uint64_t *steps, double timeout_seconds,
-                  uint64_t *version_out) {
-    int rc = store_check_usable(s, true);
-    if (rc) return rc;
-    struct event begin = store_event(s, EVENT_SNAPSHOT_BEGIN);
-    struct outcome outcome, ignored;
-    enum verdict verdict;
-    uint64_t waited;
-    if ((rc = view_commit_waiting(s, &begin, PYPS_WAITS_NOT, store_deadline(s, timeout_seconds), &outcome,
-                                  &waited)))
-        return rc;
-    FAILPOINT("snapshot.begun");
-    s->ticket.number = 0; /* the cached view is older than this snapshot */
-    struct target to = {flat, state, steps, outcome.snapshot, outcome.version};
-    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) rc = snapshot_chunk(s, chunk, &to);
-    kernels_chosen()->copied();
-    struct event end = store_event(s, EVENT_SNAPSHOT_END);
-    end.snapshot = outcome.snapshot;
-    int ended = view_commit(s, &end, &ignored, &verdict);
-    *version_out = outcome.version;
-    return rc ? rc : ended;
 }

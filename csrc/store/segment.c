@@ -174,6 +174,7 @@ static void destroy(pyps_store *s) {
     if (s->base) munmap(s->base, s->layout.bytes);
     if (s->fd >= 0) close(s->fd);
     journal_close(s);
+    reading_drop(s);
     free(s->chunks), free(s->streamed), free(s->sources), free(s->expected), free(s);
 }
 
@@ -186,51 +187,45 @@ int pyps_close(pyps_store *s) {
 
 /* ---- create ---- */
 
-static void write_segment(pyps_store *s, const pyps_config *config, const pyps_tensor *tensors,
-                          const struct group *groups) {
+static int write_segment(pyps_store *s, const pyps_config *config, const pyps_state *state,
+                         const pyps_tensor *tensors, const struct group *groups) {
     const struct geometry *g = &s->geometry;
     struct header *h = s->header;
     memcpy(s->base + s->layout.tensors, tensors, g->tensors * sizeof *tensors);
     memcpy(s->base + s->layout.groups, groups, g->groups * sizeof *groups);
-    for (uint32_t c = 0; c < g->chunks; c++) store_relaxed(&s->words[c], word_make(0, c));
     for (uint32_t b = 0; b < s->layout.buffer_count; b++) {
         uint32_t holder = b < s->layout.common_buffers ? HOLDER_NONE : HOLDER_ABSENT;
         store_relaxed(&s->owners[b], owner_make(0, holder, b < g->chunks ? b : OWNER_CHUNK_NONE));
     }
-    for (uint32_t t = 0; config->initial && t < g->tensors; t++)
-        for (uint64_t done = 0; done < tensors[t].elements;) {
-            uint64_t at = tensors[t].offset + done, left = tensors[t].elements - done;
-            uint64_t room = g->chunk_params - at % g->chunk_params, run = left < room ? left : room;
-            memcpy(buffer_floats(s, (uint32_t)(at / g->chunk_params), 0) + at % g->chunk_params,
-                   config->initial[t] + done, run * sizeof(float));
-            done += run;
-        }
     struct view_config view_config = view_config_of(g, config->batches);
-    view_init((struct view *)(void *)(s->base + s->layout.views), &view_config);
+    struct view *view = (struct view *)(void *)(s->base + s->layout.views);
+    view_init(view, &view_config);
+    int rc = contents_write(s, config, state, tensors, view);
+    if (rc) return rc;
     memcpy(h->magic, SEGMENT_MAGIC, sizeof h->magic);
     h->endian = ENDIAN_MARK, h->abi = PYPS_ABI, h->bytes = s->layout.bytes, h->geometry = *g;
     h->checksum = geometry_checksum(g, tensors, groups);
     store_relaxed(&h->next_id, 1);
     store32_release(&h->state, SEGMENT_READY);
+    return PYPS_OK;
 }
 
-static int build(pyps_store *s, const pyps_config *config, const char *path, const pyps_tensor *tensors,
-                 const struct group *groups) {
+static int build(pyps_store *s, const pyps_config *config, const pyps_state *state, const char *path,
+                 const pyps_tensor *tensors, const struct group *groups) {
     char unnamed[64];
     uint64_t fixed = s->layout.buffers + s->layout.common_buffers * s->layout.buffer_stride;
     int rc;
     if (ftruncate(s->fd, (off_t)s->layout.bytes)) return map_failed("sizing the segment");
     if ((rc = segment_allocate(s, 0, fixed)) || (rc = segment_lock_byte(s->fd, F_RDLCK, ATTACHED_BYTE)) ||
-        (rc = map_segment(s, groups)))
+        (rc = map_segment(s, groups)) || (rc = write_segment(s, config, state, tensors, groups)))
         return rc;
-    write_segment(s, config, tensors, groups);
     snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", s->fd);
     if (linkat(AT_FDCWD, unnamed, AT_FDCWD, path, AT_SYMLINK_FOLLOW) == 0) return PYPS_OK;
     if (errno == EEXIST) return fail(PYPS_EEXIST, "%s: exists; open it, or remove it with pyps shm gc", path);
     return map_failed("naming the segment");
 }
 
-int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
+static int create(const char *name, const pyps_config *config, const pyps_state *state, pyps_store **out) {
     char path[4096];
     struct geometry geometry;
     struct layout layout;
@@ -249,12 +244,24 @@ int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
     }
     if (!rc) {
         s->geometry = geometry, s->layout = layout;
-        rc = build(s, config, path, tensors, groups);
+        rc = build(s, config, state, path, tensors, groups);
     }
     free(tensors), free(groups);
     if (rc && s) destroy(s);
     if (!rc) *out = s;
     return rc;
+}
+
+int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
+    return create(name, config, NULL, out);
+}
+
+int pyps_restore(const char *name, const pyps_config *config, const pyps_state *state, pyps_store **out) {
+    *out = NULL;
+    if (!state || state->size != sizeof *state)
+        return fail(PYPS_EINVAL, "state: size: found %u; expected %zu", state ? state->size : 0,
+                    sizeof *state);
+    return create(name, config, state, out);
 }
 
 /* ---- open ---- */

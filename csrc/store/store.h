@@ -79,7 +79,7 @@ struct pyps_store {
     bool staging_taken[MAX_STAGING_BUFFERS];      /* the caller has it, or it waits in a round */
     uint32_t parked; /* bit by staging buffer: it waits in a round, and no call waits for that round */
     uint32_t codes_allocated, base_params_allocated; /* bit by staging buffer: these parts have memory */
-    bool residuals_allocated;
+    uint32_t residuals_allocated;                    /* bit by residual of this slot */
     float *stream_to;   /* during an exchange: the caller's copy of the parameters */
     uint64_t *streamed; /* [chunks] the ticket with which a chunk was copied there */
     uint64_t stream_ticket;
@@ -94,6 +94,9 @@ struct pyps_store {
     uint32_t source_count;
     uint64_t snapshot, snapshot_version;
     bool snapshot_active;
+
+    struct view *begun;      /* NULL, or where view_commit copies the views that it publishes */
+    struct reading *reading; /* the state that is being read, or NULL: snapshot.c */
 
     int journal; /* file of its events; -1: none */
 
@@ -138,6 +141,7 @@ int view_commit_waiting(pyps_store *s, struct event *e, uint32_t kind, uint64_t 
  * ticket. */
 int view_load_ticket(pyps_store *s, uint64_t number);
 int view_load_snapshot(pyps_store *s);                          /* s->snapshot* alone */
+void store_snapshot_seen(pyps_store *s, const struct view *v);  /* the same, of a view that is pinned */
 const struct view *view_pin(pyps_store *s, uint64_t *word_out); /* NULL: PYPS_ECORRUPT, message set */
 void view_unpin(pyps_store *s);
 /* Sleeps until the view is another one than `seen`, the time `at` has come (0: no such time) or a slice of
@@ -170,7 +174,8 @@ void view_buffer_published(pyps_store *s);
 /* Pins the buffer that a chunk's word names; PYPS_ECORRUPT if its index is impossible. */
 int chunk_pin(pyps_store *s, uint32_t chunk, uint64_t *word_out);
 void chunk_unpin(pyps_store *s);
-bool staging_has_reader(const pyps_store *s, uint64_t ticket); /* a ticket hazard names it */
+bool staging_has_reader(const pyps_store *s, uint64_t ticket);    /* a ticket hazard names it */
+bool residual_has_reader(const pyps_store *s, uint32_t residual); /* a residual hazard does */
 
 /* push.c */
 uint64_t store_deadline(const pyps_store *s, double timeout_seconds); /* of a timeout as in pyps.h */
@@ -178,10 +183,23 @@ uint64_t store_deadline(const pyps_store *s, double timeout_seconds); /* of a ti
 void staging_abandon(pyps_store *s);
 
 /* pull.c */
+/* A chunk's values to their place in a flat vector. */
+void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat);
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);
 int pull_record(pyps_store *s, uint64_t version); /* in the view */
 
+/* snapshot.c */
+void reading_drop(pyps_store *s); /* frees what pyps_state_begin gave; the view is not changed */
+int snapshot_cancel(pyps_store *s, uint64_t snapshot);
+
+/* contents.c */
+/* Fills a new segment: the config's parameters, and all of `state` unless it is NULL. */
+int contents_write(pyps_store *s, const pyps_config *config, const pyps_state *state,
+                   const pyps_tensor *tensors, struct view *view);
+
 /* encoded.c */
+float *residual_at(const pyps_store *s, uint32_t name); /* of a name within the view's bounds */
+int residual_allocate(pyps_store *s, uint32_t name);
 /* `length` floats from `at` of a staged gradient: in place, or decoded into `block`. */
 const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
                               uint64_t at, size_t length, float *block);

@@ -86,6 +86,7 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
         FAILPOINT("view.decided");
         if (!cas_seq(&s->header->view, word, word_make(next->sequence, s->private_view))) continue;
         FAILPOINT("view.committed");
+        if (s->begun) memcpy(s->begun, next, bytes_of_view(s));
         journal_event(s, e, out, *verdict, next);
         view_buffer_published(s);
         if (load32_seq(&s->header->view_waiters)) wait_wake_all(futex_word(s));
@@ -144,7 +145,7 @@ int view_commit_waiting(pyps_store *s, struct event *e, uint32_t kind, uint64_t 
     }
 }
 
-static void store_snapshot(pyps_store *s, const struct view *v) {
+void store_snapshot_seen(pyps_store *s, const struct view *v) {
     s->snapshot = v->snapshot, s->snapshot_version = v->snapshot_version;
     s->snapshot_active = v->snapshot_active != 0;
 }
@@ -153,7 +154,7 @@ int view_load_snapshot(pyps_store *s) {
     uint64_t word;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    store_snapshot(s, v);
+    store_snapshot_seen(s, v);
     view_unpin(s);
     return PYPS_OK;
 }
@@ -185,7 +186,7 @@ static int load_ticket_from(pyps_store *s, const struct view *v, uint64_t number
         return fail(PYPS_ECORRUPT, "ticket %llu: names a staging buffer that does not exist",
                     (unsigned long long)number);
     s->ticket = ticket;
-    store_snapshot(s, v);
+    store_snapshot_seen(s, v);
     return PYPS_OK;
 }
 

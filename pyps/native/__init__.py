@@ -21,7 +21,6 @@ from pyps.native.values import (
     Advice,
     Claim,
     Codec,
-    Config,
     EncodeCounts,
     Encoding,
     Flat,
@@ -45,10 +44,7 @@ from pyps.native.values import (
 )
 
 NANOSECOND = 1e-9
-MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
-MAX_DIMENSIONS = 8
 MAX_COMPUTE_SECONDS = 1e9
-F32 = 0  # PYPS_F32, the one element type
 AVERAGED = 1  # PYPS_AVERAGED
 STORE_TIMEOUT = -1.0  # C: twice the store's round_timeout_seconds
 raised: list[BaseException] = []  # by what C called back, until the call that it was in has returned
@@ -75,32 +71,6 @@ def abi_version() -> int:
 def isa() -> str:
     """The kernels in use: "scalar", "avx2", "avx512" or "neon" (PYPS_ISA overrides)."""
     return ffi.string(lib.pyps_isa()).decode()
-
-
-def create(name: str, config: Config) -> Pointer:
-    """Make a segment, ready to use."""
-    what = f"create {name!r}"
-    tensors = ffi.new("pyps_tensor[]", max(1, len(config.tensors)))
-    for k, tensor in enumerate(config.tensors):
-        _fill_tensor(what, tensors[k], tensor)
-    keep = [ffi.from_buffer("float[]", a) if a.size else ffi.NULL for a in config.initial]
-    initial = ffi.new("float *[]", max(1, len(keep)))
-    for k, data in enumerate(keep):
-        initial[k] = data
-    batches = u32_array(what, "batches", config.batches)
-    c = ffi.new("pyps_config *")
-    c.size = ffi.sizeof("pyps_config")
-    for field in ("chunk_params", "max_participants", "snapshot_spares", "staging_buffers", "groups"):
-        setattr(c, field, unsigned(what, field, getattr(config, field), 32))
-    c.optimizer, c.policy = int(config.optimizer), config.policy
-    fill_policy_params(c.policy_params, config.policy_params)
-    c.ranks, c.tensors = len(config.batches), len(config.tensors)
-    c.samples = unsigned(what, "samples", config.samples, 64)
-    c.round_timeout_seconds = config.round_timeout_seconds
-    c.batches, c.tensor, c.initial = batches, tensors, initial
-    out = ffi.new("pyps_store **")
-    check(what, lib.pyps_create(_segment(what, name), c, out))
-    return _owned(out)
 
 
 def fill_policy_params(c: Any, params: PolicyParams) -> None:
@@ -131,8 +101,8 @@ def open_segment(name: str) -> Pointer:
     """Map an existing segment."""
     out = ffi.new("pyps_store **")
     what = f"open {name!r}"
-    check(what, lib.pyps_open(_segment(what, name), out))
-    return _owned(out)
+    check(what, lib.pyps_open(segment_name(what, name), out))
+    return owned(out)
 
 
 def close(store: Pointer) -> None:
@@ -143,7 +113,7 @@ def close(store: Pointer) -> None:
 def unlink(name: str, force: bool = False) -> None:
     """Remove a segment's name; Busy while any process has it open, unless forced."""
     what = f"unlink {name!r}"
-    check(what, lib.pyps_unlink(_segment(what, name), int(force)))
+    check(what, lib.pyps_unlink(segment_name(what, name), int(force)))
 
 
 def probe(name: str) -> int:
@@ -152,7 +122,7 @@ def probe(name: str) -> int:
     """
     size = ffi.new("uint64_t *")
     what = f"probe {name!r}"
-    check(what, lib.pyps_probe(_segment(what, name), size))
+    check(what, lib.pyps_probe(segment_name(what, name), size))
     return int(size[0])
 
 
@@ -285,14 +255,7 @@ def _push_args(what: str, store: Pointer, push: PushRequest) -> tuple[Any, Any]:
     if push.encoded and push.gradient is not None:
         staging_codes(store, push.staging, push.gradient.size)[0][:] = push.gradient
     c, hyper = ffi.new("pyps_push_args *"), push.hyper
-    constants = ffi.new("pyps_hyper[]", max(1, len(hyper)))
-    for k, group in enumerate(hyper):
-        h = constants[k]
-        h.lr, h.weight_decay = group.lr, group.weight_decay
-        h.momentum, h.dampening = group.momentum, group.dampening
-        h.beta1, h.beta2 = group.betas
-        h.eps, h.nesterov = group.eps, int(group.nesterov)
-        h.lr_decay, h.clip = group.lr_decay, group.clip
+    constants = hyper_array(hyper)
     c.size, c.staging = ffi.sizeof("pyps_push_args"), unsigned(what, "staging", push.staging, 32)
     c.samples = unsigned(what, "samples", push.samples, 32)
     c.scale, c.timeout_seconds, c.hyper = push.scale, timeout_seconds(push.timeout), constants
@@ -313,6 +276,20 @@ def _push_args(what: str, store: Pointer, push: PushRequest) -> tuple[Any, Any]:
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
     return c, (constants, gradient, base_params)
+
+
+def hyper_array(hyper: Sequence[Hyper | None]) -> Any:
+    """The C constants of each group; None: zeros."""
+    constants = ffi.new("pyps_hyper[]", max(1, len(hyper)))
+    for h, group in zip(constants, hyper, strict=False):
+        if group is None:
+            continue
+        h.lr, h.weight_decay = group.lr, group.weight_decay
+        h.momentum, h.dampening = group.momentum, group.dampening
+        h.beta1, h.beta2 = group.betas
+        h.eps, h.nesterov = group.eps, int(group.nesterov)
+        h.lr_decay, h.clip = group.lr_decay, group.clip
+    return constants
 
 
 def _position(kinds: Any, name: str) -> int:
@@ -397,6 +374,11 @@ def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
 def get_hyper(store: Pointer, groups: int) -> list[Hyper | None]:
     c = ffi.new("pyps_hyper[]", groups)
     check("hyper", lib.pyps_get_hyper(store, c, groups))
+    return hyper_values(c, groups)
+
+
+def hyper_values(c: Any, groups: int) -> list[Hyper | None]:
+    """What hyper_array was made from."""
     size = ffi.sizeof("pyps_hyper")
     return [_hyper(c[k]) if any(bytes(ffi.buffer(c + k, size))) else None for k in range(groups)]
 
@@ -445,11 +427,11 @@ def _values(kind: Any, c: Any) -> dict[str, Any]:
     return {field.name: getattr(c, field.name) for field in fields(kind)}
 
 
-def _owned(out: Any) -> Pointer:
+def owned(out: Any) -> Pointer:
     return Pointer(ffi.gc(out[0], lib.pyps_close))
 
 
-def _segment(what: str, name: str) -> bytes:
+def segment_name(what: str, name: str) -> bytes:
     data = name.encode()
     if b"\0" in data:
         raise InvalidArgument(what, "name: found a NUL; expected letters, digits, '.', '_' or '-'")
@@ -465,20 +447,3 @@ def unsigned(what: str, field: str, value: int, bits: int) -> int:
 
 def u32_array(what: str, field: str, values: Sequence[int]) -> Any:
     return ffi.new("uint32_t[]", [unsigned(what, f"{field}[{k}]", v, 32) for k, v in enumerate(values)] or 1)
-
-
-def _fill_tensor(what: str, c: Any, tensor: Tensor) -> None:
-    name = tensor.name.encode()
-    if not 0 < len(name) <= MAX_NAME_BYTES or b"\0" in name:
-        raise InvalidArgument(
-            what, f"tensor name: found {tensor.name!r}; expected 1 to {MAX_NAME_BYTES} bytes without NUL"
-        )
-    if len(tensor.shape) > MAX_DIMENSIONS:
-        found = f"{len(tensor.shape)} dimensions"
-        raise InvalidArgument(
-            what, f"tensor {tensor.name!r}: found {found}; expected at most {MAX_DIMENSIONS}"
-        )
-    c.name, c.dtype, c.ndim, c.kind = name, F32, len(tensor.shape), int(tensor.averaged)
-    c.group = unsigned(what, f"tensor {tensor.name!r}: group", tensor.group, 32)
-    for k, size in enumerate(tensor.shape):
-        c.shape[k] = size

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
+from pyps.native.state import FlatState, StoreState
 from pyps.native.values import (
     Advice,
     Claim,
@@ -39,6 +40,7 @@ from pyps.native.values import (
 )
 from pyps.remote.address import Address, parse_address
 from pyps.remote.client import Client
+from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
 from pyps.remote.wire import MAX_CALL_SECONDS, PROTOCOL, CreateRequest, OpenReply, PushHeader
 from pyps.store.codec import Residual, decode_vector, encode, encoded_vector_bytes
@@ -54,12 +56,12 @@ UNMAPPED: weakref.ref[Any] = weakref.ref(_Nothing())  # dead: no view needs a se
 class RemoteBackend:
     """An open remote store. Not thread-safe: pyps.Store makes one call at a time."""
 
-    def __init__(self, address: str, config: Config | None = None) -> None:
-        """config: of a store to create there; None: to open the one that is there."""
+    def __init__(self, address: str, config: Config | None = None, state: StoreState | None = None) -> None:
+        """config, state: of a store to create there; None: to open the one that is there."""
         self.address: Address = parse_address(address)
         self.client = Client(self.address)
         try:
-            self._opened = self._open() if config is None else self._create(config)
+            self._opened = self._open() if config is None else self._create(config, state)
         except BaseException:
             self.client.close()
             raise
@@ -76,11 +78,12 @@ class RemoteBackend:
         reply: OpenReply = self.client.call("hello", PROTOCOL, self.address.store)[0]
         return reply
 
-    def _create(self, config: Config) -> OpenReply:
-        options = {field: getattr(config, field) for field in CreateRequest.__struct_fields__}
-        values = np.concatenate([np.ravel(a) for a in config.initial] or [np.empty(0, np.float32)])
+    def _create(self, config: Config, state: StoreState | None) -> OpenReply:
+        options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "initial"}
+        if state is not None:
+            options |= {"state": state.header, "residuals": tuple(state.residuals)}
         create = ("create", PROTOCOL, self.address.store, CreateRequest(**options))
-        reply: OpenReply = self.client.call(*create, numbers=(values,))[0]
+        reply: OpenReply = self.client.call(*create, numbers=created_numbers(config, state))[0]
         return reply
 
     def close(self) -> None:
@@ -173,6 +176,14 @@ class RemoteBackend:
         version, found = self.client.call("snapshot", len(state), _bounded(timeout))
         from_frames("snapshot", found, flat, *state, steps)
         return int(version)
+
+    def read_state(self, layout: Layout, tensors: Sequence[Tensor], timeout: float) -> FlatState:
+        (header, ranks), found = self.client.call("read_state", _bounded(timeout))
+        vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + layout.states + len(ranks))]
+        from_frames("state", found, *vectors)
+        residuals = vectors[1 + layout.states :]
+        states = tuple(vectors[1 : 1 + layout.states])
+        return FlatState(header, vectors[0], states, dict(zip(ranks, residuals, strict=True)))
 
     def get_status(self) -> Status:
         status: Status = self.client.call("get_status")[0]

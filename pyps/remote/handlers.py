@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import Busy, Fenced, InvalidArgument, PushRejected, SegmentNotFound, TimedOut
+from pyps.native.create import create
+from pyps.native.state import read_state
 from pyps.native.values import (
     Advice,
     Claim,
@@ -35,7 +37,8 @@ from pyps.native.values import (
     Status,
     Tensor,
 )
-from pyps.remote.framing import Frames, check_size, from_frames
+from pyps.remote.creation import created_arrays
+from pyps.remote.framing import Frames, from_frames
 from pyps.remote.wire import PROTOCOL, VERBS, CreateRequest, OpenReply, PushHeader
 from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
 
@@ -136,12 +139,9 @@ class Handlers:
 
     def create(self, protocol: int, name: str, request: CreateRequest, numbers: Frames) -> Reply:
         self._check_caller(protocol, name)
-        sizes = [int(np.prod(tensor.shape, dtype=object)) for tensor in request.tensors]
-        check_size("create", numbers, 4 * sum(sizes))  # before there is memory for it
-        parts = tuple(np.empty(size, np.float32) for size in sizes)
-        from_frames("create", numbers, *parts)
-        options = {field: getattr(request, field) for field in request.__struct_fields__}
-        self._pointer = native.create(name, Config(initial=parts, **options))
+        initial, state = created_arrays(request, numbers)
+        options = {f.name: getattr(request, f.name) for f in fields(Config) if f.name != "initial"}
+        self._pointer = create(name, Config(initial=initial, **options), state)
         self.place = Place()
         self._site.created()
         return self._opened()
@@ -313,6 +313,12 @@ class Handlers:
         version = native.snapshot(self._store, vectors[0], vectors[1:], steps, timeout)
         self._keep_pulled(version, vectors[0])
         return version, (*vectors, steps)
+
+    def read_state(self, timeout: float) -> Reply:
+        tensors = [native.get_tensor(self._store, k) for k in range(self.layout.tensors)]
+        found = read_state(self._store, self.layout, tensors, timeout)
+        ranks = tuple(found.residuals)
+        return (found.header, ranks), (found.parameters, *found.vectors, *found.residuals.values())
 
     def get_status(self) -> Reply:
         status: Status = native.get_status(self._store)

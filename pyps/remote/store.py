@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar, cast
 
 from pyps import native
 from pyps.errors import InvalidArgument, StoreError
+from pyps.native.state import StoreState
 from pyps.native.values import Config
 from pyps.remote.backend import RemoteBackend
 from pyps.remote.client import Traffic
@@ -29,8 +30,8 @@ class RemoteStore(Store):
         return cls(name, native.Pointer(RemoteBackend(name)), unlinks=False)
 
     @classmethod
-    def _make(cls, name: str, config: Config, *, keep: bool) -> Self:
-        return cls(name, native.Pointer(RemoteBackend(name, config)), unlinks=False)
+    def _make(cls, name: str, config: Config, state: StoreState | None, *, keep: bool) -> Self:
+        return cls(name, native.Pointer(RemoteBackend(name, config, state)), unlinks=False)
 
     @property
     def traffic(self) -> Traffic:

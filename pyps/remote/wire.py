@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from pyps.errors import InvalidArgument, StoreError
 from pyps.native import ERRORS
+from pyps.native.state import StateHeader
 from pyps.native.values import (
     Advice,
     Claim,
@@ -94,7 +95,10 @@ class Pong(_Message, frozen=True):
 
 
 class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """pyps.native.values.Config without the initial values, which are the call's numbers."""
+    """pyps.native.values.Config without the initial values, which are the call's numbers.
+
+    Those of a state follow: its vectors, then the residuals of the ranks in `residuals`.
+    """
 
     tensors: tuple[Tensor, ...]
     batches: tuple[int, ...]
@@ -108,6 +112,8 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot_spares: int
     staging_buffers: int
     policy_params: PolicyParams
+    state: StateHeader | None = None
+    residuals: tuple[Count, ...] = ()
 
 
 class OpenReply(msgspec.Struct, frozen=True):
@@ -166,6 +172,7 @@ VERBS: Mapping[str, Verb] = {
     "set_max_samples": Verb(tuple[Count], None),
     "get_policy_params": Verb(tuple[()], PolicyParams),
     "snapshot": Verb(tuple[Count, CallSeconds], int),
+    "read_state": Verb(tuple[CallSeconds], tuple[StateHeader, tuple[Count, ...]]),
     "get_status": Verb(tuple[()], Status),
     "get_members": Verb(tuple[()], list[Member]),
     "get_ranks": Verb(tuple[()], list[RankCounters]),

@@ -1,6 +1,6 @@
 """What each rank of a store does now, and which ranks the others wait for, in words.
 
-All of it is read from the store's view (a StoreState); nothing joins the store.
+All of it is read from the store's view (a StoreActivity); nothing joins the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class StoreState:
+class StoreActivity:
     """One look at a store: its counters, its participants, and its ranks' counters."""
 
     status: Status
@@ -34,9 +34,9 @@ class StoreState:
     ranks: tuple[RankCounters, ...]
 
 
-def look(store: Store) -> StoreState:
+def look(store: Store) -> StoreActivity:
     """The present state of an open store. Raises StoreError."""
-    return StoreState(store.status(), tuple(store.members()), tuple(store.ranks()))
+    return StoreActivity(store.status(), tuple(store.members()), tuple(store.ranks()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Activity:
     straggler: bool = False
 
 
-def activities(state: StoreState, *, local: bool = False) -> list[Activity]:
+def activities(state: StoreActivity, *, local: bool = False) -> list[Activity]:
     """One for each rank, in order. local: the members' processes are on this machine."""
     newest: dict[int, Member] = {}
     for member in state.members:
@@ -76,7 +76,7 @@ def explain(found: Sequence[Activity], names: Mapping[int, str]) -> str:
     return "; ".join(parts)
 
 
-def _activity(rank: int, member: Member | None, state: StoreState, local: bool) -> Activity:
+def _activity(rank: int, member: Member | None, state: StoreActivity, local: bool) -> Activity:
     if member is None:
         return Activity(rank, "absent", 0.0, "has not joined", None)
     if member.state is MemberState.LEFT:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pyps.formats.records import SpanKind, StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
-from pyps.report.activity import StoreState, activities, explain
+from pyps.report.activity import StoreActivity, activities, explain
 
 WINDOW_SECONDS = 20.0
 LEAST_ITERATIONS = 4  # that a window holds, however long they take
@@ -80,7 +80,7 @@ class Tracker:
         self._versions = 0
 
     def update(
-        self, records: Sequence[StepRecord], state: StoreState | None, now: float, restarts: int = 0
+        self, records: Sequence[StepRecord], state: StoreActivity | None, now: float, restarts: int = 0
     ) -> RunProgress:
         """How far the run is.
 
@@ -167,7 +167,7 @@ class Tracker:
                 weight += record.samples
         return total / weight if weight else None
 
-    def _stalled(self, state: StoreState | None, now: float, rate: float | None) -> str:
+    def _stalled(self, state: StoreActivity | None, now: float, rate: float | None) -> str:
         """Nothing before the first step is a stall: workers still start."""
         if not self._arrivals:
             return ""
@@ -178,7 +178,7 @@ class Tracker:
         reason = explain(activities(state, local=True), self._names) if state is not None else ""
         return f"no step for {quiet:.0f} s" + (f": {reason}" if reason else "")
 
-    def _rank(self, spec: RankSetup, state: StoreState | None) -> RankProgress:
+    def _rank(self, spec: RankSetup, state: StoreActivity | None) -> RankProgress:
         mine = [record for _, record in self._window if record.rank == spec.rank]
         phases: dict[str, float] = {p: _mean([r.seconds(p) for r in mine]) for p in PHASES}
         total = sum(phases.values())

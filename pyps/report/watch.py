@@ -11,7 +11,7 @@ from pyps.formats.events import RunEvent
 from pyps.formats.records import RunReader
 from pyps.formats.setup import RunSetup
 from pyps.metrics import Reading, Sink
-from pyps.report.activity import StoreState
+from pyps.report.activity import StoreActivity
 from pyps.report.progress import RunProgress, Tracker
 
 REFRESH_SECONDS = 0.25
@@ -39,9 +39,9 @@ class Watch:
         self._on_progress, self._sinks = on_progress, sinks
         self._next = self._next_sink = 0.0
         self._noted = 0
-        self._state: StoreState | None = None
+        self._state: StoreActivity | None = None
 
-    def tick(self, state: StoreState | None) -> None:
+    def tick(self, state: StoreActivity | None) -> None:
         """Look again if it is time. state: the store's present one, None while there is none."""
         self._state = state if state is not None else self._state
         if time.monotonic() >= self._next:

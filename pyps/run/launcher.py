@@ -27,7 +27,7 @@ from pyps.formats.records import record_path
 from pyps.native.values import Snapshot
 from pyps.remote import open_store
 from pyps.remote.address import is_address
-from pyps.report.activity import StoreState, look
+from pyps.report.activity import StoreActivity, look
 from pyps.report.report import StoreTotals
 from pyps.run.guard import Guard
 from pyps.run.process import WorkerProcess, end_processes
@@ -46,7 +46,7 @@ SNAPSHOT_TIMEOUT_SECONDS = 5.0  # a snapshot that takes longer is left out
 MAX_STARTUP_FAILURES = 1  # of a rank in a row: the next one ends the run
 
 OnLine = Callable[[int, str, bool], None]  # (rank, line, is_stderr)
-OnTick = Callable[[StoreState | None], None]
+OnTick = Callable[[StoreActivity | None], None]
 OnRestart = Callable[[str], None]  # a sentence
 
 
@@ -250,7 +250,7 @@ class Launcher:
         if self._on_tick is not None:
             self._on_tick(state)
 
-    def _detect_joins(self, state: StoreState) -> None:
+    def _detect_joins(self, state: StoreActivity) -> None:
         """A local worker has joined when its process is a member; a remote one, when it has a record."""
         pids = set() if self._is_remote else {member.pid for member in state.members}
         for process in self._processes.values():
@@ -274,7 +274,7 @@ class Launcher:
             store.join(role="observer")
         return store
 
-    def _update_totals(self, state: StoreState) -> None:
+    def _update_totals(self, state: StoreActivity) -> None:
         status, ranks = state.status, state.ranks
         self.totals = StoreTotals(
             versions=status.version,

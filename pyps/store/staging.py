@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pyps.native.state import split
 from pyps.native.values import Flat, Tensor
 
 if TYPE_CHECKING:
@@ -35,8 +35,3 @@ class StagingBuffer:
         import torch
 
         return torch.from_numpy(self.flat)
-
-
-def split(flat: Flat, layout: Iterable[Tensor]) -> dict[str, Flat]:
-    """Views of a flat vector by tensor name, each in its tensor's shape; nothing is copied."""
-    return {t.name: flat[t.offset : t.offset + t.elements].reshape(t.shape) for t in layout}

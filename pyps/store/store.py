@@ -27,12 +27,13 @@ from pyps import native
 from pyps.errors import (
     Busy,
     Forked,
-    InputError,
     InvalidArgument,
     SnapshotCancelled,
     StoreClosed,
     StoreError,
 )
+from pyps.native.create import create
+from pyps.native.state import StoreState, read_state, split
 from pyps.native.values import (
     Advice,
     Claim,
@@ -52,12 +53,12 @@ from pyps.native.values import (
     Snapshot,
     Status,
     Tensor,
-    as_f32,
 )
 from pyps.store.codec import as_codec, encoded_vector_bytes
-from pyps.store.policies import DEFAULT_POLICY, Policy, check_known, policy_named, register_policy
+from pyps.store.creation import store_config
+from pyps.store.policies import Policy, check_known
 from pyps.store.request import check_request, check_vector, push_request
-from pyps.store.staging import StagingBuffer, split
+from pyps.store.staging import StagingBuffer
 
 T = TypeVar("T")
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
@@ -90,14 +91,15 @@ class Store:
     def create(
         cls,
         name: str,
-        tensors: Mapping[str, Any],
+        tensors: Mapping[str, Any] | None = None,
         *,
-        batches: Sequence[int],
-        optimizer: Optimizer | str = Optimizer.SGD,
+        batches: Sequence[int] | None = None,
+        optimizer: Optimizer | str | None = None,
         policy: Policy | str | None = None,
         groups: Mapping[str, int] | None = None,
         averaged: Collection[str] = (),
-        samples: int = 0,
+        samples: int | None = None,
+        state: StoreState | None = None,
         chunk_params: int = 0,
         max_participants: int = 0,
         snapshot_spares: int = 0,
@@ -107,46 +109,36 @@ class Store:
         """Make a segment and open it. The creator's close() removes the segment's name, unless `keep`.
 
         tensors: name -> initial values (array or torch tensor of real numbers; kept as fp32). batches: the
-        planned batch of each rank. optimizer: "sgd", "momentum", "adamw", "adam" or "adagrad". policy: a
-        pyps.BSP, ASP, ..., or its text ("ssp:bound=4"). groups: name -> index of its parameter group
-        (default: all 0). averaged: names of tensors, in groups after all others, of which a push brings
-        values to average, not gradients. samples: sample positions to assign in all; 0: without end.
-        chunk_params, max_participants, snapshot_spares, staging_buffers (per worker): 0 takes the C core's
-        default. Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
+        planned batch of each rank. optimizer: "sgd" (the default), "momentum", "adamw", "adam" or "adagrad".
+        policy: a pyps.BSP, ASP, ..., or its text ("ssp:bound=4"). groups: name -> index of its parameter
+        group (default: all 0). averaged: names of tensors, in groups after all others, of which a push
+        brings values to average, not gradients. samples: sample positions to assign in all; 0: without end.
+        state: what another store's `state()` gave, to go on from bit for bit; whatever is None is as there.
+        Tensors, groups and optimizer must be those of the state; all else may differ. chunk_params (0: the
+        state's), max_participants, snapshot_spares, staging_buffers (per worker): 0 takes the C core's
+        default.
+        Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
         """
-        group_of = dict(groups or {})
-        if unknown := group_of.keys() - tensors.keys():
-            raise InputError(f"store {name!r}", "groups", repr(min(unknown)), "names of tensors")
-        if unknown := set(averaged) - tensors.keys():
-            raise InputError(f"store {name!r}", "averaged", repr(min(unknown)), "names of tensors")
-        initial = {
-            key: as_f32(f"store {name!r}", f"tensors[{key!r}]", value) for key, value in tensors.items()
-        }
-        chosen = policy_named(policy) if isinstance(policy, str) else policy or DEFAULT_POLICY
-        register_policy(chosen)
-        config = Config(
-            tensors=tuple(
-                Tensor(key, a.shape, group_of.get(key, 0), averaged=key in averaged)
-                for key, a in initial.items()
-            ),
-            initial=tuple(initial.values()),
-            batches=tuple(batches),
-            groups=max(group_of.values(), default=0) + 1,
-            optimizer=Optimizer.of(optimizer),
-            policy=chosen.number,
-            round_timeout_seconds=chosen.round_timeout_seconds,
+        config, going_on = store_config(
+            f"store {name!r}",
+            tensors,
+            state,
+            batches=batches,
+            optimizer=optimizer,
+            policy=policy,
+            groups=groups,
+            averaged=averaged,
             samples=samples,
             chunk_params=chunk_params,
             max_participants=max_participants,
             snapshot_spares=snapshot_spares,
             staging_buffers=staging_buffers,
-            policy_params=chosen.params(),
         )
-        return cls._make(name, config, keep=keep)
+        return cls._make(name, config, going_on, keep=keep)
 
     @classmethod
-    def _make(cls, name: str, config: Config, *, keep: bool) -> Self:
-        return cls(name, native.create(name, config), unlinks=not keep)
+    def _make(cls, name: str, config: Config, state: StoreState | None, *, keep: bool) -> Self:
+        return cls(name, create(name, config, state), unlinks=not keep)
 
     @classmethod
     def open(cls, name: str) -> Self:
@@ -371,6 +363,16 @@ class Store:
         version = self._snapshot_into(parameters, state, steps, timeout)
         return Snapshot(version, parameters, state, steps, self.views(parameters))
 
+    def state(self, timeout: float | None = None) -> StoreState:
+        """All that `create(state=)` needs to go on from the present version, while pushes go on.
+
+        As `snapshot`, with residuals, samples still to be assigned, counters and what the policy keeps.
+        Residuals that remote workers keep are not in it.
+        """
+        with self._participating():
+            reading = (self.layout, self.tensors)
+            return StoreState.of(self._retried(timeout, lambda left: self._call(read_state, *reading, left)))
+
     def views(self, flat: Flat) -> dict[str, Flat]:
         """Views of a pulled (or any flat) vector by tensor name, each in its shape."""
         return split(flat, self.tensors)
@@ -406,15 +408,16 @@ class Store:
 
     def _snapshot_into(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float | None) -> int:
         with self._participating():
-            return self._snapshot_until(flat, state, steps, 60.0 if timeout is None else timeout)
+            return self._retried(timeout, lambda left: self._call(native.snapshot, flat, state, steps, left))
 
-    def _snapshot_until(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
+    def _retried(self, timeout: float | None, read: Callable[[float], T]) -> T:
+        """Read with the time left, again if there is another reader or pushers cancelled the snapshot."""
+        deadline = time.monotonic() + (60.0 if timeout is None else timeout)
         while True:
             sequence = self.status().sequence
             left = max(0.0, deadline - time.monotonic())
             try:
-                return self._call(native.snapshot, flat, state, steps, left)
+                return read(left)
             except (Busy, SnapshotCancelled) as error:
                 left = deadline - time.monotonic()
                 if left <= 0.0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -194,21 +195,37 @@ def test_a_successor_inherits_the_residual() -> None:
         owner.reap()
 
 
-def test_a_residual_in_a_slot_that_is_needed_is_dropped_and_counted() -> None:
+def test_a_worker_takes_the_slot_of_its_residual() -> None:
     how = Encoding(Codec.INT8, error_feedback=True)
-    with make("drop", batches=(1, 1), max_participants=2):
-        with Store.open("drop") as one, Store.open("drop") as two:
+    with make("own", batches=(1, 1), max_participants=2):
+        with Store.open("own") as one, Store.open("own") as two:
             one.join(0)
             two.join(1)
             give(one, randn(SIZE), encoding=how)
             give(two, randn(SIZE), encoding=how)
-        # Both slots hold a residual. A newcomer takes one; the ranks' residuals there are given up.
-        with Store.open("drop") as one, Store.open("drop") as two:
-            one.join(1)
+            left = left_by(two, Codec.INT8, randn(SIZE))
+        with Store.open("own") as one, Store.open("own") as two:
+            one.join(1)  # in the slot that comes second
             two.join(0)
-            dropped = [rank.residuals_dropped for rank in store_ranks(one)]
-            assert dropped == [1, 1]
-            residual_is(one, Codec.INT8, np.zeros(SIZE, np.float32))
+            assert [rank.residuals_dropped for rank in store_ranks(one)] == [0, 0]
+            residual_is(one, Codec.INT8, left)
+
+
+def test_a_residual_in_a_slot_that_is_needed_is_dropped_and_counted() -> None:
+    how = Encoding(Codec.INT8, error_feedback=True)
+    with make("drop", batches=(1, 1, 1), max_participants=3):
+        with ExitStack() as stack:
+            joined = [stack.enter_context(Store.open("drop")) for _ in range(3)]
+            for rank, worker in enumerate(joined):
+                worker.join(rank)
+            for worker in joined[:2]:
+                give(worker, randn(SIZE), encoding=how)
+        with Store.open("drop") as observer, Store.open("drop") as third, Store.open("drop") as first:
+            observer.join(role="observer")  # in the one slot without a residual
+            third.join(2)
+            first.join(0)
+            dropped = [rank.residuals_dropped for rank in store_ranks(first)]
+            assert dropped == [1, 1, 0]  # each of the two took the slot of another rank's
 
 
 def store_ranks(store: Store) -> list:  # type: ignore[type-arg]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pyps import errors, native
+from pyps.native.create import F32, STATE_WORDS, create
 from pyps.native.values import Config, Hyper, MemberState, Optimizer, Role, Tensor
 from pyps.store import Store
 from pyps.store.policies import ASP, BSP, Policy, policy_named
@@ -36,13 +37,14 @@ def test_every_class_has_a_code_of_c() -> None:
 
 
 def test_numbers_are_those_of_the_header() -> None:
-    defined = {name: int(n) for name, n in re.findall(r"PYPS_([A-Z0-9]+) = (\d+)", HEADER.read_text())}
+    defined = {name: int(n) for name, n in re.findall(r"PYPS_([A-Z0-9_]+) = (\d+)", HEADER.read_text())}
     for kind in (Optimizer, Role, MemberState):
         for member in kind:
             assert defined[member.name] == member.value
     for policy in Policy.known.values():
         assert defined[policy.name.upper()] == policy.number
-    assert defined["F32"] == native.F32
+    assert defined["F32"] == F32
+    assert defined["STATE_WORDS"] == STATE_WORDS
 
 
 def test_policies_are_checked_values() -> None:
@@ -122,7 +124,7 @@ def test_two_tensors_of_one_name_are_refused(shm: Path) -> None:
     tensor, values = Tensor("w", (2,)), np.zeros(2, np.float32)
     config = Config((tensor, tensor), (values, values), (1,), 1, Optimizer.SGD, 0, 60.0, 0, 0, 0, 0, 0)
     with pytest.raises(errors.InvalidArgument, match="w"):
-        native.create("twice", config)
+        create("twice", config)
 
 
 def test_bad_pushes_are_refused(shm: Path) -> None:

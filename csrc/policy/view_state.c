@@ -1,0 +1,249 @@
+/* view_state.c: what a state keeps of a view, and a view made from it. A state has neither members nor times:
+ * the samples that members hold are to be assigned again, and gradients that wait for their round have not
+ * been pushed.
+ */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "error.h"
+#include "policy/policy.h"
+#include "policy/view.h"
+
+#define MAX_COUNT (UINT64_C(1) << 62)
+#define MAX_STEPS (UINT64_C(1) << 39) /* also of versions: a chunk's word has 40 bits for one */
+
+/* A range of samples to assign, and its place in the order in which the ranges were assigned. */
+struct piece {
+    pyps_range range;
+    uint32_t order;
+};
+
+uint32_t view_state_ranges(const struct view *v) {
+    return v->ranges + v->participants * (v->staging_buffers + 1 + v->max_ahead);
+}
+
+static void add_piece(struct piece *pieces, uint32_t *count, uint64_t first, uint64_t samples) {
+    if (!samples) return;
+    pieces[*count] = (struct piece){{first, samples}, *count};
+    ++*count;
+}
+
+/* In rank order, as rounds assign them; what was given back comes last. */
+static uint32_t gather_pieces(const struct view *v, struct piece *pieces) {
+    uint32_t count = 0;
+    for (uint32_t claim = 0; claim <= v->max_ahead; claim++)
+        for (uint32_t r = 0; r < v->ranks; r++) {
+            for (uint32_t k = 0; !claim && k < v->staged; k++) {
+                const struct source *from = &view_pending(v)[k];
+                if (view_member(v, from->slot)->rank == (int32_t)r)
+                    add_piece(pieces, &count, from->first, from->samples);
+            }
+            uint32_t slot_plus_1 = view_rank(v, r)->slot_plus_1;
+            if (!slot_plus_1) continue;
+            struct range held = view_samples_claimed(v, slot_plus_1 - 1, claim);
+            add_piece(pieces, &count, held.first, held.count);
+        }
+    for (uint32_t i = 0; i < v->returned; i++)
+        add_piece(pieces, &count, view_ranges(v)[i].first, view_ranges(v)[i].count);
+    return count;
+}
+
+static int by_first(const void *left, const void *right) {
+    const struct piece *a = left, *b = right;
+    return a->range.first < b->range.first ? -1 : a->range.first > b->range.first;
+}
+
+static int by_order(const void *left, const void *right) {
+    const struct piece *a = left, *b = right;
+    return a->order < b->order ? -1 : a->order > b->order;
+}
+
+/* Neighbours become one range, and one that ends at *cursor becomes part of what was never assigned. Leaves
+ * the ranges in their first order. */
+static uint32_t merge_pieces(struct piece *pieces, uint32_t count, uint64_t *cursor) {
+    uint32_t merged = 0;
+    qsort(pieces, count, sizeof *pieces, by_first);
+    for (uint32_t i = 0; i < count; i++) {
+        struct piece *last = merged ? &pieces[merged - 1] : NULL;
+        if (!last || last->range.first + last->range.count != pieces[i].range.first) {
+            pieces[merged++] = pieces[i];
+            continue;
+        }
+        last->range.count += pieces[i].range.count;
+        if (pieces[i].order < last->order) last->order = pieces[i].order;
+    }
+    if (merged && pieces[merged - 1].range.first + pieces[merged - 1].range.count == *cursor)
+        *cursor = pieces[--merged].range.first;
+    qsort(pieces, merged, sizeof *pieces, by_order);
+    return merged;
+}
+
+/* A gradient that waits for its round was counted when it came. */
+static void uncount_staged(const struct view *v, uint32_t rank, pyps_rank_state *out) {
+    for (uint32_t k = 0; k < v->staged; k++) {
+        const struct source *from = &view_pending(v)[k];
+        if (view_member(v, from->slot)->rank != (int32_t)rank || !from->samples) continue;
+        out->clock -= out->clock > 0;
+        out->total.pushes--, out->total.samples -= from->samples;
+        out->total.staleness_sum -= from->staleness;
+    }
+}
+
+static void capture_rank(const struct view *v, uint32_t r, pyps_rank_state *out) {
+    const struct rank *rank = view_rank(v, r);
+    memset(out, 0, sizeof *out);
+    out->total = rank->total;
+    out->clock = !v->all_joined ? rank->clock : 0;
+    if (rank->slot_plus_1) out->clock = view_member(v, rank->slot_plus_1 - 1)->clock;
+    out->interval = rank->interval;
+    out->step_seconds = rank->step_seconds, out->sample_seconds = rank->sample_seconds;
+    out->staleness_per_sample = rank->staleness_per_sample;
+    out->next_batch = rank->next_batch, out->max_samples = rank->max_samples;
+    out->extra_steps = rank->extra_steps;
+    out->has_residual = rank->version_residual != 0;
+    uncount_staged(v, r, out);
+}
+
+int view_capture(struct view *v, pyps_state *out, pyps_rank_state *ranks, pyps_range *ranges) {
+    struct piece *pieces = malloc(view_state_ranges(v) * sizeof *pieces);
+    if (!pieces) return fail(PYPS_ENOSPC, "out of memory for %u ranges of samples", view_state_ranges(v));
+    const struct policy *policy = policy_find(v->policy);
+    if (policy->detach) policy->detach(v);
+    uint64_t cursor = v->cursor;
+    uint32_t count = merge_pieces(pieces, gather_pieces(v, pieces), &cursor);
+    for (uint32_t i = 0; i < count; i++) ranges[i] = pieces[i].range;
+    free(pieces);
+    for (uint32_t r = 0; r < v->ranks; r++) capture_rank(v, r, &ranks[r]);
+    memset(out, 0, sizeof *out);
+    out->size = sizeof *out;
+    out->policy = v->policy, out->ranks = v->ranks, out->ranges = count;
+    out->version = v->version, out->round = v->round, out->plan = v->plan;
+    out->samples_assigned = cursor, out->samples_dropped = v->samples_dropped;
+    out->slowest = v->min_clock, out->fastest = v->max_clock;
+    memcpy(out->policy_state, v->shared_state, sizeof out->policy_state);
+    out->policy_params = v->policy_params, out->samples = v->limit == UINT64_MAX ? 0 : v->limit;
+    out->rank = ranks, out->range = ranges;
+    return PYPS_OK;
+}
+
+/* ---- restore ---- */
+
+static int check_count(const char *field, uint64_t found, uint64_t most) {
+    if (found <= most) return PYPS_OK;
+    return fail(PYPS_EINVAL, "state: %s: found %llu; expected at most %llu", field, (unsigned long long)found,
+                (unsigned long long)most);
+}
+
+static int check_counts(const struct view *v, const pyps_state *state) {
+    uint64_t end = v->limit < MAX_COUNT ? v->limit : MAX_COUNT;
+    const struct {
+        const char *field;
+        uint64_t found, most;
+    } fields[] = {
+        {"version", state->version, MAX_STEPS},
+        {"round", state->round, MAX_COUNT},
+        {"plan", state->plan, MAX_COUNT},
+        {"samples_assigned", state->samples_assigned, end},
+        {"samples_dropped", state->samples_dropped, state->samples_assigned},
+        {"fastest", state->fastest, MAX_COUNT},
+        {"slowest", state->slowest, state->fastest},
+        {"ranks", state->ranks, UINT16_MAX},
+        {"ranges", state->ranges, v->ranges},
+    };
+    int rc = PYPS_OK;
+    for (size_t i = 0; i < sizeof fields / sizeof *fields && !rc; i++)
+        rc = check_count(fields[i].field, fields[i].found, fields[i].most);
+    if (!rc && ((state->ranks && !state->rank) || (state->ranges && !state->range)))
+        rc = fail(PYPS_EINVAL, "state: rank, range: found NULL; expected %u and %u of them", state->ranks,
+                  state->ranges);
+    return rc;
+}
+
+static int check_ranges(const pyps_state *state, struct piece *sorted) {
+    for (uint32_t i = 0; i < state->ranges; i++) sorted[i] = (struct piece){state->range[i], i};
+    qsort(sorted, state->ranges, sizeof *sorted, by_first);
+    uint64_t end = 0;
+    for (uint32_t i = 0; i < state->ranges; i++) {
+        const pyps_range *r = &sorted[i].range;
+        if (r->first < end || !r->count || r->first > state->samples_assigned ||
+            r->count > state->samples_assigned - r->first)
+            return fail(PYPS_EINVAL,
+                        "state: range[%u]: found %llu samples from %llu; expected at least 1, of no other "
+                        "range, before %llu",
+                        sorted[i].order, (unsigned long long)r->count, (unsigned long long)r->first,
+                        (unsigned long long)state->samples_assigned);
+        end = r->first + r->count;
+    }
+    return PYPS_OK;
+}
+
+static int check_rank(const pyps_state *state, uint32_t r) {
+    const pyps_rank_state *rank = &state->rank[r];
+    const double times[] = {rank->step_seconds, rank->sample_seconds, rank->staleness_per_sample};
+    const uint64_t counts[] = {rank->total.pushes,
+                               rank->total.samples,
+                               rank->total.skipped,
+                               rank->total.returned,
+                               rank->total.staleness_sum,
+                               rank->total.staleness_max,
+                               rank->total.residuals_dropped,
+                               rank->interval};
+    for (size_t i = 0; i < sizeof times / sizeof *times; i++)
+        if (!(times[i] >= 0 && times[i] <= 1e18))
+            return fail(PYPS_EINVAL, "state: rank %u: found an average of %g; expected 0 to 1e18", r,
+                        times[i]);
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+        if (counts[i] > MAX_COUNT)
+            return fail(PYPS_EINVAL, "state: rank %u: found a count of %llu; expected at most 2^62", r,
+                        (unsigned long long)counts[i]);
+    if (rank->clock > state->fastest)
+        return fail(PYPS_EINVAL, "state: rank %u: clock: found %llu; expected at most %llu, the fastest's", r,
+                    (unsigned long long)rank->clock, (unsigned long long)state->fastest);
+    if (rank->next_batch > INT32_MAX || rank->has_residual > 1)
+        return fail(PYPS_EINVAL,
+                    "state: rank %u: next_batch, has_residual: found %u, %u; expected below 2^31, 0 or 1", r,
+                    rank->next_batch, rank->has_residual);
+    return PYPS_OK;
+}
+
+static void restore_rank(struct rank *rank, const pyps_rank_state *from, bool same_policy) {
+    uint32_t batch = rank->total.batch;
+    rank->total = from->total;
+    rank->total.batch = batch, rank->total.reserved = 0;
+    rank->clock = from->clock, rank->interval = from->interval;
+    rank->step_seconds = from->step_seconds, rank->sample_seconds = from->sample_seconds;
+    rank->max_samples = from->max_samples;
+    if (!same_policy) return;
+    rank->staleness_per_sample = from->staleness_per_sample;
+    rank->next_batch = from->next_batch, rank->extra_steps = from->extra_steps;
+}
+
+static int check_state(const struct view *v, const pyps_state *state) {
+    int rc = check_counts(v, state);
+    if (rc) return rc;
+    struct piece *sorted = malloc((state->ranges + 1) * sizeof *sorted);
+    if (!sorted) return fail(PYPS_ENOSPC, "out of memory for %u ranges of samples", state->ranges);
+    rc = check_ranges(state, sorted);
+    free(sorted);
+    for (uint32_t r = 0; r < state->ranks && !rc; r++) rc = check_rank(state, r);
+    return rc;
+}
+
+int view_restore(struct view *v, const pyps_state *state) {
+    int rc = check_state(v, state);
+    if (rc) return rc;
+    const struct policy *policy = policy_find(v->policy);
+    bool same_policy = state->policy == v->policy;
+    v->version = state->version, v->round = state->round, v->plan = state->plan;
+    v->cursor = state->samples_assigned, v->samples_dropped = state->samples_dropped;
+    v->min_clock = state->slowest, v->max_clock = state->fastest;
+    v->returned = state->ranges;
+    for (uint32_t i = 0; i < state->ranges; i++)
+        view_ranges(v)[i] = (struct range){state->range[i].first, state->range[i].count};
+    for (uint32_t r = 0; r < state->ranks && r < v->ranks; r++)
+        restore_rank(view_rank(v, r), &state->rank[r], same_policy);
+    if (!same_policy) return PYPS_OK;
+    memcpy(v->shared_state, state->policy_state, sizeof v->shared_state);
+    return policy->check_state ? policy->check_state(v) : PYPS_OK;
+}

@@ -1,0 +1,225 @@
+/* snapshot.c: everything of exactly one version, while pushes continue: a strict snapshot has parameters and
+ * optimizer states, a state also residuals and the view.
+ *
+ * The event that begins a snapshot names a version. Pushers save the buffers of that version that they
+ * displace (apply.c), and workers write their residuals elsewhere (encoded.c), until the reader has copied
+ * them or the snapshot ends.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "store/store.h"
+
+/* A state between its begin and its end. */
+struct reading {
+    uint64_t snapshot, version;
+    pyps_rank_state *ranks;
+    pyps_range *ranges;
+    uint32_t *residuals; /* [ranks] as in struct rank */
+};
+
+struct target {
+    float *flat;
+    float *const *state;
+    uint64_t *steps;   /* [chunks] */
+    pyps_hyper *hyper; /* [groups] */
+    uint64_t snapshot, version;
+};
+
+static void copy_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, const struct target *to) {
+    chunk_copy(s, chunk, buffer, 0, to->flat);
+    for (uint32_t vector = 1; to->state && vector <= s->layout.states; vector++)
+        chunk_copy(s, chunk, buffer, vector, to->state[vector - 1]);
+    if (to->steps) to->steps[chunk] = buffer_header(s, buffer)->steps;
+    if (to->hyper) to->hyper[s->chunks[chunk].group] = buffer_header(s, buffer)->hyper;
+    FAILPOINT("snapshot.copied");
+}
+
+/* Copies the buffer that a pusher saved. It is pinned first, and then the snapshot is seen to be still alive:
+ * from then on a cancel cannot take the buffer away. */
+static int copy_saved(pyps_store *s, uint32_t chunk, const struct target *to) {
+    uint64_t saved = load_acquire(&s->saved[chunk]);
+    uint32_t buffer = word_buffer(saved);
+    if (saved_snapshot(saved) != to->snapshot || saved_state(saved) != SAVED_BUFFER ||
+        buffer >= s->layout.buffer_count)
+        return fail(PYPS_ESTALE, "snapshot at version %llu: cancelled", (unsigned long long)to->version);
+    FAILPOINT("snapshot.found");
+    store_seq(&s->slots[s->slot].chunk_hazard, buffer + UINT64_C(1));
+    int rc = view_load_snapshot(s);
+    if (!rc && (!s->snapshot_active || s->snapshot != to->snapshot))
+        rc = fail(PYPS_ESTALE,
+                  "snapshot at version %llu: cancelled, because it delayed pushes or another snapshot",
+                  (unsigned long long)to->version);
+    if (!rc) copy_chunk(s, chunk, buffer, to);
+    chunk_unpin(s);
+    return rc;
+}
+
+static int copy_present(pyps_store *s, uint32_t chunk, const struct target *to, bool *done) {
+    uint64_t word;
+    int rc = chunk_advance(s, chunk, to->version);
+    if (rc || (rc = chunk_pin(s, chunk, &word))) return rc;
+    *done = word_version(word) == to->version;
+    if (*done) copy_chunk(s, chunk, word_buffer(word), to);
+    chunk_unpin(s);
+    return PYPS_OK;
+}
+
+static int snapshot_chunk(pyps_store *s, uint32_t chunk, const struct target *to) {
+    bool done;
+    int rc = copy_present(s, chunk, to, &done);
+    if (!rc && !done) rc = copy_saved(s, chunk, to);
+    if (rc) return rc;
+    /* DONE: pushers need not save, and a saved buffer is free. The mark of a later snapshot stays. */
+    uint64_t saved = load_acquire(&s->saved[chunk]);
+    while (saved_snapshot(saved) <= to->snapshot &&
+           !cas_seq(&s->saved[chunk], saved, saved_make(to->snapshot, SAVED_DONE, 0)))
+        saved = load_acquire(&s->saved[chunk]);
+    return PYPS_OK;
+}
+
+static int copy_chunks(pyps_store *s, const struct target *to) {
+    int rc = PYPS_OK;
+    s->ticket.number = 0; /* the cached view is older than this snapshot */
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) rc = snapshot_chunk(s, chunk, to);
+    kernels_chosen()->copied();
+    return rc;
+}
+
+static int begin(pyps_store *s, double timeout_seconds, bool holds_residuals, struct outcome *outcome) {
+    struct event e = store_event(s, EVENT_SNAPSHOT_BEGIN);
+    e.holds_residuals = holds_residuals;
+    uint64_t waited;
+    return view_commit_waiting(s, &e, PYPS_WAITS_NOT, store_deadline(s, timeout_seconds), outcome, &waited);
+}
+
+static int end(pyps_store *s, enum event_kind kind, uint64_t snapshot) {
+    struct event e = store_event(s, kind);
+    struct outcome outcome;
+    enum verdict verdict;
+    e.snapshot = snapshot;
+    return view_commit(s, &e, &outcome, &verdict);
+}
+
+int snapshot_cancel(pyps_store *s, uint64_t snapshot) { return end(s, EVENT_SNAPSHOT_CANCEL, snapshot); }
+
+int pyps_snapshot(pyps_store *s, float *flat, float *const *state, uint64_t *steps, double timeout_seconds,
+                  uint64_t *version_out) {
+    struct outcome outcome;
+    int rc = store_check_usable(s, true);
+    if (rc || (rc = begin(s, timeout_seconds, false, &outcome))) return rc;
+    FAILPOINT("snapshot.begun");
+    struct target to = {flat, state, steps, NULL, outcome.snapshot, outcome.version};
+    rc = copy_chunks(s, &to);
+    int ended = end(s, EVENT_SNAPSHOT_END, outcome.snapshot);
+    *version_out = outcome.version;
+    return rc ? rc : ended;
+}
+
+/* ---- states ---- */
+
+void reading_drop(pyps_store *s) {
+    if (!s->reading) return;
+    free(s->reading->ranks), free(s->reading->ranges), free(s->reading->residuals), free(s->reading);
+    s->reading = NULL;
+}
+
+static struct reading *reading_allocate(const pyps_store *s) {
+    struct reading *r = calloc(1, sizeof *r);
+    if (!r) return NULL;
+    r->ranks = calloc(s->geometry.ranks, sizeof *r->ranks);
+    r->residuals = calloc(s->geometry.ranks, sizeof *r->residuals);
+    r->ranges = calloc(view_state_ranges(s->expected), sizeof *r->ranges);
+    return r;
+}
+
+static int begin_reading(pyps_store *s, double timeout_seconds, struct view *begun, pyps_state *out) {
+    struct reading *r = s->reading;
+    struct outcome outcome;
+    s->begun = begun;
+    int rc = begin(s, timeout_seconds, true, &outcome);
+    s->begun = NULL;
+    if (rc) return rc;
+    FAILPOINT("state.begun");
+    r->snapshot = outcome.snapshot, r->version = outcome.version;
+    for (uint32_t rank = 0; rank < s->geometry.ranks; rank++)
+        r->residuals[rank] = view_rank(begun, rank)->held_residual;
+    if ((rc = view_capture(begun, out, r->ranks, r->ranges))) end(s, EVENT_SNAPSHOT_END, r->snapshot);
+    out->optimizer = s->geometry.optimizer;
+    out->chunk_params = s->geometry.chunk_params;
+    out->round_timeout_seconds = (double)s->geometry.round_timeout_nanoseconds / 1e9;
+    return rc;
+}
+
+int pyps_state_begin(pyps_store *s, double timeout_seconds, pyps_state *out) {
+    int rc = store_check_usable(s, true);
+    if (rc) return rc;
+    if (s->reading) return fail(PYPS_EINVAL, "state: begun already; end that one first");
+    struct view *begun = view_allocate(s);
+    s->reading = reading_allocate(s);
+    if (!begun || !s->reading || !s->reading->ranks || !s->reading->residuals || !s->reading->ranges)
+        rc = fail(PYPS_ENOSPC, "out of memory for a state of %u ranks", s->geometry.ranks);
+    else rc = begin_reading(s, timeout_seconds, begun, out);
+    free(begun);
+    if (rc) reading_drop(s);
+    return rc;
+}
+
+static int check_reading(pyps_store *s) {
+    int rc = store_check_usable(s, true);
+    return rc || s->reading ? rc : fail(PYPS_EINVAL, "state: not begun");
+}
+
+/* A tensor lies in chunks of one group, which have taken every step together. */
+static void steps_of_tensors(const pyps_store *s, const uint64_t *chunks, uint64_t *steps) {
+    const pyps_tensor *tensors = (const pyps_tensor *)(const void *)(s->base + s->layout.tensors);
+    for (uint32_t t = 0; t < s->geometry.tensors; t++) {
+        uint64_t chunk = *(const volatile uint64_t *)&tensors[t].offset / s->geometry.chunk_params;
+        steps[t] = chunk < s->geometry.chunks ? chunks[chunk] : 0;
+    }
+}
+
+int pyps_state_read(pyps_store *s, float *flat, float *const *state, uint64_t *steps, pyps_hyper *hyper) {
+    int rc = check_reading(s);
+    if (rc) return rc;
+    if (!flat) return fail(PYPS_EINVAL, "state: flat: found NULL; expected flat_elements floats");
+    uint64_t *chunks = calloc(s->geometry.chunks, sizeof *chunks);
+    if (!chunks) return fail(PYPS_ENOSPC, "out of memory for %u step counts", s->geometry.chunks);
+    if (hyper) memset(hyper, 0, s->geometry.groups * sizeof *hyper);
+    struct target to = {flat, state, chunks, hyper, s->reading->snapshot, s->reading->version};
+    rc = copy_chunks(s, &to);
+    if (!rc && steps) steps_of_tensors(s, chunks, steps);
+    free(chunks);
+    return rc;
+}
+
+/* The hazard is set, and then the snapshot is seen to be alive: until the hazard is cleared no worker writes
+ * there. */
+int pyps_state_residual(pyps_store *s, uint32_t rank, float *flat) {
+    int rc = check_reading(s);
+    if (rc) return rc;
+    if (rank >= s->geometry.ranks || !s->reading->residuals[rank] || !flat)
+        return fail(PYPS_EINVAL,
+                    "state: rank: found %u; expected one that has a residual, and where to put it", rank);
+    a64 *hazard = &s->slots[s->slot].residual_hazard;
+    store_seq(hazard, s->reading->residuals[rank]); /* R1; R2 is the load of the view */
+    FAILPOINT("state.hazard");
+    rc = view_load_snapshot(s);
+    if (!rc && (!s->snapshot_active || s->snapshot != s->reading->snapshot))
+        rc = fail(PYPS_ESTALE, "state at version %llu: cancelled, because it delayed pushes or another one",
+                  (unsigned long long)s->reading->version);
+    const float *from = rc ? NULL : residual_at(s, s->reading->residuals[rank]);
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++)
+        chunk_put(s, chunk, from + (uint64_t)chunk * s->geometry.chunk_params, flat);
+    kernels_chosen()->copied();
+    store_release(hazard, 0);
+    return rc;
+}
+
+int pyps_state_end(pyps_store *s) {
+    int rc = check_reading(s);
+    if (rc) return rc;
+    rc = end(s, EVENT_SNAPSHOT_END, s->reading->snapshot);
+    reading_drop(s);
+    return rc;
+}

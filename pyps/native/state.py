@@ -1,0 +1,182 @@
+"""A store's state, all that it needs to go on from one version bit for bit, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from pyps._native import ffi, lib
+from pyps.native import Pointer, check, hyper_values
+from pyps.native.values import Flat, Hyper, Layout, Optimizer, PolicyParams, RankCounters, Tensor
+
+# The optimizer's vectors of one number for each parameter, named as torch.optim names them.
+VECTORS: Mapping[Optimizer, tuple[str, ...]] = {
+    Optimizer.SGD: (),
+    Optimizer.MOMENTUM: ("momentum_buffer",),
+    Optimizer.ADAMW: ("exp_avg", "exp_avg_sq"),
+    Optimizer.ADAM: ("exp_avg", "exp_avg_sq"),
+    Optimizer.ADAGRAD: ("sum",),
+}
+COUNTERS = (  # of a state, 64 bits each
+    "version",
+    "round",
+    "plan",
+    "samples",
+    "samples_assigned",
+    "samples_dropped",
+    "slowest",
+    "fastest",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHistory:
+    """What a rank goes on with.
+
+    clock: its steps. interval: nanoseconds between its last two pushes. step_seconds, sample_seconds,
+    staleness_per_sample: moving averages; 0: not known. next_batch, max_samples, extra_steps: as the policy
+    keeps them.
+    """
+
+    total: RankCounters
+    clock: int = 0
+    interval: int = 0
+    step_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    staleness_per_sample: float = 0.0
+    next_batch: int = 0
+    max_samples: int = 0
+    extra_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateHeader:
+    """A state without its arrays: what fits a JSON file.
+
+    Gradients that waited for their round have not been pushed at `version`, and samples that were claimed but
+    not pushed are to be assigned again. `samples_assigned`: every sample position before it was pushed,
+    skipped or dropped, or is in `ranges`: (first, count), in the order in which they will be assigned.
+    `samples`: positions in all; 0: without end. `slowest`, `fastest`: clocks. `policy`: its number;
+    `policy_state`: 16 words of its own. `steps`: optimizer steps that each tensor has taken. `hyper`: the
+    constants in force, by group.
+    """
+
+    version: int
+    round: int
+    plan: int
+    samples: int
+    samples_assigned: int
+    samples_dropped: int
+    ranges: tuple[tuple[int, int], ...]
+    slowest: int
+    fastest: int
+    optimizer: Optimizer
+    policy: int
+    policy_params: PolicyParams
+    policy_state: tuple[int, ...]
+    round_timeout_seconds: float
+    chunk_params: int
+    ranks: tuple[RankHistory, ...]
+    tensors: tuple[Tensor, ...]
+    steps: tuple[int, ...]
+    hyper: tuple[Hyper | None, ...]
+
+    @property
+    def trained(self) -> tuple[Tensor, ...]:
+        """The tensors that the optimizer steps on."""
+        return tuple(tensor for tensor in self.tensors if not tensor.averaged)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatState:
+    """A state as it is read: its arrays are flat vectors, padding included."""
+
+    header: StateHeader
+    parameters: Flat
+    vectors: tuple[Flat, ...]
+    residuals: Mapping[int, Flat]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreState:
+    """A header, and arrays by tensor name, each fp32 in its tensor's shape.
+
+    `vectors`: the optimizer's, by the name that torch gives them (see VECTORS). `residuals`: by rank, what
+    the codes of its pushes did not carry yet; ranks without error feedback have none. Averaged tensors have
+    neither.
+    """
+
+    header: StateHeader
+    parameters: Mapping[str, Flat]
+    vectors: Mapping[str, Mapping[str, Flat]]
+    residuals: Mapping[int, Mapping[str, Flat]]
+
+    @classmethod
+    def of(cls, flat: FlatState) -> StoreState:
+        """Views of flat vectors."""
+        trained = flat.header.trained
+        names = VECTORS[flat.header.optimizer]
+        return cls(
+            flat.header,
+            split(flat.parameters, flat.header.tensors),
+            {name: split(vector, trained) for name, vector in zip(names, flat.vectors, strict=True)},
+            {rank: split(residual, trained) for rank, residual in flat.residuals.items()},
+        )
+
+
+def split(flat: Flat, tensors: Sequence[Tensor]) -> dict[str, Flat]:
+    """Views of a flat vector by tensor name, each in its tensor's shape; nothing is copied."""
+    return {t.name: flat[t.offset : t.offset + t.elements].reshape(t.shape) for t in tensors}
+
+
+def read_state(store: Pointer, layout: Layout, tensors: Sequence[Tensor], timeout: float) -> FlatState:
+    """The state of the present version, while pushes go on."""
+    c = ffi.new("pyps_state *")
+    check("state", lib.pyps_state_begin(store, timeout, c))
+    try:
+        return _read(store, layout, tuple(tensors), c)
+    finally:
+        lib.pyps_state_end(store)
+
+
+def _read(store: Pointer, layout: Layout, tensors: tuple[Tensor, ...], c: Any) -> FlatState:
+    parameters, *vectors = (np.empty(layout.flat_elements, np.float32) for _ in range(1 + layout.states))
+    c_vectors = ffi.new("float *[]", [ffi.from_buffer("float[]", a) for a in vectors] or 1)
+    steps, hyper = ffi.new("uint64_t[]", layout.tensors), ffi.new("pyps_hyper[]", layout.groups)
+    c_parameters = ffi.from_buffer("float[]", parameters)
+    check("state", lib.pyps_state_read(store, c_parameters, c_vectors, steps, hyper))
+    residuals = {}
+    for rank in range(c.ranks):
+        if c.rank[rank].has_residual:
+            residuals[rank] = np.empty(layout.flat_elements, np.float32)
+            c_residual = ffi.from_buffer("float[]", residuals[rank])
+            check("state", lib.pyps_state_residual(store, rank, c_residual))
+    constants = tuple(hyper_values(hyper, layout.groups))
+    return FlatState(_header(c, tensors, tuple(steps), constants), parameters, tuple(vectors), residuals)
+
+
+def _rank_state(c: Any) -> RankHistory:
+    total = RankCounters(**{field.name: getattr(c.total, field.name) for field in fields(RankCounters)})
+    own = {field.name: getattr(c, field.name) for field in fields(RankHistory) if field.name != "total"}
+    return RankHistory(total, **own)
+
+
+def _header(
+    c: Any, tensors: tuple[Tensor, ...], steps: tuple[int, ...], hyper: tuple[Hyper | None, ...]
+) -> StateHeader:
+    params = {field.name: getattr(c.policy_params, field.name) for field in fields(PolicyParams)}
+    plain = ("policy", "round_timeout_seconds", "chunk_params", *COUNTERS)
+    return StateHeader(
+        **{field: getattr(c, field) for field in plain},
+        optimizer=Optimizer(c.optimizer),
+        ranges=tuple((c.range[k].first, c.range[k].count) for k in range(c.ranges)),
+        policy_params=PolicyParams(**params),
+        policy_state=tuple(c.policy_state),
+        ranks=tuple(_rank_state(c.rank[r]) for r in range(c.ranks)),
+        tensors=tensors,
+        steps=steps,
+        hyper=hyper,
+    )
