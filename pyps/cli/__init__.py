@@ -18,6 +18,8 @@ COMMANDS = {
     "profile": "Measure a device: time a model's training steps and fit T(b), the time of a batch of b.",
     "plan": "Find the best batch for every worker of a cluster.",
     "run": "Train by a plan on this machine, with one process for each rank.",
+    "top": "Show what every rank of a store does.",
+    "report": "Write a page about a run: report.html.",
     "simulate": "Compare synchronization policies on a cluster, in virtual time.",
     "serve": "Share a store of this machine with workers on other hosts.",
     "shm": "List and remove shared-memory segments.",

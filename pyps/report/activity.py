@@ -93,7 +93,7 @@ def _activity(rank: int, member: Member | None, state: StoreActivity, local: boo
             text = "waits for all ranks to join"
         return Activity(rank, "waiting", member.wait_seconds, text, member)
     if member.claim_count and not member.staged:
-        text = f"is computing since {member.claim_seconds:.1f} s"
+        text = f"has been computing for {member.claim_seconds:.1f} s"
         return Activity(rank, "computing", member.claim_seconds, text, member)
     return Activity(rank, "between steps", 0.0, "is between two steps", member)
 

@@ -110,7 +110,7 @@ class Tracker:
             staleness=_mean([r.staleness for _, r in self._window]),
             eta_seconds=max(0, requested - samples) / rate if rate and requested else None,
             restarts=restarts,
-            stalled=self._stalled(state, now, rate),
+            stalled=self._stalled(state, now),
             ranks=tuple(self._rank(spec, state) for spec in self._setup.ranks),
         )
 
@@ -146,15 +146,18 @@ class Tracker:
 
     def _rate(self, now: float) -> float | None:
         """Samples a second over the window; while nothing arrives, it falls."""
-        if not self._arrivals:
+        usual = self._usual_seconds()
+        if usual is None:
             return None
-        times = [time for time, _ in self._arrivals]
-        first, last = min(times), max(times)
-        counted = sum(samples for time, samples in self._arrivals if time > first)
-        if not counted:
-            return None
-        usual = (last - first) * self._global_batch / counted
-        return counted / ((now if now - last > 2.0 * usual else last) - first)
+        last, first = max(t for t, _ in self._arrivals), min(t for t, _ in self._arrivals)
+        seconds = (now if now - last > 2.0 * usual else last) - first
+        return self._global_batch * (last - first) / usual / seconds
+
+    def _usual_seconds(self) -> float | None:
+        """For one global batch, between the first and the last arrival of the window."""
+        times = [t for t, _ in self._arrivals]
+        counted = sum(n for t, n in self._arrivals if t > min(times))
+        return (max(times) - min(times)) * self._global_batch / counted if counted else None
 
     def _loss(self) -> float | None:
         """The mean over the last global batch's samples whose loss was recorded."""
@@ -167,13 +170,12 @@ class Tracker:
                 weight += record.samples
         return total / weight if weight else None
 
-    def _stalled(self, state: StoreActivity | None, now: float, rate: float | None) -> str:
+    def _stalled(self, state: StoreActivity | None, now: float) -> str:
         """Nothing before the first step is a stall: workers still start."""
         if not self._arrivals:
             return ""
-        usual = self._global_batch / rate if rate else 0.0
-        quiet = now - max(time for time, _ in self._arrivals)
-        if quiet < max(STALLED_SECONDS, STALLED_ITERATIONS * usual):
+        quiet = now - max(t for t, _ in self._arrivals)
+        if quiet < max(STALLED_SECONDS, STALLED_ITERATIONS * (self._usual_seconds() or 0.0)):
             return ""
         reason = explain(activities(state, local=True), self._names) if state is not None else ""
         return f"no step for {quiet:.0f} s" + (f": {reason}" if reason else "")

@@ -23,7 +23,10 @@ from pyps.formats.records import SpanKind, StepRecord, split_spans
 from pyps.formats.setup import RankSetup, RunSetup
 
 REPORT_SCHEMA: Final = "pyps.report/1.1"
-RunOutcome = Literal["finished", "failed", "interrupted"]
+RunOutcome = Literal["finished", "interrupted", "failed", "unfinished"]  # the worst last
+CURVE_POINTS = 200
+ABSENT_STEPS = 3.0  # of a rank's own step time: a longer gap between its steps counts as absence
+ABSENT_SECONDS = 0.5  # and no shorter one
 PHASES: tuple[SpanKind, ...] = ("compute", "push", "pull", "wait")
 NonNegative = Annotated[int, Meta(ge=0)]
 
@@ -44,6 +47,7 @@ class RankReport(msgspec.Struct, frozen=True):
     steps, samples: the gradients that are in the parameters, and the samples that they were computed from.
     compute, push, pull, wait: seconds a step.
     idle_share: the wait's share of all four together.
+    absent_seconds: while others trained, without a step of this rank: dead, starting again, or cut off.
     overrun_seconds: the sum of what steps took longer than the emulated device would have. Above a few per
         cent of the compute time, the emulation did not hold.
     """
@@ -67,6 +71,15 @@ class RankReport(msgspec.Struct, frozen=True):
     overrun_seconds: float
     staleness_mean: float
     staleness_max: NonNegative
+    absent_seconds: float = 0.0
+
+
+class LossPoint(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds since the first step began, samples trained by then, and the mean loss since the last point."""
+
+    seconds: float
+    samples: NonNegative
+    loss: float
 
 
 class SampleCounts(msgspec.Struct, frozen=True):
@@ -91,6 +104,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     measured_over_predicted: of the iteration time; None where the plan predicts none.
     error: why the run did not finish.
+    loss_first, loss_last: the mean losses of the first and of the last global batch; None: none recorded.
+    loss: over time, at most CURVE_POINTS points, each of whole global batches.
+    short_rounds: rounds with fewer samples than a global batch, the last one aside; None where no round has
+        several sources.
     replans: why the batches changed while it trained, one line a change.
     """
 
@@ -112,6 +129,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankReport]
     error: str = ""
     replans: list[str] = []
+    loss_first: float | None = None
+    loss_last: float | None = None
+    loss: list[LossPoint] = []
+    short_rounds: NonNegative | None = None
 
 
 class StoreTotals(msgspec.Struct, frozen=True):
@@ -143,6 +164,7 @@ def make_report(
     ranks = [rank_report(rank, records, events, totals) for rank in setup.ranks]
     times = distribution(iteration_times(records, setup.global_batch))
     predicted = setup.predicted_iteration_seconds
+    losses = loss_points(records, setup.global_batch)
     return Report(
         outcome=outcome,
         policy=setup.policy,
@@ -167,6 +189,10 @@ def make_report(
         ranks=ranks,
         error=error,
         replans=[e.detail for e in events if e.kind == "replanned"],
+        loss_first=losses[0].loss if losses else None,
+        loss_last=losses[-1].loss if losses else None,
+        loss=thinned(losses),
+        short_rounds=short_rounds(records, setup.global_batch),
     )
 
 
@@ -198,6 +224,7 @@ def rank_report(
         overrun_seconds=sum(r.overrun_seconds for r in mine),
         staleness_mean=float(np.mean([r.staleness for r in applied])) if applied else 0.0,
         staleness_max=max((r.staleness for r in applied), default=0),
+        absent_seconds=absent_seconds(rank, records),
     )
 
 
@@ -236,6 +263,64 @@ def iteration_times(records: Sequence[StepRecord], global_batch: int) -> list[fl
         passed += [latest] * count
         total += samples
     return [b - a for a, b in pairwise(passed)]
+
+
+def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPoint]:
+    """A point for each global batch of samples: the mean loss of its samples, where it was recorded."""
+    applied = [r for r in applied_steps(records) if r.spans]
+    began = min((b for r in applied for kind, b, _ in r.spans if kind == "compute"), default=0.0)
+    points, total, sum_, weight, latest = [], 0, 0.0, 0, 0.0
+    for k, r in enumerate(applied):
+        latest = max(latest, r.spans[-1][2] - began)
+        before, total = total, total + r.samples
+        if r.loss is not None:
+            sum_, weight = sum_ + r.loss * r.samples, weight + r.samples
+        passed = total // global_batch > before // global_batch
+        if weight and (passed or k == len(applied) - 1):
+            points.append(LossPoint(max(0.0, latest), total, sum_ / weight))
+            sum_, weight = 0.0, 0
+    return points
+
+
+def thinned(points: Sequence[LossPoint], most: int = CURVE_POINTS) -> list[LossPoint]:
+    """At most so many points: means of equally many that follow one another."""
+    size = -(-len(points) // most) if points else 1
+    groups = [points[k : k + size] for k in range(0, len(points), size)]
+    return [LossPoint(g[-1].seconds, g[-1].samples, sum(p.loss for p in g) / len(g)) for g in groups]
+
+
+def short_rounds(records: Sequence[StepRecord], global_batch: int) -> int | None:
+    """Rounds of fewer samples than a global batch; None where every version has one source."""
+    if not any(r.sources > 1 for r in records):
+        return None
+    samples = [count for _, (_, count) in sorted(version_times(records).items())]
+    return sum(count < global_batch for count in samples[:-1])
+
+
+def absent_seconds(rank: int, records: Sequence[StepRecord]) -> float:
+    """The time between the first and the last step of any rank that no step of this one covers.
+
+    Gaps of a few steps' length count as one does between two steps, and not as absence.
+    """
+    spans = [(r.spans[0][1], r.spans[-1][2], r) for r in records if r.spans]
+    if not spans:
+        return 0.0
+    begin = min(b for b, _, _ in without_start(spans))
+    end = max(e for _, e, _ in spans)
+    mine = sorted((max(b, begin), e) for b, e, r in spans if r.rank == rank)
+    usual = float(np.median([e - b for b, e in mine])) if mine else 0.0
+    least = max(ABSENT_SECONDS, ABSENT_STEPS * usual)
+    absent, reached = 0.0, begin
+    for b, e in [*mine, (end, end)]:
+        absent += b - reached if b - reached > least else 0.0
+        reached = max(reached, e)
+    return absent
+
+
+def without_start(spans: Sequence[tuple[float, float, StepRecord]]) -> list[tuple[float, float, StepRecord]]:
+    """The same, each from the step's first compute on: what comes before may be start-up."""
+    first = [min((b for kind, b, _ in r.spans if kind == "compute"), default=e) for _, e, r in spans]
+    return [(b, e, r) for b, (_, e, r) in zip(first, spans, strict=True)]
 
 
 def distribution(values: Sequence[float]) -> Distribution:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def in_threads(*bodies: Callable[[], None]) -> None:
@@ -24,3 +25,13 @@ def in_threads(*bodies: Callable[[], None]) -> None:
         assert not thread.is_alive(), "a worker hangs"
     if failures:
         raise failures[0]
+
+
+@contextmanager
+def background(body: Callable[[], object]) -> Iterator[None]:
+    """Run `body` in a thread meanwhile; it has to end when the block does."""
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    yield
+    thread.join(timeout=60)
+    assert not thread.is_alive(), "a worker hangs"

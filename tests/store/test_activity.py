@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from threads import background
 
 from pyps.native.values import Codec, Encoding, Hyper, Member, MemberState, WaitKind
 from pyps.remote import open_store
@@ -45,15 +44,6 @@ def eventually(observer: Store, rank: int, holds: Callable[[Member], bool]) -> M
         assert time.monotonic() < deadline, found
         time.sleep(0.002)
     return found
-
-
-@contextmanager
-def background(body: Callable[[], object]) -> Iterator[None]:
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    yield
-    thread.join(PATIENCE_SECONDS)
-    assert not thread.is_alive()
 
 
 def push(store: Store, codec: Codec = Codec.F32) -> None:

@@ -1,0 +1,39 @@
+"""`pyps report`: a page about a run, also while it trains; over the folders of several hosts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pyps.errors import InputError
+from pyps.report.page import make_page
+from pyps.report.run_data import load_run
+
+app = typer.Typer(add_completion=False)
+PAGE = "report.html"
+
+
+@app.command("report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folder of a run; one a host.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help=f"By default RUN/{PAGE}, in the first folder.")
+    ] = None,
+) -> None:
+    """Write a page about a run: the plan against what was measured, a timeline of each rank, loss, batches,
+    staleness. It needs no network and no other file.
+    """
+    path = output if output is not None else runs[0] / PAGE
+    page = make_page(load_run(runs), path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError("--output", "", f"{path}: {error.strerror}", "a file to write") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    print(f"wrote {path}")

@@ -1,0 +1,152 @@
+"""`pyps top`: what every rank of a store does, on this machine or behind a server, without joining it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pyps.errors import InputError
+from pyps.report.top import StoreTop, TopRank, TopStore, find_stores
+
+app = typer.Typer(add_completion=False)
+SECOND_LOOK_SECONDS = 0.5  # with --once: rates are of that time
+NARROW = 110  # cells: a narrower terminal gets fewer columns
+STYLES = {
+    "computing": "green",
+    "waiting": "blue",
+    "stopped": "red",
+    "dead": "red",
+    "fenced": "red",
+    "absent": "bright_black",
+    "left": "bright_black",
+}
+
+
+@app.command("top")
+def top_command(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[STORE|ADDRESS|RUN]", help="By default all stores in use here.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
+) -> None:
+    """Show the ranks of a store: state, version, batch, step time, staleness, idle share, bytes, and which
+    ranks the others wait for. Ctrl-C ends it.
+    """
+    if not 0.05 <= interval <= 3600.0:
+        raise InputError("--interval", "", str(interval), "0.05 to 3600 seconds")
+    console = Console(highlight=False)
+    with ExitStack() as stack:
+        stores = [stack.enter_context(closing(store)) for store in find_stores(target)]
+        if once or as_json or not console.is_terminal:
+            _show_once(console, stores, as_json)
+        else:
+            _show_live(console, stores, target, interval)
+
+
+def _show_once(console: Console, stores: Sequence[StoreTop], as_json: bool) -> None:
+    found = [store.look() for store in stores]
+    if found and any(store.ranks for store in found):
+        time.sleep(SECOND_LOOK_SECONDS)
+        found = [store.look() for store in stores]
+    if as_json:
+        sys.stdout.write(msgspec.json.encode({"stores": found}).decode() + "\n")
+    elif not found:
+        console.print("no stores in use")
+    else:
+        console.print(screen(found, console.width))
+
+
+def _show_live(console: Console, stores: list[StoreTop], target: str | None, interval: float) -> None:
+    """Until Ctrl-C; without a target, stores that appear meanwhile are shown too."""
+    known = {store.name: store for store in stores}
+    with (
+        suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+        ExitStack() as stack,
+    ):
+        while True:
+            if target is None:
+                present = {store.name: store for store in find_stores(None)}
+                known = {name: known.get(name, store) for name, store in present.items()}
+                for name in known.keys() - {store.name for store in stores}:
+                    stack.callback(known[name].close)
+            found = [store.look() for store in known.values()]
+            live.update(screen(found, console.width) if found else Text("no stores in use"), refresh=True)
+            time.sleep(interval)
+
+
+def screen(found: Sequence[TopStore], width: int) -> RenderableType:
+    """A heading and a table for each store, for a terminal of so many cells."""
+    parts: list[RenderableType] = []
+    for store in found:
+        parts += [heading(store), "" if store.error else table(store, width), ""]
+    return Group(*parts[:-1])
+
+
+def heading(store: TopStore) -> Text:
+    """What is known of the whole store, in a line."""
+    text = Text(store.name, style="bold", no_wrap=True, overflow="ellipsis")
+    if store.error:
+        return text.append(f"  {store.error}", style="not bold red")
+    parts = [store.policy, f"version {store.version:,}"]
+    total = f" of {store.requested:,}" if store.requested else ""
+    parts.append(f"{store.samples:,}{total} samples")
+    if store.samples_per_second is not None:
+        parts.append(f"{store.samples_per_second:,.0f} samples/s")
+    if store.loss is not None:
+        parts.append(f"loss {store.loss:.4g}")
+    return text.append("  " + ", ".join(parts), style="not bold")
+
+
+def table(store: TopStore, width: int) -> Table:
+    """A row for each rank; the reason stands last."""
+    wide = width >= NARROW
+    view = Table(box=None, header_style="bold", pad_edge=False, expand=False)
+    view.add_column("rank", no_wrap=True)
+    headings = ["batch", "steps", *(["samples"] if wide else []), "behind", "stale", "step ms"]
+    headings += ["data ms"] if wide and any(r.data_seconds is not None for r in store.ranks) else []
+    headings += ["idle"] + (["pushed", "pulled", "MB/s"] if wide else [])
+    for name in headings:
+        view.add_column(name, justify="right", no_wrap=True)
+    view.add_column("now", no_wrap=True, overflow="ellipsis")
+    for rank in store.ranks:
+        cells = {**_cells(rank)}
+        style = "yellow" if rank.straggler else STYLES.get(rank.doing, "")
+        view.add_row(
+            f"{rank.rank} {rank.name}".strip(), *(cells[name] for name in headings), Text(_now(rank), style)
+        )
+    return view
+
+
+def _cells(rank: TopRank) -> dict[str, str]:
+    return {
+        "batch": f"{rank.batch:,}",
+        "steps": f"{rank.steps:,}",
+        "samples": f"{rank.samples:,}",
+        "behind": "-" if rank.behind is None else f"{rank.behind:,}",
+        "stale": f"{rank.staleness_mean:.1f}",
+        "step ms": "-" if rank.step_seconds is None else f"{rank.step_seconds * 1e3:,.1f}",
+        "data ms": "-" if rank.data_seconds is None else f"{rank.data_seconds * 1e3:,.1f}",
+        "idle": "-" if rank.idle_share is None else f"{rank.idle_share:.0%}",
+        "pushed": f"{rank.bytes_pushed / 1e6:,.1f}",
+        "pulled": f"{rank.bytes_pulled / 1e6:,.1f}",
+        "MB/s": "-" if rank.bytes_per_second is None else f"{rank.bytes_per_second / 1e6:,.2f}",
+    }
+
+
+def _now(rank: TopRank) -> str:
+    """What it does, and that others wait for it."""
+    text = rank.reason.removeprefix("is ").removeprefix("has been ")
+    return f"{text}: others wait for it" if rank.straggler and rank.doing == "computing" else text

@@ -1,0 +1,216 @@
+"""The charts of a run's page, one function each; a chart without data is left out."""
+
+from __future__ import annotations
+
+import html
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from pyps.formats.records import StepRecord
+from pyps.formats.setup import RankSetup
+from pyps.report.charts import Series, bars, lanes_chart, line_chart, share_bar, stacked
+from pyps.report.report import applied_steps, version_times
+from pyps.report.run_data import RunData
+from pyps.report.timeline import kinds_in, pieces_for, shares, window
+from pyps.report.turns import turns_chart
+
+MOST_LANES = 64
+MOST_LINES = 16
+CLOSE_UP_STEPS = 10.0
+MOST_CLOSE_UP_SPANS = 2500
+POINTS = 240
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page, with HTML as its body."""
+
+    key: str
+    title: str
+    body: str
+
+
+def sections(run: RunData) -> list[Section]:
+    """All charts for which there is data."""
+    if not any(r.spans for r in run.records):
+        return []
+    makers: tuple[tuple[str, str, Callable[[RunData], str]], ...] = (
+        ("timeline", "Timeline of each rank", _timeline),
+        ("loss", "Loss", _loss),
+        ("steps", "Step time against the plan", _steps),
+        ("progress", "Samples against the plan", _progress),
+        ("batches", "Batches", _batches),
+        ("staleness", "Staleness", _staleness),
+        ("turns", "Turns, planned and taken", _turns),
+    )
+    made = [Section(key, title, make(run)) for key, title, make in makers]
+    return [section for section in made if section.body]
+
+
+def _by_rank(records: Sequence[StepRecord]) -> defaultdict[int, list[StepRecord]]:
+    found: defaultdict[int, list[StepRecord]] = defaultdict(list)
+    for record in records:
+        found[record.rank].append(record)
+    return found
+
+
+def origin_of(records: Sequence[StepRecord]) -> float:
+    """When the first step began to compute."""
+    computed = [begin for r in records for kind, begin, _ in r.spans if kind == "compute"]
+    return min(computed, default=min(r.spans[0][1] for r in records if r.spans))
+
+
+def _timeline(run: RunData) -> str:
+    records = [r for r in run.records if r.spans]
+    begin, end = origin_of(records), max(r.spans[-1][2] for r in records)
+    if end <= begin:
+        return ""
+    ranks, kinds = run.setup.ranks[:MOST_LANES], kinds_in(records)
+    parts, mine = [_shares_table(run, ranks)], _by_rank(records)
+    pieces = pieces_for(len(ranks))
+    whole = [(_lane(r), stacked(shares(mine[r.rank], begin, end, pieces))) for r in ranks]
+    parts.append(f"<h3>The whole run</h3>{lanes_chart(whole, 0.0, end - begin, kinds)}")
+    for name, a, b in _windows(run, records, begin, end):
+        lanes = [(_lane(r), bars(window(mine[r.rank], a, b), a, b)) for r in ranks]
+        parts.append(f"<h3>{name}</h3>{lanes_chart(lanes, a - begin, b - begin)}")
+    if len(run.setup.ranks) > MOST_LANES:
+        parts.append(f"<p>The first {MOST_LANES} of {len(run.setup.ranks)} ranks.</p>")
+    return "".join(parts)
+
+
+def _windows(
+    run: RunData, records: Sequence[StepRecord], begin: float, end: float
+) -> list[tuple[str, float, float]]:
+    """A few steps from the beginning, the middle and the end; one window if the run is short."""
+    times = run.report.iteration_seconds
+    spans = sum(len(r.spans) for r in records)
+    length = CLOSE_UP_STEPS * (times.median if times.count else (end - begin))
+    length = min(length, (end - begin) * MOST_CLOSE_UP_SPANS / max(1, spans), end - begin)
+    if length <= 0.0:
+        return []
+    if length > (end - begin) / 4:
+        return [("From the first step on", begin, begin + length)]
+    middle = (begin + end - length) / 2
+    return [
+        ("The first steps", begin, begin + length),
+        ("In the middle", middle, middle + length),
+        ("The last steps", end - length, end),
+    ]
+
+
+def _shares_table(run: RunData, ranks: Sequence[RankSetup]) -> str:
+    """One bar a rank: where its time went, as a share."""
+    rows = []
+    for report in (r for r in run.report.ranks if r.rank in {rank.rank for rank in ranks}):
+        phases = ("compute", "data", "push", "pull", "wait")
+        seconds = {p: d.mean * d.count for p in phases if (d := getattr(report, p, None)) is not None}
+        total = sum(seconds.values())
+        bar = share_bar([(p, s / total) for p, s in seconds.items()]) if total else ""
+        rows.append(
+            f'<div class="lane-name">{report.rank} {html.escape(report.name)}</div>{bar or "<div></div>"}'
+        )
+    return f'<h3>Where the time went</h3><div class="lanes">{"".join(rows)}</div>'
+
+
+def _lane(rank: RankSetup) -> str:
+    return f"{rank.rank} {rank.name}"
+
+
+def _loss(run: RunData) -> str:
+    points = run.report.loss
+    if not points:
+        return ""
+    values = Series("loss", 0, [p.seconds for p in points], [p.loss for p in points])
+    positive = min(p.loss for p in points) > 0.0
+    wide = positive and max(p.loss for p in points) > 10.0 * min(p.loss for p in points)
+    return line_chart([values], "", log=wide, height=220)
+
+
+def _steps(run: RunData) -> str:
+    """The time of a global batch, as the median of pieces of the run."""
+    B, found = run.report.global_batch, []
+    began, before = 0.0, 0
+    for t, samples in _samples_over_time(run):
+        if samples - before >= B:
+            found.append((t, 1e3 * (t - began) * B / (samples - before)))
+            began, before = t, samples
+    if len(found) < 3:
+        return ""
+    xs, ys = _thinned([t for t, _ in found[1:]], [ms for _, ms in found[1:]])
+    predicted = run.report.predicted_iteration_seconds
+    reference = ("plan", 1e3 * predicted) if predicted else None
+    return line_chart([Series("measured", 0, xs, ys)], "ms", reference=reference)
+
+
+def _progress(run: RunData) -> str:
+    """Samples over time, and what the plan promised."""
+    done = _samples_over_time(run)
+    predicted = run.report.predicted_iteration_seconds
+    if len(done) < 2 or not done[-1][1]:
+        return ""
+    xs, ys = _thinned([t for t, _ in done], [float(n) for _, n in done], last=True)
+    series = [Series("measured", 0, xs, ys)]
+    if predicted:
+        rate, end = run.report.global_batch / predicted, xs[-1]
+        reached = min(end, ys[-1] / rate)
+        series.append(Series("plan", 2, [0.0, reached, end], [0.0, reached * rate, reached * rate]))
+    return line_chart(series, "samples")
+
+
+def _samples_over_time(run: RunData) -> list[tuple[float, int]]:
+    """Seconds since the first step began, and the samples in the parameters by then."""
+    records = [r for r in run.records if r.spans]
+    origin = origin_of(records)
+    found, total, latest = [(0.0, 0)], 0, 0.0
+    for _, (done, samples) in sorted(version_times(records).items()):
+        total, latest = total + samples, max(latest, done - origin)
+        found.append((latest, total))
+    return found
+
+
+def _batches(run: RunData) -> str:
+    origin = origin_of([r for r in run.records if r.spans])
+    series = []
+    for k, rank in enumerate(run.setup.ranks[:MOST_LINES]):
+        xs: list[float] = []
+        ys: list[float] = []
+        mine = [r for r in run.records if r.rank == rank.rank and r.spans]
+        for r in mine:
+            if not ys or r.batch != ys[-1]:
+                xs.append(max(0.0, r.spans[0][1] - origin))
+                ys.append(float(r.batch))
+        if mine:
+            series.append(
+                Series(_lane(rank), k, [*xs, mine[-1].spans[-1][2] - origin], [*ys, ys[-1]], step=True)
+            )
+    return line_chart(series, "samples", height=160) if series else ""
+
+
+def _staleness(run: RunData) -> str:
+    """Versions between a gradient's parameters and its push."""
+    applied = [r for r in applied_steps(run.records) if r.spans]
+    if not any(r.staleness for r in applied):
+        return "<p>Every gradient was computed on the newest version.</p>" if applied else ""
+    origin = origin_of(applied)
+    series = []
+    for k, rank in enumerate(run.setup.ranks[:MOST_LINES]):
+        mine = sorted((r.spans[-1][2] - origin, r.staleness) for r in applied if r.rank == rank.rank)
+        if mine:
+            xs, ys = _thinned([t for t, _ in mine], [float(s) for _, s in mine])
+            series.append(Series(_lane(rank), k, xs, ys))
+    return line_chart(series, "versions", height=160)
+
+
+def _turns(run: RunData) -> str:
+    return turns_chart(run)
+
+
+def _thinned(
+    xs: Sequence[float], ys: Sequence[float], *, last: bool = False
+) -> tuple[list[float], list[float]]:
+    """At most POINTS points: of equally many that follow one another, the median, or the last."""
+    size = -(-len(xs) // POINTS)
+    groups = [slice(k, k + size) for k in range(0, len(xs), size)]
+    return [xs[g][-1] for g in groups], [ys[g][-1] if last else float(median(ys[g])) for g in groups]

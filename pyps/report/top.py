@@ -1,0 +1,240 @@
+"""The figures of `pyps top`: what every rank of a store does, read without joining the store.
+
+Samples, steps, waits and bytes come from the store. Loss and the time that data takes come from the step
+records, where the run's folder is known: it is named by the target, or by a local worker's environment.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pyps.errors import InputError, PypsError
+from pyps.formats.records import RunReader, StepRecord
+from pyps.formats.setup import SETUP_FILE, RunSetup, read_setup
+from pyps.native.values import Member, RankCounters
+from pyps.remote import open_store
+from pyps.remote.address import is_address
+from pyps.report.activity import Activity, StoreActivity, activities, look
+from pyps.store.policies import Policy
+from pyps.store.segments import segments
+from pyps.store.store import Store
+
+RECENT_STEPS = 20  # of a rank, for means from its records
+RUN_DIR = b"PYPS_RUN_DIR="
+
+
+@dataclass(frozen=True, slots=True)
+class TopRank:
+    """One rank. None: not known. Per second: since the last look, or since it joined.
+
+    behind: versions since its last pull. idle_share: of its time, waiting for others. data_seconds,
+    compute_seconds: of its latest steps.
+    """
+
+    rank: int
+    name: str
+    doing: str
+    reason: str
+    straggler: bool
+    batch: int
+    steps: int
+    samples: int
+    version: int | None
+    behind: int | None
+    staleness_mean: float
+    staleness_max: int
+    step_seconds: float | None
+    data_seconds: float | None
+    idle_share: float | None
+    bytes_pushed: int
+    bytes_pulled: int
+    bytes_per_second: float | None
+    samples_per_second: float | None
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TopStore:
+    """One store. `error`: why it cannot be read; then the rest is empty."""
+
+    name: str
+    run_dir: str | None = None
+    policy: str = ""
+    parameters: int = 0
+    version: int = 0
+    samples: int = 0
+    requested: int = 0
+    samples_per_second: float | None = None
+    loss: float | None = None
+    ranks: list[TopRank] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Past:
+    """What a rank's member had done at the last look."""
+
+    member: int
+    seconds: float
+    samples: int
+    moved: int
+    waited: float
+
+
+class StoreTop:
+    """Looks at one store again and again."""
+
+    def __init__(self, name: str, run_dir: Path | None = None) -> None:
+        self.name = name
+        self._store: Store | None = None
+        self._run_dir, self._setup = run_dir, read_setup(run_dir) if run_dir is not None else None
+        self._records = RunReader(run_dir) if run_dir is not None else None
+        self._recent: dict[int, list[StepRecord]] = {}
+        self._past: dict[int, _Past] = {}
+
+    def look(self) -> TopStore:
+        """The store as it is now; one that has gone or cannot be read says so in `error`."""
+        try:
+            if self._store is None:
+                self._store = open_store(self.name)
+            return self._figures(self._store, look(self._store))
+        except PypsError as error:
+            self.close()
+            return TopStore(self.name, str(self._run_dir) if self._run_dir else None, error=str(error))
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _figures(self, store: Store, state: StoreActivity) -> TopStore:
+        local = not is_address(self.name)
+        if self._run_dir is None and local:
+            self._find_run(state)
+        self._read_records()
+        names = {rank.rank: rank.name for rank in self._setup.ranks} if self._setup else {}
+        ranks = [self._rank(a, state, names.get(a.rank, "")) for a in activities(state, local=local)]
+        rates = [r.samples_per_second for r in ranks if r.samples_per_second is not None]
+        return TopStore(
+            name=self.name,
+            run_dir=str(self._run_dir) if self._run_dir else None,
+            policy=_policy(store.layout.policy),
+            parameters=store.layout.parameters,
+            version=state.status.version,
+            samples=sum(rank.samples for rank in state.ranks),
+            requested=self._setup.samples if self._setup else 0,
+            samples_per_second=sum(rates) if rates else None,
+            loss=self._loss(sum(rank.batch for rank in state.ranks)),
+            ranks=ranks,
+        )
+
+    def _find_run(self, state: StoreActivity) -> None:
+        """The folder of a local run, from the environment of one of its workers."""
+        for member in state.members:
+            folder = _run_dir_of(member.pid)
+            if folder is not None and (folder / SETUP_FILE).exists():
+                self._run_dir, self._records = folder, RunReader(folder)
+                self._setup = _setup_or_none(folder)
+                return
+
+    def _read_records(self) -> None:
+        if self._records is None:
+            return
+        for record in self._records.new():
+            recent = self._recent.setdefault(record.rank, [])
+            recent.append(record)
+            del recent[:-RECENT_STEPS]
+
+    def _loss(self, global_batch: int) -> float | None:
+        """The mean over each rank's latest steps, weighted by their samples."""
+        total = weight = 0.0
+        for records in self._recent.values():
+            for record in records:
+                if record.loss is not None and not record.rejected:
+                    total, weight = total + record.loss * record.samples, weight + record.samples
+        return total / weight if weight else None
+
+    def _rank(self, activity: Activity, state: StoreActivity, name: str) -> TopRank:
+        counters, member = state.ranks[activity.rank], activity.member
+        moved = member.bytes_pushed + member.bytes_pulled if member is not None else 0
+        seconds, samples, bytes_, waited = self._since(member, counters, moved)
+        recent = self._recent.get(activity.rank, [])
+        data = [r.seconds("data") for r in recent]
+        known = any(kind == "data" for r in recent for kind, _, _ in r.spans)
+        return TopRank(
+            rank=activity.rank,
+            name=name,
+            doing=activity.doing,
+            reason=activity.text,
+            straggler=activity.straggler,
+            batch=counters.batch,
+            steps=counters.pushes,
+            samples=counters.samples,
+            version=member.pulled_version if member is not None else None,
+            behind=state.status.version - member.pulled_version if member is not None else None,
+            staleness_mean=counters.staleness_sum / counters.pushes if counters.pushes else 0.0,
+            staleness_max=counters.staleness_max,
+            step_seconds=(member.step_seconds or None) if member is not None else None,
+            data_seconds=sum(data) / len(data) if known else None,
+            idle_share=min(1.0, waited / seconds) if seconds else None,
+            bytes_pushed=member.bytes_pushed if member is not None else 0,
+            bytes_pulled=member.bytes_pulled if member is not None else 0,
+            bytes_per_second=bytes_ / seconds if seconds else None,
+            samples_per_second=samples / seconds if seconds else None,
+            pid=member.pid if member is not None else None,
+        )
+
+    def _since(
+        self, member: Member | None, counters: RankCounters, moved: int
+    ) -> tuple[float, int, int, float]:
+        """Seconds, samples, bytes and waiting since the last look, or since the member joined."""
+        if member is None or not member.joined_seconds:
+            return 0.0, 0, 0, 0.0
+        rank = member.rank or 0
+        now = time.monotonic()
+        before = self._past.get(rank)
+        self._past[rank] = _Past(member.id, now, counters.samples, moved, member.waited_seconds)
+        if before is None or before.member != member.id:
+            return member.joined_seconds, counters.samples, moved, member.waited_seconds
+        samples, bytes_ = counters.samples - before.samples, moved - before.moved
+        return now - before.seconds, samples, bytes_, member.waited_seconds - before.waited
+
+
+def find_stores(target: str | None) -> list[StoreTop]:
+    """The stores that a target means: a run's folder, an address, a store's name; None: all of this machine.
+
+    Raises InputError where there is no such thing.
+    """
+    if target is None:
+        return [StoreTop(s.name) for s in segments() if s.in_use]
+    if is_address(target):
+        return [StoreTop(target)]
+    if Path(target).is_dir():
+        return [StoreTop(read_setup(target).store, Path(target))]
+    if "/" in target or target not in {s.name for s in segments()}:
+        names = ", ".join(s.name for s in segments()) or "none on this machine"
+        expected = f"a run's folder, an address such as tcp://host:port/name, or a store: {names}"
+        raise InputError("top", "", repr(target), expected)
+    return [StoreTop(target)]
+
+
+def _policy(number: int) -> str:
+    return next((name for name, kind in Policy.known.items() if kind.number == number), "custom")
+
+
+def _run_dir_of(pid: int) -> Path | None:
+    try:
+        values = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    found = [value.removeprefix(RUN_DIR) for value in values if value.startswith(RUN_DIR)]
+    return Path(found[0].decode(errors="surrogateescape")) if found and found[0] else None
+
+
+def _setup_or_none(folder: Path) -> RunSetup | None:
+    try:
+        return read_setup(folder)
+    except InputError:
+        return None

@@ -1,0 +1,161 @@
+"""pyps.report.progress and activity: rates, losses and stalls, from records whose answers are known."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from run_tools import make_record
+
+from pyps.formats.records import StepRecord
+from pyps.formats.setup import RankSetup, RunSetup
+from pyps.native.values import Member, MemberState, RankCounters, Role, Status, WaitKind
+from pyps.report.activity import StoreActivity, activities, explain
+from pyps.report.progress import RunProgress, Tracker
+
+BATCHES = (7, 3)
+B = sum(BATCHES)
+NAMES = {0: "slow", 1: "fast"}
+SETUP = RunSetup(
+    store="s",
+    host="here",
+    script="train.py",
+    policy="bsp",
+    even=False,
+    seed=0,
+    samples=200,
+    predicted_iteration_seconds=1.6,
+    ranks=tuple(RankSetup(k, NAMES[k], b, 1.6) for k, b in enumerate(BATCHES)),
+)
+
+
+def rounds(first: int, count: int, seconds: float = 2.0) -> list[StepRecord]:
+    """Rounds k from `first` on, that end at `seconds` times k + 1; the loss of round k is 10 / (k + 1)."""
+    found = []
+    for k in range(first, first + count):
+        for rank in (0, 1):
+            begin = seconds * k
+            spans = [("compute", begin, begin + 1.0), ("wait", begin + 1.0, begin + seconds)]
+            found.append(make_record(rank, k + 1, BATCHES[rank], spans, 10.0 / (k + 1)))  # type: ignore[arg-type]
+    return found
+
+
+def member(rank: int, **changes: object) -> Member:
+    common = {"id": rank + 1, "state": MemberState.ACTIVE, "role": Role.WORKER, "rank": rank, "pid": 0}
+    numbers = dict.fromkeys(
+        ("clock", "pulled_version", "claim_first", "claim_count", "bytes_pushed", "bytes_pulled"), 0
+    )
+    times = ("joined_seconds", "waited_seconds", "wait_seconds", "claim_seconds", "step_seconds")
+    rest = {"staged": False, "waits_for": WaitKind.NOT, **dict.fromkeys(times, 0.0)}
+    return Member(**{**common, **numbers, **rest, **changes})  # type: ignore[arg-type]
+
+
+def state(*members: Member, samples: tuple[int, ...] = (0, 0), all_joined: bool = True) -> StoreActivity:
+    status = Status(9, 5, 5, 0, sum(samples), 0, len(members), all_joined)
+    ranks = tuple(RankCounters(b, 5, n, 0, 0, 0, 0) for b, n in zip(BATCHES, samples, strict=True))
+    return StoreActivity(status, members, ranks)
+
+
+COMPUTES = member(0, claim_count=7, claim_seconds=13.2, step_seconds=1.0)
+WAITS = member(1, staged=True, waits_for=WaitKind.ROUND, wait_seconds=12.0)
+
+
+def test_rate_loss_and_what_is_left() -> None:
+    now: RunProgress = Tracker(SETUP, 0.0).update(rounds(0, 6), None, now=12.0)
+    assert (now.samples, now.requested, now.iterations, now.versions) == (60, 200, 6, 6)
+    assert now.samples_per_second == pytest.approx(B / 2.0)
+    assert now.iteration_seconds == pytest.approx(2.0)
+    assert now.eta_seconds == pytest.approx(140 / (B / 2.0))
+    assert now.loss == pytest.approx(10.0 / 6)
+    assert now.ranks[1].phases["wait"] == pytest.approx(1.0)
+    assert now.ranks[0].idle_share == pytest.approx(0.5)
+    assert not now.stalled
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    tracker = Tracker(SETUP, 0.0)
+    tracker.update(rounds(0, 40, seconds=0.5), None, now=20.0)
+    late = [
+        msgspec.structs.replace(
+            r, spans=[(k, b + 20.0, e + 20.0) for k, b, e in r.spans], version=r.version + 40
+        )
+        for r in rounds(0, 10, seconds=4.0)
+    ]
+    now = tracker.update(late, None, now=60.0)
+    assert now.iteration_seconds == pytest.approx(4.0)
+    assert now.samples == 500
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    now = Tracker(SETUP, 0.0).update([], None, now=100.0)
+    assert (now.samples, now.loss, now.samples_per_second, now.eta_seconds, now.stalled) == (
+        0,
+        None,
+        None,
+        None,
+        "",
+    )
+
+
+def test_rejected_and_skipped_steps_do_not_count() -> None:
+    kept = rounds(0, 3)
+    lost = [msgspec.structs.replace(r, rejected=True) for r in rounds(3, 1)]
+    lost += [msgspec.structs.replace(r, skipped=True) for r in rounds(4, 1)]
+    assert Tracker(SETUP, 0.0).update(kept + lost, None, now=10.0).samples == 30
+
+
+def test_samples_of_other_hosts_are_counted_by_the_store() -> None:
+    here = msgspec.structs.replace(SETUP, ranks=SETUP.ranks[:1])
+    tracker = Tracker(here, 0.0)
+    for k in range(1, 7):
+        counted = state(member(0), member(1), samples=(7 * k, 3 * k))
+        now = tracker.update([r for r in rounds(k - 1, 1) if r.rank == 0], counted, now=2.0 * k)
+    assert now.samples == 60
+    assert now.iteration_seconds == pytest.approx(2.0)
+
+
+def test_a_killed_workers_last_record_may_be_missing() -> None:
+    now = Tracker(SETUP, 0.0).update(rounds(0, 2), state(member(0), samples=(21, 6)), now=4.0)
+    assert now.samples == 27
+
+
+def test_a_stalled_run_says_who_waits_for_whom() -> None:
+    tracker = Tracker(SETUP, 0.0)
+    tracker.update(rounds(0, 6), state(COMPUTES, WAITS), now=12.0)
+    assert tracker.update([], state(COMPUTES, WAITS), now=20.0).stalled == ""
+    assert tracker.update([], state(COMPUTES, WAITS), now=25.0).stalled == (
+        "no step for 13 s: rank 0 (slow) has been computing for 13.2 s; rank 1 waits for the round"
+    )
+    assert tracker.update(rounds(12, 1), state(COMPUTES, WAITS), now=26.0).stalled == ""
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ((COMPUTES, WAITS), "rank 0 (slow) has been computing for 13.2 s; rank 1 waits for the round"),
+        ((member(0, state=MemberState.DEAD), WAITS), "rank 0 (slow) is dead; rank 1 waits for the round"),
+        ((WAITS,), "rank 0 (slow) has not joined; rank 1 waits for the round"),
+        (
+            (member(0, waits_for=WaitKind.TURN), member(1, state=MemberState.FENCED)),
+            "rank 1 (fast) is fenced; rank 0 waits for its turn",
+        ),
+        (
+            (member(0, waits_for=WaitKind.START), member(1, waits_for=WaitKind.START)),
+            "ranks 0 and 1 wait to start",
+        ),
+    ],
+)
+def test_reasons(members: tuple[Member, ...], expected: str) -> None:
+    assert explain(activities(state(*members)), NAMES) == expected
+
+
+def test_a_straggler_is_late_by_its_own_measure_and_waited_for() -> None:
+    assert [a.straggler for a in activities(state(COMPUTES, WAITS))] == [True, False]
+    usual = member(0, claim_count=7, claim_seconds=1.5, step_seconds=1.0)
+    assert not any(a.straggler for a in activities(state(usual, WAITS)))
+    assert not any(a.straggler for a in activities(state(COMPUTES, member(1, claim_count=3))))
+
+
+def test_a_rank_that_joined_again_is_its_newest_member() -> None:
+    again = member(0, id=9, claim_count=7, claim_seconds=0.1, step_seconds=1.0)
+    found = activities(state(member(0, state=MemberState.DEAD), again, WAITS))
+    assert found[0].doing == "computing"

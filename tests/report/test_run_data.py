@@ -1,0 +1,82 @@
+"""One report over the folders of several hosts: ranks together, and their clocks brought to one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_page import CLOCK, make_run, setup_of, steps
+
+from pyps.errors import InputError
+from pyps.formats.events import RunEvent
+from pyps.formats.records import StepRecord
+from pyps.report.clocks import HostLog, offset
+from pyps.report.run_data import load_run
+
+
+def shifted(records: list[StepRecord], seconds: float) -> list[StepRecord]:
+    return [
+        msgspec.structs.replace(r, spans=[(k, b + seconds, e + seconds) for k, b, e in r.spans])
+        for r in records
+    ]
+
+
+def of_rank(rank: int, records: list[StepRecord]) -> list[StepRecord]:
+    return [r for r in records if r.rank == rank]
+
+
+@given(st.floats(-1e6, 1e6), st.floats(-0.5, 0.5))
+@settings(derandomize=True, deadline=None, max_examples=50)
+def test_versions_bound_what_the_times_of_day_say(boot: float, wrong: float) -> None:
+    """Clocks since boot that differ by anything, times of day that are off by up to half a second."""
+    records = list(steps(20))
+    here = HostLog(of_rank(0, records), [RunEvent("started", 10.0, 1e9 + 10.0)])
+    there = HostLog(
+        shifted(of_rank(1, records), boot), [RunEvent("started", 10.0 + boot, 1e9 + 10.0 + wrong)]
+    )
+    found = offset(here, there)
+    assert abs(found + boot) <= min(0.5, 0.12) + 1e-6 * abs(boot)
+
+
+def test_without_events_versions_alone_do() -> None:
+    records = list(steps(20))
+    found = offset(HostLog(of_rank(0, records), []), HostLog(shifted(of_rank(1, records), 5000.0), []))
+    assert found == pytest.approx(-5000.0, abs=0.12)
+
+
+def test_two_hosts_are_one_run(tmp_path: Path) -> None:
+    records = list(steps(50))
+    whole = load_run([make_run(tmp_path / "whole", records)])
+    a = make_run(tmp_path / "a", of_rank(0, records), setup_of((0,), host="a"))
+    b = make_run(tmp_path / "b", of_rank(1, records), setup_of((1,), host="b"))
+    both = load_run([a, b])
+    assert both.setup.host == "a, b"
+    assert [r.name for r in both.setup.ranks] == [r.name for r in whole.setup.ranks]
+    assert both.report.outcome == "finished"
+    assert both.report.global_batch == 10
+    assert both.report.samples == whole.report.samples
+    assert both.report.iteration_seconds.median == pytest.approx(
+        whole.report.iteration_seconds.median, rel=0.01
+    )
+    assert min(r.spans[0][1] for r in both.records) == pytest.approx(CLOCK, abs=0.2)
+
+
+def test_parts_of_two_runs_are_refused(tmp_path: Path) -> None:
+    records = list(steps(5))
+    a = make_run(tmp_path / "a", of_rank(0, records), setup_of((0,)))
+    b = make_run(tmp_path / "b", of_rank(1, records), setup_of((1,), seed=7))
+    with pytest.raises(InputError, match=r"b: seed: found 7; expected 0 as in .*a: parts of one run"):
+        load_run([a, b])
+    with pytest.raises(InputError, match="each rank in one folder"):
+        load_run([a, a])
+
+
+def test_a_host_without_a_report_leaves_the_run_unfinished(tmp_path: Path) -> None:
+    records = list(steps(5))
+    a = make_run(tmp_path / "a", of_rank(0, records), setup_of((0,)))
+    b = make_run(tmp_path / "b", of_rank(1, records), setup_of((1,)))
+    (b / "report.json").unlink()
+    assert load_run([a, b]).report.outcome == "unfinished"
