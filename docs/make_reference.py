@@ -39,7 +39,7 @@ C_FUNCTION = re.compile(
 )
 FILE_PATTERNS = ("*.py", "*.pyi", "*.c", "*.h")
 C_TITLE = re.compile(r"/\*\s*(?:[\w.]+: )?(.*?)\*/", re.DOTALL)
-COMMANDS = ("profile", "plan", "run", "simulate", "serve", "shm")
+COMMANDS = ("profile", "plan", "run", "top", "report", "simulate", "serve", "shm")
 
 
 def main() -> int:

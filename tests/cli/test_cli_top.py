@@ -73,7 +73,7 @@ def test_a_round_that_waits_for_one_rank(pair: tuple[Store, Store]) -> None:
         False,
     )
     assert second["idle_share"] > 0.5 > first["idle_share"]
-    assert second["bytes_pushed"] == 4 * fast.layout.flat_elements
+    assert second["bytes_pushed"] == 2 * 4 * fast.layout.flat_elements
     assert "others wait for it" in text
     assert "waits for the round" in text
     assert slow.status().sequence > sequence  # by the pushes alone: looking changes nothing
