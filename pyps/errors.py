@@ -3,6 +3,7 @@
     PypsError
     |-- InputError        a file, field or argument is wrong               (exit code 2)
     |-- Infeasible        well-formed, but no plan can satisfy it          (exit code 3)
+    |-- Diverged          training went to values that are not finite      (exit code 1)
     `-- StoreError        the parameter store refused; `code` is the C name (exit code 2)
         |-- InvalidArgument  SystemCallFailed  SegmentExists  SegmentNotFound  OutOfSpace  SegmentCorrupt
         |-- OtherABI  NotOurs  StoreFull  TimedOut  Fenced  SnapshotCancelled  PushRejected  Forked  NotReady
@@ -38,6 +39,21 @@ class Infeasible(PypsError):
     def __init__(self, reason: str, nearest: str = "") -> None:
         self.reason, self.nearest = reason, nearest
         super().__init__(f"{reason}; {nearest}" if nearest else reason)
+
+
+class Diverged(PypsError):
+    """Training went to values that are not finite: `what` was seen, and `where` in the run.
+
+    last_finite: the last loss of this worker that was finite, None if there is none.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, where: str, last_finite: float | None = None) -> None:
+        self.what, self.where, self.last_finite = what, where, last_finite
+        before = f"; the last finite one was {last_finite:g}" if last_finite is not None else ""
+        hint = "train with a lower learning rate, or go on with --allow-nonfinite"
+        super().__init__(f"{what} ({where}{before}): {hint}")
 
 
 class StoreError(PypsError):

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from pyps.cli.tracebacks import Tracebacks
 from pyps.report.progress import RunProgress
 
 LINE_SECONDS = (5.0, 60.0, 30.0)  # between two lines: in the first minute, how long that is, later
@@ -37,6 +38,7 @@ class Screen:
         if self._area is not None and self._lines.is_terminal:
             self._lines = self._errors  # one terminal, one writer
         self._held: list[Text] = []
+        self._tracebacks = Tracebacks()
         self._flush_at = 0.0
         self._began = self._next_line = time.monotonic()
         self._stalled = False
@@ -45,6 +47,8 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for rank, text in self._tracebacks.rest():
+            self._hold(f"[{rank}] {text}")
         self._flush()
         if self._area is not None:
             self._area.clear()
@@ -54,7 +58,8 @@ class Screen:
         if not is_stderr and self._lines is not self._errors:
             self._lines.print(Text(f"[{rank}] {text}"), soft_wrap=True)
             return
-        self._hold(f"[{rank}] {text}")
+        for shown in self._tracebacks.feed(rank, text) if is_stderr else [text]:
+            self._hold(f"[{rank}] {shown}")
 
     def notice(self, text: str) -> None:
         """A line of the launcher."""

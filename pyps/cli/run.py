@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from pyps.cli.progress import Screen
 from pyps.errors import InputError
@@ -35,6 +34,7 @@ ROUND_TIMEOUT_HELP = "Seconds that one worker may delay the others."
 REBALANCE_HELP = "Move samples between workers that become slower or faster."
 CONNECT_HELP = "Address of a store served by `pyps serve`: tcp://host:port/name."
 METRICS_HELP = f"Send figures while it trains: {', '.join(SINKS.values())}; may be repeated."
+NONFINITE_HELP = "Go on when the loss is not finite."
 MIN_REPORTED_OVERRUN = 0.02  # of the compute time
 SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -65,6 +65,7 @@ def run_command(
     connect: Annotated[str | None, typer.Option(metavar="ADDRESS", help=CONNECT_HELP)] = None,
     ranks: Annotated[str | None, typer.Option(metavar="R,R...", help="Start only these ranks here.")] = None,
     rebalance: Annotated[bool, typer.Option("--rebalance", help=REBALANCE_HELP)] = False,
+    allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help=NONFINITE_HELP)] = False,
     metrics: Annotated[list[str] | None, typer.Option(metavar="SINK", help=METRICS_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
 ) -> None:
@@ -91,12 +92,16 @@ def run_command(
         connect=connect,
         ranks=None if ranks is None else _rank_list(ranks),
         rebalance=rebalance,
+        allow_nonfinite=allow_nonfinite,
         metrics=metrics or (),
     )
+    misplaced = _misplaced(ctx, options.args)
     with (
         Screen(quiet_stdout=as_json) as screen,
-        _explain_failure(_misplaced(ctx, options.args)),
+        _explain_failure(misplaced),
     ):
+        if misplaced:
+            screen.notice(f"after {script}, so for it and not for pyps run: {', '.join(misplaced)}")
         report = run(
             plan, script, options, on_line=screen.line, on_progress=screen.progress, on_restart=screen.notice
         )
@@ -114,16 +119,10 @@ def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _explain_failure(misplaced: Sequence[str]) -> Iterator[None]:
-    """Show the last lines of a failed worker's stderr together: before, they are mixed with the others'.
-
-    misplaced: the error says where options go if the last line names one of these.
-    """
+    """Of a failure whose last line names one of `misplaced`, say where the options of pyps run go."""
     try:
         yield
     except TrainingFailed as failure:
-        console = Console(stderr=True, highlight=False)
-        for line in failure.stderr_tail:
-            console.print(Text(f"  {line}"), soft_wrap=True)
         last = failure.stderr_tail[-1] if failure.stderr_tail else ""
         if any(name in last for name in misplaced):
             raise TrainingFailed(f"{failure}; options of pyps run go before the script") from failure

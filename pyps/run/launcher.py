@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +31,7 @@ from pyps.report.report import StoreTotals
 from pyps.run.guard import Guard
 from pyps.run.process import WorkerProcess, end_processes
 from pyps.run.rebalance import RunRebalancer
+from pyps.run.restarts import Restarts
 from pyps.run.spec import RunSpec
 from pyps.store.segments import segment_path
 from pyps.store.store import Store
@@ -40,10 +40,7 @@ TICK_SECONDS = 0.05
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host
 REAP_INTERVAL_SECONDS = 1.0  # how often the store is asked to reap members that the launcher did not start
 GRACE_SECONDS = 5.0  # between the first signal, SIGTERM and SIGKILL
-BACKOFF_SECONDS = 0.2  # before the first restart of a rank; doubled for each further one
-MAX_BACKOFF_SECONDS = 5.0
 SNAPSHOT_TIMEOUT_SECONDS = 5.0  # a snapshot that takes longer is left out
-MAX_STARTUP_FAILURES = 1  # of a rank in a row: the next one ends the run
 
 OnLine = Callable[[int, str, bool], None]  # (rank, line, is_stderr)
 OnTick = Callable[[StoreActivity | None], None]
@@ -92,8 +89,7 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
         self._restart_at: dict[int, float] = {}  # by rank
-        self._restarts: Counter[int] = Counter()
-        self._startup_failures: Counter[int] = Counter()
+        self._restarts = Restarts(spec.options.max_restarts)
         self._store: Store | None = None
         self._signal = 0
         self._previous_handlers: dict[int, object] = {}
@@ -183,23 +179,18 @@ class Launcher:
                 self._store.reap()
             if self._signal:
                 continue
-            failed_at_startup = self._count_startup_failure(process)
-            if not joined or failed_at_startup or self._restarts[rank] >= self.spec.options.max_restarts:
-                raise TrainingFailed(self._exit_message(process, joined), tuple(process.stderr_tail))
-            backoff = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** self._restarts[rank])
-            self._restarts[rank] += 1
-            self._restart_at[rank] = time.monotonic() + backoff
-            if self._on_restart is not None:
-                self._on_restart(self._restart_message(process))
+            self._restart_or_fail(process, joined)
 
-    def _count_startup_failure(self, process: WorkerProcess) -> bool:
-        """Whether the rank failed with an exit code before its first step once too often."""
+    def _restart_or_fail(self, process: WorkerProcess, joined: bool) -> None:
+        """Start the rank again later. Raises TrainingFailed where that would not help."""
         path = record_path(self.spec.run_dir, process.rank, process.pid)
-        if (process.exit_code or 0) <= 0 or (path.exists() and path.stat().st_size):
-            self._startup_failures[process.rank] = 0
-            return False
-        self._startup_failures[process.rank] += 1
-        return self._startup_failures[process.rank] > MAX_STARTUP_FAILURES
+        has_steps = path.exists() and path.stat().st_size > 0
+        refusal = self._restarts.refusal(process, has_steps) if joined else " before it had joined the run"
+        if refusal is not None:
+            raise TrainingFailed(self._exit_message(process, refusal), tuple(process.stderr_tail))
+        self._restart_at[process.rank] = time.monotonic() + self._restarts.count(process.rank)
+        if self._on_restart is not None:
+            self._on_restart(self._restart_message(process))
 
     def _read_remaining_output(self, process: WorkerProcess) -> None:
         """Read what a dead process has printed last, then close its descriptors."""
@@ -214,20 +205,15 @@ class Launcher:
         process.close()
 
     def _restart_message(self, process: WorkerProcess) -> str:
-        nth = f"{self._restarts[process.rank]} of {self.spec.options.max_restarts}"
+        nth = f"{self._restarts.counts[process.rank]} of {self.spec.options.max_restarts}"
         return f"{self._place(process)}: {process.exit_reason()}; restarting ({nth})"
 
     def _place(self, process: WorkerProcess) -> str:
         return f"rank {process.rank} ({self._ranks[process.rank].name})"
 
-    def _exit_message(self, process: WorkerProcess, joined: bool) -> str:
-        restarts = self._restarts[process.rank]
-        when = (
-            f"after {restarts} restart{'s' * (restarts != 1)}" if joined else "before it had joined the run"
-        )
-        if process.exit_code == 0:
-            when += " (the script has to call pyps.join() and worker.attach())"
-        return f"{self._place(process)}: {process.exit_reason()} {when}"
+    def _exit_message(self, process: WorkerProcess, refusal: str) -> str:
+        hint = " (the script has to call pyps.join() and worker.attach())" if process.exit_code == 0 else ""
+        return f"{self._place(process)}: {process.exit_reason()}{refusal}{hint}"
 
     def _poll_store(self) -> None:
         """Note which workers joined and how far the run is; rebalance, and take a snapshot that is due."""

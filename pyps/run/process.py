@@ -49,6 +49,7 @@ class WorkerProcess:
             preexec_fn=_die_with_parent,
         )
         self.pid = self._popen.pid
+        self._started = time.monotonic()
         self.pidfd = os.pidfd_open(self.pid)
         self._partial_lines = {stream.fileno(): bytearray() for stream in self.streams()}
         for fd in self._partial_lines:
@@ -110,6 +111,11 @@ class WorkerProcess:
             stream.close()
         self._log.close()
         os.close(self.pidfd)
+
+    @property
+    def lived_seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self._started
 
     def exit_reason(self) -> str:
         """How it ended: "exit code 1", "killed by SIGKILL"."""

@@ -50,6 +50,7 @@ class RunOptions:
     connect: the address of a store that `pyps serve` serves (pyps.remote); None: a store on this machine.
     ranks: the ranks to start here, with connect; None: all.
     rebalance: move samples between ranks while the run trains (pyps.run.rebalance).
+    allow_nonfinite: go on when the loss is not finite, instead of ending the run.
     metrics: sinks for figures while it trains, such as "prometheus:9100" (pyps.metrics.SINKS).
     """
 
@@ -70,6 +71,7 @@ class RunOptions:
     connect: str | None = None
     ranks: Sequence[int] | None = None
     rebalance: bool = False
+    allow_nonfinite: bool = False
     metrics: Sequence[str] = ()
 
 
@@ -135,6 +137,7 @@ class RunSpec:
             policy=self.policy,
             samples=self.options.samples,
             seed=self.options.seed,
+            allow_nonfinite=self.options.allow_nonfinite,
             throttle=rank.throttle,
             run_dir=self.run_dir,
             journal=self.journal,

@@ -17,6 +17,7 @@ from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment
 from pyps.worker.buckets import GradientBuckets, PinnedMemory
+from pyps.worker.checks import BackwardCheck
 from pyps.worker.device_codec import FORMATS
 
 ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
@@ -54,6 +55,7 @@ class Binding:
         self._staging: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._kept: list[torch.Tensor | None] = []
+        self._backward = BackwardCheck()
 
     @property
     def on_gpu(self) -> bool:
@@ -103,6 +105,14 @@ class Binding:
         """Commit the residual of a gradient encoded on the device, if that was admitted."""
         if self._buckets is not None:
             self._buckets.commit_residual(admitted)
+
+    def begin_batch(self) -> None:
+        """A batch goes to the script, which computes its gradient."""
+        self._backward.begin(self._gradients())
+
+    def check_backward(self) -> None:
+        """Raise InputError if no backward() ran since `begin_batch`."""
+        self._backward.check(self._gradients())
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [p.grad for p, _ in self._direct] + [p.grad for p, _, _ in self._copied]

@@ -34,6 +34,7 @@ from pyps.store.policies import Policy, register_policy
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create
 from pyps.worker.binding import Binding
+from pyps.worker.checks import DivergenceCheck
 from pyps.worker.client import StoreClient
 from pyps.worker.feed import BatchFeed
 from pyps.worker.forecast import RoundForecast
@@ -65,6 +66,7 @@ def join(
     micro_batch: int | None = None,
     codec: Codec | str | None = None,
     pipeline: bool | None = None,
+    allow_nonfinite: bool | None = None,
 ) -> Worker:
     """Make this process a worker of a run. Under `pyps run` no argument is needed; otherwise at least store,
     rank and batches are. Arguments override the environment.
@@ -74,11 +76,12 @@ def join(
     samples. run_dir: folder for step records. micro_batch: the most samples to compute at once; None: as
     planned. codec: how gradients travel, with error feedback; "plan": gradients and parameters with the
     plan's bits. pipeline: overlap push and pull with the next step's compute, which then uses parameters one
-    step older. Raises InputError, naming what is missing.
+    step older. allow_nonfinite: go on when the loss is not finite. Raises InputError, naming what is missing.
     """
-    return Worker(
-        Settings.from_env(store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline)
+    settings = Settings.from_env(
+        store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline, allow_nonfinite
     )
+    return Worker(settings)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class Worker:
         self._step: Step | None = None
         self._records: RecordWriter | None = None
         self._throttle: Throttle | None = None
+        self._divergence = DivergenceCheck()
         self._count = 0
 
     @property
@@ -248,12 +252,14 @@ class Worker:
         loss: a number or a scalar tensor; only recorded. scaler: a torch.amp.GradScaler; gradients are
         unscaled, and the step is skipped if they are not finite. Call scaler.update() afterwards. A worker
         that was fenced meanwhile rejoins and drops this gradient. In a pipeline the result, or the error
-        raised, is that of the step before.
+        raised, is that of the step before. Raises InputError if no backward() ran, and Diverged, before
+        anything is pushed, for a loss or parameters that are not finite.
         """
         step, attached = self._step, self._require()
         if step is None or not step.micro:
             raise InputError("worker", "step", "no batch", "step() once after each batch of batches()")
         attached.binding.check_kept()
+        attached.binding.check_backward()
         step.done += step.micro
         step.finite = bool(step.left) or self._collect(step, attached, scaler)
         if step.throttle is not None and step.throttled is not None:
@@ -262,6 +268,8 @@ class Worker:
         ready = time.monotonic()
         step.spans.append(("compute", step.began, ready))
         step.loss = number_of(loss)
+        if step.finite and not (self.settings.allow_nonfinite or (scaler is not None and step.left)):
+            self._divergence.check(step, attached.binding.flat)
         if step.left:
             advice = self._advice(step, attached)
             if advice is Advice.CONTINUE:
@@ -342,6 +350,7 @@ class Worker:
         step.micro_before = step.micro
         if not step.left:
             binding.last_backward(step.micro / (step.done + step.micro))
+        binding.begin_batch()
 
     def _at_once(self, left: int) -> int:
         """Samples of the next micro-batch: as planned, and no more than memory holds now."""

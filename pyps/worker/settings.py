@@ -44,6 +44,7 @@ class Variable(StrEnum):
     CODEC = "PYPS_CODEC"  # of gradients: f32, int8 ...; plan: of gradients and parameters, as planned
     PULL_CODEC = "PYPS_PULL_CODEC"  # of parameters, where CODEC is set
     DEPTH = "PYPS_DEPTH"  # steps under way; 2: push and pull overlap with the next step's compute
+    ALLOW_NONFINITE = "PYPS_ALLOW_NONFINITE"  # 1: go on when the loss is not finite
     JOURNAL = "PYPS_JOURNAL"  # file of every decision, for pyps.simulate.replay
     THROTTLE = "PYPS_THROTTLE"  # {"factor": F} or {"fit": {...}}: emulate a slower device
 
@@ -68,6 +69,7 @@ class Settings:
     memory: what samples take of it, as profiled.
     encoding, pull_codec: how gradients and parameters travel.
     depth: steps under way; 1: one after another, 2: push and pull overlap with the next step's compute.
+    allow_nonfinite: go on when the loss is not finite.
     launched: by `pyps run`, which then also removes the segment.
     """
 
@@ -83,6 +85,7 @@ class Settings:
     encoding: Encoding = UNENCODED
     pull_codec: Codec = Codec.F32
     depth: int = 1
+    allow_nonfinite: bool = False
     throttle: ThrottleSpec | None = None
     run_dir: Path | None = None
     journal: Path | None = None
@@ -102,6 +105,7 @@ class Settings:
         micro_batch: int | None = None,
         codec: Codec | str | None = None,
         pipeline: bool | None = None,
+        allow_nonfinite: bool | None = None,
     ) -> Settings:
         """The launcher's settings: arguments override the environment, and this the plan.
 
@@ -136,6 +140,11 @@ class Settings:
             policy=launched_policy(wanted, plan),
             samples=samples if samples is not None else _integer(env, Variable.SAMPLES, 0),
             seed=seed if seed is not None else _integer(env, Variable.SEED, 0),
+            allow_nonfinite=(
+                allow_nonfinite
+                if allow_nonfinite is not None
+                else _integer(env, Variable.ALLOW_NONFINITE, 0) > 0
+            ),
             throttle=_throttle(env),
             run_dir=Path(run_dir) if run_dir else _path(env, Variable.RUN_DIR),
             journal=_path(env, Variable.JOURNAL),
@@ -168,6 +177,7 @@ class Settings:
             Variable.CODEC: self.encoding.codec.name.lower(),
             Variable.PULL_CODEC: self.pull_codec.name.lower(),
             Variable.DEPTH: self.depth,
+            Variable.ALLOW_NONFINITE: int(self.allow_nonfinite),
             Variable.JOURNAL: self.journal or "",
             Variable.THROTTLE: throttle,
         }

@@ -190,9 +190,10 @@ def test_a_killed_worker_comes_back_and_every_sample_is_accounted_for(
 
 
 def test_a_script_that_raises_ends_the_run_with_its_last_words(shm: Path, plan: Path, tmp_path: Path) -> None:
-    done = pyps_run(*options_for(plan, 0, tmp_path), "--max-restarts", "1", script(tmp_path, RAISES))
+    done = pyps_run(*options_for(plan, 0, tmp_path), script(tmp_path, RAISES))
     assert done.returncode == 1
-    assert "rank 1 (device-1): exit code 1 after 1 restart: " in done.stderr
+    assert "rank 1 (device-1): exit code 1 after 1 restart, with the same error: " in done.stderr
+    assert done.stderr.count("Traceback") == 1
     assert done.stderr.rstrip().endswith("RuntimeError: the cat sat on the keyboard")
     report = read_report(tmp_path / "out" / "report.json")
     assert (report.outcome, report.restarts) == ("failed", 1)
@@ -229,7 +230,7 @@ FAILS_AT_ONCE = """
 def test_a_rank_that_fails_by_itself_before_its_first_step_is_tried_twice(
     shm: Path, plan: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(TrainingFailed, match="after 1 restart: NameError: criterion"):
+    with pytest.raises(TrainingFailed, match="after 1 restart, with the same error: NameError: criterion"):
         run(plan, script(tmp_path, FAILS_AT_ONCE), RunOptions(samples=0, run_dir=tmp_path / "out"))
     assert (tmp_path / "out" / "gpu-1").read_text() == "1"
 
@@ -250,6 +251,35 @@ def test_a_worker_that_never_joined_is_not_restarted(
     assert f"exit code {code}" in str(caught.value)
     report = read_report(tmp_path / "out" / "report.json")
     assert (report.outcome, report.restarts) == ("failed", 0)
+
+
+DIVERGES = """
+        if step == 4:
+            loss = loss * float("nan")
+"""
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(shm: Path, plan: Path, tmp_path: Path) -> None:
+    text = TRAIN.replace("{within}\n", DIVERGES.strip() + "\n")
+    options = [*options_for(plan, SAMPLES, tmp_path), "--policy", "asp"]
+    done = pyps_run(*options, script(tmp_path, text=text))
+    assert done.returncode == 1
+    assert "Diverged: the loss is nan (samples " in done.stderr
+    assert "restarting" not in done.stderr
+    assert "--allow-nonfinite" in done.stderr
+    report = read_report(tmp_path / "out" / "report.json")
+    assert (report.outcome, report.restarts) == ("failed", 0)
+    other = options_for(plan, SAMPLES, tmp_path / "other")
+    assert pyps_run(*other, "--allow-nonfinite", script(tmp_path, text=text)).returncode == 0
+
+
+def test_a_misuse_is_not_tried_again_and_is_said_once(shm: Path, plan: Path, tmp_path: Path) -> None:
+    text = TRAIN.replace("loss.backward()", "").replace("{within}", "")
+    done = pyps_run(*options_for(plan, SAMPLES, tmp_path), script(tmp_path, text=text))
+    assert done.returncode == 1
+    assert "found no gradient since the last batch; expected loss.backward() before" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert "restarting" not in done.stderr
 
 
 def test_an_interrupt_leaves_nothing(shm: Path, plan: Path, tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Whether a rank whose process died is started again, and when.
+
+A process that was killed may be unlucky. One that failed with an exit code has an error of its own: misuse
+and divergence are final, and the same error twice, soon after the start, would come a third time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pyps.run.process import WorkerProcess
+
+BACKOFF_SECONDS = 0.2  # before the first restart of a rank; doubled for each further one
+MAX_BACKOFF_SECONDS = 5.0
+MAX_STARTUP_FAILURES = 1  # of a rank in a row: the next one ends the run
+SOON_SECONDS = 60.0  # an error that comes back later than this after the start may be another one
+FINAL_ERRORS = ("pyps.errors.InputError:", "pyps.errors.Diverged:")
+
+
+class Restarts:
+    """Counts the restarts of each rank; `most` are allowed."""
+
+    def __init__(self, most: int) -> None:
+        self.counts: Counter[int] = Counter()
+        self._most = most
+        self._startup_failures: Counter[int] = Counter()
+        self._last_error: dict[int, str] = {}
+
+    def refusal(self, process: WorkerProcess, has_steps: bool) -> str | None:
+        """Why the rank of a dead process is not started again, as the end of a sentence; None: it is.
+
+        has_steps: the process has reported a step.
+        """
+        rank, count = process.rank, self.counts[process.rank]
+        after = f" after {count} restart{'s' * (count != 1)}" if count else ""
+        error = process.stderr_tail[-1] if process.stderr_tail else ""
+        if (process.exit_code or 0) > 0:
+            if error.startswith(FINAL_ERRORS):
+                return after
+            again = bool(error) and error == self._last_error.get(rank)
+            self._last_error[rank] = error
+            if again and process.lived_seconds < SOON_SECONDS:
+                return f"{after}, with the same error"
+        if has_steps or (process.exit_code or 0) <= 0:
+            self._startup_failures[rank] = 0
+        else:
+            self._startup_failures[rank] += 1
+        if self._startup_failures[rank] > MAX_STARTUP_FAILURES or count >= self._most:
+            return after
+        return None
+
+    def count(self, rank: int) -> float:
+        """The rank is started again: the seconds to wait before."""
+        backoff = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** self.counts[rank])
+        self.counts[rank] += 1
+        return backoff

@@ -1,0 +1,62 @@
+"""Checks of a step before its gradient is pushed: backward() ran, and nothing diverged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pyps.errors import Diverged, InputError
+from pyps.worker.step import Step
+
+LOOK_EVERY = (
+    32  # steps between two looks at the parameters where no loss is given: a look is a pass over memory
+)
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class BackwardCheck:
+    """Whether backward() ran since the last batch: it makes gradients, or writes to those that are there."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[int, int]] = []
+
+    def begin(self, gradients: Gradients) -> None:
+        """A batch goes to the script."""
+        self._before = [(id(g), g._version) if g is not None else (0, 0) for g in gradients]
+
+    def check(self, gradients: Gradients) -> None:
+        """Raise InputError if every gradient is absent or as it was."""
+        for g, before in zip(gradients, self._before, strict=True):
+            if g is not None and (id(g), g._version) != before:
+                return
+        found = "no gradient since the last batch"
+        raise InputError("worker", "step", found, "loss.backward() before each step()")
+
+
+class DivergenceCheck:
+    """Whether training diverged: a loss or, where none is given, a parameter that is not finite."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._last_finite: float | None = None
+
+    def check(self, step: Step, parameters: NDArray[np.float32]) -> None:
+        """Raise Diverged, before the step's gradient is pushed."""
+        self._steps += 1
+        where = (
+            f"samples {step.claim.first} to {step.claim.first + step.claim.count - 1}, version {step.version}"
+        )
+        if step.loss is not None:
+            if math.isfinite(step.loss):
+                self._last_finite = step.loss
+                return
+            raise Diverged(f"the loss is {step.loss}", where, self._last_finite)
+        if self._steps % LOOK_EVERY == 1 and not math.isfinite(float(np.dot(parameters, parameters))):
+            bad = int(np.count_nonzero(~np.isfinite(parameters)))
+            if bad:
+                raise Diverged(f"{bad} parameters are not finite", where, None)
