@@ -51,6 +51,6 @@ class Restarts:
 
     def count(self, rank: int) -> float:
         """The rank is started again: the seconds to wait before."""
-        backoff = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** self.counts[rank])
+        backoff: float = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** self.counts[rank])
         self.counts[rank] += 1
         return backoff
