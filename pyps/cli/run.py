@@ -170,11 +170,11 @@ def show(report: Report) -> None:
     emulated = ", emulated devices" if report.emulated else ""
     batches = ", equal batches" if report.even else ""
     table = Table(title=f"{report.policy}{batches}{emulated}; median ms a step")
-    phases = ("compute", "push", "pull", "wait")
+    phases = ("data", "compute", "push", "pull", "wait")
     for heading in ("rank", "batch", "steps", "samples", *phases, "idle"):
         table.add_column(heading, justify="left" if heading == "rank" else "right")
     for r in report.ranks:
-        medians = (f"{phase.median * 1e3:.1f}" for phase in (r.compute, r.push, r.pull, r.wait))
+        medians = (f"{phase.median * 1e3:.1f}" for phase in (r.data, r.compute, r.push, r.pull, r.wait))
         table.add_row(
             f"{r.rank} {r.name}", str(r.batch), str(r.steps), str(r.samples), *medians, f"{r.idle_share:.1%}"
         )
@@ -196,6 +196,7 @@ def summary(report: Report) -> Iterator[str]:
         line += f", {report.measured_over_predicted:.2f} times the predicted {predicted}"
     yield line
     yield from (f"rebalanced: {why}" for why in report.replans)
+    yield from report.advice
     yield from _overruns(report)
     s = report.samples
     yield f"{s.trained} samples in {report.versions} versions and {report.wall_seconds:.1f} s"

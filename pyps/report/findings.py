@@ -46,6 +46,7 @@ def findings(run: RunData) -> Iterator[str]:
     if s.returned or s.skipped or s.dropped:
         rest = f"{s.skipped:,} skipped, {s.dropped:,} dropped"
         yield f"{s.returned:,} samples were returned and assigned again, {rest}."
+    yield from (f"{advice[0].upper()}{advice[1:]}." for advice in report.advice)
     yield from (f"Rebalanced: {why}." for why in report.replans)
 
 

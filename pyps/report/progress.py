@@ -10,16 +10,16 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pyps.formats.records import SpanKind, StepRecord
+from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
 from pyps.report.activity import StoreActivity, activities, explain
+from pyps.report.report import PHASES
 
 WINDOW_SECONDS = 20.0
 LEAST_ITERATIONS = 4  # that a window holds, however long they take
 MOST_RECORDS = 4000  # of a window
 STALLED_SECONDS = 10.0
 STALLED_ITERATIONS = 5.0
-PHASES: tuple[SpanKind, ...] = ("compute", "push", "pull", "wait")
 
 
 @dataclass(frozen=True, slots=True)

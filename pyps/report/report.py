@@ -7,6 +7,7 @@ is not counted, nor is a process's wait for all others to join before its first 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -27,7 +28,8 @@ RunOutcome = Literal["finished", "interrupted", "failed", "unfinished"]  # the w
 CURVE_POINTS = 200
 ABSENT_STEPS = 3.0  # of a rank's own step time: a longer gap between its steps counts as absence
 ABSENT_SECONDS = 0.5  # and no shorter one
-PHASES: tuple[SpanKind, ...] = ("compute", "push", "pull", "wait")
+PHASES: tuple[SpanKind, ...] = ("data", "compute", "push", "pull", "wait")
+LOADING_SHARE = 0.1  # of data and compute: a longer wait for data holds the rank up
 NonNegative = Annotated[int, Meta(ge=0)]
 
 
@@ -41,12 +43,14 @@ class Distribution(msgspec.Struct, frozen=True):
     upper_quartile: float = 0.0
 
 
-class RankReport(msgspec.Struct, frozen=True):
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """One rank, over all processes that held it.
 
     steps, samples: the gradients that are in the parameters, and the samples that they were computed from.
-    compute, push, pull, wait: seconds a step.
-    idle_share: the wait's share of all four together.
+    data, compute, push, pull, wait: seconds a step; data: that the training thread waited for its batches.
+    loader: seconds a step for which its samples kept the loader busy.
+    loader_workers: loader processes; 0: the training thread loads.
+    idle_share: the wait's share of all five together.
     absent_seconds: while others trained, without a step of this rank: dead, starting again, or cut off.
     overrun_seconds: the sum of what steps took longer than the emulated device would have. Above a few per
         cent of the compute time, the emulation did not hold.
@@ -63,6 +67,9 @@ class RankReport(msgspec.Struct, frozen=True):
     skipped_samples: NonNegative
     returned_samples: NonNegative
     rejected_steps: NonNegative
+    data: Distribution = Distribution(0)
+    loader: Distribution = Distribution(0)
+    loader_workers: NonNegative = 0
     compute: Distribution
     push: Distribution
     pull: Distribution
@@ -109,6 +116,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     short_rounds: rounds with fewer samples than a global batch, the last one aside; None where no round has
         several sources.
     replans: why the batches changed while it trained, one line a change.
+    advice: what to change where a rank's data loading holds it up, one line a rank.
     """
 
     schema: Literal["pyps.report/1.1"] = REPORT_SCHEMA
@@ -133,6 +141,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     loss_last: float | None = None
     loss: list[LossPoint] = []
     short_rounds: NonNegative | None = None
+    advice: list[str] = []
 
 
 class StoreTotals(msgspec.Struct, frozen=True):
@@ -193,6 +202,7 @@ def make_report(
         loss_last=losses[-1].loss if losses else None,
         loss=thinned(losses),
         short_rounds=short_rounds(records, setup.global_batch),
+        advice=[advice for rank in ranks if (advice := loading_advice(rank))],
     )
 
 
@@ -203,7 +213,7 @@ def rank_report(
     rank = setup.rank
     mine = without_startup_wait([r for r in records if r.rank == rank])
     applied = applied_steps(mine)
-    compute, push, pull, wait = (distribution([r.seconds(phase) for r in mine]) for phase in PHASES)
+    data, compute, push, pull, wait = (distribution([r.seconds(phase) for r in mine]) for phase in PHASES)
     return RankReport(
         rank=rank,
         name=setup.name,
@@ -216,6 +226,9 @@ def rank_report(
         skipped_samples=_get(totals.skipped, rank, sum(r.samples for r in mine if r.skipped)),
         returned_samples=_get(totals.returned, rank, 0),
         rejected_steps=sum(r.rejected for r in mine),
+        data=data,
+        loader=distribution([r.loader_seconds for r in mine]),
+        loader_workers=max((r.loader_workers for r in mine), default=0),
         compute=compute,
         push=push,
         pull=pull,
@@ -226,6 +239,23 @@ def rank_report(
         staleness_max=max((r.staleness for r in applied), default=0),
         absent_seconds=absent_seconds(rank, records),
     )
+
+
+def loading_advice(rank: RankReport) -> str:
+    """What to change if loading data holds this rank up; empty if it does not."""
+    data, compute, loader = rank.data.median, rank.compute.median, rank.loader.median
+    if data <= LOADING_SHARE * (data + compute):
+        return ""
+    who = f"rank {rank.rank} ({rank.name}) waits {data * 1e3:.1f} ms a step for data"
+    needed = math.ceil(max(1, rank.loader_workers) * loader / compute) if compute else 1
+    if not rank.loader_workers:
+        return f"{who}, which its training thread loads: use batches(..., num_workers={needed})"
+    if loader > compute:
+        busy = f"its {rank.loader_workers} loader processes need {loader * 1e3:.1f} ms a step"
+        return (
+            f"{who}: {busy}, its compute {compute * 1e3:.1f} ms; use num_workers={needed}, or faster samples"
+        )
+    return f"{who}: its loader is fast enough, but begins late; raise prefetch, or leave out collate_fn"
 
 
 def read_report(path: str | os.PathLike[str]) -> Report:

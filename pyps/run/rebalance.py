@@ -1,19 +1,22 @@
 """Rebalancing of a run: moves samples between ranks while it trains; the global batch stays the same.
 
-Every `window` steps of each rank, the rank's cost is refitted to the seconds that it computed
-(pyps.solver.online.refit, with the plan's cost model as the prior). The exact split for these costs and the
-plan's transfers replaces the current split if it shortens the longest step by more than the deadband
-(pyps.solver.online.decide). A change applies from the next claims on; steps claimed before it are not
-measured. Steps are read from the workers' records.
+Every `window` steps of each rank, the rank's cost is refitted to what its steps cost: compute and the wait
+for data, or its loader's time if that is longer (pyps.solver.online.refit, with the plan's cost model as the
+prior). The exact split for these costs and the plan's transfers replaces the current split if it shortens the
+longest step by more than the deadband (pyps.solver.online.decide). A change applies from the next claims on;
+steps claimed before it are not measured. Steps are read from the workers' records.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from pyps.formats import MAX_BATCH, Plan, PlanWorker
 from pyps.formats.records import RunReader, StepRecord
 from pyps.profiler.statistics import median_and_error
+from pyps.report.report import LOADING_SHARE
 from pyps.solver.costs import Cost, Line
 from pyps.solver.online.decide import Split, SplitChange, decide
 from pyps.solver.online.refit import OnlineCost, stretched
@@ -39,6 +42,7 @@ class RunRebalancer:
         self._link_seconds = [worker.link_seconds for worker in workers]
         self._window, self._deadband = window, deadband
         self._records = RunReader(run_dir)
+        self._cost_seconds: list[list[float]] = [[] for _ in workers]
         self._compute_seconds: list[list[float]] = [[] for _ in workers]
         self._levels_at_change = [1.0] * len(workers)
 
@@ -48,8 +52,9 @@ class RunRebalancer:
         for record in self._records.new():
             step = max(step, record.step)
             if self._is_full_step(record):
+                self._cost_seconds[record.rank].append(record.cost_seconds)
                 self._compute_seconds[record.rank].append(record.seconds("compute"))
-        if any(len(seconds) < self._window for seconds in self._compute_seconds):
+        if any(len(seconds) < self._window for seconds in self._cost_seconds):
             return None
         return self._decide(step)
 
@@ -62,10 +67,12 @@ class RunRebalancer:
 
     def _decide(self, step: int) -> SplitChange | None:
         error = 0.0
-        for rank, seconds in enumerate(self._compute_seconds):
+        for rank, seconds in enumerate(self._cost_seconds):
             middle, relative_error = median_and_error(seconds)
             error = max(error, relative_error)
             self._devices[rank].observe(self.split[rank], middle)
+        loading = self._loading_reasons()
+        self._cost_seconds = [[] for _ in self.split]
         self._compute_seconds = [[] for _ in self.split]
         levels = [device.level for device in self._devices]
         paces = [now / then for now, then in zip(levels, self._levels_at_change, strict=True)]
@@ -73,9 +80,20 @@ class RunRebalancer:
         deadband = max(self._deadband, MIN_STANDARD_ERRORS * error)
         change = decide(self.split, costs, paces, [1] * len(self.split), self._max_batches, deadband, step)
         if change is not None:
+            change = replace(change, reasons=(*change.reasons, *loading))
             self.split, self._levels_at_change = change.after, levels
             self.history.append(change)
         return change
+
+    def _loading_reasons(self) -> list[str]:
+        """A line for each rank whose data costs it more time than its compute."""
+        reasons = []
+        for rank, (costs, computes) in enumerate(zip(self._cost_seconds, self._compute_seconds, strict=True)):
+            cost, compute = median(costs), median(computes)
+            if cost > (1 + LOADING_SHARE) * compute:
+                how = f"{cost * 1e3:.1f} ms a step, {compute * 1e3:.1f} ms of it compute"
+                reasons.append(f"rank {rank} is held up by its data: {how}")
+        return reasons
 
 
 def _prior(worker: PlanWorker) -> Cost:

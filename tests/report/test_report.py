@@ -21,7 +21,9 @@ from pyps.report.report import (
     StoreTotals,
     distribution,
     iteration_times,
+    loading_advice,
     make_report,
+    rank_report,
     read_report,
     version_times,
     without_startup_wait,
@@ -201,3 +203,25 @@ def test_what_the_table_does_not_say() -> None:
     busy = [msgspec.structs.replace(r, overrun_seconds=0.3) for r in rounds(5)]
     assert any("too busy" in line for line in summary(report_of(busy)))
     assert not any("too busy" in line for line in fine)
+
+
+@pytest.mark.parametrize(
+    ("data", "loader", "workers", "says"),
+    [
+        (0.002, 0.039, 2, ""),
+        (0.08, 0.08, 0, "use batches(..., num_workers=2)"),
+        (0.04, 0.08, 2, "its 2 loader processes need 80.0 ms a step, its compute 40.0 ms; use num_workers=4"),
+        (0.02, 0.03, 2, "raise prefetch"),
+    ],
+)
+def test_a_slow_loader_is_named_with_what_to_change(
+    data: float, loader: float, workers: int, says: str
+) -> None:
+    records = []
+    for step in range(4):
+        spans: list[Span] = [("data", step, step + data), ("compute", step + data, step + data + 0.04)]
+        made = make_record(0, step, 8, spans)
+        records.append(msgspec.structs.replace(made, loader_seconds=loader, loader_workers=workers))
+    advice = loading_advice(rank_report(RankSetup(0, "old", 8), records, [], StoreTotals()))
+    assert says in advice
+    assert bool(says) == advice.startswith(f"rank 0 (old) waits {data * 1e3:.1f} ms a step for data")

@@ -11,7 +11,7 @@ import pytest
 from run_tools import make_record, make_ring
 
 from pyps.formats import EvenSplit, Fit, HpsEstimate, Plan, PlanWorker, write_json
-from pyps.formats.records import RecordWriter, RunReader, StepRecord, read_run, record_path
+from pyps.formats.records import RecordWriter, RunReader, Span, StepRecord, read_run, record_path
 from pyps.run import RunOptions, run
 from pyps.run.rebalance import WINDOW_STEPS, RunRebalancer
 from pyps.solver.online.decide import best_split, round_seconds
@@ -65,6 +65,7 @@ class Run:
     def __init__(self, folder: Path, plan: Plan, noise: float = 0.0, costs: Costs = COSTS) -> None:
         self.rebalancer = RunRebalancer(plan, folder)
         self.slowdown, self.added = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
+        self.loading = [0.0, 0.0, 0.0]  # seconds a sample
         self._costs = costs
         self.step = self.plans = 0
         self._noise, self._luck = noise, random.Random(0)
@@ -79,7 +80,9 @@ class Run:
         for _ in range(count):
             for rank, (batch, exact) in enumerate(zip(self.rebalancer.split, self.times(), strict=True)):
                 seconds = exact * self._luck.lognormvariate(0, self._noise)
-                self._files[rank].write(record(rank, self.step, self.plans, batch, seconds))
+                made = record(rank, self.step, self.plans, batch, seconds)
+                loader = batch * self.loading[rank]
+                self._files[rank].write(msgspec.structs.replace(made, loader_seconds=loader))
             self.step += 1
             self.plans += self.rebalancer.update() is not None
         return len(self.rebalancer.history) - before
@@ -155,6 +158,36 @@ def test_fifty_milliseconds_more_cost_one_change(tmp_path: Path, noise: float, s
     assert run.imbalance() < BALANCED
     assert run.steps(200) == 0, "it oscillates"
     assert sum(run.rebalancer.split) == GLOBAL_BATCH
+
+
+@pytest.mark.parametrize("each", [0.002, 0.003, 0.005])
+def test_a_slow_loader_gives_samples_away_though_it_never_shows_as_a_wait(
+    tmp_path: Path, each: float
+) -> None:
+    """The rank's loader works while its rank waits for the others, so no wait for data is measured."""
+    run = Run(tmp_path, a_plan())
+    run.loading[0] = each
+
+    def longest(split: tuple[int, ...]) -> float:
+        seconds = [c + a * b for (c, a), b in zip(COSTS, split, strict=True)]
+        return max(seconds[0], seconds[1], seconds[2], each * split[0])
+
+    before = longest(run.rebalancer.split)
+    run.steps(60)
+    optimum = min(longest((x, y, 60 - x - y)) for x in range(1, 58) for y in range(1, 59 - x))
+    assert longest(run.rebalancer.split) <= 1.06 * optimum < 0.9 * before
+    assert "rank 0 is held up by its data" in str(run.rebalancer.history[0])
+    assert run.steps(100) == 0, "it oscillates"
+    assert sum(run.rebalancer.split) == GLOBAL_BATCH
+
+
+def test_the_training_threads_own_loading_counts_as_compute(tmp_path: Path) -> None:
+    spans: list[Span] = [("data", 0.0, 0.3), ("compute", 0.3, 0.4)]
+    alone = msgspec.structs.replace(make_record(0, 1, 4, spans), loader_seconds=0.3)
+    assert alone.cost_seconds == pytest.approx(0.4)
+    hidden = make_record(0, 1, 4, [("data", 0.0, 0.0), ("compute", 0.3, 0.4)])
+    hidden = msgspec.structs.replace(hidden, loader_seconds=0.3, loader_workers=2)
+    assert hidden.cost_seconds == pytest.approx(0.3)
 
 
 def test_caps_hold(tmp_path: Path) -> None:
