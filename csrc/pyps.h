@@ -346,6 +346,17 @@ PYPS_API int pyps_should_continue(pyps_store *store, uint32_t done, uint32_t nex
 /* Limits this worker's claims to the samples that its memory holds, from the next claim on; 0: no limit. */
 PYPS_API int pyps_set_max_samples(pyps_store *store, uint32_t samples);
 
+/* Says which data set this worker reads; PYPS_EINVAL names the rank that has another one. */
+typedef struct {
+    uint32_t size; /* of this struct */
+    uint32_t reserved;
+    uint64_t length;  /* samples of an epoch; 0: a stream */
+    uint64_t digest;  /* of all that must be equal; 0: nothing */
+    double mean;      /* of some of its values ... */
+    double tolerance; /* ... known to within this */
+} pyps_data_set;
+PYPS_API int pyps_set_data_set(pyps_store *store, const pyps_data_set *data);
+
 /* A strict snapshot: parameters, state vectors and step counts of one version, while pushes go on. state is
  * [states] pointers or NULL; steps is [chunks] or NULL. There is one at a time: the next one waits, and
  * cancels one that has lasted for the round timeout. */

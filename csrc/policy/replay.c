@@ -45,13 +45,14 @@ static bool can_be_view(const struct journal_entry *entry, const struct view *v)
 /* What a handle checks before it asks: only workers take steps, and the rank exists. */
 static bool can_be_event(const struct journal_entry *entry, const struct view *v) {
     const struct event *e = &entry->event;
-    if (e->kind > EVENT_SNAPSHOT_CANCEL || e->slot >= v->participants || e->staging >= v->staging_buffers)
+    if (e->kind > EVENT_DATA_SET || e->slot >= v->participants || e->staging >= v->staging_buffers)
         return false;
     if (e->residual > RESIDUALS_A_SLOT * v->participants) return false;
     if (e->kind == EVENT_JOIN)
         return e->rank >= -1 && e->rank < (int32_t)v->ranks && (e->role == PYPS_WORKER || e->rank < 0);
     if (e->kind == EVENT_REPLAN) return entry->bytes >= sizeof *entry + v->ranks * sizeof *e->batches;
-    bool any_member = e->kind == EVENT_LEAVE || e->kind == EVENT_TICK || e->kind >= EVENT_SNAPSHOT_BEGIN;
+    bool any_member = e->kind == EVENT_LEAVE || e->kind == EVENT_TICK ||
+                      (e->kind >= EVENT_SNAPSHOT_BEGIN && e->kind <= EVENT_SNAPSHOT_CANCEL);
     return any_member || view_member(v, e->slot)->rank >= 0 || e->kind == EVENT_PULL;
 }
 

@@ -2,6 +2,7 @@
  * view_round.c, the assignment of samples in view_samples.c, the least clock in view_clocks.c. */
 #include "policy/view.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "error.h"
@@ -263,10 +264,37 @@ static enum verdict set_max_samples(struct view *v, const struct event *e) {
     return STEP_COMMIT;
 }
 
+/* Refuses a data set that differs from what any rank's worker has said, an earlier one of this rank included. */
+static enum verdict set_data_set(struct view *v, const struct event *e, struct outcome *out) {
+    const pyps_data_set *mine = &e->data_set;
+    int32_t rank = view_member(v, e->slot)->rank;
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        const pyps_data_set *other = &view_rank(v, r)->data_set;
+        if (!other->size) continue;
+        if (mine->length != other->length)
+            return refuse(out, fail(PYPS_EINVAL, "data set: rank %d has %llu samples, rank %u has %llu", rank,
+                                    (unsigned long long)mine->length, r, (unsigned long long)other->length));
+        if (mine->digest != other->digest)
+            return refuse(out,
+                          fail(PYPS_EINVAL,
+                               "data set: rank %d and rank %u read different types, labels or texts "
+                               "(digests %llx, %llx)",
+                               rank, r, (unsigned long long)mine->digest, (unsigned long long)other->digest));
+        if (!(fabs(mine->mean - other->mean) <= mine->tolerance + other->tolerance))
+            return refuse(out, fail(PYPS_EINVAL,
+                                    "data set: rank %d and rank %u read different values (mean %.9g, %.9g)",
+                                    rank, r, mine->mean, other->mean));
+    }
+    pyps_data_set *known = &view_rank(v, (uint32_t)rank)->data_set;
+    if (known->size) return STEP_UNCHANGED;
+    *known = *mine;
+    return STEP_COMMIT;
+}
+
 /* Events that only a worker may cause, and those that only the slot's present, unfenced member may cause. */
 static bool needs_rank(enum event_kind kind) {
     return kind == EVENT_START || kind == EVENT_START_AHEAD || kind == EVENT_PULL || kind == EVENT_PUSH ||
-           kind == EVENT_CHECK || kind == EVENT_MAX_SAMPLES || kind == EVENT_GATE;
+           kind == EVENT_CHECK || kind == EVENT_MAX_SAMPLES || kind == EVENT_GATE || kind == EVENT_DATA_SET;
 }
 
 static bool needs_member(enum event_kind kind) {
@@ -315,6 +343,8 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
     case EVENT_SNAPSHOT_END:
     case EVENT_SNAPSHOT_CANCEL:
         return snapshot_end(v, e);
+    case EVENT_DATA_SET:
+        return set_data_set(v, e, out);
     case EVENT_NONE:
         break;
     }

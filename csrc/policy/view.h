@@ -48,7 +48,8 @@ enum event_kind {
     EVENT_START_AHEAD = PYPS_ON_START_AHEAD, /* claims the samples of a step after the current one */
     EVENT_SNAPSHOT_BEGIN,
     EVENT_SNAPSHOT_END,
-    EVENT_SNAPSHOT_CANCEL
+    EVENT_SNAPSHOT_CANCEL,
+    EVENT_DATA_SET /* which data set a worker reads */
 };
 
 struct event {
@@ -72,6 +73,7 @@ struct event {
     uint64_t snapshot;                  /* end, cancel */
     uint32_t holds_residuals;           /* snapshot begin: its reader reads them too */
     const uint32_t *batches;            /* replan: [ranks] */
+    pyps_data_set data_set;             /* data_set */
 };
 
 /* The result of a step. WAIT: nothing changed, ask again after another event. REFUSED: see outcome.code. */
@@ -124,6 +126,7 @@ struct rank {
     uint64_t pushed_at, interval;        /* its last push, and the time since the one before, nanoseconds */
     double step_seconds, sample_seconds; /* from claim to gradient, of a step and a sample: moving averages */
     double staleness_per_sample;         /* saps: of a claim, a moving average */
+    pyps_data_set data_set;              /* that its workers read; size 0: not known */
 };
 
 enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };

@@ -284,3 +284,19 @@ int pyps_set_max_samples(pyps_store *s, uint32_t samples) {
     e.next = samples;
     return view_commit(s, &e, &outcome, &verdict);
 }
+
+int pyps_set_data_set(pyps_store *s, const pyps_data_set *data) {
+    int rc = store_check_worker(s);
+    if (rc) return rc;
+    if (!data || data->size != sizeof *data)
+        return fail(PYPS_EINVAL, "data_set: found size %u; expected %zu", data ? data->size : 0,
+                    sizeof *data);
+    if (!isfinite(data->mean) || !(data->tolerance >= 0) || isinf(data->tolerance))
+        return fail(PYPS_EINVAL, "data_set: found mean %g, tolerance %g; expected finite numbers", data->mean,
+                    data->tolerance);
+    struct event e = store_event(s, EVENT_DATA_SET);
+    struct outcome outcome;
+    enum verdict verdict;
+    e.data_set = *data;
+    return view_commit(s, &e, &outcome, &verdict);
+}

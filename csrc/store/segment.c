@@ -26,12 +26,12 @@ static void before_fork(void) { pthread_mutex_lock(&handles_lock); }
 static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
 
 /* The child shares the parent's file descriptions and so its locks. It closes them, or the parent would never
- * be found dead. */
+ * be found dead. It does not have the mapping (see map_segment). */
 static void after_fork_child(void) {
     for (pyps_store *s = handles; s; s = s->next) {
         close(s->fd);
         journal_close(s);
-        s->fd = -1, s->process = 0;
+        s->fd = -1, s->process = 0, s->base = NULL;
     }
     pthread_mutex_unlock(&handles_lock);
 }
@@ -122,6 +122,9 @@ static int map_segment(pyps_store *s, const struct group *groups) {
         s->base = NULL;
         return map_failed("mapping the segment");
     }
+    /* A forked child, such as a loader process, could write to it by mistake, and would keep its memory. */
+    if (madvise(s->base, s->layout.bytes, MADV_DONTFORK))
+        return map_failed("keeping the segment from children");
     s->header = (struct header *)(void *)s->base;
     s->slots = (struct slot *)(void *)(s->base + s->layout.slots);
     s->words = (a64 *)(void *)(s->base + s->layout.words);

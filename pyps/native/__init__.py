@@ -21,6 +21,7 @@ from pyps.native.values import (
     Advice,
     Claim,
     Codec,
+    DataSet,
     EncodeCounts,
     Encoding,
     Flat,
@@ -234,6 +235,15 @@ def set_max_samples(store: Pointer, samples: int) -> None:
         "set_max_samples",
         lib.pyps_set_max_samples(store, unsigned("set_max_samples", "samples", samples, 32)),
     )
+
+
+def set_data_set(store: Pointer, data: DataSet) -> None:
+    c = ffi.new("pyps_data_set *")
+    c.size = ffi.sizeof("pyps_data_set")
+    c.length = unsigned("set_data_set", "length", data.length, 64)
+    c.digest = unsigned("set_data_set", "digest", data.digest, 64)
+    c.mean, c.tolerance = data.mean, data.tolerance
+    check("set_data_set", lib.pyps_set_data_set(store, c))
 
 
 def exchange(store: Pointer, request: PushRequest, flat: Flat) -> tuple[PushResult, int]:

@@ -321,6 +321,20 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class DataSet:
+    """A data set as one worker sees it.
+
+    length: samples of an epoch; 0: a stream. digest: of all that must be equal. mean: of some of its values,
+    known to within `tolerance`.
+    """
+
+    length: int
+    digest: int = 0
+    mean: float = 0.0
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PushRequest:
     """One push: a gradient, and everything that the store needs to apply it, from the worker to the core.
 

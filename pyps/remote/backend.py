@@ -24,6 +24,7 @@ from pyps.native.values import (
     Claim,
     Codec,
     Config,
+    DataSet,
     EncodeCounts,
     Encoding,
     Flat,
@@ -167,6 +168,9 @@ class RemoteBackend:
 
     def set_max_samples(self, most: int) -> None:
         self.client.call("set_max_samples", most)
+
+    def set_data_set(self, data: DataSet) -> None:
+        self.client.call("set_data_set", data)
 
     def get_policy_params(self) -> PolicyParams:
         params: PolicyParams = self.client.call("get_policy_params")[0]

@@ -26,6 +26,7 @@ from pyps.native.values import (
     Claim,
     Codec,
     Config,
+    DataSet,
     Encoding,
     Flat,
     Hyper,
@@ -299,6 +300,10 @@ class Handlers:
 
     def set_max_samples(self, most: int) -> Reply:
         native.set_max_samples(self._store, most)
+        return None, ()
+
+    def set_data_set(self, data: DataSet) -> Reply:
+        native.set_data_set(self._store, data)
         return None, ()
 
     def get_policy_params(self) -> Reply:

@@ -39,6 +39,7 @@ from pyps.native.values import (
     Claim,
     Codec,
     Config,
+    DataSet,
     Flat,
     Hyper,
     Layout,
@@ -340,6 +341,10 @@ class Store:
     def set_max_samples(self, most: int) -> None:
         """Say how many samples fit this worker's memory at once, from the next claim on; 0: no limit."""
         self._call(native.set_max_samples, most)
+
+    def set_data_set(self, data: DataSet) -> None:
+        """Say which data set this worker reads. Raises InvalidArgument, naming the rank that has another."""
+        self._call(native.set_data_set, data)
 
     def policy_params(self) -> PolicyParams:
         """The numbers of the store's policy."""

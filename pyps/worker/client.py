@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps.errors import Fenced, NotFinite, PushRejected, TimedOut
-from pyps.native.values import Claim, Codec, Flat, PushRequest
+from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
@@ -66,6 +66,14 @@ class StoreClient:
             self.ahead.append(claim)
             self.after_claim_ahead(claim)
         return claim
+
+    def check_data_set(self, data: DataSet) -> None:
+        """Compare this rank's data set with the others'. Raises InvalidArgument, naming what differs."""
+        try:
+            self.store.set_data_set(data)
+        except Fenced:  # reading its first samples took longer than the round timeout
+            self.rejoin()
+            self.store.set_data_set(data)
 
     def rejoin(self) -> None:
         """After Fenced: join again. All claims are gone."""

@@ -43,6 +43,11 @@ class BatchFeed:
         self._loader = Loader(source, options)
         self._began = False
         client.after_claim_ahead = self._append
+        try:
+            client.check_data_set(self._loader.fingerprint())
+        except BaseException:
+            self.close()
+            raise
 
     def begin(self, claim: Claim) -> None:
         """A step with this claim begins."""

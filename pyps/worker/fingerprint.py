@@ -9,32 +9,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from pyps.native.values import DataSet
 from pyps.worker.samples import Source
 
 TOLERANCE = 1e-3  # of the mean size of the values: a JPEG decoder's rounding is a tenth of this
 WEIGHT = 0.6180339887498949  # each further value counts this much less, so that two cannot change places
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """A data set as one rank sees it.
-
-    length: 0 for a stream. digest: of all that must be equal. mean: over the arrays of its first and last
-    sample, known to within `tolerance`.
-    """
-
-    length: int
-    digest: int
-    mean: float = 0.0
-    tolerance: float = 0.0
-
-
-def fingerprint_of(source: Source) -> Fingerprint:
+def fingerprint_of(source: Source) -> DataSet:
     """The fingerprint, from the data set's own `fingerprint` (a string), if it has one, or from two samples.
 
     Samples that come out differently when they are read twice are left out.
@@ -57,12 +43,12 @@ def fingerprint_of(source: Source) -> Fingerprint:
     return _made(source, digest, values)
 
 
-def _made(source: Source, digest: Any, values: list[tuple[float, float]]) -> Fingerprint:
+def _made(source: Source, digest: Any, values: list[tuple[float, float]]) -> DataSet:
     mean = sum(WEIGHT**k * value for k, (value, _) in enumerate(values))
     tolerance = TOLERANCE * sum(WEIGHT**k * size for k, (_, size) in enumerate(values))
     finite = math.isfinite(mean) and math.isfinite(tolerance)
     number = int.from_bytes(digest.digest())
-    return Fingerprint(source.length, number, mean if finite else 0.0, tolerance if finite else 0.0)
+    return DataSet(source.length, number, mean if finite else 0.0, tolerance if finite else 0.0)
 
 
 def _features(sample: Any) -> Iterator[str | tuple[float, float]]:

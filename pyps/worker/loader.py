@@ -23,7 +23,8 @@ from typing import Any, Self
 from torch.utils.data import DataLoader
 
 from pyps.errors import InputError
-from pyps.worker.fingerprint import Fingerprint, fingerprint_of
+from pyps.native.values import DataSet
+from pyps.worker.fingerprint import fingerprint_of
 from pyps.worker.forecast import Positions
 from pyps.worker.samples import Source, Task, join_batches
 from pyps.worker.sampling import indices
@@ -126,14 +127,14 @@ class Loader:
             **more,
         )
         self._iterator: Any = iter(loader)
-        self._fingerprint: Fingerprint | None = None
+        self._fingerprint: DataSet | None = None
 
     @property
     def room(self) -> int:
         """Batches that may be loaded in advance."""
         return self.workers * self._options.prefetch
 
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self) -> DataSet:
         """The data set's fingerprint, read by the process that reads the data set."""
         if self._fingerprint is None:
             with self._lock:

@@ -14,7 +14,7 @@ from remote_tools import process
 from torch import nn
 
 import pyps
-from pyps.native.values import Codec, Encoding, Hyper, Rounding
+from pyps.native.values import Codec, DataSet, Encoding, Hyper, Rounding
 from pyps.remote import open_store
 from pyps.remote.backend import RemoteBackend
 from pyps.remote.server import Server
@@ -200,6 +200,7 @@ def test_every_policy_decides_over_the_link_as_locally(shm: Path, policy: str) -
                 staging = one.stage()
                 staging["w"][:] = flat[:5] + turn
                 one.set_max_samples(4)
+                one.set_data_set(DataSet(60, 7, 0.5, 0.1))
                 assert one.should_continue(0, claim.count) is pyps.native.values.Advice.CONTINUE
                 one.push(staging, claim.count, Hyper(lr=0.1), base_params=flat, grad_norm_squared=1.0)
                 if turn % 2 or policy == "r2sp":

@@ -292,6 +292,8 @@ def test_a_forked_child_is_refused_and_does_no_harm(shm: Path) -> None:
             store.status()
         with pytest.raises(errors.Forked):
             native.get_status(pointer)
+        assert str(shm) not in Path("/proc/self/maps").read_text(), "the mapping is the parent's alone"
+        native.close(pointer)
         store.close()
         with Store.open("fork") as own:
             assert own.status().active == 1

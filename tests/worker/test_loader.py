@@ -21,11 +21,12 @@ from torch.utils.data import Dataset, IterableDataset
 from worker_tools import backward, run_threads
 
 from pyps import native
-from pyps.errors import InputError
+from pyps.errors import InputError, InvalidArgument
 from pyps.formats.records import StepRecord, read_run
 from pyps.native.values import Claim
 from pyps.store import Store
 from pyps.store.policies import Policy
+from pyps.worker.fingerprint import fingerprint_of
 from pyps.worker.forecast import RoundForecast
 from pyps.worker.loader import Loader, LoaderOptions
 from pyps.worker.loop import join
@@ -308,3 +309,21 @@ def _is_loader(process: psutil.Process) -> bool:
         return process.name() == "pt_data_worker"
     except psutil.NoSuchProcess:
         return False
+
+
+class Shorter(Numbered):
+    def __len__(self) -> int:
+        return LENGTH - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_with_unlike_data_sets_are_refused_before_the_first_step(shm: Path, workers: int) -> None:
+    one, other = (join("run", rank, batches=[2, 2], samples=40, seed=SEED) for rank in range(2))
+    with one, other:
+        one.attach(Dropped())
+        other.attach(Dropped())
+        other.store.set_data_set(fingerprint_of(make_source(Numbered(), None, SEED, 1, 2)))
+        with pytest.raises(InvalidArgument, match="rank 0 has 59 samples, rank 1 has 60"):
+            next(one.batches(Shorter(), workers))
+        assert one.store.status().version == 0

@@ -1,0 +1,50 @@
+"""Which data set each rank reads: a rank with another one is refused, and both are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyps.errors import InvalidArgument
+from pyps.native.values import DataSet
+from pyps.store import Store
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (DataSet(61, 7, 0.5, 0.1), "rank 1 has 61 samples, rank 0 has 60"),
+        (
+            DataSet(60, 8, 0.5, 0.1),
+            r"rank 1 and rank 0 read different types, labels or texts \(digests 8, 7\)",
+        ),
+        (DataSet(60, 7, 0.71, 0.1), r"rank 1 and rank 0 read different values \(mean 0.71, 0.5\)"),
+        (DataSet(60, 7, 0.69, 0.1), None),
+    ],
+)
+def test_another_data_set_is_refused(shm: Path, other: DataSet, says: str | None) -> None:
+    with Store.create("data", {"w": np.zeros(3)}, batches=[1, 1]) as store, Store.open("data") as peer:
+        store.join(0)
+        peer.join(1)
+        store.set_data_set(DataSet(60, 7, 0.5, 0.1))
+        store.set_data_set(DataSet(60, 7, 0.5, 0.1))
+        if says is None:
+            peer.set_data_set(other)
+            return
+        with pytest.raises(InvalidArgument, match=says):
+            peer.set_data_set(other)
+        peer.set_data_set(DataSet(60, 7, 0.5, 0.1))
+        store.leave()
+        store.join(0)
+        with pytest.raises(InvalidArgument, match="rank 0 "):
+            store.set_data_set(other)
+
+
+@pytest.mark.parametrize("wrong", [DataSet(1, 0, float("nan")), DataSet(1, 0, 0.0, -1.0)])
+def test_numbers_that_compare_with_nothing_are_refused(shm: Path, wrong: DataSet) -> None:
+    with Store.create("data", {"w": np.zeros(3)}, batches=[1]) as store:
+        store.join()
+        with pytest.raises(InvalidArgument, match="finite"):
+            store.set_data_set(wrong)
