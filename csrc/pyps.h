@@ -88,9 +88,10 @@ enum {
 };
 enum { PYPS_EMPTY = 0, PYPS_ACTIVE = 1, PYPS_FENCED = 2, PYPS_LEFT = 3, PYPS_DEAD = 4 }; /* member states */
 
-/* What a push does to a tensor. Trained: it takes the optimizer's step. Averaged (BatchNorm's running statistics):
- * what is staged is not a gradient but the values that the worker has, and the store's values move toward them; of
- * a round's workers, to their mean weighted by samples; by a push alone, by its share of a global batch. */
+/* What a push does to a tensor. Trained: it takes the optimizer's step. Averaged (BatchNorm's running
+ * statistics): what is staged is not a gradient but values, and the store's values move toward them: in a round
+ * toward the workers' mean, weighted by samples, by its group's lr; by a push alone less, by its part of a global
+ * batch. */
 enum { PYPS_TRAINED = 0, PYPS_AVERAGED = 1 };
 
 typedef struct pyps_store pyps_store;
@@ -189,7 +190,7 @@ typedef struct {
     uint32_t samples; /* how many samples it is the mean of; 0: skip this step */
     float scale;      /* the gradient is multiplied by it (e.g. 1 / loss scale); finite */
     double timeout_seconds;
-    const pyps_hyper *hyper; /* [groups] not read for averaged ones */
+    const pyps_hyper *hyper; /* [groups] of averaged ones only lr is read */
     const float *gradient;   /* [flat_elements] NULL: it is in the staging buffer */
     uint64_t seed;           /* of stochastic rounding; different for each push */
     uint32_t codec;          /* how it is encoded into the staging buffer */

@@ -111,12 +111,13 @@ static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
     bool streams = s->stream_to && ticket->number == s->stream_ticket;
     struct chunk_header next = {.version = ticket->number, .steps = buffer_header(s, old)->steps + 1};
 
+    const pyps_hyper *hyper = &staged->hyper[s->chunks[chunk].group];
     if (s->chunks[chunk].averaged) {
         struct step step = step_on(s, old, s->private_buffer, 0, length);
         step.copy = streams ? s->stream_to + at : NULL;
-        averaged_step(s, &step, at);
+        averaged_step(s, &step, hyper->lr, at);
     } else {
-        next.hyper = staged->hyper[s->chunks[chunk].group];
+        next.hyper = *hyper;
         trained_step(s, chunk, old, &next.hyper, streams);
     }
     *buffer_header(s, s->private_buffer) = next;

@@ -213,7 +213,7 @@ int staging_fill(pyps_store *s, const pyps_push_args *args, struct event *e, pyp
 /* averaged.c */
 /* Fills step->new from step->old and what the workers have, for an averaged chunk's floats from `at` of the flat
  * vector. */
-void averaged_step(const pyps_store *s, const struct step *step, uint64_t at);
+void averaged_step(const pyps_store *s, const struct step *step, float lr, uint64_t at);
 
 /* apply.c */
 struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging);

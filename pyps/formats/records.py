@@ -32,6 +32,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     overrun_seconds: how much longer the step took than the emulated device would have needed.
     skipped: the worker pushed no gradient, because a GradScaler found inf.
     rejected: the store did not apply the gradient: the policy refused it, or the worker was fenced.
+    lr: the learning rate of the first parameter group, as pushed.
     depth: the worker's steps in flight at once; above 1, pushes and pulls overlap the next step's compute.
     loader_seconds: how long loading the step's samples keeps the loader busy; with several loader processes,
         each does its part.
@@ -57,6 +58,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     depth: int = 1
     loader_seconds: float = 0.0
     loader_workers: int = 0
+    lr: float | None = None
 
     def seconds(self, kind: SpanKind) -> float:
         """The sum of the step's spans of one kind."""

@@ -1,14 +1,14 @@
 """From a torch model and optimizer to the store's tensors and groups, and back.
 
 The store holds, as fp32, every parameter that requires a gradient and that the optimizer has; tied
-parameters are one object, held once. Frozen and empty parameters, those that the optimizer does not have, and
-buffers stay local. A model or option that cannot be trained is refused by name.
+parameters are one object, held once. After them come the buffers of pyps.worker.averages, in groups of their
+own. Frozen and empty parameters, and those that the optimizer does not have, stay local. A model or option
+that cannot be trained is refused by name.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
-from pyps.native.values import Hyper, Optimizer, Snapshot
+from pyps.native.values import Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
 from pyps.store.store import Store
+from pyps.worker.averages import DTYPES, AveragedBuffer, find_buffers, put
 from pyps.worker.settings import Settings
 
 KINDS = {
@@ -31,7 +32,6 @@ KINDS = {
 REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 POLL_SECONDS = 0.02, 0.2  # at first and later; only while the segment does not exist yet
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,20 @@ class Attachment:
     kind: Optimizer
     groups: tuple[int, ...]  # store group -> index into optimizer.param_groups
     optimizer: torch.optim.Optimizer
+    buffers: tuple[tuple[AveragedBuffer, ...], ...] = ()  # groups after those
+
+    def tensors(self) -> dict[str, tuple[Tensor, torch.Tensor]]:
+        """What the store holds, in its order: name -> (its description, its values)."""
+        trained = {
+            e.name: (Tensor(e.name, tuple(e.parameter.shape), e.group), e.parameter.detach())
+            for e in self.entries
+        }
+        averaged = {
+            b.name: (Tensor(b.name, tuple(b.value.shape), group, averaged=True), b.value)
+            for group, buffers in enumerate(self.buffers, len(self.groups))
+            for b in buffers
+        }
+        return {**trained, **averaged}
 
 
 def inspect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Attachment:
@@ -76,8 +90,7 @@ def inspect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Attachment:
     _check_overlap(chosen)
     groups = tuple(sorted({group_of[id(p)] for _, p in chosen}))
     entries = tuple(Entry(name, p, groups.index(group_of[id(p)])) for name, p in chosen)
-    _warn_about_statistics(model)
-    return Attachment(entries, kind, groups, optimizer)
+    return Attachment(entries, kind, groups, optimizer, find_buffers(model))
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> Optimizer:
@@ -123,13 +136,6 @@ def _check_overlap(chosen: list[tuple[str, nn.Parameter]]) -> None:
             raise InputError("attach", other, f"memory shared with {name}", expected)
 
 
-def _warn_about_statistics(model: nn.Module) -> None:
-    norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if norms:
-        message = f"{norms[0]}: running statistics are buffers and stay local to each worker"
-        warnings.warn(message, stacklevel=4)
-
-
 def hyper_of(attachment: Attachment) -> tuple[Hyper, ...]:
     """The constants of this step, as the optimizer's groups (and so any schedule) have them now.
 
@@ -173,9 +179,9 @@ def _sgd(index: int, group: dict[str, object], kind: Optimizer) -> Hyper:
 def check_same(store: Store, attachment: Attachment) -> None:
     """Raise InputError, naming the first tensor that differs, if the store was made from another model."""
     where = f"store {store.name!r}"
-    for mine, theirs in zip_longest(attachment.entries, store.tensors):
-        here = _described(mine.name, tuple(mine.parameter.shape), mine.group) if mine else "nothing"
-        there = _described(theirs.name, theirs.shape, theirs.group) if theirs else "nothing more"
+    for mine, theirs in zip_longest((t for t, _ in attachment.tensors().values()), store.tensors):
+        here = _described(mine) if mine else "nothing"
+        there = _described(theirs) if theirs else "nothing more"
         if here != there:
             field = mine.name if mine else theirs.name
             raise InputError(where, field, f"{here} in this worker's model", f"{there}, as in the store")
@@ -204,35 +210,37 @@ def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -
 
 
 def _create(settings: Settings, attachment: Attachment) -> Store:
+    tensors = attachment.tensors()
     return create_store(
         settings.store,
-        {entry.name: entry.parameter for entry in attachment.entries},
+        {name: values for name, (_, values) in tensors.items()},
         batches=settings.planned_batches(),
         optimizer=attachment.kind,
         policy=settings.policy,
-        groups={entry.name: entry.group for entry in attachment.entries},
+        groups={name: tensor.group for name, (tensor, _) in tensors.items()},
+        averaged=[name for name, (tensor, _) in tensors.items() if tensor.averaged],
         samples=settings.samples,
         keep=settings.launched,
     )
 
 
-def _described(name: str, shape: tuple[int, ...], group: int) -> str:
-    return f"{name!r} {list(shape)} of group {group}"
+def _described(tensor: Tensor) -> str:
+    kind = "averaged " if tensor.averaged else ""
+    return f"{kind}{tensor.name!r} {list(tensor.shape)} of group {tensor.group}"
 
 
 def load_parameters(source: Store | Snapshot, model: nn.Module) -> int:
-    """Copy one version's parameters into a model (any device, any float dtype); the version.
+    """Copy one version's parameters and averaged buffers into a model (any device, any dtype); the version.
 
-    Parameters that are not in the store keep their values. Raises InputError if the store has a tensor that
-    the model lacks or has in another shape.
+    What is not in the store keeps its values. Raises InputError if the store has a tensor that the model
+    lacks or has in another shape.
     """
     snapshot = source.snapshot() if isinstance(source, Store) else source
-    parameters = dict(model.named_parameters())
+    targets: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name, values in snapshot.tensors.items():
-        found = list(parameters[name].shape) if name in parameters else "nothing"
+        found = list(targets[name].shape) if name in targets else "nothing"
         if found != list(values.shape):
             raise InputError("load_parameters", name, f"{found} in the model", f"shape {list(values.shape)}")
-    with torch.no_grad():
-        for name, values in snapshot.tensors.items():
-            parameters[name].copy_(torch.from_numpy(values))
+    for name, values in snapshot.tensors.items():
+        put(targets[name], torch.from_numpy(values))
     return snapshot.version

@@ -16,6 +16,7 @@ from pyps.native.values import Codec, Tensor
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment
+from pyps.worker.averages import BufferBinding
 from pyps.worker.buckets import GradientBuckets, PinnedMemory
 from pyps.worker.checks import BackwardCheck
 from pyps.worker.device_codec import FORMATS
@@ -48,7 +49,9 @@ class Binding:
         if {p.device for p, _ in copied} == {self.device}:  # all of them in one place
             encodes = not self._direct and self.device.type in ENCODES_ON and codec in FORMATS
             how = codec if encodes else None
-            self._buckets = GradientBuckets(copied, self.flat.size, self.device, how)
+            self._buckets = GradientBuckets(copied, store.layout.trained_elements, self.device, how)
+        self._local = local
+        self.buffers = BufferBinding(attachment.buffers, self._slices, self.device)
         self._pinned = PinnedMemory() if self.on_gpu else None
         if self._pinned is not None:
             self._pinned.pin(self.flat)
@@ -69,10 +72,11 @@ class Binding:
         return devices[0] if devices else torch.device("cpu")
 
     def refresh(self) -> None:
-        """After a pull into `flat`: update the parameters that are copies."""
+        """After a pull into `flat`: update the parameters that are copies, and the averaged buffers."""
         with torch.no_grad():
             for p, _, view in self._copied:
                 p.copy_(view)
+        self.buffers.load(self._local)
 
     @property
     def codes(self) -> NDArray[np.uint8] | None:
@@ -136,12 +140,14 @@ class Binding:
                 raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
 
     def collect(self, scale: float, *, unscaled: bool) -> None:
-        """Copy every gradient that is not a view of the staging buffer to it; a missing one counts as zero.
+        """Bring averaged buffers, and every gradient that is not a view of it, to the staging buffer; a
+        gradient that is missing counts as zero.
 
         scale: multiplies gradients that are encoded on the way. unscaled: a GradScaler changed the gradients.
         """
         if self._staging is None:
             return
+        self.buffers.collect(self._staging)
         for (p, _), view in zip(self._direct, self._views, strict=True):
             if p.grad is not view:
                 _copy_gradient(p, view)

@@ -42,6 +42,13 @@ from pyps.worker.loader import LoaderOptions
 from pyps.worker.memory import AnnouncedBudget
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.pipeline import PipelinedTransport
+from pyps.worker.position import (
+    RunPosition,
+    RunSchedule,
+    SchedulerArgument,
+    ScheduleUnit,
+    warn_of_other_constants,
+)
 from pyps.worker.samples import Collate, make_source
 from pyps.worker.settings import Settings
 from pyps.worker.step import Outcome, Step, number_of
@@ -96,6 +103,8 @@ class Attached:
     client: StoreClient
     transport: Transport
     optimizer: OptimizerSteps
+    schedule: RunSchedule
+    global_batch: int
 
 
 class Worker:
@@ -116,7 +125,8 @@ class Worker:
         self._records: RecordWriter | None = None
         self._throttle: Throttle | None = None
         self._divergence = DivergenceCheck()
-        self._count = 0
+        self._count = self._begun = 0
+        self._position: RunPosition | None = None  # of the last step that began
 
     @property
     def fenced(self) -> int:
@@ -134,20 +144,41 @@ class Worker:
         """The samples of the step under way."""
         return self._step.claim if self._step else None
 
+    @property
+    def position(self) -> RunPosition:
+        """Where the run is: at the step under way; before the first one, where the others are.
+
+        Never goes back, and is the run's also in a worker that started again: scripts whose logic follows
+        epochs or steps should ask it and count nothing themselves. Raises InputError before attach().
+        """
+        if self._position is not None:
+            return self._position
+        attached, status = self._require(), self.store.status()
+        held = [member.claim_first for member in self.store.members() if member.claim_count]
+        samples = min([status.samples_assigned, *held])
+        return RunPosition(samples, samples // attached.global_batch, status.version)
+
     def attach(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
+        scheduler: SchedulerArgument = None,
+        scheduler_unit: ScheduleUnit = "batch",
         timeout: float = ATTACH_TIMEOUT_SECONDS,
     ) -> None:
         """Rank 0 puts the model's parameters in the store; the others check that theirs have the same shapes.
 
         optimizer: torch.optim.SGD, AdamW, Adam or Adagrad without earlier steps; None: SGD with torch's
-        defaults. Its groups' options are read again at every step, so schedules work. The training script
-        must not call its step(). A parameter without a gradient in a step counts as having a gradient of
-        zero (it decays, its momentum goes on). timeout: seconds to wait for rank 0. Raises InputError for a
-        model or optimizer that cannot be trained here, StoreError if rank 0 does not create the store.
+        defaults. Its groups' options are read again at every step. The training script must not call its
+        step(). scheduler: a torch learning-rate scheduler of it, or several; before each batch the worker
+        steps them to the run's position, also in a process that started again. scheduler_unit: what one step
+        of a scheduler stands for, a global "batch" or an "epoch". timeout: seconds to wait for rank 0. Raises
+        InputError for a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does
+        not create the store.
+
+        A parameter without a gradient in a step counts as having a gradient of zero (it decays, its momentum
+        goes on). Persistent floating-point buffers (BatchNorm's statistics) become the mean of the workers'.
         """
         if self._attached is not None:
             raise InputError("attach", "model", "a second one", "one model for each worker")
@@ -160,15 +191,21 @@ class Worker:
         check_same(store, attachment)
         if self.settings.journal is not None:
             store.journal(self.settings.journal)
+        schedule = RunSchedule(scheduler, chosen, scheduler_unit)
         store.join(self.rank)
-        self._attached = attached = self._attach(model, attachment, store)
+        self._attached = attached = self._attach(model, attachment, store, schedule)
+        if not schedule:
+            version = store.status().version
+            warn_of_other_constants(store.name, version, hyper_of(attachment), store.hyper())
         store.pull(attached.binding.flat)
         attached.binding.refresh()
         self._throttle = self.settings.make_throttle(on_gpu=attached.binding.on_gpu)
         if self.settings.run_dir is not None:
             self._records = RecordWriter(record_path(self.settings.run_dir, self.rank, os.getpid()))
 
-    def _attach(self, model: nn.Module, attachment: Attachment, store: Store) -> Attached:
+    def _attach(
+        self, model: nn.Module, attachment: Attachment, store: Store, schedule: RunSchedule
+    ) -> Attached:
         settings, needs, budget = self.settings, store.policy_needs(), None
         # A pipeline encodes in its background thread. An encoder on the device would begin the next gradient
         # before it knows whether this one was admitted, so that its residual counts.
@@ -184,7 +221,8 @@ class Worker:
         else:
             transport = SerialTransport(client, binding, self._report)
         steps = OptimizerSteps(attachment.optimizer)
-        return Attached(model, attachment, binding, needs, budget, client, transport, steps)
+        whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
+        return Attached(model, attachment, binding, needs, budget, client, transport, steps, schedule, whole)
 
     def batches(
         self,
@@ -224,6 +262,7 @@ class Worker:
         with BatchFeed(source, options, client, transport.claim_ahead, self._at_once, forecast) as feed:
             while (step := transport.begin()) is not None:
                 self._step = step
+                self._follow(step, source.length)
                 feed.begin(step.claim)
                 while step.left:
                     self._begin_micro_batch(step)
@@ -238,10 +277,20 @@ class Worker:
                         )
         self.refresh()
 
+    def _follow(self, step: Step, dataset_length: int) -> None:
+        """A step begins: bring the schedule, and what counts batches in the model, to its position."""
+        attached, claim = self._require(), step.claim
+        samples = max(claim.first, self._position.samples if self._position is not None else 0)
+        whole = samples // attached.global_batch
+        self._position = RunPosition(samples, whole, step.version, dataset_length)
+        self._begun += 1
+        attached.schedule.follow(self._position)
+        attached.binding.buffers.begin_step(whole, -(-claim.count // self._at_once(claim.count)))
+
     @property
     def accumulating(self) -> bool:
-        """Whether more micro-batches of this step follow: a GradScaler's update() and a learning-rate
-        schedule's step() wait until none do.
+        """Whether more micro-batches of this step follow: a GradScaler's update(), and the step() of a
+        schedule that attach() was not given, wait until none do.
         """
         return self._step is not None and self._step.left > 0
 
@@ -304,7 +353,7 @@ class Worker:
         return self._require().transport.refresh()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state after `refresh`, copied: parameters of one version, buffers of this worker."""
+        """The model's state after `refresh`, copied: parameters and averaged buffers of one version."""
         self.refresh()
         return {name: value.detach().clone() for name, value in self._require().model.state_dict().items()}
 
@@ -344,6 +393,7 @@ class Worker:
         """
         binding = self._require().binding
         before, step.micro = step.micro_before, self._at_once(step.left)
+        binding.buffers.begin_micro_batch()
         step.left -= step.micro
         if before and before != step.micro:
             binding.scale_grads(before / step.micro)
@@ -370,14 +420,18 @@ class Worker:
 
     def _request(self, step: Step, attached: Attached) -> PushRequest:
         """The push of a step whose gradients are in its staging buffer."""
-        binding, needs, flat = attached.binding, attached.needs, step.staging.flat
+        binding, needs, schedule = attached.binding, attached.needs, attached.schedule
+        flat = step.staging.flat[: self.store.layout.trained_elements]
         samples = step.done if step.finite else 0
+        hyper = hyper_of(attached.attachment) + binding.buffers.hyper()
+        whole = self.position.global_batches
+        step.lr = hyper[0].lr
         codes = binding.codes if samples else None  # already scaled
         encoding = self.settings.encoding
         return PushRequest(
             staging=step.staging.index,
             samples=samples,
-            hyper=hyper_of(attached.attachment),
+            hyper=hyper,
             scale=step.share if codes is None else 1.0,
             encoding=encoding if codes is None else Encoding(encoding.codec),
             gradient=codes,
@@ -385,6 +439,7 @@ class Worker:
             base_params=binding.flat if needs.needs_base_params else None,
             base_version=step.version,
             grad_norm_squared=float(np.dot(flat, flat)) * step.share**2 if needs.needs_grad_norm else 0.0,
+            position=whole if schedule else self._begun,  # without one, the script's own is as old as it is
         )
 
     def _report(self, step: Step, outcome: Outcome) -> None:

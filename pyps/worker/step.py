@@ -54,6 +54,7 @@ class Step:
         self.done = 0  # samples whose gradient is there
         self.finite = True
         self.loss: float | None = None
+        self.lr: float | None = None  # of the first parameter group
 
     @property
     def share(self) -> float:
@@ -83,6 +84,7 @@ class Step:
             depth=depth,
             loader_seconds=self.loader_seconds,
             loader_workers=self.loader_workers,
+            lr=self.lr,
         )
 
 

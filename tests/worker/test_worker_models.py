@@ -192,13 +192,6 @@ def test_an_optimizer_with_a_past_is_refused() -> None:
         inspect(model, optimizer)
 
 
-def test_batch_norm_is_said_once(worker: Worker) -> None:
-    model = nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    with pytest.warns(UserWarning, match="1: running statistics .* stay local") as caught:
-        worker.attach(model)
-    assert len(caught) == 1
-
-
 # The others' models, restarts, misuse.
 
 
