@@ -16,6 +16,7 @@ from pyps.solver.report.explain import Explanation
 from pyps.solver.report.whatif import PlanSummary
 
 ROWS_AT_MOST = 64  # the plan file has all rows
+WORTH_SAYING = 0.98  # of the iteration: what another mode takes at most
 
 
 def show_plan(plan: Plan, even_seconds: Sequence[float]) -> None:
@@ -36,8 +37,8 @@ def _summary(plan: Plan) -> list[str]:
     lines = [f"iteration  {ms(plan.iteration_seconds)}{below}"]
     if plan.run:
         lines.append(f"mode       {mode_text(plan.run, [w.rank for w in plan.workers if w.batch])}")
-    elif plan.hps.pipelined_seconds is not None and plan.hps.pipelined_seconds < plan.iteration_seconds:
-        lines.append(f"pipelined  {ms(plan.hps.pipelined_seconds)}; --pipeline plans the batches for it")
+    else:
+        lines += _other_modes(plan)
     if plan.sync:
         lines.append(f"of it      {ms(plan.sync.seconds)} to synchronise ({plan.sync.kind})")
     even = plan.even_split
@@ -63,6 +64,22 @@ def _summary(plan: Plan) -> list[str]:
             f"{good.efficiency:.3f} of one in a batch of {good.base_batch}"
         )
     return lines
+
+
+def _other_modes(plan: Plan) -> list[str]:
+    """What pipelines, and the bits of the error budget, would make of these batches, if that is faster."""
+    hps = plan.hps
+    if hps.pipelined_seconds is None or hps.quantized_seconds is None:
+        return []
+    if min(hps.pipelined_seconds, hps.quantized_seconds) > plan.iteration_seconds * WORTH_SAYING:
+        return []
+    deep = max(worker.depth for worker in hps.workers)
+    bits = min(min(worker.push_bits, worker.pull_bits) for worker in hps.workers)
+    fewer = f", {ms(hps.quantized_seconds)} with {bits} bits and {deep} steps under way" if bits < 32 else ""
+    return [
+        f"transfers  {ms(hps.transfer_seconds or 0.0)} after {ms(hps.compute_seconds or 0.0)} of compute; "
+        f"in a pipeline {ms(hps.pipelined_seconds)}{fewer} (--pipeline --codec plan)"
+    ]
 
 
 def mode_text(run: RunMode, used: Sequence[int]) -> str:

@@ -84,7 +84,10 @@ class Launcher:
         self.totals = StoreTotals()
         self._ranks = {rank.rank: rank for rank in spec.ranks}
         self._is_remote = is_address(spec.store)
-        self._rebalancer = RunRebalancer(spec.plan, spec.run_dir) if spec.options.rebalance else None
+        depths = [mode.depth for mode in spec.modes]
+        self._rebalancer = (
+            RunRebalancer(spec.plan, spec.run_dir, depths=depths) if spec.options.rebalance else None
+        )
         self._on_line, self._on_tick, self._on_restart = on_line, on_tick, on_restart
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats import Fit, Plan, PlanWorker, read_cluster, read_profile
+from pyps.formats import Cluster, Fit, Plan, PlanWorker, WorkerGroup, read_cluster, read_profile
 from pyps.formats.mode import FROM_PLAN
 from pyps.profiler.fit import predict_seconds
 from pyps.profiler.select import fit_of
 from pyps.solver.plan import even_batches
+from pyps.worker.emulated_link import LinkSpec
 from pyps.worker.settings import ThrottleSpec
 
 
@@ -36,8 +37,8 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
 
     source None: none. "plan": each worker takes as many times its own CPU time as its profile was throttled.
     A cluster file: each step lasts exactly as long as the cost model of the worker's profile says, provided
-    that this machine is faster. Raises InputError where no profile was throttled, or where the cluster lacks
-    one of the plan's workers.
+    that this machine is faster, and each transfer as long as the file's links take. Raises InputError where
+    no profile was throttled, or where the cluster lacks one of the plan's workers.
     """
     if source is None:
         return [None] * len(plan.workers)
@@ -47,15 +48,28 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
             raise InputError(where, "workers[*].throttle", "1 for all: no emulated device", expected)
         return [ThrottleSpec(factor=worker.throttle) for worker in plan.workers]
     specs: dict[str, ThrottleSpec | None] = {}
-    for group in read_cluster(source).worker:
+    cluster = read_cluster(source)
+    for group in cluster.worker:
         profile = read_profile(group.profile)
-        fit = fit_of(profile)
-        specs |= dict.fromkeys(group.worker_names(), ThrottleSpec(fit=fit))
+        spec = ThrottleSpec(fit=fit_of(profile), links=_links(group, cluster))
+        specs |= dict.fromkeys(group.worker_names(), spec)
     for k, worker in enumerate(plan.workers):
         if worker.name not in specs:
             names = ", ".join(list(specs)[:8])
             raise InputError(where, f"workers[{k}].name", repr(worker.name), f"one of {source}: {names}")
     return [specs[worker.name] for worker in plan.workers]
+
+
+def _links(group: WorkerGroup, cluster: Cluster) -> tuple[LinkSpec, ...]:
+    """The links that the file states for a group's workers: those that they share, or their own."""
+    shared = tuple(
+        LinkSpec(one.latency, one.bandwidth, one.name)
+        for one in cluster.shared
+        if one.bandwidth is not None and one.name in group.shares
+    )
+    if shared or group.bandwidth is None:
+        return shared
+    return (LinkSpec(group.latency or 0.0, group.bandwidth),)
 
 
 def rank_specs(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> list[RankSpec]:

@@ -2,13 +2,15 @@
 
 Every `window` steps of each rank, the rank's cost is refitted to what its steps cost: compute and the wait
 for data, or its loader's time if that is longer (pyps.solver.online.refit, with the plan's cost model as the
-prior). The exact split for these costs and the plan's transfers replaces the current split if it shortens the
-longest step by more than the deadband (pyps.solver.online.decide). A change applies from the next claims on;
-steps claimed before it are not measured. Steps are read from the workers' records.
+prior). The exact split for these costs and the plan's transfers, which in a pipeline overlap, replaces the
+current split if it shortens the longest step by more than the deadband (pyps.solver.online.decide). A change
+applies from the next claims on; steps claimed before it are not measured. Steps are read from the workers'
+records.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,7 +21,7 @@ from pyps.profiler.statistics import median_and_error
 from pyps.report.report import LOADING_SHARE
 from pyps.solver.costs import Cost, Line
 from pyps.solver.online.decide import Split, SplitChange, decide
-from pyps.solver.online.refit import OnlineCost, stretched
+from pyps.solver.online.refit import OnlineCost, at_least, stretched
 from pyps.solver.ranks import cost_of
 
 WINDOW_STEPS = 7
@@ -32,14 +34,23 @@ class RunRebalancer:
     """Rebalances a run of `plan`; `split` is the current one, by store rank, `history` every change."""
 
     def __init__(
-        self, plan: Plan, run_dir: Path, window: int = WINDOW_STEPS, deadband: float = DEADBAND
+        self,
+        plan: Plan,
+        run_dir: Path,
+        window: int = WINDOW_STEPS,
+        deadband: float = DEADBAND,
+        depths: Sequence[int] = (),
     ) -> None:
+        """plan: as it is run. run_dir: with the records. window: steps. deadband: the least relative gain.
+        depths: steps under way, by store rank; by default 1.
+        """
         workers = [worker for worker in plan.workers if worker.batch > 0]
         self.split: Split = tuple(worker.batch for worker in workers)
         self.history: list[SplitChange] = []
         self._max_batches = [_max_batch(worker) for worker in workers]
         self._devices = [OnlineCost(_prior(worker)) for worker in workers]
         self._link_seconds = [worker.link_seconds for worker in workers]
+        self._depths = depths or [1] * len(workers)
         self._window, self._deadband = window, deadband
         self._records = RunReader(run_dir)
         self._cost_seconds: list[list[float]] = [[] for _ in workers]
@@ -76,7 +87,8 @@ class RunRebalancer:
         self._compute_seconds = [[] for _ in self.split]
         levels = [device.level for device in self._devices]
         paces = [now / then for now, then in zip(levels, self._levels_at_change, strict=True)]
-        costs = [stretched(d.cost, s, 1.0) for d, s in zip(self._devices, self._link_seconds, strict=True)]
+        links = zip(self._devices, self._link_seconds, self._depths, strict=True)
+        costs = [_step_cost(device.cost, seconds, depth) for device, seconds, depth in links]
         deadband = max(self._deadband, MIN_STANDARD_ERRORS * error)
         change = decide(self.split, costs, paces, [1] * len(self.split), self._max_batches, deadband, step)
         if change is not None:
@@ -94,6 +106,13 @@ class RunRebalancer:
                 how = f"{cost * 1e3:.1f} ms a step, {compute * 1e3:.1f} ms of it compute"
                 reasons.append(f"rank {rank} is held up by its data: {how}")
         return reasons
+
+
+def _step_cost(compute: Cost, link_seconds: float, depth: int) -> Cost:
+    """The cost of a step with its transfers; those of steps under way overlap with its compute."""
+    if depth == 1:
+        return stretched(compute, link_seconds, 1.0)
+    return at_least(compute, link_seconds / (depth - 1))
 
 
 def _prior(worker: PlanWorker) -> Cost:

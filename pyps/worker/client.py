@@ -14,6 +14,7 @@ from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
+from pyps.worker.emulated_link import EmulatedLinks
 from pyps.worker.step import Outcome
 
 JOIN_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and reading data
@@ -25,14 +26,22 @@ class StoreClient:
     """One thread at a time may use it, not always the same one. `fenced` counts how often it had to rejoin.
 
     pull: the codec of pulled parameters. uses_turns: a push and the pull after it are one turn.
-    before_claim: runs before each claim. `ahead`: the claims of later steps, and of the current one until it
-    is taken from there; after_claim_ahead gets each of them when it is made, in the thread that made it.
+    before_claim: runs before each claim. links: emulated ones, which pushes and pulls cross. `ahead`: the
+    claims of later steps, and of the current one until it is taken from there; after_claim_ahead gets each of
+    them when it is made, in the thread that made it.
     """
 
     def __init__(
-        self, store: Store, pull: Codec, *, uses_turns: bool, before_claim: Callable[[], None]
+        self,
+        store: Store,
+        pull: Codec,
+        *,
+        uses_turns: bool,
+        before_claim: Callable[[], None],
+        links: EmulatedLinks | None = None,
     ) -> None:
         self.store = store
+        self._links = links or EmulatedLinks()
         self.fenced = 0
         self._codec, self._uses_turns, self._before_claim = pull, uses_turns, before_claim
         self._codes: NDArray[np.uint8] | None = None
@@ -84,10 +93,13 @@ class StoreClient:
     def pull(self, out: Flat) -> int:
         """Fetch the parameters, each chunk whole, from the store's fp32 ones; the version."""
         if self._codec is Codec.F32:
-            return self.store.pull(out)[1]
+            _, version = self.store.pull(out)
+            self._carry(Codec.F32)
+            return version
         if self._codes is None:
             self._codes = np.empty(encoded_vector_bytes(self._codec, self.store.layout), np.uint8)
         _, version = self.store.pull_encoded(self._codec, self._codes)
+        self._carry(self._codec)
         decode_vector(self._codes, self._codec, self.store.layout, out)
         return version
 
@@ -115,9 +127,15 @@ class StoreClient:
         outcome.spans.append(("push" if request.samples else "skip", waited, done))
         return outcome
 
+    def _carry(self, codec: Codec) -> None:
+        self._links.carry(encoded_vector_bytes(codec, self.store.layout))
+
     def _send(self, request: PushRequest, out: Flat, outcome: Outcome) -> None:
+        if request.samples:
+            self._carry(request.encoding.codec)
         if self._uses_turns and self._codec is Codec.F32:
             outcome.result, outcome.version = self.store.send_and_pull(request, out)
+            self._carry(Codec.F32)
             return
         outcome.result = self.store.send(request)
         if self._uses_turns:

@@ -213,7 +213,13 @@ class Worker:
         if needs.resizes_batches:
             budget = AnnouncedBudget(store, settings.memory, settings.max_batch, binding.device)
         announce = budget.announce if budget is not None else _nothing
-        client = StoreClient(store, settings.pull_codec, uses_turns=needs.uses_turns, before_claim=announce)
+        client = StoreClient(
+            store,
+            settings.pull_codec,
+            uses_turns=needs.uses_turns,
+            before_claim=announce,
+            links=settings.make_links(),
+        )
         transport: Transport
         if settings.depth > 1:
             limit = TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds)

@@ -21,6 +21,7 @@ from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.native.values import Codec, Encoding
 from pyps.store.codec import as_codec, fed_back
 from pyps.store.policies import Policy
+from pyps.worker.emulated_link import EmulatedLinks, LinkSpec
 from pyps.worker.mode import ModeOptions, RankMode, launched_mode, launched_policy
 
 if TYPE_CHECKING:
@@ -50,10 +51,13 @@ class Variable(StrEnum):
 
 
 class ThrottleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How to emulate a slower device: `factor` times slower, or as slow as a fitted cost model says."""
+    """How to emulate a slower device: `factor` times slower, or as slow as a fitted cost model says, behind
+    these links.
+    """
 
     factor: float | None = None
     fit: Fit | None = None
+    links: tuple[LinkSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,10 @@ class Settings:
             expected = "the planned batch of each rank, which rank 0 needs to create the store"
             raise InputError("join", "batches", "nothing", expected)
         return self.batches
+
+    def make_links(self) -> EmulatedLinks:
+        """The emulated links to the store, if any."""
+        return EmulatedLinks(self.throttle.links if self.throttle else (), self.run_dir)
 
     def make_throttle(self, *, on_gpu: bool) -> Throttle | None:
         """The throttle, if any; on a GPU it multiplies wall time, since the thread computes nothing there."""

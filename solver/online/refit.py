@@ -83,6 +83,13 @@ def refit(prior: Cost, known: Mapping[int, float], changed: bool = False) -> Cos
     return stretched(prior, float(d), float(f))
 
 
+def at_least(cost: Cost, seconds: float) -> Cost:
+    """The cost, but never less than so many seconds."""
+    if isinstance(cost, Table):
+        return Table(tuple((b, max(seconds, s)) for b, s in cost.points))
+    return replace(cost, floor_seconds=max(seconds, cost.floor_seconds))
+
+
 def stretched(cost: Cost, fixed_seconds: float, factor: float) -> Cost:
     """fixed_seconds + factor * cost, never below a nanosecond."""
     if isinstance(cost, Table):

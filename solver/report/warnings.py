@@ -24,8 +24,8 @@ def warnings_of(
         low, high = fit.trusted_min_batch, fit.trusted_max_batch
         if batch and not low <= at_once <= high:
             lines.append(f"{name}: batch {at_once} is outside {low}..{high}, where its fit is trusted")
-        if batch and (fit.leave_one_out_error or 0.0) > FIT_ERROR_WORTH_A_WARNING:
-            lines.append(f"{name}: the fit misses left-out points by {fit.leave_one_out_error:.1%} (median)")
+        if batch and (worker.fit_error or 0.0) > FIT_ERROR_WORTH_A_WARNING:
+            lines.append(f"{name}: the fit misses left-out points by {worker.fit_error:.1%} (median)")
         if rank.bandwidth is not None and rank.link is None:
             lines.append(
                 f"{name}: its transfers are not counted: {rank.group.profile} has no model.parameters"
