@@ -92,7 +92,6 @@ def test_pushes_and_pulls_cross_it(shm: Path, depth: int, transfers: int) -> Non
         batches=(4,),
         throttle=ThrottleSpec(fit=fit, links=(link,)),
         depth=depth,
-        launched=True,
     )
     with Worker(settings) as worker:
         worker.attach(model)
