@@ -23,6 +23,7 @@ from pyps.worker.settings import Settings, Variable
 PYPS = str(Path(sys.executable).parent / "pyps")
 TRAIN = """
 import torch, pyps
+torch.manual_seed(0)
 torch.set_num_threads(1)
 model = torch.nn.Linear(4, 1)
 with pyps.join() as worker:
