@@ -211,14 +211,22 @@ typedef struct {
 } pyps_push_args;
 
 typedef struct {
-    uint64_t version;          /* the ticket; 0: all skipped the step, or softsync still collects */
-    uint64_t staleness;        /* versions admitted between this worker's pull and its push */
-    uint32_t sources;          /* gradients that went into the ticket */
-    uint32_t samples;          /* samples that went into the ticket */
-    uint64_t wait_nanoseconds; /* how long this call waited for others */
-    uint64_t nonfinite;        /* values that were NaN or infinite */
-    uint64_t blocks_skipped;   /* blocks that were sent as zeros because of them */
+    uint64_t version;              /* the ticket; 0: all skipped the step, or softsync still collects */
+    uint64_t staleness;            /* versions admitted between this worker's pull and its push */
+    uint32_t sources;              /* gradients that went into the ticket */
+    uint32_t samples;              /* samples that went into the ticket */
+    uint64_t wait_nanoseconds;     /* how long this call waited for others */
+    uint64_t nonfinite;            /* values that were NaN or infinite */
+    uint64_t blocks_skipped;       /* blocks that were sent as zeros because of them */
+    uint64_t admitted_nanoseconds; /* when the gradient was taken, by the clock of the store's machine */
 } pyps_push_result;
+
+/* A turn of the ring: whose it is, and the seconds from its push to the next turn's. */
+typedef struct {
+    uint32_t rank;
+    uint32_t reserved;
+    double gap_seconds;
+} pyps_turn;
 
 typedef struct {
     uint32_t size;
@@ -274,14 +282,18 @@ typedef struct {
 } pyps_rank;
 
 typedef struct {
-    uint64_t sequence;         /* of the view: how many events have happened */
-    uint64_t version;          /* admitted tickets */
-    uint64_t round;            /* rounds closed */
-    uint64_t plan;             /* times re-planned */
-    uint64_t samples_assigned; /* samples assigned; returned ones are not counted twice */
-    uint64_t samples_dropped;  /* samples of returned ranges for which the list of ranges had no room */
-    uint32_t active;           /* active workers */
-    uint32_t all_joined;       /* 1 once every rank has joined */
+    uint64_t sequence;           /* of the view: how many events have happened */
+    uint64_t version;            /* admitted tickets */
+    uint64_t round;              /* rounds closed */
+    uint64_t plan;               /* times re-planned */
+    uint64_t samples_assigned;   /* samples assigned; returned ones are not counted twice */
+    uint64_t samples_dropped;    /* samples of returned ranges for which the list of ranges had no room */
+    uint32_t active;             /* active workers */
+    uint32_t all_joined;         /* 1 once every rank has joined */
+    uint64_t period_nanoseconds; /* policies of turns: of a cycle, as planned or measured; 0: not known yet */
+    uint64_t gap_nanoseconds;    /* policies of turns: the mean from push to push; 0: none */
+    int32_t turn_rank;           /* whose turn it is; -1: the policy has no turns */
+    uint32_t scheduled;          /* 1 once pyps_set_schedule has set the turns */
 } pyps_status;
 
 PYPS_API uint32_t pyps_abi_version(void);
@@ -372,6 +384,12 @@ PYPS_API int pyps_get_ranks(pyps_store *store, pyps_rank *out, uint32_t capacity
  * groups. */
 PYPS_API int pyps_get_hyper(pyps_store *store, pyps_hyper *out, uint32_t capacity);
 PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t count);
+/* Sets the ring of a policy of turns: `count` turns in order, one of each rank, and the seconds that a cycle of
+ * all of them is planned to take. Turns keep these gaps while the measured period is within 5 % of the planned
+ * one, and follow the measured one otherwise; the order holds in any case. After a pyps_replan that changes
+ * batches only the measured period counts. Set it before the last rank joins: the first turn follows that. */
+PYPS_API int pyps_set_schedule(pyps_store *store, const pyps_turn *turns, uint32_t count,
+                               double period_seconds);
 /* Waits for a view later than `sequence`; a negative timeout means an hour. */
 PYPS_API int pyps_wait(pyps_store *store, uint64_t sequence, double timeout_seconds);
 
@@ -393,8 +411,9 @@ enum {
     PYPS_ON_REPLAN = 8,
     PYPS_ON_CHECK = 9,
     PYPS_ON_MAX_SAMPLES = 10,
-    PYPS_ON_GATE = 11,       /* may a push be sent now? */
-    PYPS_ON_START_AHEAD = 12 /* claims the samples of the step after the current one */
+    PYPS_ON_GATE = 11,        /* may a push be sent now? */
+    PYPS_ON_START_AHEAD = 12, /* claims the samples of the step after the current one */
+    PYPS_ON_SCHEDULE = 13     /* sets the turns of the ring */
 };
 enum { PYPS_COMMITTED = 0, PYPS_UNCHANGED = 1, PYPS_WAIT = 2, PYPS_REFUSED = 3 }; /* verdicts */
 
@@ -408,10 +427,13 @@ typedef struct {
     uint32_t done, next;       /* check: samples computed, and of the next micro-batch; max_samples: next */
     uint64_t version;          /* pull: what was pulled */
     uint64_t compute_nanoseconds; /* push: from the claim to the ready gradient */
-    uint64_t waited;              /* tick: nanoseconds that the sender has waited */
+    uint64_t waited;              /* nanoseconds that the sender of a tick, or a push for its turn, waited */
     double grad_norm_squared;     /* push: of the gradient; 0: not known */
     const uint32_t *batches;      /* replan: [ranks] */
     uint64_t base_version;        /* push: 1 + the version computed on; 0: what was pulled last */
+    const pyps_turn *turns;       /* schedule: [ranks] */
+    double period_seconds;        /* schedule */
+    uint64_t sent; /* push: nanoseconds since its turn began, for which the gradient travelled */
 } pyps_event;
 
 typedef struct {
@@ -494,6 +516,9 @@ typedef struct {
     double step_seconds, sample_seconds, staleness_per_sample; /* moving averages; 0: not known */
     uint32_t next_batch, max_samples, extra_steps;             /* as its policy keeps them */
     uint32_t has_residual;                                     /* 0 or 1 */
+    uint32_t turn_rank; /* policies of turns: the rank whose turn is at this place of the ring */
+    uint32_t reserved;
+    uint64_t turn_gap; /* nanoseconds from its push to the next, as planned */
 } pyps_rank_state;
 
 typedef struct {

@@ -59,13 +59,16 @@ void pyps_core_free(pyps_core *core) {
 
 static int check(const pyps_core *core, const pyps_event *e) {
     const struct view *v = core->view;
-    int rc = out_of_range("kind", e->kind, PYPS_ON_JOIN, PYPS_ON_START_AHEAD);
+    int rc = out_of_range("kind", e->kind, PYPS_ON_JOIN, PYPS_ON_SCHEDULE);
     if (!rc) rc = out_of_range("slot", e->slot, 0, v->participants - 1);
     if (!rc && e->kind == PYPS_ON_PUSH) rc = out_of_range("staging", e->staging, 0, v->staging_buffers - 1);
     if (!rc && e->kind == PYPS_ON_LEAVE) rc = out_of_range("state", e->state, PYPS_LEFT, PYPS_DEAD);
     if (!rc && e->kind == PYPS_ON_REPLAN && !e->batches)
         rc = fail(PYPS_EINVAL, "batches: found NULL; expected one for each of %u ranks", v->ranks);
-    bool needs_no_member = e->kind == PYPS_ON_JOIN || e->kind == PYPS_ON_TICK || e->kind == PYPS_ON_REPLAN;
+    if (!rc && e->kind == PYPS_ON_SCHEDULE)
+        rc = config_check_turns(e->turns, v->ranks, v->ranks, e->period_seconds);
+    bool needs_no_member = e->kind == PYPS_ON_JOIN || e->kind == PYPS_ON_TICK || e->kind == PYPS_ON_REPLAN ||
+                           e->kind == PYPS_ON_SCHEDULE;
     if (!rc && !needs_no_member && view_member(v, e->slot)->state == PYPS_EMPTY)
         rc = fail(PYPS_EINVAL, "slot: found %u, which has no member; expected one that has joined", e->slot);
     for (uint32_t r = 0; !rc && e->kind == PYPS_ON_REPLAN && r < v->ranks; r++)
@@ -91,7 +94,10 @@ static struct event event_in(const struct view *v, const pyps_event *e) {
                           .done = e->done,
                           .next = e->next,
                           .waited = e->waited,
-                          .batches = e->batches};
+                          .batches = e->batches,
+                          .turns = e->turns,
+                          .period_seconds = e->period_seconds,
+                          .sent = e->sent};
 }
 
 int pyps_core_step(pyps_core *core, const pyps_event *given, pyps_decision *out) {

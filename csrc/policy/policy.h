@@ -47,8 +47,13 @@ struct policy {
     void (*after_event)(struct view *view, uint64_t now);
     /* A state is taken: ends what belongs to members in the policy's own state. NULL: nothing does. */
     void (*detach)(struct view *view);
-    /* PYPS_OK, or PYPS_EINVAL if the policy's own state in a restored view is impossible. NULL: any is possible. */
-    int (*check_state)(const struct view *view);
+    /* PYPS_OK, or PYPS_EINVAL if the policy's own state in a restored view is impossible; takes what else belongs
+     * to it from the state. NULL: any is possible. */
+    int (*restore)(struct view *view, const pyps_state *state);
+    /* Sets the turns, as given by the event. NULL: the policy has none. */
+    void (*on_schedule)(struct view *view, const struct event *event);
+    /* Planned batches have changed. NULL: nothing to do. */
+    void (*on_replan)(struct view *view);
     /* Can others be waiting for this member to act? NULL: while it has samples. */
     bool (*holds_up)(const struct view *view, uint32_t slot, uint64_t now);
     /* The counter that waiting members wait for; never goes back. NULL: 0. */
@@ -65,6 +70,12 @@ extern const struct policy policy_r2sp;                                         
 /* A whole number of at most `max` from any float, even one of a damaged view. */
 static inline uint64_t policy_whole(double x, uint64_t max) {
     return x > 0 ? x < (double)max ? (uint64_t)x : max : 0;
+}
+
+/* The mean of all values at first, then of about the last `window`. `count` includes the newest. */
+static inline void policy_average(double *mean, double newest, uint64_t count, uint64_t window) {
+    *mean =
+        *mean > 0 ? *mean + (newest - *mean) / (double)(count && count < window ? count : window) : newest;
 }
 
 const struct policy *policy_find(uint32_t number); /* NULL if unknown */

@@ -2,38 +2,82 @@
  * store in turn, evenly spaced, so that their transfers do not share its link.
  *
  * This implementation: the push is gated, and the pull after it belongs to the same turn. Between two pushes
- * of one worker every other worker pushes once, so staleness is N - 1 however different the workers are. The
- * period is the slowest worker's measured time from claim to gradient. The gap is period / (slack * N),
- * counted from the last push: a late worker shifts all later turns, which keeps the gaps even and gives it
- * time to catch up. A worker that does not take its turn within `patience` periods is skipped until it asks
- * for a turn again.
+ * of one worker every other worker pushes once, so staleness is N - 1 however different the workers are. Gaps
+ * count from the sending of the last push: a late worker shifts all later turns, which keeps the gaps even and
+ * gives it time to catch up. A worker that does not take its turn within `patience` periods is skipped until it asks for a
+ * turn again.
+ *
+ * The period is the slowest worker's cycle: from one push to the next, without its wait for its turn. A
+ * schedule sets the order, the gaps and a planned period. Its gaps hold until the measured period is further
+ * than TOLERANCE from the planned one; then a cycle takes the measured period, and gaps keep their
+ * proportions. If workers are away, those present share the cycle. Without a schedule ranks take turns in
+ * their own order, and each gap is period / N. `slack` divides every gap.
  */
 #include "error.h"
 #include "policy/policy.h"
 
 /* Nanoseconds; an operating system may delay any process for less than that. */
 #define MIN_PATIENCE 1e8
+#define CYCLE_WINDOW 32   /* cycles over which a rank's is averaged, after a first one that warms it up */
+#define SETTLED      3    /* cycles after which a slower one than planned is not just the first */
+#define TOLERANCE    0.05 /* of the planned period */
+#define LONGEST      (UINT64_MAX / 4)
 
-static struct rank *rank_on_turn(const struct view *v) {
+static struct rank *place_on_turn(const struct view *v) {
     return view_rank(v, (uint32_t)(v->round_robin.turn % v->ranks));
 }
 
-/* Once a cycle: the slowest worker's step time and the gap between turns. */
-static void measure_period(struct view *v) {
-    double slowest = 0;
-    uint32_t present = 0;
-    for (uint32_t r = 0; r < v->ranks; r++) {
-        const struct rank *rank = view_rank(v, r);
+static struct rank *rank_on_turn(const struct view *v) { return view_rank(v, place_on_turn(v)->turn_rank); }
+
+static bool is_scheduled(const struct view *v) { return v->round_robin.scheduled == v->ranks; }
+
+/* What is known of the cycles of the workers that take turns. */
+struct cycles {
+    uint32_t present;
+    uint32_t least;         /* cycles measured of the one with the fewest */
+    double slowest;         /* nanoseconds */
+    double gaps, gaps_here; /* the sum of the planned gaps, and of those of the workers present */
+};
+
+static struct cycles look_at_cycles(const struct view *v) {
+    struct cycles c = {.least = UINT32_MAX};
+    for (uint32_t place = 0; place < v->ranks; place++) {
+        double gap = (double)view_rank(v, place)->turn_gap;
+        const struct rank *rank = view_rank(v, view_rank(v, place)->turn_rank);
+        c.gaps += gap;
         if (!rank->slot_plus_1 || rank->turn_skipped) continue;
-        present++;
-        if (rank->step_seconds > slowest) slowest = rank->step_seconds;
+        double seconds = rank->cycles ? rank->cycle_seconds : rank->step_seconds;
+        c.present++, c.gaps_here += gap;
+        if (rank->cycles < c.least) c.least = rank->cycles;
+        if (seconds * 1e9 > c.slowest) c.slowest = seconds * 1e9;
     }
-    v->round_robin.period = policy_whole(slowest * 1e9, UINT64_MAX / 4);
-    bool gaps = v->policy_params.slack > 0 && present > 1;
-    v->round_robin.gap =
-        gaps
-            ? policy_whole((double)v->round_robin.period / (v->policy_params.slack * present), UINT64_MAX / 4)
-            : 0;
+    return c;
+}
+
+/* The length of a scheduled cycle from now on. One that was measured but once may be shorter later on. */
+static uint64_t scheduled_cycle(const struct round_robin *r, const struct cycles *c) {
+    double planned = (double)r->planned_period;
+    bool known = c->present && c->least;
+    bool faster = c->slowest < (1 - TOLERANCE) * planned;
+    bool slower = c->least >= SETTLED && c->slowest > (1 + TOLERANCE) * planned;
+    if (!known) return r->cycle;
+    return faster || slower || !r->planned_period ? r->period : policy_whole(c->gaps, LONGEST);
+}
+
+/* Before the first turn and once a cycle: the slowest worker's cycle, and the gaps between turns. */
+static void measure_period(struct view *v) {
+    struct round_robin *r = &v->round_robin;
+    struct cycles c = look_at_cycles(v);
+    double turns = v->policy_params.slack * c.present;
+    r->period = policy_whole(c.slowest, LONGEST);
+    r->cycle = is_scheduled(v) ? scheduled_cycle(r, &c) : r->period;
+    r->gap = turns > 0 && c.present > 1 ? policy_whole((double)r->cycle / turns, LONGEST) : 0;
+    r->stretch = r->gap && c.gaps_here > 0 ? (double)r->gap * c.present / c.gaps_here : 0;
+}
+
+static uint64_t gap_after_turn(const struct view *v) {
+    const struct round_robin *r = &v->round_robin;
+    return is_scheduled(v) ? policy_whole((double)place_on_turn(v)->turn_gap * r->stretch, LONGEST) : r->gap;
 }
 
 static void next_turn(struct view *v) {
@@ -52,7 +96,7 @@ static void set_deadline(struct view *v) {
 
 static void end_turn(struct view *v, uint64_t now) {
     struct round_robin *r = &v->round_robin;
-    r->push_not_before = (r->pushed ? r->turn_since : now) + r->gap; /* from push to push */
+    r->push_not_before = (r->pushed ? r->turn_since : now) + gap_after_turn(v); /* from push to push */
     next_turn(v);
     r->turn_since = now;
     set_deadline(v);
@@ -60,9 +104,10 @@ static void end_turn(struct view *v, uint64_t now) {
 
 static enum gate_decision gate(struct view *v, const struct event *e, struct outcome *out) {
     struct round_robin *r = &v->round_robin;
-    struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
+    struct member *m = view_member(v, e->slot);
+    struct rank *rank = view_rank(v, (uint32_t)m->rank);
     if (rank->turn_skipped) {
-        rank->turn_skipped = 0;
+        rank->turn_skipped = 0, m->pushed_at = 0; /* the time that it was away is no cycle */
         if (rank_on_turn(v) == rank)
             r->turn_since = e->now, set_deadline(v); /* a new deadline, or it would be late at once */
         return GATE_AGAIN;
@@ -72,7 +117,7 @@ static enum gate_decision gate(struct view *v, const struct event *e, struct out
         return GATE_AGAIN;
     }
     if (rank_on_turn(v) != rank) {
-        uint64_t mine = (uint64_t)view_member(v, e->slot)->rank, now = r->turn % v->ranks;
+        uint64_t mine = rank->turn_place, now = r->turn % v->ranks;
         out->until = r->turn + (mine > now ? mine - now : v->ranks - (now - mine));
         return GATE_WAIT;
     }
@@ -80,9 +125,26 @@ static enum gate_decision gate(struct view *v, const struct event *e, struct out
     return e->now < r->push_not_before ? GATE_WAIT : GATE_OPEN;
 }
 
+/* A pipelined worker computes while it waits, so its cycle is at least its compute time. */
+static void time_cycle(struct view *v, const struct event *e) {
+    struct member *m = view_member(v, e->slot);
+    struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    uint64_t interval = m->pushed_at ? e->now - m->pushed_at : 0;
+    uint64_t busy = interval > e->waited ? interval - e->waited : 0;
+    m->pushed_at = e->now;
+    if (!interval) return;
+    if (busy < e->compute_nanoseconds) busy = e->compute_nanoseconds;
+    double seconds = (double)busy * 1e-9;
+    if (rank->cycles < UINT32_MAX) rank->cycles++;
+    if (rank->cycles == 1) rank->cycle_seconds = seconds;
+    else policy_average(&rank->cycle_seconds, seconds, rank->cycles - 1, CYCLE_WINDOW);
+}
+
 static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
+    struct round_robin *r = &v->round_robin;
     (void)out;
-    if (e->samples) v->round_robin.pushed = 1, v->round_robin.turn_since = e->now, set_deadline(v);
+    time_cycle(v, e);
+    if (e->samples) r->pushed = 1, r->turn_since = e->now - (e->sent < e->now ? e->sent : 0), set_deadline(v);
     else end_turn(v, e->now); /* nothing was pushed: do not wait for a pull */
     return PUSH_ADMIT;
 }
@@ -100,12 +162,37 @@ static bool can_take_turn(const struct view *v, const struct rank *rank) {
 
 static void after_event(struct view *v, uint64_t now) {
     if (!v->all_joined) return;
-    if (!v->next_deadline) v->round_robin.turn_since = now, set_deadline(v);
+    if (!v->next_deadline) measure_period(v), v->round_robin.turn_since = now, set_deadline(v);
     if (now >= v->next_deadline && can_take_turn(v, rank_on_turn(v))) rank_on_turn(v)->turn_skipped = 1;
     uint64_t before = v->round_robin.turn;
     for (uint32_t i = 0; i < v->ranks && !can_take_turn(v, rank_on_turn(v)); i++) next_turn(v);
     if (v->round_robin.turn != before || now >= v->next_deadline)
         v->round_robin.turn_since = now, set_deadline(v);
+}
+
+/* The first turn of the new order comes next, a gap after the last push. */
+static void on_schedule(struct view *v, const struct event *e) {
+    struct round_robin *r = &v->round_robin;
+    if (r->pushed) end_turn(v, e->now);
+    r->turn += (v->ranks - r->turn % v->ranks) % v->ranks;
+    for (uint32_t place = 0; place < v->ranks; place++) {
+        const pyps_turn *turn = &e->turns[place];
+        view_rank(v, place)->turn_rank = turn->rank;
+        view_rank(v, place)->turn_gap = policy_whole(turn->gap_seconds * 1e9, LONGEST / v->ranks);
+        view_rank(v, turn->rank)->turn_place = place;
+    }
+    r->scheduled = v->ranks;
+    r->planned_period = policy_whole(e->period_seconds * 1e9, LONGEST);
+    r->cycle = policy_whole(look_at_cycles(v).gaps, LONGEST);
+    if (!v->all_joined) return;
+    measure_period(v);
+    r->turn_since = e->now, set_deadline(v);
+}
+
+/* The planned period was that of the former batches. */
+static void on_replan(struct view *v) {
+    v->round_robin.planned_period = 0;
+    for (uint32_t r = 0; r < v->ranks; r++) view_rank(v, r)->cycles = 0;
 }
 
 /* A worker that missed its turn; not one whose gradient is ready and that waits for its turn. */
@@ -124,11 +211,31 @@ static void detach(struct view *v) {
     r->turn_since = r->push_not_before = 0;
 }
 
-static int check_state(const struct view *v) {
-    const struct round_robin *r = &v->round_robin;
-    if (!r->turn_since && !r->push_not_before && !r->pushed && r->period <= UINT64_MAX / 4 &&
-        r->gap <= UINT64_MAX / 4)
+/* The ring as it was scheduled. A schedule of another number of ranks ends. */
+static int restore_ring(struct view *v, const pyps_state *state) {
+    struct round_robin *r = &v->round_robin;
+    if (!is_scheduled(v) || state->ranks != v->ranks) {
+        r->scheduled = r->planned_period = 0;
         return PYPS_OK;
+    }
+    for (uint32_t place = 0; place < v->ranks; place++) view_rank(v, place)->turn_place = UINT32_MAX;
+    for (uint32_t place = 0; place < v->ranks; place++) {
+        const pyps_rank_state *from = &state->rank[place];
+        if (from->turn_rank >= v->ranks || view_rank(v, from->turn_rank)->turn_place != UINT32_MAX)
+            return fail(PYPS_EINVAL, "state: rank %u: turn_rank: found %u; expected each of 0 to %u once",
+                        place, from->turn_rank, v->ranks - 1);
+        struct rank *rank = view_rank(v, place);
+        rank->turn_rank = from->turn_rank, rank->turn_gap = from->turn_gap;
+        view_rank(v, from->turn_rank)->turn_place = place;
+    }
+    return PYPS_OK;
+}
+
+static int restore(struct view *v, const pyps_state *state) {
+    const struct round_robin *r = &v->round_robin;
+    if (!r->turn_since && !r->push_not_before && !r->pushed && r->period <= LONGEST && r->gap <= LONGEST &&
+        r->cycle <= LONGEST && r->planned_period <= LONGEST && r->stretch >= 0 && r->stretch <= 1e18)
+        return restore_ring(v, state);
     return fail(PYPS_EINVAL,
                 "state: policy_state: found period %llu, gap %llu and a turn under way; expected "
                 "at most 2^62 nanoseconds each, and none",
@@ -148,6 +255,8 @@ const struct policy policy_r2sp = {.name = "r2sp",
                                    .on_pull = on_pull,
                                    .after_event = after_event,
                                    .detach = detach,
-                                   .check_state = check_state,
+                                   .restore = restore,
+                                   .on_schedule = on_schedule,
+                                   .on_replan = on_replan,
                                    .holds_up = holds_up,
                                    .progress = progress};

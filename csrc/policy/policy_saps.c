@@ -120,7 +120,8 @@ static int on_check(struct view *v, const struct event *e) {
     return late ? PYPS_PUSH_NOW : PYPS_CONTINUE;
 }
 
-static int check_state(const struct view *v) {
+static int restore(struct view *v, const pyps_state *state) {
+    (void)state;
     const struct staleness_limit *l = &v->staleness_limit;
     const double numbers[] = {l->min_bound, l->quantile, l->n, l->x, l->y, l->xx, l->xy};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
@@ -147,4 +148,4 @@ const struct policy policy_saps = {.name = "saps",
                                    .on_start = on_start,
                                    .on_push = on_push,
                                    .on_check = on_check,
-                                   .check_state = check_state};
+                                   .restore = restore};

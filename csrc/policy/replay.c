@@ -51,6 +51,9 @@ static bool can_be_event(const struct journal_entry *entry, const struct view *v
     if (e->kind == EVENT_JOIN)
         return e->rank >= -1 && e->rank < (int32_t)v->ranks && (e->role == PYPS_WORKER || e->rank < 0);
     if (e->kind == EVENT_REPLAN) return entry->bytes >= sizeof *entry + v->ranks * sizeof *e->batches;
+    if (e->kind == EVENT_SCHEDULE)
+        return entry->bytes >= sizeof *entry + v->ranks * sizeof *e->turns &&
+               !config_check_turns((const pyps_turn *)(entry + 1), v->ranks, v->ranks, e->period_seconds);
     bool any_member = e->kind == EVENT_LEAVE || e->kind == EVENT_TICK ||
                       (e->kind >= EVENT_SNAPSHOT_BEGIN && e->kind <= EVENT_SNAPSHOT_CANCEL);
     return any_member || view_member(v, e->slot)->rank >= 0 || e->kind == EVENT_PULL;
@@ -91,6 +94,7 @@ static int decide(struct replay *r, const struct journal_entry *entry) {
         return fail(PYPS_ECORRUPT, "journal: an event on view %llu is not valid",
                     (unsigned long long)entry->sequence);
     e.batches = e.kind == EVENT_REPLAN ? (const uint32_t *)(entry + 1) : NULL;
+    e.turns = e.kind == EVENT_SCHEDULE ? (const pyps_turn *)(entry + 1) : NULL;
     memcpy(r->next, r->view, r->capacity);
     enum verdict verdict = view_step(r->next, &e, &o);
     r->out->decisions++;

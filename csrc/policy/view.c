@@ -65,7 +65,11 @@ void view_init(struct view *v, const struct view_config *c) {
     v->ranges = max_ranges(c->participants, c->staging_buffers);
     v->limit = c->samples, v->round_timeout = c->round_timeout;
     for (uint32_t slot = 0; slot < v->participants; slot++) view_member(v, slot)->rank = -1;
-    for (uint32_t rank = 0; rank < v->ranks; rank++) view_rank(v, rank)->total.batch = c->batches[rank];
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        struct rank *rank = view_rank(v, r);
+        rank->total.batch = c->batches[r];
+        rank->turn_place = rank->turn_rank = r;
+    }
 }
 
 static enum verdict refuse(struct outcome *out, int code) {
@@ -96,6 +100,7 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
         view_rank(v, (uint32_t)rank)->slot_plus_1 = e->slot + 1;
         view_rank(v, (uint32_t)rank)->joined = 1;
         view_rank(v, (uint32_t)rank)->turn_skipped = 0;
+        view_rank(v, (uint32_t)rank)->cycles = 0;
         v->active++;
     }
     /* A worker may write where another rank's residual is in this slot, so that one is dropped. */
@@ -144,7 +149,7 @@ static enum verdict leave(struct view *v, const struct event *e) {
 static enum verdict rejoin(struct view *v, const struct event *e) {
     struct member *m = view_member(v, e->slot);
     if (m->state == PYPS_ACTIVE) return STEP_UNCHANGED;
-    m->state = PYPS_ACTIVE;
+    m->state = PYPS_ACTIVE, m->pushed_at = 0;
     v->active++, v->wake_epoch++;
     view_clock_enter(v, m);
     return STEP_COMMIT;
@@ -243,8 +248,24 @@ static enum verdict snapshot_end(struct view *v, const struct event *e) {
 }
 
 static enum verdict replan(struct view *v, const struct event *e) {
-    for (uint32_t r = 0; r < v->ranks; r++) view_rank(v, r)->total.batch = e->batches[r];
+    const struct policy *policy = policy_find(v->policy);
+    bool changed = false;
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        pyps_rank *total = &view_rank(v, r)->total;
+        changed |= total->batch != e->batches[r];
+        total->batch = e->batches[r];
+    }
+    if (changed && policy->on_replan) policy->on_replan(v);
     v->plan++;
+    return STEP_COMMIT;
+}
+
+static enum verdict set_schedule(struct view *v, const struct event *e, struct outcome *out) {
+    const struct policy *policy = policy_find(v->policy);
+    if (!policy->on_schedule)
+        return refuse(out, fail(PYPS_EINVAL, "schedule: the policy %s has no turns", policy->name));
+    policy->on_schedule(v, e);
+    v->wake_epoch++;
     return STEP_COMMIT;
 }
 
@@ -332,6 +353,8 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
         return tick(v, e);
     case EVENT_REPLAN:
         return replan(v, e);
+    case EVENT_SCHEDULE:
+        return set_schedule(v, e, out);
     case EVENT_CHECK:
         return view_step_check(v, e, out);
     case EVENT_MAX_SAMPLES:
@@ -420,6 +443,7 @@ bool view_valid(const struct view *v, const struct view *expected) {
             return false;
         if (slot_plus_1 > v->participants) return false;
         if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;
+        if (ranks[r].turn_rank >= v->ranks || ranks[ranks[r].turn_rank].turn_place != r) return false;
     }
     for (uint32_t t = 0; t < v->tickets; t++)
         if (tickets[t].slot >= v->participants || tickets[t].staging >= v->staging_buffers) return false;

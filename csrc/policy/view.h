@@ -10,13 +10,14 @@
  *   event now             when it is decided. A store reads the clock after it has read the view, and again
  *                         after a lost CAS, so no time in the view is later.
  *   event waited          how long the sender of a tick has waited; nothing is fenced before that reaches the
- *                         round timeout
+ *                         round timeout. Of a push: how long it has waited for its turn.
  *   view now              the time of the last event
  *   view next_deadline    from then on a tick has work to do, even if nothing else happens
  *   outcome at            a waiting worker asks again at that time, even if nothing happens
  *   claim_since           when a member got its claim; last_event_at: its last event that changed the view.
  *                         One of the two is the time since which it holds others up.
- *   round_robin           turn_since: when the turn began, or its push came; push_not_before: no push before
+ *   round_robin           turn_since: when the turn began, or its push was sent; push_not_before: none before;
+ *                         gap, period: lengths of time
  */
 #ifndef PYPS_VIEW_H
 #define PYPS_VIEW_H
@@ -46,6 +47,7 @@ enum event_kind {
     EVENT_MAX_SAMPLES = PYPS_ON_MAX_SAMPLES, /* how many samples the worker's memory holds */
     EVENT_GATE = PYPS_ON_GATE,
     EVENT_START_AHEAD = PYPS_ON_START_AHEAD, /* claims the samples of a step after the current one */
+    EVENT_SCHEDULE = PYPS_ON_SCHEDULE,       /* sets the turns of the ring */
     EVENT_SNAPSHOT_BEGIN,
     EVENT_SNAPSHOT_END,
     EVENT_SNAPSHOT_CANCEL,
@@ -69,11 +71,14 @@ struct event {
     uint64_t compute_nanoseconds;       /* push: from the claim to the ready gradient */
     double grad_norm_squared;           /* push: of the gradient; 0: not known */
     uint32_t done, next;                /* check: samples computed, and to come; max_samples: next */
-    uint64_t waited;                    /* tick: nanoseconds */
+    uint64_t waited;                    /* tick; push, for its turn: nanoseconds */
     uint64_t snapshot;                  /* end, cancel */
     uint32_t holds_residuals;           /* snapshot begin: its reader reads them too */
     const uint32_t *batches;            /* replan: [ranks] */
     pyps_data_set data_set;             /* data_set */
+    const pyps_turn *turns;             /* schedule: [ranks] */
+    double period_seconds;              /* schedule */
+    uint64_t sent;                      /* push in virtual time: nanoseconds since its turn began */
 };
 
 /* The result of a step. WAIT: nothing changed, ask again after another event. REFUSED: see outcome.code. */
@@ -108,6 +113,7 @@ struct member {
     uint32_t ahead;         /* claims after this one, of a pipelined worker: see view_ahead */
     uint32_t ahead_started; /* the first of them, which its start_ahead has returned */
     uint32_t wants_ahead;   /* the most that it has asked for: one less than the depth of its pipeline */
+    uint64_t pushed_at;     /* its last push since it joined; 0: none */
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* the slot's: last ticket of each staging buffer */
 };
 
@@ -122,11 +128,16 @@ struct rank {
     uint32_t max_samples;      /* that its memory holds; 0: no limit */
     uint32_t extra_steps;      /* dssp: that it may still take beyond the bound */
     uint32_t turn_skipped;     /* r2sp: 1: its turns are skipped until it asks for one */
-    uint64_t clock;            /* of its first worker here: not 0 if the store was restored */
+    uint32_t turn_place;       /* r2sp: its place in the ring */
+    uint32_t turn_rank;        /* r2sp: the rank whose turn is at place `this index` of the ring */
+    uint32_t cycles;           /* r2sp: how many were measured, for cycle_seconds */
+    uint64_t turn_gap; /* r2sp: planned, from the push at place `this index` to the next, nanoseconds */
+    uint64_t clock;    /* of its first worker here: not 0 if the store was restored */
     uint64_t pushed_at, interval;        /* its last push, and the time since the one before, nanoseconds */
     double step_seconds, sample_seconds; /* from claim to gradient, of a step and a sample: moving averages */
-    double staleness_per_sample;         /* saps: of a claim, a moving average */
-    pyps_data_set data_set;              /* that its workers read; size 0: not known */
+    double cycle_seconds;        /* r2sp: from push to push without the wait for its turn: a moving average */
+    double staleness_per_sample; /* saps: of a claim, a moving average */
+    pyps_data_set data_set;      /* that its workers read; size 0: not known */
 };
 
 enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };
@@ -152,11 +163,15 @@ struct range {
 };
 
 struct round_robin {          /* r2sp */
-    uint64_t turn;            /* belongs to rank turn % ranks; never goes back */
+    uint64_t turn;            /* is at place turn % ranks of the ring; never goes back */
     uint64_t turn_since;      /* when it began */
     uint64_t push_not_before; /* the earliest time of its push */
-    uint64_t period, gap;
-    uint64_t pushed; /* 1: the turn's push has come, the pull after it has not */
+    uint64_t period, gap;     /* the slowest cycle measured, and the mean gap kept; 0: none */
+    uint64_t pushed;          /* 1: the turn's push has come, the pull after it has not */
+    uint64_t cycle;           /* how long a cycle takes if each turn begins after its gap, at slack 1 */
+    uint64_t scheduled;       /* ranks whose turn_gap is set: all, or none is */
+    uint64_t planned_period;  /* 0: none, or batches have changed since */
+    double stretch;           /* scheduled: what the planned gaps are multiplied by */
 };
 
 struct staleness_limit {    /* saps */

@@ -6,20 +6,15 @@
 #define STEP_WINDOW   32 /* pushes over which a rank's step time is averaged: turns follow it */
 #define SAMPLE_WINDOW 8  /* and its time for a sample: batches follow it */
 
-/* The mean of all values at first, then of about the last `window`. */
-static void average(double *mean, double newest, uint64_t count, uint64_t window) {
-    *mean =
-        *mean > 0 ? *mean + (newest - *mean) / (double)(count && count < window ? count : window) : newest;
-}
-
 static void time_rank(struct view *v, const struct event *e) {
     struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
     if (rank->pushed_at) rank->interval = e->now - rank->pushed_at;
     rank->pushed_at = e->now;
     if (!e->compute_nanoseconds || !e->samples) return;
-    average(&rank->step_seconds, (double)e->compute_nanoseconds * 1e-9, rank->total.pushes, STEP_WINDOW);
-    average(&rank->sample_seconds, (double)e->compute_nanoseconds * 1e-9 / e->samples, rank->total.pushes,
-            SAMPLE_WINDOW);
+    policy_average(&rank->step_seconds, (double)e->compute_nanoseconds * 1e-9, rank->total.pushes,
+                   STEP_WINDOW);
+    policy_average(&rank->sample_seconds, (double)e->compute_nanoseconds * 1e-9 / e->samples,
+                   rank->total.pushes, SAMPLE_WINDOW);
 }
 
 /* Ends the current claim. Where rounds assign samples, the next claim starts with its round. */

@@ -101,6 +101,7 @@ static void capture_rank(const struct view *v, uint32_t r, pyps_rank_state *out)
     out->staleness_per_sample = rank->staleness_per_sample;
     out->next_batch = rank->next_batch, out->max_samples = rank->max_samples;
     out->extra_steps = rank->extra_steps;
+    out->turn_rank = rank->turn_rank, out->turn_gap = rank->turn_gap;
     out->has_residual = rank->version_residual != 0;
     uncount_staged(v, r, out);
 }
@@ -188,7 +189,8 @@ static int check_rank(const pyps_state *state, uint32_t r) {
                                rank->total.staleness_sum,
                                rank->total.staleness_max,
                                rank->total.residuals_dropped,
-                               rank->interval};
+                               rank->interval,
+                               rank->turn_gap};
     for (size_t i = 0; i < sizeof times / sizeof *times; i++)
         if (!(times[i] >= 0 && times[i] <= 1e18))
             return fail(PYPS_EINVAL, "state: rank %u: found an average of %g; expected 0 to 1e18", r,
@@ -245,5 +247,5 @@ int view_restore(struct view *v, const pyps_state *state) {
         restore_rank(view_rank(v, r), &state->rank[r], same_policy);
     if (!same_policy) return PYPS_OK;
     memcpy(v->shared_state, state->policy_state, sizeof v->shared_state);
-    return policy->check_state ? policy->check_state(v) : PYPS_OK;
+    return policy->restore ? policy->restore(v, state) : PYPS_OK;
 }

@@ -29,8 +29,9 @@ void journal_event(pyps_store *s, const struct event *e, const struct outcome *o
     memset(&entry, 0, sizeof entry);
     entry.sequence = v->sequence, entry.verdict = verdict, entry.event = *e, entry.outcome = *o;
     entry.digest = verdict == STEP_COMMIT ? journal_digest(v) : 0;
-    size_t bytes = e->kind == EVENT_REPLAN ? v->ranks * sizeof *e->batches : 0;
-    if (put(s->journal, &entry, e->batches, bytes)) journal_close(s);
+    const void *more = e->kind == EVENT_SCHEDULE ? (const void *)e->turns : e->batches;
+    size_t each = e->kind == EVENT_SCHEDULE ? sizeof *e->turns : sizeof *e->batches;
+    if (put(s->journal, &entry, more, more ? v->ranks * each : 0)) journal_close(s);
 }
 
 void journal_close(pyps_store *s) {

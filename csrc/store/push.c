@@ -200,8 +200,9 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
         enum verdict verdict;
         uint32_t seen = view_sequence_word(s);
         int rc = set_staged_version(s, e);
+        e->waited = wait_now_nanoseconds() - since;
         if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
-        out->wait_nanoseconds = e->now - since;
+        out->wait_nanoseconds = e->now - since, out->admitted_nanoseconds = e->now;
         if (verdict != STEP_WAIT) return PYPS_OK;
         if ((rc = view_wait_for_others(s, PYPS_WAITS_TURN, seen, since, outcome->at, deadline))) return rc;
     }
@@ -248,6 +249,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     if (rc == PYPS_EREJECTED) s->staging_taken[args->staging] = false; /* no other participant has seen it */
     if (rc) return rc;
     FAILPOINT("push.admitted");
+    s->claimed_at = wait_now_nanoseconds(); /* of a claim made ahead; else the next start sets it again */
     out->staleness = outcome.staleness;
     if (args->samples) activity_pushed(s, args->codec);
     if (s->policy->waits_for_round) {

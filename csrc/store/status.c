@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "policy/config.h"
 #include "store/store.h"
 
 int pyps_get_layout(pyps_store *s, pyps_layout *out) {
@@ -56,6 +57,7 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
     struct view *v;
     int rc = copy_view(s, &v);
     if (rc) return rc;
+    bool turns = s->policy->uses_turns;
     *out = (pyps_status){.sequence = v->sequence,
                          .version = v->version,
                          .round = v->round,
@@ -63,7 +65,12 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
                          .samples_assigned = v->cursor,
                          .samples_dropped = v->samples_dropped,
                          .active = v->active,
-                         .all_joined = v->all_joined};
+                         .all_joined = v->all_joined,
+                         .period_nanoseconds = turns ? v->round_robin.cycle : 0,
+                         .gap_nanoseconds = turns ? v->round_robin.gap : 0,
+                         .turn_rank = -1,
+                         .scheduled = turns && v->round_robin.scheduled == v->ranks};
+    if (turns) out->turn_rank = (int32_t)view_rank(v, (uint32_t)(v->round_robin.turn % v->ranks))->turn_rank;
     free(v);
     return PYPS_OK;
 }
@@ -140,6 +147,16 @@ int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count) {
     struct outcome out;
     enum verdict verdict;
     e.batches = batches;
+    return view_commit(s, &e, &out, &verdict);
+}
+
+int pyps_set_schedule(pyps_store *s, const pyps_turn *turns, uint32_t count, double period_seconds) {
+    int rc = store_check_usable(s, true);
+    if (rc || (rc = config_check_turns(turns, count, s->geometry.ranks, period_seconds))) return rc;
+    struct event e = store_event(s, EVENT_SCHEDULE);
+    struct outcome out;
+    enum verdict verdict;
+    e.turns = turns, e.period_seconds = period_seconds;
     return view_commit(s, &e, &out, &verdict);
 }
 

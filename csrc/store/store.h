@@ -86,7 +86,8 @@ struct pyps_store {
     bool in_round; /* round_staging is staged into `round`, and no push has returned its outcome yet */
     uint32_t round_staging;
     uint64_t round, pulled_version;
-    uint64_t claimed_at;       /* nanoseconds: when start returned the current claim */
+    uint64_t
+        claimed_at; /* nanoseconds: when start returned the current claim, or the push before it was taken */
     uint64_t complete_version; /* every chunk has been seen at this version or later */
 
     struct ticket ticket; /* the last one read, with the view's snapshot at that time */

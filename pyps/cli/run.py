@@ -16,6 +16,7 @@ from pyps.cli.progress import Screen
 from pyps.errors import InputError
 from pyps.formats import encode
 from pyps.metrics import SINKS
+from pyps.report.ring import TurnsReport
 from pyps.run import Report, RunOptions, run
 from pyps.run.launcher import TrainingFailed
 from pyps.run.spec import MAX_RESTARTS
@@ -129,6 +130,17 @@ def _explain_failure(misplaced: Sequence[str]) -> Iterator[None]:
         raise
 
 
+def _turns(turns: TurnsReport) -> str:
+    """Planned against actual turns, in a line."""
+    order = ", ".join(map(str, turns.order))
+    kept = "kept" if turns.kept else f"not kept in {turns.out_of_order} of {turns.turns}"
+    line = f"turns {order}: order {kept}; gap planned {turns.planned_gap_seconds * 1e3:.1f} ms"
+    if turns.gap_seconds is None:
+        return line
+    deviation = f" ({turns.gap_deviation:+.1%})" if turns.gap_deviation is not None else ""
+    return f"{line}, measured {turns.gap_seconds * 1e3:.1f} ms{deviation}"
+
+
 def _overruns(report: Report) -> Iterator[str]:
     """A line for each rank whose emulation did not hold, because this machine was slower than the device."""
     for r in report.ranks:
@@ -195,6 +207,8 @@ def summary(report: Report) -> Iterator[str]:
         predicted = f"{report.predicted_iteration_seconds * 1e3:.1f} ms"
         line += f", {report.measured_over_predicted:.2f} times the predicted {predicted}"
     yield line
+    if report.turns is not None:
+        yield _turns(report.turns)
     yield from (f"rebalanced: {why}" for why in report.replans)
     yield from report.advice
     yield from _overruns(report)

@@ -37,6 +37,12 @@ def simulate_command(
         str | None, typer.Option(help=f'"all", or policies separated by spaces: "bsp ssp:bound=4". {STATED}')
     ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Global batches to train.")] = 100,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="The cluster's plan.json: batches and turns of it, not of a new plan.", show_default=False
+        ),
+    ] = None,
     even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the planned ones.")] = False,
     learn: Annotated[
         str, typer.Option(help="Compute real gradients; logistic (NumPy), or a task as in `pyps profile`.")
@@ -72,7 +78,7 @@ def simulate_command(
     run = read_cluster(cluster).run
     pipeline = run.depths[1] > 1 if pipeline is None else pipeline
     chosen = _policies(policies or run.policy or "all", round_timeout, pipeline)
-    scenario = scenario_of(cluster, even=even)
+    scenario = scenario_of(cluster, even=even, plan_path=plan)
     results = [
         simulate(
             scenario,

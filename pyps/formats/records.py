@@ -37,6 +37,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     loader_seconds: how long loading the step's samples keeps the loader busy; with several loader processes,
         each does its part.
     loader_workers: loader processes; 0: the training thread loads, and all of it is in the data span.
+    admitted_at: when the store took the gradient, in seconds of its machine's CLOCK_MONOTONIC; 0: it did not.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     loader_seconds: float = 0.0
     loader_workers: int = 0
     lr: float | None = None
+    admitted_at: float = 0.0
 
     def seconds(self, kind: SpanKind) -> float:
         """The sum of the step's spans of one kind."""

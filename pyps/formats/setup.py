@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pyps.errors import InputError
+from pyps.formats.turns import TurnSchedule
 
 SETUP_SCHEMA: Final = "pyps.run/1"
 SETUP_FILE = "run.json"
@@ -37,6 +38,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     store: name or address. samples: of the whole run; 0: until the script ends. even: equal batches instead
     of the plan's. predicted_iteration_seconds: the plan's, of one global batch. ranks: those started here.
+    turns: the planned ones of all ranks, where the policy takes turns.
     """
 
     schema: Literal["pyps.run/1"] = SETUP_SCHEMA
@@ -49,6 +51,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     samples: Annotated[int, Meta(ge=0)]
     predicted_iteration_seconds: float | None
     ranks: tuple[RankSetup, ...]
+    turns: TurnSchedule | None = None
 
     @property
     def global_batch(self) -> int:

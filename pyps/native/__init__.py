@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument, StoreError
+from pyps.formats.turns import TurnSchedule
 from pyps.native.values import (
     Advice,
     Claim,
@@ -257,7 +258,8 @@ def exchange(store: Pointer, request: PushRequest, flat: Flat) -> tuple[PushResu
 
 def _push_result(r: Any) -> PushResult:
     wait = r.wait_nanoseconds * NANOSECOND
-    return PushResult(r.version, r.staleness, r.sources, r.samples, wait, r.nonfinite, r.blocks_skipped)
+    at = r.admitted_nanoseconds * NANOSECOND
+    return PushResult(r.version, r.staleness, r.sources, r.samples, wait, r.nonfinite, r.blocks_skipped, at)
 
 
 def _push_args(what: str, store: Pointer, push: PushRequest) -> tuple[Any, Any]:
@@ -360,7 +362,7 @@ def snapshot(
 def get_status(store: Pointer) -> Status:
     c = ffi.new("pyps_status *")
     check("status", lib.pyps_get_status(store, c))
-    return Status(**{**_values(Status, c), "all_joined": bool(c.all_joined)})
+    return Status(**{**_values(Status, c), "all_joined": bool(c.all_joined), "scheduled": bool(c.scheduled)})
 
 
 def get_members(store: Pointer, capacity: int) -> list[Member]:
@@ -405,6 +407,16 @@ def _f32(value: float) -> float:
 
 def replan(store: Pointer, batches: Sequence[int]) -> None:
     check("replan", lib.pyps_replan(store, u32_array("replan", "batches", batches), len(batches)))
+
+
+def set_schedule(store: Pointer, schedule: TurnSchedule) -> None:
+    turns, count = turn_array(schedule), len(schedule.order)
+    check("set_schedule", lib.pyps_set_schedule(store, turns, count, schedule.period_seconds))
+
+
+def turn_array(schedule: TurnSchedule) -> Any:
+    turns = zip(schedule.order, schedule.gaps_seconds, strict=True)
+    return ffi.new("pyps_turn[]", [{"rank": rank, "gap_seconds": gap} for rank, gap in turns])
 
 
 def journal(store: Pointer, path: str | None) -> None:

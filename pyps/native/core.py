@@ -7,7 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from pyps._native import ffi, lib
-from pyps.native import check, fill_policy_params, u32_array, unsigned
+from pyps.errors import InvalidArgument
+from pyps.formats.turns import TurnSchedule
+from pyps.native import check, fill_policy_params, turn_array, u32_array, unsigned
 from pyps.native.values import Config, Decision, EventKind, RankCounters
 
 
@@ -54,10 +56,18 @@ class Core:
         compute_nanoseconds: int,
         norm: float,
         base_version: int = 0,
+        waited: int = 0,
+        sent: int = 0,
     ) -> Decision:
-        """A push, the most frequent of the steps that have values."""
+        """A push, the most frequent of the steps that have values.
+
+        staging, samples, norm: as in a PushRequest. compute_nanoseconds: that the gradient took.
+        base_version: 1 + the version computed on; 0: what was pulled last. waited: nanoseconds, for its turn.
+        sent: nanoseconds since its turn began.
+        """
         e = self._event
         e.staging, e.samples, e.base_version = staging, samples, base_version
+        e.waited, e.sent = waited, sent
         e.compute_nanoseconds, e.grad_norm_squared = compute_nanoseconds, norm
         return self.step(EventKind.PUSH, slot, now)
 
@@ -69,6 +79,16 @@ class Core:
         keep = u32_array("replan", "batches", batches)
         decision = self.step(EventKind.REPLAN, 0, now, batches=keep)
         self._event.batches = ffi.NULL
+        return decision
+
+    def set_schedule(self, now: int, schedule: TurnSchedule) -> Decision:
+        keep = turn_array(schedule)
+        if len(schedule.order) != self._ranks:
+            found, expected = f"{len(schedule.order)} turns", f"one for each of {self._ranks} ranks"
+            raise InvalidArgument("set_schedule", f"order: found {found}; expected {expected}")
+        values = {"turns": keep, "period_seconds": schedule.period_seconds}
+        decision = self.step(EventKind.SCHEDULE, 0, now, **values)
+        self._event.turns = ffi.NULL
         return decision
 
     def sources(self) -> list[tuple[int, int, int, float]]:

@@ -38,7 +38,8 @@ class RankHistory:
 
     clock: its steps. interval: nanoseconds between its last two pushes. step_seconds, sample_seconds,
     staleness_per_sample: moving averages; 0: not known. next_batch, max_samples, extra_steps: as the policy
-    keeps them.
+    keeps them. turn_rank: the rank whose turn is at this place of the policy's ring; turn_gap: planned
+    nanoseconds from its push to the next.
     """
 
     total: RankCounters
@@ -50,6 +51,8 @@ class RankHistory:
     next_batch: int = 0
     max_samples: int = 0
     extra_steps: int = 0
+    turn_rank: int = 0
+    turn_gap: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,7 @@ class EventKind(IntEnum):
     MAX_SAMPLES = 10
     GATE = 11
     START_AHEAD = 12
+    SCHEDULE = 13
 
 
 class Decision(Protocol):
@@ -366,7 +367,8 @@ class PushRequest:
 @dataclass(frozen=True, slots=True)
 class PushResult:
     """Which version the push became (0: all workers skipped, or softsync still collects), how stale it was,
-    what went into the version, and how many values were not finite.
+    what went into the version, how many values were not finite, and when the gradient was taken: seconds of
+    the monotonic clock of the store's machine.
     """
 
     version: int
@@ -376,6 +378,7 @@ class PushResult:
     wait_seconds: float
     nonfinite: int = 0
     blocks_skipped: int = 0
+    admitted_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +454,12 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The store's counters. `sequence` counts every event; `all_joined`: every rank has joined once."""
+    """The store's counters. `sequence` counts every event; `all_joined`: every rank has joined once.
+
+    Under a policy of turns: turn_rank: the rank on turn; -1: no turns. period_nanoseconds: of a cycle, as
+    planned or measured; 0: not known yet. gap_nanoseconds: the mean from push to push; 0: none. scheduled:
+    Store.set_schedule has set the turns.
+    """
 
     sequence: int
     version: int
@@ -461,6 +469,10 @@ class Status:
     samples_dropped: int
     active: int
     all_joined: bool
+    period_nanoseconds: int = 0
+    gap_nanoseconds: int = 0
+    turn_rank: int = -1
+    scheduled: bool = False
 
 
 def as_f32(where: str, field: str, value: Any) -> NDArray[np.float32]:

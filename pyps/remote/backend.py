@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
+from pyps.formats.turns import TurnSchedule
 from pyps.native.state import FlatState, StoreState
 from pyps.native.values import (
     Advice,
@@ -207,6 +208,9 @@ class RemoteBackend:
 
     def replan(self, batches: Sequence[int]) -> None:
         self.client.call("replan", tuple(int(b) for b in batches))
+
+    def set_schedule(self, schedule: TurnSchedule) -> None:
+        self.client.call("set_schedule", schedule)
 
     def wait(self, sequence: int, timeout: float) -> None:
         self.client.call("wait", sequence, _bounded(timeout))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import Busy, Fenced, InvalidArgument, PushRejected, SegmentNotFound, TimedOut
+from pyps.formats.turns import TurnSchedule
 from pyps.native.create import create
 from pyps.native.state import read_state
 from pyps.native.values import (
@@ -343,6 +344,10 @@ class Handlers:
 
     def replan(self, batches: tuple[int, ...]) -> Reply:
         native.replan(self._store, batches)
+        return None, ()
+
+    def set_schedule(self, schedule: TurnSchedule) -> Reply:
+        native.set_schedule(self._store, schedule)
         return None, ()
 
     def wait(self, sequence: int, timeout: float) -> Reply:

@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from pyps.errors import InvalidArgument, StoreError
+from pyps.formats.turns import TurnSchedule
 from pyps.native import ERRORS
 from pyps.native.state import StateHeader
 from pyps.native.values import (
@@ -180,6 +181,7 @@ VERBS: Mapping[str, Verb] = {
     "get_ranks": Verb(tuple[()], list[RankCounters]),
     "get_hyper": Verb(tuple[()], list[Hyper | None]),
     "replan": Verb(tuple[tuple[Count, ...]], None),
+    "set_schedule": Verb(tuple[TurnSchedule], None),
     "wait": Verb(tuple[Position, CallSeconds], None),
 }
 

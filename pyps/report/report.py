@@ -22,6 +22,7 @@ from pyps.errors import InputError
 from pyps.formats.events import RunEvent
 from pyps.formats.records import SpanKind, StepRecord, split_spans
 from pyps.formats.setup import RankSetup, RunSetup
+from pyps.report.ring import TurnsReport, turns_report
 
 REPORT_SCHEMA: Final = "pyps.report/1.1"
 RunOutcome = Literal["finished", "interrupted", "failed", "unfinished"]  # the worst last
@@ -117,6 +118,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         several sources.
     replans: why the batches changed while it trained, one line a change.
     advice: what to change where a rank's data loading holds it up, one line a rank.
+    turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     """
 
     schema: Literal["pyps.report/1.1"] = REPORT_SCHEMA
@@ -142,6 +144,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     loss: list[LossPoint] = []
     short_rounds: NonNegative | None = None
     advice: list[str] = []
+    turns: TurnsReport | None = None
 
 
 class StoreTotals(msgspec.Struct, frozen=True):
@@ -203,7 +206,14 @@ def make_report(
         loss=thinned(losses),
         short_rounds=short_rounds(records, setup.global_batch),
         advice=[advice for rank in ranks if (advice := loading_advice(rank))],
+        turns=_turns(setup, records),
     )
+
+
+def _turns(setup: RunSetup, records: Sequence[StepRecord]) -> TurnsReport | None:
+    if setup.turns is None or len(setup.ranks) != len(setup.turns.order):
+        return None
+    return turns_report(setup.turns, applied_steps(records))
 
 
 def rank_report(

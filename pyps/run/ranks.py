@@ -17,6 +17,7 @@ from pyps.formats.mode import FROM_PLAN
 from pyps.profiler.fit import predict_seconds
 from pyps.profiler.select import fit_of
 from pyps.solver.plan import even_batches
+from pyps.solver.systems.r2sp import r2sp_schedule
 from pyps.worker.emulated_link import LinkSpec
 from pyps.worker.settings import ThrottleSpec
 
@@ -96,7 +97,11 @@ def even_plan(plan: Plan, where: str, fits: Sequence[Fit | None] = ()) -> Plan:
         seconds = predict_seconds(fit, batch) if fit is not None else 0.0
         workers.append(_with_batch(worker, batch, B, seconds))
     return msgspec.structs.replace(
-        plan, iteration_seconds=plan.even_split.seconds, speedup_over_even=1.0, workers=workers
+        plan,
+        iteration_seconds=plan.even_split.seconds,
+        speedup_over_even=1.0,
+        workers=workers,
+        r2sp=r2sp_schedule(range(n), [plan.even_split.seconds] * n, [None] * n),
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from pyps.errors import InputError
 from pyps.formats import Plan, read_plan, write_json
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup
+from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec
 from pyps.remote.address import parse_address
 from pyps.run.ranks import RankSpec, even_plan, rank_specs, throttles
@@ -105,6 +106,11 @@ class RunSpec:
         return self.run_dir / "journal" if self.options.journal else None
 
     @property
+    def turns(self) -> TurnSchedule | None:
+        """The planned turns of all ranks, where the policy takes turns."""
+        return plan_turns(self.plan, str(self.plan_path)) if self.policy.needs.uses_turns else None
+
+    @property
     def setup(self) -> RunSetup:
         """What reports need to know of it."""
         ranks = [
@@ -127,6 +133,7 @@ class RunSpec:
             samples=self.options.samples,
             predicted_iteration_seconds=None if self.departures else self.plan.iteration_seconds,
             ranks=tuple(ranks),
+            turns=self.turns,
         )
 
     def settings(self, rank: RankSpec) -> Settings:
@@ -168,6 +175,8 @@ def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
     ranks_here = _ranks_to_start(ranks, options)
     wanted = _mode_options(options)
     policy = launched_policy(wanted, planned)
+    if policy.needs.uses_turns:
+        plan_turns(planned, os.fspath(plan))
     used = [worker for worker in planned.workers if worker.batch > 0]
     modes = [launched_mode(wanted, policy, planned, worker, os.fspath(plan)) for worker in used]
     by_rank = {worker.rank: mode for worker, mode in zip(used, modes, strict=True)}

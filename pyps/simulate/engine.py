@@ -72,6 +72,8 @@ class Engine:
         )
         register_policy(policy)
         self.core = Core(config)
+        if scenario.schedule is not None and self.needs.uses_turns:
+            self.core.set_schedule(0, scenario.schedule)
         self.devices = [
             DeviceModel(w.cost, w.jitter, w.slowdowns, seed, k, w.recorded)
             for k, w in enumerate(scenario.workers)
@@ -231,6 +233,8 @@ class Engine:
                 break
             clock.park(channel, d.until, d.at)
             yield None
+        opened = clock.now
+        waited = opened - began
         while self._staging_buffers[k] == (1 << STAGING_BUFFERS) - 1:  # all wait in a round
             clock.park(channel, 0, 0)
             yield None
@@ -244,7 +248,8 @@ class Engine:
             self._staged[k, staging] = (gradient[0], pulled[0]) if gradient else None
             self._staging_buffers[k] |= 1 << staging
             try:
-                d = self.core.push(k, clock.now, staging, done, compute_nanoseconds, norm, base_version)
+                more = compute_nanoseconds, norm, base_version, waited, clock.now - opened
+                d = self.core.push(k, clock.now, staging, done, *more)
             except PypsError:
                 self._release(k, staging)
                 raise

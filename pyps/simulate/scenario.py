@@ -14,12 +14,15 @@ from pyps.formats import (
     Cluster,
     FaultSpec,
     Jitter,
+    Plan,
     Profile,
     WorkerGroup,
     WorkerMode,
     read_cluster,
+    read_plan,
     read_profile,
 )
+from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.profiler.select import fit_of
 from pyps.simulate.devices import Slowdown, fitted_cost
 from pyps.solver.links import WIRE_BYTES
@@ -28,6 +31,7 @@ from pyps.solver.plan import even_batches, make_plan
 from pyps.store.policies import policy_named
 
 FP32_BYTES = 4
+StrPath = str | os.PathLike[str]
 NO_JITTER = Jitter()
 
 
@@ -69,7 +73,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster in virtual time. `down_bytes` and `up_bytes` are one pull and one push of one worker."""
+    """A cluster in virtual time. `down_bytes` and `up_bytes` are one pull and one push of one worker.
+    `schedule`: the planned turns, for policies that take turns; None: in the order of ranks.
+    """
 
     workers: tuple[SimWorker, ...]
     up_bytes: float = 0.0
@@ -77,6 +83,7 @@ class Scenario:
     server_bandwidth: float = math.inf
     hosts: dict[str, float] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
+    schedule: TurnSchedule | None = None
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -86,6 +93,12 @@ class Scenario:
                 raise InputError("scenario", f"{w.name}.batch", str(w.batch), "at least 1")
             if w.host and w.host not in self.hosts:
                 raise InputError("scenario", f"{w.name}.host", repr(w.host), f"one of {sorted(self.hosts)}")
+        if self.schedule is not None and len(self.schedule.order) != len(self.workers):
+            found, expected = (
+                f"{len(self.schedule.order)} turns",
+                f"one for each of {len(self.workers)} workers",
+            )
+            raise InputError("scenario", "schedule", found, expected)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -98,21 +111,21 @@ class Scenario:
         return sum(self.batches)
 
     def with_batches(self, batches: Sequence[int]) -> Scenario:
-        """The same cluster with other batches, by rank."""
+        """The same cluster with other batches, by rank, for which no turns are planned."""
         pairs = zip(self.workers, batches, strict=True)
-        return replace(self, workers=tuple(replace(w, batch=b) for w, b in pairs))
+        return replace(self, workers=tuple(replace(w, batch=b) for w, b in pairs), schedule=None)
 
 
-def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario:
-    """Read a cluster file; each worker gets the batch and the codecs that the planner gives it in the mode of
-    the file's [run], or an `even` share.
+def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None = None) -> Scenario:
+    """Read a cluster file; each worker gets the batch, codecs and the turn that the planner gives it in the
+    mode of the file's [run], or an `even` share.
 
-    Raises InputError, Infeasible.
+    path: the cluster file. even: equal batches, and turns in the order of ranks. plan_path: a plan for this
+    cluster; None: plan it. Raises InputError, Infeasible.
     """
     cluster = read_cluster(path)
     profiles = {group.name: _profile(group) for group in cluster.worker}
-    pace = policy_named(stated_policy(cluster.run)).pace
-    plan = make_plan(cluster, [profiles[group.name] for group in cluster.worker], pace)
+    plan = _plan(cluster, profiles, plan_path)
     names = [w.name for w in plan.workers]
     batches = {w.name: w.batch for w in plan.workers}
     if even:
@@ -141,6 +154,7 @@ def scenario_of(path: str | os.PathLike[str], *, even: bool = False) -> Scenario
         server_bandwidth=bandwidth * simulation.servers if bandwidth else math.inf,
         hosts={host.name: host.bandwidth for host in simulation.host},
         faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
+        schedule=None if even else plan_turns(plan, str(plan_path or path)),
     )
 
 
@@ -148,6 +162,18 @@ def _byte_shares(mode: WorkerMode) -> tuple[float, float]:
     """Bytes of a worker's pushes and pulls, relative to those at 32 bits."""
     push, pull = bits_of(mode)
     return WIRE_BYTES[push] / WIRE_BYTES[32], WIRE_BYTES[pull] / WIRE_BYTES[32]
+
+
+def _plan(cluster: Cluster, profiles: dict[str, Profile], path: StrPath | None) -> Plan:
+    """The plan in a file, or a new one."""
+    if path is None:
+        pace = policy_named(stated_policy(cluster.run)).pace
+        return make_plan(cluster, [profiles[group.name] for group in cluster.worker], pace)
+    plan = read_plan(path)
+    found, expected = [w.name for w in plan.workers], [n for g in cluster.worker for n in g.worker_names()]
+    if found != expected:
+        raise InputError(str(path), "workers", ", ".join(found), f"the cluster's: {', '.join(expected)}")
+    return plan
 
 
 def _profile(group: WorkerGroup) -> Profile:

@@ -32,6 +32,7 @@ from pyps.errors import (
     StoreClosed,
     StoreError,
 )
+from pyps.formats.turns import TurnSchedule
 from pyps.native.create import create
 from pyps.native.state import StoreState, read_state, split
 from pyps.native.values import (
@@ -406,6 +407,16 @@ class Store:
     def replan(self, batches: Sequence[int]) -> None:
         """Change the planned batch of every rank, from the next claims on."""
         self._call(native.replan, batches)
+
+    def set_schedule(self, schedule: TurnSchedule) -> None:
+        """Set the order, the gaps and the planned period of a policy's turns, from the next cycle on.
+
+        Gaps hold while the measured period is within 5 % of the planned one, else they follow the measured
+        one; the order always holds. The first turn comes when every rank has joined. Raises InvalidArgument
+        under a policy without turns, or if there is not one turn for each rank.
+        """
+        with self._participating():
+            self._call(native.set_schedule, schedule)
 
     def wait(self, sequence: int, timeout: float | None = None) -> None:
         """Sleep until the view is later than `sequence` (see `status`); None: an hour. Raises TimedOut."""

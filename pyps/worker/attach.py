@@ -209,6 +209,12 @@ def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -
         pause = min(2 * pause, longest)
 
 
+def set_planned_turns(store: Store, settings: Settings) -> None:
+    """Rank 0, before it joins and so before any turn, sets the plan's turns, unless they are set."""
+    if settings.rank == 0 and settings.schedule is not None and not store.status().scheduled:
+        store.set_schedule(settings.schedule)
+
+
 def _create(settings: Settings, attachment: Attachment) -> Store:
     tensors = attachment.tensors()
     return create_store(

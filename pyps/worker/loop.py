@@ -32,7 +32,7 @@ from pyps.native.values import Advice, Claim, Codec, Encoding, PolicyNeeds, Push
 from pyps.profiler.host_memory import disable_malloc_trim
 from pyps.store.policies import Policy, register_policy
 from pyps.store.store import Store
-from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create
+from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create, set_planned_turns
 from pyps.worker.binding import Binding
 from pyps.worker.checks import DivergenceCheck
 from pyps.worker.client import StoreClient
@@ -192,6 +192,7 @@ class Worker:
         if self.settings.journal is not None:
             store.journal(self.settings.journal)
         schedule = RunSchedule(scheduler, chosen, scheduler_unit)
+        set_planned_turns(store, self.settings)
         store.join(self.rank)
         self._attached = attached = self._attach(model, attachment, store, schedule)
         if not schedule:

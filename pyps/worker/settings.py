@@ -18,6 +18,7 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
+from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec, Encoding
 from pyps.store.codec import as_codec, fed_back
 from pyps.store.policies import Policy
@@ -74,6 +75,7 @@ class Settings:
     encoding, pull_codec: how gradients and parameters travel.
     depth: steps under way; 1: one after another, 2: push and pull overlap with the next step's compute.
     allow_nonfinite: go on when the loss is not finite.
+    schedule: the plan's turns, under a policy that takes turns.
     launched: by `pyps run`, which then also removes the segment.
     """
 
@@ -94,6 +96,7 @@ class Settings:
     run_dir: Path | None = None
     journal: Path | None = None
     plan_path: Path | None = None
+    schedule: TurnSchedule | None = None
     launched: bool = False
 
     @classmethod
@@ -156,8 +159,8 @@ class Settings:
         )
         if plan is not None and plan_path is not None:
             settings = settings.with_plan(plan, plan_path)
-        if batches is not None:
-            settings = replace(settings, batches=tuple(batches))
+        if batches is not None and tuple(batches) != settings.batches:
+            settings = replace(settings, batches=tuple(batches), schedule=None)  # that of other batches
         if micro_batch is not None:
             settings = replace(settings, micro_batch=micro_batch)
         worker = _planned_worker(plan, rank) if plan is not None else None
@@ -188,7 +191,10 @@ class Settings:
         return {variable.value: str(value) for variable, value in values.items()}
 
     def with_plan(self, plan: Plan, path: Path) -> Settings:
-        """These settings with the batches, micro-batch and memory limits that a plan gives this rank."""
+        """These settings with what a plan gives this rank: batches, micro-batch, memory limits, turns.
+
+        Raises InputError if the policy takes turns and the plan's are not of its workers.
+        """
         worker = _planned_worker(plan, self.rank)
         return replace(
             self,
@@ -197,6 +203,7 @@ class Settings:
             micro_batch=_micro_batch(worker),
             max_batch=(worker.max_batch or 0) if worker else 0,
             memory=worker.memory if worker else None,
+            schedule=plan_turns(plan, str(path)) if self.policy.needs.uses_turns else None,
         )
 
     def with_mode(self, mode: RankMode) -> Settings:

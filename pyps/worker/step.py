@@ -85,6 +85,7 @@ class Step:
             loader_seconds=self.loader_seconds,
             loader_workers=self.loader_workers,
             lr=self.lr,
+            admitted_at=result.admitted_at if result else 0.0,
         )
 
 

@@ -48,6 +48,7 @@ class Drive:
         self.version = self.round = 0
         self.pulled = [0] * self.n
         self.claims: dict[int, tuple[int, int]] = {}
+        self.asked: dict[int, int] = {}  # when a gradient was first offered
         self.waiting: dict[int, int] = {}  # staged: worker -> the round it waits for
         self.staging_buffers: list[list[int]] = [[] for _ in batches]
         self.trained: list[tuple[int, int]] = []
@@ -91,18 +92,18 @@ class Drive:
         if len(self.staging_buffers[k]) == 2:
             return WAIT
         staging = 1 if 0 in self.staging_buffers[k] else 0
-        before = self.version
+        before, waited = self.version, self.now - self.asked.setdefault(k, self.now)
         try:
-            d = self.core.push(k, self.now, staging, chosen, compute_nanoseconds, norm)
+            d = self.core.push(k, self.now, staging, chosen, compute_nanoseconds, norm, 0, waited)
             while d.verdict == WAIT and 0 < d.at <= self.now:
-                d = self.core.push(k, self.now, staging, chosen, compute_nanoseconds, norm)
+                d = self.core.push(k, self.now, staging, chosen, compute_nanoseconds, norm, 0, waited)
         except PushRejected:
-            del self.claims[k]
+            del self.claims[k], self.asked[k]
             self.see()
             return REFUSED
         if d.verdict == WAIT:
             return WAIT
-        del self.claims[k]
+        del self.claims[k], self.asked[k]
         self.trained.append((first, chosen))
         self.pushes.append((k, d.staleness, d.scale))
         assert d.staleness == before - self.pulled[k]
@@ -141,6 +142,7 @@ class Drive:
             return self.start(k) or k in self.ended
         except Fenced:
             self.claims.pop(k, None)
+            self.asked.pop(k, None)
             self.core.step(EventKind.REJOIN, k, self.now)
             return True
 

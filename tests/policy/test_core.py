@@ -25,6 +25,8 @@ from pyps.store.policies import (
     Softsync,
 )
 
+NEED_NO_MEMBER = (EventKind.JOIN, EventKind.TICK, EventKind.REPLAN, EventKind.SCHEDULE)
+
 # What holds under every policy.
 
 
@@ -40,9 +42,7 @@ def test_every_sample_is_trained_once_and_all_end(policy: Policy, order: list[in
     assert sum(r.samples for r in drive.core.ranks()) == 100
 
 
-@pytest.mark.parametrize(
-    "kind", [m for m in EventKind if m not in (EventKind.JOIN, EventKind.TICK, EventKind.REPLAN)]
-)
+@pytest.mark.parametrize("kind", [m for m in EventKind if m not in NEED_NO_MEMBER])
 def test_who_has_not_joined_is_refused(kind: EventKind) -> None:
     policy = ASP()
     core = Core(Config((), (), (4, 4), 1, Optimizer.SGD, policy.number, 1.0, 8, 0, 0, 0, 2, policy.params()))

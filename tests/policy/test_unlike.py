@@ -173,7 +173,7 @@ def test_r2sp_passes_over_a_late_worker_and_takes_it_back() -> None:
             drive.pull(k)
             drive.start(k)
     assert drive.push(1) == WAIT, "it is rank 0's turn"
-    drive.now += 2 * SECOND  # past patience
+    drive.now += 4 * SECOND  # past patience: each worker pushes every 3 s
     drive.core.step(EventKind.TICK, 1, drive.now, waited=0)
     before = len(drive.pushes)
     for k in (1, 2, 1, 2):
