@@ -20,7 +20,7 @@ from pyps.report.top import StoreTop, TopRank, TopStore, find_stores
 
 app = typer.Typer(add_completion=False)
 SECOND_LOOK_SECONDS = 0.5  # with --once: rates are of that time
-NARROW = 110  # cells: a narrower terminal gets fewer columns
+NARROW = 118  # cells: a narrower terminal gets fewer columns
 STYLES = {
     "computing": "green",
     "waiting": "blue",

@@ -148,11 +148,12 @@ def bars(spans: Sequence[Bar], begin: float, end: float) -> str:
     """The marks of a lane: one bar each; those that overlap compute lie below, and are thinner."""
     found = []
     scale = WIDTH / (end - begin)
+    shared = any(bar.overlapped for bar in spans)
     for bar in spans:
         left, right = max(bar.begin, begin), min(bar.end, end)
         if right <= left:
             continue
-        y, height = (72, 28) if bar.overlapped else (0, 68)
+        y, height = (72, 28) if bar.overlapped else (0, 68 if shared else 100)
         title = f"<title>{html.escape(bar.title)}</title>" if bar.title else ""
         found.append(
             f'<rect class="k-{bar.kind}" x="{(left - begin) * scale:.2f}" y="{y}" '

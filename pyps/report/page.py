@@ -51,7 +51,7 @@ def _top(run: RunData, title: str) -> str:
     kind = OUTCOMES[report.outcome]
     devices = ", emulated devices" if report.emulated else ""
     batches = ", equal batches" if report.even else ""
-    about = f"{setup.script}, {report.policy}{batches}{devices}, on {setup.host}"
+    about = f"{Path(setup.script).name}, {report.policy}{batches}{devices}, on {setup.host}"
     outcome = f'<b class="{kind}">{report.outcome}</b>' + (f": {_text(report.error)}" if report.error else "")
     tiles = "".join(
         f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>'

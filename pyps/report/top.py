@@ -126,7 +126,7 @@ class StoreTop:
             samples=sum(rank.samples for rank in state.ranks),
             requested=self._setup.samples if self._setup else 0,
             samples_per_second=sum(rates) if rates else None,
-            loss=self._loss(sum(rank.batch for rank in state.ranks)),
+            loss=self._loss(),
             ranks=ranks,
         )
 
@@ -147,13 +147,14 @@ class StoreTop:
             recent.append(record)
             del recent[:-RECENT_STEPS]
 
-    def _loss(self, global_batch: int) -> float | None:
-        """The mean over each rank's latest steps, weighted by their samples."""
+    def _loss(self) -> float | None:
+        """The mean over each rank's latest step, weighted by samples."""
         total = weight = 0.0
         for records in self._recent.values():
-            for record in records:
+            for record in reversed(records):
                 if record.loss is not None and not record.rejected:
                     total, weight = total + record.loss * record.samples, weight + record.samples
+                    break
         return total / weight if weight else None
 
     def _rank(self, activity: Activity, state: StoreActivity, name: str) -> TopRank:

@@ -103,7 +103,7 @@ def test_a_runs_folder_adds_names_loss_and_data(shm: Path, tmp_path: Path) -> No
         assert found["run_dir"] == str(folder)
         assert [r["name"] for r in found["ranks"]] == ["fast", "slow & <old>"]
         assert found["ranks"][0]["data_seconds"] == pytest.approx(0.006)
-        assert 0.1 < found["loss"] < 0.5
+        assert found["loss"] == pytest.approx(5.0 / 30)
         assert found["ranks"][1]["doing"] == "absent"
         assert "data ms" in runner.invoke(app, [str(folder), "--once"], env={"COLUMNS": "140"}).stdout
 
