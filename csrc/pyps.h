@@ -144,6 +144,7 @@ typedef struct {
     uint32_t needs_grad_norm;              /* fill grad_norm_squared in pyps_push_args */
     uint32_t resizes_batches;              /* claims follow measured speed, up to pyps_set_max_samples */
     uint32_t allows_pipeline;              /* pyps_start_ahead works: steps may overlap */
+    uint32_t waits_for_rounds;             /* a step takes the gradients of all workers */
 } pyps_policy_needs;
 
 typedef struct {

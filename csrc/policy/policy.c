@@ -73,6 +73,7 @@ int pyps_get_policy_needs(uint32_t number, const pyps_policy_params *params, pyp
                                .needs_base_params = p->needs_base_params && p->needs_base_params(params),
                                .needs_grad_norm = p->needs_grad_norm && p->needs_grad_norm(params),
                                .resizes_batches = p->resizes_batches,
-                               .allows_pipeline = !p->waits_for_round || p->overlaps_rounds};
+                               .allows_pipeline = !p->waits_for_round || p->overlaps_rounds,
+                               .waits_for_rounds = p->waits_for_round};
     return PYPS_OK;
 }

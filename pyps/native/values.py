@@ -188,7 +188,8 @@ class PolicyNeeds:
     `uses_turns`: a push and the pull after it are one turn, so a pull follows each push.
     `checks_between_micro_batches`: call should_continue between micro-batches. `needs_base_params`,
     `needs_grad_norm`: a push carries these. `resizes_batches`: claims follow measured speed, up to
-    set_max_samples. `allows_pipeline`: steps may overlap (start_ahead works).
+    set_max_samples. `allows_pipeline`: steps may overlap (start_ahead works). `waits_for_rounds`: one
+    step takes the gradients of all workers.
     """
 
     uses_turns: bool
@@ -197,6 +198,7 @@ class PolicyNeeds:
     needs_grad_norm: bool
     resizes_batches: bool
     allows_pipeline: bool
+    waits_for_rounds: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ NEEDS = {
     "needs_grad_norm": {"saps"},
     "resizes_batches": {"hps"},
     "allows_pipeline": set(Policy.known) - {"bsp", "backup"},
+    "waits_for_rounds": {"bsp", "backup", "hps"},
 }
 
 
