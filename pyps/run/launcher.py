@@ -23,12 +23,13 @@ from pyps import native
 from pyps.errors import Busy, NotReady, PypsError, SegmentNotFound, SnapshotCancelled, StoreFull, TimedOut
 from pyps.formats.events import EventLog
 from pyps.formats.records import record_path
-from pyps.native.values import Snapshot
+from pyps.native.values import MemberState, Role, Snapshot
 from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.report.activity import StoreActivity, look
 from pyps.report.report import StoreTotals
 from pyps.run.guard import Guard
+from pyps.run.membership import reason, split_without
 from pyps.run.process import WorkerProcess, end_processes
 from pyps.run.rebalance import RunRebalancer
 from pyps.run.restarts import Restarts
@@ -37,6 +38,7 @@ from pyps.store.segments import segment_path
 from pyps.store.store import Store
 
 TICK_SECONDS = 0.05
+HERE = (MemberState.ACTIVE, MemberState.FENCED)  # a fenced worker comes back by itself
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host
 REAP_INTERVAL_SECONDS = 1.0  # how often the store is asked to reap members that the launcher did not start
 GRACE_SECONDS = 5.0  # between the first signal, SIGTERM and SIGKILL
@@ -85,9 +87,10 @@ class Launcher:
         self._ranks = {rank.rank: rank for rank in spec.ranks}
         self._is_remote = is_address(spec.store)
         depths = [mode.depth for mode in spec.modes]
-        self._rebalancer = (
-            RunRebalancer(spec.plan, spec.run_dir, depths=depths) if spec.options.rebalance else None
-        )
+        self._rebalancer = RunRebalancer(spec.plan, spec.run_dir, depths=depths)
+        self._seen: set[int] = set()  # ranks that have been there
+        self._finished: set[int] = set()
+        self._away: frozenset[int] = frozenset()
         self._on_line, self._on_tick, self._on_restart = on_line, on_tick, on_restart
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
@@ -175,6 +178,7 @@ class Launcher:
             self._guard.remove(process.pid)
             joined = process.joined or self._has_record(process)
             if code == 0 and joined:
+                self._finished.add(rank)
                 self.log.write("finished", rank=rank, pid=process.pid)
                 continue
             self.log.write("died", rank=rank, pid=process.pid, detail=process.exit_reason())
@@ -233,7 +237,7 @@ class Launcher:
                 self._next_reap = time.monotonic() + REAP_INTERVAL_SECONDS
                 store.reap()
             self._update_totals(state)
-            self._rebalance(store)
+            self._rebalance(store, state)
             if self.spec.options.snapshot_every and state.status.version >= self._next_snapshot:
                 self._take_snapshot(store)
         if self._on_tick is not None:
@@ -273,13 +277,37 @@ class Launcher:
             returned=tuple(r.returned for r in ranks),
         )
 
-    def _rebalance(self, store: Store) -> None:
-        """Move samples where the rebalancer finds that it saves time; only a joined observer can."""
-        if self._rebalancer is None or store.rank is None:
+    def _rebalance(self, store: Store, state: StoreActivity) -> None:
+        """Share out the samples of ranks that are away, and move samples where that saves time.
+
+        Only a joined observer can, and of several launchers the one with the lowest rank that is there.
+        """
+        there = {
+            m.rank for m in state.members if m.role is Role.WORKER and m.state in HERE and m.rank is not None
+        }
+        self._seen |= there
+        if store.rank is None or not there or min(there) not in self._ranks:
             return
-        if change := self._rebalancer.update():
+        away = frozenset(self._seen - there - self._finished)
+        if away != self._away:
+            self._take_over(store, away)
+            return
+        wanted = self.spec.options.rebalance and not away
+        if wanted and (change := self._rebalancer.update(state.status.plan)):
             store.replan(change.after)
             self.log.write("replanned", detail="; ".join(change.reasons))
+
+    def _take_over(self, store: Store, away: frozenset[int]) -> None:
+        """Ranks went away or came back: where a step needs all gradients, share out the whole batch again."""
+        self._away, needs = away, self.spec.policy.needs
+        if not needs.waits_for_rounds or needs.resizes_batches:
+            return
+        full = self._rebalancer.split
+        before = tuple(rank.batch for rank in store.ranks())
+        after = split_without(away, full, self._rebalancer.costs, self._rebalancer.max_batches)
+        if after != before:
+            store.replan(after)
+            self.log.write("replanned", detail=reason(away, before, after))
 
     def _take_snapshot(self, store: Store) -> None:
         try:

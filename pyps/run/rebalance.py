@@ -47,7 +47,7 @@ class RunRebalancer:
         workers = [worker for worker in plan.workers if worker.batch > 0]
         self.split: Split = tuple(worker.batch for worker in workers)
         self.history: list[SplitChange] = []
-        self._max_batches = [_max_batch(worker) for worker in workers]
+        self.max_batches = [_max_batch(worker) for worker in workers]
         self._devices = [OnlineCost(_prior(worker)) for worker in workers]
         self._link_seconds = [worker.link_seconds for worker in workers]
         self._depths = depths or [1] * len(workers)
@@ -56,10 +56,20 @@ class RunRebalancer:
         self._cost_seconds: list[list[float]] = [[] for _ in workers]
         self._compute_seconds: list[list[float]] = [[] for _ in workers]
         self._levels_at_change = [1.0] * len(workers)
+        self._plan = 0
 
-    def update(self) -> SplitChange | None:
-        """Read the new records; the change that pays, which then counts as the current split."""
-        step = 0
+    @property
+    def costs(self) -> list[Cost]:
+        """Of a step of each rank, as estimated now."""
+        links = zip(self._devices, self._link_seconds, self._depths, strict=True)
+        return [_step_cost(device.cost, seconds, depth) for device, seconds, depth in links]
+
+    def update(self, plan: int | None = None) -> SplitChange | None:
+        """Read the new records; the change that pays, which then counts as the current split.
+
+        plan: the store's number of the split in force; None: it counts the changes made here.
+        """
+        self._plan, step = len(self.history) if plan is None else plan, 0
         for record in self._records.new():
             step = max(step, record.step)
             if self._is_full_step(record):
@@ -71,8 +81,7 @@ class RunRebalancer:
 
     def _is_full_step(self, record: StepRecord) -> bool:
         """Whether a step is past the warm-up and trained its rank's whole batch of the current split."""
-        changes = len(self.history)
-        if record.rank >= len(self.split) or record.plan != changes or record.step < WARM_UP_STEPS:
+        if record.rank >= len(self.split) or record.plan != self._plan or record.step < WARM_UP_STEPS:
             return False
         return record.samples == record.batch == self.split[record.rank] and not record.skipped
 
@@ -87,10 +96,9 @@ class RunRebalancer:
         self._compute_seconds = [[] for _ in self.split]
         levels = [device.level for device in self._devices]
         paces = [now / then for now, then in zip(levels, self._levels_at_change, strict=True)]
-        links = zip(self._devices, self._link_seconds, self._depths, strict=True)
-        costs = [_step_cost(device.cost, seconds, depth) for device, seconds, depth in links]
+        costs = self.costs
         deadband = max(self._deadband, MIN_STANDARD_ERRORS * error)
-        change = decide(self.split, costs, paces, [1] * len(self.split), self._max_batches, deadband, step)
+        change = decide(self.split, costs, paces, [1] * len(self.split), self.max_batches, deadband, step)
         if change is not None:
             change = replace(change, reasons=(*change.reasons, *loading))
             self.split, self._levels_at_change = change.after, levels
