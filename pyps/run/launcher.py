@@ -286,7 +286,8 @@ class Launcher:
             m.rank for m in state.members if m.role is Role.WORKER and m.state in HERE and m.rank is not None
         }
         self._seen |= there
-        if store.rank is None or not there or min(there) not in self._ranks:
+        ending = 0 < self.spec.options.samples <= state.status.samples_assigned
+        if store.rank is None or ending or not there or min(there) not in self._ranks:
             return
         away = frozenset(self._seen - there - self._finished)
         if away != self._away:
