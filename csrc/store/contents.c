@@ -2,10 +2,12 @@
  * counts, residuals and the view.
  */
 #include <string.h>
+#include <unistd.h>
 
 #include "store/store.h"
 
-#define MAX_STEPS (UINT64_C(1) << 39)
+#define MAX_STEPS       (UINT64_C(1) << 39)
+#define MIN_WRITE_BYTES 16384u
 
 typedef float *place_in(const pyps_store *s, uint32_t chunk, uint32_t which);
 
@@ -17,6 +19,14 @@ static float *place_in_residual(const pyps_store *s, uint32_t chunk, uint32_t na
     return residual_at(s, name) + (uint64_t)chunk * s->geometry.chunk_params;
 }
 
+/* Into memory that the file has already. Through the mapping, each new page would cost a page fault, which takes
+ * longer than to write it through the file. */
+static void put(const pyps_store *s, float *to, const float *from, size_t bytes) {
+    ssize_t written = bytes < MIN_WRITE_BYTES ? 0 : pwrite(s->fd, from, bytes, (uint8_t *)to - s->base);
+    size_t done = written > 0 ? (size_t)written : 0;
+    memcpy((char *)to + done, (const char *)from + done, bytes - done);
+}
+
 /* In pieces that do not cross a chunk. */
 static void put_tensor(const pyps_store *s, const pyps_tensor *t, const float *from, place_in *place,
                        uint32_t which) {
@@ -24,7 +34,7 @@ static void put_tensor(const pyps_store *s, const pyps_tensor *t, const float *f
     for (uint64_t done = 0; done < t->elements;) {
         uint64_t at = t->offset + done, left = t->elements - done;
         uint64_t room = whole - at % whole, run = left < room ? left : room;
-        memcpy(place(s, (uint32_t)(at / whole), which) + at % whole, from + done, run * sizeof *from);
+        put(s, place(s, (uint32_t)(at / whole), which) + at % whole, from + done, run * sizeof *from);
         done += run;
     }
 }
