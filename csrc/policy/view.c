@@ -139,6 +139,7 @@ static enum verdict leave(struct view *v, const struct event *e) {
     if (m->rank >= 0) {
         if (m->state == PYPS_ACTIVE) v->active--, view_clock_leave(v, m);
         view_rank(v, (uint32_t)m->rank)->slot_plus_1 = 0;
+        view_rank(v, (uint32_t)m->rank)->clock = m->clock;
     }
     v->wake_epoch++;
     if (v->snapshot_active && v->snapshot_slot == e->slot) v->snapshot_active = 0;

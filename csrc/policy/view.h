@@ -132,7 +132,7 @@ struct rank {
     uint32_t turn_rank;        /* r2sp: the rank whose turn is at place `this index` of the ring */
     uint32_t cycles;           /* r2sp: how many were measured, for cycle_seconds */
     uint64_t turn_gap; /* r2sp: planned, from the push at place `this index` to the next, nanoseconds */
-    uint64_t clock;    /* of its first worker here: not 0 if the store was restored */
+    uint64_t clock;    /* of its last worker, here or in the store that this one goes on from */
     uint64_t pushed_at, interval;        /* its last push, and the time since the one before, nanoseconds */
     double step_seconds, sample_seconds; /* from claim to gradient, of a step and a sample: moving averages */
     double cycle_seconds;        /* r2sp: from push to push without the wait for its turn: a moving average */

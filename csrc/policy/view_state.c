@@ -94,7 +94,7 @@ static void capture_rank(const struct view *v, uint32_t r, pyps_rank_state *out)
     const struct rank *rank = view_rank(v, r);
     memset(out, 0, sizeof *out);
     out->total = rank->total;
-    out->clock = !v->all_joined ? rank->clock : 0;
+    out->clock = rank->clock;
     if (rank->slot_plus_1) out->clock = view_member(v, rank->slot_plus_1 - 1)->clock;
     out->interval = rank->interval;
     out->step_seconds = rank->step_seconds, out->sample_seconds = rank->sample_seconds;
@@ -104,6 +104,15 @@ static void capture_rank(const struct view *v, uint32_t r, pyps_rank_state *out)
     out->turn_rank = rank->turn_rank, out->turn_gap = rank->turn_gap;
     out->has_residual = rank->version_residual != 0;
     uncount_staged(v, r, out);
+}
+
+static void clocks_without_staged(const struct view *v, const pyps_rank_state *ranks, pyps_state *out) {
+    out->fastest = 0;
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        if (ranks[r].clock > out->fastest) out->fastest = ranks[r].clock;
+        if (view_rank(v, r)->slot_plus_1 && ranks[r].clock < out->slowest) out->slowest = ranks[r].clock;
+    }
+    if (out->fastest < out->slowest) out->fastest = out->slowest;
 }
 
 int view_capture(struct view *v, pyps_state *out, pyps_rank_state *ranks, pyps_range *ranges) {
@@ -117,11 +126,12 @@ int view_capture(struct view *v, pyps_state *out, pyps_rank_state *ranks, pyps_r
     free(pieces);
     for (uint32_t r = 0; r < v->ranks; r++) capture_rank(v, r, &ranks[r]);
     memset(out, 0, sizeof *out);
+    out->slowest = v->min_clock, out->fastest = v->max_clock;
+    if (v->staged) clocks_without_staged(v, ranks, out);
     out->size = sizeof *out;
     out->policy = v->policy, out->ranks = v->ranks, out->ranges = count;
     out->version = v->version, out->round = v->round, out->plan = v->plan;
     out->samples_assigned = cursor, out->samples_dropped = v->samples_dropped;
-    out->slowest = v->min_clock, out->fastest = v->max_clock;
     memcpy(out->policy_state, v->shared_state, sizeof out->policy_state);
     out->policy_params = v->policy_params, out->samples = v->limit == UINT64_MAX ? 0 : v->limit;
     out->rank = ranks, out->range = ranges;

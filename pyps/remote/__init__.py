@@ -34,6 +34,6 @@ def open_store(name: str) -> Store:
     return _kind(name).open(name)
 
 
-def create_store(name: str, tensors: Any, **options: Any) -> Store:
+def create_store(name: str, tensors: Any = None, **options: Any) -> Store:
     """Store.create, which see, here or on the server's machine; the server removes what it made."""
     return _kind(name).create(name, tensors, **options)
