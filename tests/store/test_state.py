@@ -202,33 +202,58 @@ def test_a_residual_that_is_read_is_written_by_no_worker(shm: Path) -> None:
         check("state", lib.pyps_state_end(pointer))
 
 
-def test_states_while_workers_push(shm: Path) -> None:
-    """Each goes on to what the journal of the run says: steps, samples and parameters of one version."""
-    with made("a", optimizer="adam", policy="asp", samples=4000) as store, workers("a") as joined:
-        history: dict[int, bytes] = {}
+def worth(first: int, count: int) -> float:
+    """What the samples of a range add to a gradient: small whole numbers."""
+    return float(sum(position % 7 + 1 for position in range(first, first + count)))
 
-        def train(worker: Store) -> None:
-            with suppress(Ended):
-                while True:
-                    step(worker, INT4)
 
-        with ThreadPoolExecutor(2) as pool:
-            for worker in joined:
-                pool.submit(train, worker)
-            states = [store.state() for _ in range(20)]
-        history = {state.header.version: state.parameters["weight"].tobytes() for state in states}
-        assert len(history) > 3
-    for state in states:
-        done = sum(rank.total.samples + rank.total.skipped for rank in state.header.ranks)
-        waiting = sum(count for _, count in state.header.ranges)
-        assert state.header.samples_assigned == done + waiting
-        assert sum(rank.total.pushes for rank in state.header.ranks) == state.header.version
-        assert set(state.header.steps) == {state.header.version}
-    with Store.create("b", state=states[10]) as again, workers("b") as joined:
+@pytest.mark.parametrize("how", [None, INT4], ids=["f32", "int4"])
+@pytest.mark.parametrize("policy", ["asp", "softsync:n=1"])
+def test_states_while_workers_push(shm: Path, policy: str, how: Encoding | None) -> None:
+    """Parameters, samples to assign, counters and residuals of each are of one moment."""
+    total = 1500
+
+    def train(worker: Store) -> None:
         with suppress(Ended):
             while True:
-                step(joined[0], None), step(joined[1], None)
-        assert sum(rank.samples for rank in again.ranks()) == 4000
+                claim = worker.start()
+                staged = worker.stage()
+                staged.flat.fill(worth(claim.first, claim.count) / 2)
+                worker.push(staged, claim.count, Hyper(lr=1.0), scale=2.0, encoding=how)
+
+    def check_whole(state: StoreState, first: float) -> None:
+        open_ = sum(worth(*found) for found in state.header.ranges)
+        pushed = worth(0, state.header.samples_assigned) - open_ if policy == "asp" else None
+        kept = sum(float(residual["bias"][2]) for residual in state.residuals.values())
+        moved = first - float(state.parameters["bias"][2])
+        if pushed is not None:
+            assert moved + kept == pytest.approx(pushed, abs=0.0 if how is None else 0.05)
+        done = sum(rank.total.samples for rank in state.header.ranks)
+        waiting = sum(count for _, count in state.header.ranges)
+        assert state.header.samples_assigned == done + waiting
+        assert set(state.header.steps) == {state.header.version}
+        if policy == "asp":
+            assert sum(rank.total.pushes for rank in state.header.ranks) == state.header.version
+
+    options = {"policy": policy, "samples": total, "averaged": [], "groups": {}}
+    zeros = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    with Store.create("a", zeros, batches=BATCHES, **options) as store, workers("a") as joined:  # type: ignore[arg-type]
+        states: list[StoreState] = []
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(train, worker) for worker in joined]
+            while store.status().samples_assigned < total and len(states) < 60:
+                states.append(store.state())
+            for future in running:
+                future.result(60)
+        states.append(store.state())
+    for state in states:
+        check_whole(state, 0.0)
+    middle = states[len(states) // 2]
+    with Store.create("b", state=middle) as again, workers("b") as joined, ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(train, worker) for worker in joined]:
+            future.result(60)
+        check_whole(again.state(), 0.0)
+        assert sum(rank.samples for rank in again.ranks()) == total
 
 
 def replaced(state: StoreState, **changes: Any) -> StoreState:
