@@ -1,4 +1,5 @@
-"""Whether a plan for a mode of running predicts the run: python benchmarks/modes.py [--only NAME] [--docs].
+"""Whether a plan for a mode of running predicts the run: python benchmarks/modes.py [--only NAME]
+[--slower FACTOR] [--docs].
 
 Each cluster has unlike devices and links, and states a mode in [run]. It is planned; the plan is run by real
 processes through the store; the median iteration is compared with the plan's. Devices are emulated: a step
@@ -20,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -58,13 +59,16 @@ class Device:
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster: its devices, the global batch and [run]; `rate`: of a real link that all of them share."""
+    """A cluster: its devices, the global batch and [run].
+
+    shared_megabytes: a second, of the link that devices share. rate: of that link, if it is a real one.
+    """
 
     name: str
     run: str
     batch: int
     devices: tuple[Device, ...]
-    tables: str = ""
+    shared_megabytes: float | None = None
     rate: str = ""
     quick: bool = False
     iterations: int = ITERATIONS
@@ -85,7 +89,7 @@ CASES = (
         'policy = "bsp"\ncodec = "bf16"\npull_codec = "bf16"',
         96,
         (Device(*FAST, more=RACK), Device(*GOOD, more=RACK), Device(*SLOW, more=RACK)),
-        '[[shared]]\nname = "rack"\nbandwidth = 1.6e7',
+        16.0,
     ),
     Case(
         "hps, pipeline, planned bits",
@@ -114,7 +118,7 @@ CASES = (
         'policy = "ssp:bound=3"\npipeline = true',
         96,
         (Device(*FAST, more=RACK), Device(*GOOD, more=RACK), Device(*SLOW, more=RACK)),
-        '[[shared]]\nname = "rack"\nbandwidth = 6.4e6',
+        6.4,
     ),
     Case("dssp", 'policy = "dssp"', 96, (device(FAST, 8, 12), device(GOOD, 8), device(SLOW, 16))),
     Case("backup", 'policy = "backup:k=1"', 120, (device(GOOD, 16), device(GOOD, 16), device(GOOD, 16))),
@@ -130,7 +134,7 @@ CASES = (
         'policy = "bsp"',
         96,
         (Device(*FAST, more=RACK), Device(*GOOD, more=RACK)),
-        f'[[shared]]\nname = "rack"\nbandwidth = {HEADERS * 100e6 / 8}',
+        HEADERS * 100 / 8,
         rate="100mbit",
     ),
     Case(
@@ -138,7 +142,7 @@ CASES = (
         'policy = "hps"\npipeline = true\ncodec = "int8"\npull_codec = "int8"',
         96,
         (Device(*FAST, more=RACK), Device(*GOOD, more=RACK)),
-        f'[[shared]]\nname = "rack"\nbandwidth = {HEADERS * 20e6 / 8}',
+        HEADERS * 20 / 8,
         rate="20mbit",
     ),
 )  # fmt: skip
@@ -164,9 +168,31 @@ class Outcome:
         return self.measured_seconds / self.predicted_seconds - 1
 
 
+def slower(case: Case, factor: float) -> Case:
+    """The case with every device and link slower, so that a busy machine disturbs it less."""
+    devices = tuple(
+        replace(
+            one,
+            fixed=one.fixed * factor,
+            per_sample=one.per_sample * factor,
+            bandwidth=None if one.bandwidth is None else one.bandwidth / factor,
+            latency=one.latency * factor,
+        )
+        for one in case.devices
+    )
+    rate, bandwidth = case.rate, case.shared_megabytes
+    if rate:
+        rate = f"{float(rate.removesuffix('mbit')) / factor:g}mbit"
+    if bandwidth is not None:
+        bandwidth /= factor
+    return replace(case, devices=devices, rate=rate, shared_megabytes=bandwidth)
+
+
 def write_cluster(case: Case, folder: Path) -> Path:
     """The case's cluster file, beside its profiles."""
-    text = f"[job]\nglobal_batch = {case.batch}\n[run]\n{case.run}\n{case.tables}\n"
+    text = f"[job]\nglobal_batch = {case.batch}\n[run]\n{case.run}\n"
+    if case.shared_megabytes is not None:
+        text += f'[[shared]]\nname = "rack"\nbandwidth = {case.shared_megabytes * 1e6}\n'
     for k, one in enumerate(case.devices):
         points = [{"batch": b, "seconds": one.fixed + one.per_sample * b} for b in (1, 8, 32, 128)]
         profile = {
@@ -261,9 +287,10 @@ def ms(seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--slower", type=float, default=1.0, help="so many times as slow devices and links")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
-    cases = [case for case in CASES if options.only in case.name]
+    cases = [slower(case, options.slower) for case in CASES if options.only in case.name]
     if reason := shaped.missing():
         print(f"without shaped links: {reason}", file=sys.stderr)
         cases = [case for case in cases if not case.rate]

@@ -253,3 +253,22 @@ def test_a_run_moves_samples_while_it_trains(
     longest = max(median(r.seconds("compute") for r in late if r.rank == rank) for rank in range(3))
     slowed = 2 * (COSTS[0][0] + COSTS[0][1] * first[0])
     assert longest < 0.9 * slowed, "what slowed is not made good"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_pipeline_s_transfers_overlap(tmp_path: Path, depth: int) -> None:
+    """After a change of pace, what a transfer adds to a serial step is hidden in a pipelined one."""
+    plan = a_plan()
+    links = [0.5 * plan.iteration_seconds, 0.0, 0.0]
+    workers = [
+        msgspec.structs.replace(worker, link_seconds=seconds)
+        for worker, seconds in zip(plan.workers, links, strict=True)
+    ]
+    one = Run(tmp_path, plan)
+    one.rebalancer = RunRebalancer(
+        msgspec.structs.replace(plan, workers=workers), tmp_path, depths=[depth] * 3
+    )
+    one.slowdown[2] = 2.0
+    one.steps(30)
+    steps = [time + (link if depth == 1 else 0.0) for time, link in zip(one.times(), links, strict=True)]
+    assert max(steps) / mean(steps) < 1.1, one.rebalancer.split
