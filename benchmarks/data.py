@@ -5,6 +5,9 @@ loader processes for each rank. An iteration should last as long as the longer o
 within 10 %, where either is the longer one. In the last cases one rank's samples take 6 ms: the report must
 name it and say what to change, and with rebalancing samples must move away from it until the iteration is
 within 10 % of what the best split gives.
+
+Compute and loading count as measured in the run, medians by rank: on a busy machine a loader process that waits
+for a core takes longer than its samples. The nominal times stand beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from record import machine, others_share, table
+from record import machine, milliseconds, others_share, table
 
 from pyps.formats import Device, Fit, ModelInfo, Point, Profile, read_cluster, write_json
 from pyps.formats.records import read_run
@@ -57,9 +60,12 @@ class Case:
         fixed, each = self.devices[rank]
         return fixed + each * batch, batch * self.sample_seconds(rank) / max(1, self.loaders)
 
-    def expected(self, batches: tuple[int, ...]) -> float:
-        """Seconds of a global batch, if loading overlaps with compute."""
-        seconds = [max(self.step_seconds(rank, b)) for rank, b in enumerate(batches)]
+    def nominal(self, batches: tuple[int, ...]) -> float:
+        """Seconds of a global batch, if loading overlaps with compute and each takes what it should."""
+        return self.overlapped(batches, [max(self.step_seconds(rank, b)) for rank, b in enumerate(batches)])
+
+    def overlapped(self, batches: tuple[int, ...], seconds: list[float]) -> float:
+        """Seconds of a global batch, given each rank's of a step."""
         if self.policy == "bsp":
             return max(seconds)
         return sum(batches) / sum(b / s for b, s in zip(batches, seconds, strict=True))
@@ -68,7 +74,7 @@ class Case:
         """The same for the best split, by search."""
         B = self.global_batch
         splits = ((x, y, B - x - y) for x in range(1, B - 1) for y in range(1, B - x))
-        return min(self.expected(split) for split in splits)
+        return min(self.nominal(split) for split in splits)
 
 
 CASES = (
@@ -149,21 +155,23 @@ def main() -> int:
     rows, missed = [], 0
     with others_share() as busy:
         for case in cases:
-            found = []
+            found, ratios = [], []
             for _ in range(options.repeats):
                 with tempfile.TemporaryDirectory(prefix="pyps-data-") as name:
                     report, seconds = launch(case, Path(name), options.iterations)
                 planned = tuple(rank.batch for rank in report.ranks)
-                expected = case.best() if case.rebalance else case.expected(planned)
+                longer = [max(rank.compute.median, rank.loader.median) for rank in report.ranks]
+                nominal = case.best() if case.rebalance else case.nominal(planned)
+                expected = nominal if case.rebalance else case.overlapped(planned, longer)
                 for fault in faults(case, report, expected, seconds):
                     missed += 1
                     print(f"missed: {case.title}: {fault}", file=sys.stderr)
                 found.append(seconds)
-            low, middle, high = (1e3 * f(found) for f in (min, statistics.median, max))
-            measured = f"{middle:.1f} ({low:.1f} to {high:.1f})"
-            rows.append([case.title, f"{expected * 1e3:.1f}", measured, f"{middle / expected / 1e3:.2f}"])
+                ratios.append(seconds / expected)
+            row = [case.title, f"{nominal * 1e3:.1f}", milliseconds(found)]
+            rows.append([*row, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"])
             print(*rows[-1], *report.advice, *report.replans, sep="; ", flush=True)
-    print(table([["case", "expected ms", "measured ms", "ratio"], *rows]))
+    print(table([["case", "nominal ms", "measured ms", "of the longer one"], *rows]))
     print(f"{machine()}; others kept {busy[0]:.0%} of it busy; {missed} missed")
     return int(missed > 0)
 

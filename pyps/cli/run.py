@@ -77,6 +77,7 @@ def run_command(
     """
     options = RunOptions(
         samples=_total_samples(samples, epochs, dataset_size),
+        dataset_size=dataset_size or 0,
         policy=policy,
         round_timeout=round_timeout,
         args=args or (),

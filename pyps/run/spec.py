@@ -37,6 +37,7 @@ class RunOptions:
     policy: a synchronization policy, or its text, such as "ssp:bound=4"; None: the plan's, or bsp.
     round_timeout: seconds that one worker may delay the others, with a policy by text; None: the plan's.
     args: the script's arguments.
+    dataset_size: samples of an epoch: a script with a data set of another length is refused; 0: any.
     seed: of the order of samples.
     codec: how gradients travel, with error feedback; "plan": gradients and parameters with the plan's bits;
         None: as the plan says, or f32.
@@ -59,6 +60,7 @@ class RunOptions:
     policy: Policy | str | None = None
     round_timeout: float | None = None
     args: Sequence[str] = ()
+    dataset_size: int = 0
     seed: int = 0
     codec: Codec | str | None = None
     pipeline: bool | None = None
@@ -143,6 +145,7 @@ class RunSpec:
             rank=rank.rank,
             policy=self.policy,
             samples=self.options.samples,
+            dataset_size=self.options.dataset_size,
             seed=self.options.seed,
             allow_nonfinite=self.options.allow_nonfinite,
             throttle=rank.throttle,

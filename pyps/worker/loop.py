@@ -263,6 +263,9 @@ class Worker:
         source = make_source(
             dataset, collate_fn, settings.seed, self.rank, self.store.layout.ranks, sharded=sharded
         )
+        if settings.dataset_size and source.length not in (0, settings.dataset_size):
+            expected = f"{settings.dataset_size}, as --dataset-size says"
+            raise InputError("batches", "dataset", f"{source.length} samples", expected)
         options = LoaderOptions(num_workers, prefetch, loader_options | {"pin_memory": pin_memory})
         forecast = None if attached.needs.allows_pipeline else RoundForecast.of(settings)
         client, transport = attached.client, attached.transport

@@ -41,6 +41,7 @@ class Variable(StrEnum):
     POLICY = "PYPS_POLICY"  # bsp, ssp:bound=4 ...
     ROUND_TIMEOUT = "PYPS_ROUND_TIMEOUT"  # seconds
     SAMPLES = "PYPS_SAMPLES"  # sample positions of the whole run; 0: without end
+    DATASET_SIZE = "PYPS_DATASET_SIZE"  # samples of an epoch; 0: not said
     SEED = "PYPS_SEED"  # of the order of samples
     RUN_DIR = "PYPS_RUN_DIR"  # folder of the step records
     CODEC = "PYPS_CODEC"  # of gradients: f32, int8 ...; plan: of gradients and parameters, as planned
@@ -68,6 +69,7 @@ class Settings:
     store: the segment's name, or the address of a remote store.
     rank: in the store; ranks count the plan's workers that have a batch.
     policy, samples, seed: of the whole run; samples 0: without end.
+    dataset_size: samples of an epoch, as the user counts epochs; 0: not said.
     batches: the planned batch of each rank; empty: unknown.
     micro_batch: the most samples to compute at once; 0: the whole batch.
     max_batch: the most samples at once that the plan allows; 0: no limit.
@@ -84,6 +86,7 @@ class Settings:
     policy: Policy
     samples: int = 0
     seed: int = 0
+    dataset_size: int = 0
     batches: tuple[int, ...] = ()
     micro_batch: int = 0
     max_batch: int = 0
@@ -146,6 +149,7 @@ class Settings:
             rank=rank,
             policy=launched_policy(wanted, plan),
             samples=samples if samples is not None else _integer(env, Variable.SAMPLES, 0),
+            dataset_size=_integer(env, Variable.DATASET_SIZE, 0),
             seed=seed if seed is not None else _integer(env, Variable.SEED, 0),
             allow_nonfinite=(
                 allow_nonfinite
@@ -179,6 +183,7 @@ class Settings:
             Variable.POLICY: self.policy,
             Variable.ROUND_TIMEOUT: repr(self.policy.round_timeout_seconds),
             Variable.SAMPLES: self.samples,
+            Variable.DATASET_SIZE: self.dataset_size,
             Variable.SEED: self.seed,
             Variable.RUN_DIR: self.run_dir or "",
             Variable.CODEC: self.encoding.codec.name.lower(),

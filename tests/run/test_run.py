@@ -544,6 +544,7 @@ def test_the_worker_reads_what_the_launcher_wrote(
         samples=80,
         policy=BSP(round_timeout_seconds=7.5),
         seed=11,
+        dataset_size=40,
         codec=codec,
         run_dir=tmp_path / "out",
         throttle_from=throttle,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,11 @@ def test_ranks_with_unlike_data_sets_are_refused_before_the_first_step(shm: Path
         with pytest.raises(InvalidArgument, match="rank 0 has 59 samples, rank 1 has 60"):
             next(one.batches(Shorter(), workers))
         assert one.store.status().version == 0
+
+
+def test_another_length_than_the_runs_epochs_have_is_refused(shm: Path) -> None:
+    with join("run", 0, batches=[4], samples=40) as worker:
+        worker.settings = replace(worker.settings, dataset_size=50)
+        worker.attach(Dropped())
+        with pytest.raises(InputError, match="found 60 samples; expected 50, as --dataset-size says"):
+            next(worker.batches(Numbered()))
