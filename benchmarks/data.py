@@ -6,8 +6,8 @@ within 10 %, where either is the longer one. In the last cases one rank's sample
 name it and say what to change, and with rebalancing samples must move away from it until the iteration is
 within 10 % of what the best split gives.
 
-Compute and loading count as measured in the run, medians by rank: on a busy machine a loader process that waits
-for a core takes longer than its samples. The nominal times stand beside them.
+Compute and loading count as measured in the run, medians by rank: on a busy machine a loader process that
+waits for a core takes longer than its samples. The nominal times stand beside them.
 """
 
 from __future__ import annotations
