@@ -94,7 +94,7 @@ class Tracker:
             self._versions = max(self._versions, state.status.version)
             self._global_batch = sum(rank.batch for rank in state.ranks)
             self._count(sum(rank.samples for rank in state.ranks), None if all_here else now)
-        self._forget(now)
+        self._forget()
         samples, rate = max(self._counted, sum(self._samples.values())), self._rate(now)
         requested = self._setup.samples
         return RunProgress(
@@ -131,17 +131,19 @@ class Tracker:
             self._arrivals.append((now, samples - self._counted))
         self._counted = max(self._counted, samples)
 
-    def _forget(self, now: float) -> None:
-        """Drop what is older than the window, down to a few iterations."""
+    def _forget(self) -> None:
+        """Drop what came a window's time before the last arrival, down to a few iterations."""
+        if not self._arrivals:
+            return
         least = LEAST_ITERATIONS * self._global_batch
         held = sum(samples for _, samples in self._arrivals)
-        while self._arrivals and self._arrivals[0][0] < now - WINDOW_SECONDS:
+        begin = max(t for t, _ in self._arrivals) - WINDOW_SECONDS
+        while self._arrivals[0][0] < begin:
             held -= self._arrivals[0][1]
             if held < least:
                 break
             self._arrivals.popleft()
-        oldest = self._arrivals[0][0] if self._arrivals else now - WINDOW_SECONDS
-        while self._window and self._window[0][0] < oldest:
+        while self._window and self._window[0][0] < self._arrivals[0][0]:
             self._window.popleft()
 
     def _rate(self, now: float) -> float | None:

@@ -113,6 +113,15 @@ def test_samples_of_other_hosts_are_counted_by_the_store() -> None:
     assert now.iteration_seconds == pytest.approx(2.0)
 
 
+def test_a_stall_lowers_the_rate_bit_by_bit() -> None:
+    tracker = Tracker(SETUP, 0.0)
+    tracker.update(rounds(0, 40, seconds=0.5), None, now=20.0)
+    rates = [tracker.update([], None, now=20.0 + k).samples_per_second or 0.0 for k in range(30)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == pytest.approx(20.0)
+    assert rates[-1] == pytest.approx(390 / (19.5 + 29.0))
+
+
 def test_a_killed_workers_last_record_may_be_missing() -> None:
     now = Tracker(SETUP, 0.0).update(rounds(0, 2), state(member(0), samples=(21, 6)), now=4.0)
     assert now.samples == 27
