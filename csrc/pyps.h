@@ -131,7 +131,7 @@ typedef struct {
     uint32_t abort;     /* saps: 1: pyps_should_continue tells a worker that is too late to abort */
     double quantile;    /* saps: the fraction of stalenesses within the threshold */
     double lambda_;     /* dcasgd: the weight of its correction */
-    double slack;       /* r2sp: gap = period / (slack * workers); 0: no gaps */
+    double slack;       /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
     double patience;    /* r2sp: periods after which a turn that is not taken is skipped */
     uint64_t custom;    /* custom: which one */
 } pyps_policy_params;

@@ -134,8 +134,9 @@ def _explain_failure(misplaced: Sequence[str]) -> Iterator[None]:
 def _turns(turns: TurnsReport) -> str:
     """Planned against actual turns, in a line."""
     order = ", ".join(map(str, turns.order))
-    kept = "kept" if turns.kept else f"not kept in {turns.out_of_order} of {turns.turns}"
-    line = f"turns {order}: order {kept}; gap planned {turns.planned_gap_seconds * 1e3:.1f} ms"
+    missed = f"{turns.out_of_order} of {turns.turns} passed over a rank that was away or late"
+    gap = f"gap planned {turns.planned_gap_seconds * 1e3:.1f} ms"
+    line = f"turns {order}: {'order kept' if turns.kept else missed}; {gap}"
     if turns.gap_seconds is None:
         return line
     deviation = f" ({turns.gap_deviation:+.1%})" if turns.gap_deviation is not None else ""

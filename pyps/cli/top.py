@@ -107,6 +107,8 @@ def heading(store: TopStore) -> Text:
         parts.append(f"{store.samples_per_second:,.0f} samples/s")
     if store.loss is not None:
         parts.append(f"loss {store.loss:.4g}")
+    if store.turn_rank is not None and store.gap_seconds is not None:
+        parts.append(f"turn of rank {store.turn_rank}, gap {store.gap_seconds * 1e3:.1f} ms")
     return text.append("  " + ", ".join(parts), style="not bold")
 
 

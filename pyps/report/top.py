@@ -57,7 +57,10 @@ class TopRank:
 
 @dataclass(frozen=True, slots=True)
 class TopStore:
-    """One store. `error`: why it cannot be read; then the rest is empty."""
+    """One store. `error`: why it cannot be read; then the rest is empty.
+
+    turn_rank, gap_seconds: under a policy of turns, the rank on turn, and the mean from push to push.
+    """
 
     name: str
     run_dir: str | None = None
@@ -68,6 +71,8 @@ class TopStore:
     requested: int = 0
     samples_per_second: float | None = None
     loss: float | None = None
+    turn_rank: int | None = None
+    gap_seconds: float | None = None
     ranks: list[TopRank] = field(default_factory=list)
     error: str = ""
 
@@ -116,6 +121,7 @@ class StoreTop:
         self._read_records()
         names = {rank.rank: rank.name for rank in self._setup.ranks} if self._setup else {}
         ranks = [self._rank(a, state, names.get(a.rank, "")) for a in activities(state, local=local)]
+        status, turns = state.status, state.status.turn_rank >= 0
         rates = [r.samples_per_second for r in ranks if r.samples_per_second is not None]
         return TopStore(
             name=self.name,
@@ -127,6 +133,8 @@ class StoreTop:
             requested=self._setup.samples if self._setup else 0,
             samples_per_second=sum(rates) if rates else None,
             loss=self._loss(),
+            turn_rank=status.turn_rank if turns else None,
+            gap_seconds=status.gap_nanoseconds * 1e-9 if turns else None,
             ranks=ranks,
         )
 

@@ -259,9 +259,10 @@ class SaPS(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class R2SP(Policy):
-    """Round robin: push and pull in turn, a gap of (slowest step) / (slack * N) apart; slack 0: no gaps.
+    """Round robin: push and pull in turn, in the order and the gaps of the plan or of Store.set_schedule; else
+    by rank, a gap of (slowest cycle) / N apart. `slack` divides the gaps; 0: none.
 
-    A worker that does not take its turn within `patience` times the slowest step is passed over until it is
+    A worker that does not take its turn within `patience` times the slowest cycle is passed over until it is
     ready again.
     """
 
