@@ -259,7 +259,7 @@ class SaPS(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class R2SP(Policy):
-    """Round robin: push and pull in turn, in the order and the gaps of the plan or of Store.set_schedule; else
+    """Round robin: push and pull in turn, in order and gaps of the plan or of Store.set_schedule, else
     by rank, a gap of (slowest cycle) / N apart. `slack` divides the gaps; 0: none.
 
     A worker that does not take its turn within `patience` times the slowest cycle is passed over until it is
