@@ -173,7 +173,8 @@ def make_report(
         may be missing although its gradient was applied.
     outcome, error: how it ended.
     """
-    ranks = [rank_report(rank, records, events, totals) for rank in setup.ranks]
+    training = training_time(records)
+    ranks = [rank_report(rank, records, events, totals, training) for rank in setup.ranks]
     times = distribution(iteration_times(records, setup.global_batch))
     predicted = setup.predicted_iteration_seconds
     losses = loss_points(records, setup.global_batch)
@@ -217,9 +218,17 @@ def _turns(setup: RunSetup, records: Sequence[StepRecord]) -> TurnsReport | None
 
 
 def rank_report(
-    setup: RankSetup, records: Sequence[StepRecord], events: Sequence[RunEvent], totals: StoreTotals
+    setup: RankSetup,
+    records: Sequence[StepRecord],
+    events: Sequence[RunEvent],
+    totals: StoreTotals,
+    training: tuple[float, float],
 ) -> RankReport:
-    """One rank's part of the report; it takes the rank's own from the records, events and totals."""
+    """One rank's part of the report.
+
+    setup: of the rank. records, events, totals: of all ranks; the rank's own are taken from them. training:
+    when the run trained, as `training_time` says.
+    """
     rank = setup.rank
     mine = without_startup_wait([r for r in records if r.rank == rank])
     applied = applied_steps(mine)
@@ -247,7 +256,7 @@ def rank_report(
         overrun_seconds=sum(r.overrun_seconds for r in mine),
         staleness_mean=float(np.mean([r.staleness for r in applied])) if applied else 0.0,
         staleness_max=max((r.staleness for r in applied), default=0),
-        absent_seconds=absent_seconds(rank, records),
+        absent_seconds=absent_seconds(mine, *training),
     )
 
 
@@ -337,30 +346,25 @@ def short_rounds(records: Sequence[StepRecord], global_batch: int) -> int | None
     return sum(count < global_batch for count in samples[:-1])
 
 
-def absent_seconds(rank: int, records: Sequence[StepRecord]) -> float:
-    """The time between the first and the last step of any rank that no step of this one covers.
+def training_time(records: Sequence[StepRecord]) -> tuple[float, float]:
+    """When the first step of any rank began to compute, and when the last one ended; zeros without steps."""
+    begin = min((b for r in records for kind, b, _ in r.spans if kind == "compute"), default=0.0)
+    return begin, max((r.spans[-1][2] for r in records if r.spans), default=begin)
+
+
+def absent_seconds(records: Sequence[StepRecord], begin: float, end: float) -> float:
+    """The time from `begin` to `end` that no step of one rank's records covers.
 
     Gaps of a few steps' length count as one does between two steps, and not as absence.
     """
-    spans = [(r.spans[0][1], r.spans[-1][2], r) for r in records if r.spans]
-    if not spans:
-        return 0.0
-    begin = min(b for b, _, _ in without_start(spans))
-    end = max(e for _, e, _ in spans)
-    mine = sorted((max(b, begin), e) for b, e, r in spans if r.rank == rank)
-    usual = float(np.median([e - b for b, e in mine])) if mine else 0.0
+    covered = sorted((max(r.spans[0][1], begin), r.spans[-1][2]) for r in records if r.spans)
+    usual = float(np.median([e - b for b, e in covered])) if covered else 0.0
     least = max(ABSENT_SECONDS, ABSENT_STEPS * usual)
     absent, reached = 0.0, begin
-    for b, e in [*mine, (end, end)]:
+    for b, e in [*covered, (end, end)]:
         absent += b - reached if b - reached > least else 0.0
         reached = max(reached, e)
     return absent
-
-
-def without_start(spans: Sequence[tuple[float, float, StepRecord]]) -> list[tuple[float, float, StepRecord]]:
-    """The same, each from the step's first compute on: what comes before may be start-up."""
-    first = [min((b for kind, b, _ in r.spans if kind == "compute"), default=e) for _, e, r in spans]
-    return [(b, e, r) for b, (_, e, r) in zip(first, spans, strict=True)]
 
 
 def distribution(values: Sequence[float]) -> Distribution:

@@ -222,6 +222,6 @@ def test_a_slow_loader_is_named_with_what_to_change(
         spans: list[Span] = [("data", step, step + data), ("compute", step + data, step + data + 0.04)]
         made = make_record(0, step, 8, spans)
         records.append(msgspec.structs.replace(made, loader_seconds=loader, loader_workers=workers))
-    advice = loading_advice(rank_report(RankSetup(0, "old", 8), records, [], StoreTotals()))
+    advice = loading_advice(rank_report(RankSetup(0, "old", 8), records, [], StoreTotals(), (0.0, 1.0)))
     assert says in advice
     assert bool(says) == advice.startswith(f"rank 0 (old) waits {data * 1e3:.1f} ms a step for data")
