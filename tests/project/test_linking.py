@@ -112,13 +112,53 @@ def test_the_static_library_needs_no_other(environment: dict[str, str], tmp_path
     assert "libpyps" not in run(environment, "ldd", program)
 
 
-def test_the_documented_step_compiles(environment: dict[str, str], tmp_path: Path) -> None:
+GO_ON = """
+#include <stdio.h>
+#include <stdlib.h>
+
+static void must(int rc) {
+    if (rc == PYPS_OK) return;
+    fprintf(stderr, "%s\\n", pyps_error_message());
+    exit(1);
+}
+
+static void half(const pyps_claim *claim, const float *weights, float *gradient) {
+    for (int i = 0; i < 5; i++) gradient[i] = weights[i] / 2 + (float)claim->first + (float)i;
+}
+
+int main(void) {
+    static float weights[2048], vectors[2][2048], again[2048];
+    float *states[2] = {vectors[0], vectors[1]};
+    uint32_t batch = 3;
+    uint64_t version;
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {5}};
+    pyps_config config = {.size = sizeof config, .chunk_params = 1024, .optimizer = PYPS_ADAMW, .policy = PYPS_ASP,
+                          .ranks = 1, .groups = 1, .tensors = 1, .batches = &batch, .tensor = &tensor};
+    pyps_store *store, *other;
+    must(pyps_create("first", &config, &store));
+    must(pyps_join(store, PYPS_WORKER, 0, NULL));
+    for (int k = 0; k < 3; k++) must(one_step(store, weights, half));
+    config.chunk_params = 2048;
+    must(go_on(store, weights, states, "second", config, &other));
+    must(pyps_join(other, PYPS_WORKER, 0, NULL));
+    for (int k = 0; k < 3; k++) must(one_step(store, weights, half)), must(one_step(other, weights, half));
+    must(pyps_pull(store, weights, &version)), must(pyps_pull(other, again, &version));
+    int same = version == 6 && !memcmp(weights, again, 5 * sizeof *weights) && weights[0] != 0;
+    must(pyps_close(store)), must(pyps_close(other));
+    must(pyps_unlink("first", 0)), must(pyps_unlink("second", 0));
+    return !same;
+}
+"""
+
+
+def test_the_documented_functions_work(environment: dict[str, str], shm: Path, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "how-to" / "link-c.md").read_text()
-    (code,) = re.findall(r"```c\n(.*?)```", page, re.S)
-    source = tmp_path / "step.c"
-    source.write_text(code)
-    flags = ask(environment, "--cflags")
-    run(environment, "cc", "-std=c11", *STRICT, "-c", str(source), *flags, "-o", str(tmp_path / "step.o"))
+    step, go_on = re.findall(r"```c\n(.*?)```", page, re.S)
+    source, program = tmp_path / "step.c", str(tmp_path / "step")
+    source.write_text("#include <string.h>\n" + step + go_on + GO_ON)
+    flags = ask(environment, "--cflags", "--static-libs")
+    run(environment, "cc", "-std=c11", *STRICT, str(source), *flags, "-o", program)
+    run({**environment, "PYPS_SHM_DIR": str(shm)}, program)
 
 
 def test_bad_data_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
