@@ -29,6 +29,7 @@ from pyps.store.codec import Codec, decode, encode, encoded_bytes
 Call = Callable[[], object]
 HYPER = Hyper(lr=1e-3)
 REPEATS = 5  # calls in a row when two threads work
+STATE_VECTORS = 3  # of AdamW's state: memcpy is timed on one
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,17 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
         "exchange, SGD", 16, lambda: staged(sgd, lambda staging: sgd.exchange(staging, 1, HYPER, flat)), 1.3
     )
     yield Operation("exchange, int8 + SGD", 13, coded(Codec.INT8, exchange=True))
+
+    adamw = made["adamw"]
+    state = adamw.state()
+
+    def restoring() -> Call:
+        if "restored" in made:
+            made.pop("restored").close()
+        return lambda: made.update(restored=Store.create(f"{adamw.name}-restored", state=state))
+
+    yield Operation("state of AdamW", 24, always(adamw.state))
+    yield Operation("restore of AdamW", 24, restoring, STATE_VECTORS * 4.0)
 
 
 def rivals(x: Any) -> Iterator[Operation]:

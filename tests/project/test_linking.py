@@ -132,8 +132,9 @@ int main(void) {
     uint32_t batch = 3;
     uint64_t version;
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {5}};
-    pyps_config config = {.size = sizeof config, .chunk_params = 1024, .optimizer = PYPS_ADAMW, .policy = PYPS_ASP,
-                          .ranks = 1, .groups = 1, .tensors = 1, .batches = &batch, .tensor = &tensor};
+    pyps_config config = {.size = sizeof config, .chunk_params = 1024, .optimizer = PYPS_ADAMW,
+                          .policy = PYPS_ASP, .ranks = 1, .groups = 1, .tensors = 1,
+                          .batches = &batch, .tensor = &tensor};
     pyps_store *store, *other;
     must(pyps_create("first", &config, &store));
     must(pyps_join(store, PYPS_WORKER, 0, NULL));
