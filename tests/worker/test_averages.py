@@ -247,6 +247,18 @@ def test_what_is_loaded_evaluates_as_the_worker_does(worker: Worker) -> None:
     assert same(statistics(model), statistics(fresh))
 
 
+def test_a_restored_store_evaluates_as_the_worker_did(worker: Worker) -> None:
+    model, fresh = normed(None), normed(None)
+    worker.attach(model, sgd(model))
+    train(worker, model)
+    worker.refresh()
+    with pyps.Store.create("restored", state=worker.store.state()) as restored:
+        load_parameters(restored, fresh)
+        assert restored.hyper() == worker.store.hyper()
+    assert torch.equal(model.eval()(X), fresh.eval()(X))
+    assert same(statistics(model), statistics(fresh))
+
+
 def test_another_workers_buffers_must_be_the_same(worker: Worker) -> None:
     model = normed()
     worker.attach(model, sgd(model))
