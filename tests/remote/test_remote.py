@@ -43,7 +43,7 @@ class TestTraining:
     @staticmethod
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def train(self, name: str, rank: int, codec: str, found: dict[int, torch.Tensor]) -> None:
@@ -58,7 +58,7 @@ class TestTraining:
             loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             worker.step(loss)
-        found[rank] = torch.cat([p.detach().flatten() for p in model.parameters()])
+        found[rank] = torch.cat([value.detach().flatten() for value in model.state_dict().values()])
 
     def parameters(self, name: str, codec: str) -> torch.Tensor:
         self.models = [self.make() for _ in self.SPLIT]
