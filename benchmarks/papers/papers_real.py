@@ -32,6 +32,7 @@ from acceptance import (
     Findings,
 )
 from benchmark_tools import record
+from safetensors.numpy import load_file
 from tuning import (
     CLUSTERS,
     Budget,
@@ -156,7 +157,8 @@ def _run(case: Case, cluster: Scenario, folder: Path) -> Report:
         run_dir=folder / "run",
         even=not case.planned,
         throttle_from=str(CLUSTERS / f"{case.cluster}.toml"),
-        snapshot_every=1 if in_rounds else len(cluster.workers),
+        checkpoint_every=1 if in_rounds else len(cluster.workers),
+        keep_checkpoints=1_000_000,
         journal=True,
     )
     return run(folder / "plan.json", WORKER, options)
@@ -204,18 +206,18 @@ def agreement(records: Sequence[StepRecord], replayed: Result) -> float:
 
 
 def curve_of(folder: Path, records: Sequence[StepRecord], seed: int) -> Curve:
-    """The loss of every snapshot, and of the final parameters."""
+    """The loss of every checkpoint."""
     began = min(begin for r in records for kind, begin, _ in r.spans if kind == "compute")
     done, total, latest = {0: (0.0, 0)}, 0, began
     for version, (seconds, samples) in sorted(version_times(records).items()):
         latest, total = max(latest, seconds), total + samples
         done[version] = (latest - began, total)
     curve = set()
-    for path in [*folder.glob("snapshots/*.npz"), folder / "parameters.npz"]:
-        arrays = np.load(path)
+    for path in folder.glob("checkpoints/0*"):
+        arrays = load_file(path / "model.safetensors")
         layers = ("0.weight", "0.bias", "2.weight", "2.bias")
         w = np.concatenate([arrays[name].T.ravel().astype(np.float64) for name in layers])
-        curve.add((*done[int(arrays["pyps.version"])], digits(seed).loss(w)))
+        curve.add((*done[int(path.name)], digits(seed).loss(w)))
     return sorted(curve)
 
 

@@ -21,6 +21,7 @@ import picture
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 
 from pyps.formats import Plan, read_plan, write_json
 from pyps.formats.events import read_events
@@ -162,18 +163,18 @@ def profile_devices(base: float) -> None:
 
 
 def train(way: Way) -> Result:
-    """One run through the store by four processes, and the accuracy of its snapshots, computed afterwards."""
+    """One run through the store by four processes, then the accuracy of its checkpoints."""
     folder = OUT / way.key
     options = ["--plan", OUT / "plan.json", "--throttle-from", OUT / "cluster.toml", *way.options]
     options += ["--samples", ITERATIONS * GLOBAL_BATCH, "--seed", SEED]
-    options += ["--run-dir", folder, "--snapshot-every", 3 * way.versions]
+    options += ["--run-dir", folder, "--checkpoint-every", 3 * way.versions, "--keep-checkpoints", 9999]
     pyps("pyps", "run", *options, HERE / "train.py")
     records = read_run(folder)
     return Result(way, read_report(folder / "report.json"), records, accuracies(folder, records))
 
 
 def accuracies(folder: Path, records: list[StepRecord]) -> list[Accuracy]:
-    """Every snapshot's, and the final parameters': when its version was done, of how many samples it is."""
+    """Every checkpoint's: when its version was done, of how many samples it is."""
     began = min(begin for r in records for kind, begin, _ in r.spans if kind == "compute")
     done: dict[int, tuple[float, int]] = {}
     latest, total = began, 0
@@ -183,13 +184,13 @@ def accuracies(folder: Path, records: list[StepRecord]) -> list[Accuracy]:
     _, (images, labels) = data.load()
     model = digits_cnn().model
     curve: dict[int, Accuracy] = {}
-    for path in [*sorted((folder / "snapshots").glob("*.npz")), folder / "parameters.npz"]:
-        arrays = np.load(path)
+    for path in sorted((folder / "checkpoints").glob("0*")):
+        arrays = load_file(path / "model.safetensors")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(torch.from_numpy(arrays[name]))
+                parameter.copy_(arrays[name])
             right = int((model(images).argmax(1) == labels).sum())
-        version = int(arrays["pyps.version"])
+        version = int(path.name)
         curve[version] = Accuracy(*done[version], right)
     return [curve[version] for version in sorted(curve)]
 

@@ -21,7 +21,7 @@ Tensors = Mapping[str, NDArray[Any]]
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> TensorFile:
     """Write and fsync; what was written. Raises InputError if the file system refuses, as when it is full."""
-    arrays = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
+    arrays = {name: np.asarray(values, order="C") for name, values in tensors.items()}
     try:
         save_file(arrays, path, {"format": "pt", **(metadata or {})})
         return sync_file(path)

@@ -20,6 +20,7 @@ COMMANDS = {
     "run": "Train by a plan on this machine, with one process for each rank.",
     "top": "Show what every rank of a store does.",
     "report": "Write a page about a run: report.html.",
+    "export": "Write the weights of a run or a checkpoint as one file.",
     "simulate": "Compare synchronization policies on a cluster, in virtual time.",
     "serve": "Share a store of this machine with workers on other hosts.",
     "shm": "List and remove shared-memory segments.",
@@ -51,6 +52,8 @@ def _call(name: str, program: str, arguments: Sequence[str]) -> None:
         app(args=arguments, prog_name=program)
     except PypsError as error:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"{program}: {note}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:  # from outside the program: a full disk, a closed terminal
         print(f"{program}: {error}", file=sys.stderr)

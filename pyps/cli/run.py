@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +13,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pyps.checkpoint.folder import KEEP
 from pyps.cli.progress import Screen
 from pyps.errors import InputError
 from pyps.formats import encode
+from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.metrics import SINKS
 from pyps.report.ring import TurnsReport
 from pyps.run import Report, RunOptions, run
 from pyps.run.launcher import TrainingFailed
-from pyps.run.spec import MAX_RESTARTS
+from pyps.run.resume import run_of
+from pyps.run.spec import CHECKPOINT_EVERY, MAX_RESTARTS, options_from_json
 from pyps.store.policies import Policy
 
 app = typer.Typer(add_completion=False)
@@ -27,6 +31,7 @@ POLICY_HELP = f"Synchronization policy: {', '.join(Policy.known)}; parameters af
 CODEC_HELP = "Encoding of gradients; f32, bf16, f16, int8, int4, nf4; plan: the plan's bits, both ways."
 AS_PLANNED = "Default: as planned."
 RUN_DIR_HELP = "Folder of the run, by default pyps-runs/<time>-<pid>."
+SCRIPT_HELP = "Python script that calls pyps.join()."
 ARGS_HELP = "The script's arguments."
 DEPTH_HELP = "Steps of a worker under way at once; 1: no pipeline."
 PIPELINE_HELP = "Overlap push and pull with the next step's compute."
@@ -36,6 +41,9 @@ REBALANCE_HELP = "Move samples between workers that become slower or faster."
 CONNECT_HELP = "Address of a store served by `pyps serve`: tcp://host:port/name."
 METRICS_HELP = f"Send figures while it trains: {', '.join(SINKS.values())}; may be repeated."
 NONFINITE_HELP = "Go on when the loss is not finite."
+CHECKPOINT_HELP = "Versions (500) or time (30s, 5m, 2h) between checkpoints; 0: only at the end."
+KEEP_HELP = "Checkpoints to keep; 0: write none."
+RESUME_HELP = "Go on from a run's newest checkpoint in its folder, or begin a new run with one checkpoint."
 MIN_REPORTED_OVERRUN = 0.02  # of the compute time
 SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -43,7 +51,7 @@ SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_optio
 @app.command("run", context_settings=SCRIPT_TAKES_THE_REST)
 def run_command(
     ctx: typer.Context,
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python script that calls pyps.join().")],
+    script: Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=SCRIPT_HELP)] = None,
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help=ARGS_HELP)] = None,
     plan: Annotated[Path, typer.Option(help="Plan to train by (pyps.plan/1).")] = Path("plan.json"),
     policy: Annotated[str | None, typer.Option(help=f"{POLICY_HELP} {AS_PLANNED}")] = None,
@@ -62,7 +70,9 @@ def run_command(
     run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR_HELP)] = None,
     round_timeout: Annotated[float | None, typer.Option(help=f"{ROUND_TIMEOUT_HELP} {AS_PLANNED}")] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts allowed per rank.")] = MAX_RESTARTS,
-    snapshot_every: Annotated[int, typer.Option(help="Versions between snapshots; 0: none.")] = 0,
+    checkpoint_every: Annotated[str, typer.Option(metavar="N|TIME", help=CHECKPOINT_HELP)] = CHECKPOINT_EVERY,
+    keep_checkpoints: Annotated[int, typer.Option(help=KEEP_HELP)] = KEEP,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN|CHECKPOINT", help=RESUME_HELP)] = None,
     connect: Annotated[str | None, typer.Option(metavar="ADDRESS", help=CONNECT_HELP)] = None,
     ranks: Annotated[str | None, typer.Option(metavar="R,R...", help="Start only these ranks here.")] = None,
     rebalance: Annotated[bool, typer.Option("--rebalance", help=REBALANCE_HELP)] = False,
@@ -72,11 +82,12 @@ def run_command(
 ) -> None:
     """Train: start SCRIPT once for each rank of the plan, restart workers that die, and report.
 
-    The run's folder then holds report.json, trace.json (for ui.perfetto.dev), parameters.npz, logs and step
-    records.
+    The run's folder then holds report.json, trace.json (for ui.perfetto.dev), model.safetensors,
+    checkpoints, logs and step records. With --resume, what is not given is as it was in the resumed run.
     """
+    wanted = _total_samples(samples, epochs, dataset_size, required=resume is None)
     options = RunOptions(
-        samples=_total_samples(samples, epochs, dataset_size),
+        samples=wanted,
         dataset_size=dataset_size or 0,
         policy=policy,
         round_timeout=round_timeout,
@@ -90,13 +101,20 @@ def run_command(
         throttle_from=throttle_from,
         even=even,
         max_restarts=max_restarts,
-        snapshot_every=snapshot_every,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        resume=resume,
         connect=connect,
         ranks=None if ranks is None else _rank_list(ranks),
         rebalance=rebalance,
         allow_nonfinite=allow_nonfinite,
         metrics=metrics or (),
     )
+    given = _given(ctx)
+    if resume is not None:
+        script, options = _resumed(resume, script, options, given)
+    if script is None:
+        raise InputError("SCRIPT", "", "nothing", "a Python script that calls pyps.join()")
     misplaced = _misplaced(ctx, options.args)
     with (
         Screen(quiet_stdout=as_json) as screen,
@@ -105,12 +123,41 @@ def run_command(
         if misplaced:
             screen.notice(f"after {script}, so for it and not for pyps run: {', '.join(misplaced)}")
         report = run(
-            plan, script, options, on_line=screen.line, on_progress=screen.progress, on_restart=screen.notice
+            plan if resume is None or "plan" in given else None,
+            script,
+            options,
+            on_line=screen.line,
+            on_progress=screen.progress,
+            on_notice=screen.notice,
         )
     if as_json:
         sys.stdout.write(encode(report).decode())
     else:
         show(report)
+
+
+def _given(ctx: typer.Context) -> set[str]:
+    """The parameters that stand on the command line."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    return given | ({"samples"} if "epochs" in given else set())
+
+
+def _resumed(
+    resume: Path, script: Path | None, options: RunOptions, given: Set[str]
+) -> tuple[Path | None, RunOptions]:
+    """The script and the options of the run that is resumed, with those that were given in their place."""
+    run_dir = run_of(resume)
+    if run_dir is None:
+        if "samples" not in given:
+            raise InputError("--samples", "", "nothing", f"a number: {resume} is in no run's folder")
+        return script, options
+    before = read_setup(run_dir)
+    saved = options_from_json(str(run_dir / SETUP_FILE), before.options)
+    names = {field.name for field in fields(options)} & given | {"run_dir", "resume"}
+    names |= {"args"} if script is not None else set()
+    changed = replace(saved, **{name: getattr(options, name) for name in names})
+    return script or Path(before.script), changed
 
 
 def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:
@@ -154,13 +201,17 @@ def _overruns(report: Report) -> Iterator[str]:
             )
 
 
-def _total_samples(samples: int | None, epochs: float | None, dataset_size: int | None) -> int:
-    """The samples to train, from --samples or from --epochs and --dataset-size."""
+def _total_samples(
+    samples: int | None, epochs: float | None, dataset_size: int | None, *, required: bool
+) -> int:
+    """The samples to train, from --samples or from --epochs and --dataset-size; 0 if none are required."""
     if samples is not None:
         if epochs is not None or dataset_size is not None:
             raise InputError("--samples", "", "--epochs or --dataset-size as well", "only one of them")
         return samples
     if epochs is None and dataset_size is None:
+        if not required:
+            return 0
         expected = "--samples N, or --epochs E --dataset-size N"
         raise InputError("--samples", "", "nothing", expected)
     if dataset_size is None:
@@ -214,6 +265,7 @@ def summary(report: Report) -> Iterator[str]:
     yield from (f"rebalanced: {why}" for why in report.replans)
     yield from report.advice
     yield from _overruns(report)
+    yield from (f"resumed at version {version}" for version in report.resumed_at)
     s = report.samples
     yield f"{s.trained} samples in {report.versions} versions and {report.wall_seconds:.1f} s"
     if s.skipped or s.returned or s.dropped or report.restarts:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from pyps.errors import InputError
+from pyps.formats.checkpoint import Checkpoint
 from pyps.formats.cluster import (
     Cluster,
     GoodputInfo,
@@ -66,6 +67,7 @@ __all__ = [
     "PLAN_SCHEMA",
     "PROFILE_SCHEMA",
     "Bits",
+    "Checkpoint",
     "Cluster",
     "CostEstimate",
     "Device",
@@ -111,7 +113,12 @@ __all__ = [
     "write_json",
 ]
 
-FORMATS: dict[str, type[Struct]] = {"profile": Profile, "cluster": Cluster, "plan": Plan}
+FORMATS: dict[str, type[Struct]] = {
+    "profile": Profile,
+    "cluster": Cluster,
+    "plan": Plan,
+    "checkpoint": Checkpoint,
+}
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
@@ -144,7 +151,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of "profile", "cluster" or "plan"; the folder schemas/ holds them as files, too."""
+    """The JSON schema of "profile", "cluster", "plan" or "checkpoint"; the files are in schemas/."""
     if name not in FORMATS:
         raise InputError("schema", "name", repr(name), f"one of {', '.join(FORMATS)}")
     return msgspec.json.schema(FORMATS[name])

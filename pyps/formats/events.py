@@ -6,6 +6,7 @@ joined, died and were restarted.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -17,7 +18,9 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats.records import LineReader
 
-RunEventKind = Literal["started", "joined", "died", "restarted", "replanned", "snapshot", "finished", "ended"]
+RunEventKind = Literal[
+    "started", "joined", "died", "restarted", "replanned", "checkpoint", "resumed", "finished", "ended"
+]
 
 
 class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -25,7 +28,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     monotonic_seconds: CLOCK_MONOTONIC, as in the step records.
     unix_seconds: the time of day.
-    version: the store's, for snapshots.
+    version: the store's, for checkpoints and where the run was resumed.
     detail: the reason: an exit code, a signal, a file.
     """
 
@@ -39,11 +42,24 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EventLog:
-    """Appends events to a file, each in one write, and keeps them for the report."""
+    """Appends events to a file, each in one write; `events` holds all that are in it, for the report.
+
+    Holds the file's lock: one launcher at a time. Raises InputError if another one runs.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.events: list[RunEvent] = []
         self._file = path.open("ab", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            found = "a run that is still going on"
+            raise InputError(
+                str(path.parent), "", found, "a folder without one, or wait for its end"
+            ) from None
+        whole = path.read_bytes().rpartition(b"\n")
+        self._file.truncate(len(whole[0]) + len(whole[1]))  # not behind a line that a kill has cut
+        self.events = read_events(path)
 
     def write(
         self,

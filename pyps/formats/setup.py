@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -39,6 +39,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     store: name or address. samples: of the whole run; 0: until the script ends. even: equal batches instead
     of the plan's. predicted_iteration_seconds: the plan's, of one global batch. ranks: those started here.
     turns: the planned ones of all ranks, where the policy takes turns.
+    folder: where it was started. options: the other options and the script's arguments, to resume with.
     """
 
     schema: Literal["pyps.run/1"] = SETUP_SCHEMA
@@ -52,6 +53,8 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     predicted_iteration_seconds: float | None
     ranks: tuple[RankSetup, ...]
     turns: TurnSchedule | None = None
+    folder: str = ""
+    options: dict[str, Any] = {}
 
     @property
     def global_batch(self) -> int:

@@ -119,6 +119,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     replans: why the batches changed while it trained, one line a change.
     advice: what to change where a rank's data loading holds it up, one line a rank.
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
+    resumed_at: the version at which each later part of it began.
+    checkpoint: the folder of the last one, in checkpoints/; "": there is none.
     """
 
     schema: Literal["pyps.report/1.1"] = REPORT_SCHEMA
@@ -145,6 +147,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     short_rounds: NonNegative | None = None
     advice: list[str] = []
     turns: TurnsReport | None = None
+    resumed_at: list[NonNegative] = []
+    checkpoint: str = ""
 
 
 class StoreTotals(msgspec.Struct, frozen=True):
@@ -175,7 +179,8 @@ def make_report(
     """
     training = training_time(records)
     ranks = [rank_report(rank, records, events, totals, training) for rank in setup.ranks]
-    times = distribution(iteration_times(records, setup.global_batch))
+    resumed = [e.monotonic_seconds for e in events if e.kind == "resumed"]
+    times = distribution(iteration_times(records, setup.global_batch, resumed))
     predicted = setup.predicted_iteration_seconds
     losses = loss_points(records, setup.global_batch)
     return Report(
@@ -185,7 +190,7 @@ def make_report(
         emulated=any(rank.emulated for rank in setup.ranks),
         seed=setup.seed,
         global_batch=setup.global_batch,
-        wall_seconds=events[-1].monotonic_seconds - events[0].monotonic_seconds if events else 0.0,
+        wall_seconds=_wall_seconds(events),
         iteration_seconds=times,
         predicted_iteration_seconds=predicted,
         measured_over_predicted=times.median / predicted if predicted and times.count else None,
@@ -208,6 +213,8 @@ def make_report(
         short_rounds=short_rounds(records, setup.global_batch),
         advice=[advice for rank in ranks if (advice := loading_advice(rank))],
         turns=_turns(setup, records),
+        resumed_at=[e.version or 0 for e in events if e.kind == "resumed"],
+        checkpoint=next((e.detail for e in reversed(events) if e.kind == "checkpoint"), ""),
     )
 
 
@@ -302,8 +309,13 @@ def version_times(records: Sequence[StepRecord]) -> dict[int, tuple[float, int]]
     return times
 
 
-def iteration_times(records: Sequence[StepRecord], global_batch: int) -> list[float]:
-    """Seconds between the moments at which the samples trained pass multiples of the global batch."""
+def iteration_times(
+    records: Sequence[StepRecord], global_batch: int, resumed: Sequence[float] = ()
+) -> list[float]:
+    """Seconds between the moments at which the samples trained pass multiples of the global batch.
+
+    resumed: when later parts of the run began; an iteration does not last over one of them.
+    """
     passed, total = [], 0
     latest = 0.0
     for _, (done, samples) in sorted(version_times(records).items()):
@@ -311,7 +323,13 @@ def iteration_times(records: Sequence[StepRecord], global_batch: int) -> list[fl
         count = (total + samples) // global_batch - total // global_batch
         passed += [latest] * count
         total += samples
-    return [b - a for a, b in pairwise(passed)]
+    return [b - a for a, b in pairwise(passed) if not any(a < begin <= b for begin in resumed)]
+
+
+def _wall_seconds(events: Sequence[RunEvent]) -> float:
+    """From the first event to the last, without the time between two parts of the run."""
+    pairs = pairwise(events)
+    return sum(b.monotonic_seconds - a.monotonic_seconds for a, b in pairs if b.kind != "resumed")
 
 
 def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPoint]:

@@ -38,7 +38,7 @@ class Watch:
         self._tracker = Tracker(setup, time.monotonic())
         self._on_progress, self._sinks = on_progress, sinks
         self._next = self._next_sink = 0.0
-        self._noted = 0
+        self._noted = len(events)  # those of earlier parts of the run are old
         self._state: StoreActivity | None = None
 
     def tick(self, state: StoreActivity | None) -> None:

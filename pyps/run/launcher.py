@@ -8,7 +8,7 @@ neither a process nor a segment behind, however the run ends.
 from __future__ import annotations
 
 import contextlib
-import os
+import math
 import selectors
 import signal
 import time
@@ -17,17 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
-import numpy as np
-
 from pyps import native
-from pyps.errors import Busy, NotReady, PypsError, SegmentNotFound, SnapshotCancelled, StoreFull, TimedOut
+from pyps.checkpoint.folder import MODEL
+from pyps.checkpoint.tensors import write_whole
+from pyps.errors import NotReady, PypsError, SegmentNotFound, StoreError, StoreFull
 from pyps.formats.events import EventLog
 from pyps.formats.records import record_path
-from pyps.native.values import MemberState, Role, Snapshot
+from pyps.native.values import MemberState, Role
 from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.report.activity import StoreActivity, look
 from pyps.report.report import StoreTotals
+from pyps.run.checkpoints import Checkpointer
 from pyps.run.guard import Guard
 from pyps.run.membership import reason, split_without
 from pyps.run.process import WorkerProcess, end_processes
@@ -42,11 +43,11 @@ HERE = (MemberState.ACTIVE, MemberState.FENCED)  # a fenced worker comes back by
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host
 REAP_INTERVAL_SECONDS = 1.0  # how often the store is asked to reap members that the launcher did not start
 GRACE_SECONDS = 5.0  # between the first signal, SIGTERM and SIGKILL
-SNAPSHOT_TIMEOUT_SECONDS = 5.0  # a snapshot that takes longer is left out
+LAST_CHECKPOINT_SECONDS = 20.0  # that the last checkpoint of a run that was stopped may take
 
 OnLine = Callable[[int, str, bool], None]  # (rank, line, is_stderr)
 OnTick = Callable[[StoreActivity | None], None]
-OnRestart = Callable[[str], None]  # a sentence
+OnNotice = Callable[[str], None]  # a sentence
 
 
 class TrainingFailed(PypsError):
@@ -76,9 +77,9 @@ class Launcher:
         log: EventLog,
         on_line: OnLine | None = None,
         on_tick: OnTick | None = None,
-        on_restart: OnRestart | None = None,
+        on_notice: OnNotice | None = None,
     ) -> None:
-        """spec: what to run; log: of events; on_line, on_restart: as in pyps.run.run.
+        """spec: what to run; log: of events; on_line, on_notice: as in pyps.run.run.
 
         on_tick: called about 20 times a second with the store's state, None before the store is there.
         """
@@ -91,15 +92,15 @@ class Launcher:
         self._seen: set[int] = set()  # ranks that have been there
         self._finished: set[int] = set()
         self._away: frozenset[int] = frozenset()
-        self._on_line, self._on_tick, self._on_restart = on_line, on_tick, on_restart
+        self._on_line, self._on_tick, self._on_notice = on_line, on_tick, on_notice
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
         self._restart_at: dict[int, float] = {}  # by rank
         self._restarts = Restarts(spec.options.max_restarts)
         self._store: Store | None = None
-        self._signal = 0
+        self._signal = self._signals = 0
         self._previous_handlers: dict[int, object] = {}
-        self._next_snapshot = spec.options.snapshot_every
+        self._checkpoints = Checkpointer(spec, self._note_checkpoint, self._note_failed_checkpoint)
         self._next_reap = self._next_poll = 0.0
 
     def __enter__(self) -> Self:
@@ -123,7 +124,21 @@ class Launcher:
             _restore_signals(self._previous_handlers)
 
     def run(self) -> None:
-        """Return when every worker has ended well. Raises TrainingFailed, Interrupted."""
+        """Return when every worker has ended well. Raises TrainingFailed, Interrupted, after a checkpoint."""
+        try:
+            self._train()
+        except (TrainingFailed, Interrupted) as end:
+            self._save_last(LAST_CHECKPOINT_SECONDS)
+            if self.last_checkpoint is not None:
+                end.add_note(f"the last checkpoint is {self.last_checkpoint}: {self._resume_hint()}")
+            raise
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest checkpoint of this run that is whole."""
+        return self._checkpoints.path
+
+    def _train(self) -> None:
         for rank in self._ranks:
             self._start(rank, "started")
         while self._processes or self._restart_at:
@@ -137,15 +152,18 @@ class Launcher:
                 raise Interrupted(self._signal)
         if self._store is None:
             raise TrainingFailed("every worker ended, but none joined: the script has to call pyps.join()")
-        save_parameters(self.spec.run_dir / "parameters.npz", self._store.snapshot())
         state = look(self._store)
         self._update_totals(state)
         if self._on_tick is not None:
             self._on_tick(state)
+        self._save_last(math.inf)
+        write_whole(self.spec.run_dir / MODEL, self._store.snapshot().tensors)
 
     def _start(self, rank: int, event: Literal["started", "restarted"]) -> None:
         log = self.spec.run_dir / f"worker-{rank}.log"
-        process = WorkerProcess(rank, self.spec.command, self.spec.environment(self._ranks[rank]), log)
+        process = WorkerProcess(
+            rank, self.spec.command, self.spec.environment(self._ranks[rank]), log, self.spec.folder
+        )
         self._guard.add(process.pid)
         self._processes[rank] = process
         for stream in process.streams():
@@ -196,8 +214,7 @@ class Launcher:
         if refusal is not None:
             raise TrainingFailed(self._exit_message(process, refusal), tuple(process.stderr_tail))
         self._restart_at[process.rank] = time.monotonic() + self._restarts.count(process.rank)
-        if self._on_restart is not None:
-            self._on_restart(self._restart_message(process))
+        self._notice(self._restart_message(process))
 
     def _read_remaining_output(self, process: WorkerProcess) -> None:
         """Read what a dead process has printed last, then close its descriptors."""
@@ -223,7 +240,7 @@ class Launcher:
         return f"{self._place(process)}: {process.exit_reason()}{refusal}{hint}"
 
     def _poll_store(self) -> None:
-        """Note which workers joined and how far the run is; rebalance, and take a snapshot that is due."""
+        """Note which workers joined and how far the run is; rebalance, and begin a checkpoint that is due."""
         if time.monotonic() < self._next_poll:
             return
         self._next_poll = time.monotonic() + (REMOTE_POLL_SECONDS if self._is_remote else 0.0)
@@ -238,8 +255,7 @@ class Launcher:
                 store.reap()
             self._update_totals(state)
             self._rebalance(store, state)
-            if self.spec.options.snapshot_every and state.status.version >= self._next_snapshot:
-                self._take_snapshot(store)
+            self._checkpoints.update(state.status)
         if self._on_tick is not None:
             self._on_tick(state)
 
@@ -310,34 +326,43 @@ class Launcher:
             store.replan(after)
             self.log.write("replanned", detail=reason(away, before, after))
 
-    def _take_snapshot(self, store: Store) -> None:
-        try:
-            snapshot = store.snapshot(SNAPSHOT_TIMEOUT_SECONDS)
-        except (SnapshotCancelled, Busy, TimedOut):
-            return  # the next tick tries again
-        path = self.spec.run_dir / "snapshots" / f"{snapshot.version:09d}.npz"
-        save_parameters(path, snapshot)
-        self.log.write("snapshot", version=snapshot.version, detail=path.name)
-        every = self.spec.options.snapshot_every
-        self._next_snapshot = (snapshot.version // every + 1) * every
+    def _save_last(self, seconds: float) -> None:
+        """Write a checkpoint of what is new since the last one, in so many seconds at most.
+
+        Meanwhile what workers print is read, and a second signal ends it at once.
+        """
+        deadline, begun = time.monotonic() + seconds, self._store is None
+        while time.monotonic() < deadline and self._signals < 2:
+            if not self._checkpoints.wait(TICK_SECONDS):
+                self._wait_for_output()
+            elif begun:
+                return
+            else:
+                begun = self._begin_last(min(seconds, LAST_CHECKPOINT_SECONDS))
+
+    def _begin_last(self, seconds: float) -> bool:
+        with contextlib.suppress(StoreError):  # its server may be gone
+            if self._store is not None:
+                self._checkpoints.begin_last(self._store.status().version, seconds)
+        return True
+
+    def _note_checkpoint(self, version: int, path: Path) -> None:
+        self.log.write("checkpoint", version=version, detail=path.name)
+
+    def _note_failed_checkpoint(self, error: PypsError) -> None:
+        last = self.last_checkpoint
+        self._notice(f"no checkpoint: {error}; the last one is {last if last is not None else 'none'}")
+
+    def _resume_hint(self) -> str:
+        return f"continue with pyps run --resume {self.spec.run_dir}"
+
+    def _notice(self, text: str) -> None:
+        if self._on_notice is not None:
+            self._on_notice(text)
 
     def _on_signal(self, number: int, _: object) -> None:
-        self._signal = number
-
-
-def save_parameters(path: Path, snapshot: Snapshot) -> None:
-    """Write one version's tensors by name, and `pyps.version`, to an .npz, atomically."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    arrays: dict[str, np.ndarray] = {**snapshot.tensors, "pyps.version": np.uint64(snapshot.version)}  # type: ignore
-    try:
-        with open(temporary, "xb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        self._signal = self._signal or number
+        self._signals += 1
 
 
 def _catch_signals(handler: Callable[[int, object], None]) -> dict[int, object]:

@@ -2,7 +2,7 @@
 
 Afterwards the run's folder holds plan.json (as it was run), run.json (what it was started with), run.jsonl
 (events), worker-<rank>-<pid>.jsonl (step records of a process), worker-<rank>.log (what it printed),
-report.json, trace.json, parameters.npz (the result), and snapshots/ if asked for.
+report.json, trace.json, model.safetensors (the result), and checkpoints/ (pyps.checkpoint).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from pyps.metrics import Sink, open_sink
 from pyps.report.report import Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
 from pyps.report.watch import OnProgress, Watch
-from pyps.run.launcher import Interrupted, Launcher, OnLine, OnRestart
-from pyps.run.spec import EVENTS, RunOptions, StrPath, prepare
+from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice
+from pyps.run.spec import EVENTS, RunOptions, StrPath, prepare, write_setup
 
 
 def run(
-    plan: StrPath,
+    plan: StrPath | None,
     script: StrPath,
     options: RunOptions,
     *,
     on_line: OnLine | None = None,
     on_progress: OnProgress | None = None,
-    on_restart: OnRestart | None = None,
+    on_notice: OnNotice | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Report:
     """Run `script` once for each rank of the plan until `options.samples` are trained; the report.
 
-    plan: path of a pyps.plan/1 file.
+    plan: path of a pyps.plan/1 file; None: the resumed run's.
     script: path of a Python script that calls pyps.join().
     options: how to train; only `samples` has no default.
     on_line: called with (rank, line, is_stderr) for each line that a worker prints.
     on_progress: called a few times a second with how far the run is (pyps.report.progress).
-    on_restart: called with a sentence for each worker that died and is restarted, and before the start if the
-        plan was made for another mode.
+    on_notice: called with a sentence for each worker that is restarted, for each checkpoint that failed, and
+        before the start if the plan was made for another mode.
     sinks: for readings while it trains (pyps.metrics), beyond those of `options.metrics`; the caller closes
         them.
 
@@ -47,15 +47,20 @@ def run(
     holds a report too.
     """
     spec = prepare(plan, script, options)
-    if spec.departures and on_restart is not None:
-        on_restart(f"{plan}: its predictions do not hold for this run ({'; '.join(spec.departures)})")
+    if spec.departures and on_notice is not None:
+        on_notice(
+            f"{spec.plan_path}: its predictions do not hold for this run ({'; '.join(spec.departures)})"
+        )
     with ExitStack() as stack:
         folder = str(spec.run_dir / "tensorboard")
         own = [stack.enter_context(open_sink(text, folder)) for text in options.metrics]
         log = stack.enter_context(EventLog(spec.run_dir / EVENTS))
+        write_setup(spec)
+        if options.resume is not None:
+            log.write("resumed", version=spec.resumed.version, detail=str(spec.resumed.path or ""))
         watch = Watch(spec.setup, spec.run_dir, log.events, on_progress, [*own, *sinks])
         stack.callback(watch.finish)
-        return _launch(Launcher(spec, log, on_line, watch.tick, on_restart))
+        return _launch(Launcher(spec, log, on_line, watch.tick, on_notice))
 
 
 def _launch(launcher: Launcher) -> Report:

@@ -33,7 +33,10 @@ def _die_with_parent() -> None:
 class WorkerProcess:
     """A started worker. `stderr_tail` holds the last lines of its stderr; a log file holds all its output."""
 
-    def __init__(self, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path, folder: str | None = None
+    ) -> None:
+        """rank; command; env: of the process; log: its file; folder: where it starts, by default here."""
         self.rank = rank
         self.stderr_tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.exit_code: int | None = None
@@ -42,6 +45,7 @@ class WorkerProcess:
         self._popen = subprocess.Popen(
             command,
             env=dict(env),
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -8,24 +8,32 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from pyps.checkpoint.folder import KEEP
 from pyps.errors import InputError
 from pyps.formats import Plan, read_plan, write_json
-from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup
+from pyps.formats.mode import FROM_PLAN
+from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
 from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec
 from pyps.remote.address import parse_address
+from pyps.run.interval import interval_of
 from pyps.run.ranks import RankSpec, even_plan, rank_specs, throttles
+from pyps.run.resume import Resumed, continue_folder, find_resumed, run_of
 from pyps.store.policies import Policy
 from pyps.worker.mode import ModeOptions, RankMode, departures, launched_mode, launched_policy
 from pyps.worker.sampling import MAX_SEED
 from pyps.worker.settings import Settings
 
 MAX_RESTARTS = 3
+CHECKPOINT_EVERY = "10m"
 MAX_COUNT = 2**63 - 1
 EVENTS = "run.jsonl"
+ANEW = Resumed(None, None, None)
+PLAN = "plan.json"
 StrPath = str | os.PathLike[str]
 
 
@@ -48,7 +56,11 @@ class RunOptions:
     throttle_from: "plan" or a cluster file, to emulate its devices (pyps.run.ranks.throttles).
     even: equal batches instead of the plan's, for comparison.
     max_restarts: restarts allowed per rank; a worker that dies before it joined ends the run.
-    snapshot_every: versions between snapshots; 0: none.
+    checkpoint_every: versions (500) or a time (30s, 5m, 2h) between checkpoints; 0: only at the end, which a
+        signal or a failed worker brings too.
+    keep_checkpoints: the last ones that are kept; 0: none is written.
+    resume: a run's folder, to continue in it from its newest checkpoint, or one checkpoint, to begin a new
+        run with.
     connect: the address of a store that `pyps serve` serves (pyps.remote); None: a store on this machine.
     ranks: the ranks to start here, with connect; None: all.
     rebalance: move samples between ranks while the run trains (pyps.run.rebalance).
@@ -70,7 +82,9 @@ class RunOptions:
     throttle_from: StrPath | None = None
     even: bool = False
     max_restarts: int = MAX_RESTARTS
-    snapshot_every: int = 0
+    checkpoint_every: int | str = CHECKPOINT_EVERY
+    keep_checkpoints: int = KEEP
+    resume: StrPath | None = None
     connect: str | None = None
     ranks: Sequence[int] | None = None
     rebalance: bool = False
@@ -86,6 +100,8 @@ class RunSpec:
     ranks: those to start here.
     modes: of every rank.
     departures: in what they are not the plan's, so that its prediction does not hold.
+    folder: where its processes start.
+    resumed: what it goes on from.
     """
 
     plan: Plan
@@ -97,10 +113,12 @@ class RunSpec:
     store: str
     run_dir: Path
     command: tuple[str, ...]
+    folder: str
+    resumed: Resumed = ANEW
 
     @property
     def plan_path(self) -> Path:
-        return self.run_dir / "plan.json"
+        return self.run_dir / PLAN
 
     @property
     def journal(self) -> Path | None:
@@ -128,7 +146,7 @@ class RunSpec:
         return RunSetup(
             store=self.store,
             host=socket.gethostname(),
-            script=self.command[1],
+            script=os.path.abspath(self.command[1]),
             policy=self.policy.name,
             even=self.options.even,
             seed=self.options.seed,
@@ -136,6 +154,8 @@ class RunSpec:
             predicted_iteration_seconds=None if self.departures else self.plan.iteration_seconds,
             ranks=tuple(ranks),
             turns=self.turns,
+            folder=self.folder,
+            options=options_to_json(self.options),
         )
 
     def settings(self, rank: RankSpec) -> Settings:
@@ -152,6 +172,7 @@ class RunSpec:
             run_dir=self.run_dir,
             journal=self.journal,
             launched=True,
+            resume=self.resumed.path,
         )
         return settings.with_plan(self.plan, self.plan_path).with_mode(self.modes[rank.rank])
 
@@ -165,28 +186,30 @@ class RunSpec:
         return env
 
 
-def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
-    """Check everything, then make the run's folder with its plan.json. Raises InputError."""
+def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSpec:
+    """Check everything, then make the run's folder. plan None: that of the resumed run. Raises InputError."""
     _check_range("samples", options.samples)
     _check_range("max_restarts", options.max_restarts)
-    _check_range("snapshot_every", options.snapshot_every)
+    _check_range("keep_checkpoints", options.keep_checkpoints)
     _check_range("seed", options.seed, MAX_SEED)
+    interval_of(options.checkpoint_every, "checkpoint_every")
     if not Path(script).is_file():
         raise InputError("script", "", f"no file at {script}", "a Python script that calls pyps.join()")
     store = _store_name(options.connect)
-    planned, ranks = _load_ranks(os.fspath(plan), options)
+    resumed = find_resumed(options.resume) if options.resume is not None else ANEW
+    planned, ranks, where = _load_ranks(plan, resumed, options)
     ranks_here = _ranks_to_start(ranks, options)
     wanted = _mode_options(options)
     policy = launched_policy(wanted, planned)
     if policy.needs.uses_turns:
         plan_turns(planned, os.fspath(plan))
     used = [worker for worker in planned.workers if worker.batch > 0]
-    modes = [launched_mode(wanted, policy, planned, worker, os.fspath(plan)) for worker in used]
+    modes = [launched_mode(wanted, policy, planned, worker, where) for worker in used]
     by_rank = {worker.rank: mode for worker, mode in zip(used, modes, strict=True)}
     if options.journal and options.connect is not None:
         found = f"on, with a store at {options.connect}"
         raise InputError("journal", "", found, "off: the store's server takes the decisions")
-    spec = RunSpec(
+    return RunSpec(
         plan=planned,
         policy=policy,
         options=options,
@@ -194,12 +217,56 @@ def prepare(plan: StrPath, script: StrPath, options: RunOptions) -> RunSpec:
         modes=tuple(modes),
         departures=tuple(departures(planned, policy, by_rank)),
         store=store,
-        run_dir=_make_run_folder(options.run_dir),
-        command=(sys.executable, os.fspath(script), *options.args),
+        run_dir=_make_run_folder(options.run_dir, resumed),
+        command=(
+            sys.executable,
+            os.path.abspath(script) if options.resume else os.fspath(script),
+            *options.args,
+        ),
+        folder=_folder(script, options.resume),
+        resumed=resumed,
     )
-    write_json(spec.plan_path, planned)
+
+
+def _folder(script: StrPath, resume: StrPath | None) -> str:
+    """Where the processes start: here, or where those of the resumed run did, if it is the same script."""
+    if resume is not None and (run_dir := run_of(resume)) is not None:
+        before = read_setup(run_dir)
+        if before.script == os.path.abspath(script) and os.path.isdir(before.folder):
+            return before.folder
+    return os.getcwd()
+
+
+def write_setup(spec: RunSpec) -> None:
+    """Make the run's folder ready: what earlier parts of the run left, plan.json and run.json."""
+    if spec.resumed.run_dir is not None:
+        continue_folder(spec.run_dir, spec.resumed.version, spec.run_dir / EVENTS)
+    write_json(spec.plan_path, spec.plan)
     write_json(spec.run_dir / SETUP_FILE, spec.setup)
-    return spec
+
+
+def options_to_json(options: RunOptions) -> dict[str, Any]:
+    """The options as plain data, for run.json: all but those that name folders of runs."""
+    values = {
+        f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("run_dir", "resume")
+    }
+    if isinstance(policy := options.policy, Policy):
+        values |= {"policy": str(policy), "round_timeout": policy.round_timeout_seconds}
+    if isinstance(options.codec, Codec):
+        values["codec"] = options.codec.name.lower()
+    if options.throttle_from not in (None, FROM_PLAN):
+        values["throttle_from"] = os.path.abspath(options.throttle_from)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def options_from_json(where: str, values: dict[str, Any]) -> RunOptions:
+    """The options that `options_to_json` wrote. Raises InputError, naming the file `where`."""
+    if unknown := values.keys() - {f.name for f in fields(RunOptions)}:
+        expected = "options of this version of pyps"
+        raise InputError(where, f"options.{min(unknown)}", "an unknown option", expected)
+    if "samples" not in values:
+        raise InputError(where, "options.samples", "nothing", "the samples of the run")
+    return RunOptions(**values)
 
 
 def _mode_options(options: RunOptions) -> ModeOptions:
@@ -225,13 +292,20 @@ def _store_name(connect: str | None) -> str:
     return connect
 
 
-def _load_ranks(where: str, options: RunOptions) -> tuple[Plan, list[RankSpec]]:
-    """The plan as it is run, and all its ranks."""
-    plan = read_plan(where)
+def _load_ranks(
+    path: StrPath | None, resumed: Resumed, options: RunOptions
+) -> tuple[Plan, list[RankSpec], str]:
+    """The plan as it is run, all its ranks, and the plan's place for errors."""
+    saved = resumed.checkpoint.plan if resumed.checkpoint is not None else None
+    if path is None and saved is not None:
+        plan, where = saved, f"{resumed.path}: plan"
+    else:
+        where = os.fspath(path if path is not None else (resumed.run_dir or Path()) / PLAN)
+        plan = read_plan(where)
     specs = throttles(plan, where, options.throttle_from)
-    if options.even:
+    if options.even and path is not None:
         plan = even_plan(plan, where, [spec.fit if spec else None for spec in specs])
-    return plan, rank_specs(plan, specs)
+    return plan, rank_specs(plan, specs), where
 
 
 def _ranks_to_start(all_ranks: list[RankSpec], options: RunOptions) -> list[RankSpec]:
@@ -252,14 +326,19 @@ def _ranks_to_start(all_ranks: list[RankSpec], options: RunOptions) -> list[Rank
     return [spec for spec in all_ranks if spec.rank in ranks]
 
 
-def _make_run_folder(run_dir: StrPath | None) -> Path:
-    """The run's folder as an absolute path, made where it is missing. Raises InputError if it holds a run."""
+def _make_run_folder(run_dir: StrPath | None, resumed: Resumed) -> Path:
+    """The run's folder as an absolute path, made where it is missing. Raises InputError if it holds a run,
+    unless that is resumed.
+    """
     default = f"pyps-runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder = Path(run_dir if run_dir is not None else default).absolute()
+    folder = Path(run_dir if run_dir is not None else resumed.run_dir or default).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError("run_dir", "", f"{folder}: {error.strerror}", "a folder to write to") from None
-    if (folder / EVENTS).exists():
-        raise InputError("run_dir", "", f"{folder}, which holds a run", "a folder without one")
+    if resumed.run_dir is not None and folder.resolve() != resumed.run_dir.resolve():
+        expected = f"{resumed.run_dir}, which is resumed; one of its checkpoints can begin a new run"
+        raise InputError("run_dir", "", str(folder), expected)
+    if resumed.run_dir is None and (folder / SETUP_FILE).exists():
+        raise InputError("run_dir", "", f"{folder}, which holds a run", "a folder without one, or resume")
     return folder

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pyps.checkpoint.state import Saved
+from pyps.checkpoint.state import load as load_checkpoint
 from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
 from pyps.native.values import Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
@@ -217,17 +219,28 @@ def set_planned_turns(store: Store, settings: Settings) -> None:
 
 def _create(settings: Settings, attachment: Attachment) -> Store:
     tensors = attachment.tensors()
+    saved = _saved(settings) if settings.resume is not None else None
     return create_store(
         settings.store,
         {name: values for name, (_, values) in tensors.items()},
+        state=saved.state if saved is not None else None,
         batches=settings.planned_batches(),
         optimizer=attachment.kind,
         policy=settings.policy,
         groups={name: tensor.group for name, (tensor, _) in tensors.items()},
         averaged=[name for name, (tensor, _) in tensors.items() if tensor.averaged],
-        samples=settings.samples,
+        samples=settings.samples if settings.launched or settings.samples else None,
         keep=settings.launched,
     )
+
+
+def _saved(settings: Settings) -> Saved:
+    """The checkpoint to go on from. Raises InputError if its samples were in another order."""
+    saved = load_checkpoint(settings.resume or "")
+    if not settings.launched and saved.checkpoint.seed not in (None, settings.seed):
+        expected = f"{saved.checkpoint.seed}, as in {saved.path}"
+        raise InputError("join", "seed", str(settings.seed), expected)
+    return saved
 
 
 def _described(tensor: Tensor) -> str:

@@ -17,7 +17,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -165,6 +165,7 @@ class Worker:
         *,
         scheduler: SchedulerArgument = None,
         scheduler_unit: ScheduleUnit = "batch",
+        resume: str | Path | None = None,
         timeout: float = ATTACH_TIMEOUT_SECONDS,
     ) -> None:
         """Rank 0 puts the model's parameters in the store; the others check that theirs have the same shapes.
@@ -173,9 +174,10 @@ class Worker:
         defaults. Its groups' options are read again at every step. The training script must not call its
         step(). scheduler: a torch learning-rate scheduler of it, or several; before each batch the worker
         steps them to the run's position, also in a process that started again. scheduler_unit: what one step
-        of a scheduler stands for, a global "batch" or an "epoch". timeout: seconds to wait for rank 0. Raises
-        InputError for a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does
-        not create the store.
+        of a scheduler stands for, a global "batch" or an "epoch". resume: a checkpoint, or a folder of which
+        the newest is taken, that a new store goes on from in place of the model's parameters; under
+        `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for a model,
+        optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the store.
 
         A parameter without a gradient in a step counts as having a gradient of zero (it decays, its momentum
         goes on). Persistent floating-point buffers (BatchNorm's statistics) become the mean of the workers'.
@@ -186,7 +188,8 @@ class Worker:
         chosen = optimizer if optimizer is not None else torch.optim.SGD(model.parameters())
         attachment = inspect(model, chosen)
         register_policy(self.settings.policy)
-        self._store = store = open_or_create(self.settings, attachment, timeout)
+        settings = self.settings if resume is None else replace(self.settings, resume=Path(resume))
+        self._store = store = open_or_create(settings, attachment, timeout)
         atexit.register(_close_if_alive, weakref.ref(self))
         check_same(store, attachment)
         if self.settings.journal is not None:

@@ -49,6 +49,7 @@ class Variable(StrEnum):
     DEPTH = "PYPS_DEPTH"  # steps under way; 2: push and pull overlap with the next step's compute
     ALLOW_NONFINITE = "PYPS_ALLOW_NONFINITE"  # 1: go on when the loss is not finite
     JOURNAL = "PYPS_JOURNAL"  # file of every decision, for pyps.simulate.replay
+    RESUME = "PYPS_RESUME"  # checkpoint that the store is made from
     THROTTLE = "PYPS_THROTTLE"  # {"factor": F} or {"fit": {...}}: emulate a slower device
 
 
@@ -79,6 +80,7 @@ class Settings:
     allow_nonfinite: go on when the loss is not finite.
     schedule: the plan's turns, under a policy that takes turns.
     launched: by `pyps run`, which then also removes the segment.
+    resume: the checkpoint that the store is made from; None: it begins with the model's parameters.
     """
 
     store: str
@@ -101,6 +103,7 @@ class Settings:
     plan_path: Path | None = None
     schedule: TurnSchedule | None = None
     launched: bool = False
+    resume: Path | None = None
 
     @classmethod
     def from_env(
@@ -160,6 +163,7 @@ class Settings:
             run_dir=Path(run_dir) if run_dir else _path(env, Variable.RUN_DIR),
             journal=_path(env, Variable.JOURNAL),
             launched=store is None,
+            resume=_path(env, Variable.RESUME),
         )
         if plan is not None and plan_path is not None:
             settings = settings.with_plan(plan, plan_path)
@@ -191,6 +195,7 @@ class Settings:
             Variable.DEPTH: self.depth,
             Variable.ALLOW_NONFINITE: int(self.allow_nonfinite),
             Variable.JOURNAL: self.journal or "",
+            Variable.RESUME: self.resume or "",
             Variable.THROTTLE: throttle,
         }
         return {variable.value: str(value) for variable, value in values.items()}

@@ -14,6 +14,7 @@ import pytest
 
 from pyps.formats import Cluster, Fit, Profile, encode, schema
 from pyps.formats.__main__ import PUBLISHED, schema_file
+from pyps.formats.checkpoint import Checkpoint, TensorFile, signed
 from pyps.solver.plan import make_plan
 
 CLUSTER = """
@@ -51,7 +52,10 @@ price_per_hour = 1.0
 
 
 def whole() -> tuple[dict[str, Any], ...]:
-    """A cluster file that uses every table, its plan, and the profile of both groups, as plain data."""
+    """A cluster file that uses every table, its plan, and the profile of both groups, as plain data.
+
+    Before them a checkpoint of a run by the plan.
+    """
     raw = tomllib.loads(CLUSTER)
     fit = Fit(kind="affine", per_sample_seconds=0.001, trusted_min_batch=1, trusted_max_batch=99)
     plain = {"device": {"name": "d"}, "model": {"name": "m", "parameters": 1000}}
@@ -60,7 +64,11 @@ def whole() -> tuple[dict[str, Any], ...]:
     )
     profile = msgspec.structs.replace(profile, fit=fit)
     plan = make_plan(msgspec.convert(raw, Cluster), [profile, profile])
-    return raw, json.loads(encode(plan)), json.loads(encode(profile))
+    file = TensorFile(bytes=3, sha256="0" * 64)
+    checkpoint = Checkpoint(
+        made_with="1", unix_seconds=1.0, version=3, plan=plan, state={"round": 1}, files={"a": file}
+    )
+    return signed(checkpoint), raw, json.loads(encode(plan)), json.loads(encode(profile))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -86,7 +94,7 @@ def test_files_conform() -> None:
     ],
 )
 def test_wrong_clusters_do_not(place: tuple[str | int, ...], value: object) -> None:
-    raw: Any = copy.deepcopy(whole()[0])
+    raw: Any = copy.deepcopy(whole()[1])
     at = raw
     for key in place[:-1]:
         at = at[key]
@@ -96,7 +104,7 @@ def test_wrong_clusters_do_not(place: tuple[str | int, ...], value: object) -> N
 
 
 def test_wrong_plans_do_not() -> None:
-    made = whole()[1]
+    made = whole()[2]
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**made, "schema": "pyps.plan/2"}, json.loads(schema_file("plan").read_text()))
     del made["workers"]

@@ -28,7 +28,7 @@ EXECUTED = [page for page in PAGES if "<!-- executed -->" in page.read_text(enco
 MOST_WORDS = 15_000  # as `wc -w` counts, without docs/results and docs/reference
 PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
 SUBCOMMANDS = {
-    "pyps": ("run", "top", "report", "serve", "profile", "plan", "simulate", "shm"),
+    "pyps": ("run", "top", "report", "serve", "profile", "plan", "simulate", "export", "shm"),
     "pyps-profile": ("import", "show", "compare", "merge", "link"),
     "pyps-plan": ("what-if", "pareto"),
 }

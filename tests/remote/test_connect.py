@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_tools import make_plan
+from safetensors.numpy import load_file
 from test_run import KILLED_ONCE, PYPS, SAMPLES, B, script
 
+from pyps.checkpoint.folder import checkpoints
 from pyps.errors import InputError, LinkLost
 from pyps.formats import write_json
 from pyps.formats.events import read_events
@@ -40,8 +42,10 @@ def test_a_plan_on_two_machines_with_a_worker_killed_on_one(shm: Path, tmp_path:
     assert sum(report["samples"]["trained"] for report in reports) == SAMPLES
     assert [[rank["rank"] for rank in report["ranks"]] for report in reports] == [[0], [1]]
     assert [report["restarts"] for report in reports] == [0, 1]
-    saved = [dict(np.load(tmp_path / f"host-{rank}" / "out" / "parameters.npz")) for rank in range(2)]
-    assert saved[0].keys() == saved[1].keys() == {"weight", "bias", "pyps.version"}
+    saved = [load_file(tmp_path / f"host-{rank}" / "out" / "model.safetensors") for rank in range(2)]
+    assert saved[0].keys() == saved[1].keys() == {"weight", "bias"}
+    assert checkpoints(tmp_path / "host-0" / "out" / "checkpoints")  # rank 0's launcher writes them
+    assert not (tmp_path / "host-1" / "out" / "checkpoints").exists()
     for name, values in saved[0].items():
         assert np.array_equal(values, saved[1][name])
     kinds = [event.kind for event in read_events(tmp_path / "host-1" / "out" / "run.jsonl")]

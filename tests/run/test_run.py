@@ -18,7 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_tools import make_plan
+from safetensors.numpy import load, load_file
 
+from pyps.checkpoint.folder import checkpoints
 from pyps.errors import InputError
 from pyps.formats import Fit, write_json
 from pyps.formats.events import read_events
@@ -28,7 +30,7 @@ from pyps.run import RunOptions, run
 from pyps.run.launcher import TrainingFailed
 from pyps.run.process import WorkerProcess, end_processes
 from pyps.run.ranks import even_plan, rank_specs, throttles
-from pyps.run.spec import prepare
+from pyps.run.spec import prepare, write_setup
 from pyps.store.policies import BSP
 from pyps.worker.settings import Settings, ThrottleSpec, Variable
 
@@ -144,7 +146,16 @@ def reference() -> dict[str, torch.Tensor]:
 
 def test_a_run_from_the_command_line(shm: Path, plan: Path, tmp_path: Path) -> None:
     """JSON alone on stdout, the workers' lines on stderr, and what one process would have trained."""
-    options = [*options_for(plan, SAMPLES, tmp_path), "--seed", "7", "--snapshot-every", "1", "--json"]
+    options = [
+        *options_for(plan, SAMPLES, tmp_path),
+        "--seed",
+        "7",
+        "--checkpoint-every",
+        "1",
+        "--keep-checkpoints",
+        "99",
+        "--json",
+    ]
     done = pyps_run(*options, script(tmp_path), "--width", "3")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -160,15 +171,16 @@ def test_a_run_from_the_command_line(shm: Path, plan: Path, tmp_path: Path) -> N
     assert [rank["samples"] for rank in report["ranks"]] == [5 * ROUNDS, 3 * ROUNDS]
     assert "[0] attached --width 3" in done.stderr
     assert "[1] attached --width 3" in done.stderr
-    arrays = np.load(tmp_path / "out" / "parameters.npz")
-    assert arrays["pyps.version"] == ROUNDS
+    arrays = load_file(tmp_path / "out" / "model.safetensors")
     for name, expected in reference().items():
         np.testing.assert_allclose(arrays[name], expected.numpy(), rtol=1e-5, atol=1e-6)
     kinds = [event.kind for event in read_events(tmp_path / "out" / "run.jsonl")]
     assert kinds.count("started") == kinds.count("joined") == kinds.count("finished") == 2
-    assert "snapshot" in kinds
-    for path in (tmp_path / "out" / "snapshots").iterdir():
-        assert int(path.stem) == np.load(path)["pyps.version"]
+    found = checkpoints(tmp_path / "out" / "checkpoints")
+    assert len(found) == kinds.count("checkpoint") >= 1
+    assert found[-1].name == report["checkpoint"] == f"{ROUNDS:09d}"
+    last = (found[-1] / "model.safetensors").read_bytes()
+    assert load(last).keys() == arrays.keys()
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())
     assert sum(e["ph"] == "X" and e["name"] == "compute" for e in trace["traceEvents"]) == 2 * ROUNDS
 
@@ -194,7 +206,9 @@ def test_a_script_that_raises_ends_the_run_with_its_last_words(shm: Path, plan: 
     assert done.returncode == 1
     assert "rank 1 (device-1): exit code 1 after 1 restart, with the same error: " in done.stderr
     assert done.stderr.count("Traceback") == 1
-    assert done.stderr.rstrip().endswith("RuntimeError: the cat sat on the keyboard")
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error.endswith("RuntimeError: the cat sat on the keyboard")
+    assert hint.endswith(f"continue with pyps run --resume {tmp_path / 'out'}")
     report = read_report(tmp_path / "out" / "report.json")
     assert (report.outcome, report.restarts) == ("failed", 1)
     assert "the cat sat" in report.error
@@ -435,7 +449,7 @@ def test_an_even_split_that_breaks_a_bound_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_a_run_is_refused(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "run.jsonl").write_text("")
+    (tmp_path / "old" / "run.json").write_text("")
     assert "holds a run" in str(refused(plan, tmp_path, run_dir=tmp_path / "old"))
     assert sorted(p.name for p in (tmp_path / "old").iterdir()) == ["run.jsonl"]
 
@@ -550,6 +564,7 @@ def test_the_worker_reads_what_the_launcher_wrote(
         throttle_from=throttle,
     )
     spec = prepare(tmp_path / "plan.json", script(tmp_path), options)
+    write_setup(spec)
     written = spec.settings(spec.ranks[1])
     env = spec.environment(spec.ranks[1])
     for name, value in env.items():

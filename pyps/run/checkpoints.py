@@ -1,0 +1,110 @@
+"""The checkpoints of a run: when one is due, and a thread that writes it while training goes on.
+
+A strict snapshot is one version of the store, taken while workers push. Writing it then has time: its thread
+has a low priority, so that on a busy machine the workers come first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pyps.checkpoint.folder import FOLDER
+from pyps.checkpoint.state import save
+from pyps.errors import InputError, PypsError, StoreError
+from pyps.native.values import Status
+from pyps.remote import open_store
+from pyps.run.interval import interval_of
+from pyps.run.spec import RunSpec
+
+SNAPSHOT_SECONDS = 60.0
+LOW_PRIORITY = 10  # as of nice(1)
+
+OnWritten = Callable[[int, Path], None]  # (version, folder)
+OnFailed = Callable[[PypsError], None]
+
+
+class Checkpointer:
+    """Writes a run's checkpoints, one at a time. `path`: the last one that is whole, `version`: its version.
+
+    on_written, on_failed: called by update(), finish() and wait(), never by the thread.
+    """
+
+    def __init__(self, spec: RunSpec, on_written: OnWritten, on_failed: OnFailed) -> None:
+        self.path = spec.resumed.path
+        self.version = spec.resumed.version
+        self._spec, self._on_written, self._on_failed = spec, on_written, on_failed
+        self._every = interval_of(spec.options.checkpoint_every, "checkpoint_every")
+        self._writes = spec.options.keep_checkpoints > 0 and any(rank.rank == 0 for rank in spec.ranks)
+        self._thread: threading.Thread | None = None
+        self._result: tuple[int, Path] | PypsError | None = None
+        self._last_version, self._last_time = self.version, time.monotonic()
+
+    def update(self, status: Status) -> None:
+        """Begin to write a checkpoint if one is due and none is under way."""
+        if not status.all_joined and status.version == self.version:
+            self._last_time = time.monotonic()  # it trains from here
+        self._collect()
+        if self._thread is None and self._is_due(status.version):
+            self._begin(SNAPSHOT_SECONDS, low_priority=True)
+            self._last_version, self._last_time = status.version, time.monotonic()
+
+    def begin_last(self, version: int, seconds: float) -> None:
+        """Begin to write one of a store at `version` if it is newer than the last."""
+        self._collect()
+        if self._writes and self._thread is None and version > self.version:
+            self._begin(seconds, low_priority=False)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the one under way; whether none is any longer."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        self._collect()
+        return self._thread is None
+
+    def _is_due(self, version: int) -> bool:
+        if not self._writes or version <= self.version:
+            return False
+        every = self._every
+        if every.versions:
+            return version // every.versions > self._last_version // every.versions
+        return bool(every.seconds) and time.monotonic() - self._last_time >= every.seconds
+
+    def _begin(self, seconds: float, *, low_priority: bool) -> None:
+        self._result = None
+        self._thread = threading.Thread(target=self._write, args=(seconds, low_priority), daemon=True)
+        self._thread.start()
+
+    def _collect(self) -> None:
+        if self._thread is None or self._thread.is_alive():
+            return
+        self._thread = None
+        if isinstance(self._result, PypsError):
+            self._on_failed(self._result)
+        elif self._result is not None:
+            self.version, self.path = self._result
+            self._on_written(*self._result)
+
+    def _write(self, seconds: float, low_priority: bool) -> None:
+        spec = self._spec
+        try:
+            with open_store(spec.store) as store:
+                state = store.state(seconds)
+            if low_priority:
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+            path = save(
+                state,
+                spec.run_dir / FOLDER,
+                keep=spec.options.keep_checkpoints,
+                policy=str(spec.policy),
+                seed=spec.options.seed,
+                plan=spec.plan,
+            )
+            self._result = state.header.version, path
+        except (StoreError, InputError) as error:
+            self._result = error

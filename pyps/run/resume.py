@@ -1,0 +1,113 @@
+"""A run that was stopped goes on: what it goes on from, and what of its folder still holds.
+
+Steps after the checkpoint are undone: they are trained again, so their records go. Times of earlier parts are
+moved where the machine was started anew since, so that all times of a folder are on one clock.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pyps import native
+from pyps.checkpoint.folder import find_checkpoint, newest_checkpoint, verify_folder
+from pyps.errors import Busy, SegmentNotFound
+from pyps.formats.checkpoint import Checkpoint
+from pyps.formats.events import RunEvent, read_events
+from pyps.formats.records import StepRecord, read_records
+from pyps.formats.setup import SETUP_FILE, read_setup
+from pyps.remote.address import is_address
+
+SAME_CLOCK_SECONDS = 60.0  # a time of day is corrected by less than that
+DEATH_SECONDS = 15.0  # in which the workers of a launcher that was killed end
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from.
+
+    run_dir: the folder that it continues in; None: a new one. path, checkpoint: where its state is and what
+    that is; None where it had no checkpoint yet, and starts anew.
+    """
+
+    run_dir: Path | None
+    path: Path | None
+    checkpoint: Checkpoint | None
+
+    @property
+    def version(self) -> int:
+        return self.checkpoint.version if self.checkpoint is not None else 0
+
+
+def find_resumed(resume: str | os.PathLike[str]) -> Resumed:
+    """The newest checkpoint of a run's folder, or the checkpoint itself, with every file verified.
+
+    Raises InputError.
+    """
+    given = Path(resume).absolute()
+    run_dir = given if (given / SETUP_FILE).exists() else None
+    path = newest_checkpoint(given) if run_dir is not None else find_checkpoint(given)
+    return Resumed(run_dir, path, verify_folder(path) if path is not None else None)
+
+
+def run_of(resume: str | os.PathLike[str]) -> Path | None:
+    """The folder of the run that a checkpoint, or the folder itself, belongs to; None if it is elsewhere."""
+    given = Path(resume).absolute()
+    for folder in (given, given.parent, given.parent.parent, given.resolve().parent.parent):
+        if (folder / SETUP_FILE).exists():
+            return folder
+    return None
+
+
+def continue_folder(run_dir: Path, version: int, events: Path) -> None:
+    """Make a run's folder ready to go on from a version; whatever stops this, it can be done again.
+
+    events: the event log. Raises InputError for a damaged file, Busy if workers of the run do not end.
+    """
+    _remove_segment(read_setup(run_dir).store)
+    before = read_events(events) if events.exists() else []
+    shift = _shift(before)
+    for path in run_dir.glob("worker-*.jsonl"):
+        records = [record for record in read_records(path) if record.version <= version]
+        _rewrite(path, [_moved(record, shift) for record in records])
+    if shift:
+        moved = [msgspec.structs.replace(e, monotonic_seconds=e.monotonic_seconds + shift) for e in before]
+        _rewrite(events, moved)
+
+
+def _remove_segment(store: str) -> None:
+    """A launcher that was killed left its store's segment behind; its workers end soon after it."""
+    deadline = time.monotonic() + DEATH_SECONDS
+    while not is_address(store):
+        try:
+            native.unlink(store)
+        except SegmentNotFound:
+            return
+        except Busy:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+def _shift(events: Sequence[RunEvent]) -> float:
+    """Seconds to add to the times of a folder, so that they are on this machine's present clock."""
+    if not events:
+        return 0.0
+    shift = (events[-1].unix_seconds - events[-1].monotonic_seconds) - (time.time() - time.monotonic())
+    return shift if abs(shift) > SAME_CLOCK_SECONDS else 0.0
+
+
+def _moved(record: StepRecord, shift: float) -> StepRecord:
+    spans = [(kind, begin + shift, end + shift) for kind, begin, end in record.spans]
+    return msgspec.structs.replace(record, spans=spans) if shift else record
+
+
+def _rewrite(path: Path, values: Sequence[msgspec.Struct]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+    os.replace(temporary, path)

@@ -1,0 +1,229 @@
+"""Runs that are stopped, killed or fail, and go on: from the command line, and piece by piece."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import kill_and_resume
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_tools import make_plan, make_record
+from safetensors.numpy import load_file
+from test_run import options_for, pyps_run, script, until
+
+import pyps
+from pyps.checkpoint.folder import checkpoints
+from pyps.checkpoint.state import save
+from pyps.cli.export import app
+from pyps.errors import InputError
+from pyps.formats import write_json
+from pyps.formats.events import EventLog, read_events
+from pyps.formats.records import RecordWriter, read_run
+from pyps.native.values import Status
+from pyps.run import run
+from pyps.run.checkpoints import Checkpointer
+from pyps.run.interval import Interval, interval_of
+from pyps.run.launcher import TrainingFailed
+from pyps.run.resume import continue_folder
+from pyps.run.spec import RunOptions, options_from_json, options_to_json, prepare, write_setup
+from pyps.store.policies import SSP
+
+PYPS = str(Path(sys.executable).parent / "pyps")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    write_json(tmp_path / "plan.json", make_plan())
+    return tmp_path / "plan.json"
+
+
+FAILS_THEN_STEPS = """        if worker.rank == 1 and worker.steps == 9 and not worker.settings.resume:
+            raise RuntimeError("the cat sat on the keyboard")
+        worker.step(loss)"""
+
+
+def test_a_run_that_failed_and_was_killed_ends_as_one_that_was_not(
+    shm: Path, plan: Path, tmp_path: Path
+) -> None:
+    """Under bsp, bit for bit. Many more kills: python tests/helpers/kill_and_resume.py."""
+    killed = kill_and_resume.Killed(tmp_path, "bsp", 600, seed=1)
+    path = tmp_path / "train.py"
+    path.write_text(path.read_text().replace("        worker.step(loss)", FAILS_THEN_STEPS))
+    out = killed.run_dir
+    options = RunOptions(samples=600, run_dir=out, max_restarts=0, checkpoint_every=2, args=["0.004"])
+    with pytest.raises(TrainingFailed, match="the cat sat") as caught:
+        run(plan, path, options)
+    newest = checkpoints(out / "checkpoints")[-1]
+    assert f"the last checkpoint is {newest}: continue with pyps run --resume {out}" in caught.value.__notes__
+    events = read_events(out / "run.jsonl")
+    assert [e.version for e in events if e.kind == "checkpoint"][-1] == int(newest.name) >= 8
+    assert killed.kill_once()
+    killed.finish()
+    kill_and_resume.check_end(killed)
+    report = json.loads((out / "report.json").read_text())
+    assert report["outcome"] == "finished"
+    assert report["resumed_at"][0] == int(newest.name)
+    assert report["samples"]["trained"] == 600
+    trained = sorted(p for r in read_run(out) for p in range(r.first, r.first + r.samples))
+    assert len(trained) == len(set(trained)) <= 600
+
+
+def test_a_signal_ends_a_run_with_a_checkpoint(shm: Path, plan: Path, tmp_path: Path) -> None:
+    """Under asp, with every sample counted; the checkpoint begins a new run with other ranks and batches."""
+    out = tmp_path / "out"
+    (tmp_path / "train.py").write_text(kill_and_resume.COUNT)
+    options = [*options_for(plan, 0, tmp_path), "--policy", "asp", "--checkpoint-every", "1000"]
+    command = [PYPS, "run", *map(str, options), str(tmp_path / "train.py"), "0.05"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: len([p for p in out.glob("worker-*.jsonl") if p.stat().st_size]) == 2)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    (path,) = checkpoints(out / "checkpoints")
+    assert f"the last checkpoint is {path}: continue with pyps run --resume {out}\n" in errors
+    assert json.loads((out / "report.json").read_text())["checkpoint"] == path.name
+
+    write_json(tmp_path / "other.json", make_plan((2, 2, 4)))
+    more = ["--plan", str(tmp_path / "other.json"), "--samples", "400", "--run-dir", tmp_path / "new"]
+    done = pyps_run("--resume", path, *more, tmp_path / "train.py", "0")
+    assert done.returncode == 0, done.stderr
+    assert f"resumed at version {path.name.lstrip('0')}\n" in done.stdout
+    counts = load_file(tmp_path / "new" / "model.safetensors")["weight"]
+    np.testing.assert_array_equal(counts, -10.0)
+    assert [p.name for p in checkpoints(out / "checkpoints")] == [path.name]
+
+
+def test_export(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    with pyps.Store.create("run", {"a": np.ones((2, 3), np.float32), "m": np.zeros(2)}, batches=[4]) as store:
+        path = save(store.state(), tmp_path / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    app(["checkpoints/latest", "x.safetensors"], standalone_mode=False)
+    assert capsys.readouterr().out == f"x.safetensors: 2 tensors of {path}\n"
+    found = load_file("x.safetensors")
+    assert {name: values.shape for name, values in found.items()} == {"a": (2, 3), "m": (2,)}
+    with pytest.raises(
+        InputError, match=r"x\.safetensors: found a file; expected a new name, or --overwrite"
+    ):
+        app([".", "x.safetensors"], standalone_mode=False)
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"model\.safetensors: size: found 0 bytes"):
+        app([".", "x.safetensors", "--overwrite"], standalone_mode=False)
+
+
+@given(st.integers(0, 10**18 - 1), st.sampled_from("smh"), st.floats(0.001, 1e6))
+def test_intervals(versions: int, unit: str, time_: float) -> None:
+    assert interval_of(versions, "x") == interval_of(str(versions), "x") == Interval(versions)
+    seconds = round(time_, 3) * {"s": 1, "m": 60, "h": 3600}[unit]
+    assert interval_of(f"{round(time_, 3):f}{unit}", "x").seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "5 m", "-1", "1d", "m", "1e3", "0x1", "nan"])
+def test_what_is_no_interval(text: str) -> None:
+    with pytest.raises(InputError, match=r"x: found .*; expected a number of versions \(500\) or a time"):
+        interval_of(text, "x")
+
+
+def test_options_are_read_back_as_they_were_written(plan: Path, tmp_path: Path) -> None:
+    policy = SSP(bound=7, round_timeout_seconds=3.5)
+    options = RunOptions(samples=9, policy=policy, args=("--x", "1"), seed=4, codec="int8", max_restarts=1)
+    values = json.loads(json.dumps(options_to_json(options)))
+    found = options_from_json("run.json", values)
+    assert options_to_json(found) == options_to_json(options)
+    assert (found.policy, found.round_timeout) == ("ssp:bound=7", 3.5)
+    with pytest.raises(InputError, match=r"run.json: options.colour: found an unknown option"):
+        options_from_json("run.json", {**values, "colour": 1})
+
+
+def test_a_folder_goes_on_on_one_clock_and_without_undone_steps(tmp_path: Path, plan: Path) -> None:
+    """The machine was started anew: its clock began at 0 again."""
+    spec = prepare(plan, script(tmp_path), RunOptions(samples=8, run_dir=tmp_path / "out"))
+    write_setup(spec)
+    with RecordWriter(spec.run_dir / "worker-0-11.jsonl") as writer:
+        for version in (1, 2, 3):
+            record = make_record(0, version, 5, [("compute", 1e6 + version, 1e6 + version + 0.5)])
+            writer.write(record)
+    with (spec.run_dir / "worker-0-11.jsonl").open("ab") as file:
+        file.write(b'{"rank":0,"pi')
+    offset = time.time() - time.monotonic()
+    raw = {"kind": "started", "monotonic_seconds": 1e6, "unix_seconds": offset + 500.0, "rank": 0, "pid": 11}
+    (spec.run_dir / "run.jsonl").write_bytes(json.dumps(raw).encode() + b'\n{"kin')
+    for _ in range(2):
+        continue_folder(spec.run_dir, 2, spec.run_dir / "run.jsonl")
+        assert [r.version for r in read_run(spec.run_dir)] == [1, 2]
+        assert read_run(spec.run_dir)[0].spans[0][1] == pytest.approx(501.0, abs=1.0)
+        (event,) = read_events(spec.run_dir / "run.jsonl")
+        assert event.monotonic_seconds == pytest.approx(500.0, abs=1.0)
+
+
+def test_a_line_that_was_cut_is_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with EventLog(path) as log:
+        log.write("started", rank=0)
+        with pytest.raises(InputError, match="a run that is still going on"):
+            EventLog(path)
+    path.write_bytes(path.read_bytes() + b'{"kind":"joi')
+    with EventLog(path) as log:
+        log.write("resumed", version=3)
+        assert [e.kind for e in log.events] == ["started", "resumed"]
+    assert [e.kind for e in read_events(path)] == ["started", "resumed"]
+
+
+def test_what_cannot_be_resumed_is_said(shm: Path, plan: Path, tmp_path: Path) -> None:
+    path, out = script(tmp_path), tmp_path / "out"
+    write_setup(prepare(plan, path, RunOptions(samples=8, run_dir=out)))
+    with pytest.raises(InputError, match="which holds a run; expected a folder without one, or resume"):
+        prepare(plan, path, RunOptions(samples=8, run_dir=out))
+    with pytest.raises(InputError, match="which is resumed; one of its checkpoints can begin a new run"):
+        prepare(plan, path, RunOptions(samples=8, run_dir=tmp_path / "x", resume=out))
+    spec = prepare(None, path, RunOptions(samples=8, resume=out))
+    assert (spec.resumed.version, spec.resumed.path, spec.run_dir) == (0, None, out)
+    with pytest.raises(InputError, match="no checkpoint; expected a run's folder"):
+        prepare(plan, path, RunOptions(samples=8, resume=tmp_path))
+    with pytest.raises(InputError, match="checkpoint_every: found '5x'"):
+        prepare(plan, path, RunOptions(samples=8, checkpoint_every="5x"))
+
+
+def status(version: int) -> Any:
+    fields = dict.fromkeys(Status.__dataclass_fields__, 0)
+    return Status(**{**fields, "version": version, "all_joined": True})
+
+
+def test_when_checkpoints_are_written(shm: Path, plan: Path, tmp_path: Path) -> None:
+    """Every so many versions, one at a time; again after one that failed."""
+    written: list[int] = []
+    failed: list[Exception] = []
+    options = RunOptions(samples=8, run_dir=tmp_path / "out", checkpoint_every=10, keep_checkpoints=9)
+    spec = prepare(plan, script(tmp_path), options)
+    writer = Checkpointer(spec, lambda version, _: written.append(version), failed.append)
+    with pyps.Store.create(spec.store, {"a": np.ones(3, np.float32)}, batches=[4]) as store:
+        store.join(0)
+        for version in range(1, 35):
+            store.start()
+            store.push(store.stage(), 4, pyps.Hyper(lr=0.1))
+            writer.update(status(version))
+            assert writer.wait(10.0)
+    assert written == [10, 20, 30]
+    writer.update(status(40))  # the store is gone
+    assert writer.wait(10.0)
+    assert [type(error).__name__ for error in failed] == ["SegmentNotFound"]
+    assert (writer.version, writer.path) == (30, spec.run_dir / "checkpoints" / "000000030")
+
+
+def test_the_rank_that_makes_the_store_writes(plan: Path, tmp_path: Path) -> None:
+    """Of several launchers, that of rank 0; with keep_checkpoints=0, none."""
+    for changes in ({"ranks": [1], "connect": "tcp://127.0.0.1:1/x"}, {"keep_checkpoints": 0}):
+        options = RunOptions(samples=8, run_dir=tmp_path / str(len(changes)), checkpoint_every=1, **changes)
+        spec = prepare(plan, script(tmp_path), options)
+        writer = Checkpointer(spec, lambda *_: None, lambda _: None)
+        writer.update(status(5))
+        writer.begin_last(5, 1.0)
+        assert writer.wait(0.0)
+        assert writer.path is None
