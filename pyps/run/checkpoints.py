@@ -19,6 +19,7 @@ from pyps.errors import InputError, PypsError, StoreError
 from pyps.native.values import Status
 from pyps.remote import open_store
 from pyps.run.interval import interval_of
+from pyps.run.ranks import with_split
 from pyps.run.spec import RunSpec
 
 SNAPSHOT_SECONDS = 60.0
@@ -103,7 +104,7 @@ class Checkpointer:
                 keep=spec.options.keep_checkpoints,
                 policy=str(spec.policy),
                 seed=spec.options.seed,
-                plan=spec.plan,
+                plan=with_split(spec.plan, [rank.total.batch for rank in state.header.ranks]),
             )
             self._result = state.header.version, path
         except (StoreError, InputError) as error:

@@ -105,6 +105,20 @@ def even_plan(plan: Plan, where: str, fits: Sequence[Fit | None] = ()) -> Plan:
     )
 
 
+def with_split(plan: Plan, split: Sequence[int]) -> Plan:
+    """The plan with the batches that its ranks have now, by store rank, in place of its own."""
+    batches = iter(split)
+    workers = []
+    for worker in plan.workers:
+        batch = next(batches) if worker.batch > 0 else 0
+        if batch != worker.batch:
+            seconds = worker.predicted_seconds * batch / worker.batch
+            fit = predict_seconds(worker.fit, batch) if worker.fit is not None else seconds
+            worker = _with_batch(worker, batch, plan.global_batch, fit)
+        workers.append(worker)
+    return msgspec.structs.replace(plan, workers=workers)
+
+
 def _with_batch(worker: PlanWorker, batch: int, global_batch: int, seconds: float) -> PlanWorker:
     return msgspec.structs.replace(
         worker,

@@ -202,7 +202,7 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
     wanted = _mode_options(options)
     policy = launched_policy(wanted, planned)
     if policy.needs.uses_turns:
-        plan_turns(planned, os.fspath(plan))
+        plan_turns(planned, where)
     used = [worker for worker in planned.workers if worker.batch > 0]
     modes = [launched_mode(wanted, policy, planned, worker, where) for worker in used]
     by_rank = {worker.rank: mode for worker, mode in zip(used, modes, strict=True)}

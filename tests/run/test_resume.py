@@ -26,12 +26,14 @@ from pyps.cli.export import app
 from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import EventLog, read_events
+from pyps.formats.plan import check_plan
 from pyps.formats.records import RecordWriter, read_run
 from pyps.native.values import Status
 from pyps.run import run
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.interval import Interval, interval_of
 from pyps.run.launcher import TrainingFailed
+from pyps.run.ranks import with_split
 from pyps.run.resume import continue_folder
 from pyps.run.spec import RunOptions, options_from_json, options_to_json, prepare, write_setup
 from pyps.store.policies import SSP
@@ -200,6 +202,7 @@ def test_when_checkpoints_are_written(shm: Path, plan: Path, tmp_path: Path) -> 
     """Every so many versions, one at a time; again after one that failed."""
     written: list[int] = []
     failed: list[Exception] = []
+    write_json(plan, make_plan((4,)))
     options = RunOptions(samples=8, run_dir=tmp_path / "out", checkpoint_every=10, keep_checkpoints=9)
     spec = prepare(plan, script(tmp_path), options)
     writer = Checkpointer(spec, lambda version, _: written.append(version), failed.append)
@@ -227,3 +230,11 @@ def test_the_rank_that_makes_the_store_writes(plan: Path, tmp_path: Path) -> Non
         writer.begin_last(5, 1.0)
         assert writer.wait(0.0)
         assert writer.path is None
+
+
+def test_a_checkpoints_plan_has_the_batches_in_force() -> None:
+    plan = make_plan((5, 3, 0))
+    moved = with_split(plan, (6, 2))
+    assert [worker.batch for worker in moved.workers] == [6, 2, 0]
+    check_plan("moved", moved)
+    assert with_split(plan, (5, 3)) == plan
