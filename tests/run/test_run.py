@@ -451,7 +451,7 @@ def test_a_folder_that_holds_a_run_is_refused(plan: Path, tmp_path: Path) -> Non
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "run.json").write_text("")
     assert "holds a run" in str(refused(plan, tmp_path, run_dir=tmp_path / "old"))
-    assert sorted(p.name for p in (tmp_path / "old").iterdir()) == ["run.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "old").iterdir()) == ["run.json"]
 
 
 @pytest.mark.parametrize(
