@@ -106,7 +106,12 @@ def even_plan(plan: Plan, where: str, fits: Sequence[Fit | None] = ()) -> Plan:
 
 
 def with_split(plan: Plan, split: Sequence[int]) -> Plan:
-    """The plan with the batches that its ranks have now, by store rank, in place of its own."""
+    """The plan with the batches that its ranks have now, by store rank, in place of its own.
+
+    Unchanged where they do not sum to B, because some rank is away and others have its share.
+    """
+    if sum(split) != plan.global_batch:
+        return plan
     batches = iter(split)
     workers = []
     for worker in plan.workers:

@@ -237,4 +237,4 @@ def test_a_checkpoints_plan_has_the_batches_in_force() -> None:
     moved = with_split(plan, (6, 2))
     assert [worker.batch for worker in moved.workers] == [6, 2, 0]
     check_plan("moved", moved)
-    assert with_split(plan, (5, 3)) == plan
+    assert with_split(plan, (5, 3)) == with_split(plan, (8, 3)) == plan
