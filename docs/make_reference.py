@@ -75,7 +75,17 @@ def python_page() -> str:
         lines += [line for name, value in entries if shown(module, value) for line in entry(name, value)]
         if plain:
             lines += ["", f"Constants and types: {', '.join(f'`{name}`' for name in plain)}."]
+    lines += ["", "## Errors", "", "Classes of `pyps.errors`, the code in C, and what to do.", ""]
+    lines += error_lines()
     return "\n".join(lines) + "\n"
+
+
+def error_lines() -> Iterator[str]:
+    """A line for each error of the store that has a code of its own."""
+    errors = importlib.import_module("pyps.errors")
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.StoreError) and kind.hint:
+            yield f"- `{name}` ({kind.code}): {kind.hint}."
 
 
 def public_names(module: Any) -> list[str]:
