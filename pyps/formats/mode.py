@@ -24,7 +24,7 @@ CODEC_BITS: Final[dict[CodecName, Bits]] = {
 }  # of a number on the wire
 PLANNED_CODECS: Final[tuple[CodecName, ...]] = ("f32", "bf16", "int8", "int4")  # the planner chooses of these
 FROM_PLAN: Final = "plan"
-MAX_DEPTH: Final = 2  # steps of one worker that may be under way at once
+MAX_DEPTH: Final = 8  # steps of one worker that may be under way at once: its most staging buffers
 PaceKind = Literal["round", "clock", "turns", "free"]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
+from pyps.errors import InvalidArgument, PushRejected
+from pyps.formats.records import Span
 from pyps.formats.turns import TurnSchedule
 from pyps.native.state import FlatState, StoreState
 from pyps.native.values import (
@@ -44,8 +47,16 @@ from pyps.remote.address import Address, parse_address
 from pyps.remote.client import Client
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
-from pyps.remote.wire import MAX_CALL_SECONDS, PROTOCOL, CreateRequest, OpenReply, PushHeader
+from pyps.remote.wire import (
+    MAX_CALL_SECONDS,
+    PROTOCOL,
+    CreateRequest,
+    OpenReply,
+    PushHeader,
+    TransferHeader,
+)
 from pyps.store.codec import Residual, decode_vector, encode, encoded_vector_bytes
+from pyps.store.transfer import Finish, Transferred, TransferRequest
 
 
 class _Nothing:
@@ -56,7 +67,9 @@ UNMAPPED: weakref.ref[Any] = weakref.ref(_Nothing())  # dead: no view needs a se
 
 
 class RemoteBackend:
-    """An open remote store. Not thread-safe: pyps.Store makes one call at a time."""
+    """An open remote store. Not thread-safe: pyps.Store makes one call at a time. But one thread may begin
+    transfers while another finishes them.
+    """
 
     def __init__(self, address: str, config: Config | None = None, state: StoreState | None = None) -> None:
         """config, state: of a store to create there; None: to open the one that is there."""
@@ -74,7 +87,7 @@ class RemoteBackend:
         self._back = np.empty(0, np.uint8)
         self._residual: Residual[Flat] = Residual(lambda: np.empty(trained, np.float32))
         self._compute_began = time.monotonic()  # when the last claim or pull had come
-        self._next_staging = 0
+        self._staging_taken: set[int] = set()
 
     def _open(self) -> OpenReply:
         reply: OpenReply = self.client.call("hello", PROTOCOL, self.address.store)[0]
@@ -99,6 +112,7 @@ class RemoteBackend:
         return self._opened.tensors[index]
 
     def join(self, role: Role, rank: int) -> int:
+        self._staging_taken.clear()
         return int(self.client.call("join", role, rank)[0])
 
     def leave(self) -> None:
@@ -106,6 +120,7 @@ class RemoteBackend:
 
     def rejoin(self) -> None:
         self.client.call("rejoin")
+        self._staging_taken.clear()
 
     def reap(self) -> int:
         return int(self.client.call("reap")[0])
@@ -124,7 +139,7 @@ class RemoteBackend:
             version, found = self.client.call("pull")
         else:
             version, found = self.client.call("pull_encoded", self.address.pull)
-        self._receive("pull", found, flat)
+        self._receive("pull", found, flat, self.address.pull)
         self._compute_began = time.monotonic()
         return int(version)
 
@@ -135,12 +150,13 @@ class RemoteBackend:
         return int(version)
 
     def stage(self, timeout: float) -> int:
-        """The next staging buffer in turn: none is still read when a call has returned."""
-        staging, self._next_staging = (
-            self._next_staging,
-            (self._next_staging + 1) % self._opened.layout.staging_buffers,
-        )
-        return staging
+        """A staging buffer that no step has: it is free again when the reply to its push has come."""
+        count = self._opened.layout.staging_buffers
+        for staging in range(count):
+            if staging not in self._staging_taken:
+                self._staging_taken.add(staging)
+                return staging
+        raise InvalidArgument("stage", f"all {count} staging buffers are in use; push one first")
 
     def staging(self, staging: int, elements: int) -> tuple[Flat, weakref.ref[Any]]:
         flat = self._staging_buffers.get(staging)
@@ -151,20 +167,80 @@ class RemoteBackend:
 
     def push(self, request: PushRequest) -> PushResult:
         header, numbers, counts = self._encoded(request)
-        result: PushResult = self.client.call("push", header, numbers=numbers)[0]
-        self._residual.commit(admitted=True)
+        with self._settling(request):
+            result: PushResult = self.client.call("push", header, numbers=numbers)[0]
         return replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
 
     def exchange(self, request: PushRequest, flat: Flat) -> tuple[PushResult, int]:
         header, numbers, counts = self._encoded(request)
-        (result, version), found = self.client.call("exchange", header, self.address.pull, numbers=numbers)
-        self._residual.commit(admitted=True)
-        self._receive("exchange", found, flat)
+        with self._settling(request):
+            (result, version), found = self.client.call(
+                "exchange", header, self.address.pull, numbers=numbers
+            )
+        self._receive("exchange", found, flat, self.address.pull)
         result = replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
         return result, int(version)
 
+    @contextmanager
+    def _settling(self, request: PushRequest) -> Iterator[None]:
+        """A push that was encoded: its residual counts if it was admitted, and its staging buffer is free."""
+        begun = self._begins_residual(request)
+        try:
+            yield
+        except BaseException as error:
+            if begun:
+                self._residual.commit(admitted=False)
+            if isinstance(error, PushRejected):
+                self._staging_taken.discard(request.staging)
+            raise
+        if begun:
+            self._residual.commit(admitted=True)
+        self._staging_taken.discard(request.staging)
+
+    def begin_transfer(self, request: TransferRequest) -> Finish:
+        """Send a transfer; what is returned waits for its reply. Several may be under way; finish them in
+        order. Raises NotFinite, having sent nothing.
+        """
+        header, numbers, counts = self._encoded(request.push)
+        codec = self.address.pull if request.codec is Codec.F32 else request.codec
+        call = TransferHeader(
+            push=header,
+            codec=codec,
+            turn=request.turn,
+            claims=request.claims,
+            max_samples=request.max_samples,
+        )
+        began, seq = time.monotonic(), self.client.post("transfer", call, numbers=numbers)
+        return lambda out: self._finish_transfer(request.push, seq, began, codec, counts, out)
+
+    def _finish_transfer(
+        self, push: PushRequest, seq: int, began: float, codec: Codec, counts: EncodeCounts, out: Flat
+    ) -> Transferred:
+        try:
+            reply, found = self.client.take("transfer", seq)
+        except BaseException:
+            if self._begins_residual(push):
+                self._residual.commit(admitted=False)
+            raise
+        if self._begins_residual(push):
+            self._residual.commit(admitted=reply.result is not None)
+        self._staging_taken.discard(push.staging)
+        pulled = time.monotonic()
+        if reply.version is not None:
+            self._receive("transfer", found, out, codec)
+        self._compute_began = time.monotonic()
+        result = reply.result
+        if result is not None:
+            result = replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
+        # The server's clock is another: the way there counts as long as the way back.
+        pushed = began + reply.push_seconds + max(0.0, pulled - began - reply.push_seconds) / 2
+        spans: list[Span] = [("push", began, pushed), ("pull", pushed, self._compute_began)]
+        return Transferred(result, reply.claims, reply.version, spans)
+
     def should_continue(self, done: int, following: int) -> Advice:
         advice: Advice = self.client.call("should_continue", done, following)[0]
+        if advice is Advice.ABORT:
+            self._staging_taken.clear()
         return advice
 
     def set_max_samples(self, most: int) -> None:
@@ -215,16 +291,23 @@ class RemoteBackend:
     def wait(self, sequence: int, timeout: float) -> None:
         self.client.call("wait", sequence, _bounded(timeout))
 
-    def _receive(self, what: str, found: Frames, flat: Flat) -> None:
+    def _receive(self, what: str, found: Frames, flat: Flat, codec: Codec) -> None:
         """Parameters, as they came back, to `flat`."""
-        if self.address.pull is Codec.F32:
+        if codec is Codec.F32:
             from_frames(what, found, flat)
             return
-        size = encoded_vector_bytes(self.address.pull, self._opened.layout)
+        size = encoded_vector_bytes(codec, self._opened.layout)
         if self._back.size != size:
             self._back = np.empty(size, np.uint8)
         from_frames(what, found, self._back)
-        decode_vector(self._back, self.address.pull, self._opened.layout, flat)
+        decode_vector(self._back, codec, self._opened.layout, flat)
+
+    @staticmethod
+    def _begins_residual(request: PushRequest) -> bool:
+        """Whether a residual of this push is kept here."""
+        how = request.encoding
+        sent_here = request.samples > 0 and not request.encoded
+        return sent_here and how.codec is not Codec.F32 and how.error_feedback
 
     def _encoded(self, request: PushRequest) -> tuple[PushHeader, tuple[NDArray[Any], ...], EncodeCounts]:
         """What is sent for a push: its header, its numbers, and what was not finite among them."""
@@ -232,20 +315,29 @@ class RemoteBackend:
         whole, counts, scale = self._values(request), EncodeCounts(0, 0), request.scale
         trained = self._opened.layout.trained_elements
         how = request.encoding
-        self._residual.commit(admitted=False)  # of a push that failed
         numbers: tuple[NDArray[Any], ...] = (whole,)
         if request.encoded and request.gradient is not None:
             numbers = (request.gradient, whole[trained:])
         elif request.samples and how.codec is not Codec.F32:
             values = self._without_gaps(request)
-            old, new = self._residual.begin() if how.error_feedback else (None, None)
-            codes, counts = encode(values[:trained], how, scale=scale, residual=old, residual_out=new)
+            codes, counts = self._encode(values[:trained], how, scale)
             numbers, scale = (codes, whole[trained:]), 1.0
         timeout = None if request.timeout is None else _bounded(native.timeout_seconds(request.timeout))
         request = replace(
             request, scale=scale, timeout=timeout, encoding=Encoding(how.codec), compute_seconds=seconds
         )
         return PushHeader.of(request), numbers if request.samples else (), counts
+
+    def _encode(self, values: Flat, how: Encoding, scale: float) -> tuple[NDArray[np.uint8], EncodeCounts]:
+        """Codes of a gradient, with the residual if errors are fed back. Raises NotFinite."""
+        if not how.error_feedback:
+            return encode(values, how, scale=scale)
+        old, new = self._residual.begin()
+        try:
+            return encode(values, how, scale=scale, residual=old, residual_out=new)
+        except BaseException:
+            self._residual.cancel()
+            raise
 
     def _values(self, request: PushRequest) -> NDArray[Any]:
         """The push's fp32 numbers; of an encoded gradient only the averaged ones count."""

@@ -1,17 +1,19 @@
-"""The client's end of the link: one call at a time, each done exactly once, none waiting for ever.
+"""The client's end of the link: calls done in order, each exactly once, none waiting for ever.
 
-A call is sent again when its connection broke before the reply came; the server does it once, however
-often it arrives. Pings travel on a separate connection, where no large frame delays them; without a pong for
-as long as the server waits for its clients, the link is lost.
+A call may be sent while earlier ones are under way. Those without a reply are sent again when the connection
+breaks; the server does each once, however often it arrives. Pings travel on a separate connection, where no
+large frame delays them; without a pong for as long as the server waits for its clients, the link is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +48,7 @@ PINGS_PER_TIMEOUT = 8
 SLICE_MS = 200  # how often a waiting call looks whether the server still lives
 GOODBYE_SECONDS = 1.0
 DEAD_LINK_MS = 8000  # sent and not acknowledged for so long: the kernel gives the connection up
-MAX_RESENDS = 30  # of one call, at growing intervals
+MAX_RESENDS = 30  # without a reply, at growing intervals
 MAX_BACKOFF_SECONDS = 2.0
 STOP = "inproc://stop"
 WATCHED = (
@@ -71,7 +73,7 @@ class Traffic:
 
 
 class Client:
-    """A session with one server. Not thread-safe: its owner calls it from one thread at a time.
+    """A session with one server. Threads may share it: one of those that wait receives for all.
 
     Every call raises LinkLost once the server is gone, LinkRefused if it does not let this client in.
     """
@@ -82,6 +84,12 @@ class Client:
         self.traffic = Traffic()
         self._keys = read_client_keys(address.keys) if address.keys else None
         self._session, self._seq = secrets.token_bytes(SESSION_BYTES), 0
+        self._changed = threading.Condition()  # guards what follows, and the sockets
+        self._unanswered: dict[int, list[Any]] = {}  # seq -> what was sent, in order
+        self._replies: dict[int, tuple[Answer | Failure, list[Any]]] = {}  # that no thread has taken yet
+        self._breaks = 0  # of the connection, since the last reply
+        self._receiving = False  # a thread sleeps until something comes
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes that thread
         self._context: zmq.Context[Any] = zmq.Context()
         self._heartbeat = Heartbeat(self._context, self._dial, self._session)
         try:
@@ -91,14 +99,33 @@ class Client:
             raise
         self._heartbeat.start()
 
-    def call(self, verb: str, *arguments: Any, numbers: Sequence[NDArray[Any]] = ()) -> tuple[Any, Frames]:
+    def call(self, verb: str, *arguments: Any, numbers: Iterable[NDArray[Any]] = ()) -> tuple[Any, Frames]:
         """The call's value, and the numbers that came with it. Raises what the call raised over there."""
-        kind, self._seq = VERBS[verb], self._seq + 1
-        call = encode(Call(self._session, self._seq, verb, encode_raw(arguments)))
-        reply, frames = self._converse([call, *to_frames(numbers)])
+        return self.take(verb, self.post(verb, *arguments, numbers=numbers))
+
+    def post(self, verb: str, *arguments: Any, numbers: Iterable[NDArray[Any]] = ()) -> int:
+        """Send a call without waiting for its reply; its number, for `take`. `numbers` may not change until
+        then.
+        """
+        frames = to_frames(numbers)
+        with self._changed:
+            self._seq += 1
+            received = min(self._unanswered, default=self._seq) - 1
+            call = Call(self._session, self._seq, verb, encode_raw(arguments), received)
+            if self._broken():
+                self._reconnect()
+            self._unanswered[self._seq] = [encode(call), *frames]
+            self._send(self._unanswered[self._seq])
+            if self._receiving:  # what it waits on may have been used up
+                os.eventfd_write(self._bell, 1)
+            return self._seq
+
+    def take(self, verb: str, seq: int) -> tuple[Any, Frames]:
+        """Wait for the reply to a posted call: as `call`. Once for each."""
+        reply, frames = self._wait(seq)
         if isinstance(reply, Failure):
             raise raised(reply)
-        return self._value(verb, kind, reply), [frame.buffer for frame in frames]
+        return self._value(verb, VERBS[verb], reply), [frame.buffer for frame in frames]
 
     def set_server(self, server: bytes, client_timeout_seconds: float) -> None:
         """Set the server's identity and client timeout; the interval of pings follows from it."""
@@ -108,14 +135,16 @@ class Client:
         """End the session; the server's thread for it leaves the store. Idempotent."""
         if self._context.closed:
             return
-        if not self._heartbeat.trouble():
-            with contextlib.suppress(zmq.Again):
-                self._socket.send(encode(Bye(self._session)), zmq.NOBLOCK)
-            self._hang_up(GOODBYE_SECONDS)
-        else:
-            self._hang_up(0.0)
+        with self._changed:
+            if not self._heartbeat.trouble():
+                with contextlib.suppress(zmq.Again):
+                    self._socket.send(encode(Bye(self._session)), zmq.NOBLOCK)
+                self._hang_up(GOODBYE_SECONDS)
+            else:
+                self._hang_up(0.0)
         self._heartbeat.stop()
         self._context.term()
+        os.close(self._bell)
 
     @staticmethod
     def _value(verb: str, kind: Verb, reply: Answer) -> Any:
@@ -145,35 +174,67 @@ class Client:
 
     def _connect(self) -> None:
         self._socket = self._dial(monitored=True)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
 
     def _hang_up(self, linger_seconds: float) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=int(linger_seconds * 1000))
 
-    def _converse(self, frames: list[Any]) -> tuple[Answer | Failure, list[Any]]:
-        """Send until the reply has come."""
-        if self._broken():
-            self._reconnect(0)
-        resends = 0
-        self._send(frames)
-        while True:
-            ready = dict(self._poller.poll(SLICE_MS))
-            if self._socket in ready:
-                header, *rest = self._socket.recv_multipart(copy=False)
+    def _wait(self, seq: int) -> tuple[Answer | Failure, list[Any]]:
+        """The reply to a call. One waiting thread sleeps at the sockets, the others until it wakes."""
+        with self._changed:
+            while seq not in self._replies:
+                if self._receiving:
+                    self._changed.wait(SLICE_MS / 1000)
+                    continue
+                self._receive()
+                if seq in self._replies:
+                    break
+                self._check()
+                self._sleep()
+            return self._replies.pop(seq)
+
+    def _sleep(self) -> None:
+        """Until a socket has something to say or the bell rings; others may post meanwhile."""
+        poll = select.poll()
+        for descriptor in (self._socket.fileno(), self._monitor.fileno(), self._bell):
+            poll.register(descriptor, select.POLLIN)
+        self._receiving = True
+        self._changed.release()
+        try:
+            poll.poll(SLICE_MS)
+        finally:
+            self._changed.acquire()
+            self._receiving = False
+            self._changed.notify_all()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def _receive(self) -> None:
+        """Take what has come, to the last: only then does a socket's descriptor tell of more."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                header, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 self.traffic.received += len(header) + sum(len(part) for part in rest)
                 reply = decode_reply(header.buffer)
-                if isinstance(reply, Answer | Failure) and reply.seq == self._seq:
-                    return reply, rest
-            elif self._monitor in ready and self._broken():
-                resends += 1
-                self._reconnect(resends)
-                self._send(frames)
-                self.traffic.resent += 1
-            self._check(resends)
+                if isinstance(reply, Answer | Failure) and reply.seq in self._unanswered:
+                    del self._unanswered[reply.seq]
+                    self._replies[reply.seq] = (reply, rest)
+                    self._breaks = 0
+                    self._changed.notify_all()
+        if self._broken():
+            self._breaks += 1
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        """Connect again and send again what has no reply yet."""
+        self._hang_up(0.0)
+        if self._breaks > 1:
+            time.sleep(min(MAX_BACKOFF_SECONDS, 0.05 * 2**self._breaks))
+        self._connect()
+        for frames in self._unanswered.values():
+            self._send(frames)
+            self.traffic.resent += 1
 
     def _send(self, frames: list[Any]) -> None:
         self.traffic.sent += sum(memoryview(frame).nbytes for frame in frames)
@@ -189,16 +250,10 @@ class Client:
             ended = True
         return ended
 
-    def _reconnect(self, attempt: int) -> None:
-        self._hang_up(0.0)
-        if attempt > 1:
-            time.sleep(min(MAX_BACKOFF_SECONDS, 0.05 * 2**attempt))
-        self._connect()
-
-    def _check(self, resends: int) -> None:
+    def _check(self) -> None:
         trouble = self._heartbeat.trouble()
-        if resends > MAX_RESENDS:
-            trouble = f"the connection broke {resends} times during one call"
+        if self._breaks > MAX_RESENDS:
+            trouble = f"the connection broke {self._breaks} times during one call"
         if trouble:
             raise LinkLost(str(self.address), trouble)
 

@@ -18,7 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
-from pyps.errors import Busy, Fenced, InvalidArgument, PushRejected, SegmentNotFound, TimedOut
+from pyps.errors import (
+    Busy,
+    Fenced,
+    InvalidArgument,
+    PushRejected,
+    PypsError,
+    SegmentNotFound,
+    TimedOut,
+)
+from pyps.formats.mode import MAX_DEPTH
 from pyps.formats.turns import TurnSchedule
 from pyps.native.create import create
 from pyps.native.state import read_state
@@ -40,13 +49,22 @@ from pyps.native.values import (
     Tensor,
 )
 from pyps.remote.creation import created_arrays
-from pyps.remote.framing import Frames, from_frames
-from pyps.remote.wire import PROTOCOL, VERBS, CreateRequest, OpenReply, PushHeader
+from pyps.remote.framing import Frames, ReplyBuffers, from_frames
+from pyps.remote.wire import (
+    PROTOCOL,
+    VERBS,
+    CreateRequest,
+    OpenReply,
+    PushHeader,
+    TransferHeader,
+    TransferReply,
+)
 from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
 
 Numbers = NDArray[Any]
 Reply = tuple[Any, tuple[Numbers, ...]]  # a value, and what follows the header
-KEPT_VERSIONS = 2  # pulled ones: a pipeline computes on the one before the last
+KEPT_VERSIONS = MAX_DEPTH + 1  # pulled ones, at most: a pipeline computes on earlier ones
+WITH_NUMBERS = ("push", "exchange", "transfer", "create")
 WITHOUT_STORE = ("hello", "create", "rejoin", "leave")
 
 
@@ -81,7 +99,8 @@ class Handlers:
         self._pointer: native.Pointer | None = None
         self._layout: Layout | None = None
         self._staging: int | None = None  # handed out and not pushed
-        self._reply: Numbers = np.empty(0)
+        self.replies = ReplyBuffers()
+        self._failed: PypsError | None = None  # a transfer, and with it all later ones
         self._in_round = False  # its push timed out while the round was open
         self._pulled: dict[int, Flat] = {}  # by version, the last ones at the end
 
@@ -96,7 +115,7 @@ class Handlers:
         if verb not in WITHOUT_STORE and self._pointer is None:
             self._return()
         handler: Callable[..., Reply] = getattr(self, verb)
-        return handler(*values, numbers) if verb in ("push", "exchange", "create") else handler(*values)
+        return handler(*values, numbers) if verb in WITH_NUMBERS else handler(*values)
 
     def close(self) -> None:
         """Leave the store; the place is remembered. Idempotent."""
@@ -186,13 +205,14 @@ class Handlers:
                 native.close(pointer)
                 raise
             self._pointer, self._late = pointer, False
-        self._staging, self._in_round = None, False
+        self._staging, self._in_round, self._failed = None, False, None
         return None, ()
 
     def reap(self) -> Reply:
         return native.reap(self._store), ()
 
     def start(self, timeout: float) -> Reply:
+        self._failed = None
         claim: Claim = native.start(self._store, timeout)
         return claim, ()
 
@@ -200,20 +220,14 @@ class Handlers:
         claim: Claim = native.start_ahead(self._store)
         return claim, ()
 
-    def _room(self, kind: type[np.generic], size: int) -> Numbers:
-        """Memory for a reply's numbers, reused: the client has read the reply before when it calls again."""
-        if self._reply.dtype != kind or self._reply.size != size:
-            self._reply = np.empty(size, kind)
-        return self._reply
-
     def pull(self) -> Reply:
-        flat = self._room(np.float32, self.layout.flat_elements)
+        flat = self.replies.take(np.float32, self.layout.flat_elements)
         version = native.pull(self._store, flat)
         self._keep_pulled(version, flat)
         return version, (flat,)
 
     def pull_encoded(self, codec: Codec) -> Reply:
-        data = self._room(np.uint8, encoded_vector_bytes(codec, self.layout))
+        data = self.replies.take(np.uint8, encoded_vector_bytes(codec, self.layout))
         version = native.pull_encoded(self._store, codec, data)
         if self._needs_base_params:
             self._keep_pulled(version, decode_vector(data, codec, self.layout))
@@ -236,10 +250,11 @@ class Handlers:
         """The parameters of a version that this worker has pulled; None: of the last one."""
         if not self._pulled:
             return None
-        last = next(reversed(self._pulled))
-        if (found := self._pulled.get(last if version is None else version)) is None:
+        wanted = next(reversed(self._pulled)) if version is None else version
+        if (found := self._pulled.get(wanted)) is None:
             kept = ", ".join(map(str, self._pulled))
             raise InvalidArgument("push", f"base_version: found {version}; expected one pulled last: {kept}")
+        self._pulled = {v: flat for v, flat in self._pulled.items() if v >= wanted}  # later pushes' bases
         return found
 
     def push(self, header: PushHeader, numbers: Frames) -> Reply:
@@ -250,10 +265,49 @@ class Handlers:
         if back is not Codec.F32:
             (result, _), (version, frames) = self.push(header, numbers), self.pull_encoded(back)
             return (result, version), frames
-        flat = self._room(np.float32, self.layout.flat_elements)
+        flat = self.replies.take(np.float32, self.layout.flat_elements)
         both = self._pushed(header, numbers, lambda request: native.exchange(self._store, request, flat))
         self._keep_pulled(both[1], flat)
         return both, (flat,)
+
+    def transfer(self, header: TransferHeader, numbers: Frames) -> Reply:
+        """Push, claim ahead and pull. After one that failed all fail alike, until the worker rejoins or
+        starts: they were sent before the client knew, and a push would be taken for the one that failed.
+        """
+        if self._failed is not None:
+            raise self._failed
+        try:
+            return self._transfer(header, numbers)
+        except PypsError as error:
+            self._failed = error
+            raise
+
+    def _transfer(self, header: TransferHeader, numbers: Frames) -> Reply:
+        began, result, pulled = time.monotonic(), None, None
+        if header.max_samples is not None:
+            native.set_max_samples(self._store, header.max_samples)
+        with contextlib.suppress(PushRejected):
+            if header.turn and header.codec is Codec.F32:
+                (result, version), frames = self.exchange(header.push, header.codec, numbers)
+                pulled = version, frames
+            else:
+                result = self.push(header.push, numbers)[0]
+        pushed = time.monotonic() - began
+        claims: list[Claim] = []
+        try:
+            if pulled is None and header.turn:
+                pulled = self._pull_as(header.codec)
+            while len(claims) < header.claims and (claim := native.start_ahead(self._store)).count:
+                claims.append(claim)
+            version, frames = pulled or self._pull_as(header.codec)
+        except Fenced as error:
+            if result is None:
+                raise
+            self._failed, version, frames = error, None, ()
+        return TransferReply(result, tuple(claims), version, pushed), frames
+
+    def _pull_as(self, codec: Codec) -> Reply:
+        return self.pull() if codec is Codec.F32 else self.pull_encoded(codec)
 
     def _pushed(self, header: PushHeader, numbers: Frames, send: Callable[[PushRequest], Any]) -> Any:
         """Copy the gradient to a staging buffer and push it.

@@ -2,7 +2,7 @@
 
 The loop never waits for a call. A new call goes to the client's session thread, a repeated call gets its
 reply again, and a malformed message is counted and dropped. After `client_timeout_seconds` without a message
-a client loses its thread; its last reply is kept in case it returns.
+a client loses its thread; its last replies are kept in case it returns.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pyps.remote.keys import ServerKeys
 from pyps.remote.session import SessionThread
 from pyps.remote.wire import (
     MAX_HEADER_BYTES,
+    MAX_IN_FLIGHT,
     Bye,
     Call,
     Malformed,
@@ -40,7 +41,7 @@ from pyps.remote.wire import (
 
 CLIENT_TIMEOUT_SECONDS = 10.0
 MAX_SESSIONS = 256
-FORGET_SECONDS = 600.0  # how long the last reply of a client that timed out is kept
+FORGET_SECONDS = 600.0  # how long the replies to a client that timed out are kept
 SEAL_BYTES = 256  # at least what encryption adds to a frame
 TICK_MS = 250
 OUTLET = "inproc://replies"
@@ -62,14 +63,16 @@ class Counters:
 
 @dataclass
 class ClientRecord:
-    """What the loop knows of one client. Calls up to `taken` were begun; `reply` is the last call's, None
-    while that runs. `thread` runs its calls; it has ended, or soon will, if the client has `timed_out`.
+    """What the loop knows of one client. Calls up to `taken` were begun; the client has all replies up to
+    `received`, and may ask for the later ones in `replies` again. `thread` runs its calls; it has ended, or
+    soon will, if the client has `timed_out`.
     """
 
     heard: float
     identity: bytes = b""
     taken: int = 0
-    reply: list[Any] | None = field(default_factory=list)
+    received: int = 0
+    replies: dict[int, list[Any]] = field(default_factory=dict)  # by seq
     thread: SessionThread | None = None
     timed_out: bool = True
 
@@ -207,10 +210,10 @@ class Server:
         while True:
             ready = dict(poller.poll(TICK_MS))
             if self._outlet in ready:
-                name, *frames = self._outlet.recv_multipart(copy=False)
+                name, *rest = self._outlet.recv_multipart(copy=False)
                 if name.bytes == STOP:
                     break
-                self._finish(name.bytes, frames)
+                self._finish(name.bytes, int.from_bytes(rest[0].bytes, "little"), rest[1:])
             if self._router in ready:
                 self._receive(self._router.recv_multipart(copy=False))
             self._expire_clients()
@@ -247,19 +250,23 @@ class Server:
                 return
             session = self._sessions[call.session] = ClientRecord(time.monotonic())
         session.identity = identity
-        if call.seq == session.taken:
+        session.received = max(session.received, call.received)
+        due = max(session.taken, session.received) + 1
+        if session.received < call.seq <= session.taken:
             self.counters.repeated += 1
-            if session.reply is not None:
-                self._send(identity, session.reply)
-        elif session.reply is None:
-            self._refuse(identity, call, Busy("session", "its call before is still under way"))
-        elif call.seq > session.taken:
-            session.taken, session.reply = call.seq, None
+            if call.seq in session.replies:
+                self._send(identity, session.replies[call.seq])
+        elif call.seq - session.received > MAX_IN_FLIGHT:
+            text = f"found {call.seq - session.received} calls under way; expected at most {MAX_IN_FLIGHT}"
+            self._refuse(identity, call, Busy("session", text))
+        elif call.seq != due:
+            text = f"seq: found {call.seq}; expected {due}"
+            self._refuse(identity, call, InvalidArgument("session", text))
+        else:
+            session.taken = call.seq
+            session.replies = {seq: r for seq, r in session.replies.items() if seq > session.received}
             self.counters.calls += 1
             self._thread_of(call.session, session).work.put((call, numbers))
-        else:
-            text = f"seq: found {call.seq}; expected at least {session.taken}"
-            self._refuse(identity, call, InvalidArgument("session", text))
 
     def _refuse(self, identity: bytes, call: Call, why: StoreError) -> None:
         self.counters.refused += 1
@@ -273,10 +280,10 @@ class Server:
             self._threads = [d for d in self._threads if d.is_alive()] + [session.thread]
         return session.thread
 
-    def _finish(self, name: bytes, frames: list[Any]) -> None:
+    def _finish(self, name: bytes, seq: int, frames: list[Any]) -> None:
         session = self._sessions.get(name)
         if session is not None:
-            session.reply = frames
+            session.replies[seq] = frames
             self._send(session.identity, frames)
 
     def _send(self, identity: bytes, frames: list[Any]) -> None:

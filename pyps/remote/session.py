@@ -1,7 +1,7 @@
 """The thread of one remote client: on the store's machine it is the client's participant and runs its calls.
 
-Calls come one at a time; each gives one reply. When the client has timed out, the thread leaves the store:
-samples claimed and not pushed go back, as those of a dead process do.
+Calls are done one at a time, in order; each gives one reply. When the client has timed out, the thread leaves
+the store: samples claimed and not pushed go back, as those of a dead process do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyps.remote.wire import Answer, Call, Failure, encode, encode_raw, failure
 
 
 class SessionThread(threading.Thread):
-    """Takes calls from `work` (None: leave and end), sends [session, header, numbers ...] to `outlet`."""
+    """Takes calls from `work` (None: leave); sends [session, seq, header, numbers ...] to `outlet`."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class SessionThread(threading.Thread):
             outlet.connect(self._outlet)
             try:
                 while (item := self.work.get()) is not None:
-                    outlet.send_multipart([self._session, *_reply(handlers, *item)], copy=False)
+                    seq = item[0].seq.to_bytes(8, "little")
+                    outlet.send_multipart([self._session, seq, *_reply(handlers, *item)], copy=False)
             finally:
                 self.place = handlers.place
                 handlers.close()
@@ -54,6 +55,7 @@ class SessionThread(threading.Thread):
 
 def _reply(handlers: Handlers, call: Call, numbers: Frames) -> list[Any]:
     try:
+        handlers.replies.begin(call.seq, call.received)
         value, frames = handlers.do(call.verb, call.arguments, numbers)
         return [encode(Answer(call.seq, encode_raw(value))), *to_frames(frames)]
     except StoreError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
 
 from pyps import native
@@ -14,6 +15,7 @@ from pyps.native.values import Config
 from pyps.remote.backend import RemoteBackend
 from pyps.remote.client import Traffic
 from pyps.store.store import Store
+from pyps.store.transfer import Finish, TransferRequest
 
 T = TypeVar("T")
 
@@ -37,6 +39,12 @@ class RemoteStore(Store):
     def traffic(self) -> Traffic:
         """What went over the link so far."""
         return self._calls.client.traffic
+
+    def begin_transfer(self, request: TransferRequest) -> Finish:
+        """Send a step's transfer; what is returned waits for its reply (pyps.store.transfer). One thread may
+        begin transfers while another finishes them, in order. Raises NotFinite, having sent nothing.
+        """
+        return self._call(RemoteBackend.begin_transfer, replace(request, push=self._checked(request.push)))
 
     def journal(self, path: str | os.PathLike[str] | None) -> None:
         """Raises InvalidArgument: the decisions are taken where the server is."""

@@ -1,11 +1,11 @@
 """What goes over the link: which calls there are, and what each carries. One page is the whole protocol.
 
 A message is a header (msgpack, at most MAX_HEADER_BYTES) and bare numbers in frames (pyps.remote.framing).
-The calls are those of pyps.native, by name. Every call has a unique name, {session, seq}: a server does
-each one once, and answers a repeated one with the same bytes again. A session has one call under way at a
-time.
+The calls are those of pyps.native, by name. Every call has a unique name, {session, seq}: a server does each
+one once, in order, and answers a repeated one with the same bytes again. At most MAX_IN_FLIGHT calls of a
+session are under way at once; `received` says up to which seq the client has all replies.
 
-    client -> server    Call(session, seq, verb, arguments) [numbers]
+    client -> server    Call(session, seq, verb, arguments, received) [numbers]
                         Ping(session)       on a separate connection, which no bulk holds up
                         Bye(session)        nothing comes back
     server -> client    Answer(seq, value) [numbers ...]
@@ -52,6 +52,7 @@ PROTOCOL = 3
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 4 << 20  # tensors by name: some 20,000 of them
 MAX_CALL_SECONDS = 3600.0  # no call waits longer, whatever was asked
+MAX_IN_FLIGHT = 16  # calls of a session: the transfers of the deepest pipeline, and others beside them
 STORE_TIMEOUT = -1.0
 
 CallSeconds = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]
@@ -70,6 +71,7 @@ class Call(_Message, frozen=True):
     seq: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     verb: str
     arguments: msgspec.Raw
+    received: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
 class Ping(_Message, frozen=True):
@@ -149,6 +151,25 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(**{name: getattr(request, name) for name in cls.__struct_fields__})
 
 
+class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A step's way there and back: a push, claims of later steps, a pull (pyps.store.transfer)."""
+
+    push: PushHeader
+    codec: Codec
+    turn: bool
+    claims: Count
+    max_samples: Count | None
+
+
+class TransferReply(msgspec.Struct, frozen=True):
+    """As pyps.store.transfer.Transferred. push_seconds: of the push, at the server."""
+
+    result: PushResult | None
+    claims: tuple[Claim, ...]
+    version: int | None
+    push_seconds: float
+
+
 class Verb:
     """The types of a call's arguments and of its value."""
 
@@ -170,6 +191,7 @@ VERBS: Mapping[str, Verb] = {
     "pull_encoded": Verb(tuple[Codec], int),
     "push": Verb(tuple[PushHeader], PushResult),
     "exchange": Verb(tuple[PushHeader, Codec], tuple[PushResult, int]),
+    "transfer": Verb(tuple[TransferHeader], TransferReply),
     "should_continue": Verb(tuple[Count, Count], Advice),
     "set_max_samples": Verb(tuple[Count], None),
     "set_data_set": Verb(tuple[DataSet], None),

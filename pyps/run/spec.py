@@ -26,7 +26,7 @@ from pyps.run.resume import Resumed, continue_folder, find_resumed, run_of
 from pyps.store.policies import Policy
 from pyps.worker.mode import ModeOptions, RankMode, departures, launched_mode, launched_policy
 from pyps.worker.sampling import MAX_SEED
-from pyps.worker.settings import Settings
+from pyps.worker.settings import STAGING_BUFFERS, Settings
 
 MAX_RESTARTS = 3
 CHECKPOINT_EVERY = "10m"
@@ -168,6 +168,7 @@ class RunSpec:
             dataset_size=self.options.dataset_size,
             seed=self.options.seed,
             allow_nonfinite=self.options.allow_nonfinite,
+            staging_buffers=max(STAGING_BUFFERS, *(mode.depth for mode in self.modes)),
             throttle=rank.throttle,
             run_dir=self.run_dir,
             journal=self.journal,

@@ -7,7 +7,7 @@ core decides which worker waits, and for how long, with the code that serves a r
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from pyps.errors import Busy, Ended, Fenced, PushRejected, PypsError
@@ -24,7 +24,7 @@ from pyps.store.policies import Policy, register_policy
 
 WAIT_VERDICT = 2
 DOWN, UP = range(2)
-STAGING_BUFFERS = 2
+STAGING_BUFFERS = 2  # of a worker, at least
 DETECTION_NANOSECONDS = 50_000_000  # until waiting workers notice a death
 CHECKS_PER_TIMEOUT = 4
 DEADLOCK_CHECKS = 40
@@ -40,7 +40,7 @@ class Engine:
     """One policy on one scenario; `work` runs it to its end.
 
     scenario, policy: what is simulated. model: the parameters. metrics: filled while it runs. samples: to
-    train in all. seed: of the jitter. pipeline: workers overlap transfers with compute.
+    train in all. seed: of the jitter. depths: steps of each worker under way; 1: no pipeline.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Engine:
         metrics: Metrics,
         samples: int,
         seed: int,
-        pipeline: bool = False,
+        depths: Sequence[int] = (),
     ) -> None:
         self.scenario, self.policy, self.model, self.metrics = scenario, policy, model, metrics
         self.workers, self.needs = scenario.workers, policy.needs
@@ -67,7 +67,7 @@ class Engine:
             chunk_params=0,
             max_participants=len(scenario.workers),
             snapshot_spares=0,
-            staging_buffers=STAGING_BUFFERS,
+            staging_buffers=max(STAGING_BUFFERS, *depths),
             policy_params=policy.params(),
         )
         register_policy(policy)
@@ -79,8 +79,9 @@ class Engine:
             for k, w in enumerate(scenario.workers)
         ]
         self._kinds, networks = _networks(scenario)
-        self.clock = Clock((1 + pipeline) * len(self.workers), networks)
-        self._pipeline = pipeline
+        self._depths = tuple(depths) or (1,) * len(self.workers)
+        self._staging_count = config.staging_buffers
+        self.clock = Clock(max(self._depths) * len(self.workers), networks)
         self.version = self.rounds = self.trained = 0
         self.finished_at = 1
         self._left = len(self.workers)  # workers that have not ended
@@ -116,7 +117,8 @@ class Engine:
     # One worker.
 
     def _process(self, k: int) -> Process:
-        return PipelinedWorker(self, k).process() if self._pipeline else self._serial_process(k)
+        depth = self._depths[k]
+        return PipelinedWorker(self, k, depth).process() if depth > 1 else self._serial_process(k)
 
     def _serial_process(self, k: int) -> Process:
         yield from self.join(k)
@@ -189,11 +191,22 @@ class Engine:
 
     def pull(self, k: int, channel: int) -> Generator[int | None, None, Pulled]:
         """Pull; `channel` is the process that transfers: the worker's own, or its transfer process."""
-        began, w, version = self.clock.now, self.model.w, self.version
-        yield from self._transfer(k, channel, DOWN)
+        w, version = self.model.w, self.version
+        yield from self.travel_down(k, channel, (), version)
+        return w, version
+
+    def travel_up(self, k: int, channel: int, turn: Iterable[int | None] = ()) -> StepProcess:
+        """A gradient's way to the store; it waits for its `turn` on the wire."""
+        began = self.clock.now
+        yield from self._transfer(k, channel, UP, turn)
+        self.metrics.add(channel, PUSH, began, self.clock.now, self.version)
+
+    def travel_down(self, k: int, channel: int, turn: Iterable[int | None], version: int) -> StepProcess:
+        """The way of a version's parameters to the worker, which has then pulled them."""
+        began = self.clock.now
+        yield from self._transfer(k, channel, DOWN, turn)
         self._note(self.core.pull(k, self.clock.now, version))
         self.metrics.add(channel, PULL, began, self.clock.now, version)
-        return w, version
 
     def compute(self, k: int, count: int, *, checks: bool) -> Generator[int | None, None, int]:
         """Compute a step; returns the samples that its gradient covers, 0 if it was given up."""
@@ -214,13 +227,22 @@ class Engine:
         return done
 
     def push(
-        self, k: int, channel: int, first: int, done: int, pulled: Pulled, claimed: int, base_version: int = 0
+        self,
+        k: int,
+        channel: int,
+        first: int,
+        done: int,
+        pulled: Pulled,
+        claimed: int,
+        base_version: int = 0,
+        travelled: bool = False,
     ) -> Generator[int | None, None, Pulled | None]:
         """Push a gradient; returns the parameters of the turn's pull, None under policies without turns.
 
         k: the worker. channel: the process that transfers. first, done: the samples. pulled: the parameters
         that the gradient is computed on. claimed: the time at which the step began. base_version: of a
-        pipelined push, 1 + the version of `pulled`; 0: the last pull's.
+        pipelined push, 1 + the version of `pulled`; 0: the last pull's. travelled: the gradient is at the
+        store already.
         """
         clock, began = self.clock, self.clock.now
         compute_nanoseconds = clock.now - claimed
@@ -235,14 +257,13 @@ class Engine:
             yield None
         opened = clock.now
         waited = opened - began
-        while self._staging_buffers[k] == (1 << STAGING_BUFFERS) - 1:  # all wait in a round
+        while self._staging_buffers[k] == (1 << self._staging_count) - 1:  # all wait in a round
             clock.park(channel, 0, 0)
             yield None
-        staging = 1 if self._staging_buffers[k] & 1 else 0
+        staging = (~self._staging_buffers[k] & self._staging_buffers[k] + 1).bit_length() - 1  # the first
         self.metrics.add(channel, WAIT, began, clock.now, self.version)
-        began = clock.now
-        yield from self._transfer(k, channel, UP)
-        self.metrics.add(channel, PUSH, began, clock.now, self.version)
+        if not travelled:
+            yield from self.travel_up(k, channel)
         began = clock.now
         while True:
             self._staged[k, staging] = (gradient[0], pulled[0]) if gradient else None
@@ -267,11 +288,12 @@ class Engine:
         self.metrics.add(channel, WAIT, began, clock.now, self.version)
         return (yield from self.pull(k, channel)) if self.needs.uses_turns else None
 
-    def _transfer(self, k: int, channel: int, network: int) -> StepProcess:
+    def _transfer(self, k: int, channel: int, network: int, turn: Iterable[int | None]) -> StepProcess:
         worker = self.workers[k]
         size = self._sizes[network] * (worker.up_share if network == UP else worker.down_share)
         if worker.latency:
             yield self.clock.now + _ns(worker.latency)
+        yield from turn
         self.metrics.moved_bytes += size
         if size and self._kinds[k] >= 0:
             self.clock.transfer(channel, network, self._kinds[k], size)
@@ -365,7 +387,7 @@ class Engine:
 
     def _inject(self, fault: Fault) -> None:
         k, now = fault.rank, self.clock.now
-        processes = (k, k + len(self.workers)) if self._pipeline else (k,)
+        processes = range(k, self._depths[k] * len(self.workers), len(self.workers))
         if fault.kind == "stop":
             for process in processes:
                 self.clock.stopped_until[process] = now + _ns(fault.seconds)

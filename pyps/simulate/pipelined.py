@@ -1,13 +1,15 @@
-"""A pipelined worker in virtual time: its two threads (pyps.worker) as two processes of the clock.
+"""A pipelined worker in virtual time, as pyps.worker.pipeline has it, of processes of the clock.
 
-The compute process computes a step while the transfer process pushes the gradient of the step before, pulls
-parameters and claims the samples of the step after.
+The compute process computes a step while up to depth - 1 transfers push the gradients of the steps before it,
+claim the samples of later steps and pull parameters. They travel at once, but use the link, each way, and the
+store one after the other.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pyps.errors import Ended, Fenced, PushRejected
 from pyps.simulate.metrics import WAIT
@@ -19,18 +21,32 @@ if TYPE_CHECKING:
 Pulled = tuple[Vector, int]  # parameters and their version
 SampleRange = tuple[int, int]  # first, count
 TransferProcess = Generator[int | None, None, None]
+UP, STORE, DOWN = range(3)  # what transfers use in turn
+
+
+class Sent(NamedTuple):
+    """A gradient on its way: its samples, what it was computed on, when its step began, claims to make."""
+
+    first: int
+    samples: int
+    pulled: Pulled
+    began: int
+    claims: int
 
 
 class PipelinedWorker:
-    """Worker k of an engine with N workers: process k computes, process k + N transfers."""
+    """Worker k of an engine with N workers: process k computes, k + N, k + 2 N ... transfer in turn."""
 
-    def __init__(self, engine: Engine, k: int) -> None:
-        self._engine, self._k = engine, k
-        self._transfers = k + len(engine.workers)
+    def __init__(self, engine: Engine, k: int, depth: int) -> None:
+        self._engine, self._k, self._depth = engine, k, depth
         self._pulled: Pulled | None = None
-        self._prefetched: SampleRange | None = None  # the next step's claim
-        self._result: tuple[Pulled | None, SampleRange | None] | None = None  # of the last transfer
-        self._busy = self._waiting = False
+        self._claims: deque[SampleRange] = deque()  # of the next steps
+        self._under_way: deque[int] = deque()  # transfers: the claims that each asks for
+        self._results: deque[tuple[Pulled, list[SampleRange]] | None] = deque()  # of ended ones; None: fenced
+        self._count = 0  # transfers that began
+        self._passed = [0, 0, 0]  # transfers that have used the way up, the store, the way down
+        self._queue: dict[tuple[int, int], int] = {}  # (what, transfer) -> the process that waits for it
+        self._fenced = self._waiting = False
 
     def process(self) -> TransferProcess:
         """The compute process, from join to leave."""
@@ -43,64 +59,127 @@ class PipelinedWorker:
                 assert pulled is not None  # _begin() has pulled
                 done = yield from engine.compute(k, count, checks=False)
                 ended = engine.clock.now
-                if (yield from self._receive()):
+                if (yield from self._settle(self._depth - 2)):
                     engine.metrics.rejected += 1  # the store took this step's samples back too
                 else:
                     self._send(first, done, pulled, began + engine.clock.now - ended)
             except Ended:
                 break
             except Fenced:
-                engine.rejoin(k)
-                self._pulled = self._prefetched = None
+                self._rejoin()
         engine.leave(k)
 
     def _begin(self) -> Generator[int | None, None, SampleRange]:
-        if self._prefetched is None:
-            yield from self._receive()
-        if self._prefetched is not None:
-            claim, self._prefetched = self._prefetched, None
-            return claim
-        claim = yield from self._engine.start(self._k)
-        self._pulled = yield from self._engine.pull(self._k, self._k)
-        self._prefetched = self._engine.start_ahead(self._k)
-        return claim
+        while self._under_way and not self._claims:
+            yield from self._settle(len(self._under_way) - 1)
+        if not self._claims:
+            claim = yield from self._engine.start(self._k)
+            self._claims.append(claim)
+            self._claims.extend(self._claim(self._depth - 1))
+            self._pulled = yield from self._engine.pull(self._k, self._k)
+        return self._claims.popleft()
 
-    def _receive(self) -> Generator[int | None, None, bool]:
-        """Wait for the transfer under way; True if the worker was fenced in it."""
+    def _claim(self, count: int) -> list[SampleRange]:
+        claims: list[SampleRange] = []
+        while len(claims) < count and (claim := self._engine.start_ahead(self._k)) is not None:
+            claims.append(claim)
+        return claims
+
+    def _settle(self, most: int) -> Generator[int | None, None, bool]:
+        """Take what has come back, and wait until at most so many transfers are under way; True if the worker
+        was fenced, and has rejoined.
+        """
         clock, began = self._engine.clock, self._engine.clock.now
-        if self._busy:
-            self._waiting = True
-            yield None
-            self._waiting = False
+        fenced = False
+        while self._under_way and (fenced or len(self._under_way) > most or self._results):
+            if not self._results:
+                self._waiting = True
+                yield None
+                self._waiting = False
+            self._under_way.popleft()
+            if (result := self._results.popleft()) is None:
+                fenced = True
+            else:
+                self._pulled, claims = result
+                self._claims.extend(claims)
         self._engine.metrics.add(self._k, WAIT, began, clock.now, self._engine.version)
-        if self._result is None:
-            return False
-        (pulled, self._prefetched), self._result = self._result, None
-        self._pulled = pulled or self._pulled
-        return pulled is None
+        if fenced:
+            self._rejoin()
+        return fenced
 
-    def _send(self, first: int, done: int, pulled: Pulled, began: int) -> None:
-        self._busy = True
-        clock = self._engine.clock
-        clock.begin(self._transfers, self._transfer(first, done, pulled, began), clock.now)
+    def _rejoin(self) -> None:
+        self._engine.rejoin(self._k)
+        self._claims.clear()
+        self._pulled, self._fenced = None, False
 
-    def _transfer(self, first: int, done: int, pulled: Pulled, began: int) -> TransferProcess:
-        """The transfer process: push one gradient, pull parameters, claim samples."""
-        engine, k, channel = self._engine, self._k, self._transfers
+    def _send(self, first: int, count: int, pulled: Pulled, began: int) -> None:
+        claims = max(0, self._depth - len(self._claims) - sum(self._under_way))
+        self._under_way.append(claims)
+        engine, number = self._engine, self._count
+        self._count += 1
+        channel = self._k + len(engine.workers) * (1 + number % (self._depth - 1))
+        process = self._transfer(number, channel, Sent(first, count, pulled, began, claims))
+        engine.clock.begin(channel, process, engine.clock.now)
+
+    def _transfer(self, number: int, channel: int, sent: Sent) -> TransferProcess:
+        """A transfer process: push one gradient, claim samples, pull parameters."""
+        engine, k = self._engine, self._k
+        turns = engine.needs.uses_turns  # then the gradient leaves in its turn, which ends with the pull
+        if not turns:
+            yield from engine.travel_up(k, channel, self._in_turn(UP, number, channel))
+            self._pass(UP)
+        yield from self._in_turn(STORE, number, channel)
+        back: Pulled | None = None
+        result: tuple[Pulled, list[SampleRange]] | None = None
         try:
-            try:
-                back = yield from engine.push(
-                    k, channel, first, done, pulled, began, base_version=1 + pulled[1]
-                )
-            except PushRejected:
-                engine.rejected()
-                back = None
-            if back is None:
+            if self._fenced:
+                raise Fenced("transfer", "one before it was fenced")
+            back = yield from self._push(channel, sent, travelled=not turns)
+            if turns and back is None:
                 back = yield from engine.pull(k, channel)
-            self._result = back, engine.start_ahead(k)
+            result = back or (engine.model.w, engine.version), self._claim(sent.claims)
         except Fenced:
-            engine.rejoin(k)
-            self._result = None, None
-        self._busy = False
+            self._fenced = True
+        self._pass(STORE)
+        if result is not None and back is None:
+            yield from engine.travel_down(k, channel, self._in_turn(DOWN, number, channel), result[0][1])
+        else:
+            yield from self._in_turn(DOWN, number, channel)
+        self._pass(DOWN)
+        self._results.append(result)
         if self._waiting:
             engine.clock.resume(k)
+
+    def _push(
+        self, channel: int, sent: Sent, *, travelled: bool
+    ) -> Generator[int | None, None, Pulled | None]:
+        """What the pull of the same turn brought; None without turns, or if the push was rejected."""
+        first, count, pulled, began, _ = sent
+        try:
+            return (
+                yield from self._engine.push(
+                    self._k,
+                    channel,
+                    first,
+                    count,
+                    pulled,
+                    began,
+                    base_version=1 + pulled[1],
+                    travelled=travelled,
+                )
+            )
+        except PushRejected:
+            self._engine.rejected()
+            return None
+
+    def _in_turn(self, what: int, number: int, channel: int) -> TransferProcess:
+        """Wait until the transfers before this one have used it."""
+        if self._passed[what] != number:
+            self._queue[what, number] = channel
+            yield None
+
+    def _pass(self, what: int) -> None:
+        self._passed[what] += 1
+        channel = self._queue.pop((what, self._passed[what]), None)
+        if channel is not None:
+            self._engine.clock.resume(channel)

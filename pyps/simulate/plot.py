@@ -61,9 +61,10 @@ def trace(results: Sequence[Result]) -> dict[str, Any]:
     tracks = 0
     for process, result in enumerate(results, start=1):
         rows.append(_name("process_name", process, 0, result.policy))
-        piped = any(s[0] >= len(result.ranks) for s in result.timeline)
+        deepest = max((s[0] // len(result.ranks) for s in result.timeline), default=0)
         names = [f"{r.name}, b = {r.batch}" for r in result.ranks]
-        names += [f"{r.name}, transfers" for r in result.ranks if piped]
+        for k in range(deepest):
+            names += [f"{r.name}, transfers{f' {k + 1}' if k else ''}" for r in result.ranks]
         for track, name in enumerate(names, start=tracks + 1):
             rows.append(_name("thread_name", process, track, name))
         for rank, kind, begin, end, version in result.timeline:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from pyps.errors import InputError
+from pyps.formats.mode import MAX_DEPTH
 from pyps.simulate.engine import Engine
 from pyps.simulate.metrics import Metrics, Result, rank_results
 from pyps.simulate.problem import Model, Objective
@@ -26,15 +27,15 @@ def simulate(
     target_loss: float | None = None,
     seconds: float = math.inf,
     timeline: bool = False,
-    pipeline: bool = False,
+    pipeline: bool | int = False,
 ) -> Result:
     """Train in virtual time. The same arguments give the same result to the bit.
 
     scenario: the cluster. policy: a policy or its text. iterations: global batches to train. seed: of jitter.
     objective: real gradients; None: only times. lr: learning rate of a whole global batch. target_loss: stop
     once the loss is that low; needs an objective. seconds: stop after so much virtual time. timeline: record
-    what each worker did and when, for pictures. pipeline: workers overlap transfers with the next step's
-    compute.
+    what each worker did and when, for pictures. pipeline: workers overlap transfers with the next steps'
+    compute: so many steps under way; True: as the scenario says of each worker, or 2.
 
     Raises InputError, and Deadlock where the workers would wait for ever.
     """
@@ -43,16 +44,26 @@ def simulate(
     if target_loss is not None and objective is None:
         raise InputError("simulate", "target_loss", str(target_loss), "an objective to go with it")
     chosen = policy_named(policy) if isinstance(policy, str) else policy
-    if pipeline:
+    depths = _depths(scenario, pipeline)
+    if max(depths) > 1:
         check_pipeline(chosen)
     model = Model(objective, lr, scenario.global_batch, chosen.params().lambda_)
-    metrics = Metrics((1 + pipeline) * len(scenario.workers), timeline)
-    engine = Engine(scenario, chosen, model, metrics, iterations * scenario.global_batch, seed, pipeline)
+    metrics = Metrics(max(depths) * len(scenario.workers), timeline)
+    engine = Engine(scenario, chosen, model, metrics, iterations * scenario.global_batch, seed, depths)
     if objective is not None:
         every = max(1, iterations // CURVE_POINTS) * scenario.global_batch
         engine.measure(every, target_loss)
     engine.work(seconds)
     return _result(engine, chosen, seed)
+
+
+def _depths(scenario: Scenario, pipeline: bool | int) -> list[int]:
+    """Steps under way, of each worker."""
+    if pipeline is True:
+        return [w.depth or 2 for w in scenario.workers]
+    if not 0 <= pipeline <= MAX_DEPTH:
+        raise InputError("simulate", "pipeline", str(pipeline), f"True, or 1 (no pipeline) to {MAX_DEPTH}")
+    return [int(pipeline) or 1] * len(scenario.workers)
 
 
 def compare(scenario: Scenario, policies: Iterable[Policy | str], **arguments: object) -> list[Result]:

@@ -41,7 +41,8 @@ class SimWorker:
     are those of its own link; `host` names a shared link instead. `micro_batch`: the most samples computed at
     once; 0: no limit. `max_samples`: the samples that fit in its memory; 0: no limit. `recorded`: seconds of
     its first steps in a real run, whatever their size; `cost` and jitter give the later ones. `up_share`,
-    `down_share`: of the scenario's bytes, in this worker's codecs.
+    `down_share`: of the scenario's bytes, in this worker's codecs. `depth`: steps under way in a pipeline; 0:
+    2.
     """
 
     name: str
@@ -57,6 +58,7 @@ class SimWorker:
     recorded: tuple[float, ...] = ()
     up_share: float = 1.0
     down_share: float = 1.0
+    depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
     simulation = cluster.simulation
     shares = {names[mode.rank]: _byte_shares(mode) for mode in plan.run.workers} if plan.run else {}
+    depths = {names[w.rank]: w.depth for w in plan.hps.workers}
+    depths |= {names[w.rank]: w.depth for w in plan.run.workers if w.depth > 1} if plan.run else {}
     workers = tuple(
         replace(
             built[name],
@@ -142,6 +146,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
             micro_batch=0 if even else micro[name],
             up_share=shares[name][0] if shares else 1.0,
             down_share=shares[name][1] if shares else 1.0,
+            depth=max(2, depths.get(name, 2)),
         )
         for name in used
     )

@@ -12,6 +12,8 @@ What a code does not carry is lost unless it is fed back: added to what is encod
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -126,24 +128,48 @@ def _check(name: str, array: NDArray[Any], kind: type[np.generic], size: int) ->
 class Residual(Generic[A]):
     """What an encoder's codes did not carry of a gradient, to be added to the next one: error feedback.
 
-    It counts only once its gradient was admitted; until then the one before is kept. `new` makes an array.
+    It counts only once its gradient was admitted; until then the one before is kept. Several gradients may be
+    under way; they are committed in the order in which they began, perhaps by another thread. `new` makes an
+    array.
     """
 
     def __init__(self, new: Callable[[], A]) -> None:
         self._new = new
         self._current: A | None = None
-        self._next: A | None = None
-        self._begun = False
+        self._pending: deque[tuple[A | None, A]] = deque()  # what was added, and what was not carried
+        self._free: list[A] = []
+        self._lock = threading.Lock()
+        self._correction: A | None = None  # for refused gradients whose residual a later one has added
 
     def begin(self) -> tuple[A | None, A]:
         """For a new gradient: (what to add to it or None; where to put what its codes do not carry)."""
-        self._begun = True
-        if self._next is None:
-            self._next = self._new()
-        return self._current, self._next
+        with self._lock:
+            old = self._pending[-1][1] if self._pending else self._current
+            if self._correction is not None:
+                old = self._correction if old is None else old + self._correction  # type: ignore[operator]
+                self._correction = None
+            new = self._free.pop() if self._free else self._new()
+            self._pending.append((old, new))
+            return old, new
+
+    def cancel(self) -> None:
+        """The gradient that began last is not sent."""
+        with self._lock:
+            self._free.append(self._pending.pop()[1])
 
     def commit(self, admitted: bool) -> None:
-        """Commit the new residual if the push was admitted; otherwise keep the old one."""
-        if self._begun and admitted:
-            self._current, self._next = self._next, self._current
-        self._begun = False
+        """The oldest gradient under way was admitted: its residual counts; or not: the one before does."""
+        with self._lock:
+            if not self._pending:
+                return
+            old, new = self._pending.popleft()
+            if admitted:
+                self._current = new
+                if old is not None:
+                    self._free.append(old)
+            elif not self._pending:
+                self._current = old
+                self._free.append(new)
+            else:
+                change = -new if old is None else old - new  # type: ignore[operator]
+                self._correction = change if self._correction is None else self._correction + change

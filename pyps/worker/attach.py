@@ -230,6 +230,7 @@ def _create(settings: Settings, attachment: Attachment) -> Store:
         groups={name: tensor.group for name, (tensor, _) in tensors.items()},
         averaged=[name for name, (tensor, _) in tensors.items() if tensor.averaged],
         samples=settings.samples if settings.launched or settings.samples else None,
+        staging_buffers=settings.staging_buffers,
         keep=settings.launched,
     )
 

@@ -5,30 +5,49 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyps.errors import Fenced, NotFinite, PushRejected, TimedOut
+from pyps.formats.records import Span
 from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest
+from pyps.remote.store import RemoteStore
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
+from pyps.store.transfer import Finish, TransferRequest
 from pyps.worker.emulated_link import EmulatedLinks
+from pyps.worker.memory import AnnouncedBudget
 from pyps.worker.step import Outcome
 
 JOIN_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and reading data
 
-Claimed = tuple[Claim, StagingBuffer]  # the samples of a step, and where its gradient goes
+
+@dataclass(slots=True)
+class Transfer:
+    """What a step's way to the store and back came to: its outcome, claims of later steps, and staging
+    buffers for those. No version came back: the worker was fenced.
+    """
+
+    outcome: Outcome
+    claims: list[Claim] = field(default_factory=list)
+    staging: list[StagingBuffer] = field(default_factory=list)
+
+    @property
+    def fenced(self) -> bool:
+        return self.outcome.version is None
 
 
 class StoreClient:
     """One thread at a time may use it, not always the same one. `fenced` counts how often it had to rejoin.
 
-    pull: the codec of pulled parameters. uses_turns: a push and the pull after it are one turn.
-    before_claim: runs before each claim. links: emulated ones, which pushes and pulls cross. `ahead`: the
-    claims of later steps, and of the current one until it is taken from there; after_claim_ahead gets each of
-    them when it is made, in the thread that made it.
+    pull: the codec of pulled parameters. uses_turns: a push and the pull after it are one turn. budget:
+    announced before each claim; None: the policy does not resize batches. links: emulated ones, which pushes
+    and pulls cross. `ahead`: the claims of later steps, and of the current one until it is taken from there;
+    after_claim_ahead gets each of them when it is known, in the thread that learns of it.
     """
 
     def __init__(
@@ -37,23 +56,22 @@ class StoreClient:
         pull: Codec,
         *,
         uses_turns: bool,
-        before_claim: Callable[[], None],
+        budget: AnnouncedBudget | None,
         links: EmulatedLinks | None = None,
     ) -> None:
         self.store = store
         self._links = links or EmulatedLinks()
         self.fenced = 0
-        self._codec, self._uses_turns, self._before_claim = pull, uses_turns, before_claim
+        self._codec, self._uses_turns, self._budget = pull, uses_turns, budget
         self._codes: NDArray[np.uint8] | None = None
         self.ahead: deque[Claim] = deque()
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
+        self._failed: BaseException | None = None  # a transfer, and with it all later ones
 
-    def claim(self) -> Claimed:
+    def claim(self) -> Claim:
         """Claim the next step, waiting until every rank has joined once. Raises Ended, Fenced, TimedOut."""
-        self._before_claim()
-        return self._start(), self.store.stage()
-
-    def _start(self) -> Claim:
+        if self._budget is not None:
+            self._budget.announce()
         deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
         while True:
             try:
@@ -62,19 +80,17 @@ class StoreClient:
                 if self.store.status().all_joined or time.monotonic() > deadline:
                     raise
 
-    def claim_ahead(self) -> Claimed | None:
-        """With a step under way, claim the one after it; None: nothing is left now. Raises Fenced."""
-        claim = self.start_ahead()
-        return None if claim is None else (claim, self.store.stage())
+    def claim_ahead(self, count: int) -> list[Claim]:
+        """With a step under way, claim up to `count` after it, as far as the policy allows. Raises Fenced."""
+        claims: list[Claim] = []
+        while len(claims) < count and (claim := self.store.start_ahead()) is not None:
+            claims.append(claim)
+            self._note(claim)
+        return claims
 
-    def start_ahead(self) -> Claim | None:
-        """As claim_ahead, without a place for the gradient."""
-        self._before_claim()
-        claim = self.store.start_ahead()
-        if claim is not None and not (self.ahead and self.ahead[-1].first == claim.first):
-            self.ahead.append(claim)
-            self.after_claim_ahead(claim)
-        return claim
+    def _note(self, claim: Claim) -> None:
+        self.ahead.append(claim)
+        self.after_claim_ahead(claim)
 
     def check_data_set(self, data: DataSet) -> None:
         """Compare this rank's data set with the others'. Raises InvalidArgument, naming what differs."""
@@ -88,7 +104,63 @@ class StoreClient:
         """After Fenced: join again. All claims are gone."""
         self.fenced += 1
         self.ahead.clear()
+        self._failed = None
         self.store.rejoin()
+        if self._budget is not None:
+            self._budget.forget()
+
+    def begin_transfer(self, request: PushRequest, claims: int) -> Callable[[Flat], Transfer]:
+        """Push, claim so many steps ahead and pull. Over a link this sends all of it; what is returned waits
+        for the reply, and writes the parameters. A store on this machine is asked only then.
+
+        Call what is returned in the order of the beginnings, perhaps in another thread. It raises Fenced
+        without rejoining. After one transfer has failed the others fail alike, until the worker has rejoined.
+        """
+        if not isinstance(self.store, RemoteStore) or self._links.emulated:
+            return partial(self._transfer, request, claims)
+        most = None if self._budget is None else self._budget.change()
+        whole = TransferRequest(request, self._codec, self._uses_turns, claims, most)
+        try:
+            return partial(self._finish, request.samples > 0, False, self.store.begin_transfer(whole))
+        except NotFinite:
+            skip = replace(whole, push=PushRequest(request.staging, 0, request.hyper))
+            return partial(self._finish, False, True, self.store.begin_transfer(skip))
+
+    def _transfer(self, request: PushRequest, claims: int, out: Flat) -> Transfer:
+        if self._failed is not None:
+            raise self._failed
+        outcome = Outcome()
+        made: list[Claim] = []
+        try:
+            self._push(request, out, outcome)
+            if self._budget is not None:
+                self._budget.announce()
+            made = self.claim_ahead(claims)
+            if outcome.version is None:
+                began = time.monotonic()
+                outcome.version = self.pull(out)
+                outcome.spans.append(("pull", began, time.monotonic()))
+        except BaseException as error:
+            self._failed = error
+            if not isinstance(error, Fenced) or outcome.result is None:
+                raise
+            outcome.version = None
+        return Transfer(outcome, made)
+
+    def _finish(self, pushes: bool, unencodable: bool, finish: Finish, out: Flat) -> Transfer:
+        """A remote store's transfer, as a local one's."""
+        done = finish(out)
+        spans: list[Span] = [("skip", *done.spans[0][1:]), *done.spans[1:]] if not pushes else done.spans
+        outcome = Outcome(
+            None if unencodable else done.result,
+            rejected=done.result is None,
+            unencodable=unencodable,
+            version=done.version,
+            spans=spans,
+        )
+        for claim in done.claims:
+            self._note(claim)
+        return Transfer(outcome, list(done.claims))
 
     def pull(self, out: Flat) -> int:
         """Fetch the parameters, each chunk whole, from the store's fp32 ones; the version."""
@@ -108,24 +180,31 @@ class StoreClient:
 
         A fenced worker has rejoined when this returns.
         """
-        began, outcome = time.monotonic(), Outcome()
+        outcome = Outcome()
         try:
-            self._send(request, out, outcome)
+            self._push(request, out, outcome)
         except Fenced:
             outcome.fenced = True
             self.rejoin()
+        return outcome
+
+    def _push(self, request: PushRequest, out: Flat, outcome: Outcome) -> None:
+        """Fills in the outcome. Raises Fenced."""
+        began = time.monotonic()
+        try:
+            self._send(request, out, outcome)
         except PushRejected:
             outcome.rejected = True
         except NotFinite:
             outcome.unencodable = True
             self.store.send(PushRequest(request.staging, 0, request.hyper))  # skip: the claim is still held
-        done = time.monotonic()
-        waited = began
-        if outcome.result is not None and outcome.result.wait_seconds > 0.0:
-            waited = min(began + outcome.result.wait_seconds, done)
-            outcome.spans.append(("wait", began, waited))
-        outcome.spans.append(("push" if request.samples else "skip", waited, done))
-        return outcome
+        finally:
+            done = time.monotonic()
+            waited = began
+            if outcome.result is not None and outcome.result.wait_seconds > 0.0:
+                waited = min(began + outcome.result.wait_seconds, done)
+                outcome.spans.append(("wait", began, waited))
+            outcome.spans.append(("push" if request.samples else "skip", waited, done))
 
     def _carry(self, codec: Codec) -> None:
         self._links.carry(encoded_vector_bytes(codec, self.store.layout))

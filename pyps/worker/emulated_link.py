@@ -32,6 +32,10 @@ class EmulatedLinks:
         """folder: that of the run, which holds the locks of shared links."""
         self._links, self._folder = links, folder
 
+    @property
+    def emulated(self) -> bool:
+        return bool(self._links)
+
     def carry(self, size: int) -> None:
         """Return when a message of so many bytes has crossed the links."""
         for link in self._links:

@@ -41,7 +41,7 @@ from pyps.worker.forecast import RoundForecast
 from pyps.worker.loader import LoaderOptions
 from pyps.worker.memory import AnnouncedBudget
 from pyps.worker.optimizer import OptimizerSteps
-from pyps.worker.pipeline import PipelinedTransport
+from pyps.worker.pipeline import PipelinedTransport, check_depth, extra_buffers
 from pyps.worker.position import (
     RunPosition,
     RunSchedule,
@@ -72,7 +72,7 @@ def join(
     run_dir: str | Path | None = None,
     micro_batch: int | None = None,
     codec: Codec | str | None = None,
-    pipeline: bool | None = None,
+    pipeline: bool | int | None = None,
     allow_nonfinite: bool | None = None,
 ) -> Worker:
     """Make this process a worker of a run. Under `pyps run` no argument is needed; otherwise at least store,
@@ -82,8 +82,9 @@ def join(
     a policy or its text. samples: sample positions of the whole run; 0: without end. seed: of the order of
     samples. run_dir: folder for step records. micro_batch: the most samples to compute at once; None: as
     planned. codec: how gradients travel, with error feedback; "plan": gradients and parameters with the
-    plan's bits. pipeline: overlap push and pull with the next step's compute, which then uses parameters one
-    step older. allow_nonfinite: go on when the loss is not finite. Raises InputError, naming what is missing.
+    plan's bits. pipeline: overlap push and pull with the next steps' compute, on older parameters: so many
+    steps under way at once, up to 8; True: as planned, or 2. allow_nonfinite: go on when the loss is not
+    finite. Raises InputError, naming what is missing.
     """
     settings = Settings.from_env(
         store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline, allow_nonfinite
@@ -215,19 +216,20 @@ class Worker:
         # before it knows whether this one was admitted, so that its residual counts.
         binding = Binding(attachment, store, None if settings.depth > 1 else settings.encoding.codec)
         if needs.resizes_batches:
-            budget = AnnouncedBudget(store, settings.memory, settings.max_batch, binding.device)
-        announce = budget.announce if budget is not None else _nothing
+            extra = extra_buffers(settings.depth) * binding.flat.nbytes
+            budget = AnnouncedBudget(store, settings.memory, settings.max_batch, binding.device, extra)
         client = StoreClient(
             store,
             settings.pull_codec,
             uses_turns=needs.uses_turns,
-            before_claim=announce,
+            budget=budget,
             links=settings.make_links(),
         )
         transport: Transport
         if settings.depth > 1:
+            check_depth(settings.depth, store)
             limit = TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds)
-            transport = PipelinedTransport(client, binding, self._report, timeout=limit)
+            transport = PipelinedTransport(client, binding, self._report, depth=settings.depth, timeout=limit)
         else:
             transport = SerialTransport(client, binding, self._report)
         steps = OptimizerSteps(attachment.optimizer)
@@ -314,7 +316,7 @@ class Worker:
         loss: a number or a scalar tensor; only recorded. scaler: a torch.amp.GradScaler; gradients are
         unscaled, and the step is skipped if they are not finite. Call scaler.update() afterwards. A worker
         that was fenced meanwhile rejoins and drops this gradient. In a pipeline the result, or the error
-        raised, is that of the step before. Raises InputError if no backward() ran, and Diverged, before
+        raised, is that of an earlier step. Raises InputError if no backward() ran, and Diverged, before
         anything is pushed, for a loss or parameters that are not finite.
         """
         step, attached = self._step, self._require()
@@ -469,7 +471,3 @@ class Worker:
 def _close_if_alive(worker: weakref.ref[Worker]) -> None:
     if (alive := worker()) is not None:
         alive.close()
-
-
-def _nothing() -> None:
-    """Done before a claim where the policy does not resize batches."""

@@ -62,11 +62,15 @@ class MemoryBudget:
 class AnnouncedBudget:
     """A memory budget of which the store's policy is kept informed, so that it sizes batches by it.
 
-    memory, most: as for MemoryBudget. device: where steps are computed.
+    memory, most: as for MemoryBudget. device: where steps are computed. extra_bytes: what this worker holds
+    in host memory beyond what was profiled.
     """
 
-    def __init__(self, store: Store, memory: Memory | None, most: int, device: torch.device) -> None:
+    def __init__(
+        self, store: Store, memory: Memory | None, most: int, device: torch.device, extra_bytes: int = 0
+    ) -> None:
         self._store, self._device = store, device
+        self._extra_bytes = extra_bytes if device.type == "cpu" else 0
         self._peers = 1  # processes that take from the same free memory
         self._announced = -1
         self._budget = MemoryBudget(memory, most, self._read)
@@ -79,9 +83,19 @@ class AnnouncedBudget:
         """Before a claim: give the store the number of samples that fit, if it has changed."""
         alive = (MemberState.ACTIVE, MemberState.FENCED)
         self._peers = cgroup_peers([m.pid for m in self._store.members() if m.state in alive])
-        if (most := self._budget.look()) != self._announced:
+        if (most := self.change()) is not None:
             self._store.set_max_samples(most)
-            self._announced = most
+
+    def change(self) -> int | None:
+        """The number of samples that fit, for the caller to give to the store; None: it has not changed."""
+        if (most := self._budget.look()) == self._announced:
+            return None
+        self._announced = most
+        return most
+
+    def forget(self) -> None:
+        """What was announced may not have arrived."""
+        self._announced = -1
 
     def _read(self) -> int:
-        return budget_bytes(self._device, self._peers)
+        return budget_bytes(self._device, self._peers) - self._extra_bytes

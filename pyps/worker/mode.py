@@ -72,7 +72,7 @@ def launched_mode(
     if options.depth is not None:
         depth = options.depth
     elif options.pipeline is not None:
-        depth = max(2, depth) if options.pipeline else 1
+        depth = (depth if depth > 1 else _deepest_useful(plan, worker)) if options.pipeline else 1
     if not 1 <= depth <= MAX_DEPTH:
         raise InputError("depth", "", str(depth), f"1 to {MAX_DEPTH}")
     if depth > 1:
@@ -86,6 +86,14 @@ def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> RankMode:
         return RankMode()
     mode = plan.run.workers[worker.rank]
     return RankMode(as_codec(mode.push_codec), as_codec(mode.pull_codec), mode.depth)
+
+
+def _deepest_useful(plan: Plan | None, worker: PlanWorker | None) -> int:
+    """The depth that a plan made for no pipeline gives H-PS's worker of this rank; 2 where it gives none."""
+    for found in plan.hps.workers if plan is not None and worker is not None else ():
+        if worker is not None and found.rank == worker.rank:
+            return max(2, min(found.depth, MAX_DEPTH))
+    return 2
 
 
 def _planned_codecs(plan: Plan | None, worker: PlanWorker | None, where: str) -> tuple[Codec, Codec]:

@@ -1,35 +1,40 @@
-"""A pipeline with two buffers: a worker computes a step while the gradient of the one before travels.
+"""A pipeline: a worker computes a step while the gradients of the d - 1 steps before it travel.
 
-    main thread          compute k          compute k + 1         compute k + 2
-    background thread    push k - 1, pull   push k, pull          push k + 1, pull
+    main thread, d = 2   compute k          compute k + 1         compute k + 2
+    transfers            push k - 1, pull   push k, pull          push k + 1, pull
 
-A step is computed on the parameters that came back while the step before it was computed: the period is the
-longer of compute and transfer instead of their sum, and staleness grows by one step of this worker. The
-background thread claims samples and a staging buffer for the step after the one being computed, so the main
-thread never waits for the store while a transfer is under way.
+A step is computed on the newest parameters that had come back when the step before was sent: those after the
+push d steps before it, or newer. The period is the longest of compute, of what the link's bandwidth takes,
+and of 1 / (d - 1) of a transfer. Over a link with latency several transfers travel at once; a store on this
+machine does one after the other. Each brings the claim and the staging buffer of a step to come, so the main
+thread never waits for the store while it has some.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from pyps.errors import Ended, Fenced, TimedOut
+from pyps.errors import Ended, Fenced, InputError, TimedOut
 from pyps.formats.records import Span
-from pyps.native.values import Advice, Flat, PushRequest, PushResult
+from pyps.native.values import Advice, Claim, Flat, PushRequest, PushResult
+from pyps.store.staging import StagingBuffer
+from pyps.store.store import Store
 from pyps.worker.binding import Binding
-from pyps.worker.client import Claimed, StoreClient
+from pyps.worker.client import StoreClient, Transfer
 from pyps.worker.step import Outcome, Step
 from pyps.worker.transport import StepCallback, Transport
 
 CLOSE_SECONDS = 10.0
+BACK_BUFFERS = 2
 T = TypeVar("T")
 
 
@@ -49,9 +54,9 @@ class BackgroundThread(Generic[T]):
         self._jobs.put(job)
 
     @property
-    def result_ready(self) -> bool:
-        """Whether take() would return at once."""
-        return not self._results.empty()
+    def results_ready(self) -> int:
+        """How often take() would return at once."""
+        return self._results.qsize()
 
     def take(self, timeout: float) -> T:
         """The result of the oldest job. Raises what it raised, TimedOut if it is not done by then."""
@@ -85,119 +90,147 @@ class BackgroundThread(Generic[T]):
             self._last()
 
 
-@dataclass(slots=True)
-class TransferResult:
-    """What a transfer came to. `prefetched_claim`: of the step after the one being computed; None: none now.
-
-    `fenced`: the worker was fenced during the transfer and has rejoined; its other claim is gone too.
-    """
-
-    outcome: Outcome
-    prefetched_claim: Claimed | None = None
-    fenced: bool = False
-
-
 class PipelinedTransport(Transport):
-    """Transfers overlap with the next step's compute. All methods belong to the main thread.
+    """Transfers overlap with the next steps' compute. All methods belong to the main thread.
 
-    timeout: seconds that a transfer may take.
+    depth: steps under way at once: one computed, the others in transfer. timeout: seconds that a transfer may
+    take.
     """
-
-    depth = 2
 
     def __init__(
-        self, client: StoreClient, binding: Binding, report: StepCallback, *, timeout: float
+        self, client: StoreClient, binding: Binding, report: StepCallback, *, depth: int, timeout: float
     ) -> None:
         super().__init__(client, binding, report)
-        self._timeout = timeout
-        self._back_buffer: Flat = np.zeros(binding.flat.size, np.float32)  # receives what is pulled
-        self._prefetched_claim: Claimed | None = None
-        self._thread: BackgroundThread[TransferResult] = BackgroundThread(
-            f"pyps-transfer-{client.store.rank}"
-        )
-        self._sent: Step | None = None
+        self.depth, self._timeout = depth, timeout
+        # One receives what is pulled while the other has the newest parameters.
+        self._back_buffers: list[Flat] = [
+            np.zeros(binding.flat.size, np.float32) for _ in range(BACK_BUFFERS)
+        ]
+        self._newest, self._newest_version = 0, 0
+        self._buffers_lock = threading.Lock()
+        name = f"pyps-transfer-{client.store.rank}"
+        self._sender: BackgroundThread[None] = BackgroundThread(f"{name}-out")
+        self._receiver: BackgroundThread[Transfer] = BackgroundThread(name)
+        self._sent: deque[tuple[Step, int]] = deque()  # under way, and the claims that each asks for
+        self._claims: deque[Claim] = deque()  # of the next steps
+        self._staging: deque[StagingBuffer] = deque()  # for them
         self._failure: BaseException | None = None  # nothing can follow a transfer that failed
         self._waited: list[Span] = []
 
     @property
     def idle(self) -> bool:
         """Whether no transfer is under way."""
-        return self._sent is None or self._thread.result_ready
+        return self._receiver.results_ready >= len(self._sent)
 
     def begin(self) -> Step | None:
-        if self._prefetched_claim is None:
-            self.receive()
+        while self._sent and not self._claims:
+            self._settle(len(self._sent) - 1)
         began, waited = time.monotonic(), self._waited
         self._waited = []
         while True:
             try:
-                claim, staging = self._next_claim()
+                claim = self._next_claim()
                 ready = time.monotonic()
+                staging = self._staging.popleft()
                 self._binding.attach_grads(staging)
-                version = self._prefetched_version
-                if version is None:
-                    version = self._prefetched_version = self._client.pull(self._binding.flat)
-                    self._prefetched_claim = self._client.claim_ahead()
+                if self._prefetched_version is None:
+                    self._prefetched_version = self._client.pull(self._binding.flat)
                 break
             except Ended:
                 return None
             except Fenced:
-                self._prefetched_version = None
-                self._client.rejoin()
+                self._rejoin()
         self._binding.refresh()
         spans = [*waited, ("wait", began, ready), ("pull", ready, time.monotonic())]
-        return Step(claim, staging, version, spans)
+        return Step(claim, staging, self._prefetched_version, spans)
 
     def claim_ahead(self) -> None:
-        """The background thread does, after each transfer."""
+        """Each transfer does."""
 
-    def _next_claim(self) -> Claimed:
-        if self._prefetched_claim is not None:
-            claimed, self._prefetched_claim = self._prefetched_claim, None
-            return claimed
+    def _next_claim(self) -> Claim:
+        """The next step's claim; if there is none, no transfer is under way."""
+        if self._claims:
+            return self._claims.popleft()
         self._prefetched_version = None
-        return self._client.claim()
+        claim = self._client.claim()
+        self._claims.extend(self._client.claim_ahead(self.depth - 1))
+        self._staging.extend(self._client.store.stage() for _ in range(1 + len(self._claims)))
+        return claim
+
+    def _rejoin(self) -> None:
+        """After Fenced, with no transfer under way: claims and staging buffers are gone."""
+        self._claims.clear()
+        self._staging.clear()
+        self._prefetched_version = None
+        self._client.rejoin()
 
     def send(self, step: Step, request: PushRequest) -> PushResult | None:
-        """Let the gradient travel while the next step is computed; the result of the step before."""
+        """Let the gradient travel while the next steps are computed; the result of the step that came back
+        last.
+        """
         # The claim was made long before the compute began, and the model goes on while this travels.
         params = None if request.base_params is None else request.base_params.copy()
         request = replace(request, base_params=params, compute_seconds=time.monotonic() - step.created)
-        before = self._take()
-        if before is not None and before[1].fenced:
+        fenced, back = self._settle(self.depth - 2)
+        if fenced:
             self._report(step, Outcome(rejected=True))
         else:
-            self._sent = step
-            self._thread.submit(partial(self._transfer, request))
-        return before[1].outcome.result if before is not None and before[0].finite else None
+            asked = sum(claims for _, claims in self._sent)
+            claims = max(0, self.depth - len(self._claims) - asked)
+            self._sent.append((step, claims))
+            self._sender.submit(partial(self._post, request, claims))
+            while self._sender.results_ready > 1:
+                self._sender.take(0.0)
+        return back[1].result if back is not None and back[0].finite else None
 
     def receive(self) -> None:
-        """Wait for the transfer under way, and bring its parameters into the model.
+        """Wait for all transfers under way, and bring the newest parameters into the model.
 
-        Raises what the transfer raised, TimedOut if it takes too long.
+        Raises what a transfer raised, TimedOut if one takes too long.
         """
-        self._take()
+        self._settle(0)
 
-    def _take(self) -> tuple[Step, TransferResult] | None:
+    def _settle(self, most: int, *, rejoins: bool = True) -> tuple[bool, tuple[Step, Outcome] | None]:
+        """Take the transfers that have ended, and wait until at most so many are under way.
+
+        Whether the worker was fenced meanwhile, and has rejoined if it `rejoins`; and the last step that came
+        back.
+        """
         if self._failure is not None:
             raise self._failure
-        if self._sent is None:
-            return None
+        fenced, back = False, None
+        while self._sent and (fenced or len(self._sent) > most or self._receiver.results_ready):
+            step, transfer = self._take()
+            fenced = fenced or transfer.fenced
+            if not transfer.fenced:
+                back = step, transfer.outcome
+            self._report(step, transfer.outcome)
+        if back is not None and not fenced:
+            with self._buffers_lock:
+                np.copyto(self._binding.flat, self._back_buffers[self._newest])
+                self._prefetched_version = self._newest_version
+            self._binding.refresh()
+        if fenced and rejoins:
+            self._rejoin()
+        return fenced, back
+
+    def _take(self) -> tuple[Step, Transfer]:
+        """The oldest transfer under way, once it has ended."""
         began = time.monotonic()
+        step, _ = self._sent[0]
         try:
-            result = self._thread.take(self._timeout)
+            transfer = self._receiver.take(self._timeout)
+        except Fenced:
+            transfer = Transfer(Outcome(fenced=True))
         except BaseException as error:
             self._failure = error
             raise
-        step, self._sent = self._sent, None
-        self._prefetched_claim = result.prefetched_claim
-        if result.outcome.version is not None:
-            np.copyto(self._binding.flat, self._back_buffer)
-            self._binding.refresh()
-            self._prefetched_version = result.outcome.version
+        self._sent.popleft()
         self._waited = [("wait", began, time.monotonic())]
-        self._report(step, result.outcome)
-        return step, result
+        if not transfer.fenced:
+            self._claims.extend(transfer.claims)
+            self._staging.extend(transfer.staging)
+        return step, transfer
 
     def should_continue(self, done: int, following: int) -> Advice:
         """The store is not asked: it would answer about the gradient that travels."""
@@ -208,21 +241,52 @@ class PipelinedTransport(Transport):
         return self._prefetched_version
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        self._thread.close(self._client.store.close, timeout)
+        deadline = time.monotonic() + timeout
+        self._sender.close(_nothing, timeout)
+        self._receiver.close(self._client.store.close, max(0.0, deadline - time.monotonic()))
         if self._failure is None:
-            self.receive()
+            self._settle(0, rejoins=False)
 
-    def _transfer(self, request: PushRequest) -> TransferResult:
-        """In the background thread: push, pull, and claim the step after the one being computed."""
-        outcome = self._client.push(request, self._back_buffer)
-        if outcome.fenced:
-            return TransferResult(outcome, fenced=True)
+    def _post(self, request: PushRequest, claims: int) -> None:
+        """In the sending thread: send, or hand over what is sent when its turn comes."""
         try:
-            began = time.monotonic()
-            if outcome.version is None:
-                outcome.version = self._client.pull(self._back_buffer)
-                outcome.spans.append(("pull", began, time.monotonic()))
-            return TransferResult(outcome, self._client.claim_ahead())
+            finish = self._client.begin_transfer(request, claims)
+        except BaseException as error:
+            finish = partial(_fail, error)
+        self._receiver.submit(partial(self._finish, finish))
+
+    def _finish(self, finish: Callable[[Flat], Transfer]) -> Transfer:
+        """In the receiving thread: what came back of a transfer."""
+        other = 1 - self._newest
+        transfer = finish(self._back_buffers[other])
+        if transfer.outcome.version is None:
+            return transfer
+        with self._buffers_lock:
+            self._newest, self._newest_version = other, transfer.outcome.version
+        try:
+            transfer.staging = [self._client.store.stage() for _ in transfer.claims]
         except Fenced:
-            self._client.rejoin()
-            return TransferResult(outcome, fenced=True)
+            transfer.outcome.version = None
+        return transfer
+
+
+def check_depth(depth: int, store: Store) -> None:
+    """Raise InputError for more steps under way than the store has staging buffers for."""
+    if depth > store.layout.staging_buffers:
+        found = f"{depth}, in a store made for at most {store.layout.staging_buffers}"
+        raise InputError("pipeline", "depth", found, "one depth for all ranks, or rank 0's the greatest")
+
+
+def extra_buffers(depth: int) -> int:
+    """How many more vectors of parameters a pipelined worker holds than a serial one, which has one staging
+    buffer.
+    """
+    return depth - 1 + BACK_BUFFERS if depth > 1 else 0
+
+
+def _fail(error: BaseException, out: Flat) -> Transfer:
+    raise error
+
+
+def _nothing() -> None:
+    """After the last transfer was sent."""

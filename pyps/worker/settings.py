@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "environment"
 UNENCODED = Encoding(Codec.F32)
+STAGING_BUFFERS = 2  # of a worker, at least
 
 
 class Variable(StrEnum):
@@ -48,6 +49,7 @@ class Variable(StrEnum):
     PULL_CODEC = "PYPS_PULL_CODEC"  # of parameters, where CODEC is set
     DEPTH = "PYPS_DEPTH"  # steps under way; 2: push and pull overlap with the next step's compute
     ALLOW_NONFINITE = "PYPS_ALLOW_NONFINITE"  # 1: go on when the loss is not finite
+    STAGING_BUFFERS = "PYPS_STAGING_BUFFERS"  # of each worker: the greatest depth of any
     JOURNAL = "PYPS_JOURNAL"  # file of every decision, for pyps.simulate.replay
     RESUME = "PYPS_RESUME"  # checkpoint that the store is made from
     THROTTLE = "PYPS_THROTTLE"  # {"factor": F} or {"fit": {...}}: emulate a slower device
@@ -79,6 +81,7 @@ class Settings:
     depth: steps under way; 1: one after another, 2: push and pull overlap with the next step's compute.
     allow_nonfinite: go on when the loss is not finite.
     schedule: the plan's turns, under a policy that takes turns.
+    staging_buffers: of each worker, if this one creates the store: at least the depth of any.
     launched: by `pyps run`, which then also removes the segment.
     resume: the checkpoint that the store is made from; None: it begins with the model's parameters.
     """
@@ -97,6 +100,7 @@ class Settings:
     pull_codec: Codec = Codec.F32
     depth: int = 1
     allow_nonfinite: bool = False
+    staging_buffers: int = STAGING_BUFFERS
     throttle: ThrottleSpec | None = None
     run_dir: Path | None = None
     journal: Path | None = None
@@ -117,7 +121,7 @@ class Settings:
         run_dir: str | Path | None = None,
         micro_batch: int | None = None,
         codec: Codec | str | None = None,
-        pipeline: bool | None = None,
+        pipeline: bool | int | None = None,
         allow_nonfinite: bool | None = None,
     ) -> Settings:
         """The launcher's settings: arguments override the environment, and this the plan.
@@ -143,8 +147,8 @@ class Settings:
         wanted = ModeOptions(
             policy=policy or env.get(Variable.POLICY) or None,
             codec=codec if codec is not None else env.get(Variable.CODEC) or None,
-            pipeline=pipeline,
-            depth=_integer(env, Variable.DEPTH) if pipeline is None and env.get(Variable.DEPTH) else None,
+            pipeline=pipeline if isinstance(pipeline, bool) else None,
+            depth=_depth(pipeline, env),
             round_timeout=_round_timeout(env),
         )
         settings = cls(
@@ -162,6 +166,7 @@ class Settings:
             throttle=_throttle(env),
             run_dir=Path(run_dir) if run_dir else _path(env, Variable.RUN_DIR),
             journal=_path(env, Variable.JOURNAL),
+            staging_buffers=_integer(env, Variable.STAGING_BUFFERS, STAGING_BUFFERS),
             launched=store is None,
             resume=_path(env, Variable.RESUME),
         )
@@ -194,6 +199,7 @@ class Settings:
             Variable.PULL_CODEC: self.pull_codec.name.lower(),
             Variable.DEPTH: self.depth,
             Variable.ALLOW_NONFINITE: int(self.allow_nonfinite),
+            Variable.STAGING_BUFFERS: self.staging_buffers,
             Variable.JOURNAL: self.journal or "",
             Variable.RESUME: self.resume or "",
             Variable.THROTTLE: throttle,
@@ -218,7 +224,13 @@ class Settings:
 
     def with_mode(self, mode: RankMode) -> Settings:
         """These settings with a mode's depth and codecs; gradients are encoded with error feedback."""
-        return replace(self, encoding=fed_back(mode.push), pull_codec=mode.pull, depth=mode.depth)
+        return replace(
+            self,
+            encoding=fed_back(mode.push),
+            pull_codec=mode.pull,
+            depth=mode.depth,
+            staging_buffers=max(self.staging_buffers, mode.depth),
+        )
 
     def planned_batches(self) -> tuple[int, ...]:
         """The batch of each rank. Raises InputError where it is unknown."""
@@ -276,6 +288,13 @@ def _integer(env: Mapping[str, str], variable: Variable, default: int | None = N
         where, field = (ENVIRONMENT, variable.value) if env else ("join", variable.name.lower())
         raise InputError(where, field, repr(text) if text else "nothing", "a whole number of at least 0")
     return int(text)
+
+
+def _depth(pipeline: bool | int | None, env: Mapping[str, str]) -> int | None:
+    """The number of steps under way that is asked for, if one is."""
+    if pipeline is None:
+        return _integer(env, Variable.DEPTH) if env.get(Variable.DEPTH) else None
+    return None if isinstance(pipeline, bool) else int(pipeline)
 
 
 def _round_timeout(env: Mapping[str, str]) -> float | None:

@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar
 
 from pyps.errors import Ended, Fenced
 from pyps.native.values import Advice, PushRequest, PushResult
@@ -28,7 +27,7 @@ class Transport(ABC):
     A fenced worker rejoins by itself; what it had claimed is dropped.
     """
 
-    depth: ClassVar[int]  # steps of one worker that may be under way at once
+    depth: int  # steps of one worker that may be under way at once
 
     def __init__(self, client: StoreClient, binding: Binding, report: StepCallback) -> None:
         self._client, self._binding, self._report = client, binding, report
@@ -75,7 +74,7 @@ class SerialTransport(Transport):
         began = time.monotonic()
         while True:
             try:
-                claim, staging = self._client.claim()
+                claim, staging = self._client.claim(), self._client.store.stage()
                 ready = time.monotonic()
                 self._binding.attach_grads(staging)
                 version = self._prefetched_version
@@ -93,7 +92,7 @@ class SerialTransport(Transport):
 
     def claim_ahead(self) -> None:
         with suppress(Fenced):  # the push will say so
-            self._client.start_ahead()
+            self._client.claim_ahead(1)
 
     def send(self, step: Step, request: PushRequest) -> PushResult | None:
         outcome = self._client.push(request, self._binding.flat)

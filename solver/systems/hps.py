@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyps.formats import Bits, HpsEstimate, HpsWorker
+from pyps.formats.mode import MAX_DEPTH
 from pyps.solver.links import ERROR, LinkCost
 from pyps.solver.mode import SAME, error_of
 
@@ -40,11 +41,11 @@ class PipelineDesign:
 def design_pipeline(
     compute_seconds: float, link: LinkCost, push: Bits = 32, pull: Bits = 32
 ) -> PipelineDesign:
-    """The shallowest pipeline with the shortest period."""
+    """The shallowest pipeline with the shortest period that MAX_DEPTH steps under way allow."""
     transfer, floor = link.seconds(push, pull), max(compute_seconds, link.wire_seconds(push, pull))
     if transfer == 0:
         return PipelineDesign(push, pull, 1, compute_seconds)
-    in_transfer = math.ceil(transfer / floor)
+    in_transfer = min(math.ceil(transfer / floor), MAX_DEPTH - 1)
     return PipelineDesign(push, pull, 1 + in_transfer, max(floor, transfer / in_transfer))
 
 

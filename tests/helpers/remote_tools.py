@@ -129,7 +129,7 @@ class RawClient:
 
     def message(self, verb: str, *arguments: Any) -> bytes:
         self.seq += 1
-        return encode(Call(self.session, self.seq, verb, encode_raw(arguments)))
+        return encode(Call(self.session, self.seq, verb, encode_raw(arguments), self.seq - 1))
 
     def send(self, *frames: Any) -> None:
         self.socket.send_multipart(list(frames))

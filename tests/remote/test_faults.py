@@ -33,7 +33,7 @@ from pyps.native.values import Codec, Encoding, Hyper, MemberState, PushResult, 
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.remote.store import RemoteStore
-from pyps.remote.wire import PROTOCOL, Answer, Failure, PushHeader
+from pyps.remote.wire import PROTOCOL, Answer, Call, Failure, PushHeader, encode, encode_raw
 from pyps.store import Store
 
 PYPS = str(Path(sys.executable).parent / "pyps")
@@ -157,11 +157,13 @@ def test_a_repeated_call_is_answered_when_its_first_one_is(store: Store, server:
         client.send(message)
         client.send(message)
         assert client.reply(0.2) is None
-        early = client.ask("get_status")
+        client.send(client.message("get_status"))  # done after the one before
+        client.send(encode(Call(client.session, 99, "get_status", encode_raw(()), 2)))
+        early = client.reply()
         assert isinstance(early, Failure)
-        assert early.code == Busy.code
+        assert (early.seq, early.code) == (99, Busy.code), "too many calls under way"
         store.join(1)
-        assert isinstance(client.reply(), Answer)
+        assert [r.seq for r in (client.reply(), client.reply()) if isinstance(r, Answer)] == [3, 4]
         assert store.status().samples_assigned == 4
 
 

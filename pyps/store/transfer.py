@@ -1,0 +1,43 @@
+"""A step's way to the store and back as one request: the push, claims of later steps, and the pull.
+
+A remote store does several of them at once, in order: the next one leaves before the reply to the last has
+come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pyps.formats.records import Span
+from pyps.native.values import Claim, Codec, Flat, PushRequest, PushResult
+
+
+@dataclass(frozen=True)
+class TransferRequest:
+    """push: of a step whose samples are claimed. codec: of the pulled parameters. turn: the pull belongs to
+    the push's turn, and comes before the claims; else the claims come first, so that parameters are no older
+    than a bounded policy allows. claims: steps to claim ahead, as far as the policy allows. max_samples: as
+    for Store.set_max_samples; None: unchanged.
+    """
+
+    push: PushRequest
+    codec: Codec = Codec.F32
+    turn: bool = False
+    claims: int = 0
+    max_samples: int | None = None
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """result: of the push; None: the policy rejected it. version: of the parameters that came back; None:
+    none came, since the worker was fenced after its push.
+    """
+
+    result: PushResult | None
+    claims: tuple[Claim, ...]
+    version: int | None
+    spans: list[Span]
+
+
+Finish = Callable[[Flat], Transferred]  # waits, and writes the parameters
