@@ -13,6 +13,8 @@ from pyps.formats import Jitter
 from pyps.simulate import Fault, Logistic, Result, Scenario, SimWorker, simulate
 from pyps.simulate.plot import gantt, trace
 from pyps.simulate.problem import Model
+from pyps.solver.links import LinkCost
+from pyps.solver.systems.hps import design_pipeline
 from pyps.store.policies import Policy
 
 COMPUTE, BANDWIDTH = 0.1, 1e6
@@ -46,6 +48,26 @@ def test_the_period_is_the_longer_of_compute_and_transfer(policy: str, one_way: 
     assert piped.iteration_seconds == pytest.approx(max(COMPUTE, 2 * one_way), rel=0.05)
     assert serial.staleness == {0: 50}
     assert piped.staleness == {0: 1, 1: 49}, "one more, exactly, from the second step on"
+
+
+@pytest.mark.parametrize("latency", [0.02, 0.1, 0.25])
+@pytest.mark.parametrize("depth", [2, 3, 5, 8])
+@pytest.mark.parametrize("policy", ["asp", "hps"])
+def test_a_deep_pipeline_hides_latency_as_the_planner_says(policy: str, depth: int, latency: float) -> None:
+    one_way = 0.02
+    found = simulate(alone(one_way, latency), policy, iterations=200, pipeline=depth)
+    link = LinkCost(latency, one_way)
+    assert found.iteration_seconds == pytest.approx(max(COMPUTE, link.seconds() / (depth - 1)), rel=0.05)
+    assert max(found.staleness) <= depth - 1
+    best = design_pipeline(COMPUTE, link)
+    deep = simulate(alone(one_way, latency), policy, iterations=200, pipeline=best.depth)
+    assert deep.iteration_seconds == pytest.approx(best.period_seconds, rel=0.06)
+
+
+def test_transfers_under_way_share_the_link_and_not_its_latency() -> None:
+    found = simulate(alone(0.2, 0.5), "asp", iterations=400, pipeline=8)
+    assert found.iteration_seconds == pytest.approx(0.2, rel=0.05), "the bandwidth one way"
+    assert found.peak_transfers == 1, "one after the other on the wire"
 
 
 def test_it_is_sgd_with_a_delay_of_one_bitwise() -> None:
@@ -91,8 +113,9 @@ def test_saps_keeps_its_bound() -> None:
     assert max(result.staleness) <= 6
 
 
+@pytest.mark.parametrize("depth", [2, 4])
 @pytest.mark.parametrize("policy", ["asp", "ssp:bound=2", "r2sp", "hps", "saps"])
-def test_deaths_stops_and_leaves_lose_nothing(policy: str) -> None:
+def test_deaths_stops_and_leaves_lose_nothing(policy: str, depth: int) -> None:
     faults = (
         Fault(0, 0.31, "kill", 0.5),
         Fault(1, 0.42, "stop", 0.9),
@@ -101,7 +124,7 @@ def test_deaths_stops_and_leaves_lose_nothing(policy: str) -> None:
     )
     scenario = replace(several(), faults=faults)
     rules = replace(Policy.known["asp"](), round_timeout_seconds=0.5) if policy == "asp" else policy
-    accounts(simulate(scenario, rules, iterations=30, seed=3, pipeline=True))
+    accounts(simulate(scenario, rules, iterations=30, seed=3, pipeline=depth))
 
 
 def test_an_objective_gives_the_same_result_each_time() -> None:
