@@ -51,7 +51,9 @@ def test_depth_three_hides_the_latency_that_depth_two_shows(shm: Path, tmp_path:
     found = {}
     for depth in (2, 3):
         with Server("far") as server, DelayedLink(_port(server), LATENCY, 1e9) as link:
-            records = train(f"tcp://127.0.0.1:{link.port}/far", tmp_path / str(depth), depth, "hps", samples=160)
+            records = train(
+                f"tcp://127.0.0.1:{link.port}/far", tmp_path / str(depth), depth, "hps", samples=160
+            )
         found[depth] = period(records)
         positions = [p for r in records for p in range(r.first, r.first + r.samples)]
         assert positions == list(range(160)), "each sample once, in order"
