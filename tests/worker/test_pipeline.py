@@ -226,12 +226,15 @@ def test_a_fenced_worker_drops_all_and_goes_on(shm: Path, tmp_path: Path, depth:
         for r in range(2)
     ]
 
+    slept: list[bool] = []
+
     def body(rank: int) -> None:
         model = make_model()
         workers[rank].attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
         for x, y in workers[rank].batches((X, Y)):
             backward(loss_of(model, x, y))
-            if rank == 1 and workers[1].steps == 1:
+            if rank == 1 and workers[1].steps and not slept:
+                slept.append(True)
                 time.sleep(1.2)
             workers[rank].step()
 
