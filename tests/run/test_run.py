@@ -65,11 +65,14 @@ with pyps.join() as worker:
         worker.step(loss)
 """
 KILLED_ONCE = """
-        while rank == 0 and step > 3 and not (run_dir / "killed").exists():
-            time.sleep(0.01)  # rank 0 alone could use up the samples
         if rank == 1 and step == 3 and not (run_dir / "killed").exists():
             (run_dir / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+"""
+# Under a policy that does not wait, rank 0 alone could use up the samples.
+WAITS_FOR_THE_KILL = """
+        while rank == 0 and step > 3 and not (run_dir / "killed").exists():
+            time.sleep(0.01)
 """
 RAISES = """
         if rank == 1 and step == 2:
@@ -190,7 +193,7 @@ def test_a_killed_worker_comes_back_and_every_sample_is_accounted_for(
     shm: Path, plan: Path, tmp_path: Path, policy: str
 ) -> None:
     options = RunOptions(samples=SAMPLES, policy=policy, run_dir=tmp_path / "out")
-    report = run(plan, script(tmp_path, KILLED_ONCE), options)
+    report = run(plan, script(tmp_path, KILLED_ONCE + WAITS_FOR_THE_KILL), options)
     assert report.outcome == "finished"
     assert report.restarts == 1
     assert report.samples.trained + report.samples.dropped == SAMPLES
