@@ -81,11 +81,11 @@ def python_page() -> str:
 
 
 def error_lines() -> Iterator[str]:
-    """A line for each error of the store that has a code of its own."""
+    """A line for each error of the store."""
     errors = importlib.import_module("pyps.errors")
     for name, kind in vars(errors).items():
-        if inspect.isclass(kind) and issubclass(kind, errors.StoreError) and kind.hint:
-            yield f"- `{name}` ({kind.code}): {kind.hint}."
+        if inspect.isclass(kind) and issubclass(kind, errors.StoreError) and kind is not errors.StoreError:
+            yield f"- `{name}` ({kind.code}): {kind.hint or 'the message names what is wrong'}."
 
 
 def public_names(module: Any) -> list[str]:

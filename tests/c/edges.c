@@ -300,7 +300,7 @@ static bool sleeps_until(pyps_store *s, uint64_t at) {
     struct rusage before, after;
     uint64_t now = wait_now_nanoseconds();
     getrusage(RUSAGE_THREAD, &before);
-    must(view_wait_for_others(s, view_sequence_word(s), now, at, UINT64_MAX), "wait");
+    must(view_wait_for_others(s, PYPS_WAITS_TURN, view_sequence_word(s), now, at, UINT64_MAX), "wait");
     getrusage(RUSAGE_THREAD, &after);
     return after.ru_nvcsw != before.ru_nvcsw;
 }
