@@ -94,6 +94,8 @@ class Checkpointer:
         spec = self._spec
         try:
             with open_store(spec.store) as store:
+                if spec.journal is not None:
+                    store.journal(spec.journal)
                 state = store.state(seconds)
             if low_priority:
                 with contextlib.suppress(OSError):
