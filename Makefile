@@ -26,14 +26,16 @@ C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples
 demo: .venv/core
 	$(PY) examples/digits/demo.py
 
-# The tests of the C core and the fast ones need no quiet machine: they share the two cores. The others measure
-# time or start processes of their own, one after the other.
+# Two lanes share the two cores: first the tests of the C core and the fast ones, then those that start processes.
+LANE = tests/torch tests/remote tests/project tests/policy
 test: lint
 	@mkdir -p build
 	@$(PY) -m pytest -m 'not slow' > build/test-fast.log 2>&1 & fast=$$!; \
 	  $(PY) -m pytest tests/c; core=$$?; \
 	  wait $$fast; fast=$$?; cat build/test-fast.log; exit $$((core + fast))
-	$(PY) -m pytest -m slow --ignore=tests/c
+	@$(PY) -m pytest -m slow $(LANE) > build/test-lane.log 2>&1 & lane=$$!; \
+	  $(PY) -m pytest -m slow --ignore=tests/c $(LANE:%=--ignore=%); rest=$$?; \
+	  wait $$lane; lane=$$?; cat build/test-lane.log; exit $$((rest + lane))
 
 test-fast: .venv/core
 	$(PY) -m pytest -m 'not slow'

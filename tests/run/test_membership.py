@@ -22,13 +22,13 @@ from pathlib import Path
 import torch, pyps
 run_dir = Path(os.environ["PYPS_RUN_DIR"])
 if (run_dir / "killed").exists():
-    time.sleep(1.0)
+    time.sleep(0.5)
 torch.set_num_threads(1)
 model = torch.nn.Linear(4, 1)
 with pyps.join() as worker:
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
     for step, (x, y) in enumerate(worker.batches((torch.zeros(600, 4), torch.zeros(600, 1)))):
-        time.sleep(0.03)
+        time.sleep(0.02)
         torch.nn.functional.mse_loss(model(x), y).backward()
         if worker.settings.rank == 1 and step == 5 and not (run_dir / "killed").exists():
             (run_dir / "killed").touch()
@@ -42,7 +42,7 @@ B = sum(BATCHES)
 def test_the_others_take_over_the_samples_of_a_killed_rank(tmp_path: Path, shm: Path) -> None:
     write_json(tmp_path / "plan.json", make_plan(BATCHES))
     (tmp_path / "train.py").write_text(SCRIPT)
-    options = RunOptions(samples=200 * B, run_dir=tmp_path / "run")
+    options = RunOptions(samples=150 * B, run_dir=tmp_path / "run")
     report = run(tmp_path / "plan.json", tmp_path / "train.py", options)
     assert report.restarts == 1
     assert "rank 1 is away: [20, 28, 16] -> " in report.replans[0]
@@ -54,9 +54,9 @@ def test_the_others_take_over_the_samples_of_a_killed_rank(tmp_path: Path, shm: 
         sources[record.version] += 1
     short = [v for v, n in samples.items() if n < B]
     alone = [v for v, n in sources.items() if n == 2]
-    assert len(alone) > 20, "rank 1 was away for a second"
+    assert len(alone) > 20, "rank 1 was away for half a second and its start"
     assert len(short) <= 12, "steps until the launcher has noticed, and the last one"
-    assert sum(samples.values()) == 200 * B
+    assert sum(samples.values()) == 150 * B
 
 
 @given(
