@@ -7,7 +7,7 @@ name it and say what to change, and with rebalancing samples must move away from
 within 10 % of what the best split gives.
 
 Compute and loading count as measured in the run, medians by rank: on a busy machine a loader process that
-waits for a core takes longer than its samples. The nominal times stand beside them.
+waits for a core takes longer than its samples. The table also has the nominal times.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def slower(case: Case, factor: float) -> Case:
 
 
 def write_cluster(case: Case, folder: Path) -> Path:
-    """The case's cluster file, beside its profiles."""
+    """The case's cluster file, in the folder of its profiles."""
     text = f"[job]\nglobal_batch = {case.batch}\n[run]\n{case.run}\n"
     if case.shared_megabytes is not None:
         text += f'[[shared]]\nname = "rack"\nbandwidth = {case.shared_megabytes * 1e6}\n'

@@ -52,7 +52,7 @@ PROTOCOL = 3
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 4 << 20  # tensors by name: some 20,000 of them
 MAX_CALL_SECONDS = 3600.0  # no call waits longer, whatever was asked
-MAX_IN_FLIGHT = 16  # calls of a session: the transfers of the deepest pipeline, and others beside them
+MAX_IN_FLIGHT = 16  # calls of a session: the transfers of the deepest pipeline, and some more
 STORE_TIMEOUT = -1.0
 
 CallSeconds = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]

@@ -30,7 +30,7 @@ class Guard:
     """The launcher's side. A guard that is gone changes nothing for the run."""
 
     def __init__(self, segment: Path | None) -> None:
-        """segment: the file that nobody uses after the run; None: the store is elsewhere."""
+        """segment: the file that has no use after the run; None: the store is elsewhere."""
         command = [sys.executable, "-I", "-S", __file__, str(segment or "")]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True
