@@ -181,11 +181,15 @@ def test_an_error_of_a_transfer_surfaces_at_the_next_step(shm: Path) -> None:
     model = make_model()
     worker = join("run", 0, batches=[10], samples=0, policy="asp", pipeline=True)
     worker.attach(model)
+    transport = worker._require().transport
+    assert isinstance(transport, PipelinedTransport)
     batches = worker.batches((X, Y))
     for k in range(4):
         x, y = next(batches)
         backward(loss_of(model, x, y))
         if k == 2:
+            while not transport.idle:  # the transfer of the step before must not fail
+                time.sleep(0.001)
             over(worker, Broken(worker.store, 0.0))
         if k == 3:
             with pytest.raises(ConnectionError, match="the link is cut"):
