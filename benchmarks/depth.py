@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -85,7 +86,10 @@ def made_plan(folder: Path, mode: str) -> tuple[Path, Plan, float]:
     (folder / "far.json").write_text(json.dumps(profile | {"max_batch": 16}))
     cluster = folder / "cluster.toml"
     fields = {"batch": WORKERS * BATCH, "workers": WORKERS, "bandwidth": BANDWIDTH, "latency": LATENCY}
-    cluster.write_text(CLUSTER.format(mode=mode, **fields))
+    text = CLUSTER.format(mode=mode, **fields)
+    cluster.write_text(text)
+    # The run's devices are emulated without their links: the relay is the link.
+    (folder / "devices.toml").write_text(re.sub(r"(?m)^(bandwidth|latency) = .*\n", "", text))
     plan = folder / "plan.json"
     subprocess.run([PYPS, "plan", cluster, "-o", plan], check=True, capture_output=True)
     made = read_plan(plan)
@@ -107,7 +111,7 @@ def run_once(folder: Path, plan: Path, iterations: int) -> float:
             address = next(line for line in server.stdout if "tcp://" in line)
             port = int(address.split("tcp://127.0.0.1:")[1].split("/")[0])
             with DelayedLink(port, LATENCY, BANDWIDTH) as link:
-                command = [PYPS, "run", "--plan", plan, "--throttle-from", folder / "cluster.toml", "--json"]
+                command = [PYPS, "run", "--plan", plan, "--throttle-from", folder / "devices.toml", "--json"]
                 command += ["--connect", f"tcp://127.0.0.1:{link.port}/{store}"]
                 command += ["--samples", str(WORKERS * BATCH * iterations)]
                 command += ["--run-dir", tempfile.mkdtemp(dir=folder), script]
