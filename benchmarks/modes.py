@@ -123,7 +123,9 @@ CASES = (
     Case("dssp", 'policy = "dssp"', 96, (device(FAST, 8, 12), device(GOOD, 8), device(SLOW, 16))),
     Case("backup", 'policy = "backup:k=1"', 120, (device(GOOD, 16), device(GOOD, 16), device(GOOD, 16))),
     Case(
-        "softsync, pipeline", 'policy = "softsync:n=3"\npipeline = true', 96,
+        "softsync, pipeline",
+        'policy = "softsync:n=3"\npipeline = true',
+        96,
         (device(FAST, 3.2), device(GOOD, 16), device(SLOW, 16)),
     ),
     Case("dynsgd, int8", 'policy = "dynsgd"\ncodec = "int8"', 96, (device(FAST, 4), device(GOOD, 4))),
@@ -145,7 +147,7 @@ CASES = (
         HEADERS * 20 / 8,
         rate="20mbit",
     ),
-)  # fmt: skip
+)
 TWENTY = Case(
     "20 MB/s",
     'policy = "hps"\npipeline = true\ncodec = "plan"',

@@ -161,18 +161,31 @@ def test_micro_batches_are_loaded_one_by_one(shm: Path, tmp_path: Path) -> None:
         assert [kind for kind, _, _ in records[3].spans].count("data") == 3
 
 
+WAYS = [
+    (name, pipeline)
+    for name in ("bsp", "backup", "saps", "r2sp", "hps", "softsync")
+    for pipeline in (False, True)
+    if not pipeline or Policy.known[name]().needs.allows_pipeline
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", [False, True])
-@pytest.mark.parametrize("policy", ["bsp", "backup", "saps", "r2sp", "hps", "softsync"])
+@pytest.mark.parametrize(("policy", "pipeline"), WAYS)
 def test_every_sample_is_trained_once(shm: Path, tmp_path: Path, policy: str, pipeline: bool) -> None:
-    if pipeline and not Policy.known[policy]().needs.allows_pipeline:
-        pytest.skip("every step waits")
     split, total, taken = [6, 4, 5], 6 * LENGTH, {}
     workers = [
-        join("run", r, batches=split, samples=total, seed=SEED, policy=policy, run_dir=tmp_path,
-             pipeline=pipeline)
+        join(
+            "run",
+            r,
+            batches=split,
+            samples=total,
+            seed=SEED,
+            policy=policy,
+            run_dir=tmp_path,
+            pipeline=pipeline,
+        )
         for r in range(3)
-    ]  # fmt: skip
+    ]
     models = [Dropped() for _ in split]
 
     def body(rank: int) -> None:
