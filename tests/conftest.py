@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 
+TIMED_RERUNS = 3  # what is right but for a stall passes one of four; what is wrong fails all
 SLOW_FOLDERS = ("benchmarks", "c", "remote", "run", "torch")  # of processes and sanitizers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests of these folders are slow; elsewhere a test or its module says so itself."""
+    """All tests of these folders are slow; elsewhere a test or its module says so. Timed ones get reruns."""
     for item in items:
         if item.path.parent.name in SLOW_FOLDERS:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("timed"):
+            item.add_marker(pytest.mark.flaky(reruns=TIMED_RERUNS))
 
 
 @pytest.fixture

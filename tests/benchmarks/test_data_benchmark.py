@@ -11,6 +11,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "data.py"
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_a_slow_loader_is_named_and_gives_samples_away() -> None:
     """Not how long iterations last, which a busy machine decides: that is the benchmark's."""

@@ -39,6 +39,7 @@ def test_task_sizes_bits_and_the_pipeline(quick: Quick) -> None:
     assert "met: plain over all three: " in text
 
 
+@pytest.mark.timed
 def test_a_straggler(quick: Quick, shm: Path) -> None:
     text = quick("straggler")
     assert "imbalance after one re-solve: " in text

@@ -50,6 +50,7 @@ def top(*arguments: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timed
 def test_a_round_that_waits_for_one_rank(pair: tuple[Store, Store]) -> None:
     slow, fast = pair
     with background(lambda: push(fast)):

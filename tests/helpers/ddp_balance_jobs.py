@@ -1,4 +1,7 @@
-"""What the ranks of the rebalancing tests do: train, each at its emulated pace, while the split follows."""
+"""What the ranks of the rebalancing tests do: train, each at its emulated speed, while the split follows.
+
+The Rebalancer gets the emulated seconds in the place of a clock's: no decision depends on what the cores do.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
-from pyps.profiler.throttle import sleep_until
 from pyps.solver import Line
 from pyps.solver.online.decide import best_split, round_seconds
 from pyps.torch import Rebalancer, UnevenBatchSampler, UnevenIterableDataset, agreed_split, weighted_hook
+from pyps.torch.timer import ComputeTimer
 
-BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device: enough for the emulation to hold
+BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device
 
 
 def pace(speed: float, slowed: bool) -> Line:
@@ -34,6 +37,24 @@ def profile_of(cost: Line) -> Profile:
 def best_seconds(speeds: tuple[float, ...], slowed: bool) -> float:
     costs = [pace(speed, slowed and k == 0) for k, speed in enumerate(speeds)]
     return round_seconds(costs, best_split(BATCH, costs, [1] * len(costs), [BATCH] * len(costs)))
+
+
+class EmulatedTimer:
+    """A ComputeTimer of steps that take what an emulated device takes."""
+
+    def __init__(self, cost: Line) -> None:
+        self.cost = cost
+        self._finished: list[tuple[int | None, float]] = []
+
+    def start(self) -> None:
+        pass
+
+    def finish(self, batch: int | None) -> None:
+        self._finished.append((batch, self.cost.seconds(batch or 0)))
+
+    def finished(self) -> list[tuple[int | None, float]]:
+        finished, self._finished = self._finished, []
+        return finished
 
 
 def in_list(rows: list[int]) -> list[torch.Tensor]:
@@ -64,23 +85,17 @@ def balanced(
         loader = DataLoader(TensorDataset(torch.arange(length)), batch_sampler=sampler, num_workers=loaders)
     ddp = DistributedDataParallel(net(), process_group=group)
     hook = weighted_hook(ddp)
-    began = 0
-    batch = sampler.batch
-    # The device is as slow as its cost says, whatever the cores are doing.
-    hook.on_ready.append(lambda: sleep_until(began + round(cost.seconds(batch) * 1e9)))
     balance = Rebalancer(sampler, hook, profile)
+    timer = balance._timer = EmulatedTimer(cost)  # type: ignore[assignment]
     seen, seconds, splits = [], [], []
-    dist.barrier(group)
-    began = time.monotonic_ns()
     for step, (rows,) in enumerate(loader):
         seen += rows.tolist()
-        cost, batch = pace(speeds[rank], rank == 0 and step >= slows_at), len(rows)
-        splits.append(batch)
+        timer.cost = pace(speeds[rank], rank == 0 and step >= slows_at)
+        splits.append(len(rows))
         inputs = rows[:, None].float().expand(-1, 8) / length
         square(ddp, inputs, inputs[:, :4]).backward()
-        seconds.append(cost.seconds(batch))
+        seconds.append(timer.cost.seconds(len(rows)))
         balance.step()
-        began = time.monotonic_ns()
     every: list[Any] = [None] * len(speeds)
     dist.all_gather_object(every, splits, group=group)
     return {
@@ -92,6 +107,23 @@ def balanced(
         "scalars": balance.scalars(),
         "report": balance.report(),
     }
+
+
+def timed(group: dist.ProcessGroup, slow_seconds: float, steps: int) -> list[float]:
+    """What the timer gives for each step; rank 0 is slow before its last gradient."""
+    ddp = DistributedDataParallel(net(), process_group=group)
+    hook = weighted_hook(ddp)
+    timer, inputs = ComputeTimer(hook), torch.ones(2, 8)
+    for step in range(steps):
+        timer.start()
+        loss = square(ddp, inputs, inputs[:, :4])
+        time.sleep(slow_seconds if dist.get_rank(group) == 0 else 0.0)
+        loss.backward()
+        timer.finish(step)
+    finished = timer.finished()
+    assert [step for step, _ in finished] == list(range(steps))
+    assert timer.finished() == []
+    return [seconds for _, seconds in finished]
 
 
 def agreed(group: dist.ProcessGroup, total: int, profiles: list[Any], caps: list[int | None]) -> Any:

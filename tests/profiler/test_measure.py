@@ -150,6 +150,7 @@ def test_a_real_profile_of_the_cpu() -> None:
     assert profile.fit is not None
 
 
+@pytest.mark.timed
 def test_a_throttled_profile_is_slower_and_says_so() -> None:
     """The throttle multiplies CPU time; other processes matter where it is 1, so the quickest step counts."""
 

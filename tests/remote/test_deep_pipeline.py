@@ -47,6 +47,7 @@ def period(records: list[StepRecord]) -> float:
     return float(np.median(np.diff(begins)[4:]))
 
 
+@pytest.mark.timed
 def test_depth_three_hides_the_latency_that_depth_two_shows(shm: Path, tmp_path: Path) -> None:
     found = {}
     for depth in (2, 3):

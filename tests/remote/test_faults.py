@@ -322,6 +322,7 @@ with Server("model", sys.argv[1], client_timeout_seconds=float(sys.argv[2])) as 
 """
 
 
+@pytest.mark.timed
 def test_a_killed_server_is_an_error_and_a_new_one_is_recognized(store: Store) -> None:
     store.join(1)
     with process(SERVER, "tcp://127.0.0.1:*", str(SILENCE)) as child:

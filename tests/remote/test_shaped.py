@@ -105,6 +105,7 @@ def hear(child: subprocess.Popen[str]) -> list[str]:
     return child.stdout.readline().split()
 
 
+@pytest.mark.timed
 def test_a_step_takes_what_the_link_takes(store: Store, tmp_path: Path) -> None:
     """Encrypted; the time of a transfer is its bytes over the rate, and no more bytes go than have to."""
     whole = store.layout.flat_elements * 4
@@ -128,6 +129,7 @@ def test_a_step_takes_what_the_link_takes(store: Store, tmp_path: Path) -> None:
     assert store.status().version == ROUNDS
 
 
+@pytest.mark.timed
 def test_fewer_bits_take_less_time(store: Store, tmp_path: Path) -> None:
     with training(tmp_path, "int4", "&pull=int8", rounds=2) as (_, child):
         hear(child)
@@ -143,6 +145,7 @@ def test_fewer_bits_take_less_time(store: Store, tmp_path: Path) -> None:
     assert store.status().version == 2
 
 
+@pytest.mark.timed
 def test_a_cut_cable_is_mended(store: Store, tmp_path: Path) -> None:
     """In the middle of a transfer; it comes to its end, and the push is one push."""
     with training(tmp_path, "f32", rounds=2) as (pair, child):

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from run_tools import make_plan
@@ -39,6 +40,7 @@ BATCHES = (20, 28, 16)
 B = sum(BATCHES)
 
 
+@pytest.mark.timed
 def test_the_others_take_over_the_samples_of_a_killed_rank(tmp_path: Path, shm: Path) -> None:
     write_json(tmp_path / "plan.json", make_plan(BATCHES))
     (tmp_path / "train.py").write_text(SCRIPT)

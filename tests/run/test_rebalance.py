@@ -231,6 +231,7 @@ with pyps.join() as worker:
 """
 
 
+@pytest.mark.timed
 def test_a_run_moves_samples_while_it_trains(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

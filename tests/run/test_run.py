@@ -326,6 +326,7 @@ if os.environ["PYPS_RANK"] == "0":
 """
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("deaf", [False, True], ids=["obeys", "ignores SIGTERM"])
 def test_nothing_outlives_a_killed_launcher(shm: Path, plan: Path, tmp_path: Path, deaf: bool) -> None:
     text = SLEEPS.replace("pids = [", DEAF + "pids = [") if deaf else SLEEPS
@@ -367,6 +368,7 @@ def test_an_exception_in_the_launcher_ends_the_workers_and_their_children(
     assert read_report(tmp_path / "out" / "report.json").error == "ZeroDivisionError"
 
 
+@pytest.mark.timed
 def test_a_process_that_ignores_signals_or_is_stopped_is_killed(tmp_path: Path) -> None:
     deaf = ["sh", "-c", "trap '' INT TERM; echo ready; while :; do sleep 0.05; done"]
     processes = [WorkerProcess(rank, deaf, os.environ, tmp_path / f"{rank}.log") for rank in (0, 1)]

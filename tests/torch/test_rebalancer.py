@@ -174,6 +174,13 @@ def test_between_ranks(ranks: Ranks, loaders: int, profiled: bool, streamed: boo
     assert first["report"].count("\n") == 4
 
 
+@pytest.mark.timed
+def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks) -> None:
+    slow, quick = ranks.run(2, jobs.timed, 0.1, 6)
+    assert min(slow) >= 0.1
+    assert min(quick) < 0.1
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(InputError, match=r"window.*4.*odd"):
         Rebalancer(None, None, window=4)  # type: ignore[arg-type]

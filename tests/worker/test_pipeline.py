@@ -141,6 +141,7 @@ def period(records: list[StepRecord]) -> float:
     return float(np.median(np.diff(begins)[2:]))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("compute", "one_way"), [(0.08, 0.02), (0.04, 0.05)])
 def test_the_period_is_the_longer_of_compute_and_transfer(
     shm: Path, tmp_path: Path, compute: float, one_way: float
@@ -200,6 +201,7 @@ def test_an_error_of_a_transfer_surfaces_at_the_next_step(shm: Path) -> None:
     assert no_transfer_threads()
 
 
+@pytest.mark.timed
 def test_close_waits_for_a_transfer_but_not_for_ever(shm: Path) -> None:
     model = make_model()
     worker = join("run", 0, batches=[10], samples=0, policy="asp", pipeline=True)

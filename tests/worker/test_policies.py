@@ -192,6 +192,7 @@ def test_r2sp_in_real_threads_has_staleness_one_less_than_its_members(shm: Path,
     assert [r.staleness for r in records[3:]] == [2] * 57
 
 
+@pytest.mark.timed
 def test_a_late_worker_pushes_the_micro_batches_that_it_has(shm: Path, tmp_path: Path) -> None:
     policy = SaPS(threshold="fixed", bound=2)
     workers = [

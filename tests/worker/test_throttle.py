@@ -38,6 +38,7 @@ def test_a_span_lasts_factor_times_its_cpu_seconds() -> None:
     assert throttle.spans == 1
 
 
+@pytest.mark.timed
 def test_waiting_is_not_work() -> None:
     """Wall time lost to others (here: asleep) is not multiplied; it is an overrun."""
     throttle = Throttle(3.0)
@@ -50,6 +51,7 @@ def test_waiting_is_not_work() -> None:
     assert (throttle.overruns, throttle.overrun_seconds) == (1, span.overrun_seconds)
 
 
+@pytest.mark.timed
 def test_a_fit_sets_the_time_of_its_batch() -> None:
     throttle = Throttle.from_fit(affine(0.03, 0.01))
     for batch in (1, 4):
@@ -69,6 +71,7 @@ def test_a_fit_that_the_work_does_not_fit_into_is_reported() -> None:
     assert throttle.overrun_seconds == span.overrun_seconds
 
 
+@pytest.mark.timed
 def test_an_exception_leaves_at_once_and_counts_nothing() -> None:
     throttle = Throttle.from_fit(affine(5.0, 0.0))
     start = time.perf_counter()
