@@ -150,7 +150,10 @@ def _resumed(
     run_dir = run_of(resume)
     if run_dir is None:
         if "samples" not in given:
-            raise InputError("--samples", "", "nothing", f"a number: {resume} is in no run's folder")
+            expected = (
+                f"a run's folder, which holds {SETUP_FILE}; for a checkpoint outside one give --samples, too"
+            )
+            raise InputError("--resume", "", str(resume), expected)
         return script, options
     before = read_setup(run_dir)
     saved = options_from_json(str(run_dir / SETUP_FILE), before.options)

@@ -88,6 +88,7 @@ class Client:
         self._unanswered: dict[int, list[Any]] = {}  # seq -> what was sent, in order
         self._replies: dict[int, tuple[Answer | Failure, list[Any]]] = {}  # that no thread has taken yet
         self._breaks = 0  # of the connection, since the last reply
+        self._refused = False  # the socket did not take a call
         self._receiving = False  # a thread sleeps until something comes
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes that thread
         self._context: zmq.Context[Any] = zmq.Context()
@@ -237,12 +238,17 @@ class Client:
             self.traffic.resent += 1
 
     def _send(self, frames: list[Any]) -> None:
-        self.traffic.sent += sum(memoryview(frame).nbytes for frame in frames)
-        self._socket.send_multipart(frames, copy=False)
+        # Never wait here: libzmq gives up a connection whose handshake failed, and takes nothing more for it.
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self._refused = True
+        else:
+            self.traffic.sent += sum(memoryview(frame).nbytes for frame in frames)
 
     def _broken(self) -> bool:
         """Whether the connection ended since the last look. Raises LinkRefused where that was on purpose."""
-        ended = False
+        ended, self._refused = self._refused, False
         while self._monitor.poll(0):
             event = zmq.Event(recv_monitor_message(self._monitor)["event"])
             if event in REFUSALS:

@@ -99,11 +99,8 @@ class Killed:
 
     def kill_once(self) -> bool:
         """Start or resume, and kill everything at a random moment; False if the run ended before."""
-        resumed = (self.run_dir / "run.json").exists()
-        again = [PYPS, "run", "--resume", str(self.run_dir)]
-        command = again if resumed else self.command(self.run_dir, PAUSE_SECONDS)
         with (self.folder / "output.txt").open("ab") as output:
-            process = psutil.Popen(command, cwd=self.folder, stdout=output, stderr=output)
+            process = psutil.Popen(self._next(), cwd=self.folder, stdout=output, stderr=output)
             began = time.monotonic()
             early = self.luck.random() < DURING_STARTUP
             if not early:
@@ -121,9 +118,14 @@ class Killed:
 
     def finish(self) -> None:
         """Resume until the end."""
-        again = [PYPS, "run", "--resume", str(self.run_dir)]
-        done = subprocess.run(again, cwd=self.folder, capture_output=True, text=True)
+        done = subprocess.run(self._next(), cwd=self.folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+    def _next(self) -> list[str]:
+        """What starts the run again: anew where it was killed before it had noted what it is."""
+        if (self.run_dir / "run.json").exists():
+            return [PYPS, "run", "--resume", str(self.run_dir)]
+        return self.command(self.run_dir, PAUSE_SECONDS)
 
     def _wait_for_training(self, process: psutil.Popen) -> None:
         """Until this part has a record of its own."""

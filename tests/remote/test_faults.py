@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from remote_tools import RawClient, Relay, eventually, process
 
 from pyps import BSP
@@ -111,6 +113,25 @@ def test_a_lost_reply_does_not_push_twice(store: Store, server: Server, exchange
         assert value(store) == -1.0
         assert [r.pushes for r in store.ranks()] == [1, 1]
         assert not exchange or set(far.views(out)["w"].tolist()) == {-0.5}
+
+
+def test_a_call_that_its_socket_does_not_take_is_sent_again(
+    store: Store, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where libzmq has given up the connection: a blocking send would never return."""
+    send, refused = zmq.Socket.send_multipart, []
+
+    def refuses(socket: zmq.Socket[bytes], frames: list[Any], flags: int = 0, **options: Any) -> Any:
+        if socket.type == zmq.DEALER and len(refused) < 2:
+            assert flags & zmq.NOBLOCK
+            refused.append(True)
+            raise zmq.Again
+        return send(socket, frames, flags, **options)
+
+    with open_remote(server.address) as far, monkeypatch.context() as patch:
+        patch.setattr(zmq.Socket, "send_multipart", refuses)
+        assert far.status().version == 0
+        assert len(refused) == 2
 
 
 def test_connections_that_break_all_the_time_lose_nothing(store: Store, server: Server) -> None:
