@@ -60,6 +60,7 @@ bench: .venv/bench
 	$(PY) benchmarks/solver.py --docs
 	$(PY) benchmarks/ddp.py --docs
 	$(PY) benchmarks/simulate.py --full --docs
+	$(PY) benchmarks/checkpoint.py --docs
 	$(PY) benchmarks/modes.py
 
 papers: .venv/core
