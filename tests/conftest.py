@@ -60,6 +60,17 @@ def worker(shm: Path) -> Iterator[Worker]:
         yield alone
 
 
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """The file of a plan for two workers."""
+    from run_tools import make_plan  # here: many tests need no plan
+
+    from pyps.formats import write_json
+
+    write_json(tmp_path / "plan.json", make_plan())
+    return tmp_path / "plan.json"
+
+
 @pytest.fixture(scope="session")
 def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where programs.build() keeps the core's objects for the whole run, one compilation a sanitizer."""

@@ -75,7 +75,9 @@ def _other_modes(plan: Plan) -> list[str]:
         return []
     deep = max(worker.depth for worker in hps.workers)
     bits = min(min(worker.push_bits, worker.pull_bits) for worker in hps.workers)
-    fewer = f", {ms(hps.quantized_seconds)} with {bits} bits and {deep} steps under way" if bits < 32 else ""
+    slowest = max(hps.workers, key=lambda worker: worker.period_seconds)
+    limit = f"{ms(slowest.period_seconds)}, by {plan.workers[slowest.rank].name},"
+    fewer = f", {limit} with {bits} bits and {deep} steps under way" if bits < 32 else ""
     return [
         f"transfers  {ms(hps.transfer_seconds or 0.0)} after {ms(hps.compute_seconds or 0.0)} of compute; "
         f"in a pipeline {ms(hps.pipelined_seconds)}{fewer} (--pipeline --codec plan)"

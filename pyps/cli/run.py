@@ -171,12 +171,11 @@ def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _explain_failure(misplaced: Sequence[str]) -> Iterator[None]:
-    """Of a failure whose last line names one of `misplaced`, say where the options of pyps run go."""
+    """Of a failure whose error names one of `misplaced`, say where the options of pyps run go."""
     try:
         yield
     except TrainingFailed as failure:
-        last = failure.stderr_tail[-1] if failure.stderr_tail else ""
-        if any(name in last for name in misplaced):
+        if any(name in failure.error for name in misplaced):
             raise TrainingFailed(f"{failure}; options of pyps run go before the script") from failure
         raise
 

@@ -11,12 +11,14 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 
 from pyps.errors import InputError
 from pyps.formats.events import RunEvent
@@ -178,11 +180,15 @@ def make_report(
     outcome, error: how it ended.
     """
     training = training_time(records)
-    ranks = [rank_report(rank, records, events, totals, training) for rank in setup.ranks]
+    kept, applied = without_startup_wait(records), applied_steps(records)
+    by_rank: dict[int, list[StepRecord]] = {rank.rank: [] for rank in setup.ranks}
+    for record in kept:
+        by_rank.setdefault(record.rank, []).append(record)
+    ranks = [rank_report(rank, by_rank[rank.rank], events, totals, training) for rank in setup.ranks]
     resumed = [e.monotonic_seconds for e in events if e.kind == "resumed"]
-    times = distribution(iteration_times(records, setup.global_batch, resumed))
+    times = distribution(iteration_times(applied, setup.global_batch, resumed))
     predicted = setup.predicted_iteration_seconds
-    losses = loss_points(records, setup.global_batch)
+    losses = loss_points(applied, setup.global_batch)
     return Report(
         outcome=outcome,
         policy=setup.policy,
@@ -194,8 +200,8 @@ def make_report(
         iteration_seconds=times,
         predicted_iteration_seconds=predicted,
         measured_over_predicted=times.median / predicted if predicted and times.count else None,
-        idle_share=_idle_share(without_startup_wait(records)),
-        versions=totals.versions or max((r.version for r in applied_steps(records)), default=0),
+        idle_share=_idle_share(kept),
+        versions=totals.versions or (applied[-1].version if applied else 0),
         samples=SampleCounts(
             requested=setup.samples,
             trained=sum(r.samples for r in ranks),
@@ -210,36 +216,35 @@ def make_report(
         loss_first=losses[0].loss if losses else None,
         loss_last=losses[-1].loss if losses else None,
         loss=thinned(losses),
-        short_rounds=short_rounds(records, setup.global_batch),
+        short_rounds=short_rounds(applied, setup.global_batch),
         advice=[advice for rank in ranks if (advice := loading_advice(rank))],
-        turns=_turns(setup, records),
+        turns=_turns(setup, applied),
         resumed_at=[e.version or 0 for e in events if e.kind == "resumed"],
         checkpoint=next((e.detail for e in reversed(events) if e.kind == "checkpoint"), ""),
     )
 
 
-def _turns(setup: RunSetup, records: Sequence[StepRecord]) -> TurnsReport | None:
+def _turns(setup: RunSetup, applied: Sequence[StepRecord]) -> TurnsReport | None:
     if setup.turns is None or len(setup.ranks) != len(setup.turns.order):
         return None
-    return turns_report(setup.turns, applied_steps(records))
+    return turns_report(setup.turns, applied)
 
 
 def rank_report(
     setup: RankSetup,
-    records: Sequence[StepRecord],
+    mine: Sequence[StepRecord],
     events: Sequence[RunEvent],
     totals: StoreTotals,
     training: tuple[float, float],
 ) -> RankReport:
     """One rank's part of the report.
 
-    setup: of the rank. records, events, totals: of all ranks; the rank's own are taken from them. training:
-    when the run trained, as `training_time` says.
+    setup, mine: the rank and its records, without_startup_wait. events, totals: of all ranks. training: when
+    the run trained, as `training_time` says.
     """
     rank = setup.rank
-    mine = without_startup_wait([r for r in records if r.rank == rank])
-    applied = applied_steps(mine)
-    data, compute, push, pull, wait = (distribution([r.seconds(phase) for r in mine]) for phase in PHASES)
+    applied = [r for r in mine if _is_applied(r)]
+    data, compute, push, pull, wait = map(distribution, phase_seconds(mine))
     return RankReport(
         rank=rank,
         name=setup.name,
@@ -281,7 +286,8 @@ def loading_advice(rank: RankReport) -> str:
         return (
             f"{who}: {busy}, its compute {compute * 1e3:.1f} ms; use num_workers={needed}, or faster samples"
         )
-    return f"{who}: its loader is fast enough, but begins late; raise prefetch, or leave out collate_fn"
+    late = "its loader is fast enough, but begins late"
+    return f"{who}: {late}; raise prefetch, or, where a collate_fn is given, leave it out"
 
 
 def read_report(path: str | os.PathLike[str]) -> Report:
@@ -296,8 +302,11 @@ def read_report(path: str | os.PathLike[str]) -> Report:
 
 def applied_steps(records: Iterable[StepRecord]) -> list[StepRecord]:
     """The steps whose gradient is in the parameters, in the order of their versions."""
-    applied = [r for r in records if not r.skipped and not r.rejected]
-    return sorted(applied, key=lambda r: (r.version, r.rank))
+    return sorted(filter(_is_applied, records), key=attrgetter("version", "rank"))
+
+
+def _is_applied(record: StepRecord) -> bool:
+    return not record.skipped and not record.rejected
 
 
 def version_times(records: Sequence[StepRecord]) -> dict[int, tuple[float, int]]:
@@ -385,6 +394,16 @@ def absent_seconds(records: Sequence[StepRecord], begin: float, end: float) -> f
     return absent
 
 
+def phase_seconds(records: Sequence[StepRecord]) -> list[list[float]]:
+    """For each of PHASES: its seconds in each step."""
+    found = {phase: [0.0] * len(records) for phase in PHASES}
+    for k, record in enumerate(records):
+        for kind, begin, end in record.spans:
+            if kind in found:
+                found[kind][k] += end - begin
+    return list(found.values())
+
+
 def distribution(values: Sequence[float]) -> Distribution:
     """Mean, median and quartiles; zeros without values."""
     if not values:
@@ -395,22 +414,25 @@ def distribution(values: Sequence[float]) -> Distribution:
 
 def without_startup_wait(records: Sequence[StepRecord]) -> list[StepRecord]:
     """The records without each process's wait before its first step, which is start-up and not training."""
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
     kept = []
-    for r in sorted(records, key=lambda r: (r.pid, r.step)):
-        is_first = r.pid not in seen
-        seen.add(r.pid)
+    for r in sorted(records, key=attrgetter("rank", "pid", "step")):
+        is_first = (r.rank, r.pid) not in seen
+        if is_first:
+            seen.add((r.rank, r.pid))
         if is_first and r.spans and r.spans[0][0] == "wait":
-            r = msgspec.structs.replace(r, spans=r.spans[1:])
+            r = replace(r, spans=r.spans[1:])
         kept.append(r)
     return kept
 
 
 def _idle_share(records: Sequence[StepRecord]) -> float:
     """The wait's share of the workers' time; waits of a pipeline's transfers do not count as idle."""
-    spans = [span for record in records for span in split_spans(record)[0]]
-    total = sum(end - begin for kind, begin, end in spans if kind in PHASES)
-    return sum(end - begin for kind, begin, end in spans if kind == "wait") / total if total else 0.0
+    serial = [record for record in records if record.depth == 1]
+    pipelined = [replace(record, spans=split_spans(record)[0]) for record in records if record.depth > 1]
+    seconds = dict(zip(PHASES, map(sum, phase_seconds([*serial, *pipelined])), strict=True))
+    total = sum(seconds.values())
+    return seconds["wait"] / total if total else 0.0
 
 
 def _get(values: Sequence[int], index: int, default: int) -> int:

@@ -1,7 +1,7 @@
 """The trace of a run: trace.json in the Chrome trace event format, for ui.perfetto.dev.
 
-Each rank has a track with its compute, push, pull and wait slices, and in a pipeline a second one for the
-transfers that overlap the next step's compute. Events of processes are instant events.
+Each rank has a track with its compute, push, pull and wait slices. In a pipeline it has further ones for the
+transfers that overlap its compute: as many as travel at once. Events of processes are instant events.
 Times are microseconds since the first event. The format: "Trace Event Format" (Duvall and others, Google).
 """
 
@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyps.formats.events import RunEvent
-from pyps.formats.records import StepRecord, split_spans
+from pyps.formats.mode import MAX_DEPTH
+from pyps.formats.records import Span, StepRecord, split_spans
 from pyps.formats.setup import RankSetup
 
 MICROSECONDS = 1e6
 TRACKS = 100_000  # of one process; counted from 1, since Perfetto keeps thread 0 for the idle task
 LAUNCHER_TRACK = TRACKS - 1
-TRANSFERS = TRACKS // 2  # the transfers of rank r are track TRANSFERS + r + 1
+TRANSFERS = TRACKS // 2  # rank r's transfers are tracks TRANSFERS + TRANSFER_TRACKS * r + 1 and after
+TRANSFER_TRACKS = MAX_DEPTH - 1
 
 
 def make_trace(
@@ -35,26 +37,52 @@ def make_trace(
     """
     begins = [r.spans[0][1] for r in records if r.spans] + [e.monotonic_seconds for e in events]
     origin = min(begins, default=0.0)
-    rows = [_metadata("process_name", 0, title), _metadata("thread_name", LAUNCHER_TRACK, "launcher")]
-    rows.append(_sort_index(LAUNCHER_TRACK, -1))
-    for spec in ranks:
-        label = f"rank {spec.rank}: {spec.name}, b = {spec.batch}"
-        rows.append(_metadata("thread_name", spec.rank + 1, label))
-        rows.append(_sort_index(spec.rank + 1, spec.rank))
-    pipelined = {record.rank for record in records if record.depth > 1}
-    for spec in ranks:
-        if spec.rank in pipelined:
-            rows.append(_metadata("thread_name", TRANSFERS + spec.rank + 1, f"rank {spec.rank}: transfers"))
-            rows.append(_sort_index(TRANSFERS + spec.rank + 1, spec.rank))
-    for record in records:
-        rows += _step_slices(record, origin)
-    rows += [_instant_event(event, origin) for event in events]
     first = (process - 1) * TRACKS  # viewers need track numbers that are unique over processes
-    rows = [{**row, "pid": process, "tid": first + row["tid"]} for row in rows]
+    rows = [_metadata("process_name", 0, title), *_named(LAUNCHER_TRACK, "launcher", -1)]
+    by_rank: dict[int, list[StepRecord]] = {spec.rank: [] for spec in ranks}
+    for record in records:
+        by_rank.setdefault(record.rank, []).append(record)
+    for spec in ranks:
+        rows += _named(spec.rank + 1, f"rank {spec.rank}: {spec.name}, b = {spec.batch}", spec.rank)
+    for rank, mine in by_rank.items():
+        rows += _rank_rows(rank, mine, origin)
+    rows += [_instant_event(event, origin) for event in events]
+    for row in rows:
+        row["pid"] = process
+        row["tid"] += first
     return {"displayTimeUnit": "ms", "traceEvents": rows}
 
 
-def _step_slices(record: StepRecord, origin: float) -> list[dict[str, Any]]:
+def _rank_rows(rank: int, records: Sequence[StepRecord], origin: float) -> list[dict[str, Any]]:
+    """The slices of one rank, and the names of its transfers' tracks."""
+    rows: list[dict[str, Any]] = []
+    ends: list[float] = []  # of each track of transfers
+    first = TRANSFERS + TRANSFER_TRACKS * rank + 1
+    for record in sorted(records, key=lambda r: r.spans[0][1] if r.spans else 0.0):
+        own, transfer = split_spans(record)
+        rows += _slices(record, own, rank + 1, origin)
+        if transfer:
+            track = _free_track(ends, transfer[0][1])
+            ends[track] = transfer[-1][2]
+            rows += _slices(record, transfer, first + track, origin)
+    for track in range(len(ends)):
+        number = f" {track + 1}" if len(ends) > 1 else ""
+        rows += _named(first + track, f"rank {rank}: transfers{number}", rank)
+    return rows
+
+
+def _free_track(ends: list[float], begin: float) -> int:
+    """The first track that is free at a time; one more if none is, as long as there may be more."""
+    for track, end in enumerate(ends):
+        if end <= begin:
+            return track
+    if len(ends) < TRANSFER_TRACKS:
+        ends.append(begin)
+        return len(ends) - 1
+    return min(range(len(ends)), key=ends.__getitem__)
+
+
+def _slices(record: StepRecord, spans: Sequence[Span], track: int, origin: float) -> list[dict[str, Any]]:
     arguments = {
         "step": record.step,
         "round": record.round,
@@ -64,19 +92,16 @@ def _step_slices(record: StepRecord, origin: float) -> list[dict[str, Any]]:
         "loss": record.loss,
         "pid": record.pid,
     }
-    own, overlapped = split_spans(record)
-    track = record.rank + 1
     return [
         {
             "ph": "X",
             "name": kind,
             "cat": "rejected" if record.rejected else "step",
-            "tid": tid,
+            "tid": track,
             "ts": (begin - origin) * MICROSECONDS,
             "dur": max(0.0, end - begin) * MICROSECONDS,
             "args": arguments,
         }
-        for tid, spans in ((track, own), (TRANSFERS + track, overlapped))
         for kind, begin, end in spans
     ]
 
@@ -98,6 +123,7 @@ def _metadata(kind: str, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "tid": track, "args": {"name": name}}
 
 
-def _sort_index(track: int, index: int) -> dict[str, Any]:
-    arguments = {"sort_index": index}
-    return {"ph": "M", "name": "thread_sort_index", "tid": track, "args": arguments}
+def _named(track: int, name: str, index: int) -> list[dict[str, Any]]:
+    """A track's name, and its place among the others."""
+    place = {"ph": "M", "name": "thread_sort_index", "tid": track, "args": {"sort_index": index}}
+    return [_metadata("thread_name", track, name), place]

@@ -51,13 +51,13 @@ OnNotice = Callable[[str], None]  # a sentence
 
 
 class TrainingFailed(PypsError):
-    """A worker died more often than it may be restarted; `stderr_tail` holds the last lines of its stderr."""
+    """A worker died more often than it may be restarted; `error`: its own, as the process printed it."""
 
     exit_code = 1
 
-    def __init__(self, message: str, stderr_tail: tuple[str, ...] = ()) -> None:
-        self.stderr_tail = stderr_tail
-        super().__init__(f"{message}: {stderr_tail[-1].strip()}" if stderr_tail else message)
+    def __init__(self, message: str, error: str = "") -> None:
+        self.error = error
+        super().__init__(f"{message}: {error}" if error else message)
 
 
 class Interrupted(PypsError):
@@ -212,7 +212,7 @@ class Launcher:
         has_steps = path.exists() and path.stat().st_size > 0
         refusal = self._restarts.refusal(process, has_steps) if joined else " before it had joined the run"
         if refusal is not None:
-            raise TrainingFailed(self._exit_message(process, refusal), tuple(process.stderr_tail))
+            raise TrainingFailed(self._exit_message(process, refusal), process.error)
         self._restart_at[process.rank] = time.monotonic() + self._restarts.count(process.rank)
         self._notice(self._restart_message(process))
 

@@ -22,6 +22,8 @@ TAIL_LINES = 20  # of stderr, kept for the error message
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20  # a longer line is passed on in parts
 PR_SET_PDEATHSIG = 1
+FRAME = '  File "'  # begins a frame of a traceback
+MARKS = " \t|+-"  # around the lines of exception groups
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be imported
 
@@ -117,6 +119,11 @@ class WorkerProcess:
         os.close(self.pidfd)
 
     @property
+    def error(self) -> str:
+        """What its stderr ends with, as last_error says."""
+        return last_error(self.stderr_tail)
+
+    @property
     def lived_seconds(self) -> float:
         """Since it was started."""
         return time.monotonic() - self._started
@@ -131,6 +138,19 @@ class WorkerProcess:
             return f"killed by {signal.Signals(-self.exit_code).name}"
         except ValueError:
             return f"killed by signal {-self.exit_code}"
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """The line that names the exception of the last traceback; without one, the last line with words; or "".
+
+    After a traceback's last frame this is the first line at the margin: notes and further lines of the
+    message come after it.
+    """
+    frames = [k for k, line in enumerate(lines) if line.startswith(FRAME)]
+    after = list(lines)[frames[-1] + 1 :] if frames else []
+    named = (line for line in after if line and not line[0].isspace())
+    with_words = (line.strip(MARKS) for line in reversed(lines) if any(map(str.isalnum, line)))
+    return next(named, next(with_words, ""))
 
 
 def end_processes(processes: Iterable[WorkerProcess], first: int, grace_seconds: float) -> None:

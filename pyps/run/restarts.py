@@ -1,20 +1,25 @@
 """Whether a rank whose process died is started again, and when.
 
-A process that was killed may be unlucky. One that failed with an exit code has an error of its own: misuse
-and divergence are final, and the same error twice, soon after the start, would come a third time.
+A process that was killed may be unlucky. One that failed with an exit code has an error of its own: misuse,
+as with a data set unlike the others', and divergence are final, and the same error twice, soon after the
+start, would come a third time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+from pyps.errors import Diverged, InputError, InvalidArgument, OtherABI, UnknownPolicy
 from pyps.run.process import WorkerProcess
 
 BACKOFF_SECONDS = 0.2  # before the first restart of a rank; doubled for each further one
 MAX_BACKOFF_SECONDS = 5.0
 MAX_STARTUP_FAILURES = 1  # of a rank in a row: the next one ends the run
 SOON_SECONDS = 60.0  # an error that comes back later than this after the start may be another one
-FINAL_ERRORS = ("pyps.errors.InputError:", "pyps.errors.Diverged:")
+FINAL_ERRORS = frozenset(
+    f"{kind.__module__}.{kind.__qualname__}"
+    for kind in (InputError, Diverged, InvalidArgument, UnknownPolicy, OtherABI)
+)
 
 
 class Restarts:
@@ -33,9 +38,9 @@ class Restarts:
         """
         rank, count = process.rank, self.counts[process.rank]
         after = f" after {count} restart{'s' * (count != 1)}" if count else ""
-        error = process.stderr_tail[-1] if process.stderr_tail else ""
+        error = process.error
         if (process.exit_code or 0) > 0:
-            if error.startswith(FINAL_ERRORS):
+            if error.partition(":")[0] in FINAL_ERRORS:
                 return after
             again = bool(error) and error == self._last_error.get(rank)
             self._last_error[rank] = error

@@ -1,11 +1,14 @@
-"""Plans and step records for tests of runs."""
+"""Plans, setups and step records for tests of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from pyps.formats import EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule
 from pyps.formats.records import Span, StepRecord
+from pyps.formats.setup import RankSetup, RunSetup
 
 
 def make_plan(batches: Sequence[int] = (5, 3), throttle: float = 1.0, feasible: bool = True) -> Plan:
@@ -46,6 +49,23 @@ def make_ring(workers: int) -> R2spSchedule:
         order=list(range(workers)),
         offsets_seconds=[0.05 * k for k in range(workers)],
     )
+
+
+def make_setup(batches: Mapping[int, int], names: Sequence[str] = (), **changes: object) -> RunSetup:
+    """The setup of a synchronous run of ranks with these batches, by rank; `changes`: of its fields."""
+    ranks = tuple(RankSetup(k, names[k] if names else f"device-{k}", b, 0.1) for k, b in batches.items())
+    setup = RunSetup(
+        store="s",
+        host="here",
+        script="train.py",
+        policy="bsp",
+        even=False,
+        seed=0,
+        samples=1000,
+        predicted_iteration_seconds=0.1,
+        ranks=ranks,
+    )
+    return msgspec.structs.replace(setup, **changes)
 
 
 def make_record(rank: int, step: int, batch: int, spans: list[Span], loss: float | None = None) -> StepRecord:

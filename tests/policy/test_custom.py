@@ -15,8 +15,8 @@ import pytest
 from halving import Halving
 from hypothesis import given, settings
 from policy_drive import COMMITTED, REFUSED, Drive, orders, partition
+from run_scripts import script
 from run_tools import make_plan
-from test_run import script
 
 from pyps.errors import InputError, TimedOut, UnknownPolicy
 from pyps.formats import write_json

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_scripts import script
 from run_tools import make_plan
-from test_run import script
 
 from pyps.formats import write_json
 from pyps.formats.records import read_run

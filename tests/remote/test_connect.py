@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_scripts import KILLED_ONCE, PYPS, SAMPLES, B, script
 from run_tools import make_plan
 from safetensors.numpy import load_file
-from test_run import KILLED_ONCE, PYPS, SAMPLES, B, script
 
 from pyps.checkpoint.folder import checkpoints
 from pyps.errors import InputError, LinkLost

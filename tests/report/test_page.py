@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from browser import Browser, find_browser
-from run_tools import make_plan, make_record
+from run_tools import make_plan, make_record, make_setup
 from typer.testing import CliRunner
 
 from pyps.cli.report import app
@@ -32,18 +32,7 @@ CLOCK = 1000.0  # of this host, when the run begins
 
 
 def setup_of(ranks: tuple[int, ...] = (0, 1), **changes: object) -> RunSetup:
-    setup = RunSetup(
-        store="s",
-        host="here",
-        script="train.py",
-        policy="bsp",
-        even=False,
-        seed=0,
-        samples=1000,
-        predicted_iteration_seconds=0.1,
-        ranks=tuple(RankSetup(k, NAMES[k], BATCHES[k], 0.1) for k in ranks),
-    )
-    return msgspec.structs.replace(setup, **changes)
+    return make_setup({k: BATCHES[k] for k in ranks}, NAMES, **changes)
 
 
 def steps(count: int, staleness: int = 0, absent: tuple[float, float] = (0.0, 0.0)) -> Iterator[StepRecord]:

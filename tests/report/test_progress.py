@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from run_tools import make_record
+from run_tools import make_record, make_setup
 
 from pyps.formats.records import StepRecord
-from pyps.formats.setup import RankSetup, RunSetup
 from pyps.native.values import Member, MemberState, RankCounters, Role, Status, WaitKind
 from pyps.report.activity import StoreActivity, activities, explain
 from pyps.report.progress import RunProgress, Tracker
@@ -15,17 +14,7 @@ from pyps.report.progress import RunProgress, Tracker
 BATCHES = (7, 3)
 B = sum(BATCHES)
 NAMES = {0: "slow", 1: "fast"}
-SETUP = RunSetup(
-    store="s",
-    host="here",
-    script="train.py",
-    policy="bsp",
-    even=False,
-    seed=0,
-    samples=200,
-    predicted_iteration_seconds=1.6,
-    ranks=tuple(RankSetup(k, NAMES[k], b, 1.6) for k, b in enumerate(BATCHES)),
-)
+SETUP = make_setup(dict(enumerate(BATCHES)), ("slow", "fast"), samples=200, predicted_iteration_seconds=1.6)
 
 
 def rounds(first: int, count: int, seconds: float = 2.0) -> list[StepRecord]:

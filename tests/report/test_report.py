@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_tools import make_record
+from run_tools import make_record, make_setup
 
 from pyps.cli.run import summary
 from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import RunEvent
 from pyps.formats.records import Span, StepRecord
-from pyps.formats.setup import RankSetup, RunSetup
+from pyps.formats.setup import RankSetup
 from pyps.report.report import (
     Report,
     StoreTotals,
@@ -33,18 +33,8 @@ B = 10
 BATCHES = (7, 3)
 ROUND_SECONDS = 2.0
 PREDICTED_SECONDS = 1.6
-RANKS = [RankSetup(k, f"device-{k}", b, ROUND_SECONDS) for k, b in enumerate(BATCHES)]
-
-SETUP = RunSetup(
-    store="",
-    host="here",
-    script="train.py",
-    policy="bsp",
-    even=False,
-    seed=3,
-    samples=100,
-    predicted_iteration_seconds=PREDICTED_SECONDS,
-    ranks=tuple(RANKS),
+SETUP = make_setup(
+    dict(enumerate(BATCHES)), seed=3, samples=100, predicted_iteration_seconds=PREDICTED_SECONDS
 )
 
 

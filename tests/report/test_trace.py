@@ -8,10 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 from run_tools import make_record
 
 from pyps.formats import encode
 from pyps.formats.events import RunEvent
+from pyps.formats.mode import MAX_DEPTH
 from pyps.formats.records import RecordWriter, Span, StepRecord, read_records
 from pyps.formats.setup import RankSetup
 from pyps.report.trace import make_trace
@@ -121,6 +125,32 @@ def test_runs_in_one_file_share_no_track() -> None:
     assert len(tracks[0]) == len(tracks[1]) == 3
     assert not tracks[0] & tracks[1]
     assert {e["pid"] for e in other["traceEvents"]} == {2}
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 0.4), st.floats(0.01, 2.5)), min_size=1, max_size=40))
+@settings(derandomize=True, deadline=None)
+def test_transfers_that_travel_at_once_have_tracks_of_their_own(steps: list[tuple[float, float]]) -> None:
+    """No two slices of a track overlap, and no more tracks are used than transfers were under way at once."""
+    records, begin = [], 100.0
+    for k, (idle, seconds) in enumerate(steps):
+        sent = begin + 0.5
+        middle, end = sent + seconds / 2, sent + seconds
+        spans: list[Span] = [("compute", begin, sent), ("push", sent, middle), ("pull", middle, end)]
+        records.append(replace(make_record(0, k, 20, spans), depth=MAX_DEPTH))
+        begin = sent + idle
+    rows = make_trace(RANKS, records, [])["traceEvents"]
+    tracks: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["ph"] == "X" and row["name"] != "compute":
+            tracks.setdefault(row["tid"], []).append((row["ts"], row["ts"] + row["dur"]))
+    assert sum(map(len, tracks.values())) == 2 * len(steps)
+    for slices_ in tracks.values():
+        for (_, end), (following, _) in pairwise(sorted(slices_)):
+            assert end <= following + 0.5
+    transfers = [(r.spans[1][1], r.spans[2][2]) for r in records]
+    assert len(tracks) == max(sum(b <= at < e for b, e in transfers) for at, _ in transfers)
+    names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    assert all(names[track].startswith("rank 0: transfers") for track in tracks)
 
 
 def test_nothing_happened() -> None:

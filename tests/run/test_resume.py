@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_scripts import options_for, pyps_run, script, until
 from run_tools import make_plan, make_record
 from safetensors.numpy import load_file
-from test_run import options_for, pyps_run, script, until
 
 import pyps
 from pyps.checkpoint.folder import checkpoints

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from run_scripts import pyps_run
 from run_tools import make_plan
-from test_run import pyps_run
 from worker_tools import X, Y, backward, loss_of, make_model, run_threads
 
 import pyps.remote

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_run import KILLED_ONCE, script
+from run_scripts import KILLED_ONCE, script
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
 
 from pyps.errors import InputError
