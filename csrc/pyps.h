@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI 6
+#define PYPS_ABI 7
 #define PYPS_API __attribute__((visibility("default")))
 
 /* cffi: begin */
@@ -119,6 +119,9 @@ typedef struct {
     float lr_decay;    /* Adagrad */
     float clip;        /* bound of each element of the scaled gradient, [-clip, clip]; 0: no bound */
     uint32_t nesterov; /* 0 or 1 */
+    float clip_norm;   /* bound of the gradient's norm over all trained tensors; 0: no bound. Of a round the
+                          norm is that of its mean gradient, of a push alone that of its own. The gradient is
+                          scaled by min(1, clip_norm / (norm + 1e-6)), unless the norm is not finite */
 } pyps_hyper;
 
 /* A policy's parameters. Each policy reads its own; the others are 0. */

@@ -50,6 +50,8 @@ struct kernels {
     void (*multiply)(float *sum, const float *x, float weight, size_t length);
     void (*multiply_add)(float *sum, const float *x, float weight, size_t length);
     void (*divide)(float *x, float divisor, size_t length);
+    /* The sum of squares in fp64: that of index i goes to sum i % 16, and then 16 sums become 8, 4, 2 and 1. */
+    double (*square_sum)(const float *x, size_t length);
     /* A copy that bypasses the caches, for data that is not read again soon. Call `copied` after the last
      * one, before another thread may read the data. */
     void (*stream)(float *to, const float *from, size_t length);

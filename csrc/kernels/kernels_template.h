@@ -119,6 +119,29 @@ TARGET static void NAME(divide)(float *x, float divisor, size_t length) {
     for (; i < length; i++) x[i] = x[i] / divisor;
 }
 
+/* A square of a float is exact in fp64, so each term is one rounding. */
+TARGET static double NAME(square_sum)(const float *x, size_t length) {
+    typedef float floats __attribute__((vector_size(32)));
+    typedef double doubles __attribute__((vector_size(64)));
+    doubles sums[2] = {{0}, {0}};
+    size_t i = 0;
+    for (; i + 16 <= length; i += 16) {
+        PREFETCH(x + i);
+        for (int half = 0; half < 2; half++) {
+            floats part;
+            memcpy(&part, x + i + 8 * half, sizeof part);
+            doubles wide = __builtin_convertvector(part, doubles);
+            sums[half] += wide * wide;
+        }
+    }
+    double all[16];
+    memcpy(all, sums, sizeof all);
+    for (; i < length; i++) all[i % 16] += (double)x[i] * (double)x[i];
+    for (int width = 8; width; width /= 2)
+        for (int lane = 0; lane < width; lane++) all[lane] += all[lane + width];
+    return all[0];
+}
+
 TARGET static void NAME(stream)(float *to, const float *from, size_t length) {
     size_t i = 0;
     for (; i < length && (uintptr_t)(to + i) % 16; i++) to[i] = from[i];
@@ -141,6 +164,7 @@ const struct kernels TABLE = {
     .multiply = NAME(multiply),
     .multiply_add = NAME(multiply_add),
     .divide = NAME(divide),
+    .square_sum = NAME(square_sum),
     .stream = NAME(stream),
     .copied = NAME(copied),
     .encode = NAME(encode),

@@ -50,10 +50,19 @@ static const float *compensate(const struct staging_header *staged, float scale,
     return block;
 }
 
+const float *ticket_gradient(const pyps_store *s, uint64_t at, size_t length, float *block) {
+    uint32_t slot = s->ticket.slot, staging = s->ticket.staging; /* of a push */
+    if (s->ticket.kind != TICKET_ROUND)
+        return staging_gradient(s, slot, staging, staging_codec(s, slot, staging), at, length, block);
+    reduce(s, block, at, length);
+    return block;
+}
+
 /* Of a round, the gradient whose constants are the furthest in their schedule: a worker that began again must not
  * bring back the first ones. */
-static const struct staging_header *leading(const pyps_store *s) {
+const struct staging_header *ticket_constants(const pyps_store *s) {
     const struct staging_header *lead = NULL;
+    if (s->ticket.kind != TICKET_ROUND) return staging_header(s, s->ticket.slot, s->ticket.staging);
     for (uint32_t i = 0; i < s->source_count; i++) {
         const struct staging_header *staged = staging_header(s, s->sources[i].slot, s->sources[i].staging);
         if (!lead || staged->position > lead->position) lead = staged;
@@ -80,6 +89,7 @@ static void trained_step(const pyps_store *s, uint32_t chunk, uint32_t old, cons
     uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
     uint32_t length = s->chunks[chunk].length;
     float scale = round ? 1.0f : staged->scale * ticket->scale;
+    if (hyper->clip_norm > 0) scale *= norm_factor(s, hyper->clip_norm);
     struct step_constants constants =
         kernels_constants(s->geometry.optimizer, hyper, scale, buffer_header(s, old)->steps);
     uint32_t codec = round ? PYPS_F32 : staging_codec(s, slot, staging);
@@ -89,9 +99,7 @@ static void trained_step(const pyps_store *s, uint32_t chunk, uint32_t old, cons
         float gradient[BLOCK];
         uint32_t block = length - from < at_a_time ? length - from : at_a_time;
         struct step step = step_on(s, old, s->private_buffer, from, block);
-        if (round) reduce(s, gradient, at + from, block);
-        step.gradient =
-            round ? gradient : staging_gradient(s, slot, staging, codec, at + from, block, gradient);
+        step.gradient = ticket_gradient(s, at + from, block, gradient);
         if (corrected)
             step.gradient = compensate(staged, scale, staging_base_params(s, slot, staging) + at + from,
                                        &step, step.gradient, gradient);
@@ -104,14 +112,12 @@ static void trained_step(const pyps_store *s, uint32_t chunk, uint32_t old, cons
  * participant computes the same values. */
 static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
     const struct ticket *ticket = &s->ticket;
-    const struct staging_header *staged =
-        ticket->kind == TICKET_ROUND ? leading(s) : staging_header(s, ticket->slot, ticket->staging);
     uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
     uint32_t length = s->chunks[chunk].length;
     bool streams = s->stream_to && ticket->number == s->stream_ticket;
     struct chunk_header next = {.version = ticket->number, .steps = buffer_header(s, old)->steps + 1};
 
-    const pyps_hyper *hyper = &staged->hyper[s->chunks[chunk].group];
+    const pyps_hyper *hyper = &ticket_constants(s)->hyper[s->chunks[chunk].group];
     if (s->chunks[chunk].averaged) {
         struct step step = step_on(s, old, s->private_buffer, 0, length);
         step.copy = streams ? s->stream_to + at : NULL;
@@ -139,7 +145,7 @@ static void save_for_snapshot(pyps_store *s, uint32_t chunk, uint64_t word) {
     FAILPOINT("apply.saved");
 }
 
-static void wake_progress(pyps_store *s) {
+void wake_progress(pyps_store *s) {
     if (!load32_seq(&s->header->progress_waiters)) return;
     add32_seq(&s->header->progress, 1);
     wait_wake_all(&s->header->progress);
@@ -147,6 +153,8 @@ static void wake_progress(pyps_store *s) {
 
 /* Both hazards are set and the word is at k - 1: ticket k is incomplete, so its staging cannot change. */
 static int apply_pinned(pyps_store *s, uint32_t chunk, uint64_t word) {
+    if (!s->chunks[chunk].averaged && ticket_constants(s)->hyper[s->chunks[chunk].group].clip_norm > 0)
+        norm_of_ticket(s);
     int rc = buffer_claim(s, chunk);
     if (rc) return rc;
     FAILPOINT("apply.claimed");
@@ -187,9 +195,7 @@ int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version) {
     }
 }
 
-/* Another participant may be applying this chunk's earlier tickets: waits a moment before doing its work.
- * False: the chunk did not advance. */
-static bool wait_for_predecessor(pyps_store *s, uint32_t chunk, uint64_t version) {
+bool wait_for_word(pyps_store *s, const a64 *word, uint64_t least) {
     bool moved;
     FAILPOINT("apply.waits");
     add32_seq(&s->header->progress_waiters, 1);
@@ -197,7 +203,7 @@ static bool wait_for_predecessor(pyps_store *s, uint32_t chunk, uint64_t version
     for (;;) {
         uint32_t seen = load32_seq(&s->header->progress);
         uint64_t now = wait_now_nanoseconds();
-        moved = word_version(load_seq(&s->words[chunk])) >= version;
+        moved = load_seq(word) >= least;
         if (moved || now >= deadline) break;
         wait_on_word(&s->header->progress, seen, deadline - now);
     }
@@ -211,7 +217,7 @@ int chunks_follow(pyps_store *s, uint64_t version, uint64_t own) {
         /* Waits only for tickets that others apply: up to `version`, or up to the one before our own. */
         uint64_t others = own == version ? version - 1 : version;
         bool there = word_version(load_acquire(&s->words[chunk])) >= others;
-        moving = there || (moving && wait_for_predecessor(s, chunk, others));
+        moving = there || (moving && wait_for_word(s, &s->words[chunk], word_make(others, 0)));
         int rc = chunk_advance(s, chunk, version);
         if (rc) return rc;
     }

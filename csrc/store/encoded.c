@@ -188,6 +188,24 @@ static int stage_base_params(pyps_store *s, const pyps_push_args *a) {
     return PYPS_OK;
 }
 
+static int fill_gradient(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
+    if (a->codec == PYPS_F32) {
+        if (a->gradient) memcpy(staging_data(s, s->slot, a->staging), a->gradient, 4 * store_elements(s));
+        return PYPS_OK;
+    }
+    int rc = allocate_codes(s, a->staging);
+    if (rc) return rc;
+    if (a->encoded) {
+        uint64_t scales = codec_scales(a->codec, s->trained);
+        return codec_scales_finite(scales_of(s, s->slot, a->staging, a->codec), scales)
+                   ? PYPS_OK
+                   : fail(PYPS_ENONFINITE, "push: staging %u: found a scale that is not finite", a->staging);
+    }
+    if (a->error_feedback && (rc = take_residuals(s, e))) return rc;
+    staging_header(s, s->slot, a->staging)->scale = 1.0f; /* the codes hold the scaled gradient */
+    return encode_staging(s, a, e, out);
+}
+
 int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
     struct staging_header *header = staging_header(s, s->slot, a->staging);
     int rc = check(s, a);
@@ -198,18 +216,8 @@ int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_p
     header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.lambda_ : 0;
     if (!a->samples) return PYPS_OK; /* the step is skipped: the gradient is not read */
     if (header->compensation > 0 && (rc = stage_base_params(s, a))) return rc;
-    if (a->codec == PYPS_F32) {
-        if (a->gradient) memcpy(staging_data(s, s->slot, a->staging), a->gradient, 4 * store_elements(s));
-        return PYPS_OK;
-    }
-    if ((rc = allocate_codes(s, a->staging))) return rc;
-    if (a->encoded) {
-        uint64_t scales = codec_scales(a->codec, s->trained);
-        return codec_scales_finite(scales_of(s, s->slot, a->staging, a->codec), scales)
-                   ? PYPS_OK
-                   : fail(PYPS_ENONFINITE, "push: staging %u: found a scale that is not finite", a->staging);
-    }
-    if (a->error_feedback && (rc = take_residuals(s, e))) return rc;
-    header->scale = 1.0f; /* the codes hold the scaled gradient */
-    return encode_staging(s, a, e, out);
+    if ((rc = fill_gradient(s, a, e, out))) return rc;
+    if (s->policy->stages) norm_reset(s, a->staging);
+    else norm_of_push(s, a->staging);
+    return PYPS_OK;
 }

@@ -61,7 +61,8 @@ int layout_compute(const struct geometry *g, struct layout *l) {
      * load from one would seem to depend on a store to another (both compare the low 12 address bits). */
     l->buffer_stride = round_up(sizeof(struct chunk_header) + 4 * floats, PAGE) + 5 * 64;
     l->view_stride = round_up(view_bytes(g->max_participants, g->ranks, g->staging_buffers), 64);
-    l->staging_data = round_up(sizeof(struct staging_header) + g->groups * sizeof(pyps_hyper), 64) + 3 * 64;
+    l->staging_sums = round_up(sizeof(struct staging_header) + g->groups * sizeof(pyps_hyper), 64);
+    l->staging_data = l->staging_sums + round_up(8 * (uint64_t)g->chunks, 64) + 3 * 64;
     uint64_t flat = (uint64_t)g->chunks * g->chunk_params;
     l->staging_codes = round_up(l->staging_data + 4 * flat, PAGE);
     l->staging_base_params = l->staging_codes + round_up(2 * flat, PAGE); /* halves are the longest codes */

@@ -73,12 +73,13 @@ struct slot {
 struct chunk_header {
     uint64_t version, steps;
     pyps_hyper hyper; /* of the last step; zeros before the first one */
-    uint64_t reserved;
+    uint32_t reserved;
 };
 
 _Static_assert(sizeof(struct chunk_header) == 64, "one cache line");
 
-/* Before every staging buffer, followed by [groups] hyper constants. Does not change after admission. */
+/* Before every staging buffer, followed by [groups] hyper constants. Does not change after admission. Then come
+ * [chunks] words of clip.c, which do. */
 struct staging_header {
     float scale;
     uint32_t samples, codec;
@@ -90,8 +91,8 @@ struct staging_header {
 struct layout {
     uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
         bytes;
-    uint64_t view_stride, buffer_stride, staging_stride, staging_data, staging_codes, staging_base_params,
-        residual_stride;
+    uint64_t view_stride, buffer_stride, staging_stride, staging_sums, staging_data, staging_codes,
+        staging_base_params, residual_stride;
     uint32_t buffer_count, view_count, states, common_buffers; /* common: of no slot */
 };
 

@@ -12,6 +12,8 @@
  *           ticket k: read the word at k - 1, set a hazard on its buffer, write parameters and state into a
  *           private spare, CAS the word to {k, spare}. A participant that loses that CAS finds the ticket
  *           applied; nothing is done twice. So the parameters depend on the order of admission alone.
+ *   clip    Where a gradient's norm is bounded, a participant finds the norm over all chunks before it applies one
+ *           (clip.c): chunk by chunk, in words of the staging buffer, so that every helper finds the same.
  *   help    A participant that needs a chunk at a later ticket applies the missing tickets itself, from their
  *           staging buffers. A staging buffer does not change from admission until every chunk has its ticket
  *           and no ticket hazard names it. It carries all that apply reads, so the settings of the helper do
@@ -95,6 +97,8 @@ struct pyps_store {
     uint32_t source_count;
     uint64_t snapshot, snapshot_version;
     bool snapshot_active;
+    uint64_t norm_ticket; /* whose gradient has this norm; 0: none */
+    double norm;
 
     struct view *begun;      /* NULL, or where view_commit copies the views that it publishes */
     struct reading *reading; /* the state that is being read, or NULL: snapshot.c */
@@ -216,10 +220,28 @@ int staging_fill(pyps_store *s, const pyps_push_args *args, struct event *e, pyp
  * vector. */
 void averaged_step(const pyps_store *s, const struct step *step, float lr, uint64_t at);
 
+/* clip.c */
+/* Forgets the sums of squares in a staging buffer that is not admitted yet. */
+void norm_reset(const pyps_store *s, uint32_t staging);
+/* The same, and sums the gradient of a push that is applied alone. */
+void norm_of_push(pyps_store *s, uint32_t staging);
+/* Sets s->norm for the ticket that was loaded last. Its hazard is set, and a chunk lacks it. */
+void norm_of_ticket(pyps_store *s);
+/* What the gradient is multiplied by so that its norm, s->norm, keeps within `clip_norm`. */
+float norm_factor(const pyps_store *s, float clip_norm);
+
 /* apply.c */
 struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging);
 float *staging_data(const pyps_store *s, uint32_t slot, uint32_t staging);
 float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging);
+/* Of the ticket that was loaded last: where its constants are, and `length` floats of its gradient from `at` of the
+ * flat vector, in place or in `block`. A round's mean is scaled; a push's gradient is not. */
+const struct staging_header *ticket_constants(const pyps_store *s);
+const float *ticket_gradient(const pyps_store *s, uint64_t at, size_t length, float *block);
+/* Another participant may be working on what this word shows, from `least` on as done: waits a moment before doing
+ * its work. False: it is not done. */
+bool wait_for_word(pyps_store *s, const a64 *word, uint64_t least);
+void wake_progress(pyps_store *s);
 /* Applies the tickets that the chunk lacks, up to `version`. */
 int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version);
 /* Brings every chunk to `version`, behind participants that are already at it. `own`: a ticket that no other

@@ -300,7 +300,7 @@ def hyper_array(hyper: Sequence[Hyper | None]) -> Any:
         h.momentum, h.dampening = group.momentum, group.dampening
         h.beta1, h.beta2 = group.betas
         h.eps, h.nesterov = group.eps, int(group.nesterov)
-        h.lr_decay, h.clip = group.lr_decay, group.clip
+        h.lr_decay, h.clip, h.clip_norm = group.lr_decay, group.clip, group.clip_norm
     return constants
 
 

@@ -82,7 +82,8 @@ class Hyper:
     """One parameter group's constants for one step, named and meant as in torch.optim.
 
     `weight_decay` is decoupled for AdamW, else L2. `clip` holds every element of the scaled gradient within
-    [-clip, clip]; 0 does not. Raises InputError on a value that is not
+    [-clip, clip]. `clip_norm` bounds the norm of the gradient over all trained tensors: of a round's mean
+    gradient, or of a push that is applied alone. 0: no such bound. Raises InputError on a value that is not
     finite or not in torch's range.
     """
 
@@ -95,9 +96,10 @@ class Hyper:
     nesterov: bool = False
     lr_decay: float = 0.0
     clip: float = 0.0
+    clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("lr", "weight_decay", "momentum", "eps", "lr_decay", "clip"):
+        for field in ("lr", "weight_decay", "momentum", "eps", "lr_decay", "clip", "clip_norm"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0.0):
                 raise InputError("hyper", field, repr(value), "a finite number of at least 0")

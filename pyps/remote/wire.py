@@ -48,7 +48,7 @@ from pyps.native.values import (
     Tensor,
 )
 
-PROTOCOL = 3
+PROTOCOL = 4
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 4 << 20  # tensors by name: some 20,000 of them
 MAX_CALL_SECONDS = 3600.0  # no call waits longer, whatever was asked

@@ -8,6 +8,7 @@ that cannot be trained is refused by name.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -54,6 +55,7 @@ class Attachment:
     groups: tuple[int, ...]  # store group -> index into optimizer.param_groups
     optimizer: torch.optim.Optimizer
     buffers: tuple[tuple[AveragedBuffer, ...], ...] = ()  # groups after those
+    clip_norm: float = 0.0  # 0: no clipping
 
     def tensors(self) -> dict[str, tuple[Tensor, torch.Tensor]]:
         """What the store holds, in its order: name -> (its description, its values)."""
@@ -69,12 +71,14 @@ class Attachment:
         return {**trained, **averaged}
 
 
-def inspect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Attachment:
-    """Decide what goes where. Raises InputError, naming the parameter or option, for what cannot be
-    trained.
+def inspect(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None = None) -> Attachment:
+    """Decide what goes where. clip_norm: the bound of the gradient's norm, None for none. Raises InputError,
+    naming the parameter or option, for what cannot be trained.
     """
     if type(model).__name__ in WRAPPERS:
         raise InputError("attach", "model", type(model).__name__, "the plain module: the store synchronises")
+    if clip_norm is not None and not 0.0 < clip_norm < math.inf:
+        raise InputError("attach", "clip_norm", repr(clip_norm), "a finite number above 0, or None")
     kind = _kind(optimizer)
     group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
     named = {id(p): name for name, p in model.named_parameters()}
@@ -92,7 +96,7 @@ def inspect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Attachment:
     _check_overlap(chosen)
     groups = tuple(sorted({group_of[id(p)] for _, p in chosen}))
     entries = tuple(Entry(name, p, groups.index(group_of[id(p)])) for name, p in chosen)
-    return Attachment(entries, kind, groups, optimizer, find_buffers(model))
+    return Attachment(entries, kind, groups, optimizer, find_buffers(model), clip_norm or 0.0)
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> Optimizer:
@@ -152,10 +156,11 @@ def hyper_of(attachment: Attachment) -> tuple[Hyper, ...]:
                 betas=_betas(g),
                 eps=float(g["eps"]),
                 lr_decay=float(g.get("lr_decay", 0.0)),
+                clip_norm=attachment.clip_norm,
             )
             for _, g in groups
         )
-    return tuple(_sgd(k, g, attachment.kind) for k, g in groups)
+    return tuple(_sgd(k, g, attachment.kind, attachment.clip_norm) for k, g in groups)
 
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:
@@ -163,7 +168,7 @@ def _betas(group: dict[str, Any]) -> tuple[float, float]:
     return float(first), float(second)
 
 
-def _sgd(index: int, group: dict[str, object], kind: Optimizer) -> Hyper:
+def _sgd(index: int, group: dict[str, object], kind: Optimizer, clip_norm: float) -> Hyper:
     momentum = float(str(group["momentum"]))
     if momentum > 0.0 and kind is Optimizer.SGD:
         where = f"optimizer.param_groups[{index}].momentum"
@@ -175,6 +180,7 @@ def _sgd(index: int, group: dict[str, object], kind: Optimizer) -> Hyper:
         # torch ignores dampening where there is no momentum; the store's momentum buffer must see none either
         dampening=float(group["dampening"]) if momentum > 0.0 else 0.0,  # type: ignore[arg-type]
         nesterov=bool(group["nesterov"]) and momentum > 0.0,
+        clip_norm=clip_norm,
     )
 
 

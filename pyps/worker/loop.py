@@ -166,6 +166,7 @@ class Worker:
         *,
         scheduler: SchedulerArgument = None,
         scheduler_unit: ScheduleUnit = "batch",
+        clip_norm: float | None = None,
         resume: str | Path | None = None,
         timeout: float = ATTACH_TIMEOUT_SECONDS,
     ) -> None:
@@ -175,8 +176,10 @@ class Worker:
         defaults. Its groups' options are read again at every step. The training script must not call its
         step(). scheduler: a torch learning-rate scheduler of it, or several; before each batch the worker
         steps them to the run's position, also in a process that started again. scheduler_unit: what one step
-        of a scheduler stands for, a global "batch" or an "epoch". resume: a checkpoint, or a folder of which
-        the newest is taken, that a new store goes on from in place of the model's parameters; under
+        of a scheduler stands for, a global "batch" or an "epoch". clip_norm: the bound of the gradient's norm
+        over all parameters, as in torch's clip_grad_norm_: where gradients are collected into a round, of
+        their mean over the global batch; elsewhere of each by itself. resume: a checkpoint, or a folder of
+        which the newest is taken, that a new store goes on from in place of the model's parameters; under
         `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for a model,
         optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the store.
 
@@ -187,7 +190,7 @@ class Worker:
             raise InputError("attach", "model", "a second one", "one model for each worker")
         disable_malloc_trim()
         chosen = optimizer if optimizer is not None else torch.optim.SGD(model.parameters())
-        attachment = inspect(model, chosen)
+        attachment = inspect(model, chosen, clip_norm)
         register_policy(self.settings.policy)
         settings = self.settings if resume is None else replace(self.settings, resume=Path(resume))
         self._store = store = open_or_create(settings, attachment, timeout)

@@ -45,10 +45,11 @@ static inline pyps_config small_config(const pyps_tensor *tensor, const uint32_t
                          .tensor = tensor};
 }
 
-/* One push of a gradient that is `value` everywhere, with SGD's lr 1; start's claim in full. */
+static pyps_hyper push_hyper = {.lr = 1};
+
+/* One push of a gradient that is `value` everywhere, with the constants above; start's claim in full. */
 static inline int push_value_by(pyps_store *s, float value, uint32_t codec, double seconds,
                                 pyps_push_result *out) {
-    static const pyps_hyper hyper = {.lr = 1};
     pyps_claim claim;
     uint32_t staging;
     int rc = pyps_start(s, seconds, &claim);
@@ -62,7 +63,7 @@ static inline int push_value_by(pyps_store *s, float value, uint32_t codec, doub
                            .timeout_seconds = seconds,
                            .codec = codec,
                            .error_feedback = codec != PYPS_F32,
-                           .hyper = &hyper};
+                           .hyper = &push_hyper};
     return pyps_push(s, &args, out);
 }
 

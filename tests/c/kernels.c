@@ -46,6 +46,8 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
         (side ? b : a)->multiply(sum, gradient + at, 3.0f, length);
         (side ? b : a)->multiply_add(sum, old[0] + at, 7.0f, length);
         (side ? b : a)->divide(sum, 10.0f, length);
+        double squares = (side ? b : a)->square_sum(gradient + at, length);
+        memcpy(copies[side] + LONGEST + 2, &squares, sizeof squares);
     }
     if (at == 0 && memcmp(copies[1], new[1][0], length * sizeof(float))) return 1;
     return memcmp(new[0], new[1], sizeof new[0]) || memcmp(copies[0], copies[1], sizeof copies[0]);

@@ -153,8 +153,8 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
         rounds = str(10 * faults)
         return [*commands, ("threads", "asp", rounds), ("threads", "bsp", rounds)]
     torture = [
-        ("torture", policy, optimizer, str(faults), "1")
-        for policy, optimizer in (("asp", "adamw"), ("bsp", "momentum"))
+        ("torture", policy, optimizer, str(faults), "1", clip_norm)
+        for policy, optimizer, clip_norm in (("asp", "adamw", "0"), ("bsp", "momentum", "100"))
     ]
     commands += [("edges", name) for name in EDGES]
     fuzz = [(f"fuzz_{of}", str(corpus(of)), "1", str(100 * faults)) for of in FUZZED]

@@ -21,14 +21,17 @@ def program(programs_folder: Path) -> Path:
 
 
 CASES = [
-    ("asp", "adamw"), ("bsp", "sgd"), ("bsp", "momentum"), ("backup", "adamw"), ("ssp", "sgd"),
-    ("dssp", "momentum"), ("saps", "momentum"), ("r2sp", "adamw"), ("hps", "sgd"),
+    ("asp", "adamw", 0.0), ("bsp", "sgd", 0.0), ("bsp", "momentum", torture.CLIP_NORM),
+    ("backup", "adamw", torture.CLIP_NORM), ("ssp", "sgd", torture.CLIP_NORM), ("dssp", "momentum", 0.0),
+    ("saps", "momentum", 0.0), ("r2sp", "adamw", 0.0), ("hps", "sgd", torture.CLIP_NORM),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("policy", "optimizer"), CASES)
-def test_no_push_is_lost_or_doubled_at_any_crash(program: Path, policy: str, optimizer: str) -> None:
-    done = torture.torture(program, policy, optimizer, FAULTS, seed=2026)
+@pytest.mark.parametrize(("policy", "optimizer", "clip_norm"), CASES)
+def test_no_push_is_lost_or_doubled_at_any_crash(
+    program: Path, policy: str, optimizer: str, clip_norm: float
+) -> None:
+    done = torture.torture(program, policy, optimizer, FAULTS, seed=2026, clip_norm=clip_norm)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{policy} {optimizer}: {FAULTS} faults survived" in done.stdout
 

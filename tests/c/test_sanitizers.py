@@ -66,7 +66,7 @@ def test_kernels_and_codecs_are_clean(folder: Path) -> None:
 
 @pytest.mark.parametrize(("policy", "optimizer"), [("asp", "momentum"), ("bsp", "adamw")])
 def test_torture_is_clean(folder: Path, policy: str, optimizer: str) -> None:
-    done = programs.run(programs.build(folder, "torture", "address"), policy, optimizer, "40", "7")
+    done = programs.run(programs.build(folder, "torture", "address"), policy, optimizer, "40", "7", "100")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

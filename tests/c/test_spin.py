@@ -1,4 +1,4 @@
-"""The model of the chunk protocol, tests/c/chunk.pml, searched to its last state; and its mutants."""
+"""The models of the protocol, tests/c/*.pml, searched to their last states; and their mutants."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-MODEL = Path(__file__).parent / "chunk.pml"
+MODELS = Path(__file__).parent
 MEGABYTES = 1024  # a search that wants more stops, short of its states
 DEPTH = 10_000
 
 pytestmark = pytest.mark.skipif(not shutil.which("spin"), reason="needs spin, the model checker")
 
 
-def search(folder: Path, **macros: object) -> tuple[int, int, str]:
-    """Search the model with these macros, in `folder`: its errors, its states and what the search wrote."""
+def search(folder: Path, model: str, **macros: object) -> tuple[int, int, str]:
+    """Search a model with these macros, in `folder`: its errors, its states and what the search wrote."""
     defines = [f"-D{name}={value}" for name, value in macros.items()]
-    subprocess.run(["spin", *defines, "-a", str(MODEL)], cwd=folder, check=True, capture_output=True)
+    subprocess.run(["spin", *defines, "-a", str(MODELS / model)], cwd=folder, check=True, capture_output=True)
     # no partial order reduction: it does not know that a process may be killed at any step
     flags = ["-O1", "-w", "-DSAFETY", "-DNOREDUCE", f"-DMEMLIM={MEGABYTES}"]
     subprocess.run(["cc", *flags, "pan.c", "-o", "pan"], cwd=folder, check=True)
@@ -32,16 +32,17 @@ def search(folder: Path, **macros: object) -> tuple[int, int, str]:
 
 
 SIZES = {  # as Spin 6.5.2 counts states: another number is another protocol
-    "buffers are reused": ({"PUSHES": 2}, 3_975_410),
-    "a buffer goes from chunk to chunk": ({"CHUNKS": 2, "PUSHES": 1}, 1_634_665),
-    "no process waits for the dead": ({"PUSHES": 1, "SPARES": 3}, 180_391),
+    "buffers are reused": ("chunk.pml", {"PUSHES": 2}, 3_975_410),
+    "a buffer goes from chunk to chunk": ("chunk.pml", {"CHUNKS": 2, "PUSHES": 1}, 1_634_665),
+    "no process waits for the dead": ("chunk.pml", {"PUSHES": 1, "SPARES": 3}, 180_391),
+    "one norm for every chunk of a round": ("clip.pml", {}, 484_178),
 }
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_no_interleaving_and_no_death_breaks_the_protocol(tmp_path: Path, size: str) -> None:
-    macros, expected = SIZES[size]
-    errors, states, output = search(tmp_path, **macros)
+    model, macros, expected = SIZES[size]
+    errors, states, output = search(tmp_path, model, **macros)
     assert errors == 0, output
     version = subprocess.run(["spin", "-V"], capture_output=True, text=True, check=True).stdout
     assert states == expected or "Version 6.5.2" not in version, output
@@ -60,13 +61,31 @@ MUTANTS = {
     "NO_RELEASE": "owners[",  # a buffer is lost
     "STOPPED": TORN,
 }
+OVERWRITTEN = "gradient=="  # a gradient that is read is of another round
+NORM_MUTANTS = {
+    "NO_RECHECK": OVERWRITTEN,
+    "NO_HAZARDS": OVERWRITTEN,
+    "NO_CLEAR": "sums[",  # a sum is of another round
+    "LATE_CLEAR": "sums[",
+    "PARTIAL": "sums[",
+    "NO_RELEASE": "admitted",  # the next round never begins
+    "STOPPED": OVERWRITTEN,
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_fault_in_the_protocol_is_found(tmp_path: Path, mutant: str) -> None:
     chunks = 2 if mutant == "NO_CHUNK" else 1
-    errors, _, output = search(tmp_path, CHUNKS=chunks, MUTANT=mutant)
+    assert_found(MUTANTS[mutant], *search(tmp_path, "chunk.pml", CHUNKS=chunks, MUTANT=mutant))
+
+
+@pytest.mark.parametrize("mutant", NORM_MUTANTS)
+def test_a_fault_in_finding_the_norm_is_found(tmp_path: Path, mutant: str) -> None:
+    assert_found(NORM_MUTANTS[mutant], *search(tmp_path, "clip.pml", MUTANT=mutant))
+
+
+def assert_found(violated: str, errors: int, _: int, output: str) -> None:
     assert errors == 1, output
     found = re.search(r"assertion violated (.*) \(at depth", output)
     assert found, output
-    assert MUTANTS[mutant] in found[1]
+    assert violated in found[1]

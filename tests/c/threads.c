@@ -3,8 +3,10 @@
  *
  * Usage: threads POLICY ROUNDS. Three steady workers push, two observers pull, one takes strict snapshots,
  * one worker and one unjoined watcher come and go. Every gradient is STEP everywhere, which every codec
- * carries exactly, and the step is w - g: the parameters of version V are -STEP * V.
+ * carries exactly, and the step is w - g, or w - 2 (g / 2) where rounds are clipped: the parameters of version V
+ * are -STEP * V.
  */
+#include <math.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -163,6 +165,7 @@ int main(int argc, char **argv) {
     pyps_config config = small_config(&tensor, batches, STEADY + 1, policy_numbered(argv[1]));
     config.max_participants = 12;
     must(pyps_create("threads", &config, &first), "create");
+    if (first->policy->stages) push_hyper = (pyps_hyper){.lr = 2, .clip_norm = STEP * sqrtf(PARAMETERS) / 2};
     for (int i = 0; i < THREADS; i++) CHECK(!pthread_create(&threads[i], NULL, bodies[i], NULL), "no thread");
     for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
     verify();

@@ -1,15 +1,17 @@
 /* torture.c: workers that are killed and stopped at every failpoint of the store, and the parameters that
  * must come out.
  *
- * Usage: torture POLICY OPTIMIZER FAULTS SEED. Every push has the same gradient, so the parameters at version
- * V are those after V optimizer steps, whichever worker died and wherever: a push lost, doubled or torn would
- * show in their bits. `expected` takes those steps with the scalar kernels alone. Every codec carries the
+ * Usage: torture POLICY OPTIMIZER FAULTS SEED CLIP_NORM. Every push has the same gradient, so the parameters at
+ * version V are those after V optimizer steps, whichever worker died and wherever: a push lost, doubled or torn,
+ * or a norm of other chunks than all, would show in their bits. `expected` takes those steps with the scalar
+ * kernels alone. Every codec carries the
  * gradients exactly. Each push draws a codec, error feedback or not, and whether it is an exchange.
  *
  * A worker draws a fault and how many failpoints it passes before it. A stop is short, or longer than the
  * round timeout, so that the worker wakes up fenced; then the worker goes on to its next fault, or is killed
  * as it is.
  */
+#include <math.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -39,7 +41,7 @@ static struct shared {
 static const float pattern[PERIOD] = {889, -889, 0, 889, 0, -889, 889};
 
 static unsigned optimizer;
-static const pyps_hyper hypers[] = {
+static pyps_hyper hypers[] = {
     [PYPS_SGD] = {.lr = 1},
     [PYPS_MOMENTUM] = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.001f, .nesterov = 1},
     [PYPS_ADAMW] = {.lr = 0.001f, .beta1 = 0.9f, .beta2 = 0.999f, .eps = 1e-8f, .weight_decay = 0.01f},
@@ -74,6 +76,13 @@ void pyps_failpoint(const char *name) {
     draw_fault(); /* it was a stop, and it is over */
 }
 
+/* What clipping multiplies the gradient by; its squares are whole numbers, so their order does not matter. */
+static float clip_factor(void) {
+    double sum = 0, bound = (double)hypers[optimizer].clip_norm;
+    for (int i = 0; i < PARAMETERS; i++) sum += (double)pattern[i % PERIOD] * (double)pattern[i % PERIOD];
+    return bound > 0 ? (float)(bound / (sqrt(sum) + 1e-6)) : 1.0f;
+}
+
 /* The first PERIOD parameters after `version` steps; goes on from the version it was last asked for. */
 static const float *expected(uint64_t version) {
     static float vectors[2][1 + MAX_STATES][PERIOD];
@@ -83,7 +92,7 @@ static const float *expected(uint64_t version) {
         struct step step = {.gradient = pattern, .length = PERIOD};
         for (unsigned v = 0; v <= MAX_STATES; v++)
             step.old[v] = vectors[at % 2][v], step.new[v] = vectors[(at + 1) % 2][v];
-        struct step_constants constants = kernels_constants(optimizer, &hypers[optimizer], 1, at);
+        struct step_constants constants = kernels_constants(optimizer, &hypers[optimizer], clip_factor(), at);
         kernels_scalar.update[optimizer](&step, &constants);
     }
     return vectors[at % 2][0];
@@ -263,10 +272,11 @@ static void verify(pyps_store *s, int faults, unsigned kills) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 5) return 2;
+    if (argc != 6) return 2;
     while (strcmp(optimizers[optimizer], argv[2]))
         if (++optimizer == sizeof optimizers / sizeof *optimizers) return 2;
     int faults = atoi(argv[3]);
+    hypers[optimizer].clip_norm = (float)atof(argv[5]);
     alarm(60 + (unsigned)faults / 2);
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import programs
 
+CLIP_NORM = 100.0  # far below the norm of torture.c's gradient
+
 
 def build(folder: Path) -> Path:
     """Compile the whole core and torture.c into `folder`; the program's path."""
@@ -18,10 +20,10 @@ def build(folder: Path) -> Path:
 
 
 def torture(
-    program: Path, policy: str, optimizer: str, faults: int, seed: int
+    program: Path, policy: str, optimizer: str, faults: int, seed: int, clip_norm: float = 0.0
 ) -> subprocess.CompletedProcess[str]:
     """Run one torture in a segment folder of its own, which must be empty afterwards."""
-    return programs.run(program, policy, optimizer, str(faults), str(seed))
+    return programs.run(program, policy, optimizer, str(faults), str(seed), str(clip_norm))
 
 
 def main() -> int:
@@ -30,11 +32,12 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    cases = list(itertools.product(("asp", "bsp"), ("sgd", "momentum", "adamw")))
+    cases = list(itertools.product(("asp", "bsp"), ("sgd", "momentum", "adamw"), (0.0, CLIP_NORM)))
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
-        for policy, optimizer in cases:
-            done = torture(program, policy, optimizer, -(-options.faults // len(cases)), options.seed)
+        for policy, optimizer, clip_norm in cases:
+            faults = -(-options.faults // len(cases))
+            done = torture(program, policy, optimizer, faults, options.seed, clip_norm)
             print(done.stdout, done.stderr, sep="", end="", flush=True)
             if done.returncode:
                 print(f"{policy} {optimizer}: failed with {done.returncode}")

@@ -68,10 +68,15 @@ def train(worker: Worker, model: nn.Module, after: Callable[[], Any] = lambda: N
 
 
 def train_alone(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, after: Callable[[], Any] = lambda: None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: int,
+    after: Callable[[], Any] = lambda: None,
+    *,
+    samples: int = 3 * SAMPLES,
 ) -> None:
-    for first in range(0, 3 * SAMPLES, batch):
-        index = torch.from_numpy(indices(first, min(batch, 3 * SAMPLES - first), SAMPLES, 5))
+    for first in range(0, samples, batch):
+        index = torch.from_numpy(indices(first, min(batch, samples - first), SAMPLES, 5))
         optimizer.zero_grad()
         backward(loss_of(model, X[index], Y[index]))
         optimizer.step()

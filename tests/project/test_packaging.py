@@ -19,7 +19,7 @@ import sys
 import pyps, pyps.native, pyps.solver, pyps.profiler
 for module in (pyps, pyps.native, pyps.solver, pyps.profiler):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
-assert pyps.native.abi_version() == 6
+assert pyps.native.abi_version() == 7
 from pyps.formats import schema
 assert schema("plan")
 try:

@@ -1,0 +1,114 @@
+/* clip.c: the norm of a ticket's gradient, by which the gradient is clipped.
+ *
+ * No chunk may take a clipped step before the norm over all chunks is known. So the staging buffer that has the
+ * ticket's constants has a word for each chunk: 0, or 1 + the bits of the sum of squares of the gradient there.
+ * Every participant that applies a chunk first brings all words to their sums, each by a CAS from 0, and then adds
+ * them in the order of the chunks: all participants find the same norm, bit for bit. Members of a round begin with
+ * their own part of the chunks. They wait a moment for the parts of others, and then sum those too, so no dead or
+ * stopped participant is waited for.
+ *
+ * The words change hands with their staging buffer: its owner clears them before admission, and others write them
+ * under the ticket hazard, after they have seen a chunk that lacks the ticket (apply.c). The norm of a push that is
+ * applied alone does not depend on others: its owner sums it before admission.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "store/store.h"
+
+#define BLOCK 1024u /* floats at a time, as in apply.c */
+
+static a64 *sums_of(const pyps_store *s, const struct staging_header *header) {
+    return (a64 *)(void *)((uintptr_t)header + s->layout.staging_sums);
+}
+
+static uint64_t word_of_sum(double sum) {
+    uint64_t bits;
+    if (isnan(sum)) sum = INFINITY;
+    memcpy(&bits, &sum, sizeof bits);
+    return bits + 1;
+}
+
+static double sum_of_word(uint64_t word) {
+    double sum;
+    word--;
+    memcpy(&sum, &word, sizeof sum);
+    return sum;
+}
+
+static double sum_chunk(const pyps_store *s, uint32_t chunk) {
+    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
+    uint32_t length = s->chunks[chunk].length;
+    double sum = 0;
+    for (uint32_t from = 0; from < length; from += BLOCK) {
+        float block[BLOCK];
+        uint32_t count = length - from < BLOCK ? length - from : BLOCK;
+        sum += kernels_chosen()->square_sum(ticket_gradient(s, at + from, count, block), count);
+    }
+    return sum;
+}
+
+static uint32_t trained_chunks(const pyps_store *s) {
+    return (uint32_t)(s->trained / s->geometry.chunk_params);
+}
+
+static void fill_word(pyps_store *s, a64 *words, uint32_t chunk) {
+    if (load_acquire(&words[chunk])) return;
+    uint64_t word = word_of_sum(sum_chunk(s, chunk));
+    FAILPOINT("clip.summed");
+    cas_seq(&words[chunk], 0, word); /* if it is lost, another participant has put the same sum there */
+    FAILPOINT("clip.shown");
+    wake_progress(s);
+}
+
+/* A member's part of the chunks of its round, as in finish_round of push.c. */
+static void fill_own_part(pyps_store *s, a64 *words) {
+    uint32_t parts = s->ticket.kind == TICKET_ROUND ? s->source_count : 0;
+    for (uint32_t part = 0; part < parts; part++) {
+        if (s->sources[part].slot != s->slot) continue;
+        for (uint32_t chunk = part; chunk < trained_chunks(s); chunk += parts) fill_word(s, words, chunk);
+    }
+}
+
+void norm_of_ticket(pyps_store *s) {
+    const struct staging_header *constants = ticket_constants(s);
+    a64 *words = sums_of(s, constants);
+    double sum = 0;
+    bool moving = true; /* the other members sum; after one stall we do not wait again */
+    if (s->norm_ticket == s->ticket.number) return;
+    fill_own_part(s, words);
+    for (uint32_t chunk = 0; chunk < trained_chunks(s); chunk++) {
+        moving = load_acquire(&words[chunk]) || (moving && wait_for_word(s, &words[chunk], 1));
+        fill_word(s, words, chunk);
+        sum += sum_of_word(load_acquire(&words[chunk]));
+    }
+    s->norm = sqrt(sum);
+    if (s->ticket.kind != TICKET_ROUND) s->norm *= fabs((double)constants->scale);
+    s->norm_ticket = s->ticket.number;
+}
+
+/* As torch.nn.utils.clip_grad_norm_ does. What is not finite is left as it is. */
+float norm_factor(const pyps_store *s, float clip_norm) {
+    double factor = (double)clip_norm / (s->norm + 1e-6);
+    return factor < 1 && isfinite(s->norm) ? (float)factor : 1.0f;
+}
+
+static void forget(const pyps_store *s, a64 *words) {
+    for (uint32_t chunk = 0; chunk < trained_chunks(s); chunk++) store_relaxed(&words[chunk], 0);
+}
+
+void norm_reset(const pyps_store *s, uint32_t staging) {
+    forget(s, sums_of(s, staging_header(s, s->slot, staging)));
+}
+
+void norm_of_push(pyps_store *s, uint32_t staging) {
+    const struct staging_header *header = staging_header(s, s->slot, staging);
+    bool clipped = false;
+    for (uint32_t group = 0; group < s->geometry.groups; group++)
+        clipped |= header->hyper[group].clip_norm > 0;
+    if (!clipped) return;
+    norm_reset(s, staging);
+    s->source_count = 0;
+    s->ticket = (struct ticket){.slot = s->slot, .staging = (uint16_t)staging, .kind = TICKET_PUSH};
+    for (uint32_t chunk = 0; chunk < trained_chunks(s); chunk++) fill_word(s, sums_of(s, header), chunk);
+}
