@@ -20,6 +20,10 @@ import msgspec
 import typer
 from typer.core import TyperGroup
 
+from pyps.formats.events import RunEvent
+from pyps.formats.records import StepRecord
+from pyps.report.report import Report
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
 ROOMS = ("csrc", "pyps", "solver", "profiler")
@@ -204,10 +208,11 @@ def formats_page() -> str:
     formats = importlib.import_module("pyps.formats")
     lines = ["# File formats", "", MADE, ""]
     lines += ["`pyps.formats.schema(name)` returns a format's JSON schema, with types and limits."]
-    for name in formats.FORMATS:
+    of_a_run = {"report": Report, "step record": StepRecord, "run event": RunEvent}
+    for name, form in (formats.FORMATS | of_a_run).items():
         lines += ["", f"## {name}"]
         seen: list[type] = []
-        for kind in structs_of(formats.FORMATS[name], seen):
+        for kind in structs_of(form, seen):
             text = "\n".join(inspect.cleandoc(kind.__doc__ or "").splitlines())
             fields = ", ".join(f"`{field.encode_name}`" for field in msgspec.structs.fields(kind))
             lines += ["", f"**{kind.__name__}**: {text}", "", f"Fields: {fields}."]

@@ -110,8 +110,10 @@ class SampleCounts(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A run.
+    """A run; with --ranks its part on this machine.
 
+    iteration_seconds: for one global batch of samples, under every policy.
+    idle_share: the ranks' waits over all their time.
     measured_over_predicted: of the iteration time; None where the plan predicts none.
     error: why the run did not finish.
     loss_first, loss_last: the mean losses of the first and of the last global batch; None: none recorded.

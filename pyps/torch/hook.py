@@ -29,6 +29,7 @@ from pyps.torch.exchange import quantized_sum
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.residual import Residuals
 from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.weighting import note_weights
 from pyps.worker.quantize import INT4, INT8
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def weighted_hook(
         raise InputError("weighted_hook", "wire", repr(wire), "same, bf16, f16, int8 or int4")
     if reduction not in ("mean", "sum"):
         raise InputError("weighted_hook", "reduction", repr(reduction), "mean or sum")
+    note_weights()
     hook = WeightedHook(ddp, sampler, count, reduction, wire, scaler)
     # DDP compares annotations with types; a lambda has none.
     ddp.register_comm_hook(hook, lambda state, bucket: state.reduce(bucket))

@@ -14,6 +14,7 @@ steps all ranks have met in a reduction, so no rank waits for a message.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ from pyps.torch.hook import WeightedHook
 from pyps.torch.rounds import RoundIndex, Rounds
 from pyps.torch.timer import ComputeTimer
 
+UNUSED_STEPS = 20  # gradients: a loop that calls step() has called it by then
 WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DDP
 MIN_GAIN = 2.0  # in standard errors: a smaller gain may be none
 LEAD = 2  # rounds that each rank draws between its report and the step at which it reads the decision
@@ -128,6 +130,8 @@ class Rebalancer:
         self._device = OnlineCost(prior)
         self._consensus = Consensus("rebalance", hook.group, store)
         self._timer = ComputeTimer(hook)
+        self._gradients = 0
+        hook.on_ready.append(self._count_gradient)
         self._times: list[tuple[int, float]] = []  # batch and seconds of the window's full rounds
         self._pass, self._trained = 0, 0  # the sampler's latest pass, and its rounds that were trained
         self._reported_pass = 0
@@ -190,6 +194,15 @@ class Rebalancer:
             for s in self.states
         )
         return "\n".join(["rank  batch  own seconds  slowdown  waiting", *rows])
+
+    def _count_gradient(self) -> None:
+        """Warn where the loop does not call step()."""
+        self._gradients += 1
+        if self._gradients == UNUSED_STEPS and not self.steps:
+            warnings.warn(
+                f"Rebalancer: {UNUSED_STEPS} gradients and no call of step(): the split never changes",
+                stacklevel=2,
+            )
 
     def _trained_batch(self) -> int | None:
         """This rank's batch in the round that was just trained; None if its time is not to be used."""

@@ -19,7 +19,10 @@ from pyps.errors import InputError
 from pyps.solver.online.decide import Split
 from pyps.torch.rounds import RoundIndex, Rounds
 from pyps.torch.schedule import PlanLike, check_replan, micro_batches, rank_range, round_sizes
+from pyps.torch.weighting import warn_without_weights
 from pyps.worker.sampling import MAX_SEED, permutation
+
+TRAINED_ROUNDS = 100  # more than a DataLoader fetches ahead: by then some were trained
 
 
 class UnevenBatchSampler(Rounds, Sampler[list[int]]):
@@ -89,7 +92,11 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         first = self.position
         self.drawn, self._round_samples, self._round_splits = 0, [], []
         self._passes += 1
+        if self._passes == 2:
+            warn_without_weights(self.split)
         for number, size in enumerate(self.sizes()):
+            if self._passes == 1 and number == TRAINED_ROUNDS:
+                warn_without_weights(self.split)
             self._adopt((self.epoch, number))
             self.drawn = number + 1
             begin, end = rank_range(size, self.split, self.rank, self._min_batches)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyps.torch.weighting import note_weights
+
 
 def loss_scale(
     weight: Any, total: Any = None, group: dist.ProcessGroup | None = None, *, ranks: int | None = None
@@ -26,6 +28,7 @@ def loss_scale(
     ranks: N, by default the group's size, or 1 without a group. Give it together with the total where a
         library averages over other ranks (torchft's Manager).
     """
+    note_weights()
     own = torch.as_tensor(weight, dtype=torch.float64)
     grouped = dist.is_available() and dist.is_initialized()
     if total is None:

@@ -6,6 +6,7 @@ The Rebalancer gets the emulated seconds in the place of a clock's: no decision 
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Line
 from pyps.solver.online.decide import best_split, round_seconds
-from pyps.torch import Rebalancer, UnevenBatchSampler, UnevenIterableDataset, agreed_split, weighted_hook
+from pyps.torch import (
+    Rebalancer,
+    UnevenBatchSampler,
+    UnevenIterableDataset,
+    agreed_split,
+    weighted_hook,
+    weighting,
+)
 from pyps.torch.timer import ComputeTimer
 
 BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device
@@ -124,6 +132,24 @@ def timed(group: dist.ProcessGroup, slow_seconds: float, steps: int) -> list[flo
     assert [step for step, _ in finished] == list(range(steps))
     assert timer.finished() == []
     return [seconds for _, seconds in finished]
+
+
+def forgets(group: dist.ProcessGroup, weighs: bool, balances: bool, split: list[int]) -> list[str]:
+    """The warnings of two epochs in a loop that does not call what it should."""
+    weighting._weighted = False
+    sampler = UnevenBatchSampler(sum(split) * 12, split, dist.get_rank(group))
+    ddp = DistributedDataParallel(net(), process_group=group)
+    if balances:
+        Rebalancer(sampler, weighted_hook(ddp))
+    elif weighs:
+        weighted_hook(ddp)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for rows in sampler:
+                inputs = torch.tensor(rows)[:, None].float().expand(-1, 8)
+                square(ddp, inputs, inputs[:, :4]).backward()
+    return [str(one.message) for one in seen]
 
 
 def agreed(group: dist.ProcessGroup, total: int, profiles: list[Any], caps: list[int | None]) -> Any:

@@ -181,6 +181,23 @@ def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks) -> None
     assert min(quick) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("weighs", "balances", "split", "expected"),
+    [
+        (False, False, [5, 3], ["neither weighted_hook nor loss_scale"]),
+        (True, False, [5, 3], []),
+        (False, False, [4, 4], []),
+        (True, True, [4, 4], ["no call of step()"]),
+    ],
+)
+def test_a_call_that_was_forgotten_is_named(
+    ranks: Ranks, weighs: bool, balances: bool, split: list[int], expected: list[str]
+) -> None:
+    for warned in ranks.run(2, jobs.forgets, weighs, balances, split):
+        assert len(warned) == len(expected)
+        assert all(part in one for part, one in zip(expected, warned, strict=True))
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(InputError, match=r"window.*4.*odd"):
         Rebalancer(None, None, window=4)  # type: ignore[arg-type]
