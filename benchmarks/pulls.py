@@ -53,7 +53,7 @@ def measure(parameters: int, chunk: int, pulls: int, writers: int) -> tuple[Any,
     while len(times) < pulls:
         name, context = f"pulls-{os.getpid()}-{len(times)}", multiprocessing.get_context("spawn")
         initial, batches = {"w": np.zeros(parameters, np.float32)}, [1] * max(1, writers)
-        options = {"policy": "asp", "chunk_params": chunk, "max_participants": writers + 4}
+        options = {"policy": "asp:scaling=none", "chunk_params": chunk, "max_participants": writers + 4}
         with Store.create(name, initial, batches=batches, **options) as store:
             stop = context.Event()
             processes = [context.Process(target=write, args=(name, k, stop)) for k in range(writers)]

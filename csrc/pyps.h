@@ -70,6 +70,9 @@ enum {                                                                          
        PYPS_HPS = 11,
        PYPS_CUSTOM = 12
 };
+/* What part of an optimizer step a push takes that no round waits for: its part of a global batch (the sum of the
+ * planned batches), or a whole one. */
+enum { PYPS_SCALE_SAMPLES = 0, PYPS_SCALE_NONE = 1 };
 enum { PYPS_FIXED = 0, PYPS_QUANTILE = 1, PYPS_RINGMASTER = 2 }; /* where SaPS's threshold comes from */
 enum { PYPS_CONTINUE = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 };   /* what pyps_should_continue advises */
 /* Codecs: how gradients and parameters are encoded for transfer. Tensors are PYPS_F32. */
@@ -107,7 +110,8 @@ typedef struct {
     uint64_t elements; /* out: product of shape */
 } pyps_tensor;
 
-/* One parameter group's constants for one step, carried by each push. The formulas are those of torch. */
+/* One parameter group's constants, carried by each push. They are those of a step of a global batch, and the
+ * formulas those of torch. A push of a part of that takes this part of the step: see PYPS_SCALE_SAMPLES. */
 typedef struct {
     float lr;
     float weight_decay; /* decoupled for AdamW, else L2 */
@@ -132,11 +136,13 @@ typedef struct {
     uint32_t extra;     /* dssp: steps beyond `bound` that the fastest may get */
     uint32_t threshold; /* saps: PYPS_FIXED ... */
     uint32_t abort;     /* saps: 1: pyps_should_continue tells a worker that is too late to abort */
-    double quantile;    /* saps: the fraction of stalenesses within the threshold */
-    double lambda_;     /* dcasgd: the weight of its correction */
-    double slack;       /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
-    double patience;    /* r2sp: periods after which a turn that is not taken is skipped */
-    uint64_t custom;    /* custom: which one */
+    uint32_t scaling;   /* all that do not wait for rounds: PYPS_SCALE_SAMPLES ... */
+    uint32_t reserved;
+    double quantile; /* saps: the fraction of stalenesses within the threshold */
+    double lambda_;  /* dcasgd: the weight of its correction */
+    double slack;    /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
+    double patience; /* r2sp: periods after which a turn that is not taken is skipped */
+    uint64_t custom; /* custom: which one */
 } pyps_policy_params;
 
 /* What a policy asks of its workers; each field is 0 or 1. See pyps_get_policy_needs. */
@@ -375,9 +381,9 @@ typedef struct {
 PYPS_API int pyps_set_data_set(pyps_store *store, const pyps_data_set *data);
 
 /* A strict snapshot: parameters, state vectors and step counts of one version, while pushes go on. state is
- * [states] pointers or NULL; steps is [chunks] or NULL. There is one at a time: the next one waits, and
+ * [states] pointers or NULL; steps, in global batches, is [chunks] or NULL. There is one at a time: the next one waits, and
  * cancels one that has lasted for the round timeout. */
-PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, uint64_t *steps,
+PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, double *steps,
                            double timeout_seconds, uint64_t *version_out);
 
 /* Observing and steering. */
@@ -454,6 +460,8 @@ typedef struct {
     uint64_t version, round;
     uint64_t next_deadline; /* a tick then has work to do; 0: no time is known */
     uint64_t wake_epoch;    /* when it changes, waiting members ask again, whatever `until` says */
+    float part;             /* of an optimizer step, that the last version took */
+    uint32_t reserved;
 } pyps_decision;
 
 typedef struct pyps_core pyps_core;
@@ -539,7 +547,7 @@ typedef struct {
     uint64_t policy_state[PYPS_STATE_WORDS];
     const pyps_rank_state *rank; /* [ranks] */
     const pyps_range *range;     /* [ranges] in the order in which they will be assigned */
-    const uint64_t *steps;       /* [tensors] optimizer steps taken */
+    const double *steps;         /* [tensors] optimizer steps taken; a part of a global batch counts as one */
     const pyps_hyper *hyper;     /* [groups] the constants in force; NULL: none */
     /* Of averaged tensors these are not read. */
     const float *const *vectors;   /* [states * tensors] vector k of tensor t is at k * tensors + t */
@@ -551,7 +559,7 @@ typedef struct {
  * [tensors] and hyper [groups], and pyps_state_residual the residual of a rank that has one [flat_elements].
  * state, steps and hyper may be NULL. PYPS_ESTALE: the snapshot was cancelled; end it, and begin again. */
 PYPS_API int pyps_state_begin(pyps_store *store, double timeout_seconds, pyps_state *out);
-PYPS_API int pyps_state_read(pyps_store *store, float *flat, float *const *state, uint64_t *steps,
+PYPS_API int pyps_state_read(pyps_store *store, float *flat, float *const *state, double *steps,
                              pyps_hyper *hyper);
 PYPS_API int pyps_state_residual(pyps_store *store, uint32_t rank, float *flat);
 PYPS_API int pyps_state_end(pyps_store *store);

@@ -33,13 +33,7 @@ def main() -> None:
         model = network(settings.seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         worker.attach(model, optimizer)
-        whole = sum(settings.batches)
-        left_out = getattr(settings.policy, "k", 0) * whole / len(settings.batches)
         for inputs, targets in worker.batches(images):
-            # A version's part of the global batch: all but the backups of a round, or one worker's.
-            together = settings.policy.name in ("bsp", "backup", "hps")
-            samples = whole - left_out if together else worker.claim.count
-            optimizer.param_groups[0]["lr"] = lr * samples / whole
             loss = nn.functional.cross_entropy(model(inputs), targets)
             loss.backward()
             worker.step(loss)

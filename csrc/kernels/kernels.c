@@ -57,28 +57,67 @@ unsigned kernels_states(unsigned optimizer) {
     return optimizer < OPTIMIZERS ? states[optimizer] : 0;
 }
 
-struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *h, float scale,
-                                        uint64_t steps) {
+/* How far a part f of a step goes, of momentum m that becomes beta^f m + gain g. Several parts go as far as one step of
+ * their sum with the same gradient, and one after another they go on as steps do:
+ *
+ *     f parts of a step go      a m + b g,  a = K (1 - beta^f) / (1 - beta),  b = R f - a M
+ *
+ * K: what is left of m in a whole step's way, beta (Nesterov: beta^2). M and R: momentum and way of a step, for each g,
+ * once g has been the same for long. a and b as multiples of the new momentum and of g are `carried` and `direct`. */
+static void set_way(struct step_constants *k, double beta, double part, double gain, double left, double rate,
+                    double steady) {
+    double kept = pow(beta, part), a = left * (1 - kept) / (1 - beta), b = rate * part - a * steady;
+    k->carried = kept > 0 ? (float)(a / kept) : 0;
+    k->direct = kept > 0 ? (float)(b - a / kept * gain) : (float)b;
+}
+
+static void momentum_constants(struct step_constants *k, const pyps_hyper *h, double steps, double part) {
+    double beta = (double)h->momentum;
+    bool first = steps + part / 2 < 1; /* the momentum that torch begins with is the gradient */
+    k->momentum = h->momentum;
+    k->gain = first ? 1.0f : 1.0f - h->dampening;
+    k->carried = h->nesterov ? h->momentum : 1.0f, k->direct = h->nesterov ? 1.0f : 0.0f;
+    if (part == 1) return;
+    double steady = (double)k->gain / (1 - beta), gain = (1 - pow(beta, part)) * steady;
+    double rate = h->nesterov ? beta * steady + 1 : steady, left = h->nesterov ? beta * beta : beta;
+    set_way(k, beta, part, gain, left, rate, steady);
+    k->momentum = (float)pow(beta, part), k->gain = (float)gain;
+}
+
+static void adam_constants(struct step_constants *k, const pyps_hyper *h, double steps, double part,
+                           bool decoupled) {
+    double beta1 = (double)h->beta1, beta2 = (double)h->beta2, lr = (double)h->lr, t = steps + part;
+    double decay = decoupled ? lr * (double)h->weight_decay : 0, kept = pow(beta1, part);
+    if (decoupled) k->weight_decay = 0;
+    k->lr = (float)(lr / (1 - pow(beta1, t)));
+    k->shrink = (float)(1 - decay), k->eps = h->eps;
+    k->beta2 = h->beta2;
+    k->one_minus_beta1 = (float)(1 - beta1), k->one_minus_beta2 = (float)(1 - beta2);
+    k->root_correction = (float)sqrt(1 - pow(beta2, t));
+    k->carried = 1;
+    if (part == 1) return;
+    double left = beta1 * (1 - kept) / (1 - beta1); /* of the momentum before, in the way */
+    set_way(k, beta1, part, 1 - kept, beta1, 1, 1);
+    k->lr = (float)(lr / (1 - left / part * pow(beta1, steps)));
+    k->shrink = (float)(decay < 1 ? pow(1 - decay, part) : 1 - part * decay);
+    k->beta2 = (float)pow(beta2, part);
+    k->one_minus_beta1 = (float)(1 - kept), k->one_minus_beta2 = (float)(1 - pow(beta2, part));
+    /* The gradient's noise is that of a part of the samples: shrink its distance from the mean. */
+    if (steps > 0) k->mean = (float)(1 / (1 - pow(beta1, steps))), k->calm = (float)(1 - sqrt(part));
+}
+
+struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *h, float scale, double steps,
+                                        float part) {
     struct step_constants k = {.scale = scale, .lr = h->lr, .weight_decay = h->weight_decay};
     k.clip = h->clip > 0 ? h->clip : INFINITY;
-    k.momentum = h->momentum;
-    k.one_minus_dampening = steps == 0 ? 1.0f : 1.0f - h->dampening;
-    k.nesterov = h->nesterov ? h->momentum : 0.0f;
-    double t = (double)steps + 1;
+    if (optimizer == PYPS_SGD) k.lr *= part;
+    if (optimizer == PYPS_MOMENTUM) momentum_constants(&k, h, steps, (double)part);
     if (optimizer == PYPS_ADAGRAD) {
-        k.lr = (float)((double)h->lr / (1 + (t - 1) * (double)h->lr_decay));
+        k.lr = (float)((double)part * (double)h->lr / (1 + steps * (double)h->lr_decay));
+        k.part = part;
         k.eps = h->eps;
     }
-    if (optimizer == PYPS_ADAMW || optimizer == PYPS_ADAM) {
-        bool decoupled = optimizer == PYPS_ADAMW;
-        k.lr = (float)((double)h->lr / (1 - pow((double)h->beta1, t)));
-        k.shrink = decoupled ? (float)(1 - (double)h->lr * (double)h->weight_decay) : 1.0f;
-        if (decoupled) k.weight_decay = 0;
-        k.beta2 = h->beta2;
-        k.one_minus_beta1 = (float)(1 - (double)h->beta1);
-        k.one_minus_beta2 = (float)(1 - (double)h->beta2);
-        k.root_correction = (float)sqrt(1 - pow((double)h->beta2, t));
-        k.eps = h->eps;
-    }
+    if (optimizer == PYPS_ADAMW || optimizer == PYPS_ADAM)
+        adam_constants(&k, h, steps, (double)part, optimizer == PYPS_ADAMW);
     return k;
 }

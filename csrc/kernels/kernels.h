@@ -25,21 +25,25 @@ struct step {
     size_t length;
 };
 
-/* Constants of one step on one chunk, derived from pyps_hyper and the chunk's step count in one place. */
+/* Constants of one step, or of a part of one, on one chunk: derived from pyps_hyper and the chunk's steps in one place.
+ * Here for a whole step; kernels_constants says what they are for a part. */
 struct step_constants {
     float scale;        /* the gradient is multiplied by it first */
     float clip;         /* then held within [-clip, clip]; infinite: no bound */
     float lr;           /* Adam, AdamW: lr / (1 - beta1^t); Adagrad: lr / (1 + (t - 1) lr_decay) */
     float weight_decay; /* added as weight_decay * parameter; AdamW: 0 */
     float momentum;
-    float one_minus_dampening; /* 1 - dampening; 1 on the first step, as torch does */
-    float nesterov;            /* momentum if Nesterov, else 0 */
-    float shrink;              /* AdamW: 1 - lr * weight_decay; Adam: 1 */
+    float gain; /* 1 - dampening; 1 on the first step, as torch does */
+    float carried,
+        direct; /* the way is lr * (carried * new momentum + direct * gradient): 1, 0; Nesterov: momentum, 1 */
+    float shrink; /* AdamW: 1 - lr * weight_decay; Adam: 1 */
     float beta2;
     float one_minus_beta1; /* 1 - beta1 */
     float one_minus_beta2; /* 1 - beta2 */
+    float mean, calm;      /* Adam: the square of d + calm * (mean * old momentum - d) is averaged */
     float root_correction; /* sqrt(1 - beta2^t) */
     float eps;
+    float part; /* Adagrad: of the step: 1 */
 };
 
 struct kernels {
@@ -74,8 +78,8 @@ const struct kernels *kernels_chosen(void);
 /* How many state vectors an optimizer keeps; 0 for an unknown one; callers check that before. */
 unsigned kernels_states(unsigned optimizer);
 
-/* `steps` optimizer steps have been applied to the chunk before this one. */
+/* `part` of a step is taken, after `steps` on this chunk. */
 struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *hyper, float scale,
-                                        uint64_t steps);
+                                        double steps, float part);
 
 #endif

@@ -42,10 +42,15 @@ TARGET static void NAME(sgd)(const struct step *s, const struct step_constants *
     TAIL(update[PYPS_SGD]);
 }
 
-/* m' = momentum * m + one_minus_dampening * d; p - lr * (nesterov ? d + momentum * m' : m') */
+/* direct * d + carried * m, where it is not just m */
+INLINE VEC NAME(way)(VEC d, VEC m, const struct step_constants *k) {
+    if (k->direct == 0.0f && k->carried == 1.0f) return m;
+    return ADD(MUL(SET(k->direct), d), MUL(SET(k->carried), m));
+}
+
+/* m' = momentum * m + gain * d; p - lr * (direct * d + carried * m') */
 TARGET static void NAME(momentum)(const struct step *s, const struct step_constants *k) {
-    const VEC mu = SET(k->momentum), nesterov = SET(k->nesterov);
-    const VEC one_minus_dampening = SET(k->one_minus_dampening);
+    const VEC mu = SET(k->momentum), gain = SET(k->gain);
     const float *p = s->old[0], *m = s->old[1], *g = s->gradient;
     float *n = s->new[1];
     size_t i = 0;
@@ -53,20 +58,19 @@ TARGET static void NAME(momentum)(const struct step *s, const struct step_consta
         PREFETCH(p + i);
         VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k);
         PREFETCH(m + i);
-        VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(one_minus_dampening, d));
+        VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(gain, d));
         STORE(n + i, v);
-        VEC u = k->nesterov != 0.0f ? ADD(d, MUL(nesterov, v)) : v;
-        NAME(put)(s, i, SUB(x, MUL(SET(k->lr), u)));
+        NAME(put)(s, i, SUB(x, MUL(SET(k->lr), NAME(way)(d, v, k))));
     }
     TAIL(update[PYPS_MOMENTUM]);
 }
 
-/* Adam and AdamW: m' = m + (1-b1)(d - m); v' = b2 v + (1-b2) d d;
- * p shrink - lr/c1 * m' / (sqrt(v')/sqrt(c2) + eps) */
+/* Adam and AdamW: m' = m + (1-b1)(d - m); v' = b2 v + (1-b2) c c, c = d + calm (mean m - d);
+ * p shrink - lr/c1 * (direct d + carried m') / (sqrt(v')/sqrt(c2) + eps) */
 TARGET static void NAME(adam)(const struct step *s, const struct step_constants *k) {
     const VEC lr = SET(k->lr), shrink = SET(k->shrink), eps = SET(k->eps), root = SET(k->root_correction);
     const VEC one_minus_beta1 = SET(k->one_minus_beta1), beta2 = SET(k->beta2);
-    const VEC one_minus_beta2 = SET(k->one_minus_beta2);
+    const VEC one_minus_beta2 = SET(k->one_minus_beta2), mean = SET(k->mean), calm = SET(k->calm);
     const float *p = s->old[0], *m = s->old[1], *v = s->old[2], *g = s->gradient;
     float *mm = s->new[1], *vv = s->new[2];
     size_t i = 0;
@@ -74,19 +78,20 @@ TARGET static void NAME(adam)(const struct step *s, const struct step_constants 
         PREFETCH(p + i);
         VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k), m1 = LOAD(m + i);
         PREFETCH(m + i), PREFETCH(v + i);
+        VEC c = k->calm != 0.0f ? ADD(d, MUL(calm, SUB(MUL(mean, m1), d))) : d;
         m1 = ADD(m1, MUL(one_minus_beta1, SUB(d, m1)));
-        VEC v1 = ADD(MUL(beta2, LOAD(v + i)), MUL(one_minus_beta2, MUL(d, d)));
+        VEC v1 = ADD(MUL(beta2, LOAD(v + i)), MUL(one_minus_beta2, MUL(c, c)));
         STORE(mm + i, m1);
         STORE(vv + i, v1);
         VEC below = ADD(DIV(SQRT(v1), root), eps);
-        NAME(put)(s, i, SUB(MUL(shrink, x), DIV(MUL(lr, m1), below)));
+        NAME(put)(s, i, SUB(MUL(shrink, x), DIV(MUL(lr, NAME(way)(d, m1, k)), below)));
     }
     TAIL(update[PYPS_ADAM]);
 }
 
-/* s' = s + d d; p - lr_t * d / (sqrt(s') + eps) */
+/* s' = s + part d d; p - lr_t * d / (sqrt(s') + eps) */
 TARGET static void NAME(adagrad)(const struct step *s, const struct step_constants *k) {
-    const VEC lr = SET(k->lr), eps = SET(k->eps);
+    const VEC lr = SET(k->lr), eps = SET(k->eps), part = SET(k->part);
     const float *p = s->old[0], *sum = s->old[1], *g = s->gradient;
     float *sums = s->new[1];
     size_t i = 0;
@@ -94,7 +99,7 @@ TARGET static void NAME(adagrad)(const struct step *s, const struct step_constan
         PREFETCH(p + i);
         VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k);
         PREFETCH(sum + i);
-        VEC s1 = ADD(LOAD(sum + i), MUL(d, d));
+        VEC s1 = ADD(LOAD(sum + i), MUL(part, MUL(d, d)));
         STORE(sums + i, s1);
         NAME(put)(s, i, SUB(x, DIV(MUL(lr, d), ADD(SQRT(s1), eps))));
     }

@@ -122,7 +122,8 @@ int pyps_core_step(pyps_core *core, const pyps_event *given, pyps_decision *out)
                            .version = v->version,
                            .round = v->round,
                            .next_deadline = v->next_deadline,
-                           .wake_epoch = v->wake_epoch};
+                           .wake_epoch = v->wake_epoch,
+                           .part = view_ticket(v, v->version)->part};
     if (o.code == TRY_AGAIN) out->verdict = PYPS_WAIT, out->at = e.now; /* ask again at once */
     return o.code < 0 ? o.code : PYPS_OK;
 }

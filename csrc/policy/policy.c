@@ -1,9 +1,9 @@
 /* policy.c: the policies by number, what each needs, and the policies that only scale a gradient.
  *
  * ASP: every gradient is one step, applied at once.
- * DynSGD: ASP, scaled by 1 / (staleness + 1) (Jiang, Cui, Zhang, Yu: Heterogeneity-aware distributed
+ * DynSGD: a push takes 1 / (staleness + 1) of a step (Jiang, Cui, Zhang, Yu: Heterogeneity-aware distributed
  * parameter servers, SIGMOD 2017).
- * ConSGD: ASP, scaled by 1 / workers.
+ * ConSGD: a push takes 1 / workers of a step.
  * DC-ASGD: ASP, with a gradient corrected for its delay (Zheng and others: Asynchronous SGD with delay
  * compensation, ICML 2017). The store corrects it, because only the store has both parameters.
  */
@@ -18,15 +18,20 @@ static enum push_decision admit(struct view *v, const struct event *e, struct ou
     return PUSH_ADMIT;
 }
 
+/* The workers whose pushes make up a step, of which each takes its part by its samples already; 1 where each is one. */
+static float pushes_a_step(const struct view *v) {
+    return v->policy_params.scaling == PYPS_SCALE_NONE ? 1.0f : (float)v->active;
+}
+
 static enum push_decision admit_by_staleness(struct view *v, const struct event *e, struct outcome *out) {
-    (void)v, (void)e;
-    out->scale = 1.0f / (float)(out->staleness + 1);
+    (void)e;
+    out->scale = pushes_a_step(v) / (float)(out->staleness + 1);
     return PUSH_ADMIT;
 }
 
 static enum push_decision admit_by_share(struct view *v, const struct event *e, struct outcome *out) {
     (void)e;
-    out->scale = 1.0f / (float)v->active;
+    out->scale = pushes_a_step(v) / (float)v->active;
     return PUSH_ADMIT;
 }
 
@@ -62,7 +67,8 @@ int policy_check_number(const char *name, double found, double low, double high)
 int policy_check(uint32_t number, const pyps_policy_params *params) {
     const struct policy *policy = policy_find(number);
     if (!policy) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
-    return policy->check_params ? policy->check_params(params) : PYPS_OK;
+    int rc = policy_check_number("scaling", params->scaling, PYPS_SCALE_SAMPLES, PYPS_SCALE_NONE);
+    return rc || !policy->check_params ? rc : policy->check_params(params);
 }
 
 int pyps_get_policy_needs(uint32_t number, const pyps_policy_params *params, pyps_policy_needs *out) {

@@ -3,7 +3,7 @@
  * BSP: a round has the gradient of every worker.
  * Backup(k): all but k. A late worker's samples are taken back, and its gradient never enters a later round
  * (Chen, Pan, Monga, Bengio, Jozefowicz: Revisiting distributed synchronous SGD, 2016).
- * n-softsync: any floor(N / n) gradients, each divided by its staleness; no worker waits for the round
+ * n-softsync: any floor(N / n) gradients, each taking 1 / staleness of a step; no worker waits for the round
  * (Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning, IJCAI 2016).
  * H-PS: BSP with batches that are sized again for each round so that all workers finish together. How they
  * are sized is this implementation's choice: the abstract says no more than that.
@@ -27,8 +27,10 @@ static bool enough_staged(const struct view *v) {
 }
 
 static enum push_decision stage_by_staleness(struct view *v, const struct event *e, struct outcome *out) {
-    (void)v, (void)e;
-    if (out->staleness) out->scale = 1.0f / (float)out->staleness;
+    (void)e;
+    /* A round is one part in `splits` of a step by its samples already. */
+    if (v->policy_params.scaling != PYPS_SCALE_NONE) out->scale = (float)v->policy_params.splits;
+    if (out->staleness) out->scale /= (float)out->staleness;
     return PUSH_STAGE;
 }
 

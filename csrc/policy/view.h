@@ -149,7 +149,7 @@ struct ticket {
     uint32_t samples;
     float scale; /* the policy's */
     float share; /* of averaged tensors' way from the store's values to the workers' */
-    uint32_t reserved;
+    float part;  /* of an optimizer step, that it takes */
 };
 
 struct source {

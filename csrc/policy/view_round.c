@@ -43,13 +43,21 @@ static void finish_claim(struct view *v, const struct event *e, uint64_t stalene
     time_rank(v, e);
 }
 
-/* Averaged tensors go all the way to the mean of a round that all wait for. Else a global batch consists of several
- * tickets, and each goes the part of the way that it is of the planned batches. */
+/* The part of a global batch that a ticket is. A round that all wait for is a whole one. Else a global batch, the sum
+ * of the planned batches, consists of several tickets. */
 static float share_of(const struct view *v, uint32_t samples) {
     uint64_t planned = 0;
     if (policy_find(v->policy)->waits_for_round) return 1.0f;
     for (uint32_t r = 0; r < v->ranks; r++) planned += view_rank(v, r)->total.batch;
-    return samples < planned ? (float)samples / (float)planned : 1.0f;
+    return planned ? (float)((double)samples / (double)planned) : 1.0f;
+}
+
+/* Averaged tensors go at most all the way to the values of a ticket. */
+static struct ticket weighed(const struct view *v, struct ticket ticket) {
+    float share = share_of(v, ticket.samples);
+    ticket.share = share < 1 ? share : 1;
+    ticket.part = v->policy_params.scaling == PYPS_SCALE_NONE ? 1 : share;
+    return ticket;
 }
 
 static void admit(struct view *v, const struct event *e, struct outcome *out) {
@@ -57,13 +65,12 @@ static void admit(struct view *v, const struct event *e, struct outcome *out) {
     finish_claim(v, e, out->staleness);
     if (!e->samples) return;
     out->ticket = ++v->version;
-    *view_ticket(v, v->version) = (struct ticket){.number = v->version,
-                                                  .slot = e->slot,
-                                                  .staging = (uint16_t)e->staging,
-                                                  .kind = TICKET_PUSH,
-                                                  .samples = e->samples,
-                                                  .scale = out->scale,
-                                                  .share = share_of(v, e->samples)};
+    *view_ticket(v, v->version) = weighed(v, (struct ticket){.number = v->version,
+                                                             .slot = e->slot,
+                                                             .staging = (uint16_t)e->staging,
+                                                             .kind = TICKET_PUSH,
+                                                             .samples = e->samples,
+                                                             .scale = out->scale});
     m->ticket = m->staging_ticket[e->staging] = v->version;
 }
 
@@ -189,11 +196,9 @@ static void close_round(struct view *v) {
     v->round++;
     v->round_ticket = v->round_sources ? ++v->version : 0;
     if (v->round_ticket)
-        *view_ticket(v, v->version) = (struct ticket){.number = v->version,
-                                                      .kind = TICKET_ROUND,
-                                                      .samples = v->round_samples,
-                                                      .scale = 1.0f,
-                                                      .share = share_of(v, v->round_samples)};
+        *view_ticket(v, v->version) = weighed(
+            v, (struct ticket){
+                   .number = v->version, .kind = TICKET_ROUND, .samples = v->round_samples, .scale = 1.0f});
     for (uint32_t k = 0; k < v->staged; k++) {
         const struct source *from = &view_pending(v)[k];
         struct member *m = view_member(v, from->slot);

@@ -91,7 +91,7 @@ static void trained_step(const pyps_store *s, uint32_t chunk, uint32_t old, cons
     float scale = round ? 1.0f : staged->scale * ticket->scale;
     if (hyper->clip_norm > 0) scale *= norm_factor(s, hyper->clip_norm);
     struct step_constants constants =
-        kernels_constants(s->geometry.optimizer, hyper, scale, buffer_header(s, old)->steps);
+        kernels_constants(s->geometry.optimizer, hyper, scale, buffer_header(s, old)->steps, ticket->part);
     uint32_t codec = round ? PYPS_F32 : staging_codec(s, slot, staging);
     bool corrected = !round && s->needs.needs_base_params && staged->compensation > 0;
     uint32_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : length;
@@ -115,7 +115,8 @@ static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
     uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
     uint32_t length = s->chunks[chunk].length;
     bool streams = s->stream_to && ticket->number == s->stream_ticket;
-    struct chunk_header next = {.version = ticket->number, .steps = buffer_header(s, old)->steps + 1};
+    struct chunk_header next = {.version = ticket->number,
+                                .steps = buffer_header(s, old)->steps + (double)ticket->part};
 
     const pyps_hyper *hyper = &ticket_constants(s)->hyper[s->chunks[chunk].group];
     if (s->chunks[chunk].averaged) {

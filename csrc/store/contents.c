@@ -6,7 +6,7 @@
 
 #include "store/store.h"
 
-#define MAX_STEPS       (UINT64_C(1) << 39)
+#define MAX_STEPS       0x1p39
 #define MIN_WRITE_BYTES 16384u
 
 typedef float *place_in(const pyps_store *s, uint32_t chunk, uint32_t which);
@@ -58,9 +58,9 @@ static int check(const pyps_store *s, const pyps_config *config, const pyps_stat
         if (!config->initial[t]) return missing("parameters", &tensors[t]);
         for (uint32_t k = 0; !averaged && k < s->layout.states; k++)
             if (!state->vectors[k * count + t]) return missing("state vector", &tensors[t]);
-        if (state->steps[t] > MAX_STEPS)
-            return fail(PYPS_EINVAL, "state: steps of tensor %s: found %llu; expected at most 2^39",
-                        tensors[t].name, (unsigned long long)state->steps[t]);
+        if (!(state->steps[t] >= 0 && state->steps[t] <= MAX_STEPS))
+            return fail(PYPS_EINVAL, "state: steps of tensor %s: found %g; expected 0 to 2^39",
+                        tensors[t].name, state->steps[t]);
     }
     return PYPS_OK;
 }
@@ -70,19 +70,19 @@ static int put_steps(const pyps_store *s, const pyps_state *state, const pyps_te
     for (uint32_t c = 0; c < s->geometry.chunks; c++)
         *buffer_header(s, c) =
             (struct chunk_header){.version = state->version,
-                                  .steps = UINT64_MAX,
+                                  .steps = -1,
                                   .hyper = state->hyper ? state->hyper[s->chunks[c].group] : (pyps_hyper){0}};
     for (uint32_t t = 0; t < s->geometry.tensors; t++) {
         if (!tensors[t].elements) continue;
         uint64_t whole = s->geometry.chunk_params, end = tensors[t].offset + tensors[t].elements - 1;
         for (uint64_t c = tensors[t].offset / whole; c <= end / whole; c++) {
-            uint64_t *steps = &buffer_header(s, (uint32_t)c)->steps;
-            if (*steps != UINT64_MAX && *steps != state->steps[t])
+            double *steps = &buffer_header(s, (uint32_t)c)->steps;
+            if (*steps >= 0 && *steps != state->steps[t])
                 return fail(
                     PYPS_EINVAL,
-                    "state: steps of tensor %s: found %llu; expected %llu, as of the tensor before it "
+                    "state: steps of tensor %s: found %.17g; expected %.17g, as of the tensor before it "
                     "in its group",
-                    tensors[t].name, (unsigned long long)state->steps[t], (unsigned long long)*steps);
+                    tensors[t].name, state->steps[t], *steps);
             *steps = state->steps[t];
         }
     }

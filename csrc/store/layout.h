@@ -30,7 +30,7 @@ struct geometry {
     pyps_policy_params policy_params;
 };
 
-_Static_assert(sizeof(pyps_policy_params) == 6 * 4 + 5 * 8, "no padding");
+_Static_assert(sizeof(pyps_policy_params) == 8 * 4 + 5 * 8, "no padding");
 
 struct group {
     uint64_t elements;
@@ -71,7 +71,8 @@ struct slot {
 
 /* Before every chunk buffer's floats. Written in private; does not change once published. */
 struct chunk_header {
-    uint64_t version, steps;
+    uint64_t version;
+    double steps;     /* taken; a part of a global batch counts as one */
     pyps_hyper hyper; /* of the last step; zeros before the first one */
     uint32_t reserved;
 };

@@ -21,7 +21,7 @@ struct reading {
 struct target {
     float *flat;
     float *const *state;
-    uint64_t *steps;   /* [chunks] */
+    double *steps;     /* [chunks] */
     pyps_hyper *hyper; /* [groups] */
     uint64_t snapshot, version;
 };
@@ -103,7 +103,7 @@ static int end(pyps_store *s, enum event_kind kind, uint64_t snapshot) {
 
 int snapshot_cancel(pyps_store *s, uint64_t snapshot) { return end(s, EVENT_SNAPSHOT_CANCEL, snapshot); }
 
-int pyps_snapshot(pyps_store *s, float *flat, float *const *state, uint64_t *steps, double timeout_seconds,
+int pyps_snapshot(pyps_store *s, float *flat, float *const *state, double *steps, double timeout_seconds,
                   uint64_t *version_out) {
     struct outcome outcome;
     int rc = store_check_usable(s, true);
@@ -171,7 +171,7 @@ static int check_reading(pyps_store *s) {
 }
 
 /* A tensor lies in chunks of one group, which have taken every step together. */
-static void steps_of_tensors(const pyps_store *s, const uint64_t *chunks, uint64_t *steps) {
+static void steps_of_tensors(const pyps_store *s, const double *chunks, double *steps) {
     const pyps_tensor *tensors = (const pyps_tensor *)(const void *)(s->base + s->layout.tensors);
     for (uint32_t t = 0; t < s->geometry.tensors; t++) {
         uint64_t chunk = *(const volatile uint64_t *)&tensors[t].offset / s->geometry.chunk_params;
@@ -179,11 +179,11 @@ static void steps_of_tensors(const pyps_store *s, const uint64_t *chunks, uint64
     }
 }
 
-int pyps_state_read(pyps_store *s, float *flat, float *const *state, uint64_t *steps, pyps_hyper *hyper) {
+int pyps_state_read(pyps_store *s, float *flat, float *const *state, double *steps, pyps_hyper *hyper) {
     int rc = check_reading(s);
     if (rc) return rc;
     if (!flat) return fail(PYPS_EINVAL, "state: flat: found NULL; expected flat_elements floats");
-    uint64_t *chunks = calloc(s->geometry.chunks, sizeof *chunks);
+    double *chunks = calloc(s->geometry.chunks, sizeof *chunks);
     if (!chunks) return fail(PYPS_ENOSPC, "out of memory for %u step counts", s->geometry.chunks);
     if (hyper) memset(hyper, 0, s->geometry.groups * sizeof *hyper);
     struct target to = {flat, state, chunks, hyper, s->reading->snapshot, s->reading->version};

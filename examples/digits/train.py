@@ -8,7 +8,7 @@ import torch
 import pyps
 from pyps.tasks.builtin import digits_cnn
 
-LEARNING_RATE = 0.1  # for an update of REFERENCE samples, at the beginning
+LEARNING_RATE = 0.1  # for a global batch of REFERENCE samples, at the beginning
 REFERENCE = 256
 MOMENTUM = 0.9
 
@@ -20,12 +20,12 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     with pyps.join() as worker:
         worker.attach(model, optimizer)
-        synchronous = worker.settings.policy.name == "bsp"
+        rate = (
+            LEARNING_RATE * sum(worker.settings.batches) / REFERENCE
+        )  # of a global batch, under every policy
         for inputs, targets in worker.batches((images, labels)):
-            # One rule for every policy: in proportion to the update's samples, falling to zero in a line.
-            samples = sum(worker.settings.batches) if synchronous else len(targets)
             left = 1.0 - worker.claim.first / worker.settings.samples
-            optimizer.param_groups[0]["lr"] = LEARNING_RATE * left * samples / REFERENCE
+            optimizer.param_groups[0]["lr"] = rate * left  # falls to zero in a line
             loss = torch.nn.functional.cross_entropy(model(inputs), targets)
             loss.backward()
             worker.step(loss)

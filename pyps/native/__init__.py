@@ -348,13 +348,13 @@ def pull_encoded(store: Pointer, codec: Codec, out: NDArray[np.uint8]) -> int:
 
 
 def snapshot(
-    store: Pointer, flat: Flat, state: Sequence[Flat], steps: NDArray[np.uint64], timeout: float
+    store: Pointer, flat: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float
 ) -> int:
     """Fill the arrays with one version's parameters, states and steps a chunk; the version."""
     keep = [ffi.from_buffer("float[]", array) for array in state]
     states = ffi.new("float *[]", keep) if keep else ffi.NULL
     version = ffi.new("uint64_t *")
-    c_flat, c_steps = ffi.from_buffer("float[]", flat), ffi.from_buffer("uint64_t[]", steps)
+    c_flat, c_steps = ffi.from_buffer("float[]", flat), ffi.from_buffer("double[]", steps)
     check("snapshot", lib.pyps_snapshot(store, c_flat, states, c_steps, timeout, version))
     return int(version[0])
 

@@ -83,11 +83,8 @@ def _state_struct(what: str, config: Config, state: StoreState) -> tuple[Any, An
     for r, rank in enumerate(header.ranks):
         _fill_rank(f"{what}: state: rank {r}", ranks[r], rank)
         ranks[r].has_residual = int(r in state.residuals)
-    taken = {
-        t.name: unsigned(what, "state: steps", n, 64)
-        for t, n in zip(header.tensors, header.steps, strict=True)
-    }
-    steps = ffi.new("uint64_t[]", [taken[name] for name in names] or 1)
+    taken = {t.name: n for t, n in zip(header.tensors, header.steps, strict=True)}
+    steps = ffi.new("double[]", [taken[name] for name in names] or 1)
     hyper = hyper_array(header.hyper)
     vectors = _pointers([state.vectors[v].get(n) for v in VECTORS[header.optimizer] for n in names])
     none: dict[str, Any] = {}

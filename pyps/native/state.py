@@ -63,8 +63,8 @@ class StateHeader:
     not pushed are to be assigned again. `samples_assigned`: every sample position before it was pushed,
     skipped or dropped, or is in `ranges`: (first, count), in the order in which they will be assigned.
     `samples`: positions in all; 0: without end. `slowest`, `fastest`: clocks. `policy`: its number;
-    `policy_state`: 16 words of its own. `steps`: optimizer steps that each tensor has taken. `hyper`: the
-    constants in force, by group.
+    `policy_state`: 16 words of its own. `steps`: optimizer steps that each tensor has taken, in global
+    batches. `hyper`: the constants in force, by group.
     """
 
     version: int
@@ -84,7 +84,7 @@ class StateHeader:
     chunk_params: int
     ranks: tuple[RankHistory, ...]
     tensors: tuple[Tensor, ...]
-    steps: tuple[int, ...]
+    steps: tuple[float, ...]
     hyper: tuple[Hyper | None, ...]
 
     @property
@@ -148,7 +148,7 @@ def read_state(store: Pointer, layout: Layout, tensors: Sequence[Tensor], timeou
 def _read(store: Pointer, layout: Layout, tensors: tuple[Tensor, ...], c: Any) -> FlatState:
     parameters, *vectors = (np.empty(layout.flat_elements, np.float32) for _ in range(1 + layout.states))
     c_vectors = ffi.new("float *[]", [ffi.from_buffer("float[]", a) for a in vectors] or 1)
-    steps, hyper = ffi.new("uint64_t[]", layout.tensors), ffi.new("pyps_hyper[]", layout.groups)
+    steps, hyper = ffi.new("double[]", layout.tensors), ffi.new("pyps_hyper[]", layout.groups)
     c_parameters = ffi.from_buffer("float[]", parameters)
     check("state", lib.pyps_state_read(store, c_parameters, c_vectors, steps, hyper))
     residuals = {}
@@ -168,7 +168,7 @@ def _rank_state(c: Any) -> RankHistory:
 
 
 def _header(
-    c: Any, tensors: tuple[Tensor, ...], steps: tuple[int, ...], hyper: tuple[Hyper | None, ...]
+    c: Any, tensors: tuple[Tensor, ...], steps: tuple[float, ...], hyper: tuple[Hyper | None, ...]
 ) -> StateHeader:
     params = {field.name: getattr(c.policy_params, field.name) for field in fields(PolicyParams)}
     plain = ("policy", "round_timeout_seconds", "chunk_params", *COUNTERS)

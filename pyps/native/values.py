@@ -176,6 +176,7 @@ class PolicyParams:
     extra: int = 0
     threshold: int = 0
     abort: int = 0
+    scaling: int = 0
     quantile: float = 0.0
     lambda_: float = 0.0
     slack: float = 0.0
@@ -264,6 +265,7 @@ class Decision(Protocol):
     round: int
     next_deadline: int
     wake_epoch: int
+    part: float  # of an optimizer step, that the last version took
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +389,8 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All of one version: flat parameters, the optimizer's state vectors (flat too), and steps a chunk.
+    """All of one version: flat parameters, the optimizer's state vectors (flat too), and the steps that each
+    chunk has taken, in global batches.
 
     `tensors` maps names to views into `parameters`.
     """
@@ -395,7 +398,7 @@ class Snapshot:
     version: int
     parameters: Flat
     state: tuple[Flat, ...]
-    steps: NDArray[np.uint64]
+    steps: NDArray[np.float64]
     tensors: dict[str, Flat]
 
 

@@ -253,7 +253,7 @@ class RemoteBackend:
         params: PolicyParams = self.client.call("get_policy_params")[0]
         return params
 
-    def snapshot(self, flat: Flat, state: Sequence[Flat], steps: NDArray[np.uint64], timeout: float) -> int:
+    def snapshot(self, flat: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float) -> int:
         version, found = self.client.call("snapshot", len(state), _bounded(timeout))
         from_frames("snapshot", found, flat, *state, steps)
         return int(version)

@@ -369,7 +369,7 @@ class Handlers:
         if states not in (0, layout.states):
             raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {layout.states}")
         vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + states)]
-        steps = np.empty(layout.chunks, np.uint64)
+        steps = np.empty(layout.chunks, np.float64)
         version = native.snapshot(self._store, vectors[0], vectors[1:], steps, timeout)
         self._keep_pulled(version, vectors[0])
         return version, (*vectors, steps)

@@ -314,7 +314,7 @@ class Engine:
         if d.ticket and d.round == self.rounds:  # a version of its own
             gradient = self._staged[k, staging]
             if gradient is not None:
-                self.model.step([(*gradient, samples, d.scale)])
+                self.model.step([(*gradient, samples, d.scale)], d.part)
             self._release(k, staging)
         self._note(d)
         if self._measure_every and self.trained >= self._measure_at:
@@ -334,7 +334,7 @@ class Engine:
         version = d.version
         if closed:
             self.rounds = d.round
-            self._close_round(version > self.version)
+            self._close_round(version > self.version, d.part)
         self.version = version
         if progress != self.clock.progress:
             self.clock.wake(progress)
@@ -347,7 +347,7 @@ class Engine:
             self._tick_at = due
             self.clock.call(due, self._tick)
 
-    def _close_round(self, stepped: bool) -> None:
+    def _close_round(self, stepped: bool, part: float) -> None:
         if not stepped:
             return
         sources = []
@@ -357,7 +357,7 @@ class Engine:
                 sources.append((*gradient, samples, scale))
             self._release(slot, staging)
         if sources:
-            self.model.step(sources)
+            self.model.step(sources, part)
 
     # Deadlines, timeouts and faults.
 

@@ -1,11 +1,8 @@
 """Objectives of a simulation: gradients of real data at the parameters that a worker had pulled, or none.
 
-A step with gradients g_i of b_i samples each is
-
-    w <- w - lr * (sum b_i / B) * sum(b_i s_i g_i) / sum b_i
-
-with s_i the policy's scale and B the global batch. For a whole global batch that is a step of plain SGD, for
-a part of it that part of the step, so that a learning rate means the same under every policy.
+Gradients g_i of b_i samples each make one version: a step with sum(b_i s_i g_i) / sum(b_i), with s_i the
+policy's scale, or the part of a step that the decision core says (pyps.simulate.optimizer). So a learning
+rate means the same under every policy, and the same as in a real store.
 """
 
 from __future__ import annotations
@@ -16,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pyps.native.values import Hyper, Optimizer
+from pyps.simulate.optimizer import OptimizerState, Vector
 from pyps.worker.sampling import indices
 
 if TYPE_CHECKING:
     from pyps.tasks import TrainingTask
-
-Vector = NDArray[np.float64]
 
 
 class Objective(Protocol):
@@ -113,16 +110,19 @@ class Model:
     """The parameters in virtual time; without an objective it has none and no loss."""
 
     def __init__(
-        self, objective: Objective | None, lr: float, global_batch: int, compensation: float
+        self, objective: Objective | None, optimizer: Optimizer, hyper: Hyper, compensation: float
     ) -> None:
-        self._objective, self._lr, self._batch, self._compensation = objective, lr, global_batch, compensation
+        self._objective, self._compensation = objective, compensation
         self.w = objective.start() if objective else np.zeros(0)
+        self._optimizer = OptimizerState(optimizer, hyper, self.w.size)
 
     def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float] | None:
         return self._objective.gradient(w, first, count) if self._objective else None
 
-    def step(self, sources: Sequence[tuple[Vector, Vector, int, float]]) -> None:
-        """Make a version; a source is (gradient, pulled parameters, samples, scale), in summation order."""
+    def step(self, sources: Sequence[tuple[Vector, Vector, int, float]], part: float) -> None:
+        """Make a version by a part of a step; a source is (gradient, pulled parameters, samples, scale), in
+        summation order.
+        """
         if not self._objective:
             return
         total = np.zeros_like(self.w)
@@ -131,7 +131,8 @@ class Model:
             if self._compensation:
                 scaled = scaled + self._compensation * scaled * scaled * (self.w - pulled)
             total += samples * scaled
-        self.w = self.w - self._lr / self._batch * total
+        mean = total / sum(samples for _, _, samples, _ in sources)
+        self.w = self._optimizer.step(self.w, mean, part)
 
     def loss(self) -> float:
         return self._objective.loss(self.w) if self._objective else float("nan")

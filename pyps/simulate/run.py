@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from pyps.errors import InputError
 from pyps.formats.mode import MAX_DEPTH
+from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.engine import Engine
 from pyps.simulate.metrics import Metrics, Result, rank_results
 from pyps.simulate.problem import Model, Objective
@@ -23,7 +24,8 @@ def simulate(
     iterations: int = 100,
     seed: int = 0,
     objective: Objective | None = None,
-    lr: float = 0.1,
+    lr: float | Hyper = 0.1,
+    optimizer: Optimizer | str = "sgd",
     target_loss: float | None = None,
     seconds: float = math.inf,
     timeline: bool = False,
@@ -32,10 +34,11 @@ def simulate(
     """Train in virtual time. The same arguments give the same result to the bit.
 
     scenario: the cluster. policy: a policy or its text. iterations: global batches to train. seed: of jitter.
-    objective: real gradients; None: only times. lr: learning rate of a whole global batch. target_loss: stop
-    once the loss is that low; needs an objective. seconds: stop after so much virtual time. timeline: record
-    what each worker did and when, for pictures. pipeline: workers overlap transfers with the next steps'
-    compute: so many steps under way; True: as the scenario says of each worker, or 2.
+    objective: real gradients; None: only times. lr: learning rate of a global batch, or all of an optimizer's
+    constants. optimizer: "sgd", "momentum", "adamw", "adam" or "adagrad". target_loss: stop once the loss is
+    that low; needs an objective. seconds: stop after so much virtual time. timeline: record what each worker
+    did and when, for pictures. pipeline: workers overlap transfers with the next steps' compute: so many
+    steps under way; True: as the scenario says of each worker, or 2.
 
     Raises InputError, and Deadlock where the workers would wait for ever.
     """
@@ -47,7 +50,8 @@ def simulate(
     depths = _depths(scenario, pipeline)
     if max(depths) > 1:
         check_pipeline(chosen)
-    model = Model(objective, lr, scenario.global_batch, chosen.params().lambda_)
+    hyper = lr if isinstance(lr, Hyper) else Hyper(lr)
+    model = Model(objective, Optimizer.of(optimizer), hyper, chosen.params().lambda_)
     metrics = Metrics(max(depths) * len(scenario.workers), timeline)
     engine = Engine(scenario, chosen, model, metrics, iterations * scenario.global_batch, seed, depths)
     if objective is not None:

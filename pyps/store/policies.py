@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import MutableSequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
@@ -23,6 +23,7 @@ from pyps.native import custom
 from pyps.native.values import NO_BOUND, PolicyContext, PolicyNeeds, PolicyParams
 
 Threshold = Literal["fixed", "quantile", "ringmaster"]
+Scaling = Literal["samples", "none"]
 CUSTOM = 12  # PYPS_CUSTOM
 MOST_EXTRA = 10_000  # they are tried one by one
 COMMON = ("round_timeout_seconds",)
@@ -33,10 +34,13 @@ class Policy:
     """What every policy has.
 
     `round_timeout_seconds`: a live worker that holds up the others for longer is fenced. Calls without
-    a timeout wait for twice as long. Raises InputError for a value out of its range.
+    a timeout wait for twice as long. `scaling`: what a push takes of an optimizer step, where no round
+    waits for all: "samples", its part of a global batch; "none", a whole one, for scripts that scale the
+    learning rate. Raises InputError for a value out of its range.
     """
 
     round_timeout_seconds: float = 60.0
+    scaling: Scaling = "samples"
 
     name: ClassVar[str]
     number: ClassVar[int]
@@ -48,6 +52,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         self._check("round_timeout_seconds", above=0.0)
+        self._check_choice("scaling", Scaling)
 
     @property
     def pace(self) -> Pace:
@@ -56,6 +61,10 @@ class Policy:
 
     def params(self) -> PolicyParams:
         """The policy's numbers, as the C core takes them."""
+        return replace(self._params(), scaling=get_args(Scaling).index(self.scaling))
+
+    def _params(self) -> PolicyParams:
+        """Those that this policy alone has."""
         return PolicyParams()
 
     @cached_property
@@ -73,6 +82,11 @@ class Policy:
         if not (isinstance(value, int | float) and math.isfinite(value) and value >= least and value > above):
             expected = "a positive, finite number" if above == 0.0 else f"a number of at least {least:g}"
             raise InputError(self.name, field, repr(value), expected)
+
+    def _check_choice(self, field: str, choices: Any) -> None:
+        if getattr(self, field) not in get_args(choices):
+            expected = f"one of {', '.join(get_args(choices))}"
+            raise InputError(self.name, field, repr(getattr(self, field)), expected)
 
     def _check_count(self, field: str, least: int, *, infinite: bool = False) -> None:
         value = getattr(self, field)
@@ -97,7 +111,7 @@ class BSP(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ASP(Policy):
-    """Asynchronous: every gradient is one step, applied at once, however old its parameters were."""
+    """Asynchronous: every gradient is applied at once, however old its parameters were."""
 
     name: ClassVar[str] = "asp"
     number: ClassVar[int] = 1
@@ -120,13 +134,13 @@ class Backup(Policy):
     def pace(self) -> Pace:
         return Pace("round", spare=self.k)
 
-    def params(self) -> PolicyParams:
+    def _params(self) -> PolicyParams:
         return PolicyParams(backup=self.k)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Softsync(Policy):
-    """A step from every floor(N / n) gradients, from any workers, each divided by its staleness."""
+    """A version from every floor(N / n) gradients, from any workers, each 1 / staleness of a step."""
 
     n: int = 1
 
@@ -137,7 +151,7 @@ class Softsync(Policy):
         super().__post_init__()
         self._check_count("n", 1)
 
-    def params(self) -> PolicyParams:
+    def _params(self) -> PolicyParams:
         return PolicyParams(splits=self.n)
 
 
@@ -158,7 +172,7 @@ class SSP(Policy):
     def pace(self) -> Pace:
         return Pace("free" if self.bound == math.inf else "clock")
 
-    def params(self) -> PolicyParams:
+    def _params(self) -> PolicyParams:
         return PolicyParams(bound=_bound(self.bound))
 
 
@@ -185,13 +199,13 @@ class DSSP(Policy):
     def pace(self) -> Pace:
         return Pace("clock")
 
-    def params(self) -> PolicyParams:
+    def _params(self) -> PolicyParams:
         return PolicyParams(bound=self.bound, extra=self.extra)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynSGD(Policy):
-    """ASP with every gradient scaled by 1 / (staleness + 1)."""
+    """ASP with 1 / (staleness + 1) of a step from every gradient; unlike batches count in proportion."""
 
     name: ClassVar[str] = "dynsgd"
     number: ClassVar[int] = 6
@@ -199,7 +213,7 @@ class DynSGD(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ConSGD(Policy):
-    """ASP with every gradient scaled by 1 / N."""
+    """ASP with 1 / N of a step from every gradient; unlike batches count in proportion."""
 
     name: ClassVar[str] = "consgd"
     number: ClassVar[int] = 7
@@ -218,7 +232,7 @@ class DCASGD(Policy):
         super().__post_init__()
         self._check("lambda_", least=0.0)
 
-    def params(self) -> PolicyParams:
+    def _params(self) -> PolicyParams:
         return PolicyParams(lambda_=float(self.lambda_))
 
 
@@ -241,16 +255,14 @@ class SaPS(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threshold not in get_args(Threshold):
-            expected = f"one of {', '.join(get_args(Threshold))}"
-            raise InputError(self.name, "threshold", repr(self.threshold), expected)
+        self._check_choice("threshold", Threshold)
         self._check_count("bound", 0, infinite=True)
         if self.bound != math.inf and self.threshold != "fixed":
             raise InputError(self.name, "bound", repr(self.bound), "threshold=fixed with it")
         if not 0.01 <= self.quantile <= 0.999:
             raise InputError(self.name, "quantile", repr(self.quantile), "0.01 to 0.999")
 
-    def params(self) -> PolicyParams:
+    def _params(self) -> PolicyParams:
         threshold = get_args(Threshold).index(self.threshold)
         return PolicyParams(
             bound=_bound(self.bound), threshold=threshold, abort=int(self.abort), quantile=self.quantile
@@ -281,7 +293,7 @@ class R2SP(Policy):
     def pace(self) -> Pace:
         return Pace("turns")
 
-    def params(self) -> PolicyParams:
+    def _params(self) -> PolicyParams:
         return PolicyParams(slack=float(self.slack), patience=float(self.patience))
 
 
@@ -319,7 +331,7 @@ class Custom(Policy):
         """What a gradient is multiplied by; None: it is dropped, its samples go back."""
         return 1.0
 
-    def params(self) -> PolicyParams:
+    def _params(self) -> PolicyParams:
         text = str(self).encode()
         return PolicyParams(custom=int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()))
 
@@ -363,7 +375,7 @@ def policy_named(text: str, round_timeout_seconds: float = 60.0) -> Policy:
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
         if key not in own:
-            raise InputError(name, "", repr(item), f"key=value with one of {', '.join(own) or 'no keys'}")
+            raise InputError(name, "", repr(item), f"key=value with one of {', '.join(own)}")
         values[own[key].name] = _parsed(name, key, value, own[key].default)
     return kind(round_timeout_seconds=round_timeout_seconds, **values)
 

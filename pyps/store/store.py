@@ -235,7 +235,7 @@ class Store:
         self._target("pull", out)
         if not strict:
             return out, self._call(native.pull, out)
-        return out, self._snapshot_into(out, (), np.empty(self.layout.chunks, np.uint64), None)
+        return out, self._snapshot_into(out, (), np.empty(self.layout.chunks, np.float64), None)
 
     def _target(self, what: str, out: Flat) -> None:
         check_vector(what, "out", out, self.layout.flat_elements)
@@ -365,7 +365,7 @@ class Store:
         size = self.layout.flat_elements
         parameters = np.empty(size, np.float32)
         state = tuple(np.empty(size, np.float32) for _ in range(self.layout.states))
-        steps = np.empty(self.layout.chunks, np.uint64)
+        steps = np.empty(self.layout.chunks, np.float64)
         version = self._snapshot_into(parameters, state, steps, timeout)
         return Snapshot(version, parameters, state, steps, self.views(parameters))
 

@@ -92,7 +92,8 @@ static const float *expected(uint64_t version) {
         struct step step = {.gradient = pattern, .length = PERIOD};
         for (unsigned v = 0; v <= MAX_STATES; v++)
             step.old[v] = vectors[at % 2][v], step.new[v] = vectors[(at + 1) % 2][v];
-        struct step_constants constants = kernels_constants(optimizer, &hypers[optimizer], clip_factor(), at);
+        struct step_constants constants =
+            kernels_constants(optimizer, &hypers[optimizer], clip_factor(), (double)at, 1);
         kernels_scalar.update[optimizer](&step, &constants);
     }
     return vectors[at % 2][0];
@@ -281,18 +282,20 @@ int main(int argc, char **argv) {
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
     uint32_t batches[WORKERS] = {2, 2, 2};
-    pyps_config config = {.size = sizeof config,
-                          .chunk_params = CHUNK,
-                          .max_participants = 8,
-                          .ranks = WORKERS,
-                          .groups = 1,
-                          .tensors = 1,
-                          .optimizer = optimizer,
-                          .policy = policy_numbered(argv[1]),
-                          .policy_params = {.backup = 1, .bound = 1, .extra = 2, .slack = 1, .patience = 2},
-                          .round_timeout_seconds = ROUND_TIMEOUT_SECONDS,
-                          .batches = batches,
-                          .tensor = &tensor};
+    pyps_config config = {
+        .size = sizeof config,
+        .chunk_params = CHUNK,
+        .max_participants = 8,
+        .ranks = WORKERS,
+        .groups = 1,
+        .tensors = 1,
+        .optimizer = optimizer,
+        .policy = policy_numbered(argv[1]),
+        .policy_params =
+            {.backup = 1, .bound = 1, .extra = 2, .slack = 1, .patience = 2, .scaling = PYPS_SCALE_NONE},
+        .round_timeout_seconds = ROUND_TIMEOUT_SECONDS,
+        .batches = batches,
+        .tensor = &tensor};
     pyps_store *s;
     must(pyps_create("torture", &config, &s), "create");
     unsigned kills = torment(faults, (unsigned)atoi(argv[4]));

@@ -110,7 +110,7 @@ def test_softsync_steps_from_every_share_of_the_workers_scaled_by_staleness(orde
     assert all(len(sources) == gathered for sources in drive.sources)
     assert len(drive.pushes) // gathered == len(drive.sources)
     for _, staleness, scale in drive.pushes:
-        assert scale == pytest.approx(1 / max(1, staleness))
+        assert scale == pytest.approx(n / max(1, staleness))
     for sources in drive.sources:
         assert [s[0] for s in sources] == sorted(s[0] for s in sources), "summed in rank order"
 
@@ -125,8 +125,10 @@ def test_softsync_steps_from_every_share_of_the_workers_scaled_by_staleness(orde
     [
         (ASP(), lambda tau: 1.0),
         (DCASGD(), lambda tau: 1.0),
-        (DynSGD(), lambda tau: 1 / (tau + 1)),
-        (ConSGD(), lambda tau: 1 / 4),
+        (DynSGD(), lambda tau: 4 / (tau + 1)),
+        (DynSGD(scaling="none"), lambda tau: 1 / (tau + 1)),
+        (ConSGD(), lambda tau: 1.0),
+        (ConSGD(scaling="none"), lambda tau: 1 / 4),
     ],
     ids=str,
 )

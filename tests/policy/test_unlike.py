@@ -265,8 +265,9 @@ def test_a_policy_is_what_its_text_says(policy: Policy) -> None:
     [
         ("ssp:bound=-1", "ssp: bound: found -1"),
         ("ssp:bound=x", "a number"),
-        ("ssp:slack=1", "key=value with one of bound"),
-        ("asp:x=1", "no keys"),
+        ("ssp:slack=1", "key=value with one of scaling, bound"),
+        ("asp:x=1", "key=value with one of scaling"),
+        ("asp:scaling=twice", "one of samples, none"),
         ("saps:threshold=sometimes", "one of fixed, quantile, ringmaster"),
         ("saps:bound=4", "threshold=fixed"),
         ("saps:abort=maybe", "true or false"),

@@ -34,9 +34,9 @@ def randn(count: int, seed: int = 0) -> Array:
 
 
 def make(name: str, policy: str = "asp", batches: tuple[int, ...] = (1,), **options: object) -> Store:
-    return Store.create(
-        name, {"w": np.zeros(SIZE)}, batches=batches, policy=policy, chunk_params=1024, **options
-    )  # type: ignore[arg-type]
+    """Each push is a whole step."""
+    sizes = {"batches": batches, "chunk_params": 1024}
+    return Store.create(name, {"w": np.zeros(SIZE)}, policy=f"{policy}:scaling=none", **sizes, **options)  # type: ignore[arg-type]
 
 
 def weights(store: Store) -> Array:

@@ -235,7 +235,8 @@ def test_states_while_workers_push(shm: Path, policy: str, how: Encoding | None)
         if policy == "asp":
             assert sum(rank.total.pushes for rank in state.header.ranks) == state.header.version
 
-    options = {"policy": policy, "samples": total, "averaged": [], "groups": {}}
+    whole = f"{policy}{',' if ':' in policy else ':'}scaling=none"
+    options = {"policy": whole, "samples": total, "averaged": [], "groups": {}}
     zeros = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     with Store.create("a", zeros, batches=BATCHES, **options) as store, workers("a") as joined:  # type: ignore[arg-type]
         states: list[StoreState] = []

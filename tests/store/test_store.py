@@ -283,7 +283,12 @@ def test_asp_applies_every_push_once() -> None:
                 store.push(staging, claim.count, Hyper(lr=1.0))
 
     with Store.create(
-        "count", {"w": np.zeros(3000)}, batches=[1] * ranks, policy="asp", samples=pushes, chunk_params=1024
+        "count",
+        {"w": np.zeros(3000)},
+        batches=[1] * ranks,
+        policy="asp:scaling=none",
+        samples=pushes,
+        chunk_params=1024,
     ) as store:
         in_threads(*(lambda rank=rank: worker(rank) for rank in range(ranks)))
         total = store.snapshot().tensors["w"]

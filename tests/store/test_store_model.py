@@ -62,7 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
             "model",
             zeros,
             batches=[3, 2],
-            policy="asp",
+            policy="asp:scaling=none",
             samples=SAMPLES,
             chunk_params=1024,
             max_participants=HANDLES + 1,

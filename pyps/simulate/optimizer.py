@@ -1,0 +1,79 @@
+"""The store's optimizers in float64: a step, or a part of one, as csrc/kernels/ takes it.
+
+A part f of a step goes a m + b g, with m the momentum before and g the gradient: docs/concepts/policies.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.native.values import Hyper, Optimizer
+
+Vector = NDArray[np.float64]
+
+
+def coefficients(beta: float, part: float, left: float, rate: float, steady: float) -> tuple[float, float]:
+    """(a, b) of a part of a step.
+
+    left: what a whole step's way has of the momentum before it. rate, steady: way and momentum of a step, for
+    each unit of the gradient, once that has been the same for long.
+    """
+    a = left * (1.0 - beta**part) / (1.0 - beta)
+    return a, rate * part - a * steady
+
+
+class OptimizerState:
+    """An optimizer with its state vectors and the steps that it has taken."""
+
+    def __init__(self, kind: Optimizer, hyper: Hyper, size: int) -> None:
+        self.kind, self.hyper, self.steps = kind, hyper, 0.0
+        self._first, self._second = np.zeros(size), np.zeros(size)
+
+    def step(self, w: Vector, gradient: Vector, part: float) -> Vector:
+        """The parameters after a part of a step; `w` is unchanged."""
+        h = self.hyper
+        g = np.clip(gradient, -h.clip, h.clip) if h.clip else gradient
+        d = g if self.kind is Optimizer.ADAMW else g + h.weight_decay * w
+        moved = {
+            Optimizer.SGD: self._sgd,
+            Optimizer.MOMENTUM: self._momentum,
+            Optimizer.ADAGRAD: self._adagrad,
+        }.get(self.kind, self._adam)(d, part)
+        if self.kind is Optimizer.ADAMW:
+            decay = h.lr * h.weight_decay
+            w = w * ((1.0 - decay) ** part if decay < 1.0 else 1.0 - part * decay)
+        self.steps += part
+        return w - moved
+
+    def _sgd(self, d: Vector, part: float) -> Vector:
+        return self.hyper.lr * part * d
+
+    def _momentum(self, d: Vector, part: float) -> Vector:
+        h, beta = self.hyper, self.hyper.momentum
+        steady = (1.0 if self.steps + part / 2 < 1.0 else 1.0 - h.dampening) / (1.0 - beta)
+        left, rate = (beta * beta, beta * steady + 1.0) if h.nesterov else (beta, steady)
+        a, b = coefficients(beta, part, left, rate, steady)
+        moved = h.lr * (a * self._first + b * d)
+        self._first = beta**part * self._first + (1.0 - beta**part) * steady * d
+        return moved
+
+    def _adam(self, d: Vector, part: float) -> Vector:
+        h, (beta1, beta2) = self.hyper, self.hyper.betas
+        a, b = coefficients(beta1, part, beta1, 1.0, 1.0)
+        calmed = d
+        if self.steps > 0.0:
+            mean = self._first / (1.0 - beta1**self.steps)
+            calmed = mean + math.sqrt(part) * (d - mean)
+        way = (a * self._first + b * d) / (1.0 - a / part * beta1**self.steps)
+        self._first = beta1**part * self._first + (1.0 - beta1**part) * d
+        self._second = beta2**part * self._second + (1.0 - beta2**part) * calmed * calmed
+        root = np.sqrt(self._second / (1.0 - beta2 ** (self.steps + part)))
+        return h.lr * way / (root + h.eps)
+
+    def _adagrad(self, d: Vector, part: float) -> Vector:
+        h = self.hyper
+        self._first = self._first + part * d * d
+        return part * h.lr / (1.0 + self.steps * h.lr_decay) * d / (np.sqrt(self._first) + h.eps)
