@@ -17,8 +17,9 @@ from pyps.simulate.clock import Clock, Process
 from pyps.simulate.devices import DeviceModel
 from pyps.simulate.metrics import COMPUTE, PULL, PUSH, WAIT, Metrics
 from pyps.simulate.network import LinkClass, Network
+from pyps.simulate.optimizer import Vector
 from pyps.simulate.pipelined import PipelinedWorker, Pulled
-from pyps.simulate.problem import Model, Vector
+from pyps.simulate.problem import Model
 from pyps.simulate.scenario import Fault, Scenario
 from pyps.store.policies import Policy, register_policy
 

@@ -71,7 +71,8 @@ class OptimizerState:
         self._first = beta1**part * self._first + (1.0 - beta1**part) * d
         self._second = beta2**part * self._second + (1.0 - beta2**part) * calmed * calmed
         root = np.sqrt(self._second / (1.0 - beta2 ** (self.steps + part)))
-        return h.lr * way / (root + h.eps)
+        moved: Vector = h.lr * way / (root + h.eps)
+        return moved
 
     def _adagrad(self, d: Vector, part: float) -> Vector:
         h = self.hyper

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pyps.errors import Ended, Fenced, PushRejected
 from pyps.simulate.metrics import WAIT
-from pyps.simulate.problem import Vector
+from pyps.simulate.optimizer import Vector
 
 if TYPE_CHECKING:
     from pyps.simulate.engine import Engine

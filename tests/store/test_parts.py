@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_the_parts_of_a_global_batch_are_its_step(case: str, cuts: set[int]) -> 
     if case == "adamw":
         before = gradient  # else its second moment differs between the parts
     ends = [0, *sorted(cuts), WHOLE]
-    batches = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    batches = [b - a for a, b in pairwise(ends)]
     one = pushed(kind, hyper, w, [(WHOLE, before), (WHOLE, gradient)])
     many = pushed(kind, hyper, w, [(WHOLE, before), *((b, gradient) for b in batches)])
     close = 5e-5 if case == "adamw" else 3e-6  # its decay and its way mix in another order
