@@ -333,7 +333,7 @@ def soak(seconds: float, policy: str, seed: int, folder: Path, report: bool = Fa
     """A whole run with its logs in `folder`; the summary. Segments go where PYPS_SHM_DIR says."""
     name = f"soak-{os.getpid()}"
     tensors = {f"rank-{rank}": np.zeros(CHUNK) for rank in range(RANKS)}
-    rules = replace(policy_named(policy), round_timeout_seconds=ROUND_TIMEOUT_SECONDS)
+    rules = replace(policy_named(policy), round_timeout_seconds=ROUND_TIMEOUT_SECONDS, scaling="none")
     batches = [SAMPLES_A_PUSH] * RANKS
     segments = Path(os.environ.get("PYPS_SHM_DIR", "/dev/shm"))
     with Store.create(name, tensors, batches=batches, policy=rules, chunk_params=CHUNK) as store:

@@ -47,7 +47,9 @@ SIZE = 3000
 @pytest.fixture
 def store(shm: Path) -> Iterator[Store]:
     """Two ranks, asynchronous: a push is a step of its own."""
-    with Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 2], policy="asp", samples=200) as one:
+    with Store.create(
+        "model", {"w": np.zeros(SIZE)}, batches=[4, 2], policy="asp:scaling=none", samples=200
+    ) as one:
         yield one
 
 

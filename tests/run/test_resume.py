@@ -79,7 +79,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(shm: Path, plan: Path, tmp_path: 
     """Under asp, with every sample counted; the checkpoint begins a new run with other ranks and batches."""
     out = tmp_path / "out"
     (tmp_path / "train.py").write_text(kill_and_resume.COUNT)
-    options = [*options_for(plan, 0, tmp_path), "--policy", "asp", "--checkpoint-every", "1000"]
+    options = [*options_for(plan, 0, tmp_path), "--policy", "asp:scaling=none", "--checkpoint-every", "1000"]
     command = [PYPS, "run", *map(str, options), str(tmp_path / "train.py"), "0.05"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until(lambda: len([p for p in out.glob("worker-*.jsonl") if p.stat().st_size]) == 2)
