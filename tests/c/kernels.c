@@ -34,7 +34,8 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
                         .lr_decay = 0.01f,
                         .clip = rand() % 2 ? 0.0f : 2.0f};
     hyper.nesterov = rand() % 2;
-    struct step_constants constants = kernels_constants(optimizer, &hyper, 0.5f, (uint64_t)(rand() % 3));
+    struct step_constants constants =
+        kernels_constants(optimizer, &hyper, 0.5f, 0.75 * (rand() % 3), rand() % 2 ? 1.0f : 0.3f);
     for (int side = 0; side < 2; side++) {
         struct step step = {.gradient = gradient + at, .length = length};
         step.copy = at == 0 ? copies[side] : NULL;

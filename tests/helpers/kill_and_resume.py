@@ -71,7 +71,7 @@ with pyps.join() as worker:
         time.sleep(float(sys.argv[1]))
         worker.step()
 """
-SCRIPTS = {"bsp": TRAIN, "asp": COUNT}
+SCRIPTS = {"bsp": TRAIN, "asp:scaling=none": COUNT}
 
 
 class Killed:
@@ -189,7 +189,7 @@ def prove(folder: Path, policy: str, samples: int, kills: int, seed: int) -> Kil
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--policies", nargs="+", default=["bsp", "asp"])
+    parser.add_argument("--policies", nargs="+", default=list(SCRIPTS))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     each = options.kills // len(options.policies)
