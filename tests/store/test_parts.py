@@ -77,7 +77,7 @@ def test_any_parts_are_those_of_the_formulas(case: str, batches: list[int], seed
     gradients = [(b, draw.standard_normal(w.size)) for b in batches]
     found = pushed(kind, hyper, w, gradients)
     for b, gradient in gradients:
-        expected = state.step(expected, gradient, b / WHOLE)
+        expected = state.step(expected, gradient, float(np.float32(b / WHOLE)))
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
