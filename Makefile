@@ -61,7 +61,8 @@ bench: .venv/bench
 	$(PY) benchmarks/ddp.py --docs
 	$(PY) benchmarks/simulate.py --full --docs
 	$(PY) benchmarks/checkpoint.py --docs
-	$(PY) benchmarks/modes.py
+	$(PY) benchmarks/modes.py --docs
+	$(PY) benchmarks/data.py --docs
 
 papers: .venv/core
 	$(PY) benchmarks/papers/papers.py --docs

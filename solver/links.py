@@ -1,6 +1,10 @@
 """The seconds that a push and a pull take over a worker's link to the store, by the bits of a number on the
 wire.
 
+A link is full duplex: pushes do not take bandwidth from pulls. In each direction messages follow one another,
+but only for the time that their bytes take; latencies overlap. A store on the worker's own machine is reached
+without a link: one transfer follows the other. The store moves whole chunks of parameters.
+
 Bytes and errors are those of the codecs: 32 is f32, 16 bf16, 8 int8 in blocks of 256, 4 int4 in blocks of 64,
 with an fp32 scale a block. An error is the root mean square of the loss, relative to that of the numbers. It
 was measured on normally distributed numbers; the tests measure it again.
@@ -9,29 +13,45 @@ was measured on normally distributed numbers; the tests measure it again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyps.formats import Bits
 
 WIRE_BYTES: dict[Bits, float] = {32: 4.0, 16: 2.0, 8: 1 + 4 / 256, 4: 0.5 + 4 / 64}
 ERROR: dict[Bits, float] = {32: 0.0, 16: 0.0017, 8: 0.0070, 4: 0.108}
 BYTES_PER_PARAMETER = 4
+CHUNK = 32_768  # parameters, of which the store moves whole ones
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """One way: seconds of an empty message, and seconds of the model's parameters on the wire at 32 bits."""
+    """One way: seconds of an empty message, and seconds of the model's parameters on the wire at 32 bits.
+
+    duplex: several transfers travel at once, and pushes do not delay pulls. Otherwise one transfer follows
+    the other.
+    """
 
     latency_seconds: float
     model_seconds: float
+    duplex: bool = True
+
+    def one_way_seconds(self, bits: Bits) -> float:
+        """Seconds for which a message occupies the link in its direction."""
+        return self.model_seconds * WIRE_BYTES[bits] / WIRE_BYTES[32]
 
     def wire_seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
-        """Seconds for which one push and one pull occupy the link."""
-        return self.model_seconds * (WIRE_BYTES[push] + WIRE_BYTES[pull]) / WIRE_BYTES[32]
+        """Seconds that one push and then one pull spend on the link, without latency."""
+        return self.one_way_seconds(push) + self.one_way_seconds(pull)
+
+    def busy_seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
+        """The least seconds from one transfer to the next: those of the busier direction."""
+        if not self.duplex:
+            return self.seconds(push, pull)
+        return max(self.one_way_seconds(push), self.one_way_seconds(pull))
 
     def at_bits(self, push: Bits, pull: Bits) -> LinkCost:
         """A link on which 32 bits take as long as these do here."""
-        return LinkCost(self.latency_seconds, self.wire_seconds(push, pull) / 2)
+        return replace(self, model_seconds=self.wire_seconds(push, pull) / 2)
 
     def seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
         """Seconds of a push followed by a pull of the whole model."""
@@ -54,17 +74,18 @@ def step_seconds(
 def overlapped_seconds(links: Sequence[LinkCost], push: Bits, pull: Bits, depth: int) -> float:
     """The least seconds of a step of which depth - 1 >= 1 others are in transfer.
 
-    links: that a push and a pull cross. push, pull: bits of a number.
+    links: that a push and a pull cross; each may carry another transfer. push, pull: bits of a number.
     """
-    on_wire = sum(link.wire_seconds(push, pull) for link in links)
-    return max(on_wire, transfer_seconds(links, push, pull) / (depth - 1))
+    busy = max((link.busy_seconds(push, pull) for link in links), default=0.0)
+    return max(busy, transfer_seconds(links, push, pull) / (depth - 1))
 
 
 def in_series(links: Sequence[LinkCost]) -> LinkCost | None:
     """One link that takes as long as all of these, one after another; None: there are none."""
     if not links:
         return None
-    return LinkCost(sum(x.latency_seconds for x in links), sum(x.model_seconds for x in links))
+    latency, model = (sum(getattr(x, name) for x in links) for name in ("latency_seconds", "model_seconds"))
+    return LinkCost(latency, model, all(x.duplex for x in links))
 
 
 def transfer_seconds(links: Sequence[LinkCost], push: Bits = 32, pull: Bits = 32) -> float:
@@ -72,11 +93,18 @@ def transfer_seconds(links: Sequence[LinkCost], push: Bits = 32, pull: Bits = 32
     return sum(link.seconds(push, pull) for link in links)
 
 
-def link_cost(parameters: int | None, bandwidth: float | None, latency: float | None) -> LinkCost | None:
-    """The cost of a link with this bandwidth, in bytes a second, and latency, in seconds.
+def moved_parameters(parameters: int) -> int:
+    """The parameters that the store moves for a model of so many: whole chunks."""
+    return -(-parameters // CHUNK) * CHUNK
+
+
+def link_cost(
+    parameters: int | None, bandwidth: float | None, latency: float | None, duplex: bool = True
+) -> LinkCost | None:
+    """The cost of a link with this bandwidth each way, in bytes a second, and latency, in seconds.
 
     Returns None if the number of parameters or the bandwidth is unknown; an unknown latency counts as 0.
     """
     if parameters is None or bandwidth is None:
         return None
-    return LinkCost(latency or 0.0, BYTES_PER_PARAMETER * parameters / bandwidth)
+    return LinkCost(latency or 0.0, BYTES_PER_PARAMETER * moved_parameters(parameters) / bandwidth, duplex)

@@ -3,7 +3,8 @@
 A rank's largest batch is the least that the cluster file, the profile and its memory model allow, times the
 micro-batches that it may accumulate. Its time is the fitted one plus, if its link is known, a push and a
 pull, with the bytes of its codecs; in a pipeline these overlap. Over a [[shared]] link the transfers of a
-round's workers meet; those of other paces do not. With [sync] the transfers are counted there instead.
+round's workers meet, first all pushes and then all pulls; those of other paces do not, and pushes leave pulls
+their bandwidth. With [sync] the transfers are counted there instead.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pyps.solver.milp.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.sync import Sync
 
+STORE = "store"  # how a link was measured that is a store on the worker's own machine
 TURNS = "turns"  # the name of the server's link, which one worker at a time uses
 
 
@@ -45,7 +47,9 @@ class PlannedRank:
     @property
     def link(self) -> LinkCost | None:
         """The cost of its link to the store; None if the bandwidth or the model's size is unknown."""
-        return link_cost(self.profile.model.parameters, self.bandwidth, self.latency)
+        measured = self.profile.link if self.group.bandwidth is None else None
+        duplex = measured is None or measured.via != STORE
+        return link_cost(self.profile.model.parameters, self.bandwidth, self.latency, duplex)
 
     @property
     def bandwidth(self) -> float | None:
@@ -248,7 +252,9 @@ def _with_transfers(
         resources.append(Resource(TURNS, np.ones(len(ranks), bool), seconds, overlaps=True))
     if not seconds.any():
         return replace(constrained, resources=tuple(resources))
-    added = np.where((depths > 1) | (waits & on_shared), 0.0, seconds)
+    latency = np.array([2 * sum(link.latency_seconds for link in crossed) for crossed in links])
+    own = np.where(waits & on_shared, latency, seconds)  # the rest takes turns with others'
+    added = np.where(depths > 1, 0.0, own)
     least = [
         overlapped_seconds(crossed, *bits_of(mode), mode.depth) if mode.depth > 1 else 0.0
         for crossed, mode in zip(links, modes, strict=True)
@@ -258,7 +264,6 @@ def _with_transfers(
         transfer=added if added.any() else None,
         overlap=np.array(least) if any(least) else None,
     )
-    own = np.where(waits & on_shared, 0.0, seconds)
     problem = replace(constrained.problem, costs=costs)
     return replace(constrained, problem=problem, resources=tuple(resources), link_seconds=own)
 
@@ -270,7 +275,7 @@ def _resources(
     modes: Sequence[WorkerMode],
     overlaps: bool,
 ) -> list[Resource]:
-    """The shared links and hosts.
+    """The shared links and hosts; of a link where transfers do not meet, each direction.
 
     cluster: names them. shares: the names of each rank. ranks, modes: of which the transfers are. overlaps:
     transfers do not meet.
@@ -278,10 +283,15 @@ def _resources(
     found = []
     for shared in cluster.shared:
         sharing: Bools = np.array([shared.name in names for names in shares])
-        seconds = np.zeros(len(ranks))
+        ways = np.zeros((2, len(ranks)))
         if shared.bandwidth is not None:
             for k in np.flatnonzero(sharing).tolist():
-                link = link_cost(_parameters(ranks[k]), shared.bandwidth, shared.latency)
-                seconds[k] = link.seconds(*bits_of(modes[k])) if link else 0.0
-        found.append(Resource(shared.name, sharing, seconds, shared.samples_per_second, overlaps))
+                if link := link_cost(_parameters(ranks[k]), shared.bandwidth, shared.latency):
+                    ways[:, k] = [link.one_way_seconds(bits) for bits in bits_of(modes[k])]
+        if overlaps and shared.bandwidth is not None:
+            found += [Resource(shared.name, sharing, way, None, True) for way in ways]
+        else:
+            found.append(Resource(shared.name, sharing, ways.sum(0), overlaps=overlaps))
+        if shared.samples_per_second is not None:
+            found[-1] = replace(found[-1], samples_per_second=shared.samples_per_second)
     return found

@@ -74,8 +74,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Shared(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A link or a host that several workers share.
 
-    Over a link of `bandwidth` bytes a second their pushes and pulls take turns, each with `latency` seconds
-    one way. A host prepares samples_per_second for all its workers together.
+    A link of `bandwidth` bytes a second each way carries one push and one pull at a time; each arrives
+    `latency` seconds later. A host prepares samples_per_second for all its workers together.
     """
 
     name: Name

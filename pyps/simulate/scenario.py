@@ -25,7 +25,7 @@ from pyps.formats import (
 from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.profiler.select import fit_of
 from pyps.simulate.devices import Slowdown, fitted_cost
-from pyps.solver.links import WIRE_BYTES
+from pyps.solver.links import WIRE_BYTES, moved_parameters
 from pyps.solver.mode import bits_of, stated_policy
 from pyps.solver.plan import even_batches, make_plan
 from pyps.store.policies import policy_named
@@ -219,4 +219,4 @@ def _model_bytes(cluster: Cluster, profiles: list[Profile]) -> float:
     """Bytes of the model: as the file says, else of the largest model in the profiles."""
     if cluster.simulation.model_bytes is not None:
         return float(cluster.simulation.model_bytes)
-    return float(FP32_BYTES * max(profile.model.parameters or 0 for profile in profiles))
+    return float(FP32_BYTES * moved_parameters(max(profile.model.parameters or 0 for profile in profiles)))

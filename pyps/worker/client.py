@@ -19,10 +19,11 @@ from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.store.transfer import Finish, TransferRequest
-from pyps.worker.emulated_link import EmulatedLinks
+from pyps.worker.emulated_link import EmulatedLinks, RoundTrips, Way
 from pyps.worker.memory import AnnouncedBudget
 from pyps.worker.step import Outcome
 
+CLOSE_SECONDS = 10.0  # that transfers under way may take in the end
 JOIN_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and reading data
 
 
@@ -42,8 +43,9 @@ class Transfer:
 
 
 class StoreClient:
-    """One thread at a time may use it, not always the same one. `fenced` counts how often it had to rejoin.
+    """One thread at a time may use it, not always the same one; begin_transfer() may be called meanwhile.
 
+    `fenced` counts how often it had to rejoin.
     pull: the codec of pulled parameters. uses_turns: a push and the pull after it are one turn. budget:
     announced before each claim; None: the policy does not resize batches. links: emulated ones, which pushes
     and pulls cross. `ahead`: the claims of later steps, and of the current one until it is taken from there;
@@ -67,6 +69,8 @@ class StoreClient:
         self.ahead: deque[Claim] = deque()
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
         self._failed: BaseException | None = None  # a transfer, and with it all later ones
+        self._trips: RoundTrips[Transfer] | None = None  # over emulated links
+        self._spare: list[Flat] = []  # for what travels back
 
     def claim(self) -> Claim:
         """Claim the next step, waiting until every rank has joined once. Raises Ended, Fenced, TimedOut."""
@@ -110,13 +114,16 @@ class StoreClient:
             self._budget.forget()
 
     def begin_transfer(self, request: PushRequest, claims: int) -> Callable[[Flat], Transfer]:
-        """Push, claim so many steps ahead and pull. Over a link this sends all of it; what is returned waits
-        for the reply, and writes the parameters. A store on this machine is asked only then.
+        """Push, claim so many steps ahead and pull. Over a link, also an emulated one, this sends all of it;
+        what is returned waits for the reply, and writes the parameters. A store on this machine is asked only
+        then.
 
         Call what is returned in the order of the beginnings, perhaps in another thread. It raises Fenced
         without rejoining. After one transfer has failed the others fail alike, until the worker has rejoined.
         """
-        if not isinstance(self.store, RemoteStore) or self._links.emulated:
+        if self._links.emulated:
+            return self._travel(request, claims)
+        if not isinstance(self.store, RemoteStore):
             return partial(self._transfer, request, claims)
         most = None if self._budget is None else self._budget.change()
         whole = TransferRequest(request, self._codec, self._uses_turns, claims, most)
@@ -126,11 +133,37 @@ class StoreClient:
             skip = replace(whole, push=PushRequest(request.staging, 0, request.hyper))
             return partial(self._finish, False, True, self.store.begin_transfer(skip))
 
+    def _travel(self, request: PushRequest, claims: int) -> Callable[[Flat], Transfer]:
+        """A transfer over emulated links."""
+        if self._trips is None:
+            self._trips = RoundTrips(self._links, f"pyps-transfer-{self.store.rank}-store")
+        params = self._spare.pop() if self._spare else np.empty(self.store.layout.flat_elements, np.float32)
+        left = time.monotonic()
+
+        def answer() -> tuple[Transfer, int]:
+            travelled: Span = ("push" if request.samples else "skip", left, time.monotonic())
+            transfer = self._transfer(request, claims, params)
+            transfer.outcome.spans.insert(0, travelled)
+            return transfer, self._bytes(self._codec)
+
+        size = self._bytes(request.encoding.codec) if request.samples else 0
+        return partial(self._arrive, self._trips.begin(size, answer), params)
+
+    def _arrive(self, receive: Callable[[], Transfer], params: Flat, out: Flat) -> Transfer:
+        transfer = receive()
+        if not transfer.fenced:
+            np.copyto(out, params)
+        self._spare.append(params)
+        spans = transfer.outcome.spans
+        spans.append(("pull", spans[-1][2], time.monotonic()))
+        return transfer
+
     def _transfer(self, request: PushRequest, claims: int, out: Flat) -> Transfer:
         if self._failed is not None:
             raise self._failed
         outcome = Outcome()
         made: list[Claim] = []
+        staging: list[StagingBuffer] = []
         try:
             self._push(request, out, outcome)
             if self._budget is not None:
@@ -138,14 +171,15 @@ class StoreClient:
             made = self.claim_ahead(claims)
             if outcome.version is None:
                 began = time.monotonic()
-                outcome.version = self.pull(out)
+                outcome.version = self._pull(out)
                 outcome.spans.append(("pull", began, time.monotonic()))
+            staging = [self.store.stage() for _ in made]
         except BaseException as error:
             self._failed = error
             if not isinstance(error, Fenced) or outcome.result is None:
                 raise
-            outcome.version = None
-        return Transfer(outcome, made)
+            outcome.version, staging = None, []
+        return Transfer(outcome, made, staging)
 
     def _finish(self, pushes: bool, unencodable: bool, finish: Finish, out: Flat) -> Transfer:
         """A remote store's transfer, as a local one's."""
@@ -160,18 +194,24 @@ class StoreClient:
         )
         for claim in done.claims:
             self._note(claim)
-        return Transfer(outcome, list(done.claims))
+        try:
+            staging = [self.store.stage() for _ in done.claims]
+        except Fenced:
+            outcome.version, staging = None, []
+        return Transfer(outcome, list(done.claims), staging)
 
     def pull(self, out: Flat) -> int:
         """Fetch the parameters, each chunk whole, from the store's fp32 ones; the version."""
+        version = self._pull(out)
+        self._links.carry(Way.FROM_STORE, self._bytes(self._codec))
+        return version
+
+    def _pull(self, out: Flat) -> int:
         if self._codec is Codec.F32:
-            _, version = self.store.pull(out)
-            self._carry(Codec.F32)
-            return version
+            return self.store.pull(out)[1]
         if self._codes is None:
             self._codes = np.empty(encoded_vector_bytes(self._codec, self.store.layout), np.uint8)
         _, version = self.store.pull_encoded(self._codec, self._codes)
-        self._carry(self._codec)
         decode_vector(self._codes, self._codec, self.store.layout, out)
         return version
 
@@ -180,17 +220,23 @@ class StoreClient:
 
         A fenced worker has rejoined when this returns.
         """
-        outcome = Outcome()
+        outcome, began = Outcome(), time.monotonic()
+        if request.samples:
+            self._links.carry(Way.TO_STORE, self._bytes(request.encoding.codec))
         try:
-            self._push(request, out, outcome)
+            self._push(request, out, outcome, began)
         except Fenced:
             outcome.fenced = True
             self.rejoin()
+        if outcome.version is not None and self._links.emulated:
+            arrived = time.monotonic()
+            self._links.carry(Way.FROM_STORE, self._bytes(self._codec))
+            outcome.spans.append(("pull", arrived, time.monotonic()))
         return outcome
 
-    def _push(self, request: PushRequest, out: Flat, outcome: Outcome) -> None:
-        """Fills in the outcome. Raises Fenced."""
-        began = time.monotonic()
+    def _push(self, request: PushRequest, out: Flat, outcome: Outcome, began: float | None = None) -> None:
+        """Fills in the outcome of a push that began then, by default now. Raises Fenced."""
+        began = time.monotonic() if began is None else began
         try:
             self._send(request, out, outcome)
         except PushRejected:
@@ -206,19 +252,23 @@ class StoreClient:
                 outcome.spans.append(("wait", began, waited))
             outcome.spans.append(("push" if request.samples else "skip", waited, done))
 
-    def _carry(self, codec: Codec) -> None:
-        self._links.carry(encoded_vector_bytes(codec, self.store.layout))
+    def _bytes(self, codec: Codec) -> int:
+        return encoded_vector_bytes(codec, self.store.layout)
 
     def _send(self, request: PushRequest, out: Flat, outcome: Outcome) -> None:
-        if request.samples:
-            self._carry(request.encoding.codec)
         if self._uses_turns and self._codec is Codec.F32:
             outcome.result, outcome.version = self.store.send_and_pull(request, out)
-            self._carry(Codec.F32)
             return
         outcome.result = self.store.send(request)
         if self._uses_turns:
-            outcome.version = self.pull(out)
+            outcome.version = self._pull(out)
+
+    def close(self) -> None:
+        """Leave the store, after what travels over emulated links."""
+        if self._trips is None:
+            self.store.close()
+        else:
+            self._trips.close(self.store.close, CLOSE_SECONDS)
 
 
 def _ignore(_: Claim) -> None:

@@ -4,9 +4,9 @@
     transfers            push k - 1, pull   push k, pull          push k + 1, pull
 
 A step is computed on the newest parameters that had come back when the step before was sent: those after the
-push d steps before it, or newer. The period is the longest of compute, of what the link's bandwidth takes,
-and of 1 / (d - 1) of a transfer. Over a link with latency several transfers travel at once; a store on this
-machine does one after the other. Each brings the claim and the staging buffer of a step to come, so the main
+push d steps before it, or newer. The period is the longest of compute, of what the link's busier direction
+takes, and of 1 / (d - 1) of a transfer. Over a link several transfers travel at once; a store on this machine
+does one after the other. Each brings the claim and the staging buffer of a step to come, so the main
 thread never waits for the store while it has some.
 """
 
@@ -18,16 +18,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
 
 import numpy as np
 
-from pyps.errors import Ended, Fenced, InputError, TimedOut
+from pyps.errors import Ended, Fenced, InputError
 from pyps.formats.records import Span
 from pyps.native.values import Advice, Claim, Flat, PushRequest, PushResult
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
+from pyps.worker.background import BackgroundThread
 from pyps.worker.binding import Binding
 from pyps.worker.client import StoreClient, Transfer
 from pyps.worker.step import Outcome, Step
@@ -35,59 +34,6 @@ from pyps.worker.transport import StepCallback, Transport
 
 CLOSE_SECONDS = 10.0
 BACK_BUFFERS = 2
-T = TypeVar("T")
-
-
-class BackgroundThread(Generic[T]):
-    """A thread that runs one job at a time. What a job raises is raised where its result is taken."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
-        self._results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
-        self._last: Callable[[], None] | None = None
-        # A daemon: a process that ends without close() must not wait for a transfer.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], T]) -> None:
-        """Run a job after those submitted before."""
-        self._jobs.put(job)
-
-    @property
-    def results_ready(self) -> int:
-        """How often take() would return at once."""
-        return self._results.qsize()
-
-    def take(self, timeout: float) -> T:
-        """The result of the oldest job. Raises what it raised, TimedOut if it is not done by then."""
-        try:
-            result, error = self._results.get(timeout=timeout)
-        except Empty:
-            raise TimedOut("pipeline", f"a transfer took longer than {timeout:g} s") from None
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]  # a job without an error has a result
-
-    def close(self, last: Callable[[], None], timeout: float) -> None:
-        """Run `last` in the thread after the job under way, and end it.
-
-        Raises TimedOut if that takes longer; `last` still runs, later.
-        """
-        if self._last is None:
-            self._last = last
-            self._jobs.put(None)
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimedOut("close", f"a transfer is still under way after {timeout:g} s")
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                self._results.put((job(), None))
-            except BaseException as error:
-                self._results.put((None, error))
-        if self._last is not None:
-            self._last()
 
 
 class PipelinedTransport(Transport):
@@ -243,7 +189,7 @@ class PipelinedTransport(Transport):
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         deadline = time.monotonic() + timeout
         self._sender.close(_nothing, timeout)
-        self._receiver.close(self._client.store.close, max(0.0, deadline - time.monotonic()))
+        self._receiver.close(self._client.close, max(0.0, deadline - time.monotonic()))
         if self._failure is None:
             self._settle(0, rejoins=False)
 
@@ -263,10 +209,6 @@ class PipelinedTransport(Transport):
             return transfer
         with self._buffers_lock:
             self._newest, self._newest_version = other, transfer.outcome.version
-        try:
-            transfer.staging = [self._client.store.stage() for _ in transfer.claims]
-        except Fenced:
-            transfer.outcome.version = None
         return transfer
 
 

@@ -4,8 +4,8 @@ To the min-max problem with synchronisation (pyps.solver.exact.subset) come the 
 
     limits      the needs of all workers in use, price per hour or watts, sum to at most a limit
     resources   a link shared by several workers: their transfers take turns. Each worker waits for all of
-                them, or, where transfers overlap with compute, an iteration lasts at least as long as all of
-                them. A host: it prepares a fixed number of samples a second for all its workers
+                them, or, where they do not meet, an iteration lasts at least as long as all of them in one
+                direction. A host: it prepares a fixed number of samples a second for all its workers
     together    sets of workers that are used all or not at all
 
 Without side constraints the exact solver finds the optimum, and the tests show that both agree. Its optimum

@@ -2,11 +2,13 @@
 
 H-PS (Xian et al., IEEE Access 9, 2021): a pipeline keeps workers computing while parameters are in transfer,
 and quantization shrinks the traffic in both directions. Our model: with d iterations in flight, one of them
-computing (C seconds) and d - 1 in transfer (M seconds, W of them on the wire),
+computing (C seconds) and d - 1 in transfer (M seconds, for W of which the busier direction of the link is
+occupied),
 
     period = C + M for d = 1,  max(C, W, M / (d - 1)) for d > 1;   staleness grows by d - 1
 
-Two buffers reach max(C, M); more help only where latency makes M longer than both C and W. Among the bits
+Two buffers reach max(C, M). More help where M is longer than both C and W: while one transfer waits for its
+latency, or uses one direction of the link, others use the rest. Among the bits
 that keep the error of a push and of a pull within the budget, every worker takes the most exact ones that
 make it no slower than the slowest worker's best period.
 """
@@ -39,13 +41,17 @@ class PipelineDesign:
 
 
 def design_pipeline(
-    compute_seconds: float, link: LinkCost, push: Bits = 32, pull: Bits = 32
+    compute_seconds: float, link: LinkCost, push: Bits = 32, pull: Bits = 32, within: float = 0.0
 ) -> PipelineDesign:
-    """The shallowest pipeline with the shortest period that MAX_DEPTH steps under way allow."""
-    transfer, floor = link.seconds(push, pull), max(compute_seconds, link.wire_seconds(push, pull))
+    """The shallowest pipeline whose period is within a limit, or else the shortest that MAX_DEPTH steps under
+    way allow.
+
+    compute_seconds: of a step. link: its transfers cross it. push, pull: bits of a number. within: seconds.
+    """
+    transfer, floor = link.seconds(push, pull), max(compute_seconds, link.busy_seconds(push, pull))
     if transfer == 0:
         return PipelineDesign(push, pull, 1, compute_seconds)
-    in_transfer = min(math.ceil(transfer / floor), MAX_DEPTH - 1)
+    in_transfer = min(math.ceil(transfer / max(floor, within) / SAME), MAX_DEPTH - 1)
     return PipelineDesign(push, pull, 1 + in_transfer, max(floor, transfer / in_transfer))
 
 
@@ -65,7 +71,9 @@ def hps_estimate(
         compute_seconds=max(compute_seconds),
         transfer_seconds=max(x for _, x in pairs),
         serial_seconds=max(t + x for t, x in pairs),
-        pipelined_seconds=max(max(t, x) for t, x in pairs),
+        pipelined_seconds=max(
+            design_pipeline(t, x).period_seconds for t, x in zip(compute_seconds, known, strict=True)
+        ),
         quantized_seconds=max(design.period_seconds for design in chosen),
         workers=[
             HpsWorker(
@@ -89,10 +97,9 @@ def _chosen(
         for t, link in zip(compute_seconds, links, strict=True)
     ]
     period = max(min(design.period_seconds for design in mine) for mine in options)
-    return [
-        min(
-            (design for design in mine if design.period_seconds <= period * SAME),
-            key=lambda design: design.error,
-        )
-        for mine in options
-    ]
+    found = []
+    for t, link, mine in zip(compute_seconds, links, options, strict=True):
+        fitting = (design for design in mine if design.period_seconds <= period * SAME)
+        best = min(fitting, key=lambda design: design.error)
+        found.append(design_pipeline(t, link, best.push_bits, best.pull_bits, period))
+    return found

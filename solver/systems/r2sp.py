@@ -14,6 +14,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pyps.formats import MAX_BATCH, Bits, R2spRemedies, R2spSchedule
 from pyps.formats.mode import WorkerMode
@@ -95,7 +96,7 @@ def remedies(
     overlap: turns overlap with compute.
     """
     share = WIRE_BYTES[32] / WIRE_BYTES[bits]
-    bare = [LinkCost(link.latency_seconds, link.model_seconds * share) for link in links]
+    bare = [replace(link, model_seconds=link.model_seconds * share) for link in links]
     fewer = (b for b in FEWER_BITS if b < bits)
     in_time = (b for b in fewer if fits(compute_seconds, [x.seconds(b, b) for x in bare], overlap))
     return R2spRemedies(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
 from pyps.formats import Bits
-from pyps.solver.links import ERROR, WIRE_BYTES, LinkCost, link_cost
+from pyps.solver.links import CHUNK, ERROR, WIRE_BYTES, LinkCost, link_cost, moved_parameters, step_seconds
 from pyps.solver.systems.hps import design_pipeline, hps_estimate
 from pyps.solver.systems.r2sp import fits, r2sp_schedule, remedies
 from pyps.store.codec import decode, encode, encoded_bytes
+from pyps.store.store import Store
 
 CODECS: dict[Bits, str] = {32: "f32", 16: "bf16", 8: "int8", 4: "int4"}
 NUMBERS = 1 << 18
@@ -29,15 +31,35 @@ def test_bytes_and_errors_are_those_of_the_codecs(bits: Bits) -> None:
 
 
 def test_transfers_are_pushed_and_pulled() -> None:
-    link = link_cost(1_000_000, 8e6, 0.25)
+    parameters = 31 * CHUNK
+    link = link_cost(parameters, 8 * parameters, 0.25)
     assert link is not None
     assert link.seconds() == pytest.approx(2 * (0.25 + 0.5))
     assert link.seconds(8, 32) == pytest.approx(0.5 + 0.5 + 0.5 * 1.015625 / 4)
-    bare = link_cost(1_000_000, 8e6, None)
+    bare = link_cost(parameters, 8 * parameters, None)
     assert bare is not None
     assert bare.seconds() == pytest.approx(1.0)
+    assert link_cost(parameters - CHUNK + 1, 8 * parameters, None) == bare, "whole chunks are moved"
     assert link_cost(None, 8e6, 0.1) is None
     assert link_cost(1_000_000, None, 0.1) is None
+
+
+@pytest.mark.parametrize("parameters", [1, CHUNK, CHUNK + 1, 3 * CHUNK - 5])
+def test_the_store_moves_so_many_parameters(shm: Path, parameters: int) -> None:
+    with Store.create("chunks", {"w": np.zeros(parameters)}, batches=[1]) as store:
+        assert store.layout.flat_elements == moved_parameters(parameters)
+
+
+def test_a_link_carries_pushes_and_pulls_at_once_and_a_store_here_does_not() -> None:
+    link, store = LinkCost(0.3, 1.0), LinkCost(0.3, 1.0, duplex=False)
+    assert (link.busy_seconds(), link.busy_seconds(8, 32)) == (1.0, 1.0)
+    assert link.seconds() == store.seconds() == store.busy_seconds() == pytest.approx(2.6)
+    assert step_seconds(0.1, [link], depth=2) == pytest.approx(2.6)
+    assert step_seconds(0.1, [link], depth=3) == pytest.approx(1.3)
+    assert step_seconds(0.1, [link], depth=4) == 1.0
+    assert step_seconds(0.1, [store], depth=8) == pytest.approx(2.6)
+    assert step_seconds(0.1, [link, LinkCost(0.0, 1.5)], depth=8) == 1.5, "both are in use at once"
+    assert step_seconds(0.1, [link], 8, 32, depth=8) == 1.0
 
 
 def both_ways(seconds: float) -> LinkCost:
@@ -99,7 +121,9 @@ def test_a_pipeline_is_as_deep_as_latency_asks() -> None:
     assert (
         design_pipeline(1.0, LinkCost(0.0, 1.0)).depth,
         design_pipeline(1.0, LinkCost(0.0, 1.0)).period_seconds,
-    ) == (2, 2.0)
+    ) == (3, 1.0)
+    alone = design_pipeline(1.0, LinkCost(0.0, 1.0, duplex=False))
+    assert (alone.depth, alone.period_seconds) == (2, 2.0)
     slow = design_pipeline(1.0, LinkCost(1.2, 0.1))  # 2.6 s in transfer, hardly any of it on the wire
     assert (slow.depth, slow.period_seconds) == (4, 1.0)
     assert design_pipeline(1.0, LinkCost(0.0, 0.0)).depth == 1

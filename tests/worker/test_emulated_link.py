@@ -1,8 +1,11 @@
-"""Emulated links: a message takes its latency and bytes; workers of a shared link take turns."""
+"""Emulated links: bytes follow one another each way, also on a shared link, and latencies overlap."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,10 @@ from run_tools import make_plan
 from threads import in_threads
 
 from pyps.formats import Fit, write_json
+from pyps.formats.records import read_run, split_spans
 from pyps.run.ranks import throttles
 from pyps.store.policies import ASP, BSP
-from pyps.worker.emulated_link import EmulatedLinks, LinkSpec
+from pyps.worker.emulated_link import EmulatedLinks, LinkSpec, RoundTrips, Way, Wire
 from pyps.worker.loop import Worker
 from pyps.worker.settings import Settings, ThrottleSpec
 
@@ -44,18 +48,87 @@ bandwidth = 5e6
 """
 
 
-def test_a_message_takes_its_latency_and_its_bytes() -> None:
-    began = time.monotonic()
-    EmulatedLinks((LinkSpec(0.02, 1e6), LinkSpec(0.0, 2e6))).carry(20_000)
-    assert time.monotonic() - began >= 0.02 + 0.02 + 0.01
-    EmulatedLinks().carry(10**12)
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Sets the clock of emulated links, in seconds; at first 0."""
+
+    def set_clock(seconds: float) -> None:
+        monkeypatch.setattr(time, "monotonic_ns", lambda: round(1e9 * seconds))
+
+    set_clock(0.0)
+    yield set_clock
+    monkeypatch.undo()
 
 
-def test_workers_take_turns_on_a_shared_link(tmp_path: Path) -> None:
-    shared = LinkSpec(0.0, 1e6, "rack/1")
+def arrival(links: EmulatedLinks, way: Way, size: int) -> float:
+    return links.send(way, size) * 1e-9
+
+
+Now = Callable[[float], None]
+
+
+def test_a_message_takes_its_bytes_and_its_latency_on_each_link(now: Now) -> None:
+    links = EmulatedLinks((LinkSpec(0.02, 1e6), LinkSpec(0.0, 2e6)))
+    assert arrival(links, Way.TO_STORE, 20_000) == pytest.approx(0.02 + 0.02 + 0.01)
+    assert arrival(links, Way.FROM_STORE, 20_000) == pytest.approx(0.01 + 0.02 + 0.02)
+    assert arrival(EmulatedLinks(), Way.TO_STORE, 10**12) == 0.0
+
+
+def test_bytes_follow_one_another_each_way_and_latencies_overlap(now: Now) -> None:
+    links = EmulatedLinks((LinkSpec(0.5, 1e6),))
+    assert [arrival(links, Way.TO_STORE, 100_000) for _ in range(3)] == pytest.approx([0.6, 0.7, 0.8])
+    assert arrival(links, Way.FROM_STORE, 100_000) == pytest.approx(0.6), "the other way is free"
+    now(0.25)
+    assert arrival(links, Way.TO_STORE, 100_000) == pytest.approx(0.9), "the first three have 50 ms left"
+    now(2.0)
+    assert arrival(links, Way.TO_STORE, 100_000) == pytest.approx(2.6)
+
+
+def test_workers_take_turns_on_a_shared_link_each_way(now: Now, tmp_path: Path) -> None:
+    shared = LinkSpec(0.5, 1e6, "rack/1")
+    one, other = (EmulatedLinks((shared,), tmp_path) for _ in range(2))
+    assert arrival(one, Way.TO_STORE, 30_000) == pytest.approx(0.53)
+    assert arrival(other, Way.TO_STORE, 30_000) == pytest.approx(0.56)
+    assert arrival(other, Way.FROM_STORE, 30_000) == pytest.approx(0.53)
+    assert arrival(one, Way.FROM_STORE, 30_000) == pytest.approx(0.56)
+    (tmp_path / "link-other-up").write_bytes(b"half")  # a writer was killed there
+    assert Wire(tmp_path / "link-other-up").occupy(5, 2) == 7
+
+
+def test_processes_that_share_a_link_never_overlap(tmp_path: Path) -> None:
+    ends: list[int] = []
+
+    def use() -> None:
+        wire = Wire(tmp_path / "wire")
+        ends.extend(wire.occupy(0, 10) for _ in range(50))
+
+    in_threads(*(use for _ in range(4)))
+    assert sorted(ends) == [10 * k for k in range(1, 201)]
+
+
+def test_round_trips_are_under_way_at_once_and_answered_in_order() -> None:
+    """The second leaves before the first is answered; an error comes back as an answer does."""
+    links = EmulatedLinks((LinkSpec(0.05, 1e9),))
+    trips: RoundTrips[int] = RoundTrips(links, "link-test")
+    both_sent = threading.Event()
+
+    def first() -> tuple[int, int]:
+        assert both_sent.wait(30.0)
+        return 1, 1000
+
+    def second() -> tuple[int, int]:
+        raise ValueError("refused")
+
     began = time.monotonic()
-    in_threads(*(lambda: EmulatedLinks((shared,), tmp_path).carry(30_000) for _ in range(3)))
-    assert time.monotonic() - began >= 0.09
+    takes = [trips.begin(1000, first), trips.begin(1000, second)]
+    both_sent.set()
+    assert takes[0]() == 1
+    assert time.monotonic() - began >= 0.1
+    with pytest.raises(ValueError, match="refused"):
+        takes[1]()
+    closed = threading.Event()
+    trips.close(closed.set, 30.0)
+    assert closed.is_set()
 
 
 def test_a_cluster_file_says_which_links_to_emulate(tmp_path: Path) -> None:
@@ -75,6 +148,37 @@ def test_the_worker_learns_of_its_links(monkeypatch: pytest.MonkeyPatch) -> None
     for name, value in settings.to_env().items():
         monkeypatch.setenv(name, value)
     assert Settings.from_env() == settings
+
+
+def test_transfers_of_a_deep_pipeline_overlap_on_it(shm: Path, tmp_path: Path) -> None:
+    """Each transfer takes a latency there and one back; three are under way while the next step computes."""
+    depth, steps, latency = 4, 12, 0.1
+    settings = Settings(
+        store="run",
+        rank=0,
+        policy=ASP(),
+        samples=4 * steps,
+        batches=(4,),
+        throttle=ThrottleSpec(factor=1.0, links=(LinkSpec(latency, 1e12),)),
+        depth=depth,
+        staging_buffers=depth,
+        run_dir=tmp_path,
+    )
+    model = torch.nn.Linear(10, 1, bias=False)
+    with Worker(settings) as worker:
+        worker.attach(model)
+        for x, y in worker.batches((torch.randn(8, 10), torch.randn(8, 1))):
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            worker.step()
+    records = read_run(tmp_path)
+    assert len(records) == steps
+    assert max(r.staleness for r in records) == depth - 1
+    transfers = [split_spans(r)[1] for r in records]
+    assert all(spans[-1][2] - spans[0][1] >= 2 * latency for spans in transfers)
+    begins, ends = [spans[0][1] for spans in transfers], [spans[-1][2] for spans in transfers]
+    under_way = [sum(b <= begin < e for b, e in zip(begins, ends, strict=True)) for begin in begins]
+    assert max(under_way) == depth - 1
+    assert all(a <= b for spans in transfers for (_, _, a), (_, b, _) in pairwise(spans))
 
 
 @pytest.mark.parametrize(("depth", "transfers"), [(1, 2), (2, 1)])

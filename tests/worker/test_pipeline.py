@@ -19,8 +19,9 @@ from pyps.formats.records import StepRecord, read_run
 from pyps.report.trace import make_trace
 from pyps.store import Store
 from pyps.store.policies import Policy
+from pyps.worker.background import BackgroundThread
 from pyps.worker.loop import Worker, join
-from pyps.worker.pipeline import BackgroundThread, PipelinedTransport
+from pyps.worker.pipeline import PipelinedTransport
 from pyps.worker.sampling import indices
 
 pytestmark = pytest.mark.slow
