@@ -47,7 +47,7 @@ class Way(Enum):
     FROM_STORE = "down"
 
 
-class Wire:
+class OneWay:
     """One direction of a link. Times are those of time.monotonic_ns()."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -78,7 +78,7 @@ class EmulatedLinks:
 
     def __init__(self, links: tuple[LinkSpec, ...] = (), folder: Path | None = None) -> None:
         """folder: that of the run, which holds the files of shared links."""
-        self._links = {way: [(link, _wire(link, way, folder)) for link in links] for way in Way}
+        self._links = {way: [(link, _one_way(link, way, folder)) for link in links] for way in Way}
         self._links[Way.FROM_STORE].reverse()
 
     @property
@@ -98,11 +98,11 @@ class EmulatedLinks:
         sleep_until(self.send(way, size))
 
 
-def _wire(link: LinkSpec, way: Way, folder: Path | None) -> Wire:
+def _one_way(link: LinkSpec, way: Way, folder: Path | None) -> OneWay:
     if not link.shared or folder is None:
-        return Wire()
+        return OneWay()
     boot = BOOT_ID.read_text().strip()
-    return Wire(folder / f"link-{link.shared.replace('/', '_')}-{way.value}-{boot}")
+    return OneWay(folder / f"link-{link.shared.replace('/', '_')}-{way.value}-{boot}")
 
 
 class RoundTrips(Generic[T]):

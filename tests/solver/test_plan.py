@@ -184,7 +184,7 @@ def test_synchronisation_leaves_out_ranks_that_cost_too_much() -> None:
 def test_a_transfer_over_a_worker_s_own_link_is_part_of_its_time() -> None:
     groups: list[dict[str, Any]] = [{"bandwidth": 1e9}, {"bandwidth": 1e7}]
     both, a = 2 * 4 * MOVED, 0.001
-    made = whole_plan(800, groups, [profile(a), profile(a)])
+    made = whole_plan(1000, groups, [profile(a), profile(a)])
     fast, slow = made.workers
     assert fast.batch - slow.batch == pytest.approx((both / 1e7 - both / 1e9) / a, abs=2)
     assert slow.predicted_seconds == pytest.approx(0.01 + a * slow.batch + both / 1e7)
@@ -193,11 +193,11 @@ def test_a_transfer_over_a_worker_s_own_link_is_part_of_its_time() -> None:
     assert made.hps.compute_seconds == pytest.approx(0.01 + a * fast.batch)
     assert made.hps.serial_seconds == pytest.approx(made.iteration_seconds)
     probed = profile(a, link=Link(via="store", latency_seconds=0.0, bytes_per_second=1e7))
-    by_profile = whole_plan(800, [groups[0], {}], [profile(a), probed])
+    by_profile = whole_plan(1000, [groups[0], {}], [profile(a), probed])
     assert [w.batch for w in by_profile.workers] == [fast.batch, slow.batch]
     sharing, link = [{**g, "shares": ["link"]} for g in groups], {"name": "link", "bandwidth": 1e9}
-    on_a_shared_link = whole_plan(800, sharing, [profile(a)] * 2, shared=[link])
-    assert [w.batch for w in on_a_shared_link.workers] == [400, 400]
+    on_a_shared_link = whole_plan(1000, sharing, [profile(a)] * 2, shared=[link])
+    assert [w.batch for w in on_a_shared_link.workers] == [500, 500]
 
 
 def test_a_budget_is_kept_and_priced() -> None:

@@ -17,7 +17,7 @@ from pyps.formats import Fit, write_json
 from pyps.formats.records import read_run, split_spans
 from pyps.run.ranks import throttles
 from pyps.store.policies import ASP, BSP
-from pyps.worker.emulated_link import EmulatedLinks, LinkSpec, RoundTrips, Way, Wire
+from pyps.worker.emulated_link import EmulatedLinks, LinkSpec, OneWay, RoundTrips, Way
 from pyps.worker.loop import Worker
 from pyps.worker.settings import Settings, ThrottleSpec
 
@@ -92,14 +92,14 @@ def test_workers_take_turns_on_a_shared_link_each_way(now: Now, tmp_path: Path) 
     assert arrival(other, Way.FROM_STORE, 30_000) == pytest.approx(0.53)
     assert arrival(one, Way.FROM_STORE, 30_000) == pytest.approx(0.56)
     (tmp_path / "link-other-up").write_bytes(b"half")  # a writer was killed there
-    assert Wire(tmp_path / "link-other-up").occupy(5, 2) == 7
+    assert OneWay(tmp_path / "link-other-up").occupy(5, 2) == 7
 
 
 def test_processes_that_share_a_link_never_overlap(tmp_path: Path) -> None:
     ends: list[int] = []
 
     def use() -> None:
-        wire = Wire(tmp_path / "wire")
+        wire = OneWay(tmp_path / "wire")
         ends.extend(wire.occupy(0, 10) for _ in range(50))
 
     in_threads(*(use for _ in range(4)))
