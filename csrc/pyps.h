@@ -73,8 +73,10 @@ enum {                                                                          
 /* What part of an optimizer step a push takes that no round waits for: its part of a global batch (the sum of the
  * planned batches), or a whole one. */
 enum { PYPS_SCALE_SAMPLES = 0, PYPS_SCALE_NONE = 1 };
-enum { PYPS_FIXED = 0, PYPS_QUANTILE = 1, PYPS_RINGMASTER = 2 }; /* where SaPS's threshold comes from */
-enum { PYPS_CONTINUE = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 };   /* what pyps_should_continue advises */
+/* Where SaPS's threshold comes from, and what becomes of later gradients. */
+enum { PYPS_FIXED = 0, PYPS_QUANTILE = 1, PYPS_RINGMASTER = 2, PYPS_MEASURED = 3 };
+enum { PYPS_DROP = 0, PYPS_WEIGH = 1 };
+enum { PYPS_CONTINUE = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 }; /* what pyps_should_continue advises */
 /* Codecs: how gradients and parameters are encoded for transfer. Tensors are PYPS_F32. */
 enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, PYPS_NF4 = 5 };
 enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
@@ -137,11 +139,12 @@ typedef struct {
     uint32_t threshold; /* saps: PYPS_FIXED ... */
     uint32_t abort;     /* saps: 1: pyps_should_continue tells a worker that is too late to abort */
     uint32_t scaling;   /* all that do not wait for rounds: PYPS_SCALE_SAMPLES ... */
-    uint32_t reserved;
+    uint32_t late;      /* saps: PYPS_DROP, or PYPS_WEIGH by threshold / staleness */
     double quantile; /* saps: the fraction of stalenesses within the threshold */
     double lambda_;  /* dcasgd: the weight of its correction */
     double slack;    /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
     double patience; /* r2sp: periods after which a turn that is not taken is skipped */
+    double noise; /* saps, PYPS_MEASURED: of a gradient, squared, over that of the true gradient's length */
     uint64_t custom; /* custom: which one */
 } pyps_policy_params;
 

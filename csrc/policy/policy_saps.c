@@ -2,23 +2,31 @@
  * says: stragglers show by the version of their parameters, and staleness is limited without waiting for
  * them. The rest is a reconstruction.
  *
- * A gradient whose staleness is above a bound s is rejected: its samples go back and no worker waits. s is
- * fixed, or a quantile of the stalenesses so far, or that of Ringmaster ASGD (Maranjyan, Tyurin, Richtarik:
- * ICML 2025), max(N, ceil(S / (b |G|^2))). There S is the gradient noise and |G|^2 the signal; both come from
- * a line fitted through the squared norms of gradients of different batches: E|g|^2 = |G|^2 + S / b.
+ * There is a bound s on staleness, and no worker waits. A gradient later than s is weighed by s / staleness, or
+ * it is rejected: its samples go back. s is
  *
- * A worker that is always late would never contribute. So a worker whose staleness is above s on average
- * claims fewer samples, as many as it can compute in time; and a worker pushes the micro-batches it has done
- * before its staleness passes s. If a single sample is too late, s rises to the staleness of that sample,
- * unless s is fixed.
+ *   measured      from the workers' times: see saps_bound.c. Staleness then counts samples, in planned batches of
+ *                 mean size, so that a push of a few samples does not make others late.
+ *   fixed
+ *   a quantile    of the stalenesses so far, at least N
+ *   Ringmaster's  max(N, ceil(S / (b |G|^2))) (Ringmaster ASGD: Maranjyan, Tyurin, Richtarik: ICML 2025). There S
+ *                 is the gradient noise and |G|^2 the signal; both come from a line fitted through the squared
+ *                 norms of gradients of different batches: E|g|^2 = |G|^2 + S / b.
  *
- * A pipeline of depth d makes gradients older by d - 1 steps of every worker. So no s but a fixed one is less
- * than N * d, and no claim is made so far ahead that the pushes before it alone would make it too late.
+ * A worker that is always late would never contribute if late gradients are rejected. So, unless s is fixed, the
+ * next gradient after some rejected in a row is weighed. Under a fixed s a worker that is late on average claims
+ * fewer samples, as many as it can compute in time. And a worker pushes the micro-batches it has done before its
+ * staleness passes s.
+ *
+ * A pipeline of depth d makes gradients older by d - 1 steps of every worker. So no s of a quantile or of
+ * Ringmaster's is less than N * d, and no claim is made so far ahead that the pushes before it alone would make it
+ * too late.
  */
 #include <math.h>
 
 #include "error.h"
 #include "policy/policy.h"
+#include "policy/saps_bound.h"
 
 #define DECAY         (63.0 / 64) /* of the sums of the fitted line, at each push */
 #define MAX_NOISE     16          /* the bound from noise is at most this many times N */
@@ -26,6 +34,11 @@
 #define STEP          0.05        /* of the estimated quantile, relative to itself */
 #define RECENT        4           /* claims over which a worker's staleness per sample is averaged */
 #define MARGIN        0.8         /* of s: the staleness that the claims of late workers aim at */
+#define PATIENCE      7           /* gradients of a worker rejected in a row, before one is weighed */
+#define SETTINGS      4           /* of the measured bound, for each N pushes */
+
+static bool is_measured(const struct view *v) { return v->policy_params.threshold == PYPS_MEASURED; }
+static bool is_fixed(const struct view *v) { return v->policy_params.threshold == PYPS_FIXED; }
 
 static double noise_bound(const struct view *v) {
     const struct staleness_limit *l = &v->staleness_limit;
@@ -41,14 +54,19 @@ static double noise_bound(const struct view *v) {
 }
 
 static uint64_t bound(const struct view *v, const struct member *m) {
-    if (v->policy_params.threshold == PYPS_FIXED)
-        return v->policy_params.bound == UINT32_MAX ? UINT64_MAX : v->policy_params.bound;
-    double found =
-        v->policy_params.threshold == PYPS_RINGMASTER ? noise_bound(v) : v->staleness_limit.quantile;
+    const struct staleness_limit *l = &v->staleness_limit;
+    if (is_fixed(v)) return v->policy_params.bound == UINT32_MAX ? UINT64_MAX : v->policy_params.bound;
+    if (is_measured(v)) return l->limit > 0 ? policy_whole(l->limit, UINT64_MAX / 2) : UINT64_MAX;
+    double found = v->policy_params.threshold == PYPS_RINGMASTER ? noise_bound(v) : l->quantile;
     double least = (double)v->active * (1 + m->wants_ahead);
-    if (found < least) found = least;
-    return policy_whole(found > v->staleness_limit.min_bound ? found : v->staleness_limit.min_bound,
-                        UINT64_MAX / 2);
+    return policy_whole(found > least ? found : least, UINT64_MAX / 2);
+}
+
+/* Of a gradient computed on what its worker pulled last, or on the `older` versions before that. */
+static double staleness_of(const struct view *v, const struct member *m, uint64_t older) {
+    const struct staleness_limit *l = &v->staleness_limit;
+    if (!is_measured(v) || !(l->mean_batch > 0)) return (double)(v->version - m->pulled_version + older);
+    return (double)(l->samples - m->pulled_samples) / l->mean_batch + (double)older;
 }
 
 /* Stochastic approximation of a quantile (Robbins and Monro, 1951). */
@@ -66,7 +84,8 @@ static void fit_line(struct view *v, const struct event *e) {
     l->xx = l->xx * DECAY + x * x, l->xy = l->xy * DECAY + x * y;
 }
 
-/* A worker that is late on average claims what it can compute in time: staleness grows with the work. */
+/* A worker that is late on average claims what it can compute in time: staleness grows with the work. If not even
+ * a sample is in time, it claims its batch. */
 static void size_claims(struct view *v, const struct member *m, uint64_t staleness, uint64_t limit) {
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
     double per_sample = (double)staleness / m->claim_count;
@@ -74,61 +93,98 @@ static void size_claims(struct view *v, const struct member *m, uint64_t stalene
         rank->staleness_per_sample > 0
             ? rank->staleness_per_sample + (per_sample - rank->staleness_per_sample) / RECENT
             : per_sample;
-    if (rank->staleness_per_sample * rank->total.batch <= (double)limit) {
-        rank->next_batch = 0;
-        return;
-    }
-    uint64_t fits = policy_whole(MARGIN * (double)limit / rank->staleness_per_sample, rank->total.batch);
-    rank->next_batch = fits ? (uint32_t)fits : 1;
+    bool in_time = rank->staleness_per_sample * rank->total.batch <= (double)limit;
+    double fits = MARGIN * (double)limit / rank->staleness_per_sample;
+    rank->next_batch = in_time ? 0 : (uint32_t)policy_whole(fits, rank->total.batch);
 }
 
-/* A single sample is too late: s rises, unless it is fixed. */
-static void raise_min_bound(struct view *v, const struct member *m, uint64_t staleness) {
-    if (m->claim_count == 1 && v->staleness_limit.min_bound < (double)staleness)
-        v->staleness_limit.min_bound = (double)staleness;
+/* What a push, or a check of a late worker, says of the workers' times and stalenesses. */
+static void observe(struct view *v, const struct event *e, uint32_t samples, uint64_t staleness,
+                    uint64_t limit) {
+    const struct member *m = view_member(v, e->slot);
+    struct staleness_limit *l = &v->staleness_limit;
+    track_quantile(v, staleness);
+    if (is_fixed(v) && v->policy_params.late == PYPS_DROP) size_claims(v, m, staleness, limit);
+    if (!is_measured(v)) return;
+    saps_time_claim(v, e, samples);
+    if (l->limit > 0 && ++l->pushes < v->active / SETTINGS) return;
+    l->pushes = 0;
+    saps_set_bound(v, e->now);
+}
+
+/* Is a late gradient applied all the same? Counts those of a worker that are not. */
+static bool is_heard(struct view *v, const struct member *m) {
+    struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    if (v->policy_params.late == PYPS_WEIGH) return true;
+    if (is_fixed(v) || rank->rejected < PATIENCE) {
+        rank->rejected += rank->rejected < PATIENCE;
+        return false;
+    }
+    return true;
 }
 
 static enum start_decision on_start(struct view *v, const struct event *e, struct outcome *out) {
     const struct member *m = view_member(v, e->slot);
     (void)out;
-    return e->kind == EVENT_START_AHEAD && m->ahead >= bound(v, m) ? START_WAIT : START_GO;
+    return e->kind == EVENT_START_AHEAD && v->policy_params.late == PYPS_DROP && m->ahead >= bound(v, m)
+               ? START_WAIT
+               : START_GO;
+}
+
+static void on_pull(struct view *v, const struct event *e) {
+    struct member *m = view_member(v, e->slot);
+    m->pulled_samples = v->staleness_limit.samples;
+    for (uint64_t k = v->version; k > m->pulled_version && k + v->tickets > v->version; k--)
+        m->pulled_samples -= view_ticket(v, k)->samples; /* admitted since that version */
 }
 
 static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
     const struct member *m = view_member(v, e->slot);
+    if (!e->samples) return PUSH_ADMIT;
     uint64_t limit = bound(v, m);
-    if (e->samples) track_quantile(v, out->staleness);
-    if (e->samples && e->grad_norm_squared > 0 && isfinite(e->grad_norm_squared)) fit_line(v, e);
-    if (e->samples) size_claims(v, m, out->staleness, limit);
-    if (out->staleness <= limit) return PUSH_ADMIT;
-    raise_min_bound(v, m, out->staleness);
-    return PUSH_REJECT;
+    observe(v, e, e->samples, out->staleness, limit);
+    if (e->grad_norm_squared > 0 && isfinite(e->grad_norm_squared)) fit_line(v, e);
+    limit = is_measured(v) ? bound(v, m) : limit;
+    double staleness = staleness_of(v, m, out->staleness - (v->version - m->pulled_version));
+    if (staleness > (double)limit) {
+        if (!is_heard(v, m)) return PUSH_REJECT;
+        out->scale = (float)((double)limit / staleness);
+    }
+    view_rank(v, (uint32_t)m->rank)->rejected = 0;
+    v->staleness_limit.samples += e->samples;
+    return PUSH_ADMIT;
 }
 
 /* Staleness grows with the work: the next micro-batch makes it (done + next) / done times as much. */
 static int on_check(struct view *v, const struct event *e) {
     const struct member *m = view_member(v, e->slot);
-    uint64_t staleness = v->version - m->pulled_version, limit = bound(v, m);
-    if (staleness > limit) {
-        if (!v->policy_params.abort) return PYPS_CONTINUE;
-        track_quantile(v, staleness);
-        size_claims(v, m, staleness, limit);
-        raise_min_bound(v, m, staleness);
+    if (v->policy_params.late == PYPS_WEIGH) return PYPS_CONTINUE;
+    uint64_t limit = bound(v, m);
+    double staleness = staleness_of(v, m, 0);
+    if (staleness > (double)limit) {
+        if (!v->policy_params.abort || is_heard(v, m)) return PYPS_CONTINUE;
+        observe(v, e, e->done, v->version - m->pulled_version, limit);
         return PYPS_ABORT;
     }
-    bool late = e->done && (double)staleness * ((double)e->done + e->next) > (double)limit * e->done;
+    bool late = e->done && staleness * ((double)e->done + e->next) > (double)limit * e->done;
     return late ? PYPS_PUSH_NOW : PYPS_CONTINUE;
+}
+
+/* Batches have changed, and times with them. */
+static void on_replan(struct view *v) {
+    for (uint32_t r = 0; r < v->ranks; r++) view_rank(v, r)->cycles = 0;
 }
 
 static int restore(struct view *v, const pyps_state *state) {
     (void)state;
-    const struct staleness_limit *l = &v->staleness_limit;
-    const double numbers[] = {l->min_bound, l->quantile, l->n, l->x, l->y, l->xx, l->xy};
+    struct staleness_limit *l = &v->staleness_limit;
+    const double numbers[] = {l->limit, l->quantile, l->n, l->x, l->y, l->xx, l->xy, l->mean_batch};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (!(numbers[i] >= 0 && isfinite(numbers[i])))
             return fail(PYPS_EINVAL,
                         "state: policy_state[%zu]: found %g; expected a finite number of at least 0", i,
                         numbers[i]);
+    l->limit = l->mean_batch = 0, l->samples = l->pushes = 0; /* times are measured anew */
     return PYPS_OK;
 }
 
@@ -137,7 +193,12 @@ static bool fits_noise(const pyps_policy_params *params) {
 }
 
 static int check_params(const pyps_policy_params *params) {
-    int rc = policy_check_number("threshold", params->threshold, PYPS_FIXED, PYPS_RINGMASTER);
+    int rc = policy_check_number("threshold", params->threshold, PYPS_FIXED, PYPS_MEASURED);
+    if (!rc) rc = policy_check_number("late", params->late, PYPS_DROP, PYPS_WEIGH);
+    if (!rc && params->late == PYPS_WEIGH) rc = policy_check_number("abort", params->abort, 0, 0);
+    if (!rc && params->late == PYPS_WEIGH && params->threshold == PYPS_FIXED)
+        rc = policy_check_number("bound", params->bound, 1, UINT32_MAX);
+    if (!rc && params->threshold == PYPS_MEASURED) rc = policy_check_number("noise", params->noise, 0, 1e9);
     if (rc || params->threshold != PYPS_QUANTILE) return rc;
     return policy_check_number("quantile", params->quantile, 0.01, 0.999);
 }
@@ -146,6 +207,8 @@ const struct policy policy_saps = {.name = "saps",
                                    .needs_grad_norm = fits_noise,
                                    .check_params = check_params,
                                    .on_start = on_start,
+                                   .on_pull = on_pull,
                                    .on_push = on_push,
                                    .on_check = on_check,
+                                   .on_replan = on_replan,
                                    .restore = restore};

@@ -105,15 +105,16 @@ struct member {
     uint64_t clock, pulled_version;
     uint64_t ticket; /* that its last gradient went into; 0: none yet, or the step was skipped */
     uint64_t claim_first;
-    uint64_t claim_since;   /* when it was claimed */
-    uint64_t last_event_at; /* its last event that changed the view */
-    uint32_t claim_count;   /* 0: holds no samples */
-    uint32_t claim_started; /* 1 once its start has returned the claim */
-    uint32_t staged;        /* bit by staging buffer: it waits for the round to close */
-    uint32_t ahead;         /* claims after this one, of a pipelined worker: see view_ahead */
-    uint32_t ahead_started; /* the first of them, which its start_ahead has returned */
-    uint32_t wants_ahead;   /* the most that it has asked for: one less than the depth of its pipeline */
-    uint64_t pushed_at;     /* its last push since it joined; 0: none */
+    uint64_t claim_since;    /* when it was claimed */
+    uint64_t last_event_at;  /* its last event that changed the view */
+    uint32_t claim_count;    /* 0: holds no samples */
+    uint32_t claim_started;  /* 1 once its start has returned the claim */
+    uint32_t staged;         /* bit by staging buffer: it waits for the round to close */
+    uint32_t ahead;          /* claims after this one, of a pipelined worker: see view_ahead */
+    uint32_t ahead_started;  /* the first of them, which its start_ahead has returned */
+    uint32_t wants_ahead;    /* the most that it has asked for: one less than the depth of its pipeline */
+    uint64_t pushed_at;      /* its last push since it joined; 0: none */
+    uint64_t pulled_samples; /* saps: samples of all pushes up to the version that it pulled last */
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* the slot's: last ticket of each staging buffer */
 };
 
@@ -130,13 +131,17 @@ struct rank {
     uint32_t turn_skipped;     /* r2sp: 1: its turns are skipped until it asks for one */
     uint32_t turn_place;       /* r2sp: its place in the ring */
     uint32_t turn_rank;        /* r2sp: the rank whose turn is at place `this index` of the ring */
-    uint32_t cycles;           /* r2sp: how many were measured, for cycle_seconds */
+    uint32_t cycles;           /* r2sp, saps: how many were measured, for cycle_seconds */
     uint64_t turn_gap; /* r2sp: planned, from the push at place `this index` to the next, nanoseconds */
     uint64_t clock;    /* of its last worker, here or in the store that this one goes on from */
     uint64_t pushed_at, interval;        /* its last push, and the time since the one before, nanoseconds */
     double step_seconds, sample_seconds; /* from claim to gradient, of a step and a sample: moving averages */
-    double cycle_seconds;        /* r2sp: from push to push without the wait for its turn: a moving average */
+    double cycle_seconds; /* r2sp: from push to push without the wait for its turn; saps: of a claim of its
+                                  * planned batch: moving averages */
     double staleness_per_sample; /* saps: of a claim, a moving average */
+    double claim_seconds;        /* saps: as the bound was last set by */
+    uint32_t by_speed;           /* saps: the rank that was at place `this index` then */
+    uint32_t rejected;           /* saps: of its gradients, in a row */
     pyps_data_set data_set;      /* that its workers read; size 0: not known */
 };
 
@@ -175,9 +180,12 @@ struct round_robin {          /* r2sp */
 };
 
 struct staleness_limit {    /* saps */
-    double min_bound;       /* the bound that lets a worker with one sample contribute */
+    double limit;           /* measured; 0: not yet */
     double quantile;        /* of the stalenesses */
     double n, x, y, xx, xy; /* decayed sums over pushes, of x = 1 / samples and y = |g|^2 */
+    double mean_batch;      /* planned, of the workers whose times are known */
+    uint64_t samples;       /* of all pushes */
+    uint64_t pushes;        /* since the limit was set, rejected ones included */
 };
 
 /* What a view is made from. */

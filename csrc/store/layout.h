@@ -30,7 +30,7 @@ struct geometry {
     pyps_policy_params policy_params;
 };
 
-_Static_assert(sizeof(pyps_policy_params) == 8 * 4 + 5 * 8, "no padding");
+_Static_assert(sizeof(pyps_policy_params) == 8 * 4 + 6 * 8, "no padding");
 
 struct group {
     uint64_t elements;

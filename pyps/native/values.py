@@ -181,6 +181,8 @@ class PolicyParams:
     lambda_: float = 0.0
     slack: float = 0.0
     patience: float = 0.0
+    late: int = 0
+    noise: float = 0.0
     custom: int = 0
 
 

@@ -22,7 +22,8 @@ from pyps.formats.mode import ROUND, Pace
 from pyps.native import custom
 from pyps.native.values import NO_BOUND, PolicyContext, PolicyNeeds, PolicyParams
 
-Threshold = Literal["fixed", "quantile", "ringmaster"]
+Threshold = Literal["fixed", "quantile", "ringmaster", "measured"]
+Late = Literal["drop", "weigh", "auto"]
 Scaling = Literal["samples", "none"]
 CUSTOM = 12  # PYPS_CUSTOM
 MOST_EXTRA = 10_000  # they are tried one by one
@@ -238,17 +239,22 @@ class DCASGD(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class SaPS(Policy):
-    """Straggler-aware: a gradient with a staleness above the threshold is dropped; no worker waits.
+    """Straggler-aware: a gradient with a staleness above the threshold is dropped or weighed; no worker waits.
 
-    threshold: "ringmaster" (the number of workers, or more where gradients are noisy), "quantile" (of the
-    stalenesses seen, but at least the number of workers) or "fixed" (`bound`; inf: ASP). abort: a late worker
-    learns it between micro-batches instead of when it is done.
+    threshold: "measured" (from the workers' times), "ringmaster" (the number of workers, or more where gradients
+    are noisy), "quantile" (of the stalenesses seen, but at least the number of workers) or "fixed" (`bound`; inf:
+    ASP). late: "drop" later gradients, or "weigh" them by threshold / staleness; "auto": weigh those later than a
+    measured threshold, unless workers may abort. noise: what "measured" takes for the variance of a gradient over
+    the squared length of the true one. abort: a late worker learns between micro-batches that its gradient would be
+    dropped, instead of when it is done.
     """
 
-    threshold: Threshold = "ringmaster"
+    threshold: Threshold = "measured"
     bound: float = math.inf
     quantile: float = 0.9
     abort: bool = False
+    late: Late = "auto"
+    noise: float = 8.0
 
     name: ClassVar[str] = "saps"
     number: ClassVar[int] = 9
@@ -256,16 +262,28 @@ class SaPS(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_choice("threshold", Threshold)
-        self._check_count("bound", 0, infinite=True)
+        self._check_choice("late", Late)
+        self._check_count("bound", int(self._weighs), infinite=True)
         if self.bound != math.inf and self.threshold != "fixed":
             raise InputError(self.name, "bound", repr(self.bound), "threshold=fixed with it")
         if not 0.01 <= self.quantile <= 0.999:
             raise InputError(self.name, "quantile", repr(self.quantile), "0.01 to 0.999")
+        if self.abort and self._weighs:
+            raise InputError(self.name, "abort", "true with late=weigh", "late=drop, or no abort")
+        self._check("noise", least=0.0)
+
+    @property
+    def _weighs(self) -> bool:
+        return self.late == "weigh" or (self.late == "auto" and self.threshold == "measured" and not self.abort)
 
     def _params(self) -> PolicyParams:
-        threshold = get_args(Threshold).index(self.threshold)
         return PolicyParams(
-            bound=_bound(self.bound), threshold=threshold, abort=int(self.abort), quantile=self.quantile
+            bound=_bound(self.bound),
+            threshold=get_args(Threshold).index(self.threshold),
+            abort=int(self.abort),
+            quantile=self.quantile,
+            late=int(self._weighs),
+            noise=float(self.noise),
         )
 
 

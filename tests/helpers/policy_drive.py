@@ -29,6 +29,7 @@ STEP = 10**6  # nanoseconds between two events
 POLICIES: list[Policy] = [
     BSP(), ASP(), Backup(k=1), Backup(k=2), Softsync(n=1), Softsync(n=2), SSP(bound=0), SSP(bound=2), DSSP(),
     DynSGD(), ConSGD(), DCASGD(), SaPS(), SaPS(threshold="quantile"), SaPS(threshold="fixed", bound=2),
+    SaPS(late="drop", noise=1.0), SaPS(threshold="ringmaster", late="weigh"),
     SaPS(threshold="fixed", bound=3, abort=True), R2SP(slack=0.0), R2SP(), HPS(),
 ]  # fmt: skip
 orders = st.lists(st.integers(0, 3), min_size=30, max_size=250)

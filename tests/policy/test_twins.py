@@ -32,7 +32,8 @@ BATCHES = [5, 3, 2, 7]
 SAMPLES = 100
 ORDERED = [  # those that decide by order alone, not by how long things took
     BSP(), ASP(), Backup(k=1), Softsync(n=2), SSP(bound=1), DynSGD(), ConSGD(), DCASGD(lambda_=0.0),
-    SaPS(threshold="fixed", bound=2), SaPS(), SaPS(threshold="quantile", quantile=0.5),
+    SaPS(threshold="fixed", bound=2), SaPS(threshold="ringmaster"), SaPS(threshold="quantile", quantile=0.5),
+    SaPS(threshold="fixed", bound=2, late="weigh"),
     R2SP(slack=0.0, patience=1e6),
 ]  # fmt: skip
 

@@ -1,19 +1,18 @@
-"""SaPS, R2SP and H-PS in the decision core against models in Python, and the policies as values."""
+"""R2SP and H-PS in the decision core against models in Python, and the policies as values."""
 
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_drive import COMMITTED, POLICIES, REFUSED, SECOND, WAIT, Drive, orders
+from policy_drive import COMMITTED, POLICIES, SECOND, WAIT, Drive
 
 from pyps.errors import InputError, InvalidArgument
 from pyps.native.core import Core
-from pyps.native.values import Advice, Config, EventKind, Optimizer, PolicyParams
+from pyps.native.values import Config, EventKind, Optimizer, PolicyParams
 from pyps.store.policies import (
     ASP,
     HPS,
@@ -23,129 +22,6 @@ from pyps.store.policies import (
     Softsync,
     policy_named,
 )
-
-# SaPS.
-
-
-@settings(max_examples=25, deadline=None)
-@given(order=orders, bound=st.integers(0, 4))
-def test_saps_keeps_its_bound_without_waits(order: list[int], bound: int) -> None:
-    drive = Drive(SaPS(threshold="fixed", bound=bound), [5, 3, 2, 7])
-    for k in order:
-        if k in drive.claims:
-            staleness = drive.version - drive.pulled[k]
-            assert drive.push(k) == (REFUSED if staleness > bound else COMMITTED)
-        else:
-            assert drive.start(k)
-    assert all(staleness <= bound for _, staleness, _ in drive.pushes)
-
-
-@settings(max_examples=25, deadline=None)
-@given(order=orders)
-def test_saps_without_a_bound_is_asp(order: list[int]) -> None:
-    drives = [Drive(policy, [5, 3, 2, 7], 100) for policy in (SaPS(threshold="fixed"), ASP())]
-    for k in order:
-        for drive in drives:
-            drive.turn(k)
-    assert drives[0].pushes == drives[1].pushes
-    assert drives[0].trained == drives[1].trained
-
-
-def test_a_rejected_worker_gets_what_it_could_have_done_in_time() -> None:
-    drive = Drive(SaPS(threshold="fixed", bound=3), [8, 8])
-    counts = []
-    for _ in range(6):
-        assert drive.start(0)
-        counts.append(drive.claims[0][1])
-        for _ in range(counts[-1]):  # the other one pushes once for each of its samples
-            drive.start(1)
-            drive.push(1)
-        drive.push(0)
-    assert counts == [8, 2, 2, 2, 2, 2], "0.8 of a bound of 3, at a staleness of 1 for each sample"
-
-
-def test_saps_with_a_bound_of_its_own_hears_a_worker_that_can_never_be_in_time() -> None:
-    drive = Drive(SaPS(), [4, 4])
-    heard = 0
-    for _ in range(10):
-        assert drive.start(0)
-        for _ in range(20):
-            drive.start(1)
-            drive.push(1)
-        heard += drive.push(0) == COMMITTED
-    assert heard >= 6
-
-
-def test_saps_pushes_what_is_done_before_it_is_too_late() -> None:
-    drive = Drive(SaPS(threshold="fixed", bound=4, abort=True), [8, 1])
-    drive.start(0)
-    for done in (2, 4, 6):
-        drive.start(1)
-        drive.push(1)  # staleness is now done / 2
-        advice = drive.core.step(EventKind.CHECK, 0, drive.now, done=done, next=2).advice
-        staleness = done // 2
-        late = Fraction(staleness * (done + 2), done) > 4
-        assert advice == (Advice.PUSH_NOW if late else Advice.CONTINUE)
-    for _ in range(3):
-        drive.start(1)
-        drive.push(1)
-    assert drive.core.step(EventKind.CHECK, 0, drive.now, done=6, next=2).advice == Advice.ABORT
-    with pytest.raises(InvalidArgument):
-        drive.push(0)
-    assert drive.core.ranks()[0].returned == 8
-
-
-class Quantile:
-    """The threshold of SaPS(threshold="quantile") in Python."""
-
-    def __init__(self, q: float, workers: int) -> None:
-        self.q, self.workers, self.tracked = q, workers, 0.0
-
-    def see(self, staleness: int) -> int:
-        step = 0.05 * max(1.0, self.tracked)
-        self.tracked += step * self.q if staleness > self.tracked else -step * (1 - self.q)
-        self.tracked = max(0.0, self.tracked)
-        return max(self.workers, int(self.tracked))
-
-
-@settings(max_examples=20, deadline=None)
-@given(order=st.lists(st.integers(0, 3), min_size=100, max_size=400), q=st.sampled_from([0.5, 0.8, 0.95]))
-def test_saps_tracks_a_quantile(order: list[int], q: float) -> None:
-    drive, model = Drive(SaPS(threshold="quantile", quantile=q), [50] * 4), Quantile(q, 4)
-    for k in order:
-        if k in drive.claims:
-            staleness = drive.version - drive.pulled[k]
-            bound = model.see(staleness)
-            held = drive.claims[k][1]
-            if held > 1:
-                assert drive.push(k) == (REFUSED if staleness > bound else COMMITTED)
-            else:
-                drive.push(k)
-        else:
-            drive.start(k)
-
-
-def test_ringmasters_bound_follows_the_noise() -> None:
-    """|g|^2 = signal + noise / b with unlike batches: the bound is max(N, noise / (b signal))."""
-    noise, signal, batches = 400.0, 1.0, [4, 16]
-    drive = Drive(SaPS(), batches)
-    for _ in range(40):
-        for k, b in enumerate(batches):
-            drive.start(k)
-            drive.push(k, norm=signal + noise / b)
-    mean_inverse = sum(1 / b for b in batches) / 2
-    bound = min(math.ceil(noise * mean_inverse / signal), 16 * 2)  # at most 16 N
-    drive.start(0)
-    for _ in range(bound):
-        drive.start(1)
-        drive.push(1, norm=signal + noise / batches[1])
-    assert drive.push(0, norm=signal + noise / batches[0]) == COMMITTED
-    drive.start(0)
-    for _ in range(bound + 4):
-        drive.start(1)
-        drive.push(1, norm=signal + noise / batches[1])
-    assert drive.push(0) == REFUSED
-
 
 # R2SP.
 
@@ -268,7 +144,11 @@ def test_a_policy_is_what_its_text_says(policy: Policy) -> None:
         ("ssp:slack=1", "key=value with one of scaling, bound"),
         ("asp:x=1", "key=value with one of scaling"),
         ("asp:scaling=twice", "one of samples, none"),
-        ("saps:threshold=sometimes", "one of fixed, quantile, ringmaster"),
+        ("saps:threshold=sometimes", "one of fixed, quantile, ringmaster, measured"),
+        ("saps:late=never", "one of drop, weigh, auto"),
+        ("saps:late=weigh,abort=true", "late=drop, or no abort"),
+        ("saps:noise=-1", "at least 0"),
+        ("saps:threshold=fixed,bound=0,late=weigh", "at least 1"),
         ("saps:bound=4", "threshold=fixed"),
         ("saps:abort=maybe", "true or false"),
         ("saps:quantile=1.5", "0.01 to 0.999"),
@@ -293,6 +173,12 @@ def test_the_core_checks_rules_itself() -> None:
         core(R2SP.number, PolicyParams(slack=1.0))
     with pytest.raises(InvalidArgument, match="quantile"):
         core(SaPS.number, PolicyParams(threshold=1, quantile=math.nan))
+    with pytest.raises(InvalidArgument, match="late"):
+        core(SaPS.number, PolicyParams(late=2))
+    with pytest.raises(InvalidArgument, match="abort"):
+        core(SaPS.number, PolicyParams(late=1, abort=1))
+    with pytest.raises(InvalidArgument, match="noise"):
+        core(SaPS.number, PolicyParams(threshold=3, noise=math.inf))
     made = core(ASP.number, PolicyParams())
     with pytest.raises(InvalidArgument, match="slot"):
         made.step(EventKind.START, 7, 1)

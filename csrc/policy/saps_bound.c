@@ -1,0 +1,100 @@
+/* saps_bound.c: SaPS's bound on staleness, from the times that the workers take.
+ *
+ * With T_i the seconds of worker i's claims, its m fastest workers push rho_m = sum of 1 / T_i gradients a second,
+ * and a gradient of theirs is m steps late on average. As many steps are lost to staleness, and x to noise, so the
+ * time of training goes as (m + x) / rho_m (Tyurin, Richtarik: NeurIPS 2023). m is where that is least. The bound
+ * lets the slowest of these m push, with room for steps that last longer than most:
+ *
+ *     s = ceil(ROOM * T_m * rho_m)
+ *
+ * Gradients count in planned batches of mean size, and a worker with d steps under way as d. T_i is a moving
+ * average over pushes, refused ones included, and never less than the time that the current claim has taken.
+ */
+#include <math.h>
+
+#include "policy/policy.h"
+#include "policy/saps_bound.h"
+
+#define WINDOW   8    /* pushes over which a worker's time is averaged */
+#define ROOM     1.5  /* times the delay of the slowest worker that the bound is made for */
+#define ROUNDING 1e-9 /* within which numbers are equal, so that workers of the same speed count together */
+
+void saps_time_claim(struct view *v, const struct event *e, uint32_t samples) {
+    const struct member *m = view_member(v, e->slot);
+    struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    if (!samples || e->now <= m->claim_since) return;
+    double seconds = (double)(e->now - m->claim_since) * 1e-9 * rank->total.batch / samples;
+    if (rank->cycles < UINT32_MAX) rank->cycles++;
+    if (rank->cycles == 1) rank->cycle_seconds = seconds;
+    else policy_average(&rank->cycle_seconds, seconds, rank->cycles, WINDOW);
+}
+
+static double seconds_of(const struct view *v, const struct rank *rank, uint64_t now) {
+    const struct member *m = view_member(v, rank->slot_plus_1 - 1);
+    double under_way = m->claim_count && now > m->claim_since ? (double)(now - m->claim_since) * 1e-9 : 0;
+    return rank->cycle_seconds > under_way ? rank->cycle_seconds : under_way;
+}
+
+/* The ranks at places 0 .. count-1 are to be sorted. */
+static bool slower(const struct view *v, uint32_t a, uint32_t b) {
+    const struct rank *x = view_rank(v, view_rank(v, a)->by_speed);
+    const struct rank *y = view_rank(v, view_rank(v, b)->by_speed);
+    return x->claim_seconds > y->claim_seconds;
+}
+
+static void swap(struct view *v, uint32_t a, uint32_t b) {
+    uint32_t kept = view_rank(v, a)->by_speed;
+    view_rank(v, a)->by_speed = view_rank(v, b)->by_speed;
+    view_rank(v, b)->by_speed = kept;
+}
+
+static void sift_down(struct view *v, uint32_t from, uint32_t count) {
+    for (uint32_t parent = from, child; (child = 2 * parent + 1) < count; parent = child) {
+        if (child + 1 < count && slower(v, child + 1, child)) child++;
+        if (!slower(v, child, parent)) return;
+        swap(v, parent, child);
+    }
+}
+
+/* A heap sort, in place: a view has no room for another array, and the last order may be of any use or none. */
+static void sort_by_speed(struct view *v, uint32_t count) {
+    for (uint32_t i = count / 2; i-- > 0;) sift_down(v, i, count);
+    for (uint32_t left = count; left > 1;) {
+        swap(v, 0, --left);
+        sift_down(v, 0, left);
+    }
+}
+
+/* The ranks with a worker whose time is known at all come first. Returns how many there are. */
+static uint32_t find_times(struct view *v, uint64_t now) {
+    uint32_t count = 0;
+    uint64_t samples = 0;
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        struct rank *rank = view_rank(v, r);
+        if (!rank->slot_plus_1) continue;
+        rank->claim_seconds = seconds_of(v, rank, now);
+        if (!(rank->claim_seconds > 0)) continue;
+        view_rank(v, count++)->by_speed = r;
+        samples += rank->total.batch;
+    }
+    v->staleness_limit.mean_batch = count ? (double)samples / count : 0;
+    return count;
+}
+
+void saps_set_bound(struct view *v, uint64_t now) {
+    struct staleness_limit *l = &v->staleness_limit;
+    uint32_t count = find_times(v, now);
+    double late = v->policy_params.noise, rho = 0, longest = 0, least = INFINITY;
+    sort_by_speed(v, count);
+    for (uint32_t place = 0; place < count; place++) {
+        const struct rank *rank = view_rank(v, view_rank(v, place)->by_speed);
+        double batch = rank->total.batch / l->mean_batch;
+        double depth = 1.0 + view_member(v, rank->slot_plus_1 - 1)->wants_ahead;
+        double delay = depth * rank->claim_seconds;
+        if (delay > longest) longest = delay;
+        late += depth * batch, rho += batch / rank->claim_seconds;
+        if (late > rho * least * (1 + ROUNDING)) continue;
+        least = late / rho;
+        l->limit = ceil(ROOM * longest * rho * (1 - ROUNDING));
+    }
+}

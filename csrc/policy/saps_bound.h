@@ -1,0 +1,12 @@
+/* saps_bound.h: SaPS's bound on staleness, from the times that the workers take. */
+#ifndef PYPS_SAPS_BOUND_H
+#define PYPS_SAPS_BOUND_H
+
+#include "policy/view.h"
+
+/* A push ends a claim, or a check finds so many of its samples computed: that is how long they took. */
+void saps_time_claim(struct view *view, const struct event *event, uint32_t samples);
+/* Sets staleness_limit.limit and mean_batch. */
+void saps_set_bound(struct view *view, uint64_t now);
+
+#endif
