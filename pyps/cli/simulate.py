@@ -18,9 +18,14 @@ from pyps.errors import InputError
 from pyps.formats import read_cluster
 from pyps.simulate import Logistic, Objective, Result, Scenario, TorchObjective, scenario_of, simulate
 from pyps.simulate.plot import draw, gantt, histogram, trace
+from pyps.simulate.quadratic import NAME as QUADRATIC
+from pyps.simulate.quadratic import quadratic_of
 from pyps.store.policies import Policy, policy_named
 
 LOGISTIC = "logistic"
+LEARN_HELP = (
+    "Compute real gradients; logistic or quadratic:d=100,noise=0.01 (NumPy), or a task as in `pyps profile`."
+)
 TASK_SAMPLES = 2048  # made by a torch task
 GANTT_ITERATIONS = 3
 STATED = "Default: what the file's [run] says, if anything."
@@ -44,12 +49,14 @@ def simulate_command(
         ),
     ] = None,
     even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the planned ones.")] = False,
-    learn: Annotated[
-        str, typer.Option(help="Compute real gradients; logistic (NumPy), or a task as in `pyps profile`.")
-    ] = "",
+    learn: Annotated[str, typer.Option(help=LEARN_HELP)] = "",
     lr: Annotated[float, typer.Option(help="Learning rate for one global batch.")] = 0.1,
     target_loss: Annotated[
         float | None, typer.Option(help="Stop at this loss, and print the time it took.")
+    ] = None,
+    measure_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples between two measurements of the loss.", show_default=False),
     ] = None,
     pipeline: Annotated[
         bool | None,
@@ -88,6 +95,7 @@ def simulate_command(
             objective=_objective(learn, seed),
             lr=lr,
             target_loss=target_loss,
+            measure_every=measure_every or 0,
             timeline=show or plot is not None or trace_to is not None,
             pipeline=pipeline,
         )
@@ -123,6 +131,8 @@ def _objective(name: str, seed: int) -> Objective | None:
         return None
     if name == LOGISTIC:
         return Logistic(seed=seed)
+    if name.partition(":")[0] == QUADRATIC:
+        return quadratic_of(name, seed)
     from pyps.tasks import load_task
 
     task = load_task(name)

@@ -16,12 +16,14 @@ class Jitter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     sigma: of a lognormal factor with mean 1.
     spread: of a uniform factor within 1 +- spread.
+    half_normal: of a factor 1 + half_normal * |N(0, 1)|.
     spike_share, spike_factor: this share of the steps takes so many times as long.
     drift, drift_seconds: relative amplitude and period of a sine.
     """
 
     sigma: Elapsed = 0.0
     spread: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    half_normal: Elapsed = 0.0
     spike_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     spike_factor: Above = 10.0
     drift: Annotated[float, Meta(ge=0, lt=1)] = 0.0

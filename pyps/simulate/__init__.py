@@ -6,6 +6,7 @@ result = simulate(scenario_of("cluster.toml"), "ssp:bound=4", iterations=100)
 from pyps.simulate.devices import Slowdown
 from pyps.simulate.metrics import RankResult, Result
 from pyps.simulate.problem import Logistic, Objective, TorchObjective
+from pyps.simulate.quadratic import Quadratic
 from pyps.simulate.replay import replay
 from pyps.simulate.run import compare, simulate
 from pyps.simulate.scenario import Fault, Scenario, SimWorker, scenario_of
@@ -14,6 +15,7 @@ __all__ = [
     "Fault",
     "Logistic",
     "Objective",
+    "Quadratic",
     "RankResult",
     "Result",
     "Scenario",

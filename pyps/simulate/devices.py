@@ -1,6 +1,6 @@
 """The compute time of a simulated worker: its cost model, times the jitter of real devices.
 
-    seconds(b, t) = (T(b) + added(t)) * lognormal * uniform * spike * drift(t) * co-tenants(t)
+    seconds(b, t) = (T(b) + added(t)) * lognormal * uniform * half-normal * spike * drift(t) * co-tenants(t)
 
 Every worker has its own random stream, so that no draw depends on the order of events.
 """
@@ -71,12 +71,14 @@ class DeviceModel:
         return base * factor * (1.0 + j.drift * math.sin(2.0 * math.pi * now / j.drift_seconds + self._phase))
 
     def _new_factors(self) -> list[float]:
-        """DRAWS factors: lognormal with mean 1, times uniform around 1, and rare spikes."""
+        """DRAWS factors: lognormal with mean 1, uniform around 1, half-normal above 1, and rare spikes."""
         j = self._jitter
         normal = self._draw.standard_normal(DRAWS)
         factors = np.exp(j.sigma * normal - 0.5 * j.sigma**2)
         factors *= self._draw.uniform(1.0 - j.spread, 1.0 + j.spread, DRAWS)
         factors = np.where(self._draw.random(DRAWS) < j.spike_share, factors * j.spike_factor, factors)
+        if j.half_normal:
+            factors *= 1.0 + j.half_normal * np.abs(self._draw.standard_normal(DRAWS))
         drawn: list[float] = factors.tolist()
         return drawn
 

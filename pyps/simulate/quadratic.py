@@ -2,7 +2,8 @@
 
     f(x) = x'Ax / 2 - b'x,  A = tridiag(-1, 2, -1) / 4,  b = (-1, 0, ..., 0) / 4,  x_0 = (sqrt(d), 0, ..., 0)
 
-A gradient of one sample is that of f plus normal noise in each coordinate. As text: `quadratic:d=1729,noise=0.01`.
+A gradient of one sample is that of f plus normal noise in each coordinate. As text it is
+`quadratic:d=1729,noise=0.01`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ MOST_COORDINATES = 1_000_000
 
 
 class Quadratic:
-    """d: coordinates, at least 2. noise: standard deviation of each, in a gradient of one sample. seed: of the noise.
+    """d: coordinates, at least 2. noise: standard deviation of each in a gradient of a sample. seed: of it.
 
-    A sample's noise depends on its position and the seed alone. Raises InputError for a number out of range.
+    A gradient's noise depends on its samples' positions and the seed alone. Raises InputError for a number
+    out of range.
     """
 
     def __init__(self, d: int = 100, noise: float = 0.01, seed: int = 0) -> None:
@@ -56,7 +58,7 @@ class Quadratic:
 
 
 def quadratic_of(text: str, seed: int) -> Quadratic:
-    """The problem of `quadratic` or `quadratic:d=100,noise=0.01`. Raises InputError for an unknown key or value."""
+    """The problem of `quadratic` or `quadratic:d=100,noise=0.01`. Raises InputError for what is neither."""
     values: dict[str, float] = {}
     for item in filter(None, text.partition(":")[2].split(",")):
         key, _, value = item.partition("=")
@@ -66,6 +68,8 @@ def quadratic_of(text: str, seed: int) -> Quadratic:
             number = math.nan
         whole = key == "d" and not number.is_integer()
         if key not in ("d", "noise") or not math.isfinite(number) or whole:
-            raise InputError("--learn", NAME, repr(item), "d=WHOLE NUMBER or noise=NUMBER, separated by commas")
+            raise InputError(
+                "--learn", NAME, repr(item), "d=WHOLE NUMBER or noise=NUMBER, and a comma between"
+            )
         values[key] = number
     return Quadratic(d=int(values.get("d", 100)), noise=values.get("noise", 0.01), seed=seed)

@@ -30,6 +30,7 @@ def simulate(
     seconds: float = math.inf,
     timeline: bool = False,
     pipeline: bool | int = False,
+    measure_every: int = 0,
 ) -> Result:
     """Train in virtual time. The same arguments give the same result to the bit.
 
@@ -38,12 +39,15 @@ def simulate(
     constants. optimizer: "sgd", "momentum", "adamw", "adam" or "adagrad". target_loss: stop once the loss is
     that low; needs an objective. seconds: stop after so much virtual time. timeline: record what each worker
     did and when, for pictures. pipeline: workers overlap transfers with the next steps' compute: so many
-    steps under way; True: as the scenario says of each worker, or 2.
+    steps under way; True: as the scenario says of each worker, or 2. measure_every: samples between
+    two measurements of the loss; 0: a global batch, or more so that there are at most about 200.
 
     Raises InputError, and Deadlock where the workers would wait for ever.
     """
     if iterations < 1:
         raise InputError("simulate", "iterations", str(iterations), "at least 1")
+    if measure_every < 0:
+        raise InputError("simulate", "measure_every", str(measure_every), "at least 0")
     if target_loss is not None and objective is None:
         raise InputError("simulate", "target_loss", str(target_loss), "an objective to go with it")
     chosen = policy_named(policy) if isinstance(policy, str) else policy
@@ -56,7 +60,7 @@ def simulate(
     engine = Engine(scenario, chosen, model, metrics, iterations * scenario.global_batch, seed, depths)
     if objective is not None:
         every = max(1, iterations // CURVE_POINTS) * scenario.global_batch
-        engine.measure(every, target_loss)
+        engine.measure(measure_every or every, target_loss)
     engine.work(seconds)
     return _result(engine, chosen, seed)
 

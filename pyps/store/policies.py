@@ -239,14 +239,14 @@ class DCASGD(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class SaPS(Policy):
-    """Straggler-aware: a gradient with a staleness above the threshold is dropped or weighed; no worker waits.
+    """Straggler-aware: gradients of a staleness above a threshold are weighed or dropped; no worker waits.
 
-    threshold: "measured" (from the workers' times), "ringmaster" (the number of workers, or more where gradients
-    are noisy), "quantile" (of the stalenesses seen, but at least the number of workers) or "fixed" (`bound`; inf:
-    ASP). late: "drop" later gradients, or "weigh" them by threshold / staleness; "auto": weigh those later than a
-    measured threshold, unless workers may abort. noise: what "measured" takes for the variance of a gradient over
-    the squared length of the true one. abort: a late worker learns between micro-batches that its gradient would be
-    dropped, instead of when it is done.
+    threshold: "measured" (from the workers' times), "ringmaster" (the number of workers, or more where
+    gradients are noisy), "quantile" (of the stalenesses seen, but at least the number of workers) or "fixed"
+    (`bound`; inf: ASP). late: "drop" later gradients, or "weigh" them by threshold / staleness; "auto":
+    weigh those later than a measured threshold, unless workers may abort. noise: what "measured" takes for
+    the variance of a gradient over the squared length of the true one. abort: a late worker learns between
+    micro-batches that its gradient would be dropped, instead of when it is done.
     """
 
     threshold: Threshold = "measured"
@@ -254,7 +254,7 @@ class SaPS(Policy):
     quantile: float = 0.9
     abort: bool = False
     late: Late = "auto"
-    noise: float = 8.0
+    noise: float = 4.0
 
     name: ClassVar[str] = "saps"
     number: ClassVar[int] = 9
@@ -274,7 +274,8 @@ class SaPS(Policy):
 
     @property
     def _weighs(self) -> bool:
-        return self.late == "weigh" or (self.late == "auto" and self.threshold == "measured" and not self.abort)
+        automatic = self.threshold == "measured" and not self.abort
+        return self.late == "weigh" or (self.late == "auto" and automatic)
 
     def _params(self) -> PolicyParams:
         return PolicyParams(
