@@ -1,4 +1,4 @@
-"""The papers' claims about BOA, SaPS, R2SP and H-PS as criteria with thresholds, and the measurements for
+"""The papers' claims about BOA, R2SP and H-PS as criteria with thresholds, and the measurements for
 them.
 """
 
@@ -15,9 +15,8 @@ from tuning import (
     Competitor,
     TuningResult,
     TuningScenario,
-    clearly_faster,
+    ceiling,
     cluster_of,
-    ratio_interval,
     tune_all,
 )
 
@@ -37,14 +36,10 @@ BACKUP_ONE = Competitor("backup, one", ("backup:k=1",))
 BACKUP = Competitor("backup, k tuned", ("backup:k=1", "backup:k=2", "backup:k=3"))
 SSP = Competitor("SSP", ("ssp:bound=3", "ssp:bound=8"))
 ASP, DYNSGD = Competitor("ASP", ("asp",)), Competitor("DynSGD", ("dynsgd",))
-SAPS = Competitor("SaPS", ("saps", "saps:threshold=quantile"))
+SAPS = Competitor("SaPS", ("saps",))
 DSSP = Competitor("DSSP", ("dssp:bound=3,extra=12",))
 SOFTSYNC = Competitor("n-softsync", ("softsync:n=1", "softsync:n=4"))
 CONSGD, DCASGD = Competitor("ConSGD", ("consgd",)), Competitor("DC-ASGD", ("dcasgd:lambda=0.04",))
-STRAGGLING = (SAPS, ASP, EVEN, BACKUP_ONE, BACKUP, SSP, DYNSGD, DSSP, SOFTSYNC, CONSGD, DCASGD)
-DRAWN = {competitor.title for competitor in STRAGGLING[:7]}
-SEEDS_OF_SAPS, TUNING_OF_SAPS = tuple(range(1, 16)), (101, 102, 103)
-RIVALS_OF_SAPS = (ASP, EVEN, BACKUP_ONE, BACKUP, SSP, DYNSGD)
 
 
 @dataclass(frozen=True)
@@ -106,39 +101,6 @@ def boa(budget: Budget, _: Path) -> Findings:
         Criterion.at_most("BOA's time over the best one's on equal devices", alike, 1 + UNIFORM_MARGIN),
     ]
     return Findings([*result_tables(found), lbb], criteria, panels(found))
-
-
-def saps(budget: Budget, _: Path) -> Findings:
-    """Policies for stragglers on clusters with stragglers, and on one without."""
-    clusters = ("four", "eight", "sixteen", "heavy", "uniform")
-    if not budget.quick:
-        budget = replace(budget, seeds=SEEDS_OF_SAPS, tuning=TUNING_OF_SAPS)
-    found = tune_all([(TuningScenario(c), e) for c in clusters for e in STRAGGLING], budget)
-    criteria = []
-    for name in clusters[:-1]:
-        of_cluster = [s for s in found if s.scenario.cluster == name]
-        criteria += _saps_criteria(name, dict(zip(STRAGGLING, of_cluster, strict=True)))
-    alike = [s for s in found if s.scenario.cluster == "uniform"]
-    ratio = alike[0].median / min(s.median for s in alike)
-    criteria.append(Criterion.at_most("uniform: SaPS's time over the best one's", ratio, 1 + UNIFORM_MARGIN))
-    return Findings(result_tables(found), criteria, panels([s for s in found if s.competitor.title in DRAWN]))
-
-
-def _saps_criteria(cluster: str, results: dict[Competitor, TuningResult]) -> list[Criterion]:
-    ours, criteria = results[SAPS], []
-    for rival in RIVALS_OF_SAPS:
-        low, high = ratio_interval(results[rival], ours)
-        value = f"{results[rival].median / ours.median:.2f}; by seed {low:.2f} to {high:.2f}"
-        apart = clearly_faster(ours, results[rival])
-        figure = f"{cluster}: {rival.title}'s time over SaPS's"
-        criteria.append(Criterion(figure, value, "95 % intervals apart", apart))
-    idle = max(run.idle_share for run in ours.runs)
-    least = min(rank.samples for run in ours.runs for rank in run.ranks)
-    return [
-        *criteria,
-        Criterion(f"{cluster}: share of time that SaPS waits", f"{idle:.3f}", "0", idle == 0.0),
-        Criterion(f"{cluster}: samples of SaPS's least heard worker", str(least), "> 0", least > 0),
-    ]
 
 
 def r2sp(budget: Budget, _: Path) -> Findings:
@@ -222,19 +184,22 @@ def _iteration(cluster: Scenario, seed: int, iterations: int, *, pipeline: bool)
     return simulate(cluster, "hps", iterations=iterations, seed=seed, pipeline=pipeline).iteration_seconds
 
 
-def result_tables(found: list[TuningResult]) -> list[str]:
-    """A table for each scenario, in order."""
+def result_tables(found: list[TuningResult], *, with_ceiling: bool = False) -> list[str]:
+    """A table for each scenario, in order; with_ceiling: and what bounding staleness can gain there."""
     scenarios = list(dict.fromkeys(s.scenario for s in found))
-    return [_table(scenario, [s for s in found if s.scenario == scenario]) for scenario in scenarios]
+    return [
+        _table(scenario, [s for s in found if s.scenario == scenario], with_ceiling) for scenario in scenarios
+    ]
 
 
-def _table(scenario: TuningScenario, found: list[TuningResult]) -> str:
+def _table(scenario: TuningScenario, found: list[TuningResult], with_ceiling: bool) -> str:
     heading = ["competitor", "chosen", "step size", "s to the loss", "95 % interval", "global batches"]
     rows = [[*heading, "ms a batch", "waiting", "staleness", "dropped", "transfers at once"]]
     rows += [_row(s) for s in sorted(found, key=lambda s: s.median)]
     trials, seeds = sum(s.trials for s in found), len(found[0].runs)
     named = f"`{scenario.cluster}`{'' if scenario.link else ', transfers taking no time'}"
-    title = f"**{named}**: loss {scenario.target:g}, {seeds} seeds, {trials} trials to tune."
+    gain = f", H = {ceiling(cluster_of(scenario, planned=False)):.1f}" if with_ceiling else ""
+    title = f"**{named}**{gain}: loss {scenario.target:g}, {seeds} seeds, {trials} trials to tune."
     return f"{title}\n\n{record.table(rows)}"
 
 

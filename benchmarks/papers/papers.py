@@ -20,9 +20,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import papers_plot
-from acceptance import boa, hps, r2sp, saps
+from acceptance import boa, hps, r2sp
 from benchmark_tools import record
 from papers_real import real
+from papers_saps import saps
 from papers_straggler import straggler
 from tuning import Budget
 

@@ -19,13 +19,23 @@ from pathlib import Path
 import numpy as np
 from digits_mlp import Digits
 
-from pyps.simulate import Result, Scenario, scenario_of, simulate
+from pyps.formats import Jitter
+from pyps.simulate import Result, Scenario, SimWorker, scenario_of, simulate
 
+ROOT64 = "root64"
 CLUSTERS = Path(__file__).resolve().parents[1] / "clusters"
 GRID = (1.0, 4.0, 16.0)  # step sizes for a whole global batch
 FINER = (4.0, 2.0, math.sqrt(2.0))
+MEASURE_EVERY = 256  # samples between two measurements of the loss, or a global batch if that is less
 PATIENCE = 1.25  # a trial ends after this many times the best one's seconds
-STUDENT = {2: 12.706, 3: 4.303, 5: 2.776, 7: 2.447, 15: 2.145}  # t of 95 %, by the number of values
+STUDENT = {
+    2: 12.706,
+    3: 4.303,
+    5: 2.776,
+    7: 2.447,
+    12: 2.201,
+    15: 2.145,
+}  # t of 95 %, by the number of values
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,11 @@ class TuningResult:
         half = STUDENT[len(logs)] * logs.std(ddof=1) / math.sqrt(len(logs))
         return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
 
+    @property
+    def mean(self) -> float:
+        """The geometric mean over seeds; infinite where one never reaches the loss."""
+        return float(np.exp(np.mean(np.log(self.seconds))))
+
     def median_of(self, figure: str) -> float:
         """The median over seeds of an attribute of the runs."""
         return statistics.median(getattr(r, figure) for r in self.runs)
@@ -120,10 +135,33 @@ def digits(seed: int) -> Digits:
 
 def cluster_of(scenario: TuningScenario, *, planned: bool) -> Scenario:
     """The simulated cluster, with the plan's batches or equal ones."""
+    if scenario.cluster == ROOT64:
+        return root64()
     made = scenario_of(CLUSTERS / f"{scenario.cluster}.toml", even=not planned)
     if scenario.link:
         return made
     return replace(made, up_bytes=0.0, down_bytes=0.0, server_bandwidth=math.inf)
+
+
+def root64() -> Scenario:
+    """Worker i of 0 .. 63 takes 1 + sqrt(i) + |N(0, sqrt(i))| of the other clusters' units, at each step anew."""
+    workers = []
+    for i in range(64):
+        root = math.sqrt(i)
+        jitter = Jitter(half_normal=root / (1.0 + root))
+        workers.append(SimWorker(f"w{i}", 16, lambda b, r=root: (1.0 + r) * (0.02 + 0.005 * b), jitter))  # type: ignore[misc]
+    return Scenario(tuple(workers))
+
+
+def ceiling(cluster: Scenario) -> float:
+    """The most that bounding staleness can gain over ASP: H = (N / rho) / T_1.
+
+    T_i: mean seconds of worker i's steps, T_1 the least. rho: the sum of 1 / T_i.
+    """
+    times = [
+        w.cost(w.batch) * (1.0 + w.jitter.half_normal * math.sqrt(2.0 / math.pi)) for w in cluster.workers
+    ]
+    return len(times) / sum(1.0 / t for t in times) / min(times)
 
 
 @dataclass(frozen=True)
@@ -143,6 +181,7 @@ class Trial:
                 self.policy,
                 objective=digits(seed),
                 target_loss=self.scenario.target,
+                measure_every=min(MEASURE_EVERY, self.cluster.global_batch),
                 **options,
             )
 

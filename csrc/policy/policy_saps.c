@@ -35,7 +35,7 @@
 #define RECENT        4           /* claims over which a worker's staleness per sample is averaged */
 #define MARGIN        0.8         /* of s: the staleness that the claims of late workers aim at */
 #define PATIENCE      7           /* gradients of a worker rejected in a row, before one is weighed */
-#define SETTINGS      4           /* of the measured bound, for each N pushes */
+#define SETTINGS      4           /* of the measured bound, for each N pushes; more when a run begins */
 
 static bool is_measured(const struct view *v) { return v->policy_params.threshold == PYPS_MEASURED; }
 static bool is_fixed(const struct view *v) { return v->policy_params.threshold == PYPS_FIXED; }
@@ -107,8 +107,9 @@ static void observe(struct view *v, const struct event *e, uint32_t samples, uin
     if (is_fixed(v) && v->policy_params.late == PYPS_DROP) size_claims(v, m, staleness, limit);
     if (!is_measured(v)) return;
     saps_time_claim(v, e, samples);
-    if (l->limit > 0 && ++l->pushes < v->active / SETTINGS) return;
-    l->pushes = 0;
+    if (l->limit > 0 && ++l->pushes < l->interval) return;
+    uint64_t next = l->interval ? 2 * l->interval : 1, longest = v->active / SETTINGS;
+    l->pushes = 0, l->interval = next < longest ? next : longest;
     saps_set_bound(v, e->now);
 }
 
@@ -184,7 +185,7 @@ static int restore(struct view *v, const pyps_state *state) {
             return fail(PYPS_EINVAL,
                         "state: policy_state[%zu]: found %g; expected a finite number of at least 0", i,
                         numbers[i]);
-    l->limit = l->mean_batch = 0, l->samples = l->pushes = 0; /* times are measured anew */
+    l->limit = l->mean_batch = 0, l->samples = l->pushes = l->interval = 0; /* times are measured anew */
     return PYPS_OK;
 }
 

@@ -186,6 +186,7 @@ struct staleness_limit {    /* saps */
     double mean_batch;      /* planned, of the workers whose times are known */
     uint64_t samples;       /* of all pushes */
     uint64_t pushes;        /* since the limit was set, rejected ones included */
+    uint64_t interval;      /* pushes after which it is set again */
 };
 
 /* What a view is made from. */

@@ -178,7 +178,7 @@ class Measured:
         self.core = Core(config)
         self.means = [0.0] * len(times)
         self.since, self.pulled = [0] * len(times), [0] * len(times)  # when it claimed; samples then
-        self.samples = self.pushes = self.bound = 0
+        self.samples = self.pushes = self.interval = self.bound = 0
         self.late: list[tuple[float, float]] = []  # scale found, expected
         for k in range(len(times)):
             self.core.step(EventKind.JOIN, k, SECOND, rank=k)
@@ -206,7 +206,8 @@ class Measured:
             max(mean, (now - since) * 1e-9) for mean, since in zip(self.means, self.since, strict=True)
         ]
         self.pushes += 1
-        if not self.bound or self.pushes >= len(self.times) // 4:
+        if not self.bound or self.pushes >= self.interval:
+            self.interval = min(2 * self.interval or 1, len(self.times) // 4)
             known = [(t, b) for t, b in zip(under_way, self.batches, strict=True) if t > 0]
             self.bound = by_times([t for t, _ in known], [b for _, b in known], self.noise)
             self.pushes = 0

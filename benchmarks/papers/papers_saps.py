@@ -1,0 +1,112 @@
+"""SaPS's claims as criteria: ahead of ASP where many slow workers make the gradients of few fast ones late,
+and level with the best elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from acceptance import (
+    ASP,
+    BACKUP,
+    BACKUP_ONE,
+    CONSGD,
+    DCASGD,
+    DSSP,
+    DYNSGD,
+    EVEN,
+    SAPS,
+    SOFTSYNC,
+    SSP,
+    UNIFORM_MARGIN,
+    Criterion,
+    Findings,
+    panels,
+    result_tables,
+)
+from tuning import (
+    ROOT64,
+    Budget,
+    Competitor,
+    TuningResult,
+    TuningScenario,
+    clearly_faster,
+    cluster_of,
+    ratio_interval,
+    tune_all,
+)
+
+GAINS = {"many": 2.0, "crowd": 1.6, ROOT64: 1.35, "three": 1.3}  # ASP's time over SaPS's, at least
+LEVEL = ("four", "eight", "sixteen", "heavy", "uniform")
+SHARES = (0.125, 0.25, 0.5, 1.0, 2.0)  # of N: bounds to choose from
+WAITING = (EVEN, BACKUP_ONE, BACKUP, SSP)  # and the policies that never wait, but do worse than those drawn
+OTHERS = (DSSP, SOFTSYNC, CONSGD, DCASGD)
+SEEDS, TUNING = tuple(range(201, 213)), (101, 102, 103)
+
+
+def fixed(cluster: str, late: str) -> Competitor:
+    """SaPS with a fixed bound, the best of some."""
+    workers = len(cluster_of(TuningScenario(cluster), planned=False).workers)
+    bounds = sorted({max(1, round(share * workers)) for share in SHARES})
+    variants = tuple(f"saps:threshold=fixed,bound={bound},late={late}" for bound in bounds)
+    return Competitor(f"SaPS, bound tuned, late: {late}", variants)
+
+
+def competitors(cluster: str) -> tuple[Competitor, ...]:
+    free = (SAPS, ASP, DYNSGD, fixed(cluster, "weigh"), fixed(cluster, "drop"))
+    return (*free, EVEN) if cluster in GAINS else (*free, *WAITING, *OTHERS)
+
+
+def saps(budget: Budget, _: Path) -> Findings:
+    """Tuned policies on clusters where bounding staleness can gain much, and where it cannot."""
+    if not budget.quick:
+        budget = replace(budget, seeds=SEEDS, tuning=TUNING)
+    clusters = ("three", "uniform") if budget.quick else (*GAINS, *LEVEL)
+    found = tune_all([(TuningScenario(c), e) for c in clusters for e in competitors(c)], budget)
+    criteria = []
+    for name in clusters:
+        criteria += _criteria(name, {s.competitor: s for s in found if s.scenario.cluster == name})
+    drawn = {ASP.title, DYNSGD.title, SAPS.title, *(c.title for c in WAITING)}
+    curves = panels([s for s in found if s.competitor.title in drawn])
+    return Findings(result_tables(found, with_ceiling=True), criteria, curves)
+
+
+def _criteria(cluster: str, results: dict[Competitor, TuningResult]) -> list[Criterion]:
+    ours = results[SAPS]
+    criteria = [_gain(cluster, ours, results[ASP])] if cluster in GAINS else [_level(cluster, ours, results)]
+    for rival in (r for r in (*WAITING, DYNSGD) if r in results):
+        low, high = ratio_interval(results[rival], ours)
+        value = f"{results[rival].mean / ours.mean:.2f}; by seed {low:.2f} to {high:.2f}"
+        figure = f"{cluster}: {rival.title}'s time over SaPS's"
+        if rival is DYNSGD:
+            criteria.append(Criterion(figure, value, "ahead or level", high >= 1.0))
+        else:
+            apart = clearly_faster(ours, results[rival])
+            criteria.append(Criterion(figure, value, "95 % intervals apart", apart))
+    idle = max(run.idle_share for run in ours.runs)
+    least = min(rank.samples for run in ours.runs for rank in run.ranks)
+    return [
+        *criteria,
+        Criterion(f"{cluster}: share of time that SaPS waits", f"{idle:.3f}", "0", idle == 0.0),
+        Criterion(f"{cluster}: samples of SaPS's least heard worker", str(least), "> 0", least > 0),
+    ]
+
+
+def _gain(cluster: str, ours: TuningResult, asp: TuningResult) -> Criterion:
+    ratio, least = asp.mean / ours.mean, GAINS[cluster]
+    low, high = ratio_interval(asp, ours)
+    value = f"{ratio:.2f}; by seed {low:.2f} to {high:.2f}"
+    threshold = f">= {least}, 95 % intervals apart"
+    met = ratio >= least and clearly_faster(ours, asp)
+    return Criterion(f"{cluster}: ASP's time over SaPS's", value, threshold, met)
+
+
+def _level(cluster: str, ours: TuningResult, results: dict[Competitor, TuningResult]) -> Criterion:
+    best = min((results[ASP], results[DYNSGD]), key=lambda s: s.mean)
+    low, high = ratio_interval(ours, best)
+    value = f"{ours.mean / best.mean:.2f}; by seed {low:.2f} to {high:.2f}"
+    figure = f"{cluster}: SaPS's time over that of the best of ASP and DynSGD"
+    return Criterion(
+        figure, value, f"<= {1 + UNIFORM_MARGIN:g}", ours.mean <= (1 + UNIFORM_MARGIN) * best.mean
+    )
