@@ -140,10 +140,10 @@ typedef struct {
     uint32_t abort;     /* saps: 1: pyps_should_continue tells a worker that is too late to abort */
     uint32_t scaling;   /* all that do not wait for rounds: PYPS_SCALE_SAMPLES ... */
     uint32_t late;      /* saps: PYPS_DROP, or PYPS_WEIGH by threshold / staleness */
-    double quantile; /* saps: the fraction of stalenesses within the threshold */
-    double lambda_;  /* dcasgd: the weight of its correction */
-    double slack;    /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
-    double patience; /* r2sp: periods after which a turn that is not taken is skipped */
+    double quantile;    /* saps: the fraction of stalenesses within the threshold */
+    double lambda_;     /* dcasgd: the weight of its correction */
+    double slack;       /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
+    double patience;    /* r2sp: periods after which a turn that is not taken is skipped */
     double noise; /* saps, PYPS_MEASURED: of a gradient, squared, over that of the true gradient's length */
     uint64_t custom; /* custom: which one */
 } pyps_policy_params;

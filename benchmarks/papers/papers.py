@@ -1,7 +1,6 @@
 """The claims of the four papers, measured: each system against rivals tuned the same way, over several seeds.
 
-    python benchmarks/papers/papers.py [--quick] [--docs] [--only boa saps r2sp hps straggler real] [--out
-    DIR]
+    python benchmarks/papers/papers.py [--quick] [--docs] [--only PART...] [--out DIR]
 
 Simulations are of the clusters in benchmarks/clusters/ in virtual time, with real gradients (digits_mlp.py);
 `real` runs the same clusters as processes that last as long as their cost models say. --docs puts tables and
@@ -23,12 +22,22 @@ import papers_plot
 from acceptance import boa, hps, r2sp
 from benchmark_tools import record
 from papers_real import real
-from papers_saps import saps
+from papers_saps import processes, saps
 from papers_straggler import straggler
+from ringmaster import ringmaster
 from tuning import Budget
 
 PAGE = "papers.md"
-PARTS = {"boa": boa, "saps": saps, "r2sp": r2sp, "hps": hps, "straggler": straggler, "real": real}
+PARTS = {
+    "boa": boa,
+    "saps": saps,
+    "processes": processes,
+    "ringmaster": ringmaster,
+    "r2sp": r2sp,
+    "hps": hps,
+    "straggler": straggler,
+    "real": real,
+}
 QUICK = Budget(seeds=(1, 2), tuning=(101,), processes=1, quick=True)
 
 

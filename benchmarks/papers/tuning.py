@@ -144,7 +144,7 @@ def cluster_of(scenario: TuningScenario, *, planned: bool) -> Scenario:
 
 
 def root64() -> Scenario:
-    """Worker i of 0 .. 63 takes 1 + sqrt(i) + |N(0, sqrt(i))| of the other clusters' units, at each step anew."""
+    """Worker i of 0 .. 63 takes 1 + sqrt(i) + |N(0, sqrt(i))| of the other clusters' units, drawn anew."""
     workers = []
     for i in range(64):
         root = math.sqrt(i)

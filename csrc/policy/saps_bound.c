@@ -15,7 +15,7 @@
 #include "policy/policy.h"
 #include "policy/saps_bound.h"
 
-#define WINDOW   8    /* pushes over which a worker's time is averaged */
+#define WINDOW   32   /* pushes over which a worker's time is averaged */
 #define ROOM     1.5  /* times the delay of the slowest worker that the bound is made for */
 #define ROUNDING 1e-9 /* within which numbers are equal, so that workers of the same speed count together */
 

@@ -41,6 +41,7 @@ REBALANCE_HELP = "Move samples between workers that become slower or faster."
 CONNECT_HELP = "Address of a store served by `pyps serve`: tcp://host:port/name."
 METRICS_HELP = f"Send figures while it trains: {', '.join(SINKS.values())}; may be repeated."
 NONFINITE_HELP = "Go on when the loss is not finite."
+MICRO_BATCH_HELP = "Most samples to compute at once; in between, saps:abort=true ends late steps."
 CHECKPOINT_HELP = "Versions (500) or time (30s, 5m, 2h) between checkpoints; 0: only at the end."
 KEEP_HELP = "Checkpoints to keep; 0: write none."
 RESUME_HELP = "Go on from a run's newest checkpoint in its folder, or begin a new run with one checkpoint."
@@ -77,6 +78,7 @@ def run_command(
     ranks: Annotated[str | None, typer.Option(metavar="R,R...", help="Start only these ranks here.")] = None,
     rebalance: Annotated[bool, typer.Option("--rebalance", help=REBALANCE_HELP)] = False,
     allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help=NONFINITE_HELP)] = False,
+    micro_batch: Annotated[int | None, typer.Option(help=f"{MICRO_BATCH_HELP} {AS_PLANNED}")] = None,
     metrics: Annotated[list[str] | None, typer.Option(metavar="SINK", help=METRICS_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
 ) -> None:
@@ -108,6 +110,7 @@ def run_command(
         ranks=None if ranks is None else _rank_list(ranks),
         rebalance=rebalance,
         allow_nonfinite=allow_nonfinite,
+        micro_batch=micro_batch,
         metrics=metrics or (),
     )
     given = _given(ctx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,6 +58,12 @@ def simulate_command(
         int | None,
         typer.Option(min=1, help="Samples between two measurements of the loss.", show_default=False),
     ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most samples of a worker at once. Default: as planned.", show_default=False
+        ),
+    ] = None,
     pipeline: Annotated[
         bool | None,
         typer.Option(
@@ -86,6 +92,10 @@ def simulate_command(
     pipeline = run.depths[1] > 1 if pipeline is None else pipeline
     chosen = _policies(policies or run.policy or "all", round_timeout, pipeline)
     scenario = scenario_of(cluster, even=even, plan_path=plan)
+    if micro_batch is not None:
+        scenario = replace(
+            scenario, workers=tuple(replace(w, micro_batch=micro_batch) for w in scenario.workers)
+        )
     results = [
         simulate(
             scenario,

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class RunOptions:
     ranks: the ranks to start here, with connect; None: all.
     rebalance: move samples between ranks while the run trains (pyps.run.rebalance).
     allow_nonfinite: go on when the loss is not finite, instead of ending the run.
+    micro_batch: the most samples that a worker computes at once; between such parts a policy may have it push
+        what is done, or abort; None: as planned.
     metrics: sinks for figures while it trains, such as "prometheus:9100" (pyps.metrics.SINKS).
     """
 
@@ -89,6 +91,7 @@ class RunOptions:
     ranks: Sequence[int] | None = None
     rebalance: bool = False
     allow_nonfinite: bool = False
+    micro_batch: int | None = None
     metrics: Sequence[str] = ()
 
 
@@ -175,7 +178,8 @@ class RunSpec:
             launched=True,
             resume=self.resumed.path,
         )
-        return settings.with_plan(self.plan, self.plan_path).with_mode(self.modes[rank.rank])
+        settings = settings.with_plan(self.plan, self.plan_path).with_mode(self.modes[rank.rank])
+        return replace(settings, micro_batch=self.options.micro_batch or settings.micro_batch)
 
     def environment(self, rank: RankSpec) -> dict[str, str]:
         """The environment of a rank's process: this process's, with the rank's settings."""
@@ -193,6 +197,8 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
     _check_range("max_restarts", options.max_restarts)
     _check_range("keep_checkpoints", options.keep_checkpoints)
     _check_range("seed", options.seed, MAX_SEED)
+    if options.micro_batch is not None and options.micro_batch < 1:
+        raise InputError("pyps.run", "micro_batch", str(options.micro_batch), "at least 1")
     interval_of(options.checkpoint_every, "checkpoint_every")
     if not Path(script).is_file():
         raise InputError("script", "", f"no file at {script}", "a Python script that calls pyps.join()")

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from pyps.errors import InputError
-from pyps.simulate.problem import Vector
+from pyps.simulate.optimizer import Vector
 
 NAME = "quadratic"
 MOST_COORDINATES = 1_000_000

@@ -49,6 +49,7 @@ class Variable(StrEnum):
     PULL_CODEC = "PYPS_PULL_CODEC"  # of parameters, where CODEC is set
     DEPTH = "PYPS_DEPTH"  # steps under way; 2: push and pull overlap with the next step's compute
     ALLOW_NONFINITE = "PYPS_ALLOW_NONFINITE"  # 1: go on when the loss is not finite
+    MICRO_BATCH = "PYPS_MICRO_BATCH"  # the most samples to compute at once; 0: as planned
     STAGING_BUFFERS = "PYPS_STAGING_BUFFERS"  # of each worker: the greatest depth of any
     JOURNAL = "PYPS_JOURNAL"  # file of every decision, for pyps.simulate.replay
     RESUME = "PYPS_RESUME"  # checkpoint that the store is made from
@@ -140,6 +141,8 @@ class Settings:
             raise InputError(ENVIRONMENT, Variable.STORE, "nothing", expected)
         if rank is None:
             rank = _integer(env, Variable.RANK)
+        if micro_batch is None:
+            micro_batch = _integer(env, Variable.MICRO_BATCH, 0) or None
         if micro_batch is not None and micro_batch < 1:
             raise InputError("join", "micro_batch", str(micro_batch), "at least 1")
         plan_path = _path(env, Variable.PLAN)
@@ -199,6 +202,7 @@ class Settings:
             Variable.PULL_CODEC: self.pull_codec.name.lower(),
             Variable.DEPTH: self.depth,
             Variable.ALLOW_NONFINITE: int(self.allow_nonfinite),
+            Variable.MICRO_BATCH: self.micro_batch,
             Variable.STAGING_BUFFERS: self.staging_buffers,
             Variable.JOURNAL: self.journal or "",
             Variable.RESUME: self.resume or "",

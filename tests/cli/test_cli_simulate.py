@@ -113,6 +113,15 @@ def test_the_table_and_the_pictures(cluster: Path, tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_late_workers_abort_between_micro_batches(cluster: Path) -> None:
+    policy = "saps:threshold=fixed,bound=1,abort=true"
+    common = ["--even", "--policies", policy, "--iterations", 20, "--json"]
+    whole, parts = (json.loads(ask(cluster, *common, *more))[0] for more in ([], ["--micro-batch", 8]))
+    assert whole["aborted"] == 0
+    assert parts["aborted"] > 0
+    assert max(map(int, parts["staleness"])) <= 1
+
+
 def test_a_target_stops_and_is_said(cluster: Path) -> None:
     text = ask(
         cluster, "--policies", "asp", "--learn", "logistic", "--lr", 0.5, "--target-loss", 1.0, "--seed", 3

@@ -248,6 +248,7 @@ def test_the_worker_reads_what_the_launcher_wrote(
         codec=codec,
         run_dir=tmp_path / "out",
         throttle_from=throttle,
+        micro_batch=3 if throttle else None,
     )
     spec = prepare(tmp_path / "plan.json", script(tmp_path), options)
     write_setup(spec)
@@ -259,6 +260,7 @@ def test_the_worker_reads_what_the_launcher_wrote(
     assert found == written
     assert (found.store, found.rank, found.batches) == (spec.store, 1, BATCHES)
     assert (found.policy, found.samples, found.seed) == (options.policy, 80, 11)
+    assert found.micro_batch == 3 or not throttle
     assert found.encoding == Encoding(Codec[codec.upper()], error_feedback=codec == "int8")
     assert found.throttle == (ThrottleSpec(factor=2.5) if throttle else None)
     assert (found.run_dir, found.journal, found.launched) == (tmp_path / "out", None, True)
