@@ -8,6 +8,7 @@
 #   make bench     the benchmarks, each with its rival in the same run
 #   make papers    what the four systems promise, measured against tuned rivals, into docs/results/papers.md
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
+#   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
 #   make clean     removes what the other commands made
@@ -20,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-fast lint bench papers soak torture fuzz sanitize clean
+.PHONY: demo test test-fast lint bench papers soak kills torture fuzz sanitize clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -73,6 +74,9 @@ papers: .venv/core
 
 soak: .venv/core
 	$(PY) tests/helpers/soak.py
+
+kills: .venv/core
+	$(PY) tests/helpers/kill_and_resume.py --kills 200
 
 torture: .venv/core
 	$(PY) tests/c/torture.py --faults 5000

@@ -533,7 +533,8 @@ typedef struct {
     uint32_t has_residual;                                     /* 0 or 1 */
     uint32_t turn_rank; /* policies of turns: the rank whose turn is at this place of the ring */
     uint32_t reserved;
-    uint64_t turn_gap; /* nanoseconds from its push to the next, as planned */
+    uint64_t turn_gap;      /* nanoseconds from its push to the next, as planned */
+    pyps_data_set data_set; /* that its workers read; size 0: not known */
 } pyps_rank_state;
 
 typedef struct {

@@ -13,10 +13,12 @@
 #define MAX_COUNT (UINT64_C(1) << 62)
 #define MAX_STEPS (UINT64_C(1) << 39) /* also of versions: a chunk's word has 40 bits for one */
 
-/* A range of samples to assign, and its place in the order in which the ranges were assigned. */
+/* A range of samples to assign, its place in the order in which the ranges were assigned, and whether it may become
+ * one with the ranges before and after it. */
 struct piece {
     pyps_range range;
     uint32_t order;
+    bool joins_before, joins_after;
 };
 
 uint32_t view_state_ranges(const struct view *v) {
@@ -25,11 +27,22 @@ uint32_t view_state_ranges(const struct view *v) {
 
 static void add_piece(struct piece *pieces, uint32_t *count, uint64_t first, uint64_t samples) {
     if (!samples) return;
-    pieces[*count] = (struct piece){{first, samples}, *count};
+    pieces[*count] = (struct piece){{first, samples}, *count, false, false};
     ++*count;
 }
 
-/* In rank order, as rounds assign them; what was given back comes last. */
+/* Of a rank's whole batch: from one longer range the rank would claim the same samples. */
+static void add_claim(const struct view *v, uint32_t rank, struct piece *pieces, uint32_t *count,
+                      struct range claim) {
+    const struct rank *r = view_rank(v, rank);
+    if (!claim.count) return;
+    add_piece(pieces, count, claim.first, claim.count);
+    pieces[*count - 1].joins_before = true;
+    pieces[*count - 1].joins_after = claim.count == (r->next_batch ? r->next_batch : r->total.batch);
+}
+
+/* In rank order, as rounds assign them; what was given back comes last. A claim ends where a range does, so ranges
+ * that were given back stay as they are. */
 static uint32_t gather_pieces(const struct view *v, struct piece *pieces) {
     uint32_t count = 0;
     for (uint32_t claim = 0; claim <= v->max_ahead; claim++)
@@ -37,12 +50,11 @@ static uint32_t gather_pieces(const struct view *v, struct piece *pieces) {
             for (uint32_t k = 0; !claim && k < v->staged; k++) {
                 const struct source *from = &view_pending(v)[k];
                 if (view_member(v, from->slot)->rank == (int32_t)r)
-                    add_piece(pieces, &count, from->first, from->samples);
+                    add_claim(v, r, pieces, &count, (struct range){from->first, from->samples});
             }
             uint32_t slot_plus_1 = view_rank(v, r)->slot_plus_1;
             if (!slot_plus_1) continue;
-            struct range held = view_samples_claimed(v, slot_plus_1 - 1, claim);
-            add_piece(pieces, &count, held.first, held.count);
+            add_claim(v, r, pieces, &count, view_samples_claimed(v, slot_plus_1 - 1, claim));
         }
     for (uint32_t i = 0; i < v->returned; i++)
         add_piece(pieces, &count, view_ranges(v)[i].first, view_ranges(v)[i].count);
@@ -59,21 +71,25 @@ static int by_order(const void *left, const void *right) {
     return a->order < b->order ? -1 : a->order > b->order;
 }
 
-/* Neighbours become one range, and one that ends at *cursor becomes part of what was never assigned. Leaves
- * the ranges in their first order. */
-static uint32_t merge_pieces(struct piece *pieces, uint32_t count, uint64_t *cursor) {
+/* Neighbours become one range where they may, or must so that there are no more than `most`; and one that ends at
+ * *cursor becomes part of what was never assigned. Leaves the ranges in their first order. */
+static uint32_t merge_pieces(struct piece *pieces, uint32_t count, uint64_t *cursor, uint32_t most) {
+    bool all = count > most;
     uint32_t merged = 0;
     qsort(pieces, count, sizeof *pieces, by_first);
     for (uint32_t i = 0; i < count; i++) {
         struct piece *last = merged ? &pieces[merged - 1] : NULL;
-        if (!last || last->range.first + last->range.count != pieces[i].range.first) {
+        bool joins = last && (all || (last->joins_after && pieces[i].joins_before));
+        if (!joins || last->range.first + last->range.count != pieces[i].range.first) {
             pieces[merged++] = pieces[i];
             continue;
         }
         last->range.count += pieces[i].range.count;
+        last->joins_after = pieces[i].joins_after;
         if (pieces[i].order < last->order) last->order = pieces[i].order;
     }
-    if (merged && pieces[merged - 1].range.first + pieces[merged - 1].range.count == *cursor)
+    const struct piece *end = merged ? &pieces[merged - 1] : NULL;
+    if (end && (all || end->joins_after) && end->range.first + end->range.count == *cursor)
         *cursor = pieces[--merged].range.first;
     qsort(pieces, merged, sizeof *pieces, by_order);
     return merged;
@@ -103,6 +119,7 @@ static void capture_rank(const struct view *v, uint32_t r, pyps_rank_state *out)
     out->extra_steps = rank->extra_steps;
     out->turn_rank = rank->turn_rank, out->turn_gap = rank->turn_gap;
     out->has_residual = rank->version_residual != 0;
+    out->data_set = rank->data_set;
     uncount_staged(v, r, out);
 }
 
@@ -121,7 +138,7 @@ int view_capture(struct view *v, pyps_state *out, pyps_rank_state *ranks, pyps_r
     const struct policy *policy = policy_find(v->policy);
     if (policy->detach) policy->detach(v);
     uint64_t cursor = v->cursor;
-    uint32_t count = merge_pieces(pieces, gather_pieces(v, pieces), &cursor);
+    uint32_t count = merge_pieces(pieces, gather_pieces(v, pieces), &cursor, v->ranges);
     for (uint32_t i = 0; i < count; i++) ranges[i] = pieces[i].range;
     free(pieces);
     for (uint32_t r = 0; r < v->ranks; r++) capture_rank(v, r, &ranks[r]);
@@ -172,7 +189,7 @@ static int check_counts(const struct view *v, const pyps_state *state) {
 }
 
 static int check_ranges(const pyps_state *state, struct piece *sorted) {
-    for (uint32_t i = 0; i < state->ranges; i++) sorted[i] = (struct piece){state->range[i], i};
+    for (uint32_t i = 0; i < state->ranges; i++) sorted[i] = (struct piece){state->range[i], i, false, false};
     qsort(sorted, state->ranges, sizeof *sorted, by_first);
     uint64_t end = 0;
     for (uint32_t i = 0; i < state->ranges; i++) {
@@ -212,6 +229,13 @@ static int check_rank(const pyps_state *state, uint32_t r) {
     if (rank->clock > state->fastest)
         return fail(PYPS_EINVAL, "state: rank %u: clock: found %llu; expected at most %llu, the fastest's", r,
                     (unsigned long long)rank->clock, (unsigned long long)state->fastest);
+    const pyps_data_set *data = &rank->data_set;
+    if (data->size && (data->size != sizeof *data || !isfinite(data->mean) || !(data->tolerance >= 0) ||
+                       isinf(data->tolerance)))
+        return fail(PYPS_EINVAL,
+                    "state: rank %u: data_set: found size %u, mean %g, tolerance %g; expected 0 or %zu, and "
+                    "finite numbers",
+                    r, data->size, data->mean, data->tolerance, sizeof *data);
     if (rank->next_batch > INT32_MAX || rank->has_residual > 1)
         return fail(PYPS_EINVAL,
                     "state: rank %u: next_batch, has_residual: found %u, %u; expected below 2^31, 0 or 1", r,
@@ -226,6 +250,7 @@ static void restore_rank(struct rank *rank, const pyps_rank_state *from, bool sa
     rank->clock = from->clock, rank->interval = from->interval;
     rank->step_seconds = from->step_seconds, rank->sample_seconds = from->sample_seconds;
     rank->max_samples = from->max_samples;
+    rank->data_set = from->data_set;
     if (!same_policy) return;
     rank->staleness_per_sample = from->staleness_per_sample;
     rank->next_batch = from->next_batch, rank->extra_steps = from->extra_steps;

@@ -240,11 +240,14 @@ def set_max_samples(store: Pointer, samples: int) -> None:
 
 def set_data_set(store: Pointer, data: DataSet) -> None:
     c = ffi.new("pyps_data_set *")
-    c.size = ffi.sizeof("pyps_data_set")
-    c.length = unsigned("set_data_set", "length", data.length, 64)
-    c.digest = unsigned("set_data_set", "digest", data.digest, 64)
-    c.mean, c.tolerance = data.mean, data.tolerance
+    fill_data_set("set_data_set", c, data)
     check("set_data_set", lib.pyps_set_data_set(store, c))
+
+
+def fill_data_set(what: str, c: Any, data: DataSet) -> None:
+    c.size = ffi.sizeof("pyps_data_set")
+    c.length, c.digest = (unsigned(what, name, getattr(data, name), 64) for name in ("length", "digest"))
+    c.mean, c.tolerance = data.mean, data.tolerance
 
 
 def exchange(store: Pointer, request: PushRequest, flat: Flat) -> tuple[PushResult, int]:

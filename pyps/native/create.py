@@ -10,6 +10,7 @@ from pyps.errors import InvalidArgument
 from pyps.native import (
     Pointer,
     check,
+    fill_data_set,
     fill_policy_params,
     hyper_array,
     owned,
@@ -18,7 +19,7 @@ from pyps.native import (
     unsigned,
 )
 from pyps.native.state import COUNTERS, VECTORS, RankHistory, StoreState
-from pyps.native.values import Config, RankCounters, Tensor
+from pyps.native.values import Config, DataSet, RankCounters, Tensor
 
 MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
 MAX_DIMENSIONS = 8
@@ -110,12 +111,15 @@ def _fill_rank(what: str, c: Any, rank: RankHistory) -> None:
         setattr(c.total, field.name, unsigned(what, field.name, getattr(rank.total, field.name), bits))
     for field in fields(RankHistory):
         value = getattr(rank, field.name)
-        if field.name == "total":
+        if field.name == "total" or value is None:
+            continue
+        if isinstance(value, DataSet):
+            fill_data_set(what, c.data_set, value)
             continue
         if field.type == "float":
             setattr(c, field.name, value)
         else:
-            bits = 64 if field.name in ("clock", "interval") else 32
+            bits = 64 if field.name in ("clock", "interval", "turn_gap") else 32
             setattr(c, field.name, unsigned(what, field.name, value, bits))
 
 

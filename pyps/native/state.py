@@ -10,7 +10,7 @@ import numpy as np
 
 from pyps._native import ffi, lib
 from pyps.native import Pointer, check, hyper_values
-from pyps.native.values import Flat, Hyper, Layout, Optimizer, PolicyParams, RankCounters, Tensor
+from pyps.native.values import DataSet, Flat, Hyper, Layout, Optimizer, PolicyParams, RankCounters, Tensor
 
 # The optimizer's vectors of one number for each parameter, named as torch.optim names them.
 VECTORS: Mapping[Optimizer, tuple[str, ...]] = {
@@ -39,7 +39,7 @@ class RankHistory:
     clock: its steps. interval: nanoseconds between its last two pushes. step_seconds, sample_seconds,
     staleness_per_sample: moving averages; 0: not known. next_batch, max_samples, extra_steps: as the policy
     keeps them. turn_rank: the rank whose turn is at this place of the policy's ring; turn_gap: planned
-    nanoseconds from its push to the next.
+    nanoseconds from its push to the next. data_set: that its workers read; None: not known.
     """
 
     total: RankCounters
@@ -53,6 +53,7 @@ class RankHistory:
     extra_steps: int = 0
     turn_rank: int = 0
     turn_gap: int = 0
+    data_set: DataSet | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,10 @@ def _read(store: Pointer, layout: Layout, tensors: tuple[Tensor, ...], c: Any) -
 
 def _rank_state(c: Any) -> RankHistory:
     total = RankCounters(**{field.name: getattr(c.total, field.name) for field in fields(RankCounters)})
-    own = {field.name: getattr(c, field.name) for field in fields(RankHistory) if field.name != "total"}
-    return RankHistory(total, **own)
+    structs = ("total", "data_set")
+    own = {field.name: getattr(c, field.name) for field in fields(RankHistory) if field.name not in structs}
+    data = {field.name: getattr(c.data_set, field.name) for field in fields(DataSet)}
+    return RankHistory(total, **own, data_set=DataSet(**data) if c.data_set.size else None)
 
 
 def _header(

@@ -82,7 +82,7 @@ class Store:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._staging_buffers: dict[int, StagingBuffer] = {}
-        self._drawn = 0  # pushes that were rounded stochastically
+        self._drawn = 0, 0  # the first sample last claimed, and the pushes rounded stochastically since
         self._views: list[weakref.ref[native.Mapping]] = []
         self.layout: Layout = self._call(native.get_layout)
         self.tensors: tuple[Tensor, ...] = tuple(
@@ -213,7 +213,9 @@ class Store:
 
     def start(self, timeout: float | None = None) -> Claim:
         """Claim the next samples, waiting as the policy says. Raises Ended, Fenced, TimedOut."""
-        return self._call(native.start, native.timeout_seconds(timeout))
+        claim = self._call(native.start, native.timeout_seconds(timeout))
+        self._drawn = claim.first, 0
+        return claim
 
     def start_ahead(self) -> Claim | None:
         """With a step under way, claim the samples of the next one: pushes belong to claims in order.
@@ -222,7 +224,10 @@ class Store:
         claim now: then push first, and start(). Raises Fenced, InvalidArgument under a policy that waits.
         """
         claim = self._call(native.start_ahead)
-        return claim if claim.count else None
+        if not claim.count:
+            return None
+        self._drawn = claim.first, 0
+        return claim
 
     def pull(self, out: Flat | None = None, *, strict: bool = False) -> tuple[Flat, int]:
         """Copy the parameters to `out` (fp32 [flat_elements], contiguous; new if None): (flat, version).
@@ -306,14 +311,17 @@ class Store:
         return self._call(native.exchange, self._checked(request), out)
 
     def _checked(self, request: PushRequest) -> PushRequest:
-        """The request as the core takes it: checked against its sizes, with noise for this push alone."""
+        """The request as the core takes it: checked against its sizes, with noise for this push alone.
+
+        The noise belongs to the samples: a store that goes on from a state draws what the first would have.
+        """
         check_request(request, self.layout)
         how = request.encoding
         if how.rounding != "stochastic":
             return request
         with self._lock:
-            self._drawn += 1
-            mixed = ((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + self._drawn) * GOLDEN
+            first, drawn = self._drawn = self._drawn[0], self._drawn[1] + 1
+            mixed = (((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + first) * GOLDEN + drawn) * GOLDEN
         return replace(request, encoding=replace(how, seed=mixed % 2**64))
 
     def pull_encoded(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from pyps.checkpoint.state import Saved
 from pyps.checkpoint.state import load as load_checkpoint
 from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
+from pyps.formats.turns import TurnSchedule
 from pyps.native.values import Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
 from pyps.store.store import Store
@@ -226,7 +228,7 @@ def set_planned_turns(store: Store, settings: Settings) -> None:
 def _create(settings: Settings, attachment: Attachment) -> Store:
     tensors = attachment.tensors()
     saved = _saved(settings) if settings.resume is not None else None
-    return create_store(
+    store = create_store(
         settings.store,
         {name: values for name, (_, values) in tensors.items()},
         state=saved.state if saved is not None else None,
@@ -239,6 +241,22 @@ def _create(settings: Settings, attachment: Attachment) -> Store:
         staging_buffers=settings.staging_buffers,
         keep=settings.launched,
     )
+    if saved is not None:
+        _take_edited_turns(store, settings.schedule, saved)
+    return store
+
+
+def _take_edited_turns(store: Store, planned: TurnSchedule | None, saved: Saved) -> None:
+    """Turns of the plan, where it was edited since, win over those of the checkpoint; a warning says so."""
+    if planned is None or not store.status().scheduled:
+        return
+    ranks = saved.state.header.ranks
+    if planned.order == tuple(rank.turn_rank for rank in ranks) and all(
+        abs(gap - rank.turn_gap * 1e-9) < 1e-6 for gap, rank in zip(planned.gaps_seconds, ranks, strict=True)
+    ):
+        return
+    store.set_schedule(planned)
+    warnings.warn(f"store {store.name!r}: the plan's turns replace those of {saved.path}", stacklevel=4)
 
 
 def _saved(settings: Settings) -> Saved:

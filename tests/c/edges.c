@@ -326,6 +326,43 @@ static void odd_timeouts(void) {
     must(pyps_close(s), "close");
 }
 
+static int pushed_in_turn(pyps_store *s) {
+    float flat[FLAT];
+    pyps_push_result result;
+    uint64_t version;
+    int rc = push_value_by(s, 1, PYPS_F32, 0, &result);
+    return rc ? rc : pyps_pull(s, flat, &version);
+}
+
+/* Turns that are set are taken in their order, cycle after cycle; others are refused, and change nothing. */
+static void schedule(void) {
+    static const uint32_t order[RANKS] = {2, 0, 1};
+    pyps_turn turns[RANKS];
+    pyps_store *s = created(RANKS, PYPS_R2SP, 60), *workers[RANKS];
+    pyps_status status;
+    for (uint32_t i = 0; i < RANKS; i++) turns[i] = (pyps_turn){.rank = order[i], .gap_seconds = 1e-6};
+    must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "join");
+    must(pyps_set_schedule(s, turns, RANKS, 3e-6), "schedule");
+    expect(pyps_set_schedule(s, turns, RANKS - 1, 3e-6), PYPS_EINVAL, "a turn too few");
+    expect(pyps_set_schedule(s, turns, RANKS, NAN), PYPS_EINVAL, "a period that is no number");
+    turns[1].rank = 2;
+    expect(pyps_set_schedule(s, turns, RANKS, 3e-6), PYPS_EINVAL, "a rank twice");
+    turns[1] = (pyps_turn){.rank = 0, .gap_seconds = -1};
+    expect(pyps_set_schedule(s, turns, RANKS, 3e-6), PYPS_EINVAL, "a gap below 0");
+    for (uint32_t i = 0; i < RANKS; i++) workers[i] = joined();
+    for (uint32_t turn = 0; turn < 4 * RANKS; turn++) {
+        must(pyps_get_status(s, &status), "status");
+        uint32_t mine = order[turn % RANKS], later = order[(turn + 1) % RANKS];
+        CHECK(status.turn_rank == (int)mine, "turn %u is rank %d's; expected %u", turn, status.turn_rank,
+              mine);
+        expect(pushed_in_turn(workers[later]), PYPS_ETIMEDOUT, "a push before its turn");
+        staging_abandon(workers[later]);
+        must(pushed_in_turn(workers[mine]), "push");
+    }
+    for (uint32_t i = 0; i < RANKS; i++) must(pyps_close(workers[i]), "close");
+    must(pyps_close(s), "close");
+}
+
 static const struct {
     const char *name;
     void (*body)(void);
@@ -341,6 +378,7 @@ static const struct {
     {"changing-round", changing_round},
     {"passed-time", passed_time},
     {"odd-timeouts", odd_timeouts},
+    {"schedule", schedule},
 };
 
 int main(int argc, char **argv) {

@@ -59,6 +59,7 @@ EDGES = (
     "changing-round",
     "passed-time",
     "odd-timeouts",
+    "schedule",
 )
 
 

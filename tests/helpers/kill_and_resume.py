@@ -2,8 +2,9 @@
 
     python tests/helpers/kill_and_resume.py --kills 200            # bsp, then asp
 
-Under bsp the parameters and the optimizer's state must be the same bit for bit. Under asp each sample adds
-one to its own parameter, so the parameters count how often each was trained.
+Under bsp the parameters and the optimizer's state must be the same bit for bit, and each step must have had
+the learning rate of its place in the run. Under asp each sample adds one to its own parameter, so the
+parameters count how often each was trained.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pyps.formats.records import read_run
 PYPS = str(Path(sys.executable).parent / "pyps")
 BATCHES = (5, 3)
 LENGTH = 40
+LEARNING_RATE = 0.01
 STARTUP_SECONDS = 60.0
 PAUSE_SECONDS = 0.004  # a step, so that a part lasts longer than its start
 DURING_STARTUP = 0.2  # this share of the kills comes before training
@@ -48,7 +50,8 @@ torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 with pyps.join() as worker:
-    worker.attach(model, optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: 1 / (1 + 0.1 * batch))
+    worker.attach(model, optimizer, scheduler=schedule, clip_norm=0.5)
     for x, y in worker.batches((inputs, targets)):
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
@@ -170,9 +173,15 @@ def check_end(killed: Killed) -> None:
     else:
         counts = load_file(newest / "model.safetensors")["weight"][:, 0]
         np.testing.assert_array_equal(counts, -killed.samples / LENGTH)
+    records = read_run(killed.run_dir)
+    if killed.policy == "bsp":
+        for record in records:
+            expected = LEARNING_RATE / (1 + 0.1 * (record.first // sum(BATCHES)))
+            assert record.lr is not None
+            assert abs(record.lr / expected - 1) < 1e-6, record
     events = read_events(killed.run_dir / "run.jsonl")
     assert sum(event.kind == "resumed" for event in events) >= 1
-    versions = [record.version for record in read_run(killed.run_dir)]
+    versions = [record.version for record in records]
     assert max(versions) == int(newest.name)
 
 

@@ -382,6 +382,10 @@ def test_a_store_that_goes_on_from_a_state_keeps_the_turns(shm: Path) -> None:
         status = new.status()
         assert (status.turn_rank, status.scheduled, status.period_nanoseconds) == (0, True, 60_000_000)
         assert new.state().header.ranks[0].turn_gap == 20_000_000
+    long = replace(state.header.ranks[1], turn_gap=9 * SECOND)
+    header = replace(state.header, ranks=(state.header.ranks[0], long, state.header.ranks[2]))
+    with Store.create("long", state=replace(state, header=header)) as store:
+        assert store.state().header.ranks[1].turn_gap == 9 * SECOND
     with Store.create("fewer", state.parameters, batches=[1, 1], policy="r2sp", state=state) as fewer:
         assert (fewer.status().turn_rank, fewer.status().scheduled) == (0, False)
     broken = replace(state.header.ranks[0], turn_rank=1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pyps.checkpoint.state import load, save
 from pyps.errors import InvalidArgument
 from pyps.native.values import DataSet
 from pyps.store import Store
@@ -48,3 +50,22 @@ def test_numbers_that_compare_with_nothing_are_refused(shm: Path, wrong: DataSet
         store.join()
         with pytest.raises(InvalidArgument, match="finite"):
             store.set_data_set(wrong)
+
+
+def test_a_checkpoint_knows_its_data_set(shm: Path, tmp_path: Path) -> None:
+    data = DataSet(60, 2**55 + 7, 0.5, 0.1)
+    with Store.create("data", {"w": np.zeros(3)}, batches=[1, 1]) as store:
+        store.join(1)
+        store.set_data_set(data)
+        save(store.state(), tmp_path)
+    saved = load(tmp_path).state
+    assert [rank.data_set for rank in saved.header.ranks] == [None, data]
+    with Store.create("again", state=saved) as store:
+        store.join(0)
+        with pytest.raises(InvalidArgument, match="rank 0 has 61 samples, rank 1 has 60"):
+            store.set_data_set(DataSet(61, data.digest, 0.5, 0.1))
+        store.set_data_set(data)
+    broken = replace(saved.header.ranks[1], data_set=DataSet(60, 7, float("nan")))
+    header = replace(saved.header, ranks=(saved.header.ranks[0], broken))
+    with pytest.raises(InvalidArgument, match="rank 1: data_set"):
+        Store.create("broken", state=replace(saved, header=header))
