@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from pyps.errors import InputError
 from pyps.torch.exchange import quantized_sum
 from pyps.torch.norm import UnevenSyncBatchNorm
+from pyps.torch.regroup import Regrouped
 from pyps.torch.residual import Residuals
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.weighting import note_weights
@@ -114,6 +115,7 @@ class WeightedHook:
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
         self._total_future: Reduced | None = None  # done when `_total` holds the sum over ranks
         self._assumed = torch.ones(())
+        self._regrouped: Regrouped | None = None  # in the first step of a run that goes on
         self._stream: Any = None  # on CUDA: the stream of the quantized exchange
         ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         for module in ddp.module.modules():
@@ -127,11 +129,14 @@ class WeightedHook:
     def state_dict(self) -> dict[str, Any]:
         """This rank's kept errors of int8 and int4 by parameter name, in the gradient's own units; and W."""
         total = None if self._total is None else float(self._total)
-        return {"residuals": self._residuals.state_dict(), "total": total}
+        buckets = [list(names) for names in self._residuals.buckets]
+        return {"residuals": self._residuals.state_dict(), "total": total, "buckets": buckets}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put kept errors back. Raises InputError for parameters that the model does not have."""
         self._residuals.load_state_dict(state["residuals"])
+        if buckets := [tuple(names) for names in state.get("buckets", ())]:
+            self._regrouped = Regrouped(buckets, self._residuals.sizes, self._exchange)
         if (total := state.get("total")) is not None:
             self._total = torch.tensor(total, dtype=torch.float64, device=self.device)
 
@@ -227,13 +232,20 @@ class WeightedHook:
     def _reduce_quantized(self, bucket: GradBucket) -> Reduced:
         buffer = bucket.buffer()
         done: Reduced = Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
-        self._exchange(bucket, buffer)
-        done.set_result(buffer)
+        names = self._residuals.names_of(bucket.parameters())
+        if self._regrouped is None:
+            self._exchange(names, buffer)
+            done.set_result(buffer)
+            return done
+        self._regrouped.add(names, buffer, done)
+        if bucket.is_last():
+            self._regrouped.flush()
+            self._regrouped = None
         return done
 
-    def _exchange(self, bucket: GradBucket, buffer: torch.Tensor) -> None:
+    def _exchange(self, names: tuple[str, ...], buffer: torch.Tensor) -> None:
         unit = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
-        kept = self._residuals.of(bucket.parameters(), buffer)
+        kept = self._residuals.of(names, buffer)
         values = _scaled(buffer.to(torch.float32, copy=True), self._scale).add_(kept, alpha=unit)
         total, error, sent = quantized_sum(QUANTIZED[self.wire], values, self.group)
         if unit != 1.0:
