@@ -6,8 +6,8 @@
 
 The tensors are written by torch.distributed.checkpoint, as safetensors; everything else is in
 checkpoint.json. Random states, a WeightedHook's residuals and a Rebalancer's measurements belong to a rank:
-they are loaded where there are as many ranks as before. With as many ranks a run goes on bit for bit, with int8
-and int4 from its second step on: DDP cuts its final buckets then.
+they are loaded where there are as many ranks as before. With as many ranks a run goes on bit for bit; with
+int8 and int4 from its second step on, because DDP cuts its final buckets then.
 """
 
 from __future__ import annotations
