@@ -33,16 +33,14 @@ class Regrouped:
 
     def flush(self) -> None:
         """Exchange all that is there, in the buckets of before; as it came if those have others."""
-        parts = {
-            name: part
-            for names, buffer, _ in self._waiting
-            for name, part in zip(names, buffer.split([self._sizes[n] for n in names]), strict=True)
-        }
+        parts: dict[str, torch.Tensor] = {}
+        for names, buffer, _ in self._waiting:
+            parts |= self._parts(names, buffer)
         if sorted(parts) == sorted(name for names in self._layout for name in names):
             for names in self._layout:
                 whole = torch.cat([parts[name] for name in names])
                 self._exchange(names, whole)
-                for name, total in zip(names, whole.split([self._sizes[n] for n in names]), strict=True):
+                for name, total in self._parts(names, whole).items():
                     parts[name].copy_(total)
         else:
             for names, buffer, _ in self._waiting:
@@ -50,3 +48,8 @@ class Regrouped:
         for _, buffer, done in self._waiting:
             done.set_result(buffer)
         self._waiting.clear()
+
+    def _parts(self, names: Names, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of a bucket, by parameter."""
+        sizes = [self._sizes[name] for name in names]
+        return dict(zip(names, torch.split(whole, sizes), strict=True))
