@@ -140,7 +140,6 @@ class Drive:
                 hyper,
                 encoding=how,
                 timeout=0.0,
-                compute_seconds=turn.seconds,
                 **options,
             )
         except TimedOut:
