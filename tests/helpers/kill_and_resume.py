@@ -131,14 +131,15 @@ class Killed:
         return self.command(self.run_dir, PAUSE_SECONDS)
 
     def _wait_for_training(self, process: psutil.Popen) -> None:
-        """Until this part has a record of its own."""
+        """Until this part has a record of its own, and the run a checkpoint."""
         deadline = time.monotonic() + STARTUP_SECONDS
         children: set[int] = set()
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
                 children = {child.pid for child in process.children(recursive=True)}
             names = [p for p in self.run_dir.glob("worker-*-*.jsonl") if p.stat().st_size]
-            if any(int(path.stem.rpartition("-")[2]) in children for path in names):
+            began = any(int(path.stem.rpartition("-")[2]) in children for path in names)
+            if began and checkpoints(self.run_dir / "checkpoints"):
                 return
             time.sleep(0.01)
 
