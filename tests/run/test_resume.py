@@ -39,7 +39,7 @@ from pyps.run.spec import RunOptions, options_from_json, options_to_json, prepar
 from pyps.store.policies import SSP
 
 PYPS = str(Path(sys.executable).parent / "pyps")
-KILLED_SAMPLES = 2400  # more than are trained before the run is killed
+KILLED_SAMPLES = 1200  # more than are trained before the run is killed
 
 
 @pytest.fixture
