@@ -2,7 +2,8 @@
 
     python benchmarks/ddp.py [hook] [link] [devices] [--docs]      # all three by default
 
-hook: two gloo ranks on this machine with equal batches, 10 M parameters; a round is one step each with
+hook: two gloo ranks on this machine with equal batches, 10 M parameters (--device cuda: one NCCL rank, larger
+models); a round is one step each with
 plain DDP, with torch's own averaging hook and with the weighted one, in turn. DDP divides while it copies a
 gradient into its bucket; behind a hook the scaling is a pass of its own, so it weighs most where a parameter
 has little work to do (mlp). The median of the rounds' ratios with its 95 % interval by bootstrap. link: two
@@ -33,6 +34,9 @@ sys.path.insert(0, str(HERE.parent / "examples" / "ddp"))
 OVERHEAD, SPEEDUP, WIRE_BYTES = 0.03, 2.0, 0.27
 DEADLINE_SECONDS = 240
 PARTS = ("hook", "link", "devices")
+# Models of the hook's part: name, width, batch.
+ON_CPU = ("mlp", 1830, 256), ("convolutions", 512, 32)
+ON_GPU = ("mlp", 1830, 4096), ("torchvision:resnet50", 0, 64), ("transformers:gpt2", 0, 16)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="of the benchmark; all by default")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the hook's part")
     parser.add_argument("--pairs", type=int, default=30, help="rounds of the hook's part")
     parser.add_argument("--size", type=float, default=1.0, help="of the hook's models, relative")
     parser.add_argument("--mbit", type=float, default=200.0, help="of the link")
@@ -56,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             said.append(f"{text}\n\nOthers kept {others[0]:.0%} of the machine busy meanwhile.")
             kept = kept and well
     if options.docs:
-        record.write_section("ddp", "\n\n".join([f"{record.machine()}.", *said]))
+        section = "ddp" if options.device == "cpu" else "ddp-gpu"
+        record.write_section(section, "\n\n".join([f"{record.machine()}.", *said]))
     return 0 if kept else 1
 
 
@@ -73,9 +79,11 @@ def hook(options: argparse.Namespace) -> tuple[bool, str]:
     ]
     rows = [[*heading, "its thread's work"]]
     well = True
-    for model, width, batch in (("mlp", 1830, 256), ("convolutions", 512, 32)):
+    cuda = options.device == "cuda"
+    for model, width, batch in ON_GPU if cuda else ON_CPU:
         chosen = {"model": model, "width": max(16, round(width * options.size)), "pairs": options.pairs}
-        found = launch("hook", chosen | {"batch": batch}, [[], []])[0]
+        more = {"batch": batch, "device": options.device}
+        found = launch("hook", chosen | more, [[]] if cuda else [[], []])[0]
         seconds = found["seconds"]
         plain = [took["plain"][0] for took in seconds]
         torchs, ours = (ratios(seconds, name) for name in ("torch", "pyps"))
@@ -85,7 +93,14 @@ def hook(options: argparse.Namespace) -> tuple[bool, str]:
         thread = f"{median(ratios(seconds, 'pyps', 1)):+.1%}"
         rows.append([name, str(batch), record.milliseconds(plain), *overheads, f"<= {OVERHEAD:.0%}", thread])
         well = well and median(ours) <= OVERHEAD
-    return well, f"{record.table(rows)}\n\n{options.pairs} rounds of each, 2 gloo ranks, equal batches."
+    setting = f"1 NCCL rank on {gpu()}" if cuda else "2 gloo ranks"
+    return well, f"{record.table(rows)}\n\n{options.pairs} rounds of each, {setting}, equal batches."
+
+
+def gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def ratios(seconds: list[dict[str, list[float]]], name: str, which: int = 0) -> list[float]:

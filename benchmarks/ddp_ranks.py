@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from pyps.tasks import TrainingTask, load_task
 from pyps.torch import weighted_hook
 
 DEVICE = "pyps0"  # the shaped link's end
@@ -39,16 +40,35 @@ def convolutions(width: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
 
 
+def task_of(model: str, width: int) -> TrainingTask:
+    """One of the two models above, with a batch of this rank's own, or a task by its name."""
+    if ":" in model:
+        return load_task(model)
+    kind, shape = (wide, (width,)) if model == "mlp" else (convolutions, (3, 32, 32))
+    draws = torch.Generator().manual_seed(dist.get_rank())
+
+    def make_batch(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(batch, *shape, generator=draws)
+        return inputs, torch.randint(10, (batch,), generator=draws)
+
+    return TrainingTask(kind(width), make_batch, nn.functional.cross_entropy)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def hook(chosen: argparse.Namespace) -> dict[str, Any]:
     """Of each round, by way of averaging: seconds of forward and backward, and of this thread's own work."""
     torch.manual_seed(0)
-    kind, shape = (wide, (chosen.width,)) if chosen.model == "mlp" else (convolutions, (3, 32, 32))
-    models = {name: DistributedDataParallel(kind(chosen.width)) for name in ("plain", "torch", "pyps")}
+    device = torch.device(chosen.device)
+    task = task_of(chosen.model, chosen.width)
+    modules = {name: copy.deepcopy(task.model).to(device) for name in ("plain", "torch", "pyps")}
+    models = {name: DistributedDataParallel(module) for name, module in modules.items()}
     models["torch"].register_comm_hook(dist.group.WORLD, allreduce_hook)
     weighted_hook(models["pyps"])
-    draws = torch.Generator().manual_seed(dist.get_rank())
-    inputs = torch.randn(chosen.batch, *shape, generator=draws)
-    targets = torch.randint(10, (chosen.batch,), generator=draws)
+    inputs, targets = (part.to(device) for part in task.make_batch(chosen.batch))
     names, seconds = list(models), []
     for number in range(chosen.pairs + WARM_UP):
         took = {}
@@ -56,8 +76,10 @@ def hook(chosen: argparse.Namespace) -> dict[str, Any]:
         for name in names[first:] + names[:first]:
             models[name].zero_grad()
             dist.barrier()
+            synchronize(device)
             began, worked = time.perf_counter(), time.thread_time()
-            nn.functional.cross_entropy(models[name](inputs), targets).backward()
+            task.loss(models[name](inputs), targets).backward()
+            synchronize(device)
             took[name] = time.perf_counter() - began, time.thread_time() - worked
         seconds.append(took)
     parameters = sum(p.numel() for p in models["plain"].parameters())
@@ -122,7 +144,8 @@ JOBS = {"hook": hook, "link": link}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    print(json.dumps(JOBS[sys.argv[1]](argparse.Namespace(**json.loads(sys.argv[2])))), flush=True)
+    options = argparse.Namespace(**json.loads(sys.argv[2]))
+    dist.init_process_group("nccl" if getattr(options, "device", "cpu") == "cuda" else "gloo")
+    print(json.dumps(JOBS[sys.argv[1]](options)), flush=True)
     dist.destroy_process_group()
     os._exit(0)  # torch's own threads may abort a process while its interpreter is torn down

@@ -23,6 +23,10 @@ from record import machine, table, write_section
 from pyps.formats import read_profile
 
 SHARES = (70, 30)  # percent of the multiprocessors
+OTHERS = {  # other runs by the same plan
+    "even split, ms": ("--even",),
+    "asp, int8, ms": ("--policy", "asp", "--codec", "int8"),
+}
 GPU_LARGEST = {"mlp": 8192, "cnn": 2048, "transformer": 1024}
 
 
@@ -30,15 +34,18 @@ GPU_LARGEST = {"mlp": 8192, "cnn": 2048, "transformer": 1024}
 def multi_process_service(folder: Path) -> Iterator[bool]:
     """Runs it for this process's children; False where it cannot be started."""
     control = shutil.which("nvidia-cuda-mps-control")
-    os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-    if not control or subprocess.run([control, "-d"], capture_output=True, check=False).returncode:
-        del os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+    folders = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    environment = {**os.environ, **folders}
+    if not control or subprocess.run([control, "-d"], capture_output=True, env=environment).returncode:
         yield False
         return
+    os.environ |= folders
     try:
         yield True
     finally:
-        subprocess.run([control], input="quit\n", text=True, capture_output=True, check=False)
+        subprocess.run([control], input="quit\n", text=True, capture_output=True)
+        for name in folders:
+            del os.environ[name]
 
 
 def clients_of(service: bool, device: str) -> tuple[tuple[Client, ...], str]:
@@ -64,7 +71,7 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     largest = LARGEST if device == "cpu" else GPU_LARGEST
-    rows = [["model", "fits", "left out", "batches", "plan ms", "run ms", "run / plan"]]
+    rows = [["model", "fits", "left out", "batches", "plan ms", "run ms", "run / plan", *OTHERS]]
     with tempfile.TemporaryDirectory() as pipes, multi_process_service(Path(pipes)) as service:
         clients, how = clients_of(service, device)
         for model in options.models.split(","):
@@ -72,6 +79,10 @@ def main() -> None:
                 folder = Path(name)
                 profile_together(model, sizes(largest[model]), clients, folder)
                 run = run_plan(model, largest[model], clients, folder, device)
+                others = [
+                    run_plan(model, largest[model], clients, folder, device, f"other-{k}", more)
+                    for k, more in enumerate(OTHERS.values())
+                ]
                 fits = [read_profile(folder / f"{client.name}.json").fit for client in clients]
             rows.append(
                 [
@@ -82,6 +93,7 @@ def main() -> None:
                     f"{1e3 * run.predicted_seconds:.1f}",
                     f"{1e3 * run.measured_seconds:.1f}",
                     f"{run.ratio:.3f}",
+                    *(f"{1e3 * other.measured_seconds:.1f}" for other in others),
                 ]
             )
     name = torch.cuda.get_device_name() if device != "cpu" else "CPU"

@@ -112,8 +112,20 @@ def profile_together(model: str, batches: list[int], clients: Sequence[Client], 
         pyps("pyps-profile", "link", folder / f"{client.name}.json")
 
 
-def run_plan(model: str, both: int, clients: Sequence[Client], folder: Path, device: str = "cpu") -> Run:
-    """Plan a global batch for the clients, train by the plan, and compare."""
+def run_plan(
+    model: str,
+    both: int,
+    clients: Sequence[Client],
+    folder: Path,
+    device: str = "cpu",
+    name: str = "run",
+    more: Sequence[str] = (),
+) -> Run:
+    """Plan a global batch for the clients, train by the plan, and compare.
+
+    model: a task's name. both: the global batch. clients: with their profiles in the folder. name: of the
+    run's folder. more: options of `pyps run`.
+    """
     text = f"[job]\nglobal_batch = {both}\n"
     for client in clients:
         text += f'[[worker]]\nname = "{client.name}"\nprofile = "{client.name}.json"\n'
@@ -122,11 +134,11 @@ def run_plan(model: str, both: int, clients: Sequence[Client], folder: Path, dev
     parts = [c.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for c in clients]
     shares = [",".join(part for part in parts if part)] if all(parts) else []
     emulated = ["--throttle-from", "plan"] if any("--throttle" in c.options for c in clients) else []
-    options = ["--plan", folder / "plan.json", *emulated, "--samples", ITERATIONS * both]
+    options = ["--plan", folder / "plan.json", *emulated, "--samples", ITERATIONS * both, *more]
     worker = [HERE / "builtin_worker.py", model, device, *shares]
-    pyps("pyps", "run", *options, "--run-dir", folder / "run", *worker)
+    pyps("pyps", "run", *options, "--run-dir", folder / name, *worker)
     plan = read_plan(folder / "plan.json")
-    measured = read_report(folder / "run" / "report.json").iteration_seconds.median
+    measured = read_report(folder / name / "report.json").iteration_seconds.median
     return Run(tuple(w.batch for w in plan.workers), plan.iteration_seconds, measured)
 
 

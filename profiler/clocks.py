@@ -34,7 +34,10 @@ def gpu_clocks(device: torch.device) -> Iterator[list[str]]:
     def look() -> None:
         nonlocal seen
         while not done.wait(LOOK_SECONDS):
-            seen |= int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+            try:
+                seen |= int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+            except nvml.NVMLError:  # some virtual GPUs do not tell
+                return
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()

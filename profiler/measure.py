@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -98,7 +98,8 @@ def profile_model(
         settle(stepper, batches[len(batches) // 2], notify)
         with gpu_clocks(target) as clocks:
             seconds = time_in_rounds(stepper, batches, repeats, progress)
-        parts = {batch: time_parts(stepper, batch) for batch in batches}
+        probes = _timed_ones(probes, seconds, stepper, notify)
+        parts = {probe.batch: time_parts(stepper, probe.batch) for probe in probes}
         _report_overrun(stepper, notify)
     for reason in clocks:
         notify(f"the GPU ran below its clocks while it was timed: {reason}")
@@ -163,10 +164,14 @@ def climb(
             _say_limit(stepper, probes, batch, notify)
             break
         probes.append(probe)
+    _check_two(probes, stepper)
+    return _thinned(probes) if sizes is None else probes
+
+
+def _check_two(probes: Sequence[Probe], stepper: Stepper) -> None:
     if len(probes) < 2:
         found = f"memory for {len(probes)} of the batch sizes ({stepper.budget_bytes:,} bytes)"
         raise InputError("batches", "", found, "room for two sizes: smaller batches or model")
-    return _thinned(probes) if sizes is None else probes
 
 
 def time_in_rounds(
@@ -175,6 +180,7 @@ def time_in_rounds(
     """Seconds of the steps of every batch size, in interleaved rounds; a seed fixes the order.
 
     Each size gets `repeats` steps, and then up to MAX_REPEATS while its median's error exceeds MEDIAN_ERROR.
+    A size that does not fit into memory any more is left out.
     """
     seconds: dict[int, list[float]] = {batch: [] for batch in batches}
     order, shuffle = list(batches), random.Random(0).shuffle
@@ -183,14 +189,31 @@ def time_in_rounds(
         shuffle(order)
         wanted = [b for b in order if number < repeats or median_and_error(seconds[b])[1] > MEDIAN_ERROR]
         for batch in wanted:
-            data = stepper.prepare(batch)
-            stepper.timed_step(data, batch)  # untimed: caches, allocator, clock and throttle settle
-            seconds[batch].append(stepper.timed_step(data, batch))
-            del data
+            try:
+                data = stepper.prepare(batch)
+                stepper.timed_step(data, batch)  # untimed: caches, allocator, clock and throttle settle
+                seconds[batch].append(stepper.timed_step(data, batch))
+            except OutOfMemoryError:
+                order.remove(batch)
+                del seconds[batch]
+                continue
+            finally:
+                data = None
             done += 1
             if progress is not None:
                 progress(done, max(done, repeats * len(batches)))
     return seconds
+
+
+def _timed_ones(
+    probes: Sequence[Probe], seconds: Mapping[int, list[float]], stepper: Stepper, notify: Notify
+) -> list[Probe]:
+    """The probes of the sizes that were timed. Raises InputError if fewer than two were."""
+    timed = [probe for probe in probes if probe.batch in seconds]
+    if left_out := [probe.batch for probe in probes if probe.batch not in seconds]:
+        notify(f"memory for batches {left_out} was there at first, but not while they were timed: left out")
+    _check_two(timed, stepper)
+    return timed
 
 
 def settle(stepper: Stepper, batch: int, notify: Notify) -> bool:

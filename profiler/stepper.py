@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 CPU_MEMORY_SHARE = 0.8  # of the free memory; the rest stays for the page cache and other processes
+# Of torch's allocator on a CPU, and of CUDA and its libraries, which allocate by themselves.
+OUT_OF_MEMORY = "DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED"
 PARTS = ("data", "forward", "backward", "optimizer")
 PROC_SELF = Path("/proc/self")
 
@@ -167,7 +169,7 @@ class _TaskStepper:
         try:
             return action()
         except Exception as error:
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise OutOfMemoryError(what) from None
             found = f"{type(error).__name__}: {error}".splitlines()[0]
             raise InputError(self._where, what, found, "a training step that runs") from error
@@ -245,12 +247,16 @@ class CudaStepper(_TaskStepper):
             with self.throttle.span(batch) as span:
                 self.step(data)
             return span.lasted_seconds
-        with self._cuda.device(self._device):
-            begin, end = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
+        begin, end = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
+
+        def train() -> None:
             begin.record()
-            self._guarded("training step", lambda: self._train(data))
+            self._train(data)
             end.record()
             end.synchronize()
+
+        with self._cuda.device(self._device):
+            self._guarded("training step", train)
         return float(begin.elapsed_time(end)) / 1e3
 
     def peak_bytes(self, data: Any) -> int:
@@ -260,6 +266,16 @@ class CudaStepper(_TaskStepper):
         self.step(data)
         return int(self._cuda.max_memory_reserved(self._device))
 
+    def _guarded(self, what: str, action: Any) -> Any:
+        """Where memory is short, once more after the allocator has given back what it keeps in pieces."""
+        try:
+            return super()._guarded(what, action)
+        except OutOfMemoryError:
+            pass  # the error held the step's tensors
+        gc.collect()
+        self._cuda.empty_cache()
+        return super()._guarded(what, action)
+
     def _train_and_wait(self, data: Any) -> None:
         self._train(data)
         self._wait()
@@ -268,12 +284,12 @@ class CudaStepper(_TaskStepper):
         self._cuda.synchronize(self._device)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     import torch
 
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
 def _pieces(data: Any, count: int) -> list[Any]:

@@ -82,7 +82,7 @@ def save(
         done = _trained(sampler, rounds)
         common |= {"sampler": sampler.state_dict(done), "changes": sampler.changes(done)}
     rank = dist.get_rank(group)
-    own: dict[str, Any] = {"random": pack(_random_states(), f"rank{rank}.random", tensors)}
+    own: dict[str, Any] = {"random": pack(_random_states(_gpu_of(model)), f"rank{rank}.random", tensors)}
     for name, value in state.items():
         plain = value.state_dict() if hasattr(value, "state_dict") else value
         if isinstance(value, OF_A_RANK):
@@ -148,7 +148,7 @@ def load(
         elif same_ranks or not isinstance(value, OF_A_RANK):
             raise InputError(where, name, "nothing", f"a state that was saved as {name}=")
     if same_ranks:
-        _set_random_states(unpack(own["random"], tensors))
+        _set_random_states(unpack(own["random"], tensors), _gpu_of(model))
     return {name: unpack(value, tensors) for name, value in rest.items()} | {"step": manifest.version}
 
 
@@ -280,19 +280,27 @@ def _load_optimizer(where: str, optimizer: torch.optim.Optimizer, state: Any) ->
         raise InputError(where, "optimizer", f"another state ({error})", expected) from None
 
 
-def _random_states() -> dict[str, Any]:
+def _gpu_of(model: torch.nn.Module) -> torch.device | None:
+    """The GPU whose random numbers the model takes; None on a CPU without one."""
+    if not torch.cuda.is_available():
+        return None
+    current = torch.device("cuda", torch.cuda.current_device())
+    return next((p.device for p in model.parameters() if p.device.type == "cuda"), current)
+
+
+def _random_states(gpu: torch.device | None) -> dict[str, Any]:
     """Of torch, NumPy and Python in this process."""
     kind, keys, *rest = np.random.get_state()
     states = {"torch": torch.get_rng_state(), "numpy": (kind, np.asarray(keys, np.int64), *rest)}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if gpu is not None:
+        states["cuda"] = torch.cuda.get_rng_state(gpu)
     return {**states, "python": random.getstate()}
 
 
-def _set_random_states(states: Mapping[str, Any]) -> None:
+def _set_random_states(states: Mapping[str, Any], gpu: torch.device | None) -> None:
     torch.set_rng_state(states["torch"])
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    if "cuda" in states and gpu is not None:
+        torch.cuda.set_rng_state(states["cuda"], gpu)

@@ -112,6 +112,7 @@ class WeightedHook:
         self._weight: Any = 0.0  # w of the latest micro-batch
         self._accumulates = False  # whether the latest micro-batch ran under no_sync()
         self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
+        self._may_be_zero = True  # whether w_i may be 0, as far as the CPU knows
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
         self._total_future: Reduced | None = None  # done when `_total` holds the sum over ranks
         self._assumed = torch.ones(())
@@ -172,7 +173,8 @@ class WeightedHook:
 
     def _sum_weights(self, device: torch.device, wait: bool) -> None:
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
-        weight = torch.as_tensor(self._accumulated_weight + self._weight, dtype=torch.float64, device=device)
+        own = self._accumulated_weight + self._weight
+        weight = _as_float64(own, device)
         self._accumulated_weight, self._accumulates = 0.0, False
         total, before = weight.clone(), self._total
         work = dist.all_reduce(total, group=self.group, async_op=True)
@@ -186,7 +188,9 @@ class WeightedHook:
             self._total_future = work.get_future()
             self._assumed = _not_zero(before)
         self._total = total
-        self._scale = (weight if self.reduction == "mean" else 1.0) / self._assumed
+        means = self.reduction == "mean"
+        self._scale = (weight if means else 1.0) / self._assumed
+        self._may_be_zero = means and (isinstance(own, torch.Tensor) or not own)
 
     def _check(self, total: float) -> None:
         if self._sampler is None or self._count is not None or self.reduction == "sum":
@@ -198,7 +202,7 @@ class WeightedHook:
 
     def _reduce_plain(self, buffer: torch.Tensor) -> Reduced:
         half = HALVES.get(self.wire)
-        message = _scaled(buffer, self._scale) if half is None else _scaled(buffer, self._scale).to(half)
+        message = self._scaled(buffer) if half is None else self._scaled(buffer).to(half)
         ranks = dist.get_world_size(self.group)
         self.gradient_bytes.sent += 2 * message.numel() * message.element_size() * (ranks - 1) // ranks
         done = dist.all_reduce(message, group=self.group, async_op=True).get_future()
@@ -214,8 +218,19 @@ class WeightedHook:
             return buffer
 
         futures = [done] if total_future is None else [total_future, done]
-        result: Reduced = torch.futures.collect_all(futures).then(finish)
+        # On CUDA what follows a future that knows its device has a stream of its own, and the backward pass
+        # goes on; that of collect_all() knows none. Gloo's threads would wait in `finish`.
+        last = done if buffer.device.type == "cuda" else torch.futures.collect_all(futures)
+        result: Reduced = last.then(finish)
         return result
+
+    def _scaled(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The buffer, scaled in place. A mean over no targets has a NaN gradient: weight 0 makes it zero."""
+        if buffer.device.type == "cpu":
+            factor = float(self._scale)  # three times as fast as a float64 tensor of one
+            return buffer.mul_(factor) if factor else buffer.zero_()
+        _multiply(buffer, self._scale)
+        return buffer.masked_fill_(self._scale == 0, 0) if self._may_be_zero else buffer
 
     @contextmanager
     def _on_own_stream(self, device: torch.device) -> Iterator[None]:
@@ -246,7 +261,7 @@ class WeightedHook:
     def _exchange(self, names: tuple[str, ...], buffer: torch.Tensor) -> None:
         unit = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
         kept = self._residuals.of(names, buffer)
-        values = _scaled(buffer.to(torch.float32, copy=True), self._scale).add_(kept, alpha=unit)
+        values = self._scaled(buffer.to(torch.float32, copy=True)).add_(kept, alpha=unit)
         total, error, sent = quantized_sum(QUANTIZED[self.wire], values, self.group)
         if unit != 1.0:
             error.div_(unit)
@@ -264,18 +279,25 @@ def _not_zero(total: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, total, 1.0)
 
 
-def _scaled(buffer: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The buffer, multiplied in place. A mean over no targets has a NaN gradient: weight 0 makes it zero."""
-    if buffer.device.type == "cpu":
-        factor = float(scale)  # three times as fast as a float64 tensor of one
-        return buffer.mul_(factor) if factor else buffer.zero_()
-    return buffer.mul_(scale).masked_fill_(scale == 0, 0)
+def _as_float64(number: Any, device: torch.device) -> torch.Tensor:
+    """A number or a tensor as float64 [] on a device; for a number the CPU does not wait for the device."""
+    if isinstance(number, torch.Tensor):
+        return number.to(device, torch.float64)
+    return torch.full((), number, dtype=torch.float64, device=device)
+
+
+def _multiply(buffer: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply in place by a factor on the same device, which half precision would round."""
+    wide = buffer.to(torch.float32) if buffer.dtype in HALVES.values() else buffer
+    torch._foreach_mul_([wide], factor.to(wide.dtype))  # a vector at a time; mul_() goes value by value
+    if wide is not buffer:
+        buffer.copy_(wide)
 
 
 def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
     """Multiply a sum that was scaled with another W; mostly the ratio is 1."""
     if buffer.device.type != "cpu":
-        buffer.mul_(ratio)
+        _multiply(buffer, ratio)
     elif (factor := float(ratio)) != 1.0:
         buffer.mul_(factor)
 

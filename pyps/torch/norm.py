@@ -129,7 +129,7 @@ class _Normalise(torch.autograd.Function):
         shape, others = _across(normed), _not_channels(normed)
         above = above.to(normed.dtype)
         sums = torch.stack([above.sum(others), (above * normed).sum(others)])  # gradients of bias and weight
-        own = torch.as_tensor(1.0 if ctx.loss_weight is None else ctx.loss_weight()).to(sums)
+        own = _like(sums, 1.0 if ctx.loss_weight is None else ctx.loss_weight())
         total = sums * own
         dist.all_reduce(total, group=ctx.group)
         # The reduction leaves out a loss of weight 0, and with it this rank's gradient.
@@ -151,7 +151,7 @@ def _merged(
     mean: torch.Tensor, squares: torch.Tensor, count: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same over all ranks, in rank order; count becomes a tensor []."""
-    own = torch.cat([mean, squares, mean.new_tensor([count])])
+    own = torch.cat([mean, squares, mean.new_full((1,), count)])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
     table = torch.stack(gathered)
@@ -159,6 +159,11 @@ def _merged(
     total = counts.sum()
     merged = (means * (counts / total)).sum(0)
     return merged, (deviations + counts * (means - merged) ** 2).sum(0), total
+
+
+def _like(values: torch.Tensor, number: Any) -> torch.Tensor:
+    """A number or a tensor as [] of the same type on the same device, without a wait for that."""
+    return number.to(values) if isinstance(number, torch.Tensor) else values.new_full((), number)
 
 
 def _across(values: torch.Tensor) -> list[int]:

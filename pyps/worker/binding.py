@@ -6,6 +6,8 @@ push copies anything more. Others (on a GPU, or of half precision) are copied ov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -51,6 +53,9 @@ class Binding:
             how = codec if encodes else None
             self._buckets = GradientBuckets(copied, store.layout.trained_elements, self.device, how)
         self._local = local
+        # A bucket overwrites its parameters' part of a staging buffer; what else there is begins with zeros.
+        places = [place for _, place in copied] if self._buckets is not None else []
+        self._cleared = _others(places, store.layout.flat_elements)
         self.buffers = BufferBinding(attachment.buffers, self._slices, self.device)
         self._pinned = PinnedMemory() if self.on_gpu else None
         if self._pinned is not None:
@@ -75,17 +80,27 @@ class Binding:
         """After a pull into `flat`: update the parameters that are copies, and the averaged buffers."""
         with torch.no_grad():
             for p, _, view in self._copied:
-                p.copy_(view)
+                p.copy_(view, non_blocking=True)
         self.buffers.load(self._local)
+        if self.on_gpu:
+            for device in {p.device for p, _, _ in self._copied}:
+                torch.cuda.synchronize(device)  # `flat` may change now
 
     @property
     def codes(self) -> NDArray[np.uint8] | None:
         """The collected gradient, encoded on the device; None: the staging buffer holds it as fp32."""
         return self._buckets.codes if self._buckets is not None and self._buckets.codec is not None else None
 
+    def squared_norm(self, staging: NDArray[np.float32]) -> float:
+        """The sum of the squares of the gradient collected last, unscaled. staging: its staging buffer."""
+        if self._buckets is not None and self._buckets.codec is not None:
+            return self._buckets.squared_norm()  # the staging buffer has no gradient
+        return float(np.dot(staging, staging))
+
     def attach_grads(self, staging: StagingBuffer) -> None:
         """Zero the staging buffer and make every `.grad` a view of it, so that backward accumulates there."""
-        staging.flat.fill(0.0)
+        for part in self._cleared:
+            staging.flat[part] = 0.0
         self._staging = staging.torch()
         self._views = [_slice(self._staging, place) for _, place in self._direct]
         for (p, _), view in zip(self._direct, self._views, strict=True):
@@ -178,6 +193,15 @@ class Binding:
 
 def _slice(flat: torch.Tensor, place: Tensor) -> torch.Tensor:
     return flat[place.offset : place.offset + place.elements].view(place.shape)
+
+
+def _others(places: Sequence[Tensor], elements: int) -> list[slice]:
+    """What these places leave of a flat vector."""
+    found, end = [], 0
+    for place in sorted(places, key=lambda place: place.offset):
+        found.append(slice(end, place.offset))
+        end = place.offset + place.elements
+    return [part for part in (*found, slice(end, elements)) if part.start < part.stop]
 
 
 def _copy_gradient(p: nn.Parameter, view: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from pyps.worker.device_codec import FORMATS, encode
 from pyps.worker.quantize import SCALE_BYTES
 
 BUCKET_ELEMENTS = 1 << 21  # 8 MiB: long enough for a link's full speed, short enough to begin early
+ENCODED_ELEMENTS = 1 << 23  # a bucket is encoded in some 25 kernels, which smaller ones do not keep busy
 
 
 @dataclass
@@ -73,8 +74,8 @@ class GradientBuckets:
     """Gradients of these parameters, of one device.
 
     parameters: with their places in the flat vector of `elements`. codec: int8 or int4, which needs
-    parameters in all of the vector; None: fp32. size: elements of a bucket. The residual of the codes stays
-    on the device and is added to the next gradient; a process that dies loses it.
+    parameters in all of the vector; None: fp32. size: elements of a bucket; 0: the default. The residual of
+    the codes stays on the device and is added to the next gradient; a process that dies loses it.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class GradientBuckets:
         elements: int,
         device: torch.device,
         codec: Codec | None = None,
-        size: int = BUCKET_ELEMENTS,
+        size: int = 0,
     ) -> None:
         self.codec = codec
+        size = size or (BUCKET_ELEMENTS if codec is None else ENCODED_ELEMENTS)
         self._buckets = buckets_of(parameters, elements, size)
         cuda: Any = torch.cuda  # its constructors have no types
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
@@ -143,6 +145,10 @@ class GradientBuckets:
         if self._stream is not None:
             self._stream.synchronize()
         self._to, self._eager = None, False
+
+    def squared_norm(self) -> float:
+        """After finish(), with a codec: the sum of the squares of the gradient that was encoded, unscaled."""
+        return float(torch.dot(self._flat, self._flat))
 
     def commit_residual(self, admitted: bool) -> None:
         """Commit the new residual if the push was admitted; otherwise keep the old one."""

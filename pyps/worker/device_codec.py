@@ -48,7 +48,7 @@ def encode(
             maxima = torch.where(bad, torch.zeros_like(maxima), maxima)
     codes, scales = quantize(summed, maxima, form)
     if residual_out is not None:
-        left = summed - codes * scales.unsqueeze(1)
+        left = summed - codes.add_(0.0) * scales.unsqueeze(1)  # a code is whole: its zero has no sign
         left = torch.where((maxima >= TINY).unsqueeze(1), left, summed)
         residual_out.copy_(left.reshape(-1)[: residual_out.numel()])
     return pack(codes, form).reshape(-1), scales, counts

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -456,7 +455,7 @@ class Worker:
             encoded=codes is not None,
             base_params=binding.flat if needs.needs_base_params else None,
             base_version=step.version,
-            grad_norm_squared=float(np.dot(flat, flat)) * step.share**2 if needs.needs_grad_norm else 0.0,
+            grad_norm_squared=binding.squared_norm(flat) * step.share**2 if needs.needs_grad_norm else 0.0,
             position=whole if schedule else self._begun,  # without one, the script's own is as old as it is
         )
 

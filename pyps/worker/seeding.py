@@ -38,11 +38,11 @@ def _mixed(z: int) -> int:
 
 
 def seed_generators(run_seed: int, position: int, draw: Draw) -> None:
-    """Seed this process's generators: random, numpy.random, torch on the CPU and, once in use, on CUDA."""
+    """Seed this process's generators: random, numpy.random, torch on the CPU and, once in use, every GPU."""
     seed = seed_at(run_seed, position, draw)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     # torch.manual_seed() formats a stack trace for a CUDA that is not in use yet: 100 us instead of 1.
     torch.default_generator.manual_seed(seed)
     if draw is Draw.STEP and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)

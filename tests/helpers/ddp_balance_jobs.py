@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_jobs import net, square
+from device import DEVICE
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -100,7 +101,7 @@ def balanced(
         seen += rows.tolist()
         timer.cost = pace(speeds[rank], rank == 0 and step >= slows_at)
         splits.append(len(rows))
-        inputs = rows[:, None].float().expand(-1, 8) / length
+        inputs = rows[:, None].float().expand(-1, 8).to(DEVICE) / length
         square(ddp, inputs, inputs[:, :4]).backward()
         seconds.append(timer.cost.seconds(len(rows)))
         balance.step()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +16,8 @@ from pyps.torch import Rebalancer, UnevenBatchSampler, weighted_hook
 
 LENGTH = 46  # of the data set: the last round of an epoch is short
 DRAWS = torch.Generator().manual_seed(0)
-INPUTS, TARGETS = torch.randn(LENGTH, 6, generator=DRAWS), torch.randn(LENGTH, 3, generator=DRAWS)
+INPUTS = torch.randn(LENGTH, 6, generator=DRAWS).to(DEVICE)
+TARGETS = torch.randn(LENGTH, 3, generator=DRAWS).to(DEVICE)
 
 
 def make(
@@ -24,7 +26,7 @@ def make(
     """A model with dropout and BatchNorm, and what belongs to its training."""
     torch.manual_seed(5)
     layers = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3)
-    model = DistributedDataParallel(nn.Sequential(*layers), process_group=group)
+    model = DistributedDataParallel(nn.Sequential(*layers).to(DEVICE), process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler = UnevenBatchSampler(LENGTH, split, dist.get_rank(group), seed=3)
     hook = weighted_hook(model, sampler, wire=wire)
@@ -87,7 +89,7 @@ def train(
 
 def load_into(group: dist.ProcessGroup, folder: Path, width: int) -> str:
     """The error of loading into a model of another width; "" if there is none to load."""
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, width)), process_group=group)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, width)).to(DEVICE), process_group=group)
     try:
         return str(pyps.torch.load(folder, model, group=group) or "")
     except pyps.InputError as error:
@@ -95,7 +97,7 @@ def load_into(group: dist.ProcessGroup, folder: Path, width: int) -> str:
 
 
 def save_where_it_fails(group: dist.ProcessGroup, folder: Path) -> str:
-    model = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+    model = DistributedDataParallel(nn.Linear(3, 3).to(DEVICE), process_group=group)
     try:
         return str(pyps.torch.save(folder, model, step=1, group=group))
     except pyps.InputError as error:

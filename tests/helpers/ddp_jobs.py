@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +27,7 @@ Model = nn.Module
 def net(dtype: torch.dtype = torch.float32, width: int = 32) -> Model:
     torch.manual_seed(0)
     layers = nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
-    return nn.Sequential(*layers).to(dtype)
+    return nn.Sequential(*layers).to(DEVICE, dtype)
 
 
 class Speaker(nn.Module):
@@ -48,7 +49,7 @@ def numbers(seed: int, count: int, dtype: torch.dtype = torch.float32) -> tuple[
     targets = (
         torch.randn(count, 4, generator=draws, dtype=torch.float64) + torch.linspace(-2, 2, count)[:, None]
     )
-    return inputs.to(dtype), targets.to(dtype)
+    return inputs.to(DEVICE, dtype), targets.to(DEVICE, dtype)
 
 
 def words(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,11 +57,12 @@ def words(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     draws = torch.Generator().manual_seed(seed)
     texts, targets = torch.randint(WORDS, (2, count, TOKENS), generator=draws).unbind()
     counted = torch.linspace(0.1, 1, count)[:, None]
-    return texts, torch.where(torch.rand(count, TOKENS, generator=draws) < counted, targets, IGNORED)
+    targets = torch.where(torch.rand(count, TOKENS, generator=draws) < counted, targets, IGNORED)
+    return texts.to(DEVICE), targets.to(DEVICE)
 
 
 def flat(tensors: Any) -> torch.Tensor:
-    return torch.cat([t.detach().double().flatten() for t in tensors])
+    return torch.cat([t.detach().double().flatten().cpu() for t in tensors])
 
 
 def off(found: torch.Tensor, right: torch.Tensor) -> float:
@@ -156,7 +158,7 @@ def trained_apart(group: dist.ProcessGroup, batches: list[int], steps: int) -> f
 def token_errors(group: dist.ProcessGroup, batches: list[int], said: bool) -> list[float]:
     """The same for a loss that is a mean over targets, weighted by them: counted from forward(), or said."""
     torch.manual_seed(0)
-    alone = Speaker()
+    alone = Speaker().to(DEVICE)
     ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
     hook = weighted_hook(ddp, count=None if said else lambda texts, targets: (targets != IGNORED).sum())
     errors = []
@@ -201,15 +203,19 @@ def feedback_left(
             hook = weighted_hook(ddp, wire=wire)
             hook.load_state_dict(state)
     residuals = hook.state_dict()["residuals"]
-    kept = flat(residuals[name] for name, _ in alone.named_parameters())
+    kept = flat(residuals[name] for name, _ in alone.named_parameters()).to(DEVICE)
     dist.all_reduce(kept, group=group)
-    return off(sent + kept, put_in), off(sent, put_in), hook.gradient_bytes.sent / hook.gradient_bytes.fp32
+    return (
+        off(sent + kept.cpu(), put_in),
+        off(sent, put_in),
+        hook.gradient_bytes.sent / hook.gradient_bytes.fp32,
+    )
 
 
 def one_bad_value(group: dist.ProcessGroup, bits: int) -> tuple[int, bool, bool]:
     """Rank 1 holds a NaN in block 1: how many sums are NaN, all in that block, and the same on all ranks."""
     codec = INT8 if bits == 8 else INT4
-    values = torch.randn(2000, generator=torch.Generator().manual_seed(dist.get_rank(group)))
+    values = torch.randn(2000, generator=torch.Generator().manual_seed(dist.get_rank(group))).to(DEVICE)
     if dist.get_rank(group) == 1:
         values[codec.block + 3] = torch.nan
     total, _, _ = quantized_sum(codec, values, group)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_jobs import flat, mine, net, numbers, off, square
+from device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +25,7 @@ def scaled_errors(
     """How far the gradient is with loss_scale and no hook, on plain DDP or on FSDP2, with micro-batches."""
     alone, together = net(), net()
     if sharded:
-        mesh = DeviceMesh.from_group(group, "cpu")
+        mesh = DeviceMesh.from_group(group, DEVICE.type)
         for layer in together:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
@@ -65,7 +66,7 @@ def normed(dtype: torch.dtype = torch.float64, momentum: float | None = 0.1) -> 
         nn.BatchNorm2d(3),
         nn.Flatten(),
         nn.Linear(12, 4),
-    ).to(dtype)
+    ).to(DEVICE, dtype)
 
 
 def norm_errors(
@@ -119,7 +120,7 @@ def cause_reported(group: dist.ProcessGroup, batches: list[int], case: str) -> t
         weighted_hook(ddp, reduction="sum" if case == "sum, said" else "mean")
     batch = [x[mine(batches, group)] for x in numbers(0, sum(batches))]
     if case == "targets":
-        there = torch.arange(len(batch[1])) % (dist.get_rank(group) + 1) == 0
+        there = torch.arange(len(batch[1]), device=DEVICE) % (dist.get_rank(group) + 1) == 0
         batch[1] = torch.where(there[:, None], batch[1], torch.nan)
     loss = {"targets": targeted, "sum": added, "sum, said": added}.get(case, square)
     loss(ddp, *batch).backward()

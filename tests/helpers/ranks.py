@@ -60,7 +60,10 @@ class Ranks:
                 raise TimeoutError(f"ranks {sorted(set(range(count)) - set(results))} do not answer")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                failed, results[pipes.index(pipe)] = pipe.recv()
+                try:
+                    failed, results[pipes.index(pipe)] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    failed, results[pipes.index(pipe)] = True, "the process died"
                 if failed:
                     self.close()  # the others may wait for it in a collective
                     raise RuntimeError(f"rank {pipes.index(pipe)}: {results[pipes.index(pipe)]}")
@@ -110,7 +113,12 @@ def run_script(path: Path, count: int, **environment: str) -> str:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)} | environment
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}  # the scripts want a GPU for each rank
+    common = (
+        hidden
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+        | environment
+    )
     with tempfile.NamedTemporaryFile("r") as said:
         started = []
         for rank in range(count):

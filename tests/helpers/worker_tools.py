@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from device import DEVICE
 from threads import in_threads
 from torch import nn
 
@@ -18,14 +19,14 @@ RELATIVE = 1e-6
 SAMPLES = 60
 torch.set_num_threads(1)
 
-X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
-Y = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(1))
+X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+Y = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def make_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(DEVICE)
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device import needs_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from pyps.errors import InputError
 from pyps.profiler import profile_model
 from pyps.profiler.fit import point_seconds
 from pyps.profiler.measure import LADDER_MAX, Probe, climb, ladder, memory_model, time_in_rounds
-from pyps.profiler.stepper import OutOfMemoryError, resolve_device
+from pyps.profiler.stepper import OutOfMemoryError, StepOptions, is_out_of_memory, resolve_device
 from pyps.tasks import TrainingTask
 from pyps.tasks.builtin import digits_mlp
 
@@ -245,7 +246,7 @@ def test_a_gpu_that_is_not_there(
     assert message in str(refused.value)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("throttle", [None, 3.0])
 def test_a_real_profile_of_a_gpu(throttle: float | None) -> None:
     profile = profile_model("cnn", device="cuda:0", batches=[1, 256, 1024], repeats=5, throttle=throttle)
@@ -256,7 +257,7 @@ def test_a_real_profile_of_a_gpu(throttle: float | None) -> None:
     assert profile.memory.bytes_per_sample > 1024 * 3 * 4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_a_gpus_memory_limit_is_found() -> None:
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
@@ -267,3 +268,36 @@ def test_a_gpus_memory_limit_is_found() -> None:
         assert any("memory limits the batch" in text for text in said)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class ShrinkingDevice(ArithmeticDevice):
+    """Has less memory once a size was timed so often."""
+
+    def timed_step(self, data: Any, batch: int) -> float:
+        seconds = super().timed_step(data, batch)
+        if self.timed.count(batch) == 4:
+            self.real_bytes = 100 + 400
+        return seconds
+
+
+def test_a_size_that_no_longer_fits_is_left_out() -> None:
+    device = ShrinkingDevice(2000)
+    seconds = time_in_rounds(device, [1, 100, 400, 800], 7)
+    assert sorted(seconds) == [1, 100, 400]
+    assert all(len(found) == 7 for found in seconds.values())
+
+
+def test_errors_that_mean_too_little_memory() -> None:
+    for said in ("CUDA error: out of memory\nCUDA kernel errors", "CUBLAS_STATUS_ALLOC_FAILED when calling"):
+        assert is_out_of_memory(RuntimeError(said))
+    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "options", [StepOptions("bf16"), StepOptions("f16"), StepOptions(accumulate=3), StepOptions(compile=True)]
+)
+def test_a_gpus_steps_with_options(options: StepOptions) -> None:
+    profile = profile_model("digits_mlp", device="cuda:0", batches=[8, 64], repeats=3, options=options)
+    assert [p.batch for p in profile.points] == [8, 64]
+    assert profile.memory is None or profile.memory.fixed_bytes > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ddp_more_jobs as jobs
 import pytest
 import torch
+from device import DEVICE
 from ranks import Ranks
 from torch import nn
 
@@ -15,14 +16,17 @@ FP32, FP64_AFTER_30 = 1e-6, 1e-10
 
 torch.set_num_threads(1)
 
+shards = pytest.mark.skipif(DEVICE.type == "cuda", reason="FSDP2 on a GPU needs NCCL")
+
 
 @pytest.mark.parametrize(
     ("batches", "parts", "sharded"),
     [
         ([48, 16], [1, 1], False),
         ([5, 30, 1, 8], [2, 3, 1, 1], False),
-        ([48, 16], [1, 1], True),
-        ([5, 30, 2, 8], [2, 2, 2, 2], True),  # each micro-batch gathers the parameters, on all ranks together
+        pytest.param([48, 16], [1, 1], True, marks=shards),
+        # Each micro-batch gathers the parameters, on all ranks together.
+        pytest.param([5, 30, 2, 8], [2, 2, 2, 2], True, marks=shards),
     ],
 )
 def test_the_loss_carries_its_weight(
@@ -42,7 +46,7 @@ def test_batch_norm_is_the_one_of_one_process(
 
 
 def test_a_converted_model_is_the_same_alone() -> None:
-    model, inputs = jobs.normed(torch.float32), torch.randn(6, 8)
+    model, inputs = jobs.normed(torch.float32), torch.randn(6, 8).to(DEVICE)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = model(inputs)
     model.load_state_dict(before)

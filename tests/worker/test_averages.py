@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from worker_tools import SAMPLES, X, Y, backward, loss_of, run_threads, train
 
@@ -28,7 +29,7 @@ def normed(momentum: float | None = 0.1) -> nn.Sequential:
     norm = nn.BatchNorm1d(2, momentum=momentum)
     return nn.Sequential(
         nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), norm, nn.Flatten(), nn.Tanh(), nn.Linear(8, 2)
-    )
+    ).to(DEVICE)
 
 
 def before_norm(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ class Odd(nn.Module):
 
 
 def test_which_buffers_the_store_has(worker: Worker) -> None:
-    model = Odd()
+    model = Odd().to(DEVICE)
     before = statistics(model)
     worker.attach(model, sgd(model))
     averaged = [t.name for t in worker.store.tensors if t.averaged]

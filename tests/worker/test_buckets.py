@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device import DEVICE, needs_cuda
 from torch import nn
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 
 from pyps.errors import InputError
-from pyps.native.values import Tensor
+from pyps.native.values import PushRequest, PushResult, Tensor
 from pyps.store.codec import Codec, Encoding, encode
 from pyps.worker import binding
 from pyps.worker.buckets import GradientBuckets, PinnedMemory, buckets_of
 from pyps.worker.loop import join
+from pyps.worker.step import Step
+from pyps.worker.transport import SerialTransport
 
 ELEMENTS = 2048
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def layers(sizes: tuple[int, ...] = (100, 700, 300, 5)) -> list[tuple[nn.Parameter, Tensor]]:
@@ -134,8 +136,9 @@ def trained(policy: str, codec: str, micro_batch: int | None) -> bytes:
 def test_a_run_that_encodes_on_the_device_is_bitwise_one_that_does_not(
     shm: Path, monkeypatch: pytest.MonkeyPatch, policy: str, codec: str, micro_batch: int | None
 ) -> None:
+    monkeypatch.setattr(binding, "ENCODES_ON", ())
     plain = trained(policy, codec, micro_batch)
-    monkeypatch.setattr(binding, "ENCODES_ON", ("cpu",))
+    monkeypatch.setattr(binding, "ENCODES_ON", (DEVICE.type,))
     used: list[Codec | None] = []
     made = binding.GradientBuckets
 
@@ -148,10 +151,31 @@ def test_a_run_that_encodes_on_the_device_is_bitwise_one_that_does_not(
     assert used == [Codec[codec.upper()]]
 
 
+def test_the_norm_is_that_of_the_gradient_wherever_it_is_encoded(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """saps asks for it: Ringmaster's bound follows the noise."""
+    sent: list[list[float]] = []
+    send = SerialTransport.send
+
+    def noted(transport: SerialTransport, step: Step, request: PushRequest) -> PushResult | None:
+        sent[-1].append(request.grad_norm_squared)
+        return send(transport, step, request)
+
+    monkeypatch.setattr(SerialTransport, "send", noted)
+    for where in ((), (DEVICE.type,)):
+        monkeypatch.setattr(binding, "ENCODES_ON", where)
+        sent.append([])
+        trained("saps", "int8", micro_batch=4)
+    assert len(sent[0]) == 18
+    assert min(sent[0]) > 0
+    np.testing.assert_allclose(sent[1], sent[0], rtol=1e-5)
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step_and_poisons_nothing(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(binding, "ENCODES_ON", ("cpu",))
+    monkeypatch.setattr(binding, "ENCODES_ON", (DEVICE.type,))
     model = make_model().bfloat16()
     with join("run", 0, batches=[10], samples=60, seed=5, policy="asp", codec="int8") as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -235,3 +259,32 @@ def test_an_unknown_codec_is_not_for_the_device() -> None:
     buckets.begin(torch.zeros(0))
     with pytest.raises(InputError, match="int8 or int4"):
         buckets.finish()
+
+
+def test_what_lies_between_the_parameters_is_zeroed() -> None:
+    parameters = [place for _, place in layers()]
+    assert binding._others(parameters, ELEMENTS) == [slice(1105, ELEMENTS)]
+    assert binding._others([*parameters[2:], parameters[0]], ELEMENTS) == [
+        slice(100, 800),
+        slice(1105, ELEMENTS),
+    ]
+    assert binding._others([], 5) == [slice(0, 5)]
+    assert binding._others(parameters, 1105) == []
+
+
+def test_a_staging_buffer_that_was_used_changes_nothing(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is left in it: a parameter without a gradient counts as zero, and gaps stay zero."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(7, 1)).to(DEVICE, torch.bfloat16)
+    with join("run", 0, batches=[10], samples=30, seed=5, policy="asp") as worker:
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        before = worker.store.pull()[0]
+        for x, y in worker.batches((X[:, :3].bfloat16(), Y.bfloat16())):
+            backward(loss_of(model[:2], x, y))
+            worker.step()
+            assert worker._step is None
+        after = worker.store.pull()[0]
+        used = np.zeros(after.size, bool)
+        for tensor in worker.store.tensors:
+            used[tensor.offset : tensor.offset + tensor.elements] = not tensor.name.startswith("2.")
+        assert (after != before)[used].any()
+        np.testing.assert_array_equal(after[~used], before[~used])

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from device import needs_cuda
 from worker_tools import X, Y, backward, loss_of, make_model, run_threads
 
 from pyps.formats import Memory
@@ -156,7 +157,7 @@ def test_this_process_has_something_left() -> None:
     assert 0 <= cpu_free_bytes() < 1 << 45
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_a_gpu_says_itself_what_is_free() -> None:
     device = torch.device("cuda")
     before = budget_bytes(device)
@@ -219,6 +220,7 @@ def test_tasks_shrink_with_memory_and_the_global_batch_stays(
 
 
 MEMORY = Path("/sys/fs/cgroup/memory")
+MAPPED = 512  # MiB, at most, of torch's libraries: a process holds them, and another group may pay for them
 WITHIN = """
 import os, sys
 from dataclasses import replace
@@ -299,5 +301,5 @@ def test_tasks_in_a_real_group_whose_limit_shrinks(
         by_round.setdefault(record.round, [0, 0])[record.rank] = record.samples
     assert {sum(by_round[k]) for k in range(16)} == {6000}, "the global batch stays"
     roomy, tight = by_round[7][1], by_round[14][1]
-    assert 1000 < roomy <= 2048
+    assert 1000 < roomy <= 2048 + MAPPED
     assert abs(roomy - tight - SHARE * 1024) < 96, "a MiB a sample"

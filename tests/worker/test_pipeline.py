@@ -265,7 +265,7 @@ def test_a_state_dict_in_the_middle_of_a_run_is_of_one_version(shm: Path) -> Non
             state = worker.state_dict()
             flat = worker.store.snapshot().tensors
             for name, values in flat.items():
-                np.testing.assert_array_equal(state[name].numpy(), values)
+                np.testing.assert_array_equal(state[name].cpu().numpy(), values)
         assert worker.steps == 8
 
 

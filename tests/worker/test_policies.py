@@ -46,7 +46,7 @@ def alone_with_turns(shm: Path, policy: str) -> bytes:
         for x, y in worker.batches((X, Y)):
             backward(loss_of(model, x, y))
             worker.step()
-        return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        return b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
 
 
 def test_one_worker_is_plain_sgd_bitwise(shm: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from worker_tools import (
     OPTIMIZERS,
@@ -79,7 +80,7 @@ def test_odd_parameters_are_handled(worker: Worker) -> None:
 
 
 def test_half_precision_keeps_fp32_masters(worker: Worker) -> None:
-    model = nn.Linear(6, 2).to(torch.bfloat16)
+    model = nn.Linear(6, 2).to(DEVICE, torch.bfloat16)
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=1e-4))
     before = worker.store.snapshot().tensors["weight"].copy()
     for x, y in worker.batches((X.bfloat16(), Y.bfloat16())):
@@ -87,15 +88,15 @@ def test_half_precision_keeps_fp32_masters(worker: Worker) -> None:
         worker.step()
     after = worker.store.snapshot().tensors["weight"]
     assert 0.0 < float(np.abs(after - before).max()) < 0.01
-    assert torch.equal(model.weight.detach(), torch.from_numpy(after).bfloat16())
+    assert torch.equal(model.weight.detach().cpu(), torch.from_numpy(after).bfloat16())
 
 
 def test_a_scaler_unscales_and_skips(worker: Worker) -> None:
     model, rival = make_model(), make_model()
     optimizer, rival_optimizer = OPTIMIZERS["nesterov"](model), OPTIMIZERS["nesterov"](rival)
     worker.attach(model, optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    rival_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
+    rival_scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
     for k, (x, y) in enumerate(worker.batches((X, Y))):
         poison = float("inf") if k == 2 else 1.0
         for net, its_scaler in ((model, scaler), (rival, rival_scaler)):
@@ -123,7 +124,7 @@ def test_the_optimizers_step_carries_no_gradient(worker: Worker, scaled: bool) -
     model = make_model()
     optimizer = OPTIMIZERS["adamw"](model)
     worker.attach(model, optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, enabled=scaled)
     given: list[int] = []
     optimizer.register_step_pre_hook(
         lambda *_: given.append(sum(p.grad is not None for p in model.parameters()))

@@ -1,0 +1,99 @@
+"""The jobs of the DDP tests over NCCL, between ranks of one GPU: python tests/helpers/nccl_on_one_gpu.py 2
+
+NCCL wants a GPU for each rank of a host. Ranks that call themselves hosts may share one; they talk over TCP.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+DEADLINE_SECONDS = 75
+BATCHES = [48, 16, 3, 9]
+FEW = [20, 3, 9, 4]
+
+
+def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    """By name; those that give errors give their largest."""
+    import ddp_checkpoint_jobs as checkpoints
+    import ddp_jobs
+    import ddp_more_jobs as more
+    import torch
+
+    batches, few = BATCHES[:ranks], FEW[:ranks]
+
+    def off(*options: Any) -> float:
+        return max(ddp_jobs.gradient_errors(group, batches, *options)[0])
+
+    def goes_on(wire: str) -> bool:
+        place, split = folder / wire, [5, 3, 4, 2][:ranks]
+        whole = checkpoints.train(group, place / "whole", 14, split, wire)
+        checkpoints.train(group, place / "stopped", 8, split, wire, 6)
+        after = checkpoints.train(group, place / "stopped", 14, split, wire, 0, True)
+        return all(torch.equal(value, after["model"][name]) for name, value in whole["model"].items())
+
+    return {
+        "gradient": lambda: off({}),
+        "in bf16": lambda: off({"wire": "bf16"}),
+        "micro-batches": lambda: off({}, [2, 1, 1, 1][:ranks]),
+        "small buckets": lambda: off({}, None, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
+        "100 steps in fp64": lambda: ddp_jobs.trained_apart(group, batches, 100),
+        "int8: sent + kept, sent alone, bytes": lambda: ddp_jobs.feedback_left(group, few, "int8", False),
+        "int4: sent + kept, sent alone, bytes": lambda: ddp_jobs.feedback_left(group, few, "int4", True),
+        "weights by targets": lambda: max(ddp_jobs.token_errors(group, few, False)),
+        "a bad step keeps what was kept": lambda: ddp_jobs.kept_after_a_bad_step(group),
+        "BatchNorm": lambda: max(more.norm_errors(group, batches, "hook", 30, 0.1)),
+        "loss_scale": lambda: max(more.scaled_errors(group, batches, [1] * ranks, False)),
+        "FSDP2": lambda: max(more.scaled_errors(group, batches, [1] * ranks, True)),
+        "goes on bit for bit": lambda: goes_on("same"),
+        "goes on bit for bit in bf16": lambda: goes_on("bf16"),
+    }
+
+
+def serve(folder: Path) -> None:
+    """One rank; the first prints what each job gives."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=DEADLINE_SECONDS))
+    for name, job in jobs(dist.group.WORLD, dist.get_world_size(), folder).items():
+        try:
+            found = job()
+        except Exception:
+            found = traceback.format_exc()
+        if dist.get_rank() == 0:
+            print(f"{name}: {found}", flush=True)
+    dist.barrier()
+    torch.cuda.synchronize()
+    os._exit(0)  # torch's own threads may abort a process while its interpreter is torn down
+
+
+def main() -> int:
+    if "RANK" in os.environ:
+        serve(Path(sys.argv[2]))
+    ranks = int(sys.argv[1])
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+    common |= {"NCCL_SOCKET_IFNAME": "lo", "PYPS_TEST_DEVICE": "cuda"}
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"}
+            command = [sys.executable, __file__, sys.argv[1], folder]
+            running.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
+        try:
+            return max(process.wait(DEADLINE_SECONDS) for process in running)
+        finally:
+            for process in running:
+                process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
