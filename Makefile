@@ -4,6 +4,7 @@
 #   make test      lint, then every test: at most 8 minutes on 2 cores
 #   make test-fast the tests that start no processes and no sanitizers: for the inner loop
 #   make test-NAME those of one directory of tests/, as `make test-solver`
+#   make test-gpu  the tests of workers, DDP and the profiler, on a CUDA device
 #   make lint      formatting, style and types
 #   make bench     the benchmarks, each with its rival in the same run
 #   make papers    what the four systems promise, measured against tuned rivals, into docs/results/papers.md
@@ -21,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-fast lint bench papers soak kills torture fuzz sanitize clean
+.PHONY: demo test test-fast test-gpu lint bench papers soak kills torture fuzz sanitize clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -43,6 +44,11 @@ test-fast: .venv/core
 
 test-%: .venv/core
 	$(PY) -m pytest tests/$*
+
+test-gpu: .venv/core
+	$(PY) -m pytest tests/worker/test_on_gpu.py tests/torch/test_ddp_on_gpu.py tests/profiler
+	PYPS_TEST_DEVICE=cuda $(PY) -m pytest tests/worker tests/torch
+	$(PY) tests/helpers/nccl_on_one_gpu.py 2
 
 lint: .venv/core
 	.venv/bin/ruff check .
