@@ -26,6 +26,7 @@ const char *pyps_error_name(int code) {
         "PYPS_ENOSPC",    "PYPS_ECORRUPT", "PYPS_EABI",   "PYPS_EPERM",     "PYPS_EFULL",
         "PYPS_ETIMEDOUT", "PYPS_EFENCED",  "PYPS_ESTALE", "PYPS_EREJECTED", "PYPS_EFORKED",
         "PYPS_ENOTREADY", "PYPS_EBUSY",    "PYPS_EEND",   "PYPS_EPOLICY",   "PYPS_ENONFINITE",
+        "PYPS_EPLAN",
     };
     int index = -code;
     if (index < 0 || index >= (int)(sizeof names / sizeof *names)) return "unknown pyps error";

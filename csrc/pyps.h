@@ -26,8 +26,9 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI 7
-#define PYPS_API __attribute__((visibility("default")))
+#define PYPS_ABI      7
+#define PYPS_ANY_PLAN UINT64_MAX /* of pyps_replan */
+#define PYPS_API      __attribute__((visibility("default")))
 
 /* cffi: begin */
 
@@ -51,7 +52,8 @@ enum {
     PYPS_EBUSY = -16,     /* a live process holds it */
     PYPS_EEND = -17,      /* every sample has been assigned and accounted for */
     PYPS_EPOLICY = -18,   /* the segment's policy is not known to this library */
-    PYPS_ENONFINITE = -19 /* a value to encode is NaN or infinite, and `nonfinite` says to refuse */
+    PYPS_ENONFINITE = -19, /* a value to encode is NaN or infinite, and `nonfinite` says to refuse */
+    PYPS_EPLAN = -20       /* the store's plan is another one than the re-plan was to replace */
 };
 
 enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2, PYPS_ADAM = 3, PYPS_ADAGRAD = 4 }; /* optimizers */
@@ -82,7 +84,9 @@ enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, 
 enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
 /* What an encoder does with NaN and infinities: refuse, send their block as zeros, send them as zeros. */
 enum { PYPS_NONFINITE_ERROR = 0, PYPS_NONFINITE_SKIP = 1, PYPS_NONFINITE_ZERO = 2 };
-enum { PYPS_WORKER = 0, PYPS_OBSERVER = 1 }; /* roles */
+/* Roles. A new worker's rank may be one that was not planned, below max_participants: the store then has so many ranks.
+ * Such a rank rests until pyps_replan gives it samples. */
+enum { PYPS_WORKER = 0, PYPS_OBSERVER = 1, PYPS_NEW_WORKER = 2 };
 /* What a member waits for: nothing, to start, a free staging buffer, its push's turn, the end of the round. */
 enum {
     PYPS_WAITS_NOT = 0,
@@ -167,12 +171,13 @@ typedef struct {
     uint32_t staging_buffers;  /* of each worker, 1 to 8; 0: 2 */
     uint32_t optimizer;        /* PYPS_SGD ... */
     uint32_t policy;           /* PYPS_BSP ... */
-    uint32_t ranks;            /* planned workers, 0 .. ranks-1; no step starts before all have joined once */
-    uint32_t groups;           /* parameter groups, at least 1 */
+    uint32_t
+        ranks; /* planned workers, 0 .. ranks-1; no step starts before all with samples have joined once */
+    uint32_t groups; /* parameter groups, at least 1 */
     uint32_t tensors;
     uint64_t samples;                 /* sample positions to assign in all; 0: without end */
     double round_timeout_seconds;     /* a live member that holds others up for longer is fenced; 0: 60 */
-    const uint32_t *batches;          /* [ranks] planned batch of each rank, each at least 1 */
+    const uint32_t *batches;          /* [ranks] planned batch of each rank; 0: it rests. One is at least 1 */
     const pyps_tensor *tensor;        /* [tensors] offset and elements are ignored */
     const float *const *initial;      /* [tensors] initial values, contiguous; NULL: zeros */
     pyps_policy_params policy_params; /* zeros if `size` ends before it */
@@ -221,6 +226,9 @@ typedef struct {
     uint64_t
         position; /* of `hyper` in its schedule. A round takes the constants of the greatest one, of equal ones
                           those of the lowest rank */
+    uint64_t
+        cost_nanoseconds; /* that the step cost its worker: compute and data; 0: what the gradient took */
+    uint64_t data_nanoseconds; /* of these, for data */
 } pyps_push_args;
 
 typedef struct {
@@ -233,6 +241,24 @@ typedef struct {
     uint64_t blocks_skipped;       /* blocks that were sent as zeros because of them */
     uint64_t admitted_nanoseconds; /* when the gradient was taken, by the clock of the store's machine */
 } pyps_push_result;
+
+/* The seconds of a step of b samples: fixed + b * sample, at least `least`. */
+typedef struct {
+    double fixed_seconds, sample_seconds, least_seconds;
+    uint32_t max_batch; /* 0: no limit is known */
+    uint32_t reserved;
+} pyps_cost_model;
+
+enum { PYPS_TIMED_STEPS = 8 };
+
+/* What the steps of a rank cost. */
+typedef struct {
+    uint64_t steps; /* whole steps of its planned batch, since that was planned or its worker joined */
+    double seconds[PYPS_TIMED_STEPS]; /* of the last of them: of step k at k % PYPS_TIMED_STEPS */
+    double data_seconds;              /* of these, for data: a moving average */
+    double sample_seconds;            /* of any steps: a moving average; 0: no step yet */
+    pyps_cost_model model;            /* as its worker knew before; zeros: it did not */
+} pyps_rank_cost;
 
 /* A turn of the ring: whose it is, and the seconds from its push to the next turn's. */
 typedef struct {
@@ -283,7 +309,7 @@ typedef struct {
 } pyps_member;
 
 typedef struct {
-    uint32_t batch; /* planned batch */
+    uint32_t batch; /* planned batch; 0: it rests */
     uint32_t reserved;
     uint64_t pushes;        /* admitted */
     uint64_t samples;       /* in admitted pushes */
@@ -307,6 +333,8 @@ typedef struct {
     uint64_t gap_nanoseconds;    /* policies of turns: the mean from push to push; 0: none */
     int32_t turn_rank;           /* whose turn it is; -1: the policy has no turns */
     uint32_t scheduled;          /* 1 once pyps_set_schedule has set the turns */
+    uint32_t ranks;              /* at present */
+    uint32_t reserved;
 } pyps_status;
 
 PYPS_API uint32_t pyps_abi_version(void);
@@ -340,7 +368,8 @@ PYPS_API int pyps_rejoin(pyps_store *store); /* after PYPS_EFENCED: active again
 PYPS_API int pyps_reap(pyps_store *store,
                        uint32_t *dead_out); /* remove dead members, complete their pushes */
 
-/* The training step: start, pull, (compute), stage, push. All need a joined worker. */
+/* The training step: start, pull, (compute), stage, push. All need a joined worker. A worker whose rank rests waits in
+ * start until it has samples again. */
 PYPS_API int pyps_start(pyps_store *store, double timeout_seconds, pyps_claim *out);
 /* Claims the samples of the step after the last one claimed, for a worker that computes while its gradients
  * are sent. So many claims may follow the current one as there are staging buffers, less one (always one).
@@ -383,6 +412,9 @@ typedef struct {
 } pyps_data_set;
 PYPS_API int pyps_set_data_set(pyps_store *store, const pyps_data_set *data);
 
+/* Says what this worker's steps are expected to cost, to plan its rank's samples by. */
+PYPS_API int pyps_set_cost_model(pyps_store *store, const pyps_cost_model *model);
+
 /* A strict snapshot: parameters, state vectors and step counts of one version, while pushes go on. state is
  * [states] pointers or NULL; steps, in global batches, is [chunks] or NULL. There is one at a time: the next one waits, and
  * cancels one that has lasted for the round timeout. */
@@ -393,10 +425,13 @@ PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, 
 PYPS_API int pyps_get_status(pyps_store *store, pyps_status *out);
 PYPS_API int pyps_get_members(pyps_store *store, pyps_member *out, uint32_t capacity, uint32_t *count_out);
 PYPS_API int pyps_get_ranks(pyps_store *store, pyps_rank *out, uint32_t capacity);
+PYPS_API int pyps_get_costs(pyps_store *store, pyps_rank_cost *out, uint32_t capacity); /* of every rank */
 /* The constants in force: of the last step of each group, [capacity]; zeros where there was none, and for averaged
  * groups. */
 PYPS_API int pyps_get_hyper(pyps_store *store, pyps_hyper *out, uint32_t capacity);
-PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t count);
+/* Plans the batch of each of `count` ranks anew; one of 0 lets a rank rest. `plan`: of the status that this was decided
+ * on, PYPS_EPLAN if there has been another re-plan since; PYPS_ANY_PLAN. */
+PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t count, uint64_t plan);
 /* Sets the ring of a policy of turns: `count` turns in order, one of each rank, and the seconds that a cycle of
  * all of them is planned to take. Turns keep these gaps while the measured period is within 5 % of the planned
  * one, and follow the measured one otherwise; the order holds in any case. After a pyps_replan that changes

@@ -164,6 +164,11 @@ class NotFinite(StoreError):
     hint = "skip the step (samples=0), or choose nonfinite skip or zero"
 
 
+class PlanChanged(StoreError):
+    code = "PYPS_EPLAN"
+    hint = "another process has re-planned meanwhile: decide again on the present plan"
+
+
 class StoreClosed(StoreError):
     """Raised by Python: the handle was closed."""
 

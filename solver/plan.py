@@ -338,4 +338,5 @@ def _plan_worker(k: int, rank: PlannedRank, solution: ConstrainedSolution, probl
         max_accumulation=rank.group.max_accumulation,
         fit=msgspec.structs.replace(rank.fit, band=None),
         memory=rank.profile.memory,
+        required=rank.group.required,
     )

@@ -19,11 +19,17 @@ int config_read(const pyps_config *given, pyps_config *c) {
     return policy_check(c->policy, &c->policy_params);
 }
 
+int config_check_batches(const uint32_t *batches, uint32_t count) {
+    for (uint32_t r = 0; r < count; r++)
+        if (batches[r]) return PYPS_OK;
+    return fail(PYPS_EINVAL, "batches: found 0 for all of %u ranks; expected one of at least 1", count);
+}
+
 int config_check_ranks(const pyps_config *c) {
     if (!c->ranks || !c->batches || c->ranks > CONFIG_MAX_RANKS)
         return fail(PYPS_EINVAL, "ranks: found %u; expected 1 to %u", c->ranks, CONFIG_MAX_RANKS);
-    for (uint32_t r = 0; r < c->ranks; r++)
-        if (!c->batches[r]) return fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
+    int rc = config_check_batches(c->batches, c->ranks);
+    if (rc) return rc;
     if (!isfinite(c->round_timeout_seconds) || c->round_timeout_seconds < 0 || c->round_timeout_seconds > 1e9)
         return fail(PYPS_EINVAL, "round_timeout_seconds: found %g; expected 0 to 1e9",
                     c->round_timeout_seconds);

@@ -38,9 +38,7 @@ int pyps_core_create(const pyps_config *given, pyps_core **out) {
         (rc = out_of_range("staging_buffers", view_config.staging_buffers, 1, MAX_STAGING_BUFFERS)))
         return rc;
     struct pyps_core *core = malloc(sizeof *core);
-    if (core)
-        core->view =
-            malloc(view_bytes(view_config.participants, view_config.ranks, view_config.staging_buffers));
+    if (core) core->view = malloc(view_bytes(view_config.participants, view_config.staging_buffers));
     if (!core || !core->view) {
         free(core);
         return fail(PYPS_ENOSPC, "out of memory for %u participants", view_config.participants);
@@ -71,9 +69,7 @@ static int check(const pyps_core *core, const pyps_event *e) {
                            e->kind == PYPS_ON_SCHEDULE;
     if (!rc && !needs_no_member && view_member(v, e->slot)->state == PYPS_EMPTY)
         rc = fail(PYPS_EINVAL, "slot: found %u, which has no member; expected one that has joined", e->slot);
-    for (uint32_t r = 0; !rc && e->kind == PYPS_ON_REPLAN && r < v->ranks; r++)
-        if (!e->batches[r]) rc = fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
-    return rc;
+    return rc || e->kind != PYPS_ON_REPLAN ? rc : config_check_batches(e->batches, v->ranks);
 }
 
 static struct event event_in(const struct view *v, const pyps_event *e) {
@@ -95,6 +91,7 @@ static struct event event_in(const struct view *v, const pyps_event *e) {
                           .next = e->next,
                           .waited = e->waited,
                           .batches = e->batches,
+                          .count = v->ranks,
                           .turns = e->turns,
                           .period_seconds = e->period_seconds,
                           .sent = e->sent};

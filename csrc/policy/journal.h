@@ -16,7 +16,7 @@
 
 #define JOURNAL_MAX_ENTRY_BYTES (UINT32_C(1) << 30)
 
-/* Followed by [ranks] batches (EVENT_REPLAN) or turns (EVENT_SCHEDULE), or by the view itself (EVENT_NONE), then
+/* Followed by [count] batches (EVENT_REPLAN) or turns (EVENT_SCHEDULE), or by the view itself (EVENT_NONE), then
  * padding. */
 struct journal_entry {
     uint64_t bytes; /* of the entry and what follows it; a multiple of 8 */

@@ -31,7 +31,7 @@ static enum push_decision admit_by_staleness(struct view *v, const struct event 
 
 static enum push_decision admit_by_share(struct view *v, const struct event *e, struct outcome *out) {
     (void)e;
-    out->scale = pushes_a_step(v) / (float)v->active;
+    out->scale = pushes_a_step(v) / (float)(v->active ? v->active : 1);
     return PUSH_ADMIT;
 }
 

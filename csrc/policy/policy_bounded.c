@@ -41,7 +41,7 @@ static const struct rank *slowest(const struct view *v) {
         uint32_t slot_plus_1 = view_rank(v, r)->slot_plus_1;
         if (!slot_plus_1) continue;
         const struct member *m = view_member(v, slot_plus_1 - 1);
-        if (m->state == PYPS_ACTIVE && m->clock == v->min_clock) return view_rank(v, r);
+        if (view_takes_part(v, m) && m->clock == v->min_clock) return view_rank(v, r);
     }
     return NULL;
 }

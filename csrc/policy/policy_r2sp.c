@@ -45,7 +45,7 @@ static struct cycles look_at_cycles(const struct view *v) {
         double gap = (double)view_rank(v, place)->turn_gap;
         const struct rank *rank = view_rank(v, view_rank(v, place)->turn_rank);
         c.gaps += gap;
-        if (!rank->slot_plus_1 || rank->turn_skipped) continue;
+        if (!rank->slot_plus_1 || rank->turn_skipped || !rank->total.batch) continue;
         double seconds = rank->cycles ? rank->cycle_seconds : rank->step_seconds;
         c.present++, c.gaps_here += gap;
         if (rank->cycles < c.least) c.least = rank->cycles;
@@ -157,7 +157,7 @@ static void on_pull(struct view *v, const struct event *e) {
 static bool can_take_turn(const struct view *v, const struct rank *rank) {
     if (!rank->slot_plus_1 || rank->turn_skipped) return false;
     const struct member *m = view_member(v, rank->slot_plus_1 - 1);
-    return m->state == PYPS_ACTIVE && (m->claim_count || view_samples_left(v));
+    return m->claim_count ? m->state == PYPS_ACTIVE : view_takes_part(v, m) && view_samples_left(v);
 }
 
 static void after_event(struct view *v, uint64_t now) {
@@ -187,6 +187,14 @@ static void on_schedule(struct view *v, const struct event *e) {
     if (!v->all_joined) return;
     measure_period(v);
     r->turn_since = e->now, set_deadline(v);
+}
+
+/* The ranks that come take their turns after the others; a schedule without them ends. */
+static void on_grow(struct view *v, uint32_t ranks, uint64_t now) {
+    struct round_robin *r = &v->round_robin;
+    if (r->pushed) end_turn(v, now);
+    r->turn += (ranks - r->turn % ranks) % ranks;
+    r->scheduled = r->planned_period = 0;
 }
 
 /* The planned period was that of the former batches. */
@@ -257,6 +265,7 @@ const struct policy policy_r2sp = {.name = "r2sp",
                                    .detach = detach,
                                    .restore = restore,
                                    .on_schedule = on_schedule,
+                                   .on_grow = on_grow,
                                    .on_replan = on_replan,
                                    .holds_up = holds_up,
                                    .progress = progress};

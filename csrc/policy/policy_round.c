@@ -40,7 +40,7 @@ static bool split_staged(const struct view *v) {
 }
 
 static bool present(const struct view *v, const struct rank *rank) {
-    return rank->slot_plus_1 && view_member(v, rank->slot_plus_1 - 1)->state == PYPS_ACTIVE;
+    return rank->slot_plus_1 && view_takes_part(v, view_member(v, rank->slot_plus_1 - 1));
 }
 
 /* Until every rank has been timed, its planned batch is its speed, so the first round is the plan's. */

@@ -13,7 +13,7 @@
 #include "policy/policy.h"
 
 uint64_t journal_digest(const struct view *v) {
-    size_t bytes = view_bytes(v->participants, v->ranks, v->staging_buffers);
+    size_t bytes = view_used_bytes(v);
     const uint8_t *at = (const uint8_t *)v;
     uint64_t h = UINT64_C(0xcbf29ce484222325);
     for (size_t i = 0; i + 8 <= bytes; i += 8) {
@@ -37,7 +37,7 @@ static bool can_be_view(const struct journal_entry *entry, const struct view *v)
         v->ranks > v->participants || !v->staging_buffers || v->staging_buffers > MAX_STAGING_BUFFERS ||
         !view_sized(v))
         return false;
-    size_t needed = view_bytes(v->participants, v->ranks, v->staging_buffers);
+    size_t needed = view_used_bytes(v);
     return bytes >= needed && bytes < needed + 8 && !policy_check(v->policy, &v->policy_params) &&
            view_valid(v, v);
 }
@@ -45,15 +45,16 @@ static bool can_be_view(const struct journal_entry *entry, const struct view *v)
 /* What a handle checks before it asks: only workers take steps, and the rank exists. */
 static bool can_be_event(const struct journal_entry *entry, const struct view *v) {
     const struct event *e = &entry->event;
-    if (e->kind > EVENT_DATA_SET || e->slot >= v->participants || e->staging >= v->staging_buffers)
+    if (e->kind > EVENT_COST_MODEL || e->slot >= v->participants || e->staging >= v->staging_buffers)
         return false;
     if (e->residual > RESIDUALS_A_SLOT * v->participants) return false;
     if (e->kind == EVENT_JOIN)
-        return e->rank >= -1 && e->rank < (int32_t)v->ranks && (e->role == PYPS_WORKER || e->rank < 0);
-    if (e->kind == EVENT_REPLAN) return entry->bytes >= sizeof *entry + v->ranks * sizeof *e->batches;
+        return e->rank >= -1 && e->rank < (int32_t)v->participants && (e->role == PYPS_WORKER || e->rank < 0);
+    if (e->kind == EVENT_REPLAN)
+        return e->count <= v->participants && entry->bytes >= sizeof *entry + e->count * sizeof *e->batches;
     if (e->kind == EVENT_SCHEDULE)
-        return entry->bytes >= sizeof *entry + v->ranks * sizeof *e->turns &&
-               !config_check_turns((const pyps_turn *)(entry + 1), v->ranks, v->ranks, e->period_seconds);
+        return e->count <= v->participants && entry->bytes >= sizeof *entry + e->count * sizeof *e->turns &&
+               !config_check_turns((const pyps_turn *)(entry + 1), e->count, e->count, e->period_seconds);
     bool any_member = e->kind == EVENT_LEAVE || e->kind == EVENT_TICK ||
                       (e->kind >= EVENT_SNAPSHOT_BEGIN && e->kind <= EVENT_SNAPSHOT_CANCEL);
     return any_member || view_member(v, e->slot)->rank >= 0 || e->kind == EVENT_PULL;
@@ -64,11 +65,11 @@ static int start_at(struct replay *r, const struct journal_entry *entry) {
     if (!can_be_view(entry, v))
         return fail(PYPS_ECORRUPT, "journal: view %llu is not a valid view",
                     (unsigned long long)entry->sequence);
-    size_t bytes = view_bytes(v->participants, v->ranks, v->staging_buffers);
+    size_t bytes = view_bytes(v->participants, v->staging_buffers);
     free(r->view), free(r->next);
-    r->view = malloc(bytes), r->next = malloc(bytes), r->capacity = bytes;
+    r->view = calloc(1, bytes), r->next = malloc(bytes), r->capacity = bytes;
     if (!r->view || !r->next) return fail(PYPS_ENOSPC, "out of memory for a view of %zu bytes", bytes);
-    memcpy(r->view, v, bytes);
+    memcpy(r->view, v, view_used_bytes(v));
     return PYPS_OK;
 }
 

@@ -1,5 +1,5 @@
-/* view.c: the pure steps of membership, starting, pulling, planning and snapshots. Rounds and pushes are in
- * view_round.c, the assignment of samples in view_samples.c, the least clock in view_clocks.c. */
+/* view.c: the pure steps of membership, starting, pulling and snapshots. Ranks and re-plans are in view_ranks.c,
+ * rounds and pushes in view_round.c, the assignment of samples in view_samples.c, the least clock in view_clocks.c. */
 #include "policy/view.h"
 
 #include <math.h>
@@ -9,7 +9,7 @@
 #include "policy/policy.h"
 
 struct view_offsets {
-    size_t members, ranks, tickets, sources, pending, ranges, ahead, bytes;
+    size_t members, tickets, sources, pending, ranges, ahead, ranks, bytes;
 };
 
 /* Each staging buffer holds the gradient of one step that is computed or sent: one of them the current one. */
@@ -20,27 +20,28 @@ static uint32_t max_ranges(uint32_t participants, uint32_t staging_buffers) {
     return 2 * (1 + max_ahead(staging_buffers)) * participants;
 }
 
-static struct view_offsets offsets(uint32_t participants, uint32_t ranks, uint32_t staging_buffers) {
+static struct view_offsets offsets(uint32_t participants, uint32_t staging_buffers) {
     struct view_offsets p;
     p.members = sizeof(struct view);
-    p.ranks = p.members + participants * sizeof(struct member);
-    p.tickets = p.ranks + ranks * sizeof(struct rank);
+    p.tickets = p.members + participants * sizeof(struct member);
     p.sources = p.tickets + (size_t)participants * staging_buffers * sizeof(struct ticket);
     p.pending = p.sources + participants * sizeof(struct source);
     p.ranges = p.pending + participants * sizeof(struct source);
     p.ahead = p.ranges + max_ranges(participants, staging_buffers) * sizeof(struct range);
-    p.bytes = p.ahead + (size_t)participants * max_ahead(staging_buffers) * sizeof(struct range);
+    p.ranks = p.ahead + (size_t)participants * max_ahead(staging_buffers) * sizeof(struct range);
+    p.bytes = p.ranks + participants * sizeof(struct rank);
     return p;
 }
 
 static void *at(const struct view *v, size_t offset) { return (char *)(uintptr_t)v + offset; }
 static struct view_offsets offsets_of(const struct view *v) {
-    return offsets(v->participants, v->ranks, v->staging_buffers);
+    return offsets(v->participants, v->staging_buffers);
 }
 
-size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t staging_buffers) {
-    return offsets(participants, ranks, staging_buffers).bytes;
+size_t view_bytes(uint32_t participants, uint32_t staging_buffers) {
+    return offsets(participants, staging_buffers).bytes;
 }
+size_t view_used_bytes(const struct view *v) { return offsets_of(v).ranks + v->ranks * sizeof(struct rank); }
 struct member *view_member(const struct view *v, uint32_t slot) {
     return (struct member *)at(v, offsets_of(v).members) + slot;
 }
@@ -58,7 +59,7 @@ struct range *view_ahead(const struct view *v, uint32_t slot) {
 }
 
 void view_init(struct view *v, const struct view_config *c) {
-    memset(v, 0, view_bytes(c->participants, c->ranks, c->staging_buffers));
+    memset(v, 0, view_bytes(c->participants, c->staging_buffers));
     v->participants = c->participants, v->ranks = c->ranks, v->staging_buffers = c->staging_buffers;
     v->policy = c->policy, v->policy_params = c->policy_params;
     v->tickets = c->participants * c->staging_buffers, v->max_ahead = max_ahead(c->staging_buffers);
@@ -81,6 +82,27 @@ static bool in_slot(uint32_t residual, uint32_t slot) {
     return residual && (residual - 1) / RESIDUALS_A_SLOT == slot;
 }
 
+static enum verdict check_rank(const struct view *v, const struct event *e, int32_t rank,
+                               struct outcome *out) {
+    uint32_t most = e->grows ? v->participants : v->ranks;
+    if (rank < 0)
+        return refuse(out, fail(PYPS_EFULL, "rank: all %u planned ranks have a live worker", v->ranks));
+    if ((uint32_t)rank >= most)
+        return refuse(out, fail(PYPS_EINVAL, "rank: found %d; expected 0 to %u", rank, most - 1));
+    uint32_t holder = (uint32_t)rank < v->ranks ? view_rank(v, (uint32_t)rank)->slot_plus_1 : 0;
+    if (!holder) return STEP_COMMIT;
+    return refuse(
+        out, fail(PYPS_EBUSY, "rank %d: held by live process %u", rank, view_member(v, holder - 1)->pid));
+}
+
+static void take_rank(struct view *v, uint32_t slot, uint32_t number, uint64_t now) {
+    if (number >= v->ranks) view_ranks_add(v, number + 1, now);
+    struct rank *rank = view_rank(v, number);
+    rank->slot_plus_1 = slot + 1, rank->joined = 1;
+    rank->turn_skipped = rank->cycles = 0;
+    view_forget_cost(rank);
+}
+
 static enum verdict join(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
     if (m->state == PYPS_ACTIVE || m->state == PYPS_FENCED || m->staged)
@@ -89,19 +111,8 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
     if (e->role == PYPS_WORKER) {
         for (uint32_t r = 0; rank < 0 && r < v->ranks; r++)
             if (!view_rank(v, r)->slot_plus_1) rank = (int32_t)r;
-        if (rank < 0)
-            return refuse(out, fail(PYPS_EFULL, "rank: all %u planned ranks have a live worker", v->ranks));
-        if ((uint32_t)rank >= v->ranks)
-            return refuse(out, fail(PYPS_EINVAL, "rank: found %d; expected 0 to %u", rank, v->ranks - 1));
-        uint32_t holder = view_rank(v, (uint32_t)rank)->slot_plus_1;
-        if (holder)
-            return refuse(out, fail(PYPS_EBUSY, "rank %d: held by live process %u", rank,
-                                    view_member(v, holder - 1)->pid));
-        view_rank(v, (uint32_t)rank)->slot_plus_1 = e->slot + 1;
-        view_rank(v, (uint32_t)rank)->joined = 1;
-        view_rank(v, (uint32_t)rank)->turn_skipped = 0;
-        view_rank(v, (uint32_t)rank)->cycles = 0;
-        v->active++;
+        if (check_rank(v, e, rank, out) != STEP_COMMIT) return STEP_REFUSED;
+        take_rank(v, e->slot, (uint32_t)rank, e->now);
     }
     /* A worker may write where another rank's residual is in this slot, so that one is dropped. */
     for (uint32_t r = 0; e->role == PYPS_WORKER && r < v->ranks; r++) {
@@ -121,14 +132,10 @@ static enum verdict join(struct view *v, const struct event *e, struct outcome *
                             .last_event_at = e->now};
     memcpy(joined.staging_ticket, m->staging_ticket, sizeof joined.staging_ticket);
     *m = joined;
-    if (rank >= 0) view_clock_enter(v, m);
+    view_enter(v, m);
     v->wake_epoch++;
     out->rank = rank;
-    if (!v->all_joined) {
-        v->all_joined = 1;
-        for (uint32_t r = 0; r < v->ranks; r++) v->all_joined &= view_rank(v, r)->joined;
-        if (v->all_joined) view_clock_find_min(v);
-    }
+    view_find_all_joined(v);
     return STEP_COMMIT;
 }
 
@@ -137,7 +144,7 @@ static enum verdict leave(struct view *v, const struct event *e) {
     if (m->id != e->id || (m->state != PYPS_ACTIVE && m->state != PYPS_FENCED)) return STEP_UNCHANGED;
     view_samples_release_all(v, e->slot);
     if (m->rank >= 0) {
-        if (m->state == PYPS_ACTIVE) v->active--, view_clock_leave(v, m);
+        if (view_takes_part(v, m)) v->active--, view_clock_leave(v, m);
         view_rank(v, (uint32_t)m->rank)->slot_plus_1 = 0;
         view_rank(v, (uint32_t)m->rank)->clock = m->clock;
     }
@@ -151,8 +158,8 @@ static enum verdict rejoin(struct view *v, const struct event *e) {
     struct member *m = view_member(v, e->slot);
     if (m->state == PYPS_ACTIVE) return STEP_UNCHANGED;
     m->state = PYPS_ACTIVE, m->pushed_at = 0;
-    v->active++, v->wake_epoch++;
-    view_clock_enter(v, m);
+    v->wake_epoch++;
+    view_enter(v, m);
     return STEP_COMMIT;
 }
 
@@ -164,7 +171,7 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     if (!v->all_joined || (policy->waits_for_round && m->staged)) return STEP_WAIT;
     if (!m->claim_count) {
         if (!view_samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
-        if (policy->assigns_rounds || !view_samples_left(v)) return STEP_WAIT;
+        if (policy->assigns_rounds || !view_samples_left(v) || !view_takes_part(v, m)) return STEP_WAIT;
         if (policy->on_start && policy->on_start(v, e, out) == START_WAIT)
             return out->code ? STEP_REFUSED : STEP_WAIT;
         view_samples_claim(v, e->slot, e->now);
@@ -189,7 +196,7 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
     bool changed = false;
     if (m->ahead_started == m->ahead && m->ahead < v->max_ahead) {
         if (m->wants_ahead <= m->ahead) m->wants_ahead = m->ahead + 1, changed = true;
-        bool may = m->claim_count && view_samples_left(v);
+        bool may = m->claim_count && view_samples_left(v) && view_takes_part(v, m);
         if (may && policy->assigns_rounds) view_assign_rounds_ahead(v), changed = true;
         else if (may && (!policy->on_start || policy->on_start(v, e, out) != START_WAIT))
             view_samples_claim_ahead(v, e->slot);
@@ -208,6 +215,7 @@ static uint64_t held_up_since(const struct view *v, uint32_t slot, uint64_t now)
     const struct member *m = view_member(v, slot);
     const struct policy *policy = policy_find(v->policy);
     if (m->state != PYPS_ACTIVE || m->rank < 0) return now;
+    if (!m->claim_count && !view_takes_part(v, m)) return now;
     if (policy->holds_up ? !policy->holds_up(v, slot, now) : !m->claim_count) return now;
     return m->claim_count ? m->claim_since : m->last_event_at;
 }
@@ -221,9 +229,9 @@ static enum verdict tick(struct view *v, const struct event *e) {
         uint64_t since = held_up_since(v, slot, e->now);
         if (since > e->now || e->now - since < v->round_timeout) continue;
         view_samples_release_all(v, slot);
-        view_clock_leave(v, m);
+        if (view_takes_part(v, m)) v->active--, view_clock_leave(v, m);
         m->state = PYPS_FENCED;
-        v->active--, v->wake_epoch++;
+        v->wake_epoch++;
         verdict = STEP_COMMIT;
     }
     return verdict;
@@ -248,23 +256,13 @@ static enum verdict snapshot_end(struct view *v, const struct event *e) {
     return STEP_COMMIT;
 }
 
-static enum verdict replan(struct view *v, const struct event *e) {
-    const struct policy *policy = policy_find(v->policy);
-    bool changed = false;
-    for (uint32_t r = 0; r < v->ranks; r++) {
-        pyps_rank *total = &view_rank(v, r)->total;
-        changed |= total->batch != e->batches[r];
-        total->batch = e->batches[r];
-    }
-    if (changed && policy->on_replan) policy->on_replan(v);
-    v->plan++;
-    return STEP_COMMIT;
-}
-
 static enum verdict set_schedule(struct view *v, const struct event *e, struct outcome *out) {
     const struct policy *policy = policy_find(v->policy);
     if (!policy->on_schedule)
         return refuse(out, fail(PYPS_EINVAL, "schedule: the policy %s has no turns", policy->name));
+    if (e->count != v->ranks)
+        return refuse(
+            out, fail(PYPS_EINVAL, "turns: found %u; expected one for each of %u ranks", e->count, v->ranks));
     policy->on_schedule(v, e);
     v->wake_epoch++;
     return STEP_COMMIT;
@@ -316,7 +314,8 @@ static enum verdict set_data_set(struct view *v, const struct event *e, struct o
 /* Events that only a worker may cause, and those that only the slot's present, unfenced member may cause. */
 static bool needs_rank(enum event_kind kind) {
     return kind == EVENT_START || kind == EVENT_START_AHEAD || kind == EVENT_PULL || kind == EVENT_PUSH ||
-           kind == EVENT_CHECK || kind == EVENT_MAX_SAMPLES || kind == EVENT_GATE || kind == EVENT_DATA_SET;
+           kind == EVENT_CHECK || kind == EVENT_MAX_SAMPLES || kind == EVENT_GATE || kind == EVENT_DATA_SET ||
+           kind == EVENT_COST_MODEL;
 }
 
 static bool needs_member(enum event_kind kind) {
@@ -353,7 +352,7 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
     case EVENT_TICK:
         return tick(v, e);
     case EVENT_REPLAN:
-        return replan(v, e);
+        return view_step_replan(v, e, out);
     case EVENT_SCHEDULE:
         return set_schedule(v, e, out);
     case EVENT_CHECK:
@@ -369,6 +368,8 @@ static enum verdict step(struct view *v, const struct event *e, struct outcome *
         return snapshot_end(v, e);
     case EVENT_DATA_SET:
         return set_data_set(v, e, out);
+    case EVENT_COST_MODEL:
+        return view_step_cost_model(v, e);
     case EVENT_NONE:
         break;
     }
@@ -412,12 +413,13 @@ static bool source_valid(const struct view *v, const struct source *source) {
 }
 
 bool view_valid(const struct view *v, const struct view *expected) {
-    if (v->participants != expected->participants || v->ranks != expected->ranks ||
-        v->staging_buffers != expected->staging_buffers || v->tickets != expected->tickets ||
-        v->ranges != expected->ranges || v->max_ahead != expected->max_ahead ||
-        v->policy != expected->policy ||
+    if (v->participants != expected->participants || v->staging_buffers != expected->staging_buffers ||
+        v->tickets != expected->tickets || v->ranges != expected->ranges ||
+        v->max_ahead != expected->max_ahead || v->policy != expected->policy ||
         memcmp(&v->policy_params, &expected->policy_params, sizeof v->policy_params) != 0)
         return false;
+    const uint32_t count = v->ranks; /* read once: another process may damage it meanwhile */
+    if (count < expected->ranks || count > expected->participants) return false;
     if (v->returned > v->ranges || v->round_sources > v->participants || v->staged > v->participants ||
         v->snapshot_slot >= v->participants)
         return false;
@@ -426,7 +428,7 @@ bool view_valid(const struct view *v, const struct view *expected) {
     const struct ticket *tickets = view_ticket(v, 0);
     for (uint32_t i = 0; i < v->participants; i++) {
         const struct member *m = &members[i];
-        if (m->rank < -1 || m->rank >= (int32_t)v->ranks) return false;
+        if (m->rank < -1 || m->rank >= (int32_t)count) return false;
         bool works = m->role == PYPS_WORKER && m->state != PYPS_EMPTY;
         if (m->ahead > v->max_ahead || m->ahead_started > m->ahead || m->wants_ahead > v->max_ahead)
             return false;
@@ -437,14 +439,14 @@ bool view_valid(const struct view *v, const struct view *expected) {
     for (uint32_t i = 0; i < v->staged; i++)
         if (!source_valid(v, &view_pending(v)[i])) return false;
     uint32_t residuals = RESIDUALS_A_SLOT * v->participants;
-    for (uint32_t r = 0; r < v->ranks; r++) {
+    for (uint32_t r = 0; r < count; r++) {
         uint32_t slot_plus_1 = ranks[r].slot_plus_1;
         if (ranks[r].residual > residuals || ranks[r].version_residual > residuals ||
             ranks[r].held_residual > residuals)
             return false;
         if (slot_plus_1 > v->participants) return false;
         if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;
-        if (ranks[r].turn_rank >= v->ranks || ranks[ranks[r].turn_rank].turn_place != r) return false;
+        if (ranks[r].turn_rank >= count || ranks[ranks[r].turn_rank].turn_place != r) return false;
     }
     for (uint32_t t = 0; t < v->tickets; t++)
         if (tickets[t].slot >= v->participants || tickets[t].staging >= v->staging_buffers) return false;

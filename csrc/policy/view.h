@@ -51,7 +51,8 @@ enum event_kind {
     EVENT_SNAPSHOT_BEGIN,
     EVENT_SNAPSHOT_END,
     EVENT_SNAPSHOT_CANCEL,
-    EVENT_DATA_SET /* which data set a worker reads */
+    EVENT_DATA_SET,  /* which data set a worker reads */
+    EVENT_COST_MODEL /* what a rank's steps cost, as known before they are measured */
 };
 
 struct event {
@@ -74,11 +75,17 @@ struct event {
     uint64_t waited;                    /* tick; push, for its turn: nanoseconds */
     uint64_t snapshot;                  /* end, cancel */
     uint32_t holds_residuals;           /* snapshot begin: its reader reads them too */
-    const uint32_t *batches;            /* replan: [ranks] */
-    pyps_data_set data_set;             /* data_set */
-    const pyps_turn *turns;             /* schedule: [ranks] */
-    double period_seconds;              /* schedule */
-    uint64_t sent;                      /* push in virtual time: nanoseconds since its turn began */
+    const uint32_t *batches;            /* replan: [count] */
+    uint32_t count;                     /* replan, schedule: of batches, or of turns */
+    uint32_t grows;                     /* join: the rank may be one that was not planned */
+    uint64_t plan_plus_1;               /* replan: 1 + the plan that it replaces; 0: any */
+    uint64_t cost_nanoseconds;          /* push: what the step cost its worker; 0: as compute_nanoseconds */
+    uint64_t data_nanoseconds;          /* push: of these, for data */
+    pyps_cost_model cost_model;
+    pyps_data_set data_set; /* data_set */
+    const pyps_turn *turns; /* schedule: [count] */
+    double period_seconds;  /* schedule */
+    uint64_t sent;          /* push in virtual time: nanoseconds since its turn began */
 };
 
 /* The result of a step. WAIT: nothing changed, ask again after another event. REFUSED: see outcome.code. */
@@ -115,6 +122,7 @@ struct member {
     uint32_t wants_ahead;    /* the most that it has asked for: one less than the depth of its pipeline */
     uint64_t pushed_at;      /* its last push since it joined; 0: none */
     uint64_t pulled_samples; /* saps: samples of all pushes up to the version that it pulled last */
+    uint64_t steps;          /* its pushes since it joined */
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* the slot's: last ticket of each staging buffer */
 };
 
@@ -143,6 +151,7 @@ struct rank {
     uint32_t by_speed;           /* saps: the rank that was at place `this index` then */
     uint32_t rejected;           /* saps: of its gradients, in a row */
     pyps_data_set data_set;      /* that its workers read; size 0: not known */
+    pyps_rank_cost cost;
 };
 
 enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };
@@ -197,8 +206,9 @@ struct view_config {
     const uint32_t *batches;         /* [ranks] */
 };
 
-/* Followed by member[participants], rank[ranks], ticket[tickets], source[participants] twice (of the last
- * closed round, and of the open one), range[ranges] and range[max_ahead] for each participant. */
+/* Followed by member[participants], ticket[tickets], source[participants] twice (of the last closed round, and of the
+ * open one), range[ranges], range[max_ahead] for each participant, and rank[ranks] with room for as many as
+ * participants. */
 struct view {
     uint64_t sequence, version, round, plan, now;
     uint32_t participants, ranks, tickets, ranges, policy, staging_buffers;
@@ -230,7 +240,8 @@ struct view {
     uint64_t event_id;
 };
 
-size_t view_bytes(uint32_t participants, uint32_t ranks, uint32_t staging_buffers);
+size_t view_bytes(uint32_t participants, uint32_t staging_buffers); /* room for a view */
+size_t view_used_bytes(const struct view *view);                    /* of that, up to its last rank */
 struct member *view_member(const struct view *view, uint32_t slot);
 struct rank *view_rank(const struct view *view, uint32_t rank);
 struct ticket *view_ticket(const struct view *view, uint64_t number); /* its place in the ring of tickets */
@@ -243,6 +254,15 @@ void view_init(struct view *view, const struct view_config *config);
 
 /* The only way to change a view. */
 enum verdict view_step(struct view *view, const struct event *event, struct outcome *out);
+
+/* view_ranks.c */
+bool view_takes_part(const struct view *view, const struct member *member); /* active, its rank has samples */
+void view_enter(struct view *view, struct member *member);                  /* after it became active */
+void view_ranks_add(struct view *view, uint32_t ranks, uint64_t now); /* there are so many from now on */
+void view_forget_cost(struct rank *rank);
+void view_find_all_joined(struct view *view);
+enum verdict view_step_replan(struct view *view, const struct event *event, struct outcome *out);
+enum verdict view_step_cost_model(struct view *view, const struct event *event);
 
 /* view_samples.c */
 void view_samples_claim(struct view *view, uint32_t slot, uint64_t now); /* up to the rank's batch */

@@ -8,7 +8,7 @@ void view_clock_find_min(struct view *v) {
     v->at_min_clock = 0;
     for (uint32_t slot = 0; slot < v->participants; slot++) {
         const struct member *m = view_member(v, slot);
-        if (m->state != PYPS_ACTIVE || m->rank < 0 || m->clock > least) continue;
+        if (!view_takes_part(v, m) || m->clock > least) continue;
         v->at_min_clock = m->clock < least ? 1 : v->at_min_clock + 1;
         least = m->clock;
     }
@@ -38,7 +38,7 @@ uint64_t view_clock_min_after(const struct view *v, const struct member *m, uint
     uint64_t least = clock; /* this member alone is at the minimum */
     for (uint32_t slot = 0; slot < v->participants; slot++) {
         const struct member *other = view_member(v, slot);
-        if (other == m || other->state != PYPS_ACTIVE || other->rank < 0) continue;
+        if (other == m || !view_takes_part(v, other)) continue;
         if (other->clock < least) least = other->clock;
     }
     return least;
@@ -47,5 +47,5 @@ uint64_t view_clock_min_after(const struct view *v, const struct member *m, uint
 void view_clock_advance(struct view *v, struct member *m) {
     uint64_t before = m->clock++;
     if (m->clock > v->max_clock) v->max_clock = m->clock;
-    if (m->state == PYPS_ACTIVE && before == v->min_clock && !--v->at_min_clock) view_clock_find_min(v);
+    if (view_takes_part(v, m) && before == v->min_clock && !--v->at_min_clock) view_clock_find_min(v);
 }

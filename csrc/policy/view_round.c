@@ -5,9 +5,21 @@
 
 #define STEP_WINDOW   32 /* pushes over which a rank's step time is averaged: turns follow it */
 #define SAMPLE_WINDOW 8  /* and its time for a sample: batches follow it */
+#define WARM_UP       2  /* steps of a worker, which allocate memory and fill caches */
+
+/* Only whole steps of the planned batch tell what that batch costs. */
+static void keep_cost(struct rank *rank, const struct event *e) {
+    pyps_rank_cost *cost = &rank->cost;
+    if (e->samples != rank->total.batch) return;
+    uint64_t nanoseconds = e->cost_nanoseconds ? e->cost_nanoseconds : e->compute_nanoseconds;
+    cost->seconds[cost->steps++ % PYPS_TIMED_STEPS] = (double)nanoseconds * 1e-9;
+    policy_average(&cost->data_seconds, (double)e->data_nanoseconds * 1e-9, cost->steps, PYPS_TIMED_STEPS);
+}
 
 static void time_rank(struct view *v, const struct event *e) {
-    struct rank *rank = view_rank(v, (uint32_t)view_member(v, e->slot)->rank);
+    struct member *m = view_member(v, e->slot);
+    struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    m->steps++;
     if (rank->pushed_at) rank->interval = e->now - rank->pushed_at;
     rank->pushed_at = e->now;
     if (!e->compute_nanoseconds || !e->samples) return;
@@ -15,6 +27,7 @@ static void time_rank(struct view *v, const struct event *e) {
                    STEP_WINDOW);
     policy_average(&rank->sample_seconds, (double)e->compute_nanoseconds * 1e-9 / e->samples,
                    rank->total.pushes, SAMPLE_WINDOW);
+    if (m->steps > WARM_UP) keep_cost(rank, e);
 }
 
 /* Ends the current claim. Where rounds assign samples, the next claim starts with its round. */
@@ -215,6 +228,7 @@ static void close_round(struct view *v) {
 static void assign(struct view *v, uint32_t slot, uint32_t later, uint64_t now) {
     const struct member *m = view_member(v, slot);
     if (m->state != PYPS_ACTIVE || (!later && view_samples_start_next(v, slot, now))) return;
+    if (!view_takes_part(v, m)) return;
     if (!view_samples_left(v) || (later && m->ahead >= later)) return;
     if (later) view_samples_claim_ahead(v, slot);
     else view_samples_claim(v, slot, now);

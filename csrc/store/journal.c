@@ -31,7 +31,7 @@ void journal_event(pyps_store *s, const struct event *e, const struct outcome *o
     entry.digest = verdict == STEP_COMMIT ? journal_digest(v) : 0;
     const void *more = e->kind == EVENT_SCHEDULE ? (const void *)e->turns : e->batches;
     size_t each = e->kind == EVENT_SCHEDULE ? sizeof *e->turns : sizeof *e->batches;
-    if (put(s->journal, &entry, more, more ? v->ranks * each : 0)) journal_close(s);
+    if (put(s->journal, &entry, more, more ? e->count * each : 0)) journal_close(s);
 }
 
 void journal_close(pyps_store *s) {
@@ -49,7 +49,7 @@ static int put_view(pyps_store *s) {
     struct journal_entry entry;
     memset(&entry, 0, sizeof entry);
     entry.sequence = v->sequence, entry.digest = rc ? 0 : journal_digest(v);
-    if (!rc) rc = put(s->journal, &entry, v, view_bytes(v->participants, v->ranks, v->staging_buffers));
+    if (!rc) rc = put(s->journal, &entry, v, view_used_bytes(v));
     free(v);
     return rc;
 }

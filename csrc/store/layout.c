@@ -60,7 +60,7 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     /* An odd number of cache lines. Buffers a power of two apart would compete for the same cache sets, and a
      * load from one would seem to depend on a store to another (both compare the low 12 address bits). */
     l->buffer_stride = round_up(sizeof(struct chunk_header) + 4 * floats, PAGE) + 5 * 64;
-    l->view_stride = round_up(view_bytes(g->max_participants, g->ranks, g->staging_buffers), 64);
+    l->view_stride = round_up(view_bytes(g->max_participants, g->staging_buffers), 64);
     l->staging_sums = round_up(sizeof(struct staging_header) + g->groups * sizeof(pyps_hyper), 64);
     l->staging_data = l->staging_sums + round_up(8 * (uint64_t)g->chunks, 64) + 3 * 64;
     uint64_t flat = (uint64_t)g->chunks * g->chunk_params;

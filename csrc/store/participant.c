@@ -225,15 +225,16 @@ static void reset_membership(pyps_store *s) {
 }
 
 static int enter(pyps_store *s, int role, int rank) {
-    int rc = allocate_memory(s, role);
+    s->role = role == PYPS_NEW_WORKER ? PYPS_WORKER : role;
+    int rc = allocate_memory(s, s->role);
     if (rc) return rc;
-    s->role = role;
     FAILPOINT("join.entered");
     if ((rc = slot_reap_dead(s, NULL))) return rc; /* a dead worker's rank is free */
     struct event e = store_event(s, EVENT_JOIN);
     struct outcome out;
     enum verdict verdict;
-    e.role = (uint32_t)role, e.rank = role == PYPS_WORKER ? rank : -1, e.pid = (uint32_t)getpid();
+    e.role = (uint32_t)s->role, e.rank = s->role == PYPS_WORKER ? rank : -1, e.pid = (uint32_t)getpid();
+    e.grows = role == PYPS_NEW_WORKER;
     rc = view_commit(s, &e, &out, &verdict);
     s->rank = out.rank;
     return rc;
@@ -292,9 +293,9 @@ int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
     int rc = store_check_usable(s, false);
     if (rc) return rc;
     if (s->slot != NONE) return fail(PYPS_EINVAL, "this handle has joined already");
-    if (role != PYPS_WORKER && role != PYPS_OBSERVER)
-        return fail(PYPS_EINVAL, "role: found %d; expected 0 or 1", role);
-    if ((rc = find_slot(s, false, role == PYPS_WORKER ? rank : -1))) return rc;
+    if (role != PYPS_WORKER && role != PYPS_OBSERVER && role != PYPS_NEW_WORKER)
+        return fail(PYPS_EINVAL, "role: found %d; expected 0 to 2", role);
+    if ((rc = find_slot(s, false, role == PYPS_OBSERVER ? -1 : rank))) return rc;
     if ((rc = enter(s, role, rank))) release_slot(s);
     else if (rank_out) *rank_out = s->rank;
     return rc;

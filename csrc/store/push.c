@@ -216,7 +216,8 @@ static int admit(pyps_store *s, const pyps_push_args *args, uint64_t deadline, s
         struct event e = store_event(s, EVENT_PUSH);
         e.staging = args->staging, e.samples = args->samples;
         e.base_version = args->base_version, e.compute_nanoseconds = compute_nanoseconds,
-        e.grad_norm_squared = args->grad_norm_squared;
+        e.grad_norm_squared = args->grad_norm_squared, e.cost_nanoseconds = args->cost_nanoseconds;
+        e.data_nanoseconds = args->data_nanoseconds;
         int rc = staging_fill(s, args, &e, out);
         FAILPOINT("push.staged");
         if (!rc) rc = admit_staged(s, &e, deadline, outcome, out);
@@ -300,5 +301,24 @@ int pyps_set_data_set(pyps_store *s, const pyps_data_set *data) {
     struct outcome outcome;
     enum verdict verdict;
     e.data_set = *data;
+    return view_commit(s, &e, &outcome, &verdict);
+}
+
+int pyps_set_cost_model(pyps_store *s, const pyps_cost_model *model) {
+    int rc = store_check_worker(s);
+    if (rc) return rc;
+    if (!model) return fail(PYPS_EINVAL, "cost_model: found NULL; expected one");
+    const double seconds[] = {model->fixed_seconds, model->sample_seconds, model->least_seconds};
+    for (size_t i = 0; i < sizeof seconds / sizeof *seconds; i++)
+        if (!(fabs(seconds[i]) <= 1e9))
+            return fail(PYPS_EINVAL, "cost_model: found %g; expected at most 1e9 seconds", seconds[i]);
+    if (model->sample_seconds < 0 || model->least_seconds < 0)
+        return fail(PYPS_EINVAL,
+                    "cost_model: sample_seconds, least_seconds: found %g, %g; expected at least 0",
+                    model->sample_seconds, model->least_seconds);
+    struct event e = store_event(s, EVENT_COST_MODEL);
+    struct outcome outcome;
+    enum verdict verdict;
+    e.cost_model = *model;
     return view_commit(s, &e, &outcome, &verdict);
 }

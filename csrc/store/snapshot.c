@@ -127,8 +127,8 @@ void reading_drop(pyps_store *s) {
 static struct reading *reading_allocate(const pyps_store *s) {
     struct reading *r = calloc(1, sizeof *r);
     if (!r) return NULL;
-    r->ranks = calloc(s->geometry.ranks, sizeof *r->ranks);
-    r->residuals = calloc(s->geometry.ranks, sizeof *r->residuals);
+    r->ranks = calloc(s->geometry.max_participants, sizeof *r->ranks);
+    r->residuals = calloc(s->geometry.max_participants, sizeof *r->residuals);
     r->ranges = calloc(view_state_ranges(s->expected), sizeof *r->ranges);
     return r;
 }
@@ -142,7 +142,7 @@ static int begin_reading(pyps_store *s, double timeout_seconds, struct view *beg
     if (rc) return rc;
     FAILPOINT("state.begun");
     r->snapshot = outcome.snapshot, r->version = outcome.version;
-    for (uint32_t rank = 0; rank < s->geometry.ranks; rank++)
+    for (uint32_t rank = 0; rank < begun->ranks; rank++)
         r->residuals[rank] = view_rank(begun, rank)->held_residual;
     if ((rc = view_capture(begun, out, r->ranks, r->ranges))) end(s, EVENT_SNAPSHOT_END, r->snapshot);
     out->optimizer = s->geometry.optimizer;
@@ -158,7 +158,7 @@ int pyps_state_begin(pyps_store *s, double timeout_seconds, pyps_state *out) {
     struct view *begun = view_allocate(s);
     s->reading = reading_allocate(s);
     if (!begun || !s->reading || !s->reading->ranks || !s->reading->residuals || !s->reading->ranges)
-        rc = fail(PYPS_ENOSPC, "out of memory for a state of %u ranks", s->geometry.ranks);
+        rc = fail(PYPS_ENOSPC, "out of memory for a state of %u ranks", s->geometry.max_participants);
     else rc = begin_reading(s, timeout_seconds, begun, out);
     free(begun);
     if (rc) reading_drop(s);
@@ -198,7 +198,7 @@ int pyps_state_read(pyps_store *s, float *flat, float *const *state, double *ste
 int pyps_state_residual(pyps_store *s, uint32_t rank, float *flat) {
     int rc = check_reading(s);
     if (rc) return rc;
-    if (rank >= s->geometry.ranks || !s->reading->residuals[rank] || !flat)
+    if (rank >= s->geometry.max_participants || !s->reading->residuals[rank] || !flat)
         return fail(PYPS_EINVAL,
                     "state: rank: found %u; expected one that has a residual, and where to put it", rank);
     a64 *hazard = &s->slots[s->slot].residual_hazard;

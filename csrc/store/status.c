@@ -69,7 +69,8 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
                          .period_nanoseconds = turns ? v->round_robin.cycle : 0,
                          .gap_nanoseconds = turns ? v->round_robin.gap : 0,
                          .turn_rank = -1,
-                         .scheduled = turns && v->round_robin.scheduled == v->ranks};
+                         .scheduled = turns && v->round_robin.scheduled == v->ranks,
+                         .ranks = v->ranks};
     if (turns) out->turn_rank = (int32_t)view_rank(v, (uint32_t)(v->round_robin.turn % v->ranks))->turn_rank;
     free(v);
     return PYPS_OK;
@@ -135,18 +136,29 @@ int pyps_get_hyper(pyps_store *s, pyps_hyper *out, uint32_t capacity) {
     return rc;
 }
 
-int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count) {
+int pyps_get_costs(pyps_store *s, pyps_rank_cost *out, uint32_t capacity) {
+    struct view *v;
+    int rc = copy_view(s, &v);
+    if (rc) return rc;
+    for (uint32_t rank = 0; rank < v->ranks && rank < capacity; rank++) {
+        out[rank] = view_rank(v, rank)->cost;
+        out[rank].sample_seconds = view_rank(v, rank)->sample_seconds;
+    }
+    free(v);
+    return PYPS_OK;
+}
+
+int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count, uint64_t plan) {
     int rc = store_check_usable(s, true);
     if (rc) return rc;
-    if (!batches || count != s->geometry.ranks)
-        return fail(PYPS_EINVAL, "batches: found %u; expected one for each of %u ranks", count,
+    if (!batches || count < s->geometry.ranks || count > s->geometry.max_participants)
+        return fail(PYPS_EINVAL, "batches: found %u; expected one for each of %u ranks", batches ? count : 0,
                     s->geometry.ranks);
-    for (uint32_t r = 0; r < count; r++)
-        if (!batches[r]) return fail(PYPS_EINVAL, "batches[%u]: found 0; expected at least 1", r);
+    if ((rc = config_check_batches(batches, count))) return rc;
     struct event e = store_event(s, EVENT_REPLAN);
     struct outcome out;
     enum verdict verdict;
-    e.batches = batches;
+    e.batches = batches, e.count = count, e.plan_plus_1 = plan + 1;
     return view_commit(s, &e, &out, &verdict);
 }
 
@@ -156,7 +168,7 @@ int pyps_set_schedule(pyps_store *s, const pyps_turn *turns, uint32_t count, dou
     struct event e = store_event(s, EVENT_SCHEDULE);
     struct outcome out;
     enum verdict verdict;
-    e.turns = turns, e.period_seconds = period_seconds;
+    e.turns = turns, e.count = count, e.period_seconds = period_seconds;
     return view_commit(s, &e, &out, &verdict);
 }
 

@@ -9,7 +9,7 @@ static struct view *view_at(const pyps_store *s, uint32_t buffer) {
 }
 
 static size_t bytes_of_view(const pyps_store *s) {
-    return view_bytes(s->geometry.max_participants, s->geometry.ranks, s->geometry.staging_buffers);
+    return view_bytes(s->geometry.max_participants, s->geometry.staging_buffers);
 }
 
 struct view *view_allocate(const pyps_store *s) {
@@ -44,7 +44,12 @@ void view_unpin(pyps_store *s) { store_release(&s->slots[s->slot].view_hazard, 0
 static int copy_pinned(pyps_store *s, struct view *out, uint64_t *word) {
     const struct view *present = view_pin(s, word);
     if (!present) return PYPS_ECORRUPT;
-    memcpy(out, present, bytes_of_view(s));
+    size_t used = view_used_bytes(s->expected), most = bytes_of_view(s);
+    memcpy(out, present, used); /* the counts, and all but ranks that came later */
+    size_t rest =
+        out->ranks > s->expected->ranks ? (out->ranks - s->expected->ranks) * sizeof(struct rank) : 0;
+    if (rest > most - used) rest = most - used;
+    memcpy((char *)out + used, (const char *)present + used, rest);
     view_unpin(s);
     if (!view_valid(out, s->expected) || out->sequence != word_version(*word))
         return fail(PYPS_ECORRUPT, "view %llu: its counts or indices are impossible; the segment is damaged",
@@ -86,7 +91,7 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
         FAILPOINT("view.decided");
         if (!cas_seq(&s->header->view, word, word_make(next->sequence, s->private_view))) continue;
         FAILPOINT("view.committed");
-        if (s->begun) memcpy(s->begun, next, bytes_of_view(s));
+        if (s->begun) memcpy(s->begun, next, view_used_bytes(next));
         journal_event(s, e, out, *verdict, next);
         view_buffer_published(s);
         if (load32_seq(&s->header->view_waiters)) wait_wake_all(futex_word(s));

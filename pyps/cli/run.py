@@ -37,7 +37,9 @@ DEPTH_HELP = "Steps of a worker under way at once; 1: no pipeline."
 PIPELINE_HELP = "Overlap push and pull with the next step's compute."
 THROTTLE_HELP = "Emulate devices: by the plan's factors, or by the cost models of a cluster file."
 ROUND_TIMEOUT_HELP = "Seconds that one worker may delay the others."
-REBALANCE_HELP = "Move samples between workers that become slower or faster."
+REBALANCE_HELP = "Move samples between workers that become slower or faster, on all hosts."
+RANKS_HELP = "Start only these ranks here; ones that the plan does not have join its run."
+PROFILE_HELP = "Profile of a rank that the plan does not have; without one it is measured."
 CONNECT_HELP = "Address of a store served by `pyps serve`: tcp://host:port/name."
 METRICS_HELP = f"Send figures while it trains: {', '.join(SINKS.values())}; may be repeated."
 NONFINITE_HELP = "Go on when the loss is not finite."
@@ -75,7 +77,8 @@ def run_command(
     keep_checkpoints: Annotated[int, typer.Option(help=KEEP_HELP)] = KEEP,
     resume: Annotated[Path | None, typer.Option(metavar="RUN|CHECKPOINT", help=RESUME_HELP)] = None,
     connect: Annotated[str | None, typer.Option(metavar="ADDRESS", help=CONNECT_HELP)] = None,
-    ranks: Annotated[str | None, typer.Option(metavar="R,R...", help="Start only these ranks here.")] = None,
+    ranks: Annotated[str | None, typer.Option(metavar="R,R...", help=RANKS_HELP)] = None,
+    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
     rebalance: Annotated[bool, typer.Option("--rebalance", help=REBALANCE_HELP)] = False,
     allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help=NONFINITE_HELP)] = False,
     micro_batch: Annotated[int | None, typer.Option(help=f"{MICRO_BATCH_HELP} {AS_PLANNED}")] = None,
@@ -108,6 +111,7 @@ def run_command(
         resume=resume,
         connect=connect,
         ranks=None if ranks is None else _rank_list(ranks),
+        profile=profile,
         rebalance=rebalance,
         allow_nonfinite=allow_nonfinite,
         micro_batch=micro_batch,

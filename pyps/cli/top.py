@@ -28,6 +28,7 @@ STYLES = {
     "dead": "red",
     "fenced": "red",
     "absent": "bright_black",
+    "resting": "bright_black",
     "left": "bright_black",
 }
 

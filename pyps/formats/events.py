@@ -19,7 +19,16 @@ from pyps.errors import InputError
 from pyps.formats.records import LineReader
 
 RunEventKind = Literal[
-    "started", "joined", "died", "restarted", "replanned", "checkpoint", "resumed", "finished", "ended"
+    "started",
+    "joined",
+    "died",
+    "restarted",
+    "replanned",
+    "probed",
+    "checkpoint",
+    "resumed",
+    "finished",
+    "ended",
 ]
 
 

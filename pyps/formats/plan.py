@@ -31,7 +31,7 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     and with the memory model it can adapt to the free memory. throttle repeats the profile's, so that a run
     can emulate the devices of the plan. predicted_seconds: of a step, from one to the next. link_seconds are
     the rank's transfers each iteration over its own and its shared links; they are part of predicted_seconds
-    or, in a pipeline, overlap with the rest of it.
+    or, in a pipeline, overlap with the rest of it. required: a run may not leave the rank out.
     """
 
     rank: Share
@@ -48,6 +48,7 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_accumulation: Batch = 1
     fit: Fit | None = None
     memory: Memory | None = None
+    required: bool = False
 
 
 class R2spRemedies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ rebalancing are computed from these records.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -72,7 +73,13 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
         A slow loader need not show as a wait: it also loads while its rank waits for the others.
         """
-        return max(self.seconds("compute") + self.seconds("data"), self.loader_seconds)
+        return step_cost(self.spans, self.loader_seconds)
+
+
+def step_cost(spans: Iterable[Span], loader_seconds: float) -> float:
+    """As StepRecord.cost_seconds."""
+    own = sum(end - begin for kind, begin, end in spans if kind in ("compute", "data"))
+    return max(own, loader_seconds)
 
 
 def split_spans(record: StepRecord) -> tuple[list[Span], list[Span]]:

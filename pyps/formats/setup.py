@@ -21,14 +21,14 @@ SETUP_FILE = "run.json"
 
 
 class RankSetup(msgspec.Struct, frozen=True):
-    """One rank: its planned batch, and the plan's seconds for a step of it.
+    """One rank: its planned batch (0: the plan does not have it), and the plan's seconds for a step of it.
 
     emulated: a throttle sets its pace, not the real device.
     """
 
     rank: Annotated[int, Meta(ge=0)]
     name: str
-    batch: Annotated[int, Meta(ge=1)]
+    batch: Annotated[int, Meta(ge=0)]
     predicted_seconds: float | None = None
     emulated: bool = False
 

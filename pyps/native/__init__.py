@@ -83,7 +83,7 @@ def fill_policy_params(c: Any, params: PolicyParams) -> None:
 def get_policy_params(store: Pointer) -> PolicyParams:
     c = ffi.new("pyps_policy_params *")
     check("policy_params", lib.pyps_get_policy_params(store, c))
-    return PolicyParams(**_values(PolicyParams, c))
+    return PolicyParams(**struct_values(PolicyParams, c))
 
 
 def policy_needs(number: int, params: PolicyParams | None = None) -> PolicyNeeds:
@@ -96,7 +96,7 @@ def policy_needs(number: int, params: PolicyParams | None = None) -> PolicyNeeds
         given = ffi.new("pyps_policy_params *")
         fill_policy_params(given, params)
     check("policy_needs", lib.pyps_get_policy_needs(unsigned("policy_needs", "number", number, 32), given, c))
-    return PolicyNeeds(**{need: bool(value) for need, value in _values(PolicyNeeds, c).items()})
+    return PolicyNeeds(**{need: bool(value) for need, value in struct_values(PolicyNeeds, c).items()})
 
 
 def open_segment(name: str) -> Pointer:
@@ -131,7 +131,7 @@ def probe(name: str) -> int:
 def get_layout(store: Pointer) -> Layout:
     c = ffi.new("pyps_layout *")
     check("layout", lib.pyps_get_layout(store, c))
-    values = _values(Layout, c)
+    values = struct_values(Layout, c)
     return Layout(**{**values, "optimizer": Optimizer(c.optimizer)})
 
 
@@ -286,6 +286,11 @@ def _push_args(what: str, store: Pointer, push: PushRequest) -> tuple[Any, Any]:
     if not 0.0 <= push.compute_seconds <= MAX_COMPUTE_SECONDS:
         raise InvalidArgument(what, f"compute_seconds: found {push.compute_seconds}; expected at least 0")
     c.compute_nanoseconds = round(push.compute_seconds / NANOSECOND)
+    for name in ("cost_seconds", "data_seconds"):
+        seconds = getattr(push, name)
+        if not 0.0 <= seconds <= MAX_COMPUTE_SECONDS:
+            raise InvalidArgument(what, f"{name}: found {seconds}; expected at least 0")
+        setattr(c, name.replace("seconds", "nanoseconds"), round(seconds / NANOSECOND))
     c.position = unsigned(what, "position", push.position, 64)
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
@@ -365,7 +370,8 @@ def snapshot(
 def get_status(store: Pointer) -> Status:
     c = ffi.new("pyps_status *")
     check("status", lib.pyps_get_status(store, c))
-    return Status(**{**_values(Status, c), "all_joined": bool(c.all_joined), "scheduled": bool(c.scheduled)})
+    flags = {"all_joined": bool(c.all_joined), "scheduled": bool(c.scheduled)}
+    return Status(**{**struct_values(Status, c), **flags})
 
 
 def get_members(store: Pointer, capacity: int) -> list[Member]:
@@ -377,13 +383,13 @@ def get_members(store: Pointer, capacity: int) -> list[Member]:
 def _member(c: Any) -> Member:
     rank = c.rank if c.rank >= 0 else None
     enums = {"state": MemberState(c.state), "role": Role(c.role), "waits_for": WaitKind(c.waits_for)}
-    return Member(**{**_values(Member, c), **enums, "rank": rank, "staged": bool(c.staged)})
+    return Member(**{**struct_values(Member, c), **enums, "rank": rank, "staged": bool(c.staged)})
 
 
 def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
     c = ffi.new("pyps_rank[]", ranks)
     check("ranks", lib.pyps_get_ranks(store, c, ranks))
-    return [RankCounters(**_values(RankCounters, c[k])) for k in range(ranks)]
+    return [RankCounters(**struct_values(RankCounters, c[k])) for k in range(ranks)]
 
 
 def get_hyper(store: Pointer, groups: int) -> list[Hyper | None]:
@@ -406,10 +412,6 @@ def _hyper(c: Any) -> Hyper:
 def _f32(value: float) -> float:
     """The shortest number that is this one in fp32: 0.1, not 0.10000000149011612."""
     return float(str(np.float32(value)))
-
-
-def replan(store: Pointer, batches: Sequence[int]) -> None:
-    check("replan", lib.pyps_replan(store, u32_array("replan", "batches", batches), len(batches)))
 
 
 def set_schedule(store: Pointer, schedule: TurnSchedule) -> None:
@@ -447,7 +449,7 @@ def timeout_seconds(timeout: float | None) -> float:
     return float(timeout)
 
 
-def _values(kind: Any, c: Any) -> dict[str, Any]:
+def struct_values(kind: Any, c: Any) -> dict[str, Any]:
     """The fields of a dataclass, read from the C struct that has them under the same names."""
     return {field.name: getattr(c, field.name) for field in fields(kind)}
 

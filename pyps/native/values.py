@@ -51,10 +51,11 @@ NonFinite = Literal["error", "skip", "zero"]
 
 
 class Role(IntEnum):
-    """Workers push; observers only look."""
+    """Workers push; observers only look. A new worker may join as a rank that was not planned."""
 
     WORKER = 0
     OBSERVER = 1
+    NEW_WORKER = 2
 
 
 class MemberState(IntEnum):
@@ -354,7 +355,8 @@ class PushRequest:
     parameters that the gradient was computed on, where the policy needs them. base_version: their version;
     None: the version pulled last. grad_norm_squared: of the gradient, where the policy needs it; 0: not
     known. compute_seconds: how long the gradient took to compute; 0: since its claim. position: of `hyper` in
-    its schedule; a round takes the constants of the greatest one.
+    its schedule; a round takes the constants of the greatest one. cost_seconds: what the step cost this
+    worker, compute and data; 0: compute_seconds. data_seconds: of these, for data.
     """
 
     staging: int
@@ -370,6 +372,8 @@ class PushRequest:
     grad_norm_squared: float = 0.0
     compute_seconds: float = 0.0
     position: int = 0
+    cost_seconds: float = 0.0
+    data_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,6 +453,31 @@ class RankCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class CostModel:
+    """The seconds of a step of b samples: fixed + b * sample, at least `least`. max_batch 0: not known."""
+
+    fixed_seconds: float
+    sample_seconds: float
+    least_seconds: float = 0.0
+    max_batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """What a rank's steps cost. steps: whole ones of its planned batch, since that was planned or its worker
+    joined, without the first two of a worker. seconds: of the last of them, the latest last. data_seconds: of
+    these, for data, on average. sample_seconds: of a sample in any steps, on average. model: as its worker
+    knew before; None: it did not.
+    """
+
+    steps: int
+    seconds: tuple[float, ...]
+    data_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    model: CostModel | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """What came of deciding a journal's events again: how many changed the view, how many decisions there
     were in all, how many came out otherwise, and how many are not on file; the first difference, in words.
@@ -467,7 +496,7 @@ class Status:
 
     Under a policy of turns: turn_rank: the rank on turn; -1: no turns. period_nanoseconds: of a cycle, as
     planned or measured; 0: not known yet. gap_nanoseconds: the mean from push to push; 0: none. scheduled:
-    Store.set_schedule has set the turns.
+    Store.set_schedule has set the turns. ranks: at present.
     """
 
     sequence: int
@@ -482,6 +511,7 @@ class Status:
     gap_nanoseconds: int = 0
     turn_rank: int = -1
     scheduled: bool = False
+    ranks: int = 0
 
 
 def as_f32(where: str, field: str, value: Any) -> NDArray[np.float32]:

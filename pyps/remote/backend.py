@@ -28,6 +28,7 @@ from pyps.native.values import (
     Claim,
     Codec,
     Config,
+    CostModel,
     DataSet,
     EncodeCounts,
     Encoding,
@@ -38,6 +39,7 @@ from pyps.native.values import (
     PolicyParams,
     PushRequest,
     PushResult,
+    RankCost,
     RankCounters,
     Role,
     Status,
@@ -278,12 +280,19 @@ class RemoteBackend:
         counters: list[RankCounters] = self.client.call("get_ranks")[0]
         return counters[:ranks]
 
+    def get_costs(self, ranks: int) -> list[RankCost]:
+        costs: list[RankCost] = self.client.call("get_costs")[0]
+        return costs[:ranks]
+
+    def set_cost_model(self, model: CostModel) -> None:
+        self.client.call("set_cost_model", model)
+
     def get_hyper(self, groups: int) -> list[Hyper | None]:
         constants: list[Hyper | None] = self.client.call("get_hyper")[0]
         return constants[:groups]
 
-    def replan(self, batches: Sequence[int]) -> None:
-        self.client.call("replan", tuple(int(b) for b in batches))
+    def replan(self, batches: Sequence[int], plan: int | None = None) -> None:
+        self.client.call("replan", tuple(int(b) for b in batches), plan)
 
     def set_schedule(self, schedule: TurnSchedule) -> None:
         self.client.call("set_schedule", schedule)

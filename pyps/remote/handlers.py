@@ -29,6 +29,7 @@ from pyps.errors import (
 )
 from pyps.formats.mode import MAX_DEPTH
 from pyps.formats.turns import TurnSchedule
+from pyps.native import planning
 from pyps.native.create import create
 from pyps.native.state import read_state
 from pyps.native.values import (
@@ -36,6 +37,7 @@ from pyps.native.values import (
     Claim,
     Codec,
     Config,
+    CostModel,
     DataSet,
     Encoding,
     Flat,
@@ -43,6 +45,7 @@ from pyps.native.values import (
     Layout,
     Member,
     PushRequest,
+    RankCost,
     RankCounters,
     Role,
     Status,
@@ -95,7 +98,7 @@ class Handlers:
     def __init__(self, site: Site, past: Place | None) -> None:
         self.place = past
         self._site = site
-        self._late = past is not None and past.role is Role.WORKER
+        self._late = past is not None and past.role is not None and past.role is not Role.OBSERVER
         self._pointer: native.Pointer | None = None
         self._layout: Layout | None = None
         self._staging: int | None = None  # handed out and not pushed
@@ -389,15 +392,23 @@ class Handlers:
         return members, ()
 
     def get_ranks(self) -> Reply:
-        ranks: list[RankCounters] = native.get_ranks(self._store, self.layout.ranks)
+        ranks: list[RankCounters] = native.get_ranks(self._store, native.get_status(self._store).ranks)
         return ranks, ()
+
+    def get_costs(self) -> Reply:
+        costs: list[RankCost] = planning.get_costs(self._store, native.get_status(self._store).ranks)
+        return costs, ()
+
+    def set_cost_model(self, model: CostModel) -> Reply:
+        planning.set_cost_model(self._store, model)
+        return None, ()
 
     def get_hyper(self) -> Reply:
         constants: list[Hyper | None] = native.get_hyper(self._store, self.layout.groups)
         return constants, ()
 
-    def replan(self, batches: tuple[int, ...]) -> Reply:
-        native.replan(self._store, batches)
+    def replan(self, batches: tuple[int, ...], plan: int | None) -> Reply:
+        planning.replan(self._store, batches, plan)
         return None, ()
 
     def set_schedule(self, schedule: TurnSchedule) -> Reply:

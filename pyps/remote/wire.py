@@ -33,6 +33,7 @@ from pyps.native.values import (
     Advice,
     Claim,
     Codec,
+    CostModel,
     DataSet,
     Encoding,
     Hyper,
@@ -42,6 +43,7 @@ from pyps.native.values import (
     PolicyParams,
     PushRequest,
     PushResult,
+    RankCost,
     RankCounters,
     Role,
     Status,
@@ -145,6 +147,8 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grad_norm_squared: float = 0.0
     compute_seconds: float = 0.0
     position: Position = 0
+    cost_seconds: float = 0.0
+    data_seconds: float = 0.0
 
     @classmethod
     def of(cls, request: PushRequest) -> PushHeader:
@@ -202,7 +206,9 @@ VERBS: Mapping[str, Verb] = {
     "get_members": Verb(tuple[()], list[Member]),
     "get_ranks": Verb(tuple[()], list[RankCounters]),
     "get_hyper": Verb(tuple[()], list[Hyper | None]),
-    "replan": Verb(tuple[tuple[Count, ...]], None),
+    "get_costs": Verb(tuple[()], list[RankCost]),
+    "set_cost_model": Verb(tuple[CostModel], None),
+    "replan": Verb(tuple[tuple[Count, ...], Position | None], None),
     "set_schedule": Verb(tuple[TurnSchedule], None),
     "wait": Verb(tuple[Position, CallSeconds], None),
 }

@@ -13,7 +13,9 @@ from typing import Literal
 from pyps.native.values import Member, MemberState, RankCounters, Role, Status, WaitKind
 from pyps.store.store import Store
 
-Doing = Literal["computing", "waiting", "between steps", "stopped", "dead", "fenced", "left", "absent"]
+Doing = Literal[
+    "computing", "waiting", "resting", "between steps", "stopped", "dead", "fenced", "left", "absent"
+]
 HOLDS_UP: tuple[Doing, ...] = ("computing", "between steps", "stopped", "dead", "fenced", "absent")
 LATE_STEPS = 2.0  # of its own usual step time: then a rank that others wait for is a straggler
 LATE_SECONDS = 0.5  # and no sooner
@@ -87,6 +89,8 @@ def _activity(rank: int, member: Member | None, state: StoreActivity, local: boo
         return Activity(rank, "fenced", member.claim_seconds, "is fenced", member)
     if local and (condition := _condition(member.pid)) is not None:
         return Activity(rank, condition, member.claim_seconds, f"is {condition}", member)
+    if not state.ranks[rank].batch and not member.claim_count:
+        return Activity(rank, "resting", member.wait_seconds, "rests: it would hold the others up", member)
     if member.waits_for is not WaitKind.NOT:
         text = WAITS[member.waits_for]
         if member.waits_for is WaitKind.START and not state.status.all_joined:

@@ -71,7 +71,7 @@ class Tracker:
     def __init__(self, setup: RunSetup, began: float) -> None:
         self._setup, self._began = setup, began
         self._names = {rank.rank: rank.name for rank in setup.ranks}
-        self._global_batch = setup.global_batch
+        self._global_batch = setup.global_batch or 1
         self._window: deque[tuple[float, StepRecord]] = deque(maxlen=MOST_RECORDS)
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=MOST_RECORDS)  # when, how many samples
         self._samples: Counter[int] = Counter()
@@ -92,7 +92,7 @@ class Tracker:
             self._add(record, all_here)
         if state is not None:
             self._versions = max(self._versions, state.status.version)
-            self._global_batch = sum(rank.batch for rank in state.ranks)
+            self._global_batch = sum(rank.batch for rank in state.ranks) or 1
             self._count(sum(rank.samples for rank in state.ranks), None if all_here else now)
         self._forget()
         samples, rate = max(self._counted, sum(self._samples.values())), self._rate(now)

@@ -329,6 +329,8 @@ def iteration_times(
     """
     passed, total = [], 0
     latest = 0.0
+    if not global_batch:  # of ranks that the plan does not have
+        return []
     for _, (done, samples) in sorted(version_times(records).items()):
         latest = max(latest, done)  # two versions of ASP may be completed out of order
         count = (total + samples) // global_batch - total // global_batch
@@ -353,7 +355,7 @@ def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPo
         before, total = total, total + r.samples
         if r.loss is not None:
             sum_, weight = sum_ + r.loss * r.samples, weight + r.samples
-        passed = total // global_batch > before // global_batch
+        passed = not global_batch or total // global_batch > before // global_batch
         if weight and (passed or k == len(applied) - 1):
             points.append(LossPoint(max(0.0, latest), total, sum_ / weight))
             sum_, weight = 0.0, 0

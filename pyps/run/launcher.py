@@ -20,17 +20,24 @@ from typing import IO, Literal, Self
 from pyps import native
 from pyps.checkpoint.folder import MODEL
 from pyps.checkpoint.tensors import write_whole
-from pyps.errors import NotReady, PypsError, SegmentNotFound, StoreError, StoreFull
+from pyps.errors import (
+    InvalidArgument,
+    NotReady,
+    PlanChanged,
+    PypsError,
+    SegmentNotFound,
+    StoreError,
+    StoreFull,
+)
 from pyps.formats.events import EventLog
 from pyps.formats.records import record_path
-from pyps.native.values import MemberState, Role
 from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.report.activity import StoreActivity, look
 from pyps.report.report import StoreTotals
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.guard import Guard
-from pyps.run.membership import reason, split_without
+from pyps.run.membership import present_ranks
 from pyps.run.process import WorkerProcess, end_processes
 from pyps.run.rebalance import RunRebalancer
 from pyps.run.restarts import Restarts
@@ -39,7 +46,6 @@ from pyps.store.segments import segment_path
 from pyps.store.store import Store
 
 TICK_SECONDS = 0.05
-HERE = (MemberState.ACTIVE, MemberState.FENCED)  # a fenced worker comes back by itself
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host
 REAP_INTERVAL_SECONDS = 1.0  # how often the store is asked to reap members that the launcher did not start
 GRACE_SECONDS = 5.0  # between the first signal, SIGTERM and SIGKILL
@@ -88,10 +94,9 @@ class Launcher:
         self._ranks = {rank.rank: rank for rank in spec.ranks}
         self._is_remote = is_address(spec.store)
         depths = [mode.depth for mode in spec.modes]
-        self._rebalancer = RunRebalancer(spec.plan, spec.run_dir, depths=depths)
-        self._seen: set[int] = set()  # ranks that have been there
-        self._finished: set[int] = set()
-        self._away: frozenset[int] = frozenset()
+        self._rebalancer = RunRebalancer(
+            spec.plan, spec.policy.needs, moves=spec.options.rebalance, depths=depths
+        )
         self._on_line, self._on_tick, self._on_notice = on_line, on_tick, on_notice
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
@@ -196,7 +201,6 @@ class Launcher:
             self._guard.remove(process.pid)
             joined = process.joined or self._has_record(process)
             if code == 0 and joined:
-                self._finished.add(rank)
                 self.log.write("finished", rank=rank, pid=process.pid)
                 continue
             self.log.write("died", rank=rank, pid=process.pid, detail=process.exit_reason())
@@ -294,37 +298,20 @@ class Launcher:
         )
 
     def _rebalance(self, store: Store, state: StoreActivity) -> None:
-        """Share out the samples of ranks that are away, and move samples where that saves time.
+        """Re-plan where that is due: of several launchers, the one with the lowest rank that is there.
 
-        Only a joined observer can, and of several launchers the one with the lowest rank that is there.
+        Only a joined observer can.
         """
-        there = {
-            m.rank for m in state.members if m.role is Role.WORKER and m.state in HERE and m.rank is not None
-        }
-        self._seen |= there
-        ending = 0 < self.spec.options.samples <= state.status.samples_assigned
-        if store.rank is None or ending or not there or min(there) not in self._ranks:
+        if 0 < self.spec.options.samples <= state.status.samples_assigned:  # it ends
             return
-        away = frozenset(self._seen - there - self._finished)
-        if away != self._away:
-            self._take_over(store, away)
+        replan = self._rebalancer.update(state, store.costs())
+        there = present_ranks(state).there
+        if replan is None or store.rank is None or min(there) not in self._ranks:
             return
-        wanted = self.spec.options.rebalance and not away
-        if wanted and (change := self._rebalancer.update(state.status.plan)):
-            store.replan(change.after)
-            self.log.write("replanned", detail="; ".join(change.reasons))
-
-    def _take_over(self, store: Store, away: frozenset[int]) -> None:
-        """Ranks went away or came back: where a step needs all gradients, share out the whole batch again."""
-        self._away, needs = away, self.spec.policy.needs
-        if not needs.waits_for_rounds or needs.resizes_batches:
-            return
-        full = self._rebalancer.split
-        before = tuple(rank.batch for rank in store.ranks())
-        after = split_without(away, full, self._rebalancer.costs, self._rebalancer.max_batches)
-        if after != before:
-            store.replan(after)
-            self.log.write("replanned", detail=reason(away, before, after))
+        with contextlib.suppress(PlanChanged, InvalidArgument):  # decided on an older look
+            store.replan(replan.change.after, replan.plan)
+            self._rebalancer.adopt(replan)
+            self.log.write(replan.kind, detail=str(replan.change))
 
     def _save_last(self, seconds: float) -> None:
         """Write a checkpoint of what is new since the last one, in so many seconds at most.

@@ -1,43 +1,93 @@
-"""The split while ranks are away: the others take over their samples, so that a step has the whole batch.
+"""The ranks of a run at present: which are there, which are away, and which wait for samples.
 
-A rank is away from its death until its next process joins. The split among the others is the exact one for
-their costs, within their caps; what no cap allows is missing from the step. When all are back, the split of
-before is in force again.
+A rank takes part while it has samples planned. One without rests: its worker waits in the store. A rank that
+is away has none, so that a step never has more than the global batch when it comes back; the re-plan that
+follows gives it samples again. Ranks that the plan does not have rest from the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from pyps.errors import Infeasible
+from pyps.native.values import MemberState, Role
+from pyps.report.activity import StoreActivity
 from pyps.solver.costs import Cost
 from pyps.solver.online.decide import Split, best_split
 
+HERE = (MemberState.ACTIVE, MemberState.FENCED)  # a fenced worker comes back by itself
 
-def split_without(
-    away: frozenset[int], split: Split, costs: Sequence[Cost], max_batches: Sequence[int]
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who is there: the id of each rank's worker, and the split in force."""
+
+    workers: dict[int, int]
+    split: Split
+
+    @property
+    def there(self) -> frozenset[int]:
+        return frozenset(self.workers)
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Ranks with samples and without a worker."""
+        return frozenset(rank for rank, batch in enumerate(self.split) if batch and rank not in self.workers)
+
+    @property
+    def resting(self) -> frozenset[int]:
+        """Ranks with a worker and without samples."""
+        return frozenset(rank for rank in self.workers if not self.split[rank])
+
+
+def present_ranks(state: StoreActivity) -> Ranks:
+    """The ranks of a store as last seen."""
+    workers = {
+        m.rank: m.id
+        for m in state.members
+        if m.role is Role.WORKER and m.state in HERE and m.rank is not None and m.rank < len(state.ranks)
+    }
+    return Ranks(workers, tuple(rank.batch for rank in state.ranks))
+
+
+def share_out(
+    samples: int,
+    ranks: Collection[int],
+    costs: Sequence[Cost],
+    max_batches: Sequence[int],
+    required: Collection[int],
+    size: int,
 ) -> Split:
-    """The split among the ranks that are there; those in `away` keep their batches, for when they come back.
+    """The split of so many samples with the shortest step, among these ranks; the others of `size` get none.
 
-    split: samples a step with all ranks. costs, max_batches: of each rank.
+    costs, max_batches: of each rank. required: ranks that get at least a sample. What no cap allows is
+    missing; where there are fewer samples than required ranks, none is required.
     """
-    there = [rank for rank in range(len(split)) if rank not in away]
-    if not away or not there:
-        return split
-    caps = [max_batches[rank] for rank in there]
-    total = min(sum(split), sum(caps))
-    try:
-        parts = best_split(total, [costs[rank] for rank in there], [1] * len(there), caps)
-    except Infeasible:  # fewer samples than ranks
-        return split
-    shared = dict(zip(there, parts, strict=True))
-    return tuple(shared.get(rank, batch) for rank, batch in enumerate(split))
+    among = sorted(ranks)
+    if not among or samples < 1:
+        return (0,) * size
+    caps = [max_batches[rank] for rank in among]
+    total = min(samples, sum(caps))
+    needed = [rank in required for rank in among] if len(set(required) & set(among)) <= total else False
+    parts = best_split(total, [costs[rank] for rank in among], [1] * len(among), caps, needed)
+    shared = dict(zip(among, parts, strict=True))
+    return tuple(shared.get(rank, 0) for rank in range(size))
 
 
-def reason(away: frozenset[int], before: Split, after: Split) -> str:
-    """Why the split changed, in a line."""
-    if not away:
-        return f"all ranks are back: {list(before)} -> {list(after)}"
-    names = ", ".join(map(str, sorted(away)))
-    noun, verb = ("rank", "is") if len(away) == 1 else ("ranks", "are")
-    return f"{noun} {names} {verb} away: {list(before)} -> {list(after)}"
+def why_ranks_changed(before: Ranks, away: frozenset[int], planned: int, after: Split) -> str:
+    """Why the split changed, in a line. away: all ranks that are; planned: ranks of the plan."""
+    back = sorted(rank for rank in before.resting if after[rank] and rank < planned)
+    new = sorted(rank for rank in before.resting if after[rank] and rank >= planned)
+    parts = []
+    if before.gone or (away and not new):
+        parts.append(_named(away | before.gone, "is away", "are away"))
+    elif back:
+        parts.append("all ranks are back")
+    if new:
+        parts.append(_named(new, "has joined", "have joined"))
+    return f"{'; '.join(parts)}: {list(before.split)} -> {list(after)}"
+
+
+def _named(ranks: Collection[int], one: str, several: str) -> str:
+    noun, verb = ("rank", one) if len(ranks) == 1 else ("ranks", several)
+    return f"{noun} {', '.join(map(str, sorted(ranks)))} {verb}"

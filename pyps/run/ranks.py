@@ -6,6 +6,7 @@ A rank may emulate a slower device (a throttle). Workers without a batch get no 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,11 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats import Cluster, Fit, Plan, PlanWorker, WorkerGroup, read_cluster, read_profile
 from pyps.formats.mode import FROM_PLAN
+from pyps.native.values import CostModel
 from pyps.profiler.fit import predict_seconds
 from pyps.profiler.select import fit_of
+from pyps.solver.costs import Line, Table
+from pyps.solver.online.prior import prior_of
 from pyps.solver.plan import even_batches
 from pyps.solver.systems.r2sp import r2sp_schedule
 from pyps.worker.emulated_link import LinkSpec
@@ -82,6 +86,24 @@ def rank_specs(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> list[RankSpe
     ]
 
 
+def new_rank(rank: int, profile: str | os.PathLike[str] | None) -> RankSpec:
+    """A rank that the plan does not have, named after its device, or this machine."""
+    name = read_profile(profile).device.name if profile is not None else socket.gethostname()
+    return RankSpec(rank, name, 0, None, None)
+
+
+def cost_model_of(profile: str | os.PathLike[str]) -> CostModel:
+    """A profile's cost model as a line; of a table, the one through its ends. Raises InputError."""
+    cost, most = prior_of(profile)
+    if isinstance(cost, Table):
+        (first, seconds), (last, longest) = cost.points[0], cost.points[-1]
+        slope = (longest - seconds) / (last - first) if last > first else 0.0
+        cost = Line(seconds - slope * first, slope, seconds)
+    if not isinstance(cost, Line):
+        raise InputError(os.fspath(profile), "points", "none", "measured points")
+    return CostModel(cost.fixed_seconds, cost.per_sample_seconds, cost.floor_seconds, most)
+
+
 def even_plan(plan: Plan, where: str, fits: Sequence[Fit | None] = ()) -> Plan:
     """The same workers and global batch with equal batches; the first ones take the remainder.
 
@@ -108,9 +130,10 @@ def even_plan(plan: Plan, where: str, fits: Sequence[Fit | None] = ()) -> Plan:
 def with_split(plan: Plan, split: Sequence[int]) -> Plan:
     """The plan with the batches that its ranks have now, by store rank, in place of its own.
 
-    Unchanged where they do not sum to B, because some rank is away and others have its share.
+    Unchanged where a rank is away or left out, or has joined, so that others have its share.
     """
-    if sum(split) != plan.global_batch:
+    planned = sum(worker.batch > 0 for worker in plan.workers)
+    if sum(split) != plan.global_batch or len(split) != planned or not all(split):
         return plan
     batches = iter(split)
     workers = []

@@ -1,137 +1,299 @@
-"""Rebalancing of a run: moves samples between ranks while it trains; the global batch stays the same.
+"""Re-plans a run: the samples of each rank, while ranks come, go and change their speed.
 
-Every `window` steps of each rank, the rank's cost is refitted to what its steps cost: compute and the wait
-for data, or its loader's time if that is longer (pyps.solver.online.refit, with the plan's cost model as the
-prior). The exact split for these costs and the plan's transfers, which in a pipeline overlap, replaces the
-current split if it shortens the longest step by more than the deadband (pyps.solver.online.decide). A change
-applies from the next claims on; steps claimed before it are not measured. Steps are read from the workers'
-records.
+Three things change the split in force; the global batch stays the same in each.
+
+- A rank goes away, comes back or joins: its share goes to the others at once, or comes from them. Where no
+  step waits for all ranks, a rank of the plan that is away keeps its share: the others do not wait for it.
+- With `moves`: every `window` steps of each rank its cost is estimated anew. The exact split for these costs
+  replaces the one in force if it makes the longest step shorter by more than the deadband
+  (pyps.solver.online.decide). Where steps wait for all ranks, one that only holds the others up is left out.
+- Such a rank is tried with one sample now and then, and comes back when the exact split uses it.
+
+Every launcher of a run decides from what the store shows; the one with the lowest rank that is there acts. So
+the next one can go on when it dies.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from statistics import median
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from pyps.formats import MAX_BATCH, Plan, PlanWorker
-from pyps.formats.records import RunReader, StepRecord
-from pyps.profiler.statistics import median_and_error
-from pyps.report.report import LOADING_SHARE
-from pyps.solver.costs import Cost, Line
-from pyps.solver.online.decide import Split, SplitChange, decide
-from pyps.solver.online.refit import OnlineCost, at_least, stretched
-from pyps.solver.ranks import cost_of
+from pyps.formats import Plan
+from pyps.native.values import PolicyNeeds, RankCost
+from pyps.report.activity import StoreActivity
+from pyps.run.membership import Ranks, present_ranks, share_out, why_ranks_changed
+from pyps.run.step_costs import StepCosts
+from pyps.solver.online.decide import Split, SplitChange, decide, round_seconds
 
 WINDOW_STEPS = 7
 DEADBAND = 0.05
-WARM_UP_STEPS = 2  # of each process: allocations, caches
 MIN_STANDARD_ERRORS = 2.0  # a gain of less may be noise
+FIRST_STEPS = 3  # of a rank that nothing is known of, before it gets its share
+FIRST_SHARE = 0.25  # of an equal share: what it gets until then
+PROBE_SHARE = 0.01  # of the time: what trying a rank that rests may take
+PROBE_ROUNDS = 50  # between two tries, at least
+PROBE_PATIENCE = 3  # rounds that a try may take, if the rank is fenced meanwhile
+
+
+@dataclass(frozen=True)
+class Replan:
+    """A new split, decided on the store's plan number `plan`. kind: of its event. probed: the rank tried."""
+
+    change: SplitChange
+    plan: int
+    kind: Literal["replanned", "probed"] = "replanned"
+    probed: int | None = None
+
+
+@dataclass(frozen=True)
+class _Probe:
+    rank: int
+    round: int
+    before: Split  # without it
 
 
 class RunRebalancer:
-    """Rebalances a run of `plan`; `split` is the current one, by store rank, `history` every change."""
+    """Decides re-plans. `split`: the one in force when it last looked, `history`: the changes made."""
 
     def __init__(
         self,
         plan: Plan,
-        run_dir: Path,
+        needs: PolicyNeeds,
+        *,
+        moves: bool = True,
         window: int = WINDOW_STEPS,
         deadband: float = DEADBAND,
         depths: Sequence[int] = (),
     ) -> None:
-        """plan: as it is run. run_dir: with the records. window: steps. deadband: the least relative gain.
-        depths: steps under way, by store rank; by default 1.
+        """plan: as it is run. needs: of its policy. moves: samples move for speed too. window: steps.
+        deadband: the least relative gain. depths: steps under way, by store rank; by default 1.
         """
-        workers = [worker for worker in plan.workers if worker.batch > 0]
-        self.split: Split = tuple(worker.batch for worker in workers)
+        self.split: Split = tuple(worker.batch for worker in plan.workers if worker.batch > 0)
         self.history: list[SplitChange] = []
-        self.max_batches = [_max_batch(worker) for worker in workers]
-        self._devices = [OnlineCost(_prior(worker)) for worker in workers]
-        self._link_seconds = [worker.link_seconds for worker in workers]
-        self._depths = depths or [1] * len(workers)
-        self._window, self._deadband = window, deadband
-        self._records = RunReader(run_dir)
-        self._cost_seconds: list[list[float]] = [[] for _ in workers]
-        self._compute_seconds: list[list[float]] = [[] for _ in workers]
-        self._levels_at_change = [1.0] * len(workers)
-        self._plan = 0
+        self.costs = StepCosts(plan, depths)
+        self._global_batch, self._planned = plan.global_batch, len(self.split)
+        self._shares_absent = needs.waits_for_rounds and not needs.resizes_batches
+        self._moves, self._window, self._deadband = moves, window, deadband
+        self._levels_at_change: list[float] = []
+        self._remembered: dict[frozenset[int], Split] = {frozenset(range(self._planned)): self.split}
+        self._left_out: dict[int, int] = {}  # the round since which a rank that is there rests
+        self._probe: _Probe | None = None
+        self._last: Ranks | None = None
+        self._round = 0
 
-    @property
-    def costs(self) -> list[Cost]:
-        """Of a step of each rank, as estimated now."""
-        links = zip(self._devices, self._link_seconds, self._depths, strict=True)
-        return [_step_cost(device.cost, seconds, depth) for device, seconds, depth in links]
+    def update(self, state: StoreActivity, found: Sequence[RankCost]) -> Replan | None:
+        """Take in what the store shows; the re-plan that is due now, if any.
 
-    def update(self, plan: int | None = None) -> SplitChange | None:
-        """Read the new records; the change that pays, which then counts as the current split.
-
-        plan: the store's number of the split in force; None: it counts the changes made here.
+        found: what the steps of each rank cost. Call `adopt` once the store has taken it.
         """
-        self._plan, step = len(self.history) if plan is None else plan, 0
-        for record in self._records.new():
-            step = max(step, record.step)
-            if self._is_full_step(record):
-                self._cost_seconds[record.rank].append(record.cost_seconds)
-                self._compute_seconds[record.rank].append(record.seconds("compute"))
-        if any(len(seconds) < self._window for seconds in self._cost_seconds):
+        ranks, status = present_ranks(state), state.status
+        if len(found) != len(ranks.split):  # a rank came between two calls
             return None
-        return self._decide(step)
-
-    def _is_full_step(self, record: StepRecord) -> bool:
-        """Whether a step is past the warm-up and trained its rank's whole batch of the current split."""
-        if record.rank >= len(self.split) or record.plan != self._plan or record.step < WARM_UP_STEPS:
-            return False
-        return record.samples == record.batch == self.split[record.rank] and not record.skipped
-
-    def _decide(self, step: int) -> SplitChange | None:
-        error = 0.0
-        for rank, seconds in enumerate(self._cost_seconds):
-            middle, relative_error = median_and_error(seconds)
-            error = max(error, relative_error)
-            self._devices[rank].observe(self.split[rank], middle)
-        loading = self._loading_reasons()
-        self._cost_seconds = [[] for _ in self.split]
-        self._compute_seconds = [[] for _ in self.split]
-        levels = [device.level for device in self._devices]
-        paces = [now / then for now, then in zip(levels, self._levels_at_change, strict=True)]
-        costs = self.costs
-        deadband = max(self._deadband, MIN_STANDARD_ERRORS * error)
-        change = decide(self.split, costs, paces, [1] * len(self.split), self.max_batches, deadband, step)
+        self.split = ranks.split
+        self.costs.see(found, ranks.split)
+        self._note_rests(ranks, status.round)
+        if not status.all_joined or not ranks.workers:
+            return None
+        step = max(rank.pushes for rank in state.ranks)
+        change = self._membership(ranks, step) or self._measured(ranks, step)
         if change is not None:
-            change = replace(change, reasons=(*change.reasons, *loading))
-            self.split, self._levels_at_change = change.after, levels
-            self.history.append(change)
-        return change
+            return Replan(change, status.plan)
+        if self._probe is not None:
+            return self._end_probe(ranks, status.round, status.plan, step)
+        if not ranks.resting and all(map(self.costs.is_known, ranks.workers)):
+            self._remembered[self._sharing(ranks)] = ranks.split
+        error = self._take_window(ranks)
+        if not self._moves:
+            return None
+        change = self._faster(ranks, step, error) if error is not None else None
+        if change is not None:
+            return Replan(change, status.plan)
+        return self._begin_probe(ranks, status.round, status.plan, step)
 
-    def _loading_reasons(self) -> list[str]:
-        """A line for each rank whose data costs it more time than its compute."""
+    def adopt(self, replan: Replan) -> None:
+        """The store has taken the re-plan."""
+        change = replan.change
+        self.history.append(change)
+        self._levels_at_change = self.costs.levels
+        begins = replan.kind == "probed" and replan.probed is not None and change.after[replan.probed] > 0
+        rank = replan.probed
+        self._probe = _Probe(rank, self._round, change.before) if begins and rank is not None else None
+
+    # ---- who is there ----
+
+    def _note_rests(self, ranks: Ranks, now: int) -> None:
+        """A rank whose samples were taken while its worker stayed is left out."""
+        last, self._last, self._round = self._last, ranks, now
+        for rank in list(self._left_out):
+            if rank not in ranks.resting:
+                del self._left_out[rank]
+        for rank in ranks.resting:
+            had = last is not None and rank < len(last.split) and last.split[rank] > 0
+            if had and last is not None and last.workers.get(rank) == ranks.workers[rank]:
+                self._left_out[rank] = now
+        if self._probe is not None and not ranks.split[self._probe.rank]:
+            self._probe = None  # another launcher has ended it
+
+    def _kept(self, ranks: Ranks) -> frozenset[int]:
+        """Ranks that keep their share though they are away."""
+        return frozenset(r for r in ranks.gone if not self._shares_absent and r < self._planned)
+
+    def _sharing(self, ranks: Ranks) -> frozenset[int]:
+        return ranks.there | self._kept(ranks)
+
+    def _hopeless(self) -> set[int]:
+        return {*self._left_out, *([self._probe.rank] if self._probe is not None else [])}
+
+    def _membership(self, ranks: Ranks, step: int) -> SplitChange | None:
+        """The split for the ranks that are there now, if others were there when the last one was made."""
+        away = ranks.gone - self._kept(ranks)
+        arrived = ranks.resting - self._left_out.keys()
+        if not away and not arrived:
+            return None
+        unknown = {rank for rank in arrived if not self.costs.is_known(rank)}
+        among = self._sharing(ranks) - unknown
+        first = dict.fromkeys(unknown, self._first_batch(ranks)) if among else {}
+        if not among:
+            among = frozenset(unknown)
+        after = self._split(among, sum(first.values()))
+        after = tuple(first.get(rank, batch) for rank, batch in enumerate(after))
+        if after == ranks.split:
+            return None
+        absent = frozenset(range(self._planned)) - ranks.there
+        reason = why_ranks_changed(ranks, absent, self._planned, after)
+        if first:
+            reason += f"; {_listed(unknown)} to be measured first"
+        return self._change(step, ranks.split, after, reason)
+
+    def _first_batch(self, ranks: Ranks) -> int:
+        return max(1, int(FIRST_SHARE * self._global_batch / len(ranks.workers)))
+
+    def _split(self, among: frozenset[int], taken: int) -> Split:
+        """The split among these ranks, but for so many samples: the one that they had before, or the best."""
+        costs, most, size = self.costs.all, self.costs.max_batches, len(self.split)
+        required = among - self._hopeless()
+        before = self._remembered.get(among) if not taken else None
+        if before is None:
+            return share_out(self._global_batch - taken, among, costs, most, required, size)
+        before = before + (0,) * (size - len(before))
+        better = self._decide(before, required, self._deadband, 0) if self._moves else None
+        return before if better is None else better.after
+
+    def _measured(self, ranks: Ranks, step: int) -> SplitChange | None:
+        """The split with a rank of which nothing was known until its first steps."""
+        there = [r for r in ranks.there if ranks.split[r] and not self.costs.is_known(r)]
+        done = [rank for rank in there if self.costs.new_steps(rank) >= FIRST_STEPS]
+        if not done:
+            return None
+        for rank in done:
+            self.costs.take(rank, FIRST_STEPS)
+        others = set(there) - set(done)
+        taken = sum(ranks.split[rank] for rank in others)
+        after = self._split(self._sharing(ranks) - others, taken)
+        after = tuple(ranks.split[r] if r in others else batch for r, batch in enumerate(after))
+        seconds = ", ".join(
+            f"rank {r} is measured, {self.costs.all[r].seconds(ranks.split[r]) * 1e3:.1f} ms for "
+            f"{ranks.split[r]} samples"
+            for r in done
+        )
+        return self._change(step, ranks.split, after, f"{seconds}: {list(ranks.split)} -> {list(after)}")
+
+    # ---- speed ----
+
+    def _take_window(self, ranks: Ranks) -> float | None:
+        """Estimate the costs anew, once there are enough steps of each rank: the greatest relative error."""
+        among = [rank for rank in ranks.there if ranks.split[rank]]
+        if not among or any(self.costs.new_steps(rank) < self._window for rank in among):
+            return None
+        return max(self.costs.take(rank, self._window) for rank in among)
+
+    def _faster(self, ranks: Ranks, step: int, error: float) -> SplitChange | None:
+        """The split that makes steps shorter."""
+        deadband = max(self._deadband, MIN_STANDARD_ERRORS * error)
+        split = tuple(b if rank in ranks.workers else 0 for rank, b in enumerate(ranks.split))
+        among = {rank for rank, batch in enumerate(split) if batch}
+        required = {r for r in among if not self._shares_absent or self.costs.is_required(r)}
+        change = self._decide(split, required, deadband, step)
+        if change is None:
+            return None
+        pairs = zip(change.after, ranks.split, strict=True)
+        after = tuple(a if r in ranks.workers else b for r, (a, b) in enumerate(pairs))
+        loading = self.costs.loading_reasons(sorted(among))
+        reasons = (*change.reasons, *self._left_out_reasons(change), *loading)
+        return replace(change, before=ranks.split, after=after, reasons=reasons)
+
+    def _decide(
+        self, split: Split, required: set[int] | frozenset[int], deadband: float, step: int
+    ) -> SplitChange | None:
+        """The better split among the ranks that have samples in this one."""
+        levels, then = self.costs.levels, self._levels_at_change
+        then = then + [1.0] * (len(levels) - len(then))
+        paces = [now / before for now, before in zip(levels, then, strict=True)]
+        caps = [most if batch else 0 for most, batch in zip(self.costs.max_batches, split, strict=True)]
+        needed = [rank in required for rank in range(len(split))]
+        return decide(split, self.costs.all, paces, [1] * len(split), caps, deadband, step, needed)
+
+    def _left_out_reasons(self, change: SplitChange) -> list[str]:
         reasons = []
-        for rank, (costs, computes) in enumerate(zip(self._cost_seconds, self._compute_seconds, strict=True)):
-            cost, compute = median(costs), median(computes)
-            if cost > (1 + LOADING_SHARE) * compute:
-                how = f"{cost * 1e3:.1f} ms a step, {compute * 1e3:.1f} ms of it compute"
-                reasons.append(f"rank {rank} is held up by its data: {how}")
+        for rank, (was, batch) in enumerate(zip(change.before, change.after, strict=True)):
+            if was and not batch:
+                alone = self.costs.all[rank].seconds(1) * 1e3
+                others = f"a step without it {change.seconds_after * 1e3:.1f} ms"
+                reasons.append(f"rank {rank} is left out: one sample takes it {alone:.1f} ms, {others}")
         return reasons
 
+    # ---- ranks that were left out ----
 
-def _step_cost(compute: Cost, link_seconds: float, depth: int) -> Cost:
-    """The cost of a step with its transfers; those of steps under way overlap with its compute."""
-    if depth == 1:
-        return stretched(compute, link_seconds, 1.0)
-    return at_least(compute, link_seconds / (depth - 1))
+    def _begin_probe(self, ranks: Ranks, now: int, plan: int, step: int) -> Replan | None:
+        """Give a rank that has rested for long enough one sample."""
+        due = [r for r, since in self._left_out.items() if now - since >= self._rest_rounds(ranks, r)]
+        if not due:
+            return None
+        rank, split = min(due), list(ranks.split)
+        most = max(range(len(split)), key=split.__getitem__)
+        split[most], split[rank] = split[most] - 1, 1
+        if not split[most]:
+            return None
+        change = self._change(step, ranks.split, tuple(split), f"rank {rank} is tried with one sample")
+        return Replan(change, plan, "probed", rank)
+
+    def _rest_rounds(self, ranks: Ranks, rank: int) -> int:
+        """Rounds between two tries, which delay a round each."""
+        usual = round_seconds(self.costs.all, ranks.split)
+        delay = self.costs.all[rank].seconds(1) - usual
+        return max(PROBE_ROUNDS, math.ceil(delay / (PROBE_SHARE * usual)) if usual > 0 else 0)
+
+    def _end_probe(self, ranks: Ranks, now: int, plan: int, step: int) -> Replan | None:
+        """Once the rank's sample is timed: plan it in, or let it rest again."""
+        probe = self._probe
+        if probe is None:
+            return None
+        timed = self.costs.new_steps(probe.rank) > 0
+        if not timed and now < probe.round + PROBE_PATIENCE:
+            return None
+        if timed:
+            self.costs.renew(probe.rank)
+        required = ranks.there - self._hopeless()
+        costs, most = self.costs.all, self.costs.max_batches
+        after = share_out(self._global_batch, ranks.there, costs, most, required, len(ranks.split))
+        if not after[probe.rank]:
+            before = probe.before + (0,) * (len(ranks.split) - len(probe.before))
+            reason = (
+                f"rank {probe.rank} rests: one sample takes it {costs[probe.rank].seconds(1) * 1e3:.1f} ms"
+            )
+            return Replan(self._change(step, ranks.split, before, reason), plan, "probed", probe.rank)
+        reason = f"rank {probe.rank} is back at step {step}: {list(probe.before)} -> {list(after)}"
+        return Replan(self._change(step, ranks.split, after, reason), plan)
+
+    def _change(self, step: int, before: Split, after: Split, reason: str) -> SplitChange:
+        costs = self.costs.all
+        return SplitChange(
+            step, before, after, round_seconds(costs, before), round_seconds(costs, after), (reason,)
+        )
 
 
-def _prior(worker: PlanWorker) -> Cost:
-    """The plan's cost model; where it has none, time in proportion to the batch."""
-    if worker.fit is not None:
-        return cost_of(worker.fit)
-    compute_seconds = worker.predicted_seconds - worker.link_seconds
-    return Line(0.0, (compute_seconds or worker.batch) / worker.batch)
-
-
-def _max_batch(worker: PlanWorker) -> int:
-    """The largest batch that the worker can train, in micro-batches."""
-    at_once = worker.max_batch or MAX_BATCH
-    return min(MAX_BATCH, at_once * worker.max_accumulation)
+def _listed(ranks: set[int]) -> str:
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, sorted(ranks)))}"

@@ -18,10 +18,10 @@ from pyps.formats import Plan, read_plan, write_json
 from pyps.formats.mode import FROM_PLAN
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
 from pyps.formats.turns import TurnSchedule, plan_turns
-from pyps.native.values import Codec
+from pyps.native.values import Codec, CostModel
 from pyps.remote.address import parse_address
 from pyps.run.interval import interval_of
-from pyps.run.ranks import RankSpec, even_plan, rank_specs, throttles
+from pyps.run.ranks import RankSpec, cost_model_of, even_plan, new_rank, rank_specs, throttles
 from pyps.run.resume import Resumed, continue_folder, find_resumed, run_of
 from pyps.store.policies import Policy
 from pyps.worker.mode import ModeOptions, RankMode, departures, launched_mode, launched_policy
@@ -31,6 +31,7 @@ from pyps.worker.settings import STAGING_BUFFERS, Settings
 MAX_RESTARTS = 3
 CHECKPOINT_EVERY = "10m"
 MAX_COUNT = 2**63 - 1
+MAX_RANKS = 1000  # of any store
 EVENTS = "run.jsonl"
 ANEW = Resumed(None, None, None)
 PLAN = "plan.json"
@@ -62,7 +63,9 @@ class RunOptions:
     resume: a run's folder, to continue in it from its newest checkpoint, or one checkpoint, to begin a new
         run with.
     connect: the address of a store that `pyps serve` serves (pyps.remote); None: a store on this machine.
-    ranks: the ranks to start here, with connect; None: all.
+    ranks: the ranks to start here, with connect; None: all. Ranks that the plan does not have join the run
+        beyond it.
+    profile: of the device of such a rank; None: its first steps are measured.
     rebalance: move samples between ranks while the run trains (pyps.run.rebalance).
     allow_nonfinite: go on when the loss is not finite, instead of ending the run.
     micro_batch: the most samples that a worker computes at once; between such parts a policy may have it push
@@ -89,6 +92,7 @@ class RunOptions:
     resume: StrPath | None = None
     connect: str | None = None
     ranks: Sequence[int] | None = None
+    profile: StrPath | None = None
     rebalance: bool = False
     allow_nonfinite: bool = False
     micro_batch: int | None = None
@@ -105,6 +109,7 @@ class RunSpec:
     departures: in what they are not the plan's, so that its prediction does not hold.
     folder: where its processes start.
     resumed: what it goes on from.
+    cost_model: of ranks that the plan does not have.
     """
 
     plan: Plan
@@ -118,6 +123,7 @@ class RunSpec:
     command: tuple[str, ...]
     folder: str
     resumed: Resumed = ANEW
+    cost_model: CostModel | None = None
 
     @property
     def plan_path(self) -> Path:
@@ -177,6 +183,7 @@ class RunSpec:
             journal=self.journal,
             launched=True,
             resume=self.resumed.path,
+            cost_model=self.cost_model if rank.batch == 0 else None,
         )
         settings = settings.with_plan(self.plan, self.plan_path).with_mode(self.modes[rank.rank])
         return replace(settings, micro_batch=self.options.micro_batch or settings.micro_batch)
@@ -213,6 +220,7 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
     used = [worker for worker in planned.workers if worker.batch > 0]
     modes = [launched_mode(wanted, policy, planned, worker, where) for worker in used]
     by_rank = {worker.rank: mode for worker, mode in zip(used, modes, strict=True)}
+    modes += modes[:1] * (1 + max(rank.rank for rank in ranks_here) - len(modes))  # of ranks beyond the plan
     if options.journal and options.connect is not None:
         found = f"on, with a store at {options.connect}"
         raise InputError("journal", "", found, "off: the store's server takes the decisions")
@@ -232,6 +240,7 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
         ),
         folder=_folder(script, options.resume),
         resumed=resumed,
+        cost_model=cost_model_of(options.profile) if options.profile is not None else None,
     )
 
 
@@ -261,8 +270,9 @@ def options_to_json(options: RunOptions) -> dict[str, Any]:
         values |= {"policy": str(policy), "round_timeout": policy.round_timeout_seconds}
     if isinstance(options.codec, Codec):
         values["codec"] = options.codec.name.lower()
-    if options.throttle_from not in (None, FROM_PLAN):
-        values["throttle_from"] = os.path.abspath(options.throttle_from)
+    for name in ("throttle_from", "profile"):
+        if values[name] not in (None, FROM_PLAN):
+            values[name] = os.path.abspath(values[name])
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -318,19 +328,21 @@ def _load_ranks(
 def _ranks_to_start(all_ranks: list[RankSpec], options: RunOptions) -> list[RankSpec]:
     """Those of `options.ranks`, or all of them. Raises InputError."""
     ranks = options.ranks
+    if options.profile is not None and not set(ranks or ()) - {spec.rank for spec in all_ranks}:
+        expected = "ranks that the plan does not have: it has the profiles of its own"
+        raise InputError("profile", "", str(options.profile), expected)
     if ranks is None:
         return all_ranks
-    if options.rebalance:
-        expected = "all ranks on this machine: rebalancing needs their measurements"
-        raise InputError("rebalance", "", "True with ranks", expected)
     known = {spec.rank for spec in all_ranks}
-    if not ranks or set(ranks) - known or len(set(ranks)) != len(ranks):
-        found, expected = ", ".join(map(str, ranks)), f"different ones of 0 to {len(all_ranks) - 1}"
+    most = MAX_RANKS if options.connect is not None else len(all_ranks)
+    if not ranks or max(ranks) >= most or len(set(ranks)) != len(ranks):
+        found, expected = ", ".join(map(str, ranks)), f"different ones of 0 to {most - 1}"
         raise InputError("ranks", "", found or "none", expected)
     if options.connect is None and (missing := sorted(known - set(ranks))):
         found = f"{', '.join(map(str, ranks))}; nothing would start {', '.join(map(str, missing))}"
         raise InputError("ranks", "", found, "all ranks, or --connect with a store that the other ranks join")
-    return [spec for spec in all_ranks if spec.rank in ranks]
+    beyond = [new_rank(rank, options.profile) for rank in sorted(set(ranks) - known)]
+    return [spec for spec in all_ranks if spec.rank in ranks] + beyond
 
 
 def _make_run_folder(run_dir: StrPath | None, resumed: Resumed) -> Path:

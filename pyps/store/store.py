@@ -33,6 +33,7 @@ from pyps.errors import (
     StoreError,
 )
 from pyps.formats.turns import TurnSchedule
+from pyps.native import planning
 from pyps.native.create import create
 from pyps.native.state import StoreState, read_state, split
 from pyps.native.values import (
@@ -40,6 +41,7 @@ from pyps.native.values import (
     Claim,
     Codec,
     Config,
+    CostModel,
     DataSet,
     Flat,
     Hyper,
@@ -50,6 +52,7 @@ from pyps.native.values import (
     PolicyParams,
     PushRequest,
     PushResult,
+    RankCost,
     RankCounters,
     Role,
     Snapshot,
@@ -63,6 +66,7 @@ from pyps.store.request import check_request, check_vector, push_request
 from pyps.store.staging import StagingBuffer
 
 T = TypeVar("T")
+JoinRole = Literal["worker", "observer", "new_worker"]
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
 
 
@@ -186,13 +190,15 @@ class Store:
         if self._unlinks:
             native.unlink(self.name, force=True)
 
-    def join(self, rank: int | None = None, role: Role | Literal["worker", "observer"] = "worker") -> int:
+    def join(self, rank: int | None = None, role: Role | JoinRole = "worker") -> int:
         """Become a participant; the rank, -1 for an observer. None: the lowest rank that no live worker has.
 
-        A dead worker's rank is inherited. Raises Busy if a live process has the rank, StoreFull.
+        A dead worker's rank is inherited. A "new_worker" may have a rank beyond the planned ones, below
+        max_participants: the store then has so many ranks, and it rests until `replan` gives it samples.
+        Raises Busy if a live process has the rank, StoreFull.
         """
         kind = Role[role.upper()] if isinstance(role, str) else role
-        if kind is Role.WORKER:
+        if kind is not Role.OBSERVER:
             check_known(self.layout.policy, self.policy_params())
         self.rank = self._call(native.join, kind, -1 if rank is None else rank)
         return self.rank
@@ -400,7 +406,15 @@ class Store:
 
     def ranks(self) -> list[RankCounters]:
         """What each rank has done, in rank order."""
-        return self._call(native.get_ranks, self.layout.ranks)
+        return self._call(native.get_ranks, self.status().ranks)
+
+    def costs(self) -> list[RankCost]:
+        """What each rank's steps cost, in rank order."""
+        return self._call(planning.get_costs, self.status().ranks)
+
+    def set_cost_model(self, model: CostModel) -> None:
+        """Say what this worker's steps are expected to cost, for a re-plan before they are measured."""
+        self._call(planning.set_cost_model, model)
 
     def hyper(self) -> list[Hyper | None]:
         """The constants in force: of the last step of each group; None: no step yet, or an averaged group."""
@@ -412,9 +426,13 @@ class Store:
         """
         self._call(native.journal, None if path is None else os.fspath(path))
 
-    def replan(self, batches: Sequence[int]) -> None:
-        """Change the planned batch of every rank, from the next claims on."""
-        self._call(native.replan, batches)
+    def replan(self, batches: Sequence[int], plan: int | None = None) -> None:
+        """Change the planned batch of every rank, from the next claims on; a rank with 0 rests.
+
+        plan: of the status that this was decided on; None: any. Raises PlanChanged if there was another
+        re-plan since, InvalidArgument unless there is one batch for each rank.
+        """
+        self._call(planning.replan, batches, plan)
 
     def set_schedule(self, schedule: TurnSchedule) -> None:
         """Set the order, the gaps and the planned period of a policy's turns, from the next cycle on.

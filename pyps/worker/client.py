@@ -73,7 +73,10 @@ class StoreClient:
         self._spare: list[Flat] = []  # for what travels back
 
     def claim(self) -> Claim:
-        """Claim the next step, waiting until every rank has joined once. Raises Ended, Fenced, TimedOut."""
+        """Claim the next step, waiting until every rank has joined once, and while this one rests.
+
+        Raises Ended, Fenced, TimedOut.
+        """
         if self._budget is not None:
             self._budget.announce()
         deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
@@ -81,8 +84,15 @@ class StoreClient:
             try:
                 return self.store.start()
             except TimedOut:
+                if self._rests():
+                    continue
                 if self.store.status().all_joined or time.monotonic() > deadline:
                     raise
+
+    def _rests(self) -> bool:
+        """Whether nothing is planned for this rank at present."""
+        rank = self.store.rank
+        return rank is not None and self.store.ranks()[rank].batch == 0
 
     def claim_ahead(self, count: int) -> list[Claim]:
         """With a step under way, claim up to `count` after it, as far as the policy allows. Raises Fenced."""

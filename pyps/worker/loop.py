@@ -199,7 +199,10 @@ class Worker:
             store.journal(self.settings.journal)
         schedule = RunSchedule(scheduler, chosen, scheduler_unit)
         set_planned_turns(store, self.settings)
-        store.join(self.rank)
+        is_new = self.settings.launched and self.rank >= store.layout.ranks
+        store.join(self.rank, "new_worker" if is_new else "worker")
+        if self.settings.cost_model is not None:
+            store.set_cost_model(self.settings.cost_model)
         self._attached = attached = self._attach(model, attachment, store, schedule)
         if not schedule:
             version = store.status().version
@@ -457,6 +460,8 @@ class Worker:
             base_version=step.version,
             grad_norm_squared=binding.squared_norm(flat) * step.share**2 if needs.needs_grad_norm else 0.0,
             position=whole if schedule else self._begun,  # without one, the script's own is as old as it is
+            cost_seconds=step.cost_seconds,
+            data_seconds=step.data_seconds,
         )
 
     def _report(self, step: Step, outcome: Outcome) -> None:

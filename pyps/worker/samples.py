@@ -174,6 +174,10 @@ def make_source(
         return Columns(tensors, seed)
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     if is_stream and hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
+        if rank >= ranks:
+            found = f"a stream, for rank {rank}, which the plan does not have"
+            expected = f"a map-style data set: a stream is divided among ranks 0 to {ranks - 1}"
+            raise InputError("batches", "dataset", found, expected)
         return Stream(dataset, collate_fn, seed, rank, ranks, sharded=sharded)
     if sharded:
         found = f"True for a {type(dataset).__name__}"

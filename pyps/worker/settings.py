@@ -19,7 +19,7 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.formats.turns import TurnSchedule, plan_turns
-from pyps.native.values import Codec, Encoding
+from pyps.native.values import Codec, CostModel, Encoding
 from pyps.store.codec import as_codec, fed_back
 from pyps.store.policies import Policy
 from pyps.worker.emulated_link import EmulatedLinks, LinkSpec
@@ -53,6 +53,7 @@ class Variable(StrEnum):
     STAGING_BUFFERS = "PYPS_STAGING_BUFFERS"  # of each worker: the greatest depth of any
     JOURNAL = "PYPS_JOURNAL"  # file of every decision, for pyps.simulate.replay
     RESUME = "PYPS_RESUME"  # checkpoint that the store is made from
+    COST_MODEL = "PYPS_COST_MODEL"  # {"fixed_seconds": ...}: of a rank that the plan does not have
     THROTTLE = "PYPS_THROTTLE"  # {"factor": F} or {"fit": {...}}: emulate a slower device
 
 
@@ -85,6 +86,7 @@ class Settings:
     staging_buffers: of each worker, if this one creates the store: at least the depth of any.
     launched: by `pyps run`, which then also removes the segment.
     resume: the checkpoint that the store is made from; None: it begins with the model's parameters.
+    cost_model: of this device, for a rank that the plan does not have; None: to be measured.
     """
 
     store: str
@@ -109,6 +111,7 @@ class Settings:
     schedule: TurnSchedule | None = None
     launched: bool = False
     resume: Path | None = None
+    cost_model: CostModel | None = None
 
     @classmethod
     def from_env(
@@ -172,6 +175,7 @@ class Settings:
             staging_buffers=_integer(env, Variable.STAGING_BUFFERS, STAGING_BUFFERS),
             launched=store is None,
             resume=_path(env, Variable.RESUME),
+            cost_model=_cost_model(env),
         )
         if plan is not None and plan_path is not None:
             settings = settings.with_plan(plan, plan_path)
@@ -187,7 +191,7 @@ class Settings:
 
     def to_env(self) -> dict[str, str]:
         """Every variable, for the worker's process; from_env makes the same settings of them."""
-        throttle = "" if self.throttle is None else msgspec.json.encode(self.throttle).decode()
+        throttle, model = ("" if v is None else _json(v) for v in (self.throttle, self.cost_model))
         values = {
             Variable.STORE: self.store,
             Variable.RANK: self.rank,
@@ -206,6 +210,7 @@ class Settings:
             Variable.STAGING_BUFFERS: self.staging_buffers,
             Variable.JOURNAL: self.journal or "",
             Variable.RESUME: self.resume or "",
+            Variable.COST_MODEL: model,
             Variable.THROTTLE: throttle,
         }
         return {variable.value: str(value) for variable, value in values.items()}
@@ -310,6 +315,21 @@ def _round_timeout(env: Mapping[str, str]) -> float | None:
     except ValueError:
         expected = "seconds, a positive number"
         raise InputError(ENVIRONMENT, Variable.ROUND_TIMEOUT, repr(text), expected) from None
+
+
+def _json(value: ThrottleSpec | CostModel) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _cost_model(env: Mapping[str, str]) -> CostModel | None:
+    text = env.get(Variable.COST_MODEL)
+    if not text:
+        return None
+    try:
+        return msgspec.json.decode(text, type=CostModel)
+    except msgspec.DecodeError as error:
+        expected = '{"fixed_seconds": C, "sample_seconds": A}'
+        raise InputError(ENVIRONMENT, Variable.COST_MODEL, f"{text[:60]!r} ({error})", expected) from None
 
 
 def _throttle(env: Mapping[str, str]) -> ThrottleSpec | None:

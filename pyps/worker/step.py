@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyps.formats.records import Span, StepRecord
+from pyps.formats.records import Span, StepRecord, step_cost
 from pyps.native.values import Claim, PushResult
 from pyps.store.staging import StagingBuffer
 
@@ -60,6 +60,17 @@ class Step:
     def share(self) -> float:
         """What the accumulated gradient is to be multiplied by, to be the mean over all of its samples."""
         return self.micro / self.done
+
+    @property
+    def cost_seconds(self) -> float:
+        """What it has cost this rank: see StepRecord."""
+        return step_cost(self.spans, self.loader_seconds)
+
+    @property
+    def data_seconds(self) -> float:
+        """Of these, what is not compute."""
+        compute = sum(end - begin for kind, begin, end in self.spans if kind == "compute")
+        return max(0.0, self.cost_seconds - compute)
 
     def record(self, rank: int, number: int, outcome: Outcome, depth: int) -> StepRecord:
         """What is kept of the step once its gradient was admitted or dropped."""

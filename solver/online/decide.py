@@ -39,11 +39,20 @@ class SplitChange:
 
 
 def best_split(
-    global_batch: int, costs: Sequence[Cost], min_batches: Sequence[int], max_batches: Sequence[int]
+    global_batch: int,
+    costs: Sequence[Cost],
+    min_batches: Sequence[int],
+    max_batches: Sequence[int],
+    required: Sequence[bool] | bool = True,
 ) -> Split:
-    """The split with the shortest round in which every rank has samples. Raises Infeasible."""
+    """The split with the shortest round. Raises Infeasible.
+
+    costs, min_batches, max_batches: of each rank. required: whether a rank must have samples.
+    """
     stacked = Costs.stack(costs)
-    problem = Problem.of(stacked, global_batch, min_batch=min_batches, max_batch=max_batches, required=True)
+    problem = Problem.of(
+        stacked, global_batch, min_batch=min_batches, max_batch=max_batches, required=required
+    )
     return tuple(int(batch) for batch in solve(problem).batches)
 
 
@@ -55,15 +64,17 @@ def decide(
     max_batches: Sequence[int],
     deadband: float,
     step: int,
+    required: Sequence[bool] | bool = True,
 ) -> SplitChange | None:
     """The change of the split that is worth making, or None.
 
     split: samples a round in force, by rank. costs: of each rank, as estimated now. paces: how many times
     longer each rank takes than at the last change. min_batches, max_batches: bounds of each rank, in samples.
     deadband: the relative gain below which nothing changes. step: the step at which this is decided.
+    required: whether a rank must have samples.
     """
     try:
-        after = best_split(sum(split), costs, min_batches, max_batches)
+        after = best_split(sum(split), costs, min_batches, max_batches, required)
     except Infeasible:
         return None
     was, will = round_seconds(costs, split), round_seconds(costs, after)
@@ -74,7 +85,7 @@ def decide(
 
 def round_seconds(costs: Sequence[Cost], split: Split) -> float:
     """The seconds of a round: those of its slowest rank."""
-    return max(cost.seconds(batch) for cost, batch in zip(costs, split, strict=True))
+    return max((cost.seconds(b) for cost, b in zip(costs, split, strict=True) if b), default=0.0)
 
 
 def _reasons(split: Split, after: Split, paces: Sequence[float], step: int) -> tuple[str, ...]:

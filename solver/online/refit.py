@@ -62,6 +62,14 @@ class OnlineCost:
         while len(self.known) > REMEMBERED:
             del self.known[next(iter(self.known))]
 
+    def renew(self, batch: int, seconds: float) -> None:
+        """Take in a step after a time without any: where its cost is another one, so is every batch's."""
+        change = seconds / self.cost.seconds(batch)
+        if abs(math.log(change)) <= CHANGE:
+            return
+        self.prior, self.changed, self.known = stretched(self.cost, 0.0, change), True, {}
+        self.level *= change
+
 
 def refit(prior: Cost, known: Mapping[int, float], changed: bool = False) -> Cost:
     """The d + f P(b), f > 0, nearest to the known seconds by batch, the latest last: ridge least squares.

@@ -38,7 +38,7 @@ MUTATIONS = {
         "attach",
         programs.Change(
             "policy/view.c",
-            "if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;",
+            "if (slot_plus_1 > v->participants) return false;",
             "",
         ),
     ),

@@ -1,4 +1,4 @@
-"""Batches that follow the workers of a run: decided from their records, and in real processes."""
+"""Batches that follow the workers of a run: in virtual time, and in real processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from statistics import mean, median
 import msgspec
 import pytest
 from run_tools import make_record, make_ring
+from virtual_rounds import VirtualRounds
 
 from pyps.formats import EvenSplit, Fit, HpsEstimate, Plan, PlanWorker, write_json
 from pyps.formats.records import RecordWriter, RunReader, Span, StepRecord, read_run, record_path
 from pyps.run import RunOptions, run
-from pyps.run.rebalance import WINDOW_STEPS, RunRebalancer
-from pyps.solver.online.decide import best_split, round_seconds
+from pyps.run.rebalance import WINDOW_STEPS
+from pyps.solver.online.decide import Split, best_split, round_seconds
 from pyps.solver.ranks import cost_of
 
 Costs = tuple[tuple[float, float], ...]
@@ -60,37 +61,44 @@ def a_plan(caps: tuple[int | None, ...] = (None, None, None), costs_of: Costs = 
 
 
 class Run:
-    """Writes the records of workers that take as long as set, and asks the rebalancer."""
+    """A run whose workers take as long as set."""
 
-    def __init__(self, folder: Path, plan: Plan, noise: float = 0.0, costs: Costs = COSTS) -> None:
-        self.rebalancer = RunRebalancer(plan, folder)
+    def __init__(self, plan: Plan, noise: float = 0.0, costs: Costs = COSTS, depth: int = 1) -> None:
         self.slowdown, self.added = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
         self.loading = [0.0, 0.0, 0.0]  # seconds a sample
         self._costs = costs
-        self.step = self.plans = 0
         self._noise, self._luck = noise, random.Random(0)
-        self._files = [RecordWriter(record_path(folder, rank, 100 + rank)) for rank in range(3)]
+        self.virtual = VirtualRounds(plan, self._measured, depths=[depth] * 3)
 
     def reseed(self, seed: int) -> None:
         self._luck = random.Random(seed)
 
+    @property
+    def split(self) -> Split:
+        return self.virtual.split
+
+    @property
+    def reasons(self) -> list[str]:
+        return [reason for replan in self.virtual.changes for reason in replan.change.reasons]
+
     def steps(self, count: int) -> int:
         """That many rounds; how many changes they brought."""
-        before = len(self.rebalancer.history)
-        for _ in range(count):
-            for rank, (batch, exact) in enumerate(zip(self.rebalancer.split, self.times(), strict=True)):
-                seconds = exact * self._luck.lognormvariate(0, self._noise)
-                made = record(rank, self.step, self.plans, batch, seconds)
-                loader = batch * self.loading[rank]
-                self._files[rank].write(msgspec.structs.replace(made, loader_seconds=loader))
-            self.step += 1
-            self.plans += self.rebalancer.update() is not None
-        return len(self.rebalancer.history) - before
+        for rank, found in enumerate(self.virtual.ranks):
+            loading = self.loading[rank] * found.batch
+            found.data_seconds = max(0.0, loading - self._compute(rank, found.batch))
+        return len(self.virtual.steps(count))
+
+    def _compute(self, rank: int, batch: int) -> float:
+        c, a = self._costs[rank]
+        return self.slowdown[rank] * (c + a * batch) + self.added[rank]
+
+    def _measured(self, rank: int, batch: int) -> float:
+        seconds = self._compute(rank, batch) * self._luck.lognormvariate(0, self._noise)
+        return max(seconds, self.loading[rank] * batch)
 
     def times(self) -> list[float]:
         """How long a step of each worker takes now, without noise."""
-        each = zip(self.slowdown, self.added, self._costs, self.rebalancer.split, strict=True)
-        return [s * (c + a * b) + more for s, more, (c, a), b in each]
+        return [self._compute(rank, batch) for rank, batch in enumerate(self.split)]
 
     def seconds(self) -> float:
         return max(self.times())
@@ -99,26 +107,25 @@ class Run:
         return self.seconds() / mean(self.times()) - 1
 
 
-def record(rank: int, step: int, plans: int, batch: int, seconds: float) -> StepRecord:
-    whole = make_record(rank, step, batch, [("compute", step, step + seconds)])
-    return msgspec.structs.replace(whole, plan=plans)
+def record(rank: int, step: int, batch: int, seconds: float) -> StepRecord:
+    return make_record(rank, step, batch, [("compute", step, step + seconds)])
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_nothing_moves_without_a_reason(tmp_path: Path, noise: float) -> None:
-    assert Run(tmp_path, a_plan(), noise).steps(200) == 0
+    assert Run(a_plan(), noise).steps(200) == 0
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_a_slowed_worker_gives_samples_away_once(tmp_path: Path, noise: float) -> None:
-    run = Run(tmp_path, a_plan(), noise)
+    run = Run(a_plan(), noise)
     run.steps(20)
-    before = run.rebalancer.split
+    before = run.split
     run.slowdown[0] = 2.0
     slow = run.seconds()
     assert 1 <= run.steps(20) <= 2
-    assert sum(run.rebalancer.split) == GLOBAL_BATCH
-    assert run.rebalancer.split[0] < before[0]
+    assert sum(run.split) == GLOBAL_BATCH
+    assert run.split[0] < before[0]
     costs = [cost_of(w.fit) for w in a_plan().workers if w.fit]
     optimum = min(
         max(s * cost.seconds(b) for s, cost, b in zip(run.slowdown, costs, (x, y, 60 - x - y), strict=True))
@@ -126,11 +133,11 @@ def test_a_slowed_worker_gives_samples_away_once(tmp_path: Path, noise: float) -
         for y in range(1, 59 - x)
     )
     assert run.seconds() <= 1.05 * optimum < slow
-    assert "rank 0 slowed by 2.0x" in run.rebalancer.history[0].reasons[0] or noise
+    assert "rank 0 slowed by 2.0x" in run.reasons[0] or noise
     assert run.steps(100) == 0, "it oscillates"
     run.slowdown[0] = 1.0
     assert run.steps(30) >= 1
-    assert max(abs(a - b) for a, b in zip(run.rebalancer.split, before, strict=True)) <= 2
+    assert max(abs(a - b) for a, b in zip(run.split, before, strict=True)) <= 2
 
 
 def test_a_worker_behind_a_slow_link_keeps_its_smaller_share(tmp_path: Path) -> None:
@@ -142,14 +149,14 @@ def test_a_worker_behind_a_slow_link_keeps_its_smaller_share(tmp_path: Path) -> 
         msgspec.structs.replace(w, batch=b, link_seconds=x, predicted_seconds=w.predicted_seconds + x)
         for w, b, x in zip(plan.workers, moved, link, strict=True)
     ]
-    assert Run(tmp_path, msgspec.structs.replace(plan, workers=workers)).steps(50) == 0
+    assert Run(msgspec.structs.replace(plan, workers=workers)).steps(50) == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 @pytest.mark.parametrize("late", range(3))
 def test_fifty_milliseconds_more_cost_one_change(tmp_path: Path, noise: float, seed: int, late: int) -> None:
-    run = Run(tmp_path, a_plan(costs_of=LARGE_COSTS), noise, LARGE_COSTS)
+    run = Run(a_plan(costs_of=LARGE_COSTS), noise, LARGE_COSTS)
     run.reseed(seed)
     assert run.steps(30) == 0
     run.added[late] = 0.05
@@ -157,7 +164,7 @@ def test_fifty_milliseconds_more_cost_one_change(tmp_path: Path, noise: float, s
     assert run.steps(2 * WINDOW_STEPS) == 1
     assert run.imbalance() < BALANCED
     assert run.steps(200) == 0, "it oscillates"
-    assert sum(run.rebalancer.split) == GLOBAL_BATCH
+    assert sum(run.split) == GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("each", [0.002, 0.003, 0.005])
@@ -165,20 +172,20 @@ def test_a_slow_loader_gives_samples_away_though_it_never_shows_as_a_wait(
     tmp_path: Path, each: float
 ) -> None:
     """The rank's loader works while its rank waits for the others, so no wait for data is measured."""
-    run = Run(tmp_path, a_plan())
+    run = Run(a_plan())
     run.loading[0] = each
 
     def longest(split: tuple[int, ...]) -> float:
         seconds = [c + a * b for (c, a), b in zip(COSTS, split, strict=True)]
         return max(seconds[0], seconds[1], seconds[2], each * split[0])
 
-    before = longest(run.rebalancer.split)
+    before = longest(run.split)
     run.steps(60)
     optimum = min(longest((x, y, 60 - x - y)) for x in range(1, 58) for y in range(1, 59 - x))
-    assert longest(run.rebalancer.split) <= 1.06 * optimum < 0.9 * before
-    assert "rank 0 is held up by its data" in str(run.rebalancer.history[0])
+    assert longest(run.split) <= 1.06 * optimum < 0.9 * before
+    assert "rank 0 is held up by its data" in " ".join(run.reasons)
     assert run.steps(100) == 0, "it oscillates"
-    assert sum(run.rebalancer.split) == GLOBAL_BATCH
+    assert sum(run.split) == GLOBAL_BATCH
 
 
 def test_the_training_threads_own_loading_counts_as_compute(tmp_path: Path) -> None:
@@ -191,19 +198,19 @@ def test_the_training_threads_own_loading_counts_as_compute(tmp_path: Path) -> N
 
 
 def test_caps_hold(tmp_path: Path) -> None:
-    run = Run(tmp_path, a_plan((36, 24, None)))
+    run = Run(a_plan((36, 24, None)))
     run.slowdown[2] = 3.0
     run.steps(30)
-    assert run.rebalancer.split[0] <= 36
-    assert run.rebalancer.split[1] <= 24
-    assert sum(run.rebalancer.split) == GLOBAL_BATCH
+    assert run.split[0] <= 36
+    assert run.split[1] <= 24
+    assert sum(run.split) == GLOBAL_BATCH
 
 
 def test_half_a_line_is_read_later(tmp_path: Path) -> None:
     reader = RunReader(tmp_path)
     path = record_path(tmp_path, 0, 1)
     with RecordWriter(path) as writer:
-        writer.write(record(0, 0, 0, 4, 0.1))
+        writer.write(record(0, 0, 4, 0.1))
     line = path.read_bytes()
     with path.open("ab") as file:
         file.write(line[:20])
@@ -265,11 +272,8 @@ def test_a_pipeline_s_transfers_overlap(tmp_path: Path, depth: int) -> None:
         msgspec.structs.replace(worker, link_seconds=seconds)
         for worker, seconds in zip(plan.workers, links, strict=True)
     ]
-    one = Run(tmp_path, plan)
-    one.rebalancer = RunRebalancer(
-        msgspec.structs.replace(plan, workers=workers), tmp_path, depths=[depth] * 3
-    )
+    one = Run(msgspec.structs.replace(plan, workers=workers), depth=depth)
     one.slowdown[2] = 2.0
     one.steps(30)
     steps = [time + (link if depth == 1 else 0.0) for time, link in zip(one.times(), links, strict=True)]
-    assert max(steps) / mean(steps) < 1.1, one.rebalancer.split
+    assert max(steps) / mean(steps) < 1.1, one.split
