@@ -335,7 +335,7 @@ def _ranks_to_start(all_ranks: list[RankSpec], options: RunOptions) -> list[Rank
         return all_ranks
     known = {spec.rank for spec in all_ranks}
     most = MAX_RANKS if options.connect is not None else len(all_ranks)
-    if not ranks or max(ranks) >= most or len(set(ranks)) != len(ranks):
+    if not ranks or min(ranks) < 0 or max(ranks) >= most or len(set(ranks)) != len(ranks):
         found, expected = ", ".join(map(str, ranks)), f"different ones of 0 to {most - 1}"
         raise InputError("ranks", "", found or "none", expected)
     if options.connect is None and (missing := sorted(known - set(ranks))):

@@ -78,12 +78,6 @@ def test_a_run_without_a_server_is_an_error(
         run(tmp_path / "plan.json", script(tmp_path), options)
 
 
-def test_some_ranks_cannot_plan_anew_for_all(tmp_path: Path) -> None:
-    write_json(tmp_path / "plan.json", make_plan())
-    with pytest.raises(InputError, match="rebalance"):
-        run(tmp_path / "plan.json", script(tmp_path), RunOptions(samples=B, ranks=[0], rebalance=True))
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_ends_in_order_on_a_signal(shm: Path, number: signal.Signals) -> None:
     command = [PYPS, "serve", "model", "--json"]
