@@ -25,6 +25,7 @@ from pyps.native.values import PolicyNeeds, RankCost
 from pyps.report.activity import StoreActivity
 from pyps.run.membership import Ranks, present_ranks, share_out, why_ranks_changed
 from pyps.run.step_costs import StepCosts
+from pyps.solver.costs import Cost
 from pyps.solver.online.decide import Split, SplitChange, decide, round_seconds
 
 WINDOW_STEPS = 7
@@ -178,7 +179,7 @@ class RunRebalancer:
         if before is None:
             return share_out(self._global_batch - taken, among, costs, most, required, size)
         before = before + (0,) * (size - len(before))
-        better = self._decide(before, required, self._deadband, 0) if self._moves else None
+        better = self._decide(before, costs, required, self._deadband, 0) if self._moves else None
         return before if better is None else better.after
 
     def _measured(self, ranks: Ranks, step: int) -> SplitChange | None:
@@ -215,7 +216,10 @@ class RunRebalancer:
         split = tuple(b if rank in ranks.workers else 0 for rank, b in enumerate(ranks.split))
         among = {rank for rank, batch in enumerate(split) if batch}
         required = {r for r in among if not self._shares_absent or self.costs.is_required(r)}
-        change = self._decide(split, required, deadband, step)
+        change = self._decide(split, self.costs.all, required, deadband, step)
+        if change is None or any(was and not b for was, b in zip(split, change.after, strict=True)):
+            # A smaller batch may help after all: one batch tells nothing of the time for each sample.
+            change = self._decide(split, self.costs.proportional, required, deadband, step) or change
         if change is None:
             return None
         pairs = zip(change.after, ranks.split, strict=True)
@@ -225,7 +229,12 @@ class RunRebalancer:
         return replace(change, before=ranks.split, after=after, reasons=reasons)
 
     def _decide(
-        self, split: Split, required: set[int] | frozenset[int], deadband: float, step: int
+        self,
+        split: Split,
+        costs: Sequence[Cost],
+        required: set[int] | frozenset[int],
+        deadband: float,
+        step: int,
     ) -> SplitChange | None:
         """The better split among the ranks that have samples in this one."""
         levels, then = self.costs.levels, self._levels_at_change
@@ -233,13 +242,13 @@ class RunRebalancer:
         paces = [now / before for now, before in zip(levels, then, strict=True)]
         caps = [most if batch else 0 for most, batch in zip(self.costs.max_batches, split, strict=True)]
         needed = [rank in required for rank in range(len(split))]
-        return decide(split, self.costs.all, paces, [1] * len(split), caps, deadband, step, needed)
+        return decide(split, costs, paces, [1] * len(split), caps, deadband, step, needed)
 
     def _left_out_reasons(self, change: SplitChange) -> list[str]:
         reasons = []
         for rank, (was, batch) in enumerate(zip(change.before, change.after, strict=True)):
             if was and not batch:
-                alone = self.costs.all[rank].seconds(1) * 1e3
+                alone = self.costs.proportional[rank].seconds(1) * 1e3
                 others = f"a step without it {change.seconds_after * 1e3:.1f} ms"
                 reasons.append(f"rank {rank} is left out: one sample takes it {alone:.1f} ms, {others}")
         return reasons
@@ -262,7 +271,7 @@ class RunRebalancer:
     def _rest_rounds(self, ranks: Ranks, rank: int) -> int:
         """Rounds between two tries, which delay a round each."""
         usual = round_seconds(self.costs.all, ranks.split)
-        delay = self.costs.all[rank].seconds(1) - usual
+        delay = self.costs.proportional[rank].seconds(1) - usual
         return max(PROBE_ROUNDS, math.ceil(delay / (PROBE_SHARE * usual)) if usual > 0 else 0)
 
     def _end_probe(self, ranks: Ranks, now: int, plan: int, step: int) -> Replan | None:

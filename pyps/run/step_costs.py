@@ -31,12 +31,11 @@ class _Device:
     batch: int = 0
     taken: int = 0
 
-    @property
-    def cost(self) -> Cost:
-        """Of a step with its transfers; those of steps under way overlap with its compute."""
+    def of_step(self, compute: Cost) -> Cost:
+        """With the step's transfers; those of steps under way overlap with its compute."""
         if self.depth == 1:
-            return stretched(self.estimate.cost, self.link_seconds, 1.0)
-        return at_least(self.estimate.cost, self.link_seconds / (self.depth - 1))
+            return stretched(compute, self.link_seconds, 1.0)
+        return at_least(compute, self.link_seconds / (self.depth - 1))
 
 
 class StepCosts:
@@ -64,7 +63,12 @@ class StepCosts:
 
     @property
     def all(self) -> list[Cost]:
-        return [device.cost for device in self._devices]
+        return [device.of_step(device.estimate.cost) for device in self._devices]
+
+    @property
+    def proportional(self) -> list[Cost]:
+        """The same if what changed last takes time for each sample, until another batch is timed."""
+        return [device.of_step(device.estimate.proportional) for device in self._devices]
 
     @property
     def max_batches(self) -> list[int]:

@@ -220,8 +220,13 @@ def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -
 
 
 def set_planned_turns(store: Store, settings: Settings) -> None:
-    """Rank 0, before it joins and so before any turn, sets the plan's turns, unless they are set."""
-    if settings.rank == 0 and settings.schedule is not None and not store.status().scheduled:
+    """Rank 0, before it joins and so before any turn, sets the plan's turns, unless they are set or other
+    ranks have joined the run.
+    """
+    if settings.rank != 0 or settings.schedule is None:
+        return
+    status = store.status()
+    if not status.scheduled and status.ranks == len(settings.schedule.order):
         store.set_schedule(settings.schedule)
 
 

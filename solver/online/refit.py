@@ -62,13 +62,29 @@ class OnlineCost:
         while len(self.known) > REMEMBERED:
             del self.known[next(iter(self.known))]
 
+    @property
+    def proportional(self) -> Cost:
+        """The estimate if the last change takes time for each sample: as likely, until another batch is
+        timed.
+        """
+        if not self.changed or len(self.known) != 1:
+            return self.cost
+        ((batch, seconds),) = self.known.items()
+        return stretched(self.prior, 0.0, seconds / self.prior.seconds(batch))
+
     def renew(self, batch: int, seconds: float) -> None:
-        """Take in a step after a time without any: where its cost is another one, so is every batch's."""
-        change = seconds / self.cost.seconds(batch)
-        if abs(math.log(change)) <= CHANGE:
+        """Take in a step after a time without any.
+
+        Where it is none of what was expected, the device is another one: each batch's cost changes as this
+        one's.
+        """
+        expected = (self.cost.seconds(batch), self.proportional.seconds(batch))
+        if (1 - CHANGE) * min(expected) <= seconds <= (1 + CHANGE) * max(expected):
+            self.observe(batch, seconds)
             return
-        self.prior, self.changed, self.known = stretched(self.cost, 0.0, change), True, {}
-        self.level *= change
+        self.level *= seconds / self.cost.seconds(batch)
+        self.prior = stretched(self.prior, 0.0, seconds / self.prior.seconds(batch))
+        self.changed, self.known = True, {}
 
 
 def refit(prior: Cost, known: Mapping[int, float], changed: bool = False) -> Cost:
