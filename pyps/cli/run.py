@@ -261,7 +261,9 @@ def summary(report: Report) -> Iterator[str]:
     """The lines below the table."""
     times = report.iteration_seconds
     if not times.count:
-        yield "too short to time an iteration: this needs two global batches or more"
+        if report.global_batch:
+            yield "too short to time an iteration: this needs two global batches or more"
+        yield from (f"rebalanced: {why}" for why in report.replans)
         return
     lower, upper = times.lower_quartile * 1e3, times.upper_quartile * 1e3
     line = f"iteration {times.median * 1e3:.1f} ms ({lower:.1f} to {upper:.1f})"
