@@ -18,9 +18,12 @@ static enum push_decision admit(struct view *v, const struct event *e, struct ou
     return PUSH_ADMIT;
 }
 
+/* The last one may push what it holds while it rests already. */
+static float workers(const struct view *v) { return v->active ? (float)v->active : 1.0f; }
+
 /* The workers whose pushes make up a step, of which each takes its part by its samples already; 1 where each is one. */
 static float pushes_a_step(const struct view *v) {
-    return v->policy_params.scaling == PYPS_SCALE_NONE ? 1.0f : (float)v->active;
+    return v->policy_params.scaling == PYPS_SCALE_NONE ? 1.0f : workers(v);
 }
 
 static enum push_decision admit_by_staleness(struct view *v, const struct event *e, struct outcome *out) {
@@ -31,7 +34,7 @@ static enum push_decision admit_by_staleness(struct view *v, const struct event 
 
 static enum push_decision admit_by_share(struct view *v, const struct event *e, struct outcome *out) {
     (void)e;
-    out->scale = pushes_a_step(v) / (float)(v->active ? v->active : 1);
+    out->scale = pushes_a_step(v) / workers(v);
     return PUSH_ADMIT;
 }
 
