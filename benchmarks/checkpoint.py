@@ -22,12 +22,12 @@ from record import machine, milliseconds, others_share, table, write_section
 
 from pyps.checkpoint.folder import FOLDER, find_checkpoint
 from pyps.formats import Device, Fit, ModelInfo, Point, Profile, read_cluster, write_json
-from pyps.formats.events import read_events
+from pyps.formats.events import EVENTS, read_events
 from pyps.formats.records import read_run
 from pyps.report.report import iteration_times, version_times
 from pyps.run import RunOptions, run
 from pyps.run.interval import interval_of
-from pyps.run.spec import CHECKPOINT_EVERY, EVENTS
+from pyps.run.spec import CHECKPOINT_EVERY
 from pyps.solver.plan import make_plan
 
 WORKER = Path(__file__).resolve().parent / "checkpoint_worker.py"

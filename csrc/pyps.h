@@ -181,6 +181,8 @@ typedef struct {
     const pyps_tensor *tensor;        /* [tensors] offset and elements are ignored */
     const float *const *initial;      /* [tensors] initial values, contiguous; NULL: zeros */
     pyps_policy_params policy_params; /* zeros if `size` ends before it */
+    uint64_t plan; /* a digest of the plan that all workers must have; 0: not said. The store only keeps it */
+    uint64_t seed; /* of the order of samples, which all workers must have too, if `plan` is said */
 } pyps_config;
 
 typedef struct {
@@ -191,6 +193,8 @@ typedef struct {
     uint32_t optimizer, policy, states; /* states: state vectors of the optimizer, 0 to 2 */
     uint32_t reserved;
     uint64_t averaged_elements; /* the end of the flat vector, of averaged tensors */
+    uint64_t samples;           /* sample positions to assign in all; 0: without end */
+    uint64_t plan, seed;        /* as in pyps_config */
 } pyps_layout;
 
 typedef struct {

@@ -110,7 +110,9 @@ int geometry_from_config(const pyps_config *given, struct geometry *g, pyps_tens
                            .tensors = c->tensors,
                            .samples = c->samples ? c->samples : UINT64_MAX,
                            .round_timeout_nanoseconds = config_round_timeout(c),
-                           .policy_params = c->policy_params};
+                           .policy_params = c->policy_params,
+                           .plan = c->plan,
+                           .seed = c->seed};
     *tensors = malloc(c->tensors * sizeof **tensors);
     *groups = calloc(c->groups, sizeof **groups);
     if (!*tensors || !*groups) rc = fail(PYPS_ENOSPC, "out of memory for %u tensors", c->tensors);

@@ -28,6 +28,7 @@ struct geometry {
     uint64_t samples; /* UINT64_MAX: without end */
     uint64_t round_timeout_nanoseconds;
     pyps_policy_params policy_params;
+    uint64_t plan, seed;
 };
 
 _Static_assert(sizeof(pyps_policy_params) == 8 * 4 + 6 * 8, "no padding");

@@ -21,7 +21,10 @@ int pyps_get_layout(pyps_store *s, pyps_layout *out) {
                          .optimizer = g->optimizer,
                          .policy = g->policy,
                          .states = s->layout.states,
-                         .averaged_elements = store_elements(s) - s->trained};
+                         .averaged_elements = store_elements(s) - s->trained,
+                         .samples = g->samples == UINT64_MAX ? 0 : g->samples,
+                         .plan = g->plan,
+                         .seed = g->seed};
     for (uint32_t c = 0; c < g->chunks; c++) out->parameters += s->chunks[c].length;
     return PYPS_OK;
 }

@@ -100,7 +100,8 @@ def heading(store: TopStore) -> Text:
     """What is known of the whole store, in a line."""
     text = Text(store.name, style="bold", no_wrap=True, overflow="ellipsis")
     if store.error:
-        return text.append(f"  {store.error}", style="not bold red")
+        text.no_wrap, text.overflow = False, "fold"
+        return text.append(f": {store.error}", style="not bold red")
     parts = [store.policy, f"version {store.version:,}"]
     total = f" of {store.requested:,}" if store.requested else ""
     parts.append(f"{store.samples:,}{total} samples")

@@ -18,6 +18,7 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats.records import LineReader
 
+EVENTS = "run.jsonl"
 RunEventKind = Literal[
     "started",
     "joined",

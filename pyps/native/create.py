@@ -57,6 +57,8 @@ def _config_struct(what: str, config: Config) -> tuple[Any, Any]:
     fill_policy_params(c.policy_params, config.policy_params)
     c.ranks, c.tensors = len(config.batches), len(config.tensors)
     c.samples = unsigned(what, "samples", config.samples, 64)
+    c.plan = unsigned(what, "plan", config.agreement.plan, 64)
+    c.seed = unsigned(what, "seed", config.agreement.seed, 64)
     c.round_timeout_seconds = config.round_timeout_seconds
     c.batches, c.tensor, c.initial = batches, tensors, initial[0]
     return c, (tensors, initial, batches)

@@ -272,6 +272,17 @@ class Decision(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all workers of a run must have alike: a digest of the plan, and the seed of the order of samples.
+
+    plan 0: neither is said.
+    """
+
+    plan: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All that a store is made from; 0 means the C core's default. See pyps.Store.create."""
 
@@ -288,6 +299,7 @@ class Config:
     snapshot_spares: int
     staging_buffers: int
     policy_params: PolicyParams = PolicyParams()
+    agreement: Agreement = Agreement()
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +323,9 @@ class Layout:
     policy: int
     states: int
     averaged_elements: int = 0
+    samples: int = 0
+    plan: int = 0
+    seed: int = 0
 
     @property
     def trained_elements(self) -> int:

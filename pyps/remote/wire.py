@@ -31,6 +31,7 @@ from pyps.native import ERRORS
 from pyps.native.state import StateHeader
 from pyps.native.values import (
     Advice,
+    Agreement,
     Claim,
     Codec,
     CostModel,
@@ -118,6 +119,7 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot_spares: int
     staging_buffers: int
     policy_params: PolicyParams
+    agreement: Agreement
     state: StateHeader | None = None
     residuals: tuple[Count, ...] = ()
 

@@ -12,13 +12,13 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Plan, read_plan
-from pyps.formats.events import RunEvent, read_events
+from pyps.formats.events import EVENTS, RunEvent, read_events
 from pyps.formats.records import StepRecord, read_run
 from pyps.formats.setup import RunSetup, read_setup
 from pyps.report.clocks import HostLog, on_one_clock
 from pyps.report.report import Report, RunOutcome, StoreTotals, make_report, read_report
 
-EVENTS_FILE, REPORT_FILE, PLAN_FILE = "run.jsonl", "report.json", "plan.json"
+REPORT_FILE, PLAN_FILE = "report.json", "plan.json"
 SAME = ("policy", "seed", "samples", "even")  # on every host
 
 
@@ -54,7 +54,7 @@ def load_run(folders: Sequence[str | os.PathLike[str]]) -> RunData:
 
 
 def _events(path: Path) -> list[RunEvent]:
-    return read_events(path / EVENTS_FILE) if (path / EVENTS_FILE).exists() else []
+    return read_events(path / EVENTS) if (path / EVENTS).exists() else []
 
 
 def _joined(paths: Sequence[Path], setups: Sequence[RunSetup]) -> RunSetup:

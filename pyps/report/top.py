@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyps.errors import InputError, PypsError
+from pyps.errors import InputError, PypsError, SegmentNotFound
+from pyps.formats.events import EVENTS, read_events
 from pyps.formats.records import RunReader, StepRecord
 from pyps.formats.setup import SETUP_FILE, RunSetup, read_setup
 from pyps.native.values import Member, RankCounters
@@ -105,6 +106,11 @@ class StoreTop:
             if self._store is None:
                 self._store = open_store(self.name)
             return self._figures(self._store, look(self._store))
+        except SegmentNotFound as error:
+            self.close()
+            folder = self._run_dir
+            name = str(folder) if folder is not None else self.name
+            return TopStore(name, error=str(error) if folder is None else _without_store(folder))
         except PypsError as error:
             self.close()
             return TopStore(self.name, str(self._run_dir) if self._run_dir else None, error=str(error))
@@ -227,6 +233,14 @@ def find_stores(target: str | None) -> list[StoreTop]:
         expected = f"a run's folder, an address such as tcp://host:port/name, or a store: {names}"
         raise InputError("top", "", repr(target), expected)
     return [StoreTop(target)]
+
+
+def _without_store(run_dir: Path) -> str:
+    """Why a run has no store."""
+    events = read_events(run_dir / EVENTS) if (run_dir / EVENTS).exists() else []
+    if events and events[-1].kind == "ended":
+        return f"the run has ended ({events[-1].detail}; see pyps report {run_dir})"
+    return f"no store: the run starts, or its launcher was killed (see pyps report {run_dir})"
 
 
 def _policy(number: int) -> str:

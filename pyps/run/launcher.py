@@ -44,6 +44,7 @@ from pyps.run.restarts import Restarts
 from pyps.run.spec import RunSpec
 from pyps.store.segments import segment_path
 from pyps.store.store import Store
+from pyps.worker.agreement import check_agreed
 
 TICK_SECONDS = 0.05
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host
@@ -100,8 +101,8 @@ class Launcher:
         self._on_line, self._on_tick, self._on_notice = on_line, on_tick, on_notice
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
-        self._restart_at: dict[int, float] = {}  # by rank
-        self._restarts = Restarts(spec.options.max_restarts)
+        self._restart_at: dict[int, tuple[float, str]] = {}  # by rank: when, and what to say then
+        self._restarts = Restarts(spec.options.max_restarts, len(spec.ranks))
         self._store: Store | None = None
         self._signal = self._signals = 0
         self._previous_handlers: dict[int, object] = {}
@@ -144,14 +145,16 @@ class Launcher:
         return self._checkpoints.path
 
     def _train(self) -> None:
+        if self._is_remote:
+            self._poll_store()  # a store of another run is refused before any process starts
         for rank in self._ranks:
             self._start(rank, "started")
         while self._processes or self._restart_at:
             self._wait_for_output()
             self._poll_store()
             self._reap_children()
-            for rank in [r for r, when in self._restart_at.items() if when <= time.monotonic()]:
-                del self._restart_at[rank]
+            for rank in [r for r, (when, _) in self._restart_at.items() if when <= time.monotonic()]:
+                self._notice(self._restart_at.pop(rank)[1])
                 self._start(rank, "restarted")
             if self._signal:
                 raise Interrupted(self._signal)
@@ -217,8 +220,8 @@ class Launcher:
         refusal = self._restarts.refusal(process, has_steps) if joined else " before it had joined the run"
         if refusal is not None:
             raise TrainingFailed(self._exit_message(process, refusal), process.error)
-        self._restart_at[process.rank] = time.monotonic() + self._restarts.count(process.rank)
-        self._notice(self._restart_message(process))
+        when = time.monotonic() + self._restarts.count(process.rank)
+        self._restart_at[process.rank] = when, self._restart_message(process)
 
     def _read_remaining_output(self, process: WorkerProcess) -> None:
         """Read what a dead process has printed last, then close its descriptors."""
@@ -241,7 +244,8 @@ class Launcher:
 
     def _exit_message(self, process: WorkerProcess, refusal: str) -> str:
         hint = " (the script has to call pyps.join() and worker.attach())" if process.exit_code == 0 else ""
-        return f"{self._place(process)}: {process.exit_reason()}{refusal}{hint}"
+        line = f" at {process.error_line}" if process.error_line else ""
+        return f"{self._place(process)}: {process.exit_reason()}{line}{refusal}{hint}"
 
     def _poll_store(self) -> None:
         """Note which workers joined and how far the run is; rebalance, and begin a checkpoint that is due."""
@@ -281,6 +285,7 @@ class Launcher:
             store = open_store(self.spec.store)
         except (SegmentNotFound, NotReady):
             return None
+        check_agreed(store, self.spec.settings(self.spec.ranks[0]))
         if self.spec.journal is not None:
             store.journal(self.spec.journal)
         with contextlib.suppress(StoreFull):  # every slot is a worker's: status() works without joining

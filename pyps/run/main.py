@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from pyps.formats import write_json
-from pyps.formats.events import EventLog
+from pyps.formats.events import EVENTS, EventLog
 from pyps.formats.records import read_run
 from pyps.metrics import Sink, open_sink
 from pyps.report.report import Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
 from pyps.report.watch import OnProgress, Watch
 from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice
-from pyps.run.spec import EVENTS, RunOptions, StrPath, prepare, write_setup
+from pyps.run.spec import RunOptions, StrPath, prepare, write_setup
 
 
 def run(

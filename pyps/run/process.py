@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-TAIL_LINES = 20  # of stderr, kept for the error message
+TAIL_LINES = 100  # of stderr, kept for the error message
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20  # a longer line is passed on in parts
 PR_SET_PDEATHSIG = 1
@@ -40,6 +40,7 @@ class WorkerProcess:
     ) -> None:
         """rank; command; env: of the process; log: its file; folder: where it starts, by default here."""
         self.rank = rank
+        self._script = os.path.join(folder or os.getcwd(), command[1]) if len(command) > 1 else ""
         self.stderr_tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.exit_code: int | None = None
         self.joined = False
@@ -124,6 +125,11 @@ class WorkerProcess:
         return last_error(self.stderr_tail)
 
     @property
+    def error_line(self) -> str:
+        """Where in the script its last traceback is, such as "train.py:27"; "" if it is not there."""
+        return line_in(self._script, self.stderr_tail)
+
+    @property
     def lived_seconds(self) -> float:
         """Since it was started."""
         return time.monotonic() - self._started
@@ -151,6 +157,13 @@ def last_error(lines: Sequence[str]) -> str:
     named = (line for line in after if line and not line[0].isspace())
     with_words = (line.strip(MARKS) for line in reversed(lines) if any(map(str.isalnum, line)))
     return next(named, next(with_words, ""))
+
+
+def line_in(script: str, lines: Iterable[str]) -> str:
+    """The last frame of a script in tracebacks, as file:line; "" if there is none."""
+    begin = f'{FRAME}{script}", line '
+    numbers = [line.removeprefix(begin).partition(",")[0] for line in lines if line.startswith(begin)]
+    return f"{Path(script).name}:{numbers[-1]}" if numbers else ""
 
 
 def end_processes(processes: Iterable[WorkerProcess], first: int, grace_seconds: float) -> None:

@@ -5,6 +5,7 @@ A rank may emulate a slower device (a throttle). Workers without a batch get no 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from pyps.solver.plan import even_batches
 from pyps.solver.systems.r2sp import r2sp_schedule
 from pyps.worker.emulated_link import LinkSpec
 from pyps.worker.settings import ThrottleSpec
+
+SAME_COST = 1e-3  # relative: fits of the same points on unlike machines
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,23 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
             names = ", ".join(list(specs)[:8])
             raise InputError(where, f"workers[{k}].name", repr(worker.name), f"one of {source}: {names}")
     return [specs[worker.name] for worker in plan.workers]
+
+
+def other_devices(plan: Plan, ranks: Sequence[RankSpec], source: str | os.PathLike[str] | None) -> list[str]:
+    """In what the devices of a run are not the plan's. source: as for `throttles`, which gave the ranks theirs."""
+    used = [worker for worker in plan.workers if worker.batch > 0]
+    if source is None:
+        emulated = any(worker.throttle != 1.0 for worker in used)
+        return ["its devices are emulated ones: add --throttle-from plan"] if emulated else []
+    found = []
+    for worker, rank in zip(used, ranks, strict=True):
+        fit = rank.throttle.fit if rank.throttle is not None else None
+        if fit is None or worker.fit is None:
+            continue
+        planned, now = (predict_seconds(one, worker.batch) for one in (worker.fit, fit))
+        if not math.isclose(planned, now, rel_tol=SAME_COST):
+            found.append(f"{worker.name}'s profile has changed since: {now / planned:.2f} times the seconds")
+    return found
 
 
 def _links(group: WorkerGroup, cluster: Cluster) -> tuple[LinkSpec, ...]:

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from pyps import native
-from pyps.checkpoint.folder import find_checkpoint, newest_checkpoint, verify_folder
-from pyps.errors import Busy, SegmentNotFound
+from pyps.checkpoint.folder import MODEL, find_checkpoint, newest_checkpoint, verify_folder
+from pyps.errors import Busy, InputError, SegmentNotFound
 from pyps.formats.checkpoint import Checkpoint
 from pyps.formats.events import RunEvent, read_events
 from pyps.formats.records import StepRecord, read_records
@@ -53,6 +53,18 @@ def find_resumed(resume: str | os.PathLike[str]) -> Resumed:
     run_dir = given if (given / SETUP_FILE).exists() else None
     path = newest_checkpoint(given) if run_dir is not None else find_checkpoint(given)
     return Resumed(run_dir, path, verify_folder(path) if path is not None else None)
+
+
+def check_unfinished(resumed: Resumed, samples: int) -> None:
+    """Raise InputError if a run of so many samples has nothing left to train. 0: it has no end."""
+    run_dir, checkpoint = resumed.run_dir, resumed.checkpoint
+    if not samples or checkpoint is None or (run_dir is not None and not (run_dir / MODEL).exists()):
+        return
+    left = sum(count for _, count in checkpoint.state.get("ranges", ()))
+    trained = checkpoint.state.get("samples_assigned", 0) - left
+    if trained >= samples:
+        found = f"{samples:,}: this run has finished ({trained:,} of {samples:,} samples)"
+        raise InputError(str(run_dir or resumed.path), "samples", found, "more --samples, or --epochs")
 
 
 def run_of(resume: str | os.PathLike[str]) -> Path | None:

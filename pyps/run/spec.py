@@ -15,14 +15,23 @@ from typing import Any
 from pyps.checkpoint.folder import KEEP
 from pyps.errors import InputError
 from pyps.formats import Plan, read_plan, write_json
+from pyps.formats.events import EVENTS
 from pyps.formats.mode import FROM_PLAN
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
 from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec, CostModel
 from pyps.remote.address import parse_address
 from pyps.run.interval import interval_of
-from pyps.run.ranks import RankSpec, cost_model_of, even_plan, new_rank, rank_specs, throttles
-from pyps.run.resume import Resumed, continue_folder, find_resumed, run_of
+from pyps.run.ranks import (
+    RankSpec,
+    cost_model_of,
+    even_plan,
+    new_rank,
+    other_devices,
+    rank_specs,
+    throttles,
+)
+from pyps.run.resume import Resumed, check_unfinished, continue_folder, find_resumed, run_of
 from pyps.store.policies import Policy
 from pyps.worker.mode import ModeOptions, RankMode, departures, launched_mode, launched_policy
 from pyps.worker.sampling import MAX_SEED
@@ -211,6 +220,7 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
         raise InputError("script", "", f"no file at {script}", "a Python script that calls pyps.join()")
     store = _store_name(options.connect)
     resumed = find_resumed(options.resume) if options.resume is not None else ANEW
+    check_unfinished(resumed, options.samples)
     planned, ranks, where = _load_ranks(plan, resumed, options)
     ranks_here = _ranks_to_start(ranks, options)
     wanted = _mode_options(options)
@@ -230,7 +240,10 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
         options=options,
         ranks=tuple(ranks_here),
         modes=tuple(modes),
-        departures=tuple(departures(planned, policy, by_rank)),
+        departures=(
+            *departures(planned, policy, by_rank),
+            *other_devices(planned, ranks, options.throttle_from),
+        ),
         store=store,
         run_dir=_make_run_folder(options.run_dir, resumed),
         command=(

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyps.errors import InputError
 from pyps.native.state import VECTORS, StoreState
-from pyps.native.values import Config, Flat, Optimizer, Tensor, as_f32
+from pyps.native.values import Agreement, Config, Flat, Optimizer, Tensor, as_f32
 from pyps.store.policies import DEFAULT_POLICY, Policy, policy_named, register_policy
 
 
@@ -23,6 +23,7 @@ def store_config(
     groups: Mapping[str, int] | None,
     averaged: Collection[str],
     samples: int | None,
+    agreement: Agreement,
     chunk_params: int,
     **sizes: Any,
 ) -> tuple[Config, StoreState | None]:
@@ -49,6 +50,7 @@ def store_config(
         groups=max((tensor.group for tensor in given), default=0) + 1,
         optimizer=_optimizer(where, optimizer, state),
         samples=samples or 0,
+        agreement=agreement,
         chunk_params=chunk_params,
         **_policy_fields(policy, state),
         **sizes,

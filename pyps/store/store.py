@@ -38,6 +38,7 @@ from pyps.native.create import create
 from pyps.native.state import StoreState, read_state, split
 from pyps.native.values import (
     Advice,
+    Agreement,
     Claim,
     Codec,
     Config,
@@ -67,6 +68,7 @@ from pyps.store.staging import StagingBuffer
 
 T = TypeVar("T")
 JoinRole = Literal["worker", "observer", "new_worker"]
+UNSAID = Agreement()
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
 
 
@@ -106,6 +108,7 @@ class Store:
         averaged: Collection[str] = (),
         samples: int | None = None,
         state: StoreState | None = None,
+        agreement: Agreement = UNSAID,
         chunk_params: int = 0,
         max_participants: int = 0,
         snapshot_spares: int = 0,
@@ -120,7 +123,8 @@ class Store:
         group (default: all 0). averaged: names of tensors, in groups after all others, of which a push
         brings values to average, not gradients. samples: sample positions to assign in all; 0: without end.
         state: what another store's `state()` gave, to go on from bit for bit; whatever is None is as there.
-        Tensors, groups and optimizer must be those of the state; all else may differ. chunk_params (0: the
+        Tensors, groups and optimizer must be those of the state; all else may differ. agreement: kept for
+        the workers to compare. chunk_params (0: the
         state's), max_participants, snapshot_spares, staging_buffers (per worker): 0 takes the C core's
         default.
         Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
@@ -135,6 +139,7 @@ class Store:
             groups=groups,
             averaged=averaged,
             samples=samples,
+            agreement=agreement,
             chunk_params=chunk_params,
             max_participants=max_participants,
             snapshot_spares=snapshot_spares,

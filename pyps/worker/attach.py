@@ -25,6 +25,7 @@ from pyps.formats.turns import TurnSchedule
 from pyps.native.values import Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
 from pyps.store.store import Store
+from pyps.worker.agreement import agreement_of
 from pyps.worker.averages import DTYPES, AveragedBuffer, find_buffers, put
 from pyps.worker.settings import Settings
 
@@ -245,6 +246,7 @@ def _create(settings: Settings, attachment: Attachment) -> Store:
         samples=settings.samples if settings.launched or settings.samples else None,
         staging_buffers=settings.staging_buffers,
         keep=settings.launched,
+        agreement=agreement_of(settings),
     )
     if saved is not None:
         _take_edited_turns(store, settings.schedule, saved)

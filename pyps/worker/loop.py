@@ -31,6 +31,7 @@ from pyps.native.values import Advice, Claim, Codec, Encoding, PolicyNeeds, Push
 from pyps.profiler.host_memory import disable_malloc_trim
 from pyps.store.policies import Policy, register_policy
 from pyps.store.store import Store
+from pyps.worker.agreement import check_agreed
 from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create, set_planned_turns
 from pyps.worker.binding import Binding
 from pyps.worker.checks import DivergenceCheck
@@ -39,6 +40,7 @@ from pyps.worker.feed import BatchFeed
 from pyps.worker.forecast import RoundForecast
 from pyps.worker.loader import LoaderOptions
 from pyps.worker.memory import AnnouncedBudget
+from pyps.worker.misuse import shorten_tracebacks
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.pipeline import PipelinedTransport, check_depth, extra_buffers
 from pyps.worker.position import (
@@ -88,6 +90,7 @@ def join(
     settings = Settings.from_env(
         store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline, allow_nonfinite
     )
+    shorten_tracebacks()
     return Worker(settings)
 
 
@@ -195,6 +198,7 @@ class Worker:
         self._store = store = open_or_create(settings, attachment, timeout)
         atexit.register(_close_if_alive, weakref.ref(self))
         check_same(store, attachment)
+        check_agreed(store, self.settings)
         if self.settings.journal is not None:
             store.journal(self.settings.journal)
         schedule = RunSchedule(scheduler, chosen, scheduler_unit)

@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from run_tools import make_setup
 from test_page import make_run, setup_of, steps
 from threads import background
 from typer.testing import CliRunner
 
 from pyps.cli.top import app
 from pyps.errors import InputError
+from pyps.formats import write_json
+from pyps.formats.events import EventLog
 from pyps.native.values import Hyper, WaitKind
 from pyps.remote.server import Server
 from pyps.store import Store
@@ -48,6 +51,21 @@ def top(*arguments: object) -> dict[str, Any]:
     (store,) = json.loads(done.stdout)["stores"]
     found: dict[str, Any] = store
     return found
+
+
+@pytest.mark.parametrize(
+    ("last", "words"), [("ended", "the run has ended (finished; see pyps report"), ("joined", "no store: ")]
+)
+def test_a_run_whose_store_is_gone(shm: Path, tmp_path: Path, last: Any, words: str) -> None:
+    """The whole message, however narrow the terminal is."""
+    write_json(tmp_path / "run.json", make_setup({0: 5}))
+    with EventLog(tmp_path / "run.jsonl") as log:
+        log.write(last, detail="finished")
+    found = top(tmp_path)
+    assert found["name"] == str(tmp_path)
+    assert found["error"].startswith(words)
+    shown = runner.invoke(app, [str(tmp_path), "--once"], env={"COLUMNS": "40"}).stdout
+    assert f"{tmp_path}: {found['error']}" == shown.replace("\n", "")
 
 
 @pytest.mark.timed

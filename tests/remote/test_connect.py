@@ -17,8 +17,12 @@ from pyps.checkpoint.folder import checkpoints
 from pyps.errors import InputError, LinkLost
 from pyps.formats import write_json
 from pyps.formats.events import read_events
+from pyps.remote import create_store
 from pyps.remote.server import Server
 from pyps.run import RunOptions, run
+from pyps.store.policies import policy_named
+from pyps.worker.agreement import agreement_of
+from pyps.worker.settings import Settings
 
 
 def started(folder: Path, address: str, rank: int) -> subprocess.Popen[str]:
@@ -93,3 +97,34 @@ def test_a_server_ends_in_order_on_a_signal(shm: Path, number: signal.Signals) -
 def test_a_name_that_no_worker_could_use_is_refused(name: str) -> None:
     with pytest.raises(InputError, match="letters, digits"):
         Server(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("plan", {}),
+        ("seed", {"seed": 9}),
+        ("samples", {"samples": SAMPLES + B}),
+        ("policy", {"policy": "asp"}),
+        ("policy", {"policy": "ssp:bound=5"}),
+    ],
+)
+def test_a_second_host_with_other_options_is_refused(
+    shm: Path, tmp_path: Path, field: str, changes: dict[str, object]
+) -> None:
+    """It starts nothing, and says what differs: what it trained otherwise would be other samples."""
+    batches, policy = (5, 3), "ssp:bound=4" if "ssp" in str(changes.get("policy")) else "bsp"
+    here = Settings("", 0, policy_named(policy), SAMPLES, 7, batches=batches)
+    with Server("model") as server:
+        tensors = {"weight": np.zeros((1, 4)), "bias": np.zeros(1)}
+        agreement = agreement_of(here)
+        with create_store(
+            server.address, tensors, batches=batches, policy=policy, samples=SAMPLES, agreement=agreement
+        ):
+            plan = make_plan((3, 5) if field == "plan" else batches)
+            write_json(tmp_path / "plan.json", plan)
+            given = {"samples": SAMPLES, "seed": 7, "policy": policy} | changes
+            options = RunOptions(**given, ranks=[1], run_dir=tmp_path / "out", connect=server.address)
+            with pytest.raises(InputError, match=f"{field}: found .*give all hosts"):
+                run(tmp_path / "plan.json", script(tmp_path), options)
+    assert not list((tmp_path / "out").glob("worker-*"))

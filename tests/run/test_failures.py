@@ -28,6 +28,7 @@ from pyps.report.report import read_report
 from pyps.run import RunOptions, run
 from pyps.run.launcher import TrainingFailed
 from pyps.run.process import WorkerProcess, end_processes, last_error
+from pyps.run.restarts import STARTUP_BACKOFF_SECONDS, Restarts
 
 # Under a policy that does not wait, rank 0 alone could use up the samples.
 WAITS_FOR_THE_KILL = """
@@ -75,7 +76,8 @@ def test_a_killed_worker_comes_back_and_every_sample_is_accounted_for(
 def test_a_script_that_raises_ends_the_run_with_its_last_words(shm: Path, plan: Path, tmp_path: Path) -> None:
     done = pyps_run(*options_for(plan, 0, tmp_path), script(tmp_path, RAISES))
     assert done.returncode == 1
-    assert "rank 1 (device-1): exit code 1 after 1 restart, with the same error: " in done.stderr
+    assert "rank 1 (device-1): exit code 1 at train.py:" in done.stderr
+    assert "after 1 restart, with the same error: " in done.stderr
     assert done.stderr.count("Traceback") == 1
     error, hint = done.stderr.splitlines()[-2:]
     assert error.endswith("with the same error: RuntimeError: the cat sat on the keyboard")
@@ -118,6 +120,60 @@ def test_a_rank_that_fails_by_itself_before_its_first_step_is_tried_twice(
     with pytest.raises(TrainingFailed, match="after 1 restart, with the same error: NameError: criterion"):
         run(plan, script(tmp_path, FAILS_AT_ONCE), RunOptions(samples=0, run_dir=tmp_path / "out"))
     assert (tmp_path / "out" / "gpu-1").read_text() == "1"
+
+
+class Died(WorkerProcess):
+    """A process that has ended, as far as Restarts asks."""
+
+    exit_code, error, lived_seconds = 1, "KeyError: 'x'", 0.1  # type: ignore[assignment]
+
+    def __init__(self, rank: int, error: str = error) -> None:
+        self.rank, self.error = rank, error  # type: ignore[misc]
+
+
+def test_no_rank_is_started_again_when_all_fail_alike_before_a_step() -> None:
+    restarts = Restarts(3, ranks=3)
+    assert [restarts.refusal(Died(rank), False) for rank in (0, 2)] == [None, None]
+    assert restarts.count(0) >= STARTUP_BACKOFF_SECONDS
+    assert restarts.refusal(Died(1), False) == ", as all ranks did before their first step"
+
+
+@pytest.mark.parametrize(
+    ("errors", "steps"),
+    [
+        (["KeyError: 'x'", "KeyError: 'y'"], False),
+        (["pyps.errors.LinkLost: gone"] * 2, False),
+        (["KeyError: 'x'"] * 2, True),
+    ],
+)
+def test_ranks_that_fail_otherwise_are_started_again(errors: list[str], steps: bool) -> None:
+    restarts = Restarts(3, ranks=2)
+    assert [restarts.refusal(Died(k, error), steps) for k, error in enumerate(errors)] == [None, None]
+
+
+def test_a_script_that_fails_on_all_ranks_is_not_tried_again(
+    shm: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names its line."""
+    monkeypatch.setattr("pyps.run.restarts.STARTUP_BACKOFF_SECONDS", PATIENCE_SECONDS)
+    path = script(tmp_path, "{}['label']")
+    line = 1 + path.read_text().splitlines().index("        {}['label']")
+    words = f"exit code 1 at train.py:{line}, as all ranks did before their first step: KeyError: 'label'"
+    with pytest.raises(TrainingFailed, match=words):
+        run(plan, path, RunOptions(samples=SAMPLES, run_dir=tmp_path / "out"))
+    assert not [e for e in read_events(tmp_path / "out" / "run.jsonl") if e.kind == "restarted"]
+
+
+def test_a_misuse_shows_the_scripts_frames_alone(shm: Path, plan: Path, tmp_path: Path) -> None:
+    for within, words in (("optimizer.step()", "optimizer.step()"), ("continue", "no step()")):
+        path = script(tmp_path, within)
+        folder = tmp_path / within[:4]
+        folder.mkdir()
+        done = pyps_run(*options_for(plan, SAMPLES, folder), path)
+        assert done.returncode == 1
+        files = {line.split('"')[1] for line in done.stderr.splitlines() if '  File "' in line}
+        assert files == {str(path)}, done.stderr
+        assert words in done.stderr
 
 
 @pytest.mark.parametrize(

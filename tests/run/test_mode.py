@@ -13,8 +13,9 @@ import pytest
 from run_tools import make_plan
 
 from pyps.errors import InputError
-from pyps.formats import Plan, RunMode, WorkerMode, read_plan, write_json
+from pyps.formats import Plan, RunMode, WorkerMode, read_plan, read_profile, write_json
 from pyps.native.values import Codec
+from pyps.profiler.select import fit_of
 from pyps.run import RunOptions
 from pyps.run.spec import RunSpec, prepare
 from pyps.worker.mode import RankMode
@@ -65,6 +66,38 @@ def test_the_plan_says_how_to_run(plan: Path) -> None:
         (Codec.INT4, Codec.F32, 1),
     ]
     assert spec.setup.predicted_iteration_seconds == read_plan(plan).iteration_seconds
+
+
+def test_a_plan_of_other_devices_does_not_hold(tmp_path: Path) -> None:
+    """Emulated ones without their throttle, and a profile that was replaced after planning."""
+    (tmp_path / "train.py").touch()
+    path, cluster = tmp_path / "plan.json", tmp_path / "cluster.toml"
+    write_json(path, make_plan(throttle=3.0))
+    (found,) = spec_of(path).departures
+    assert "--throttle-from plan" in found
+    assert spec_of(path, throttle_from="plan").departures == ()
+    worker = "[[worker]]\nname = 'device'\ncount = 2\nprofile = 'p.json'\n"
+    cluster.write_text(f"[job]\nglobal_batch = 8\n{worker}")
+    for factor, words in (
+        (1.0, []),
+        (2.0, [f"device-{k}'s profile has changed since: 2.00" for k in (0, 1)]),
+    ):
+        points = [{"batch": b, "seconds": factor * (0.1 + 0.01 * b)} for b in (1, 10, 20, 40)]
+        profile = {
+            "schema": "pyps.profile/1",
+            "device": {"name": "d"},
+            "model": {"name": "m"},
+            "points": points,
+        }
+        (tmp_path / "p.json").write_text(json.dumps(profile))
+        if factor == 1.0:
+            fit = fit_of(read_profile(tmp_path / "p.json"))
+            plan = make_plan()
+            workers = [msgspec.structs.replace(w, fit=fit) for w in plan.workers]
+            write_json(path, msgspec.structs.replace(plan, workers=workers))
+        spec = spec_of(path, throttle_from=cluster)
+        assert [text.partition(" times")[0] for text in spec.departures] == words
+        assert (spec.setup.predicted_iteration_seconds is None) == bool(words)
 
 
 def test_a_worker_that_joins_by_itself_takes_the_plan_s_mode(

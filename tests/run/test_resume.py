@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_scripts import options_for, pyps_run, script, until
+from run_scripts import SAMPLES, B, options_for, pyps_run, script, until
 from run_tools import make_plan, make_record
 from safetensors.numpy import load_file
 
@@ -46,6 +46,24 @@ KILLED_SAMPLES = 1200  # more than are trained before the run is killed
 def plan(tmp_path: Path) -> Path:
     write_json(tmp_path / "plan.json", make_plan())
     return tmp_path / "plan.json"
+
+
+def test_a_run_that_has_finished_is_left_as_it_is(shm: Path, plan: Path, tmp_path: Path) -> None:
+    """No process is started. More samples are trained."""
+    out = tmp_path / "out"
+    options = RunOptions(samples=SAMPLES, policy="ssp", run_dir=out)
+    report = run(plan, script(tmp_path), options)
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    done = pyps_run("--resume", out, "--policy", "bsp")
+    assert done.returncode == 2
+    assert f"samples: found {SAMPLES}: this run has finished ({SAMPLES} of {SAMPLES} samples)" in done.stderr
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
+    newest = checkpoints(out / "checkpoints")[-1]
+    with pytest.raises(InputError, match="this run has finished"):
+        run(plan, script(tmp_path), RunOptions(samples=SAMPLES, resume=newest, run_dir=tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+    more = RunOptions(samples=SAMPLES + B, policy="ssp", resume=out)
+    assert run(None, script(tmp_path), more).versions > report.versions
 
 
 RAISES = """        if worker.steps == 9:
