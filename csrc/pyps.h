@@ -217,7 +217,7 @@ typedef struct {
     uint64_t seed;           /* of stochastic rounding; different for each push */
     uint32_t codec;          /* how it is encoded into the staging buffer */
     uint32_t rounding;       /* PYPS_NEAREST or PYPS_STOCHASTIC */
-    uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ... */
+    uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ...; as PYPS_F32 the others send values as they are */
     uint32_t error_feedback; /* 1: the encoding error is added to this rank's next gradient */
     uint32_t encoded; /* 1: pyps_staging_codes() already holds it in this codec; scale still applies, and
                                 averaged tensors are in the staging buffer */

@@ -56,6 +56,7 @@ struct kernels {
     void (*divide)(float *x, float divisor, size_t length);
     /* The sum of squares in fp64: that of index i goes to sum i % 16, and then 16 sums become 8, 4, 2 and 1. */
     double (*square_sum)(const float *x, size_t length);
+    bool (*finite)(const float *x, size_t length); /* whether every float is */
     /* A copy that bypasses the caches, for data that is not read again soon. Call `copied` after the last
      * one, before another thread may read the data. */
     void (*stream)(float *to, const float *from, size_t length);

@@ -147,6 +147,28 @@ TARGET static double NAME(square_sum)(const float *x, size_t length) {
     return all[0];
 }
 
+/* x - x is 0 if x is finite, else NaN */
+TARGET static bool NAME(finite)(const float *x, size_t length) {
+    typedef float floats __attribute__((vector_size(64)));
+    floats sums[2] = {{0}, {0}};
+    size_t i = 0;
+    for (; i + 32 <= length; i += 32) {
+        PREFETCH(x + i);
+        PREFETCH(x + i + 16);
+        for (int half = 0; half < 2; half++) {
+            floats part;
+            memcpy(&part, x + i + 16 * half, sizeof part);
+            sums[half] += part - part;
+        }
+    }
+    float all[16], sum = 0;
+    sums[0] += sums[1];
+    memcpy(all, sums, sizeof all);
+    for (; i < length; i++) sum += x[i] - x[i];
+    for (int lane = 0; lane < 16; lane++) sum += all[lane];
+    return sum == 0;
+}
+
 TARGET static void NAME(stream)(float *to, const float *from, size_t length) {
     size_t i = 0;
     for (; i < length && (uintptr_t)(to + i) % 16; i++) to[i] = from[i];
@@ -170,6 +192,7 @@ const struct kernels TABLE = {
     .multiply_add = NAME(multiply_add),
     .divide = NAME(divide),
     .square_sum = NAME(square_sum),
+    .finite = NAME(finite),
     .stream = NAME(stream),
     .copied = NAME(copied),
     .encode = NAME(encode),

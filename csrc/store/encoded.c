@@ -11,6 +11,7 @@
  * dropped and counted.
  */
 #include <math.h>
+#include <math.h>
 #include <string.h>
 
 #include "store/store.h"
@@ -188,13 +189,33 @@ static int stage_base_params(pyps_store *s, const pyps_push_args *a) {
     return PYPS_OK;
 }
 
+static int refuse_value(const pyps_store *s, const float *values, uint64_t at, uint32_t length) {
+    const pyps_tensor *tensor = (const pyps_tensor *)(const void *)(s->base + s->layout.tensors);
+    for (uint32_t i = 1; i < length && isfinite(values[at]); i++) at++;
+    uint32_t t = 0;
+    while (t + 1 < s->geometry.tensors && at - tensor[t].offset >= tensor[t].elements) t++;
+    return fail(PYPS_ENONFINITE, "push: the gradient of '%.159s' has a value that is not finite (%g)",
+                tensor[t].name, (double)values[at]);
+}
+
+static int check_finite(const pyps_store *s, const float *values) {
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !s->chunks[chunk].averaged; chunk++) {
+        uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
+        if (!kernels_chosen()->finite(values + at, s->chunks[chunk].length))
+            return refuse_value(s, values, at, s->chunks[chunk].length);
+    }
+    return PYPS_OK;
+}
+
 static int fill_gradient(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
+    int rc;
     if (a->codec == PYPS_F32) {
+        const float *values = a->gradient ? a->gradient : staging_data(s, s->slot, a->staging);
+        if (a->nonfinite == PYPS_NONFINITE_ERROR && (rc = check_finite(s, values))) return rc;
         if (a->gradient) memcpy(staging_data(s, s->slot, a->staging), a->gradient, 4 * store_elements(s));
         return PYPS_OK;
     }
-    int rc = allocate_codes(s, a->staging);
-    if (rc) return rc;
+    if ((rc = allocate_codes(s, a->staging))) return rc;
     if (a->encoded) {
         uint64_t scales = codec_scales(a->codec, s->trained);
         return codec_scales_finite(scales_of(s, s->slot, a->staging, a->codec), scales)

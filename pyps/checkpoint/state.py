@@ -57,8 +57,7 @@ def save(
     """
     for name, values in state.parameters.items():
         if values.size and not np.isfinite(values.min() + values.max()):
-            expected = "finite ones: older checkpoints stay"
-            raise InputError(str(folder), name, "parameters that are not finite", expected)
+            raise InputError(str(folder), name, "values that are not finite", "finite ones")
     averaged = {tensor.name for tensor in state.header.tensors if tensor.averaged}
     files: dict[str, Tensors] = {
         MODEL: {name: values for name, values in state.parameters.items() if name not in averaged},

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
-from pyps.errors import InvalidArgument, PushRejected
+from pyps.errors import InvalidArgument, NotFinite, PushRejected
 from pyps.formats.records import Span
 from pyps.formats.turns import TurnSchedule
 from pyps.native.state import FlatState, StoreState
@@ -331,6 +331,12 @@ class RemoteBackend:
             values = self._without_gaps(request)
             codes, counts = self._encode(values[:trained], how, scale)
             numbers, scale = (codes, whole[trained:]), 1.0
+        elif (
+            request.samples
+            and how.nonfinite == "error"
+            and not np.isfinite(self._without_gaps(request)[:trained]).all()
+        ):
+            raise NotFinite("push", "the gradient has a value that is not finite")
         timeout = None if request.timeout is None else _bounded(native.timeout_seconds(request.timeout))
         request = replace(
             request, scale=scale, timeout=timeout, encoding=Encoding(how.codec), compute_seconds=seconds

@@ -343,7 +343,8 @@ class Launcher:
 
     def _note_failed_checkpoint(self, error: PypsError) -> None:
         last = self.last_checkpoint
-        self._notice(f"no checkpoint: {error}; the last one is {last if last is not None else 'none'}")
+        before = f"the last one is {last}" if last is not None else "there is no earlier one"
+        self._notice(f"no checkpoint written: {error}; {before}")
 
     def _resume_hint(self) -> str:
         return f"continue with pyps run --resume {self.spec.run_dir}"

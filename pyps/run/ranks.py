@@ -69,7 +69,7 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
 
 
 def other_devices(plan: Plan, ranks: Sequence[RankSpec], source: str | os.PathLike[str] | None) -> list[str]:
-    """In what the devices of a run are not the plan's. source: as for `throttles`, which gave the ranks theirs."""
+    """In what the devices of a run are not the plan's. source: as for `throttles`."""
     used = [worker for worker in plan.workers if worker.batch > 0]
     if source is None:
         emulated = any(worker.throttle != 1.0 for worker in used)

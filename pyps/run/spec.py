@@ -41,7 +41,6 @@ MAX_RESTARTS = 3
 CHECKPOINT_EVERY = "10m"
 MAX_COUNT = 2**63 - 1
 MAX_RANKS = 1000  # of any store
-EVENTS = "run.jsonl"
 ANEW = Resumed(None, None, None)
 PLAN = "plan.json"
 StrPath = str | os.PathLike[str]

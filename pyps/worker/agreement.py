@@ -1,4 +1,4 @@
-"""What all workers of a run have alike, wherever they are started: the plan, the seed, the policy, the samples.
+"""What all workers of a run have alike, wherever they start: the plan, the seed, the policy, the samples.
 
 The worker that creates the store brings them, and every other one is compared with the store. A plan is known
 by the batches of its ranks: what it predicts may differ between hosts.

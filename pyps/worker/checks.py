@@ -48,15 +48,18 @@ class DivergenceCheck:
     def check(self, step: Step, parameters: NDArray[np.float32]) -> None:
         """Raise Diverged, before the step's gradient is pushed."""
         self._steps += 1
-        where = (
-            f"samples {step.claim.first} to {step.claim.first + step.claim.count - 1}, version {step.version}"
-        )
         if step.loss is not None:
             if math.isfinite(step.loss):
                 self._last_finite = step.loss
                 return
-            raise Diverged(f"the loss is {step.loss}", where, self._last_finite)
+            raise self.error(f"the loss is {step.loss}", step)
         if self._steps % LOOK_EVERY == 1 and not math.isfinite(float(np.dot(parameters, parameters))):
             bad = int(np.count_nonzero(~np.isfinite(parameters)))
             if bad:
-                raise Diverged(f"{bad} parameters are not finite", where, None)
+                raise self.error(f"{bad} parameters are not finite", step)
+
+    def error(self, what: str, step: Step) -> Diverged:
+        """What is to be raised for a step."""
+        first, last = step.claim.first, step.claim.first + step.claim.count - 1
+        where = f"samples {first} to {last}, version {step.version}"
+        return Diverged(what, where, self._last_finite)

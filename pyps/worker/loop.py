@@ -477,6 +477,8 @@ class Worker:
         if self._records is not None:
             depth = self._require().transport.depth
             self._records.write(step.record(self.rank, self._count, outcome, depth))
+        if outcome.unencodable and not self.settings.allow_nonfinite:
+            raise self._divergence.error("the gradient is not finite", step)
 
 
 def _close_if_alive(worker: weakref.ref[Worker]) -> None:

@@ -1,4 +1,4 @@
-"""Shows an error of misuse by the script's own frames: those of pyps and torch say nothing about the cause."""
+"""Shows an error of misuse by the script's own frames: those of pyps and torch do not show the cause."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Outcome:
     """What became of a gradient: `result`, or why it was dropped; and when it travelled.
 
-    `version`: of the parameters that were pulled after it. `unencodable`: the codec found values that are not
-    finite.
+    `version`: of the parameters that were pulled after it. `unencodable`: the gradient has values that
+    are not finite.
     """
 
     result: PushResult | None = None

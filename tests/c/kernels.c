@@ -54,6 +54,17 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
     return memcmp(new[0], new[1], sizeof new[0]) || memcmp(copies[0], copies[1], sizeof copies[0]);
 }
 
+/* One value anywhere that is not finite is found, and no other. */
+static int misjudges(const struct kernels *a, size_t length, size_t at) {
+    static const float bad[] = {NAN, -NAN, INFINITY, -INFINITY};
+    float x[LONGEST + 4];
+    for (size_t i = 0; i < LONGEST + 4; i++) x[i] = number();
+    if (!a->finite(x + at, length)) return 1;
+    size_t place = (size_t)rand() % (LONGEST + 4);
+    x[place] = bad[rand() % 4];
+    return a->finite(x + at, length) == (place >= at && place < at + length);
+}
+
 static void fill(float *x, size_t length, int kind) {
     for (size_t i = 0; i < length; i++) {
         x[i] = number();
@@ -133,6 +144,10 @@ int main(void) {
                            chosen->name);
                     return 1;
                 }
+    for (size_t length = 0; length <= 130; length++)
+        for (size_t at = 0; at < 4; at++)
+            if (misjudges(&kernels_scalar, length, at) || misjudges(chosen, length, at))
+                return printf("finite: length %zu, offset %zu\n", length, at);
     if (noisy_codes_differ(chosen)) return 1;
     printf("%s\n", chosen->name);
     return 0;

@@ -102,7 +102,7 @@ def test_no_checkpoint_has_parameters_that_are_not_finite(shm: Path, tmp_path: P
     for bad in (math.nan, math.inf, -math.inf):
         parameters = {**state.parameters, "a": np.array([[1, 2], [bad, 4], [5, 6]], np.float32)}
         header = replace(state.header, version=9)
-        with pytest.raises(InputError, match="a: found parameters that are not finite"):
+        with pytest.raises(InputError, match="a: found values that are not finite"):
             save(replace(state, header=header, parameters=parameters), tmp_path)
     assert [path.name for path in checkpoints(tmp_path)] == ["000000001"]
 

@@ -57,11 +57,16 @@ def backward(loss: torch.Tensor) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def train(worker: Worker, model: nn.Module, after: Callable[[], Any] = lambda: None) -> int:
+def train(
+    worker: Worker, model: nn.Module, after: Callable[[], Any] = lambda: None, spoil: int | None = None
+) -> int:
+    """How many steps there were. spoil: the step whose gradient has a value that is not finite."""
     steps = 0
     for x, y in worker.batches((X, Y)):
         loss = loss_of(model, x, y)
         backward(loss)
+        if steps == spoil:
+            next(p.grad for p in model.parameters() if p.grad is not None).view(-1)[3] = float("nan")
         worker.step(loss)
         after()
         steps += 1

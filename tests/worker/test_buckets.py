@@ -177,7 +177,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_poisons_nothing(
 ) -> None:
     monkeypatch.setattr(binding, "ENCODES_ON", (DEVICE.type,))
     model = make_model().bfloat16()
-    with join("run", 0, batches=[10], samples=60, seed=5, policy="asp", codec="int8") as worker:
+    with join(
+        "run", 0, batches=[10], samples=60, seed=5, policy="asp", codec="int8", allow_nonfinite=True
+    ) as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for k, (x, y) in enumerate(worker.batches((X.bfloat16(), Y.bfloat16()))):
             backward(loss_of(model, x * float("nan") if k == 2 else x, y))

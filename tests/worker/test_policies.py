@@ -134,7 +134,7 @@ def test_a_rejected_push_leaves_the_parameters_bitwise_unchanged(shm: Path) -> N
             for _ in range(2):
                 step(one, np.zeros(3000))
             with pytest.raises(PushRejected):
-                push(other, 1, np.full(3000, np.nan))
+                push(other, 1, np.full(3000, 7.0))
             assert other.pull()[0].tobytes() == before
         assert other.ranks()[1].pushes == 0
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from worker_tools import (
     train_alone,
 )
 
-from pyps.errors import InputError
+from pyps.errors import Diverged, InputError
 from pyps.formats.records import read_run
 from pyps.store import Store
 from pyps.worker.loop import Worker, join
@@ -112,10 +113,39 @@ def test_quantized_gradients_train_as_well(shm: Path, codec: str) -> None:
     assert abs(losses[codec] / losses["f32"] - 1) < 0.01
 
 
-def test_a_gradient_that_cannot_be_encoded_skips_the_step(shm: Path) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("codec", ["f32", "bf16", "int8"])
+def test_a_gradient_that_is_not_finite_ends_the_run(shm: Path, codec: str, depth: int) -> None:
+    """Its loss is: before it is pushed, so that the store stays as it was."""
+    model = make_model()
+    with join(
+        "run", 0, batches=[10], samples=60, seed=5, codec=codec, pipeline=depth, policy="asp"
+    ) as worker:
+        worker.attach(model)
+        with pytest.raises(Diverged, match=r"the gradient is not finite \(samples 20 to 29"):
+            train(worker, model, spoil=2)
+        assert np.isfinite(worker.store.pull()[0]).all()
+        assert worker.store.ranks()[0].samples == 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("codec", ["f32", "int8"])
+def test_a_gradient_that_is_not_finite_skips_the_step_where_that_is_allowed(
+    shm: Path, codec: str, depth: int
+) -> None:
     model = make_model()
     before = [p.detach().clone() for p in model.parameters()]
-    with join("run", 0, batches=[10], samples=20, seed=5, codec="int8") as worker:
+    with join(
+        "run",
+        0,
+        batches=[10],
+        samples=20,
+        seed=5,
+        codec=codec,
+        pipeline=depth,
+        policy="asp",
+        allow_nonfinite=True,
+    ) as worker:
         worker.attach(model)
         for x, y in worker.batches((X, Y)):
             backward(loss_of(model, x * float("nan"), y))
