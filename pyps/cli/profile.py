@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ from pyps.profiler.points_csv import import_points
 from pyps.profiler.stepper import StepOptions
 
 DEFAULT_OUTPUT = Path("profile.json")
+LINE_SECONDS = 5.0  # between two lines of progress, where stderr is no terminal
 
 
 class _ModelOrCommand(TyperGroup):
@@ -229,16 +232,37 @@ def _check_writable(option: str, path: Path | None) -> None:
 
 
 @contextmanager
-def _progress(device: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Shows a progress bar on stderr if that is a terminal; yields its update function, or None."""
+def _progress(device: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows how far the timing is on stderr: a bar on a terminal, else lines; yields the update function."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield None
+        yield progress_lines(device, note)
         return
     columns = (TextColumn(f"timing {device}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("timing", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def progress_lines(
+    device: str, show: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> Callable[[int, int], None]:
+    """An update function, called with (steps done, in all), that shows a line every LINE_SECONDS."""
+    show(f"timing {device}: looking for batch sizes")
+    began: float | None = None
+    shown = clock()
+
+    def advance(done: int, total: int) -> None:
+        nonlocal began, shown
+        now = clock()
+        if began is None:
+            began, shown = now, -math.inf  # the first step has ended: how long the others take is known
+        elif now - shown >= LINE_SECONDS:
+            left = (now - began) * (total - done) / (done - 1)
+            show(f"timing {device}: {done} of {total} steps, {left:.0f} s left")
+            shown = now
+
+    return advance
 
 
 def _finish(profile: Profile, output: Path | None, plot: Path | None, as_json: bool) -> None:

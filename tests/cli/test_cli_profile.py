@@ -56,6 +56,20 @@ def files() -> list[str]:
     return sorted(p.name for p in Path().iterdir())
 
 
+def test_progress_without_a_terminal_is_a_line_every_few_seconds() -> None:
+    """After the first step, and so with an estimate, whatever came before it."""
+    lines: list[str] = []
+    times = iter([0.0, 100.0, 102.0, 104.0, 106.0, 108.0])
+    advance = command.progress_lines("cpu", lines.append, lambda: next(times))
+    for done in range(1, 6):
+        advance(done, 70)
+    assert lines == [
+        "timing cpu: looking for batch sizes",
+        "timing cpu: 2 of 70 steps, 136 s left",
+        "timing cpu: 5 of 70 steps, 130 s left",
+    ]
+
+
 def test_a_model_is_measured_and_written(shell: Shell) -> None:
     done = shell("digits_mlp", *QUICK, "--throttle", "2", "-o", "p.json")
     assert done.code == 0, done.err
