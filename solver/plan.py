@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from pyps.formats import (
     SyncEstimate,
 )
 from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
-from pyps.solver.exact.minmax import Problem, at_index, solve
+from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.milp.constrained import ConstrainedProblem, ConstrainedSolution, evaluate, solve_constrained
 from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
@@ -212,6 +213,25 @@ def _efficiency(info: GoodputInfo) -> StatisticalEfficiency:
     return StatisticalEfficiency(info.noise_scale, info.base_batch)
 
 
+def all_used_from(constrained: ConstrainedProblem) -> int | None:
+    """The smallest global batch with which the solver leaves no worker out; None where it is not so simple.
+
+    It is one sample more than the others finish before the slowest worker has finished its smallest batch.
+    """
+    if constrained.has_side_constraints:
+        return None
+    try:
+        bounds = rounded(constrained.problem)
+        latest = float(times(bounds.costs, bounds.min_batch).max())
+        least = int(most_by(bounds, math.nextafter(latest, 0.0)).sum()) + 1
+        if not constrained.problem.global_batch < least <= MAX_BATCH:
+            return None
+        found = solve_constrained(replace(constrained, problem=replace(bounds, global_batch=least)))
+    except Infeasible:
+        return None
+    return least if found.batches.all() else None
+
+
 def plan_of(
     cluster: Cluster,
     ranks: Sequence[PlannedRank],
@@ -233,6 +253,8 @@ def plan_of(
     here = [modes[k] for k in used]
     r2sp = _turns(constrained, used, compute, links, here)
     warnings = warnings_of(ranks, workers, constrained.has_side_constraints)
+    if len(used) < len(workers) and (least := all_used_from(constrained)) is not None:
+        warnings.append(f"from a global batch of {least:,} on, all workers would be used")
     if constrained.pace.kind == "turns" or not cluster.run.is_stated:
         warnings += link_warnings(r2sp, slowest_alone(compute, links, here))
     goodput = _efficiency(cluster.goodput) if cluster.goodput else None

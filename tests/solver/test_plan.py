@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -110,9 +111,24 @@ def test_warnings_say_what_not_to_trust() -> None:
         "w0: emulated, 2.9 times slower by a throttle",
         "w1: left out, the others finish sooner without it",
         "the profiles are of different models: cnn, mlp",
+        "from a global batch of 18,019 on, all workers would be used",
     ]
     assert [w.throttle for w in made.workers] == [2.9, 2.9, 1.0]
     assert made.r2sp.order == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_global_batch_from_which_all_are_used(seed: int) -> None:
+    """It is said where a worker is left out; plans of one sample less and of more agree."""
+    draw = random.Random(seed)
+    groups = [({}, profile(draw.uniform(0.001, 0.01), c=draw.uniform(0.01, 1.0))) for _ in range(4)]
+    said = [w for w in plan(4, *groups).warnings if w.startswith("from a global batch of")]
+    least = int(said[0].split()[5].replace(",", ""))
+    assert [all(w.batch for w in plan(B, *groups).workers) for B in (least - 1, least, least + 9)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_link_that_binds_is_said() -> None:
