@@ -27,6 +27,7 @@ from pyps.formats.setup import RankSetup, RunSetup
 from pyps.report.ring import TurnsReport, turns_report
 
 REPORT_SCHEMA: Final = "pyps.report/1.1"
+REPORT = "report.json"
 RunOutcome = Literal["finished", "interrupted", "failed", "unfinished"]  # the worst last
 CURVE_POINTS = 200
 ABSENT_STEPS = 3.0  # of a rank's own step time: a longer gap between its steps counts as absence

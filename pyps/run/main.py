@@ -14,7 +14,7 @@ from pyps.formats import write_json
 from pyps.formats.events import EVENTS, EventLog
 from pyps.formats.records import read_run
 from pyps.metrics import Sink, open_sink
-from pyps.report.report import Report, RunOutcome, make_report
+from pyps.report.report import REPORT, Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
 from pyps.report.watch import OnProgress, Watch
 from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice
@@ -82,6 +82,6 @@ def _launch(launcher: Launcher) -> Report:
         log.write("ended", detail=outcome)
         records = read_run(spec.run_dir)
         report = make_report(spec.setup, records, log.events, launcher.totals, outcome, error)
-        write_json(spec.run_dir / "report.json", report)
         write_json(spec.run_dir / "trace.json", make_trace(spec.setup.ranks, records, log.events))
+        write_json(spec.run_dir / REPORT, report)  # last: with it, all is there
     return report

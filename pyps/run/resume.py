@@ -15,13 +15,14 @@ from pathlib import Path
 import msgspec
 
 from pyps import native
-from pyps.checkpoint.folder import MODEL, find_checkpoint, newest_checkpoint, verify_folder
+from pyps.checkpoint.folder import find_checkpoint, newest_checkpoint, verify_folder
 from pyps.errors import Busy, InputError, SegmentNotFound
 from pyps.formats.checkpoint import Checkpoint
 from pyps.formats.events import RunEvent, read_events
 from pyps.formats.records import StepRecord, read_records
 from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.remote.address import is_address
+from pyps.report.report import REPORT, read_report
 
 SAME_CLOCK_SECONDS = 60.0  # a time of day is corrected by less than that
 DEATH_SECONDS = 15.0  # in which the workers of a launcher that was killed end
@@ -58,13 +59,19 @@ def find_resumed(resume: str | os.PathLike[str]) -> Resumed:
 def check_unfinished(resumed: Resumed, samples: int) -> None:
     """Raise InputError if a run of so many samples has nothing left to train. 0: it has no end."""
     run_dir, checkpoint = resumed.run_dir, resumed.checkpoint
-    if not samples or checkpoint is None or (run_dir is not None and not (run_dir / MODEL).exists()):
+    if not samples or checkpoint is None or (run_dir is not None and not _has_ended(run_dir)):
         return
     left = sum(count for _, count in checkpoint.state.get("ranges", ()))
     trained = checkpoint.state.get("samples_assigned", 0) - left
     if trained >= samples:
         found = f"{samples:,}: this run has finished ({trained:,} of {samples:,} samples)"
         raise InputError(str(run_dir or resumed.path), "samples", found, "more --samples, or --epochs")
+
+
+def _has_ended(run_dir: Path) -> bool:
+    """Whether all that a run leaves is there: its launcher may have been killed just before."""
+    path = run_dir / REPORT
+    return path.exists() and read_report(path).outcome == "finished"
 
 
 def run_of(resume: str | os.PathLike[str]) -> Path | None:
