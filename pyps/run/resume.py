@@ -6,6 +6,7 @@ moved where the machine was started anew since, so that all times of a folder ar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -70,8 +71,9 @@ def check_unfinished(resumed: Resumed, samples: int) -> None:
 
 def _has_ended(run_dir: Path) -> bool:
     """Whether all that a run leaves is there: its launcher may have been killed just before."""
-    path = run_dir / REPORT
-    return path.exists() and read_report(path).outcome == "finished"
+    with contextlib.suppress(InputError):
+        return read_report(run_dir / REPORT).outcome == "finished"
+    return False
 
 
 def run_of(resume: str | os.PathLike[str]) -> Path | None:
