@@ -123,7 +123,7 @@ static void must(int rc) {
 }
 
 static void half(const pyps_claim *claim, const float *weights, float *gradient) {
-    for (int i = 0; i < 5; i++) gradient[i] = weights[i] / 2 + (float)claim->first + (float)i;
+    for (int i = 0; i < 5; i++) gradient[i] = weights[i] / 2 + (float)claim->first + (float)(i + 1);
 }
 
 int main(void) {
