@@ -1,8 +1,8 @@
 """Any sequence of steps, of any policy and with any codecs, goes on in a restored store as in the first one.
 
 Hypothesis draws the sequence. One thread makes every call and waits in none, and the seconds that a step
-took are an input, so no result depends on time. (What DSSP grants beyond its bound does: no worker asks for
-it here. So do SaPS's bounds from measured times.)
+took are an input, so no result depends on time. What DSSP grants beyond its bound depends on measured times,
+and so do SaPS's bounds unless they are fixed: neither is asked for here.
 """
 
 from __future__ import annotations
