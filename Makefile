@@ -10,11 +10,12 @@
 #   make papers    what the four systems promise, measured against tuned rivals, into docs/results/papers.md
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
-#   make torture   the store's processes killed and stopped 5,000 times
+#   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: a night)
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
 #   make clean     removes what the other commands made
 
 PYTHON ?= python3
+FAULTS ?= 5000
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -q -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -85,11 +86,12 @@ kills: .venv/core
 	$(PY) tests/helpers/kill_and_resume.py --kills 200
 
 torture: .venv/core
-	$(PY) tests/c/torture.py --faults 5000
+	$(PY) tests/c/torture.py --faults $(FAULTS)
 
 fuzz:
 	$(PYTHON) tests/c/libfuzzer.py attach
 	$(PYTHON) tests/c/libfuzzer.py decode
+	$(PYTHON) tests/c/libfuzzer.py journal
 
 sanitize:
 	$(PYTHON) tests/c/programs.py address --faults 300

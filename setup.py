@@ -1,13 +1,14 @@
 """Builds the C core (csrc) once, as pyps._native and as a library for others; all else is in pyproject.toml.
 
 pyps/_native.abi3.so                   the cffi extension
-pyps/lib/libpyps.so.1, libpyps.a       the same objects; libpyps.so leads the linker to the first
+pyps/lib/libpyps.so.N, libpyps.a       the same objects; N is PYPS_ABI; libpyps.so leads the linker there
 pyps/lib/pkgconfig, pyps/lib/cmake     how build systems find them
 pyps/include/pyps.h
 """
 
 import os
 import platform
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +23,9 @@ TEMPLATES = {
     "pypsConfig.cmake": "lib/cmake/pyps",
     "pypsConfigVersion.cmake": "lib/cmake/pyps",
 }
+
+abi = re.search(r"#define PYPS_ABI\s+(\d+)", (CSRC / "pyps.h").read_text(encoding="utf-8"))
+LIBRARY = f"libpyps.so.{abi[1]}"
 
 if not sys.platform.startswith("linux") or platform.machine().lower() not in MACHINES:
     sys.exit(
@@ -54,20 +58,27 @@ class BuildCore(build_ext):
         lib.mkdir(exist_ok=True)
         shutil.copyfile(CSRC / "pyps.h", include / "pyps.h")
         self.install_static(lib)
-        script = CSRC / "packaging" / "libpyps.map"
+        script = self.fill("libpyps.map", Path(self.build_temp))
         self.compiler.link_shared_object(
             self.core,
-            str(lib / "libpyps.so.1"),
+            str(lib / LIBRARY),
             libraries=["m", "pthread"],
-            extra_postargs=["-Wl,-soname,libpyps.so.1", f"-Wl,--version-script={script}", "-Wl,-z,defs"],
+            extra_postargs=[f"-Wl,-soname,{LIBRARY}", f"-Wl,--version-script={script}", "-Wl,-z,defs"],
         )
+        for earlier in {*lib.glob("libpyps.so.*")} - {lib / LIBRARY}:
+            earlier.unlink()
         # A wheel holds no links: a linker script says where -lpyps leads.
-        (lib / "libpyps.so").write_text("INPUT(libpyps.so.1)\n", encoding="utf-8")
+        (lib / "libpyps.so").write_text(f"INPUT({LIBRARY})\n", encoding="utf-8")
         for name, folder in TEMPLATES.items():
-            text = (CSRC / "packaging" / f"{name}.in").read_text(encoding="utf-8")
-            (package / folder).mkdir(parents=True, exist_ok=True)
-            filled = text.replace("@VERSION@", self.distribution.get_version())
-            (package / folder / name).write_text(filled, encoding="utf-8")
+            self.fill(name, package / folder)
+
+    def fill(self, name, folder):
+        """Write a template of csrc/packaging, filled in, to a folder; its path."""
+        text = (CSRC / "packaging" / f"{name}.in").read_text(encoding="utf-8")
+        filled = text.replace("@VERSION@", self.distribution.get_version()).replace("@ABI@", abi[1])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(filled, encoding="utf-8")
+        return folder / name
 
     def install_static(self, lib):
         """One object whose internal symbols are local: they cannot clash with those of a program."""

@@ -7,10 +7,11 @@ from cffi import FFI
 
 CSRC = Path("csrc")  # setuptools runs this from the repository root
 
-PYTHON_POLICY = """
+CALLED_BACK = """
 extern "Python" int pyps_python_start(const pyps_policy_context *context, uint64_t *shared_state);
 extern "Python" int pyps_python_push(const pyps_policy_context *context, uint64_t *shared_state,
                                      float *scale);
+extern "Python" int pyps_python_interrupted(void);
 """
 
 
@@ -21,7 +22,7 @@ def cdef() -> str:
     if marked is None:
         raise SystemExit("csrc/pyps.h: the cffi markers are missing")
     lines = [line for line in marked.group(1).splitlines() if not line.lstrip().startswith("#")]
-    return "\n".join(lines).replace("PYPS_API ", "") + PYTHON_POLICY
+    return "\n".join(lines).replace("PYPS_API ", "") + CALLED_BACK
 
 
 FLAGS = "-std=c11 -O3 -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -D_GNU_SOURCE"

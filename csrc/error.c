@@ -7,16 +7,23 @@
 #include "pyps.h"
 
 static _Thread_local char message[512];
+static _Thread_local int last_code;
 
 int pyps__fail(int code, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(message, sizeof message, format, arguments);
     va_end(arguments);
-    return code;
+    return last_code = code;
+}
+
+int pyps__given(const void *pointer, const char *argument) {
+    return pointer ? PYPS_OK : fail(PYPS_EINVAL, "%s: found NULL; expected a pointer", argument);
 }
 
 const char *pyps_error_message(void) { return message; }
+
+int pyps_error_code(void) { return last_code; }
 
 uint32_t pyps_abi_version(void) { return PYPS_ABI; }
 
@@ -26,7 +33,7 @@ const char *pyps_error_name(int code) {
         "PYPS_ENOSPC",    "PYPS_ECORRUPT", "PYPS_EABI",   "PYPS_EPERM",     "PYPS_EFULL",
         "PYPS_ETIMEDOUT", "PYPS_EFENCED",  "PYPS_ESTALE", "PYPS_EREJECTED", "PYPS_EFORKED",
         "PYPS_ENOTREADY", "PYPS_EBUSY",    "PYPS_EEND",   "PYPS_EPOLICY",   "PYPS_ENONFINITE",
-        "PYPS_EPLAN",
+        "PYPS_EPLAN",     "PYPS_EINTR",
     };
     int index = -code;
     if (index < 0 || index >= (int)(sizeof names / sizeof *names)) return "unknown pyps error";

@@ -9,12 +9,17 @@
  *   Errors    Functions return PYPS_OK (0) or a negative PYPS_E* code; pyps_error_message() then says to the
  *             calling thread what was found and what was expected.
  *   Handles   A handle belongs to one thread at a time and to the process that opened it: after fork() the
- *             child's copy refuses with PYPS_EFORKED.
+ *             child's copy refuses with PYPS_EFORKED. Only pyps_get_status, _members, _ranks, _hyper, _layout and
+ *             _tensor may be called while another thread's call waits, but for join, leave and close.
  *   Times     Seconds. A negative timeout means twice the store's round_timeout_seconds: by then a worker
  *             that holds others up has been fenced.
  *   Structs   Structs that callers fill begin with `size`: set it to sizeof, so that later versions can grow
  *             them.
- *   Pointers  Memory belongs to the caller unless said otherwise.
+ *   Pointers  Memory belongs to the caller unless said otherwise. NULL is an error (PYPS_EINVAL) unless said
+ *             otherwise; so is a second close. No other function may get a handle that was closed, and no check
+ *             is made of arrays' lengths.
+ *   Files     A segment that another process truncates is an error of the next call (PYPS_ECORRUPT). During a
+ *             call it is SIGBUS: the system says it in no other way.
  */
 #ifndef PYPS_H
 #define PYPS_H
@@ -40,7 +45,7 @@ enum {
     PYPS_ENOENT = -4,   /* no segment of that name */
     PYPS_ENOSPC = -5,   /* the file system that holds segments is full */
     PYPS_ECORRUPT = -6, /* not a pyps segment, truncated, or damaged */
-    PYPS_EABI = -7,     /* a pyps segment of another ABI or byte order */
+    PYPS_EABI = -7,     /* a pyps segment of another ABI, byte order or time namespace */
     PYPS_EPERM = -8,    /* another user's segment, or one that others may write */
     PYPS_EFULL = -9,    /* no free participant slot, rank or buffer */
     PYPS_ETIMEDOUT = -10,
@@ -53,7 +58,8 @@ enum {
     PYPS_EEND = -17,      /* every sample has been assigned and accounted for */
     PYPS_EPOLICY = -18,   /* the segment's policy is not known to this library */
     PYPS_ENONFINITE = -19, /* a value to encode is NaN or infinite, and `nonfinite` says to refuse */
-    PYPS_EPLAN = -20       /* the store's plan is another one than the re-plan was to replace */
+    PYPS_EPLAN = -20,      /* the store's plan is another one than the re-plan was to replace */
+    PYPS_EINTR = -21       /* a wait was interrupted: see pyps_set_interrupt */
 };
 
 enum { PYPS_SGD = 0, PYPS_MOMENTUM = 1, PYPS_ADAMW = 2, PYPS_ADAM = 3, PYPS_ADAGRAD = 4 }; /* optimizers */
@@ -236,10 +242,11 @@ typedef struct {
 } pyps_push_args;
 
 typedef struct {
-    uint64_t version;              /* the ticket; 0: all skipped the step, or softsync still collects */
-    uint64_t staleness;            /* versions admitted between this worker's pull and its push */
-    uint32_t sources;              /* gradients that went into the ticket */
-    uint32_t samples;              /* samples that went into the ticket */
+    uint64_t version;   /* the ticket; 0: all skipped the step, or softsync still collects */
+    uint64_t staleness; /* versions admitted between this worker's pull and its push */
+    uint64_t samples;   /* samples that went into the ticket */
+    uint32_t sources;   /* gradients that went into the ticket */
+    uint32_t reserved;
     uint64_t wait_nanoseconds;     /* how long this call waited for others */
     uint64_t nonfinite;            /* values that were NaN or infinite */
     uint64_t blocks_skipped;       /* blocks that were sent as zeros because of them */
@@ -342,9 +349,13 @@ typedef struct {
 } pyps_status;
 
 PYPS_API uint32_t pyps_abi_version(void);
+/* Calls that wait for others ask `check` about 20 times a second, and after every signal of their thread: 1 ends the
+ * call with PYPS_EINTR. NULL: never. For the whole process. */
+PYPS_API int pyps_set_interrupt(int (*check)(void));
 PYPS_API const char *pyps_error_name(int code); /* "PYPS_EINVAL" ...; never NULL */
 PYPS_API const char *pyps_error_message(void);  /* of this thread's last failure; valid until its next call */
-PYPS_API const char *pyps_isa(void);            /* the kernels in use: "scalar", "avx2", "avx512" or "neon" */
+PYPS_API int pyps_error_code(void);  /* the same failure's code: of a function that returned NULL */
+PYPS_API const char *pyps_isa(void); /* the kernels in use: "scalar", "avx2", "avx512" or "neon" */
 
 /* Codecs, on the caller's arrays; no store is needed. Encoded data is all codes, then all scales (fp32), and
  * begins at a multiple of 4. `bytes` must be pyps_encoded_bytes(), which is 0 for an unknown codec. An encode
@@ -361,6 +372,8 @@ PYPS_API int pyps_create(const char *name, const pyps_config *config, pyps_store
 PYPS_API int pyps_open(const char *name, pyps_store **out);
 PYPS_API int pyps_close(pyps_store *store); /* leaves first if joined; NULL is allowed */
 PYPS_API int pyps_unlink(const char *name, int force);
+/* Removes the name of this store's segment, held or not; PYPS_ENOENT if it has none, or another segment has it. */
+PYPS_API int pyps_remove(pyps_store *store);
 
 PYPS_API int pyps_get_layout(pyps_store *store, pyps_layout *out);
 PYPS_API int pyps_get_tensor(pyps_store *store, uint32_t index, pyps_tensor *out);
@@ -382,9 +395,13 @@ PYPS_API int pyps_start(pyps_store *store, double timeout_seconds, pyps_claim *o
 PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);
 PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
 /* A staging buffer that no process reads any more, for flat_elements gradients. Its pointer stays valid until
- * leave; the buffer belongs to the caller until it is pushed. */
+ * leave; the buffer belongs to the caller until it is pushed. After leave the pointer leads to memory that only this
+ * process sees, until close. */
 PYPS_API int pyps_stage(pyps_store *store, double timeout_seconds, uint32_t *staging_out);
 PYPS_API float *pyps_staging(pyps_store *store, uint32_t staging); /* NULL if not joined or out of range */
+/* Gives back a staging buffer that will not be pushed, for example after its push was refused; PYPS_EINVAL if it is
+ * not the caller's, or waits in a round. */
+PYPS_API int pyps_unstage(pyps_store *store, uint32_t staging);
 /* Where to write an encoded gradient of n = flat_elements - averaged_elements values: pyps_encoded_bytes(codec, n)
  * bytes. NULL as above, or if there is no memory. */
 PYPS_API void *pyps_staging_codes(pyps_store *store, uint32_t staging);

@@ -7,7 +7,7 @@
     `-- StoreError        the parameter store refused; `code` is the C name (exit code 2)
         |-- InvalidArgument  SystemCallFailed  SegmentExists  SegmentNotFound  OutOfSpace  SegmentCorrupt
         |-- OtherABI  NotOurs  StoreFull  TimedOut  Fenced  SnapshotCancelled  PushRejected  Forked  NotReady
-        |-- NotFinite  Busy  Ended  UnknownPolicy  StoreClosed
+        |-- NotFinite  Busy  Ended  UnknownPolicy  WaitInterrupted  StoreClosed
         `-- LinkLost  LinkRefused
 
 An error is raised where the fact is known; pyps.cli turns it into one line and an exit code.
@@ -167,6 +167,11 @@ class NotFinite(StoreError):
 class PlanChanged(StoreError):
     code = "PYPS_EPLAN"
     hint = "another process has re-planned meanwhile: decide again on the present plan"
+
+
+class WaitInterrupted(StoreError):
+    code = "PYPS_EINTR"
+    hint = "the process ended its own wait; call again"
 
 
 class StoreClosed(StoreError):

@@ -90,12 +90,14 @@ int codec_check_data(const char *what, uint32_t codec, uint64_t count, const voi
         return fail(PYPS_EINVAL, "%s: bytes: found %llu; expected %llu for %llu values", what,
                     (unsigned long long)bytes, (unsigned long long)pyps_encoded_bytes(codec, count),
                     (unsigned long long)count);
+    if (bytes && !data) return fail(PYPS_EINVAL, "%s: data: found NULL; expected a pointer", what);
     if ((uintptr_t)data % sizeof(float))
         return fail(PYPS_EINVAL, "%s: data: found address %p; expected a multiple of 4", what, data);
     return PYPS_OK;
 }
 
 int codec_check_args(const char *what, const pyps_encode_args *a) {
+    if (!a) return fail(PYPS_EINVAL, "%s: args: found NULL; expected a pointer", what);
     if (a->size != sizeof *a)
         return fail(PYPS_EINVAL, "%s: size: found %u; expected %zu", what, a->size, sizeof *a);
     if (a->rounding > PYPS_STOCHASTIC)
@@ -120,6 +122,7 @@ int codec_check_args(const char *what, const pyps_encode_args *a) {
 int pyps_encode(const pyps_encode_args *a, const float *values, uint64_t count, void *out, uint64_t bytes,
                 pyps_encode_result *result) {
     int rc = codec_check_args("encode", a);
+    if (count && !rc) rc = given(values);
     if (rc || (rc = codec_check_data("encode", a->codec, count, out, bytes))) return rc;
     if (a->residual_out && a->residual_out == a->residual)
         return fail(PYPS_EINVAL,
@@ -144,7 +147,7 @@ int pyps_encode(const pyps_encode_args *a, const float *values, uint64_t count, 
 
 int pyps_decode(uint32_t codec, const void *data, uint64_t bytes, float *out, uint64_t count) {
     int rc = codec_check_data("decode", codec, count, data, bytes);
-    if (rc) return rc;
+    if (rc || (count && (rc = given(out)))) return rc;
     const uint8_t *codes = data;
     const float *scales = (const float *)(const void *)(codes + codec_codes(codec, count));
     if (!codec_scales_finite(scales, codec_scales(codec, count)))

@@ -10,12 +10,14 @@
 
 #define MAX_TURN_SECONDS 1e6
 
-int config_read(const pyps_config *given, pyps_config *c) {
+int config_read(const pyps_config *config, pyps_config *c) {
     size_t least = offsetof(pyps_config, policy_params);
-    if (given->size != sizeof *c && given->size != least)
-        return fail(PYPS_EINVAL, "config: size: found %u; expected %zu", given->size, sizeof *c);
+    int rc = given(config);
+    if (rc) return rc;
+    if (config->size != sizeof *c && config->size != least)
+        return fail(PYPS_EINVAL, "config: size: found %u; expected %zu", config->size, sizeof *c);
     *c = (pyps_config){0};
-    memcpy(c, given, given->size);
+    memcpy(c, config, config->size);
     return policy_check(c->policy, &c->policy_params);
 }
 

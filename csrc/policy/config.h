@@ -7,8 +7,8 @@
 #define CONFIG_MAX_RANKS                                                                                     \
     UINT32_C(1000000) /* of a core in virtual time; a store has fewer: its participants */
 
-/* Copies `given`; fields that a caller of an earlier ABI does not have become zeros. Checks the policy. */
-int config_read(const pyps_config *given, pyps_config *config);
+/* Copies `config`; fields that a caller of an earlier ABI does not have become zeros. Checks the policy. */
+int config_read(const pyps_config *config, pyps_config *copy);
 int config_check_batches(const uint32_t *batches, uint32_t count); /* some rank has samples */
 int config_check_ranks(const pyps_config *config);                 /* ranks, batches and the round timeout */
 uint64_t config_round_timeout(const pyps_config *config);          /* nanoseconds */

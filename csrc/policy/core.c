@@ -27,11 +27,12 @@ static struct view_config view_config_of(const pyps_config *c) {
                                 .batches = c->batches};
 }
 
-int pyps_core_create(const pyps_config *given, pyps_core **out) {
+int pyps_core_create(const pyps_config *asked, pyps_core **out) {
     pyps_config config;
+    int rc = given(out);
+    if (rc) return rc;
     *out = NULL;
-    int rc = config_read(given, &config);
-    if (rc || (rc = config_check_ranks(&config))) return rc;
+    if ((rc = config_read(asked, &config)) || (rc = config_check_ranks(&config))) return rc;
     struct view_config view_config = view_config_of(&config);
     if ((rc = out_of_range("max_participants", view_config.participants, view_config.ranks,
                            CONFIG_MAX_RANKS)) ||
@@ -97,12 +98,12 @@ static struct event event_in(const struct view *v, const pyps_event *e) {
                           .sent = e->sent};
 }
 
-int pyps_core_step(pyps_core *core, const pyps_event *given, pyps_decision *out) {
-    struct view *v = core->view;
+int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decision *out) {
     struct outcome o;
-    int rc = check(core, given);
-    if (rc) return rc;
-    struct event e = event_in(v, given);
+    int rc = given(core);
+    if (rc || (rc = given(event)) || (rc = given(out)) || (rc = check(core, event))) return rc;
+    struct view *v = core->view;
+    struct event e = event_in(v, event);
     enum verdict verdict = view_step(v, &e, &o);
     *out = (pyps_decision){.verdict = verdict,
                            .advice = (uint32_t)o.advice,
@@ -127,6 +128,7 @@ int pyps_core_step(pyps_core *core, const pyps_event *given, pyps_decision *out)
 
 uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *staging_buffers,
                            uint32_t *samples, float *scales, uint32_t capacity) {
+    if (!core) return 0;
     const struct view *v = core->view;
     uint32_t count = v->round_sources < capacity ? v->round_sources : capacity;
     for (uint32_t i = 0; i < count; i++) {
@@ -138,6 +140,8 @@ uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *sta
 }
 
 int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity) {
+    int rc = given(core);
+    if (rc || (capacity && (rc = given(out)))) return rc;
     for (uint32_t r = 0; r < core->view->ranks && r < capacity; r++) out[r] = view_rank(core->view, r)->total;
     return PYPS_OK;
 }

@@ -70,12 +70,18 @@ int policy_check_number(const char *name, double found, double low, double high)
 int policy_check(uint32_t number, const pyps_policy_params *params) {
     const struct policy *policy = policy_find(number);
     if (!policy) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
+    if (!policy->needs_base_params && !(params->lambda_ >= 0 && params->lambda_ <= 0))
+        return fail(PYPS_EINVAL,
+                    "policy_params: lambda_: found %g; expected 0: the policy %s corrects nothing",
+                    params->lambda_, policy->name);
     int rc = policy_check_number("scaling", params->scaling, PYPS_SCALE_SAMPLES, PYPS_SCALE_NONE);
     return rc || !policy->check_params ? rc : policy->check_params(params);
 }
 
 int pyps_get_policy_needs(uint32_t number, const pyps_policy_params *params, pyps_policy_needs *out) {
     const struct policy *p = policy_find(number);
+    int rc = given(out);
+    if (rc) return rc;
     if (!p) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
     *out = (pyps_policy_needs){.uses_turns = p->uses_turns,
                                .checks_between_micro_batches = p->on_check || p->drops_late,

@@ -188,8 +188,10 @@ int pyps_replay(const char *path, pyps_replay_result *out) {
     uint8_t *data;
     size_t bytes, count = 0;
     struct journal_entry **entries = NULL;
+    int rc = given(path);
+    if (rc || (rc = given(out))) return rc;
     *out = (pyps_replay_result){0};
-    int rc = read_all(path, &data, &bytes);
+    rc = read_all(path, &data, &bytes);
     if (!rc) rc = find_entries(data, bytes, &entries, &count);
     if (!rc && count) rc = replay_all(entries, count, out);
     free(entries), free(data);

@@ -158,12 +158,13 @@ enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };
 
 struct ticket {
     uint64_t number;
+    uint64_t samples;
     uint32_t slot; /* push: its staging buffer is this slot's */
     uint16_t staging, kind;
-    uint32_t samples;
     float scale; /* the policy's */
     float share; /* of averaged tensors' way from the store's values to the workers' */
     float part;  /* of an optimizer step, that it takes */
+    uint32_t reserved;
 };
 
 struct source {
@@ -227,7 +228,8 @@ struct view {
     uint64_t samples_dropped;
     uint64_t round_timeout; /* nanoseconds */
     uint64_t round_ticket;  /* of the last closed round; 0: all skipped */
-    uint32_t round_sources, round_samples;
+    uint64_t round_samples;
+    uint32_t round_sources, padding;
     uint64_t snapshot, snapshot_version;
     uint64_t snapshot_since; /* when it began */
     uint32_t snapshot_slot, snapshot_active;

@@ -58,7 +58,7 @@ static void finish_claim(struct view *v, const struct event *e, uint64_t stalene
 
 /* The part of a global batch that a ticket is. A round that all wait for is a whole one. Else a global batch, the sum
  * of the planned batches, consists of several tickets. */
-static float share_of(const struct view *v, uint32_t samples) {
+static float share_of(const struct view *v, uint64_t samples) {
     uint64_t planned = 0;
     if (policy_find(v->policy)->waits_for_round) return 1.0f;
     for (uint32_t r = 0; r < v->ranks; r++) planned += view_rank(v, r)->total.batch;

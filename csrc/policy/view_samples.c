@@ -1,12 +1,20 @@
 /* view_samples.c: assigns sample positions, each to one member at a time.
  *
  * Positions run through all epochs, 0 .. limit. A claim is one range. The samples of a dead, fenced or
- * rejected member are assigned again before new ones. If the list of such ranges is full, they are counted as
- * dropped.
+ * rejected member are assigned again before new ones, the first positions first; neighbours become one range. So
+ * there are hardly more ranges than claims: one that lies between pushed samples was a claim when those were. If the list is full all the same, they are counted as dropped.
  */
+#include <string.h>
+
 #include "policy/view.h"
 
 bool view_samples_left(const struct view *v) { return v->returned > 0 || v->cursor < v->limit; }
+
+static void remove_range(struct view *v, uint32_t index) {
+    struct range *r = view_ranges(v);
+    v->returned--;
+    memmove(&r[index], &r[index + 1], (v->returned - index) * sizeof *r);
+}
 
 /* Takes the next range for a rank, up to its batch. Returns the number of samples. */
 static uint32_t take(struct view *v, uint32_t slot, uint64_t *first) {
@@ -18,10 +26,7 @@ static uint32_t take(struct view *v, uint32_t slot, uint64_t *first) {
         count = r->count < batch ? r->count : batch;
         *first = r->first;
         r->first += count, r->count -= count;
-        if (!r->count) {
-            v->returned--;
-            for (uint32_t i = 0; i < v->returned; i++) r[i] = r[i + 1];
-        }
+        if (!r->count) remove_range(v, 0);
     } else {
         count = v->limit - v->cursor < batch ? v->limit - v->cursor : batch;
         *first = v->cursor;
@@ -30,13 +35,40 @@ static uint32_t take(struct view *v, uint32_t slot, uint64_t *first) {
     return (uint32_t)count;
 }
 
+/* Joins two neighbours into one range, which takes the earlier one's place in the list. */
+static bool extend_range(struct view *v, uint64_t first, uint64_t count) {
+    struct range *r = view_ranges(v);
+    uint32_t at = 0, other;
+    while (at < v->returned && r[at].first + r[at].count != first && r[at].first != first + count) at++;
+    if (at == v->returned) return false;
+    if (first < r[at].first) r[at].first = first;
+    r[at].count += count;
+    for (other = at + 1; other < v->returned; other++)
+        if (r[at].first + r[at].count == r[other].first || r[other].first + r[other].count == r[at].first)
+            break;
+    if (other == v->returned) return true;
+    if (r[other].first < r[at].first) r[at].first = r[other].first;
+    r[at].count += r[other].count;
+    remove_range(v, other);
+    return true;
+}
+
+/* Before the first range of later positions. A restored list need not be in order. */
+static bool insert_range(struct view *v, uint64_t first, uint64_t count) {
+    struct range *r = view_ranges(v);
+    uint32_t at = 0;
+    if (v->returned == v->ranges) return false;
+    while (at < v->returned && r[at].first < first) at++;
+    memmove(&r[at + 1], &r[at], (v->returned - at) * sizeof *r);
+    r[at] = (struct range){first, count};
+    v->returned++;
+    return true;
+}
+
 static void give_back(struct view *v, uint32_t slot, uint64_t first, uint64_t count) {
-    if (v->returned < v->ranges) {
-        view_ranges(v)[v->returned++] = (struct range){first, count};
+    if (extend_range(v, first, count) || insert_range(v, first, count))
         view_rank(v, (uint32_t)view_member(v, slot)->rank)->total.returned += count;
-    } else {
-        v->samples_dropped += count;
-    }
+    else v->samples_dropped += count;
     v->wake_epoch++;
 }
 

@@ -149,6 +149,7 @@ static void save_for_snapshot(pyps_store *s, uint32_t chunk, uint64_t word) {
 void wake_progress(pyps_store *s) {
     if (!load32_seq(&s->header->progress_waiters)) return;
     add32_seq(&s->header->progress, 1);
+    wait_was_announced(&s->header->progress_waiters, &s->header->progress);
     wait_wake_all(&s->header->progress);
 }
 
@@ -199,16 +200,15 @@ int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version) {
 bool wait_for_word(pyps_store *s, const a64 *word, uint64_t least) {
     bool moved;
     FAILPOINT("apply.waits");
-    add32_seq(&s->header->progress_waiters, 1);
     uint64_t deadline = wait_now_nanoseconds() + STALL_NANOSECONDS;
     for (;;) {
         uint32_t seen = load32_seq(&s->header->progress);
         uint64_t now = wait_now_nanoseconds();
+        wait_announce(&s->header->progress_waiters, seen);
         moved = load_seq(word) >= least;
         if (moved || now >= deadline) break;
         wait_on_word(&s->header->progress, seen, deadline - now);
     }
-    add32_seq(&s->header->progress_waiters, -1u);
     return moved;
 }
 

@@ -84,10 +84,11 @@ static uint32_t find_free(pyps_store *s, uint32_t chunk) {
 }
 
 /* Spares run out only while a snapshot holds many. Its reader frees them one by one. If that takes longer
- * than the grace period, the reader may be stopped, and the snapshot is cancelled. */
+ * than the grace period, the reader may be stopped, and the snapshot is cancelled. Meanwhile what the dead hold is released. */
 static int wait_for_spare(pyps_store *s, uint32_t chunk) {
     uint64_t deadline = wait_deadline_after(SNAPSHOT_GRACE_SECONDS);
     while ((s->private_buffer = find_free(s, chunk)) == NONE) {
+        slots_release_dead(s);
         if (wait_now_nanoseconds() < deadline) {
             wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), STALL_NANOSECONDS);
             continue;

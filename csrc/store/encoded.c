@@ -56,15 +56,13 @@ int residual_allocate(pyps_store *s, uint32_t name) {
 }
 
 void *pyps_staging_codes(pyps_store *s, uint32_t staging) {
-    if (store_check_usable(s, true) || staging >= s->geometry.staging_buffers || s->role != PYPS_WORKER)
-        return NULL;
-    return allocate_codes(s, staging) ? NULL : codes_of(s, s->slot, staging);
+    return staging_check(s, staging) || allocate_codes(s, staging) ? NULL : codes_of(s, s->slot, staging);
 }
 
 /* Is this residual a rank's, or one that a snapshot reads? */
 static bool residual_needed(pyps_store *s, const struct view *v, uint32_t name) {
-    for (uint32_t r = 0; r < v->ranks; r++) {
-        const struct rank *rank = view_rank(v, r);
+    for (uint32_t r = 0; r < s->geometry.ranks; r++) {
+        const struct rank *rank = pinned_rank(s, v, r);
         if (rank->residual == name || rank->version_residual == name ||
             (v->snapshot_active && rank->held_residual == name))
             return true;
@@ -78,8 +76,8 @@ static int find_residuals(pyps_store *s, struct event *e) {
     uint64_t word;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    bool valid = view_valid(v, s->expected);
-    if (valid) e->residual_before = view_rank(v, (uint32_t)s->rank)->residual;
+    e->residual_before = *(const volatile uint32_t *)&pinned_rank(s, v, (uint32_t)s->rank)->residual;
+    bool valid = e->residual_before <= RESIDUALS_A_SLOT * s->geometry.max_participants;
     e->residual = 0;
     for (uint32_t which = RESIDUALS_A_SLOT; valid && which-- > 0;) {
         uint32_t name = 1 + RESIDUALS_A_SLOT * s->slot + which;
@@ -96,6 +94,7 @@ static int take_residuals(pyps_store *s, struct event *e) {
     for (;;) {
         int rc = find_residuals(s, e);
         if (rc) return rc;
+        if (!e->residual) slots_release_dead(s);
         uint32_t bit = 1u << (e->residual - 1) % RESIDUALS_A_SLOT;
         if (e->residual && s->residuals_allocated & bit) return PYPS_OK;
         if (e->residual && (rc = residual_allocate(s, e->residual)) == PYPS_OK) {

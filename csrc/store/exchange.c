@@ -25,9 +25,8 @@ static int copy_others(pyps_store *s, float *flat, uint64_t ticket, uint64_t *ve
 
 int pyps_exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_push_result *out,
                   uint64_t *version_out) {
-    if (!flat) return fail(PYPS_EINVAL, "exchange: flat: found NULL; expected flat_elements floats");
     int rc = store_check_usable(s, true);
-    if (rc) return rc;
+    if (rc || (rc = given(flat)) || (rc = given(out)) || (rc = given(version_out))) return rc;
     memset(s->streamed, 0, s->geometry.chunks * sizeof *s->streamed);
     s->stream_to = (uintptr_t)flat % 16 ? NULL : flat, s->stream_ticket = 0;
     rc = pyps_push(s, args, out);

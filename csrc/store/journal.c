@@ -41,11 +41,8 @@ void journal_close(pyps_store *s) {
 
 static int put_view(pyps_store *s) {
     struct view *v = view_allocate(s);
-    bool anonymous;
     if (!v) return PYPS_ENOSPC;
-    int rc = anonymous_reader_enter(s, &anonymous);
-    if (!rc) rc = view_copy(s, v);
-    anonymous_reader_leave(s, anonymous);
+    int rc = view_observe(s, v);
     struct journal_entry entry;
     memset(&entry, 0, sizeof entry);
     entry.sequence = v->sequence, entry.digest = rc ? 0 : journal_digest(v);

@@ -47,9 +47,10 @@ struct header {
     struct geometry geometry;
     uint32_t checksum; /* CRC-32 of geometry, tensors and groups */
     a32 state;
-    _Alignas(64) a64 next_id; /* participant ids */
-    _Alignas(64) a64 view;    /* word {sequence, view buffer} */
-    a32 view_waiters;
+    int64_t clock_offset; /* of the creator's monotonic clock from the machine's: not 0 in a time namespace */
+    _Alignas(64) a64 next_id;  /* participant ids */
+    _Alignas(64) a64 view;     /* word {sequence, view buffer} */
+    a32 view_waiters;          /* marks: wait.h */
     _Alignas(64) a32 progress; /* incremented when a chunk is published, if there are waiters */
     a32 progress_waiters;
 };

@@ -25,6 +25,10 @@ int store_check_usable(pyps_store *s, bool joined) {
     if (!s->process)
         return fail(PYPS_EFORKED,
                     "this handle belongs to the parent process; open the store again after fork");
+    struct stat status = {0}; /* what is behind a file's end cannot be read: SIGBUS */
+    if (fstat(s->fd, &status) || (uint64_t)status.st_size < s->layout.bytes)
+        return fail(PYPS_ECORRUPT, "the segment was truncated: found %lld bytes; expected %llu",
+                    (long long)status.st_size, (unsigned long long)s->layout.bytes);
     if (joined && s->slot == NONE) return fail(PYPS_EINVAL, "not a participant; join first");
     return PYPS_OK;
 }
@@ -101,16 +105,36 @@ static void clear_slot(pyps_store *s, uint32_t slot) {
     buffers_release(s, slot + 1);
 }
 
-/* With the dead participant's lock held: completes its admitted pushes, releases what it pinned or held. */
+/* With the dead participant's lock held: releases what it pinned or held, of which others may be in need, and then
+ * completes its admitted pushes. */
 static int reclaim(pyps_store *s, uint32_t slot, uint64_t id) {
     uint64_t version;
+    clear_slot(s, slot);
+    FAILPOINT("reclaim.released");
     int rc = present_version(s, &version);
     if (rc || (rc = chunks_complete(s, version))) return rc;
-    if (load_acquire(&s->slots[slot].id) != id) return PYPS_OK;
-    clear_slot(s, slot);
-    FAILPOINT("reclaim.cleared");
-    store_seq(&s->slots[slot].id, 0);
+    if (load_acquire(&s->slots[slot].id) == id) store_seq(&s->slots[slot].id, 0);
     return PYPS_OK;
+}
+
+/* With its lock held, or PYPS_EBUSY: another reclaimer, or a fork of the dead process, has it; or this handle does,
+ * for which a second lock would be the same one. */
+static int lock_dead(pyps_store *s, uint32_t slot, uint64_t id) {
+    if (slot == s->reclaims) return PYPS_EBUSY;
+    int rc = slot_lock(s, slot);
+    if (rc) return rc;
+    if (load_acquire(&s->slots[slot].id) == id) return PYPS_OK;
+    slot_unlock(s, slot);
+    return PYPS_EBUSY;
+}
+
+void slots_release_dead(pyps_store *s) {
+    for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
+        uint64_t id = load_acquire(&s->slots[slot].id);
+        if (!slot_is_dead(s, slot) || lock_dead(s, slot, id)) continue;
+        clear_slot(s, slot);
+        slot_unlock(s, slot);
+    }
 }
 
 int slot_reap_dead(pyps_store *s, uint32_t *dead_out) {
@@ -122,8 +146,10 @@ int slot_reap_dead(pyps_store *s, uint32_t *dead_out) {
         if (!slot_is_dead(s, slot)) continue;
         if ((rc = commit_leave(s, slot, id, PYPS_DEAD, &changed))) break;
         dead += changed;
-        if (slot_lock(s, slot)) continue; /* another reclaimer, or a fork of the dead process, has the lock */
-        if (load_acquire(&s->slots[slot].id) == id) rc = reclaim(s, slot, id);
+        if (lock_dead(s, slot, id)) continue;
+        s->reclaims = slot;
+        rc = reclaim(s, slot, id);
+        s->reclaims = NONE;
         slot_unlock(s, slot);
     }
     if (dead_out) *dead_out = dead;
@@ -159,59 +185,95 @@ static bool slot_has(uint32_t slot, uint32_t residual) {
 
 /* Does this slot have the residual of another rank? A new worker would overwrite it (encoded.c). */
 static bool holds_residual(const pyps_store *s, const struct view *v, int rank) {
-    for (uint32_t r = 0; r < v->ranks; r++)
-        if ((int)r != rank && (slot_has(s->slot, view_rank(v, r)->residual) ||
-                               slot_has(s->slot, view_rank(v, r)->version_residual)))
+    for (uint32_t r = 0; r < s->geometry.ranks; r++) {
+        const struct rank *other = pinned_rank(s, v, r);
+        if ((int)r != rank &&
+            (slot_has(s->slot, other->residual) || slot_has(s->slot, other->version_residual)))
             return true;
+    }
     return false;
 }
 
 /* Is another free slot the one that has this rank's residual? */
-static bool other_slot_suits(const pyps_store *s, const struct view *v, int rank) {
-    uint32_t residual = rank >= 0 && rank < (int)v->ranks ? view_rank(v, (uint32_t)rank)->residual : 0;
-    return residual && !slot_has(s->slot, residual) &&
-           !load_acquire(&s->slots[(residual - 1) / RESIDUALS_A_SLOT].id);
+static bool other_slot_suits(pyps_store *s, const struct view *v, int rank) {
+    uint32_t ranks = s->geometry.ranks;
+    uint32_t residual = rank >= 0 && rank < (int)ranks
+                            ? *(const volatile uint32_t *)&pinned_rank(s, v, (uint32_t)rank)->residual
+                            : 0;
+    uint32_t other = (residual - 1) / RESIDUALS_A_SLOT;
+    return residual && other != s->slot && other < s->geometry.max_participants &&
+           (!load_acquire(&s->slots[other].id) || slot_is_dead(s, other));
 }
 
-enum taste { ONLY_BEST, ANY_UNNEEDED, ANY };
-
-/* PYPS_EBUSY: this slot's staging or a residual in it is still needed, or another slot is better; try another
- * one. An anonymous reader needs no staging and completes no pushes: it brings no spares to do so with. */
-static int take_over(pyps_store *s, bool anonymous, int rank, enum taste taste) {
-    uint64_t id = load_acquire(&s->slots[s->slot].id), version, word;
-    bool changed;
-    clear_slot(s, s->slot);
-    int rc = id ? commit_leave(s, s->slot, id, PYPS_DEAD, &changed) : PYPS_OK;
-    if (rc) return rc;
-    sign_slot(s);
-    FAILPOINT("join.signed");
-    if (anonymous) return PYPS_OK;
-    if ((rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
-    const struct view *v = view_pin(s, &word);
-    if (!v) return PYPS_ECORRUPT;
-    bool needed = !view_valid(v, s->expected) || staging_is_needed(s, view_member(v, s->slot)) ||
-                  (taste < ANY && holds_residual(s, v, rank)) ||
-                  (taste == ONLY_BEST && other_slot_suits(s, v, rank));
-    view_unpin(s);
-    return needed ? PYPS_EBUSY : PYPS_OK;
+static uint32_t first_spare(const pyps_store *s, uint32_t slot) {
+    return s->layout.common_buffers + SPARES_A_SLOT * slot;
 }
 
-static int allocate_memory(pyps_store *s, int role) {
-    uint32_t first = s->layout.common_buffers + SPARES_A_SLOT * s->slot;
-    int rc = segment_allocate(s, s->layout.buffers + first * s->layout.buffer_stride,
-                              SPARES_A_SLOT * s->layout.buffer_stride);
-    for (uint32_t staging = 0; !rc && role == PYPS_WORKER && staging < s->geometry.staging_buffers; staging++)
-        rc = segment_allocate(s,
-                              s->layout.staging + (s->slot * s->geometry.staging_buffers + staging) *
-                                                      s->layout.staging_stride,
-                              s->layout.staging_codes);
-    for (uint32_t b = first; !rc && b < first + SPARES_A_SLOT; b++) {
+static bool slot_has_spares(const pyps_store *s, uint32_t slot) {
+    bool all = true;
+    for (uint32_t i = 0; i < SPARES_A_SLOT; i++)
+        all &= owner_holder(load_acquire(&s->owners[first_spare(s, slot) + i])) != HOLDER_ABSENT;
+    return all;
+}
+
+/* Once a slot has had its spares it keeps them, whoever joins there next. */
+static int bring_spares(pyps_store *s) {
+    uint32_t first = first_spare(s, s->slot);
+    if (!slot_has_spares(s, s->slot)) {
+        int rc = segment_allocate(s, s->layout.buffers + first * s->layout.buffer_stride,
+                                  SPARES_A_SLOT * s->layout.buffer_stride);
+        if (rc) return rc;
+    }
+    for (uint32_t b = first; b < first + SPARES_A_SLOT; b++) {
         uint64_t owner = load_acquire(&s->owners[b]);
         if (owner_holder(owner) == HOLDER_ABSENT)
             cas_seq(&s->owners[b], owner, owner_make(0, HOLDER_NONE, OWNER_CHUNK_NONE));
         s->free_cache[b - first] = b;
     }
+    return PYPS_OK;
+}
+
+static int bring_staging(pyps_store *s) {
+    int rc = PYPS_OK;
+    for (uint32_t staging = 0; !rc && staging < s->geometry.staging_buffers; staging++)
+        rc = segment_allocate(s,
+                              s->layout.staging + (s->slot * s->geometry.staging_buffers + staging) *
+                                                      s->layout.staging_stride,
+                              s->layout.staging_codes);
     return rc;
+}
+
+enum purpose { TO_REAP, TO_OBSERVE, TO_WORK };
+enum taste { ONLY_BEST, ANY_UNNEEDED, ANY };
+
+/* What a joiner needs of a slot, in the order of trying. */
+static const struct pass {
+    bool fresh; /* one that has no memory yet will do */
+    enum taste taste;
+} passes[] = {{false, ONLY_BEST}, {false, ANY_UNNEEDED}, {true, ANY_UNNEEDED}, {true, ANY}};
+
+/* Memory first: from its signature on the participant may help, and so pin one buffer and hold one, for as long as
+ * it is stopped or until it is found dead. PYPS_EBUSY: this slot's staging or a residual in it is still needed, or
+ * another slot is better; try another one. */
+static int take_over(pyps_store *s, enum purpose purpose, int rank, enum taste taste) {
+    uint64_t id = load_acquire(&s->slots[s->slot].id), version, word;
+    bool changed = false;
+    clear_slot(s, s->slot);
+    int rc = id ? commit_leave(s, s->slot, id, PYPS_DEAD, &changed) : PYPS_OK;
+    s->found_dead += changed;
+    if (rc || (rc = bring_spares(s)) || (purpose == TO_WORK && (rc = bring_staging(s)))) return rc;
+    FAILPOINT("join.supplied");
+    sign_slot(s);
+    FAILPOINT("join.signed");
+    if ((rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
+    if (purpose == TO_REAP) return PYPS_OK; /* it leaves staging and residuals as they are */
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    bool needed = staging_is_needed(s, pinned_member(s, v, s->slot)) ||
+                  (taste < ANY && holds_residual(s, v, rank)) ||
+                  (taste == ONLY_BEST && other_slot_suits(s, v, rank));
+    view_unpin(s);
+    return needed ? PYPS_EBUSY : PYPS_OK;
 }
 
 static void reset_membership(pyps_store *s) {
@@ -226,10 +288,9 @@ static void reset_membership(pyps_store *s) {
 
 static int enter(pyps_store *s, int role, int rank) {
     s->role = role == PYPS_NEW_WORKER ? PYPS_WORKER : role;
-    int rc = allocate_memory(s, s->role);
-    if (rc) return rc;
     FAILPOINT("join.entered");
-    if ((rc = slot_reap_dead(s, NULL))) return rc; /* a dead worker's rank is free */
+    int rc = slot_reap_dead(s, NULL); /* a dead worker's rank is free */
+    if (rc) return rc;
     struct event e = store_event(s, EVENT_JOIN);
     struct outcome out;
     enum verdict verdict;
@@ -247,68 +308,72 @@ static void release_slot(pyps_store *s) {
     reset_membership(s);
 }
 
-/* Tries every slot: the empty ones, that with this rank's residual (-1: no rank) before others; then those of
- * dead participants, then those with another rank's residual. PYPS_EBUSY: the staging buffers of one are
- * still needed. */
-static int try_slots(pyps_store *s, bool anonymous, int rank) {
-    uint32_t count = s->geometry.max_participants;
+/* PYPS_OK: it is locked and taken over. */
+static int try_slot(pyps_store *s, uint32_t slot, enum purpose purpose, int rank, const struct pass *pass) {
+    if (!pass->fresh && !slot_has_spares(s, slot)) return PYPS_EFULL;
+    if (slot_lock(s, slot)) return PYPS_EFULL;
+    reset_membership(s);
+    s->slot = slot;
+    int rc = take_over(s, purpose, rank, pass->taste);
+    if (rc) release_slot(s);
+    return rc;
+}
+
+/* Tries every slot that no live participant has: those with memory before fresh ones, so that a restart needs no
+ * more of it; that with this rank's residual (-1: no rank) before others, and those with another rank's last.
+ * PYPS_EBUSY: the staging buffers of one are still needed. PYPS_ENOSPC: there is no memory for the others. */
+static int try_slots(pyps_store *s, enum purpose purpose, int rank) {
     int result = PYPS_EFULL;
-    for (uint32_t i = 0; i < 3 * count; i++) {
-        uint32_t slot = i % count;
-        if ((i < count && load_acquire(&s->slots[slot].id)) || slot_lock(s, slot)) continue;
-        reset_membership(s);
-        s->slot = slot;
-        int rc = take_over(s, anonymous, rank, (enum taste)(i / count));
-        if (!rc) return PYPS_OK;
-        release_slot(s);
-        if (rc != PYPS_EBUSY) return rc;
-        result = PYPS_EBUSY;
-    }
+    for (size_t p = 0; p < sizeof passes / sizeof *passes; p++)
+        for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
+            bool lacks = result == PYPS_ENOSPC && !slot_has_spares(s, slot);
+            int rc = lacks ? PYPS_EFULL : try_slot(s, slot, purpose, rank, &passes[p]);
+            if (!rc || (rc != PYPS_EBUSY && rc != PYPS_ENOSPC && rc != PYPS_EFULL)) return rc;
+            if (rc == PYPS_ENOSPC || (rc == PYPS_EBUSY && result == PYPS_EFULL)) result = rc;
+        }
     return result;
 }
 
 /* Locks and clears a free slot; PYPS_EFULL if there is none. */
-static int find_slot(pyps_store *s, bool anonymous, int rank) {
+static int find_slot(pyps_store *s, enum purpose purpose, int rank) {
     uint64_t deadline = wait_now_nanoseconds() + READER_GRACE_NANOSECONDS;
-    int rc = try_slots(s, anonymous, rank);
+    int rc = try_slots(s, purpose, rank);
     while (rc == PYPS_EBUSY && wait_now_nanoseconds() < deadline) {
+        slots_release_dead(s); /* a dead helper may be what reads that staging */
         wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), READER_SLICE_NANOSECONDS);
-        rc = try_slots(s, anonymous, rank);
+        rc = try_slots(s, purpose, rank);
     }
     if (rc != PYPS_EFULL && rc != PYPS_EBUSY) return rc;
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
-}
-
-int anonymous_reader_enter(pyps_store *s, bool *anonymous) {
-    int rc = store_check_usable(s, false);
-    *anonymous = !rc && s->slot == NONE;
-    return *anonymous ? find_slot(s, true, -1) : rc;
-}
-
-void anonymous_reader_leave(pyps_store *s, bool anonymous) {
-    if (anonymous && s->slot != NONE) release_slot(s);
 }
 
 int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
     int rc = store_check_usable(s, false);
     if (rc) return rc;
     if (s->slot != NONE) return fail(PYPS_EINVAL, "this handle has joined already");
+    if ((rc = mapping_renew(s))) return rc;
     if (role != PYPS_WORKER && role != PYPS_OBSERVER && role != PYPS_NEW_WORKER)
         return fail(PYPS_EINVAL, "role: found %d; expected 0 to 2", role);
-    if ((rc = find_slot(s, false, role == PYPS_OBSERVER ? -1 : rank))) return rc;
+    bool works = role != PYPS_OBSERVER;
+    if ((rc = find_slot(s, works ? TO_WORK : TO_OBSERVE, works ? rank : -1))) return rc;
     if ((rc = enter(s, role, rank))) release_slot(s);
     else if (rank_out) *rank_out = s->rank;
     return rc;
 }
 
-int pyps_leave(pyps_store *s) {
-    int rc = store_check_usable(s, true);
+static int leave(pyps_store *s, bool detaches) {
+    int rc = store_check_usable(s, true), failed = PYPS_OK;
     if (rc) return rc;
     bool changed;
     rc = commit_leave(s, s->slot, s->id, PYPS_LEFT, &changed);
+    if (detaches && s->role == PYPS_WORKER) failed = mapping_detach_staging(s);
+    if (failed) return failed; /* the slot stays this handle's: pointers into it may be left */
     release_slot(s);
     return rc;
 }
+
+int participant_leave(pyps_store *s) { return leave(s, false); }
+int pyps_leave(pyps_store *s) { return leave(s, true); }
 
 int pyps_rejoin(pyps_store *s) {
     int rc = store_check_usable(s, true);
@@ -321,10 +386,24 @@ int pyps_rejoin(pyps_store *s) {
     return PYPS_OK;
 }
 
+static bool any_dead(pyps_store *s) {
+    for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++)
+        if (slot_is_dead(s, slot)) return true;
+    return false;
+}
+
+/* A handle that has not joined takes a slot meanwhile, that of a dead one if there is no other. */
 int pyps_reap(pyps_store *s, uint32_t *dead_out) {
-    bool anonymous;
-    int rc = anonymous_reader_enter(s, &anonymous);
-    if (!rc) rc = slot_reap_dead(s, dead_out);
-    anonymous_reader_leave(s, anonymous);
+    int rc = store_check_usable(s, false);
+    bool joined = !rc && s->slot != NONE;
+    uint32_t dead = 0;
+    if (dead_out) *dead_out = 0;
+    if (rc || !any_dead(s)) return rc;
+    s->found_dead = 0;
+    if ((rc = joined ? PYPS_OK : mapping_renew(s))) return rc;
+    if (!joined && (rc = find_slot(s, TO_REAP, -1))) return rc;
+    rc = slot_reap_dead(s, &dead);
+    if (dead_out) *dead_out = dead + s->found_dead;
+    if (!joined) release_slot(s);
     return rc;
 }

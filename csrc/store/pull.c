@@ -41,6 +41,8 @@ static int round_complete(pyps_store *s) {
 
 int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     int rc = store_check_usable(s, true);
+    if (!rc) rc = given(flat);
+    if (!rc) rc = given(version_out);
     if (rc) return rc;
     uint64_t word, oldest = UINT64_MAX;
     if ((rc = round_complete(s))) return rc;
@@ -68,6 +70,7 @@ static void averaged_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, 
 int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes, uint64_t *version_out) {
     uint64_t averaged = 4 * (store_elements(s) - s->trained);
     int rc = store_check_usable(s, true);
+    if (!rc) rc = given(version_out);
     if (rc ||
         (rc = codec_check_data("pull", codec, s->trained, data, bytes < averaged ? 0 : bytes - averaged)) ||
         (rc = round_complete(s)))

@@ -28,6 +28,7 @@ uint64_t store_deadline(const pyps_store *s, double timeout_seconds) {
 
 int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     int rc = store_check_worker(s);
+    if (!rc) rc = given(out);
     if (rc) return rc;
     struct event e = store_event(s, EVENT_START);
     struct outcome outcome;
@@ -43,6 +44,7 @@ int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
 
 int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
     int rc = store_check_worker(s);
+    if (!rc) rc = given(out);
     if (rc) return rc;
     struct event e = store_event(s, EVENT_START_AHEAD);
     struct outcome outcome;
@@ -66,7 +68,7 @@ static int release_parked(pyps_store *s) {
     if (!s->parked) return PYPS_OK;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    const struct member *m = view_member(v, s->slot);
+    const struct member *m = pinned_member(s, v, s->slot);
     for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
         if (!(s->parked >> staging & 1) || m->staged >> staging & 1) continue;
         s->parked &= ~(1u << staging);
@@ -78,43 +80,82 @@ static int release_parked(pyps_store *s) {
     return chunks_complete(s, version);
 }
 
+/* Can this one be filled? Not while it is taken, or read by a helper. */
+static int staging_is_free(pyps_store *s, uint32_t staging, bool *free_out) {
+    *free_out = false;
+    if (s->staging_taken[staging]) return PYPS_OK;
+    int rc = chunks_complete(s, s->staging_ticket[staging]);
+    bool read = s->staging_ticket[staging] && staging_has_reader(s, s->staging_ticket[staging]);
+    *free_out = !rc && !read;
+    return rc;
+}
+
+/* The buffer into *staging_out; NONE: none is free. */
+static int find_staging(pyps_store *s, uint32_t *taken_out, uint32_t *staging_out) {
+    bool is_free = false;
+    *taken_out = 0, *staging_out = NONE;
+    for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
+        int rc = staging_is_free(s, staging, &is_free);
+        if (rc) return rc;
+        *taken_out += s->staging_taken[staging];
+        if (!is_free) continue;
+        s->staging_taken[staging] = true;
+        *staging_out = staging;
+        return PYPS_OK;
+    }
+    return PYPS_OK;
+}
+
 int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *staging_out) {
     int rc = store_check_worker(s);
-    if (rc) return rc;
-    uint64_t deadline = store_deadline(s, timeout_seconds), since = wait_now_nanoseconds();
-    uint32_t staged = 0;
-    for (;;) {
+    if (rc || (rc = given(staging_out))) return rc;
+    struct waiting waiting = waiting_until(PYPS_WAITS_STAGING, store_deadline(s, timeout_seconds));
+    for (uint32_t taken;;) {
         uint32_t seen_view = view_sequence_word(s);
-        if ((rc = release_parked(s))) return rc;
-        for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
-            staged += s->staging_taken[staging];
-            if (s->staging_taken[staging] || s->complete_version < s->staging_ticket[staging]) continue;
-            if (s->staging_ticket[staging] && staging_has_reader(s, s->staging_ticket[staging])) continue;
-            s->staging_taken[staging] = true;
-            *staging_out = staging;
-            return PYPS_OK;
-        }
-        if (staged == s->geometry.staging_buffers && s->parked) {
-            staged = 0;
-            if ((rc = view_wait_for_others(s, PYPS_WAITS_STAGING, seen_view, since, 0, deadline))) return rc;
+        if ((rc = release_parked(s)) || (rc = find_staging(s, &taken, staging_out)) || *staging_out != NONE)
+            return rc;
+        if (taken == s->geometry.staging_buffers && !s->parked)
+            return fail(PYPS_EINVAL, "stage: all %u staging buffers are in use; push one first", taken);
+        if (taken == s->geometry.staging_buffers) {
+            if ((rc = view_wait_for_others(s, &waiting, seen_view, 0))) return rc;
             continue;
         }
-        if (staged == s->geometry.staging_buffers)
-            return fail(PYPS_EINVAL, "stage: all %u staging buffers are in use; push one first",
-                        s->geometry.staging_buffers);
-        staged = 0;
-        if (wait_now_nanoseconds() >= deadline)
+        if ((rc = store_check_interrupt())) return rc;
+        if (wait_now_nanoseconds() >= waiting.deadline)
             return fail(PYPS_ETIMEDOUT,
                         "stage: other participants still read this worker's earlier gradients");
-        uint32_t seen = load32_acquire(&s->header->progress);
-        wait_on_word(&s->header->progress, seen, STALL_NANOSECONDS);
+        slots_release_dead(s);
+        wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), STALL_NANOSECONDS);
     }
 }
 
+int pyps_unstage(pyps_store *s, uint32_t staging) {
+    int rc = staging_check(s, staging);
+    if (rc) return rc;
+    bool waits = (s->in_round && staging == s->round_staging) || s->parked >> staging & 1;
+    if (!s->staging_taken[staging] || waits)
+        return fail(PYPS_EINVAL, "unstage: staging: found %u; expected one that pyps_stage returned%s",
+                    staging, waits ? ", and that waits in no round" : "");
+    s->staging_taken[staging] = false;
+    return PYPS_OK;
+}
+
+int staging_check(pyps_store *s, uint32_t staging) {
+    int rc = store_check_worker(s);
+    return rc || staging < s->geometry.staging_buffers
+               ? rc
+               : fail(PYPS_EINVAL, "staging: found %u; expected below %u", staging,
+                      s->geometry.staging_buffers);
+}
+
 float *pyps_staging(pyps_store *s, uint32_t staging) {
-    if (store_check_usable(s, true) || staging >= s->geometry.staging_buffers || s->role != PYPS_WORKER)
-        return NULL;
-    return staging_data(s, s->slot, staging);
+    return staging_check(s, staging) ? NULL : staging_data(s, s->slot, staging);
+}
+
+static bool hyper_is_finite(const pyps_hyper *h) {
+    return isfinite(h->lr) && isfinite(h->weight_decay) && isfinite(h->momentum) && isfinite(h->dampening) &&
+           isfinite(h->beta1) && isfinite(h->beta2) && isfinite(h->eps) && isfinite(h->lr_decay) &&
+           isfinite(h->clip) && isfinite(h->clip_norm);
 }
 
 static int check_args(const pyps_store *s, const pyps_push_args *a) {
@@ -132,6 +173,10 @@ static int check_args(const pyps_store *s, const pyps_push_args *a) {
     if (!a->hyper)
         return fail(PYPS_EINVAL, "push: hyper: found NULL; expected one for each of %u groups",
                     s->geometry.groups);
+    for (uint32_t group = 0; group < s->geometry.groups; group++)
+        if (!hyper_is_finite(&a->hyper[group]))
+            return fail(PYPS_EINVAL, "push: hyper[%u]: found a constant that is not finite (lr %g)", group,
+                        (double)a->hyper[group].lr);
     return PYPS_OK;
 }
 
@@ -142,11 +187,10 @@ static int finish_round(pyps_store *s, uint32_t staging, pyps_push_result *out) 
     uint64_t word, ticket = 0;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    bool valid = view_valid(v, s->expected);
-    if (valid) ticket = view_member(v, s->slot)->ticket;
+    ticket = *(const volatile uint64_t *)&pinned_member(s, v, s->slot)->ticket;
     uint64_t version = v->version;
     view_unpin(s);
-    if (!valid || ticket > version)
+    if (ticket > version)
         return fail(PYPS_ECORRUPT, "ticket %llu: not admitted yet", (unsigned long long)ticket);
     out->version = s->stream_ticket = ticket;
     if (ticket && (rc = view_load_ticket(s, ticket)) == PYPS_OK) {
@@ -167,15 +211,16 @@ static int finish_round(pyps_store *s, uint32_t staging, pyps_push_result *out) 
 }
 
 static int wait_for_round(pyps_store *s, uint32_t staging, uint64_t deadline, pyps_push_result *out) {
-    uint64_t since = wait_now_nanoseconds(), word;
+    struct waiting waiting = waiting_until(PYPS_WAITS_ROUND, deadline);
+    uint64_t word;
     for (;;) {
         uint32_t seen = view_sequence_word(s);
         const struct view *v = view_pin(s, &word);
         if (!v) return PYPS_ECORRUPT;
         bool closed = v->round > s->round;
         view_unpin(s);
-        int rc = closed ? PYPS_OK : view_wait_for_others(s, PYPS_WAITS_ROUND, seen, since, 0, deadline);
-        out->wait_nanoseconds = wait_now_nanoseconds() - since;
+        int rc = closed ? PYPS_OK : view_wait_for_others(s, &waiting, seen, 0);
+        out->wait_nanoseconds = wait_now_nanoseconds() - waiting.since;
         if (rc) return rc;
         if (closed) return finish_round(s, staging, out);
     }
@@ -195,16 +240,16 @@ static int set_staged_version(pyps_store *s, struct event *e) {
 /* TRY_AGAIN: the rank's residual has changed, or the policy wants to be asked again. */
 static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *outcome,
                         pyps_push_result *out) {
-    uint64_t since = wait_now_nanoseconds();
+    struct waiting waiting = waiting_until(PYPS_WAITS_TURN, deadline);
     for (;;) {
         enum verdict verdict;
         uint32_t seen = view_sequence_word(s);
         int rc = set_staged_version(s, e);
-        e->waited = wait_now_nanoseconds() - since;
+        e->waited = wait_now_nanoseconds() - waiting.since;
         if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
-        out->wait_nanoseconds = e->now - since, out->admitted_nanoseconds = e->now;
+        out->wait_nanoseconds = e->now - waiting.since, out->admitted_nanoseconds = e->now;
         if (verdict != STEP_WAIT) return PYPS_OK;
-        if ((rc = view_wait_for_others(s, PYPS_WAITS_TURN, seen, since, outcome->at, deadline))) return rc;
+        if ((rc = view_wait_for_others(s, &waiting, seen, outcome->at))) return rc;
     }
 }
 
@@ -241,7 +286,7 @@ static int park(pyps_store *s, const pyps_push_args *args, const struct outcome 
 
 int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) {
     int rc = store_check_worker(s);
-    if (rc || (rc = check_args(s, args))) return rc;
+    if (rc || (rc = given(args)) || (rc = given(out)) || (rc = check_args(s, args))) return rc;
     *out = (pyps_push_result){0};
     uint64_t deadline = store_deadline(s, args->timeout_seconds);
     struct outcome outcome;
@@ -262,11 +307,14 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     s->staging_taken[args->staging] = false;
     if (!outcome.ticket) return PYPS_OK; /* skipped */
     out->version = s->stream_ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
-    return chunks_follow(s, outcome.ticket, outcome.ticket);
+    rc = chunks_follow(s, outcome.ticket, outcome.ticket);
+    return rc == PYPS_EFULL ? PYPS_OK
+                            : rc; /* it is admitted: a participant that finds a buffer completes it */
 }
 
 int pyps_should_continue(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {
     int rc = store_check_worker(s);
+    if (!rc) rc = given(advice_out);
     if (rc) return rc;
     struct event e = store_event(s, EVENT_CHECK);
     struct outcome outcome;

@@ -10,7 +10,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -26,12 +25,12 @@ static void before_fork(void) { pthread_mutex_lock(&handles_lock); }
 static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
 
 /* The child shares the parent's file descriptions and so its locks. It closes them, or the parent would never
- * be found dead. It does not have the mapping (see map_segment). */
+ * be found dead. It does not have the mapping (mapping.c). */
 static void after_fork_child(void) {
     for (pyps_store *s = handles; s; s = s->next) {
         close(s->fd);
         journal_close(s);
-        s->fd = -1, s->process = 0, s->base = NULL;
+        s->fd = -1, s->process = 0, s->base = NULL, s->detached = NULL;
     }
     pthread_mutex_unlock(&handles_lock);
 }
@@ -40,12 +39,12 @@ static void install_fork_handlers(void) { pthread_atfork(before_fork, after_fork
 
 /* No fork may happen between opening a file and listing its handle, where a forked child finds what to
  * close. */
-static void hold_forks(void) {
+void segment_hold_forks(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, install_fork_handlers);
     pthread_mutex_lock(&handles_lock);
 }
-static void release_forks(void) { pthread_mutex_unlock(&handles_lock); }
+void segment_release_forks(void) { pthread_mutex_unlock(&handles_lock); }
 
 static void handles_remove(const pyps_store *s) {
     pthread_mutex_lock(&handles_lock);
@@ -115,34 +114,23 @@ static struct view_config view_config_of(const struct geometry *g, const uint32_
 }
 
 /* Maps the file and derives pointers and tables; geometry and layout are known. */
-static int map_segment(pyps_store *s, const struct group *groups) {
+static int map_segment(pyps_store *s, const pyps_tensor *tensors, const struct group *groups) {
     const struct geometry *g = &s->geometry;
-    s->base = mmap(NULL, s->layout.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, s->fd, 0);
-    if (s->base == MAP_FAILED) {
-        s->base = NULL;
-        return map_failed("mapping the segment");
-    }
-    /* A forked child, such as a loader process, could write to it by mistake, and would keep its memory. */
-    if (madvise(s->base, s->layout.bytes, MADV_DONTFORK))
-        return map_failed("keeping the segment from children");
-    s->header = (struct header *)(void *)s->base;
-    s->slots = (struct slot *)(void *)(s->base + s->layout.slots);
-    s->words = (a64 *)(void *)(s->base + s->layout.words);
-    s->saved = (a64 *)(void *)(s->base + s->layout.saved);
-    s->owners = (a64 *)(void *)(s->base + s->layout.owners);
-    s->view_owners = (a64 *)(void *)(s->base + s->layout.view_owners);
-    s->policy = policy_find(g->policy);
-    int rc = pyps_get_policy_needs(g->policy, &g->policy_params, &s->needs);
+    int rc = mapping_make(s);
     if (rc) return rc;
+    s->policy = policy_find(g->policy);
+    if ((rc = pyps_get_policy_needs(g->policy, &g->policy_params, &s->needs))) return rc;
+    s->tensors = malloc(g->tensors * sizeof *s->tensors);
     s->chunks = calloc(g->chunks, sizeof *s->chunks);
     s->streamed = calloc(g->chunks, sizeof *s->streamed);
     s->sources = calloc(g->max_participants, sizeof *s->sources);
     s->expected = view_allocate(s);
     uint32_t *ones = calloc(g->ranks, sizeof *ones);
-    if (!s->chunks || !s->streamed || !s->sources || !s->expected || !ones) {
+    if (!s->tensors || !s->chunks || !s->streamed || !s->sources || !s->expected || !ones) {
         free(ones);
         return fail(PYPS_ENOSPC, "out of memory for a handle");
     }
+    memcpy(s->tensors, tensors, g->tensors * sizeof *tensors);
     struct view_config view_config = view_config_of(g, ones);
     view_init(s->expected, &view_config);
     free(ones);
@@ -166,7 +154,7 @@ static pyps_store *new_handle(int fd) {
     }
     s->next = handles, handles = s;
     s->fd = fd, s->process = getpid();
-    s->slot = s->private_view = s->private_buffer = NONE;
+    s->slot = s->private_view = s->private_buffer = s->reclaims = NONE;
     s->rank = s->journal = -1;
     for (size_t i = 0; i < sizeof s->free_cache / sizeof *s->free_cache; i++) s->free_cache[i] = NONE;
     return s;
@@ -174,16 +162,27 @@ static pyps_store *new_handle(int fd) {
 
 static void destroy(pyps_store *s) {
     handles_remove(s);
-    if (s->base) munmap(s->base, s->layout.bytes);
+    mapping_end(s);
     if (s->fd >= 0) close(s->fd);
     journal_close(s);
     reading_drop(s);
-    free(s->chunks), free(s->streamed), free(s->sources), free(s->expected), free(s);
+    free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->sources), free(s->expected),
+        free(s);
+}
+
+static bool is_open(const pyps_store *s) {
+    const pyps_store *each = handles;
+    while (each && each != s) each = each->next;
+    return each;
 }
 
 int pyps_close(pyps_store *s) {
     if (!s) return PYPS_OK;
-    int rc = s->process && s->slot != NONE ? pyps_leave(s) : PYPS_OK;
+    segment_hold_forks();
+    bool open = is_open(s);
+    segment_release_forks();
+    if (!open) return fail(PYPS_EINVAL, "close: the handle is closed already");
+    int rc = s->process && s->slot != NONE ? participant_leave(s) : PYPS_OK;
     destroy(s);
     return rc;
 }
@@ -207,7 +206,7 @@ static int write_segment(pyps_store *s, const pyps_config *config, const pyps_st
     if (rc) return rc;
     memcpy(h->magic, SEGMENT_MAGIC, sizeof h->magic);
     h->endian = ENDIAN_MARK, h->abi = PYPS_ABI, h->bytes = s->layout.bytes, h->geometry = *g;
-    h->checksum = geometry_checksum(g, tensors, groups);
+    h->checksum = geometry_checksum(g, tensors, groups), h->clock_offset = wait_clock_offset();
     store_relaxed(&h->next_id, 1);
     store32_release(&h->state, SEGMENT_READY);
     return PYPS_OK;
@@ -220,7 +219,7 @@ static int build(pyps_store *s, const pyps_config *config, const pyps_state *sta
     int rc;
     if (ftruncate(s->fd, (off_t)s->layout.bytes)) return map_failed("sizing the segment");
     if ((rc = segment_allocate(s, 0, fixed)) || (rc = segment_lock_byte(s->fd, F_RDLCK, ATTACHED_BYTE)) ||
-        (rc = map_segment(s, groups)) || (rc = write_segment(s, config, state, tensors, groups)))
+        (rc = map_segment(s, tensors, groups)) || (rc = write_segment(s, config, state, tensors, groups)))
         return rc;
     snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", s->fd);
     if (linkat(AT_FDCWD, unnamed, AT_FDCWD, path, AT_SYMLINK_FOLLOW) == 0) return PYPS_OK;
@@ -234,19 +233,22 @@ static int create(const char *name, const pyps_config *config, const pyps_state 
     struct layout layout;
     pyps_tensor *tensors = NULL;
     struct group *groups = NULL;
+    int rc = given(out);
+    if (rc) return rc;
     *out = NULL;
-    int rc = path_of(name, path, sizeof path);
-    if (rc || (rc = geometry_from_config(config, &geometry, &tensors, &groups))) return rc;
+    if ((rc = path_of(name, path, sizeof path)) ||
+        (rc = geometry_from_config(config, &geometry, &tensors, &groups)))
+        return rc;
     pyps_store *s = NULL;
     if ((rc = layout_compute(&geometry, &layout)) == PYPS_OK) {
-        hold_forks();
+        segment_hold_forks();
         int fd = open(directory(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
         if (fd < 0) rc = map_failed("creating a segment");
         else if (!(s = new_handle(fd))) rc = PYPS_ENOSPC;
-        release_forks();
+        segment_release_forks();
     }
     if (!rc) {
-        s->geometry = geometry, s->layout = layout;
+        s->geometry = geometry, s->layout = layout, s->path = strdup(path);
         rc = build(s, config, state, path, tensors, groups);
     }
     free(tensors), free(groups);
@@ -260,7 +262,8 @@ int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
 }
 
 int pyps_restore(const char *name, const pyps_config *config, const pyps_state *state, pyps_store **out) {
-    *out = NULL;
+    int rc = given(out);
+    if (rc) return rc;
     if (!state || state->size != sizeof *state)
         return fail(PYPS_EINVAL, "state: size: found %u; expected %zu", state ? state->size : 0,
                     sizeof *state);
@@ -309,6 +312,10 @@ static int check_header(const struct header *h, uint64_t size, struct layout *la
     if (h->bytes != size)
         return fail(PYPS_ECORRUPT, "bytes: the file has %llu; its header says %llu", (unsigned long long)size,
                     (unsigned long long)h->bytes);
+    if (h->clock_offset != wait_clock_offset())
+        return fail(PYPS_EABI,
+                    "clock_offset: found %lld ns; expected %lld: its creator is in another time namespace",
+                    (long long)h->clock_offset, (long long)wait_clock_offset());
     int rc = layout_compute(&h->geometry, layout);
     if (rc == PYPS_EPOLICY) return rc;
     if (rc || layout->bytes != size)
@@ -332,7 +339,7 @@ static int attach(pyps_store *s, uint64_t size) {
     if (!rc && (geometry_checksum(&s->geometry, tensors, groups) != header.checksum ||
                 !geometry_tables_valid(&s->geometry, tensors, groups)))
         rc = fail(PYPS_ECORRUPT, "checksum: geometry, tensors or groups are damaged");
-    if (!rc) rc = map_segment(s, groups);
+    if (!rc) rc = map_segment(s, tensors, groups);
     free(tensors), free(groups);
     return rc;
 }
@@ -340,12 +347,15 @@ static int attach(pyps_store *s, uint64_t size) {
 int pyps_open(const char *name, pyps_store **out) {
     int fd;
     struct stat status;
+    char path[4096];
     pyps_store *s = NULL;
+    int rc = given(out);
+    if (rc) return rc;
     *out = NULL;
-    hold_forks();
-    int rc = open_file(name, &fd, &status);
+    segment_hold_forks();
+    rc = open_file(name, &fd, &status);
     if (!rc && !(s = new_handle(fd))) rc = PYPS_ENOSPC;
-    release_forks();
+    segment_release_forks();
     if (rc) return rc;
     FAILPOINT("open.begun");
     rc = segment_lock_byte(fd, F_RDLCK, ATTACHED_BYTE);
@@ -353,12 +363,29 @@ int pyps_open(const char *name, pyps_store **out) {
     /* Removed between open and lock? Then no other process can open it. */
     if (!rc && (fstat(fd, &status) || status.st_nlink == 0)) rc = fail(PYPS_ENOENT, "%s: was removed", name);
     if (!rc) rc = attach(s, (uint64_t)status.st_size);
+    if (!rc && !path_of(name, path, sizeof path)) s->path = strdup(path);
     if (rc) destroy(s);
     else *out = s;
     return rc;
 }
 
 /* ---- remove ---- */
+
+/* Removes a name that is this file's. Every remover locks the file first, so the name stays this file's between the
+ * look at it and its end. */
+static int remove_name(int fd, const char *path) {
+    struct stat own, named;
+    int rc = segment_lock_byte(fd, F_WRLCK, REMOVER_BYTE);
+    if (rc == PYPS_EBUSY) return fail(rc, "%s: another process is removing it", path);
+    if (rc) return rc;
+    if (fstat(fd, &own) || own.st_nlink == 0 || lstat(path, &named) || own.st_ino != named.st_ino ||
+        own.st_dev != named.st_dev)
+        rc = fail(PYPS_ENOENT, "%s: was removed", path);
+    FAILPOINT("unlink.checked");
+    if (!rc && unlink(path)) rc = fail(PYPS_ESYS, "%s: %s", path, strerror(errno));
+    segment_lock_byte(fd, F_UNLCK, REMOVER_BYTE);
+    return rc;
+}
 
 int pyps_unlink(const char *name, int force) {
     char path[4096];
@@ -369,22 +396,24 @@ int pyps_unlink(const char *name, int force) {
     FAILPOINT("unlink.all_joined");
     rc = force ? PYPS_OK : segment_lock_byte(fd, F_WRLCK, ATTACHED_BYTE);
     if (rc == PYPS_EBUSY) fail(rc, "%s: a live process has it open", name);
-    /* Removed between open and lock? Then the name belongs to another segment by now, or to none. */
-    if (!rc && !force && (fstat(fd, &status) || status.st_nlink == 0))
-        rc = fail(PYPS_ENOENT, "%s: was removed", name);
-    path_of(name, path, sizeof path);
-    if (!rc && unlink(path))
-        rc = fail(errno == ENOENT ? PYPS_ENOENT : PYPS_ESYS, "%s: %s", path, strerror(errno));
+    if (!rc && !(rc = path_of(name, path, sizeof path))) rc = remove_name(fd, path);
     close(fd);
     return rc;
+}
+
+int pyps_remove(pyps_store *s) {
+    int rc = store_check_usable(s, false);
+    if (rc) return rc;
+    if (!s->path) return fail(PYPS_ENOSPC, "out of memory for the name of the segment");
+    return remove_name(s->fd, s->path);
 }
 
 int pyps_probe(const char *name, uint64_t *bytes_out) {
     int fd;
     struct stat status;
     char magic[8] = {0};
-    int rc = open_file(name, &fd, &status);
-    if (rc) return rc;
+    int rc = given(bytes_out);
+    if (rc || (rc = open_file(name, &fd, &status))) return rc;
     *bytes_out = (uint64_t)status.st_blocks * 512;
     if (pread(fd, magic, sizeof magic, 0) != sizeof magic || memcmp(magic, SEGMENT_MAGIC, sizeof magic))
         rc = fail(PYPS_ECORRUPT, "%s: not a pyps segment", name);

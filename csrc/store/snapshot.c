@@ -107,7 +107,9 @@ int pyps_snapshot(pyps_store *s, float *flat, float *const *state, double *steps
                   uint64_t *version_out) {
     struct outcome outcome;
     int rc = store_check_usable(s, true);
-    if (rc || (rc = begin(s, timeout_seconds, false, &outcome))) return rc;
+    if (rc || (rc = given(flat)) || (rc = given(version_out)) ||
+        (rc = begin(s, timeout_seconds, false, &outcome)))
+        return rc;
     FAILPOINT("snapshot.begun");
     struct target to = {flat, state, steps, NULL, outcome.snapshot, outcome.version};
     rc = copy_chunks(s, &to);
@@ -153,6 +155,7 @@ static int begin_reading(pyps_store *s, double timeout_seconds, struct view *beg
 
 int pyps_state_begin(pyps_store *s, double timeout_seconds, pyps_state *out) {
     int rc = store_check_usable(s, true);
+    if (!rc) rc = given(out);
     if (rc) return rc;
     if (s->reading) return fail(PYPS_EINVAL, "state: begun already; end that one first");
     struct view *begun = view_allocate(s);
@@ -172,9 +175,8 @@ static int check_reading(pyps_store *s) {
 
 /* A tensor lies in chunks of one group, which have taken every step together. */
 static void steps_of_tensors(const pyps_store *s, const double *chunks, double *steps) {
-    const pyps_tensor *tensors = (const pyps_tensor *)(const void *)(s->base + s->layout.tensors);
     for (uint32_t t = 0; t < s->geometry.tensors; t++) {
-        uint64_t chunk = *(const volatile uint64_t *)&tensors[t].offset / s->geometry.chunk_params;
+        uint64_t chunk = s->tensors[t].offset / s->geometry.chunk_params;
         steps[t] = chunk < s->geometry.chunks ? chunks[chunk] : 0;
     }
 }

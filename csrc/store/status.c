@@ -7,6 +7,7 @@
 
 int pyps_get_layout(pyps_store *s, pyps_layout *out) {
     int rc = store_check_usable(s, false);
+    if (!rc) rc = given(out);
     if (rc) return rc;
     const struct geometry *g = &s->geometry;
     *out = (pyps_layout){.segment_bytes = s->layout.bytes,
@@ -31,35 +32,34 @@ int pyps_get_layout(pyps_store *s, pyps_layout *out) {
 
 int pyps_get_policy_params(pyps_store *s, pyps_policy_params *out) {
     int rc = store_check_usable(s, false);
+    if (!rc) rc = given(out);
     if (!rc) *out = s->geometry.policy_params;
     return rc;
 }
 
 int pyps_get_tensor(pyps_store *s, uint32_t index, pyps_tensor *out) {
     int rc = store_check_usable(s, false);
+    if (!rc) rc = given(out);
     if (rc) return rc;
     if (index >= s->geometry.tensors)
         return fail(PYPS_EINVAL, "tensor: found %u; expected below %u", index, s->geometry.tensors);
-    memcpy(out, s->base + s->layout.tensors + index * sizeof *out, sizeof *out);
-    out->name[sizeof out->name - 1] = 0;
+    *out = s->tensors[index];
     return PYPS_OK;
 }
 
 /* A checked private copy of the present view; the caller frees it. */
 static int copy_view(pyps_store *s, struct view **out) {
-    bool anonymous;
-    int rc = anonymous_reader_enter(s, &anonymous);
+    int rc = store_check_usable(s, false);
     if (rc) return rc;
-    if (!(*out = view_allocate(s))) rc = PYPS_ENOSPC;
-    else if ((rc = view_copy(s, *out))) free(*out);
-    anonymous_reader_leave(s, anonymous);
+    if (!(*out = view_allocate(s))) return PYPS_ENOSPC;
+    if ((rc = view_observe(s, *out))) free(*out);
     return rc;
 }
 
 int pyps_get_status(pyps_store *s, pyps_status *out) {
     struct view *v;
-    int rc = copy_view(s, &v);
-    if (rc) return rc;
+    int rc = given(out);
+    if (rc || (rc = copy_view(s, &v))) return rc;
     bool turns = s->policy->uses_turns;
     *out = (pyps_status){.sequence = v->sequence,
                          .version = v->version,
@@ -81,8 +81,9 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
 
 int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_t *count_out) {
     struct view *v;
-    int rc = copy_view(s, &v);
-    if (rc) return rc;
+    int rc = given(count_out);
+    if (!rc && capacity) rc = given(out);
+    if (rc || (rc = copy_view(s, &v))) return rc;
     *count_out = 0;
     for (uint32_t slot = 0; slot < v->participants && *count_out < capacity; slot++) {
         const struct member *m = view_member(v, slot);
@@ -108,34 +109,43 @@ int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_
 
 int pyps_get_ranks(pyps_store *s, pyps_rank *out, uint32_t capacity) {
     struct view *v;
-    int rc = copy_view(s, &v);
-    if (rc) return rc;
+    int rc = capacity ? given(out) : PYPS_OK;
+    if (rc || (rc = copy_view(s, &v))) return rc;
     for (uint32_t rank = 0; rank < v->ranks && rank < capacity; rank++) out[rank] = view_rank(v, rank)->total;
     free(v);
     return PYPS_OK;
 }
 
-/* A chunk's buffer has the constants of the step that it came from. */
-static int hyper_of_group(pyps_store *s, uint32_t group, pyps_hyper *out) {
-    uint64_t word;
-    *out = (pyps_hyper){0};
-    for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
-        if (s->chunks[chunk].group != group) continue;
-        int rc = chunk_pin(s, chunk, &word);
-        if (!rc) *out = buffer_header(s, word_buffer(word))->hyper;
-        chunk_unpin(s);
-        return rc;
+/* A chunk's buffer has the constants of the step that it came from. As in view_observe: a word that is the same
+ * after the copy still named the buffer. */
+__attribute__((no_sanitize("thread"))) static int hyper_of_chunk(pyps_store *s, uint32_t chunk,
+                                                                 pyps_hyper *out) {
+    for (;;) {
+        uint64_t word = load_seq(&s->words[chunk]);
+        if (word_buffer(word) >= s->layout.buffer_count)
+            return fail(PYPS_ECORRUPT, "chunk %u: found buffer %u; the segment has %u", chunk,
+                        word_buffer(word), s->layout.buffer_count);
+        const a32 *from = (const a32 *)(const void *)&buffer_header(s, word_buffer(word))->hyper;
+        for (size_t i = 0; i < sizeof *out / sizeof *from; i++) {
+            uint32_t part = atomic_load_explicit(&from[i], memory_order_acquire);
+            memcpy((char *)out + i * sizeof part, &part, sizeof part);
+        }
+        if (load_seq(&s->words[chunk]) == word) return PYPS_OK;
     }
+}
+
+static int hyper_of_group(pyps_store *s, uint32_t group, pyps_hyper *out) {
+    *out = (pyps_hyper){0};
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++)
+        if (s->chunks[chunk].group == group) return hyper_of_chunk(s, chunk, out);
     return PYPS_OK;
 }
 
 int pyps_get_hyper(pyps_store *s, pyps_hyper *out, uint32_t capacity) {
-    bool anonymous;
-    int rc = anonymous_reader_enter(s, &anonymous);
-    if (rc) return rc;
+    int rc = store_check_usable(s, false);
+    if (!rc) rc = given(out);
     for (uint32_t group = 0; group < s->geometry.groups && group < capacity && !rc; group++)
         rc = hyper_of_group(s, group, &out[group]);
-    anonymous_reader_leave(s, anonymous);
     return rc;
 }
 
@@ -186,5 +196,6 @@ int pyps_wait(pyps_store *s, uint64_t sequence, double timeout_seconds) {
         if (now >= deadline)
             return fail(PYPS_ETIMEDOUT, "no event after view %llu", (unsigned long long)sequence);
         view_wait(s, seen, deadline - now < WAIT_SLICE_NANOSECONDS ? deadline - now : WAIT_SLICE_NANOSECONDS);
+        if ((rc = store_check_interrupt())) return rc;
     }
 }

@@ -22,13 +22,14 @@
  *           change.
  *   reuse   A buffer is free when no participant holds it, no chunk's word and no live snapshot names it, and
  *           no hazard does (buffers.c). Each participant pins at most one buffer by its hazard and holds at
- *           most one in private. So with two spares a participant, one that stops or dies delays no other.
+ *           most one in private. It brings two before it is a member or helps, so any number of them may stop or
+ *           die at once, and each of the others still finds a buffer.
  *   death   A participant is dead when its lock byte is free or its process is gone (participant.c). Its
  *           admitted pushes are completed, its claims returned, its buffers released. A *stopped* process is
  *           not dead: it keeps its buffers. If it delays a round it is fenced: its next admission is refused.
  *
  * What may be out of date, and why that does no harm: the cache of free buffers (a claim checks them), the
- * cached ticket (tickets do not change), a pinned view (its CAS is lost, and with it the decision), counts of
+ * cached ticket (tickets do not change), a pinned view (its CAS is lost, and with it the decision), marks of
  * waiters (one wake-up too many, or one slice of waiting too long).
  */
 #ifndef PYPS_STORE_H
@@ -47,19 +48,28 @@
 #include "store/wait.h"
 #include "store/words.h"
 
-#define WAIT_SLICE_NANOSECONDS UINT64_C(50000000) /* how often a waiter looks for the dead */
-#define STALL_NANOSECONDS      UINT64_C(500000)   /* a predecessor that takes longer on a chunk is helped */
+#define WAIT_SLICE_NANOSECONDS UINT64_C(50000000)  /* how often a waiter looks for the dead */
+#define STOP_NANOSECONDS       UINT64_C(100000000) /* a sleep that lasts so much longer was a stop */
+#define STALL_NANOSECONDS      UINT64_C(500000)    /* a predecessor that takes longer on a chunk is helped */
 #define SNAPSHOT_GRACE_SECONDS 1.0 /* a pusher without spares for so long cancels the snapshot */
 
 struct pyps_store {
     int fd;
     pid_t process; /* that may use the handle; 0 in a forked child */
     uint8_t *base;
+    uint64_t detached_from, detached_to; /* of the mapping: staging buffers given up; 0: none */
+    struct detached {                    /* such parts of earlier mappings */
+        uint8_t *start;
+        uint64_t bytes;
+        struct detached *next;
+    } *detached;
     struct geometry geometry; /* local copies, against which values from shared memory are checked */
     struct layout layout;
     struct view *expected; /* a view with the right sizes and policy */
     const struct policy *policy;
     pyps_policy_needs needs;
+    pyps_tensor *tensors; /* [geometry.tensors] as checked at attach */
+    char *path;           /* of the name under which it was created or opened */
 
     struct header *header; /* into the segment */
     struct slot *slots;
@@ -73,6 +83,8 @@ struct pyps_store {
 
     uint32_t slot; /* NONE: not joined */
     uint64_t id;
+    uint32_t reclaims;   /* the dead participant's slot whose lock this handle holds, or NONE */
+    uint32_t found_dead; /* members whose slot this handle took over, since the last pyps_reap began */
     int role, rank;
     uint32_t private_view, private_buffer;        /* held by this handle, or NONE */
     uint32_t free_cache[4];                       /* buffers displaced here a short time ago, or NONE */
@@ -112,19 +124,37 @@ static inline uint64_t store_elements(const pyps_store *s) {
     return (uint64_t)s->geometry.chunks * s->geometry.chunk_params;
 }
 
+/* The same part of a pinned view as of the expected one: where it is follows from sizes that no other process can
+ * change. What it holds may change at any time if the segment is hostile: read a value once, then check it. */
+static inline const void *part_of_view(const pyps_store *s, const struct view *v, const void *of_expected) {
+    return (const char *)v + ((const char *)of_expected - (const char *)s->expected);
+}
+static inline const struct member *pinned_member(const pyps_store *s, const struct view *v, uint32_t slot) {
+    return part_of_view(s, v, view_member(s->expected, slot));
+}
+static inline const struct rank *pinned_rank(const pyps_store *s, const struct view *v, uint32_t rank) {
+    return part_of_view(s, v, view_rank(s->expected, rank));
+}
+
 static inline uint32_t holder_of(const pyps_store *s) { return s->slot + 1; }
 
 /* participant.c */
 int store_check_usable(pyps_store *s, bool joined); /* PYPS_OK, PYPS_EFORKED or PYPS_EINVAL */
 int store_check_worker(pyps_store *s);              /* the same, and that it has joined as a worker */
-/* A handle that has not joined uses the hazards of a free slot to read the view; no event says so. If the
- * handle has joined, both do nothing. */
-int anonymous_reader_enter(pyps_store *s, bool *anonymous);
-void anonymous_reader_leave(pyps_store *s, bool anonymous);
+int participant_leave(pyps_store *s);               /* pyps_leave, but the staging buffers stay mapped */
 bool slot_is_dead(pyps_store *s, uint32_t slot);
 int slot_reap_dead(pyps_store *s, uint32_t *dead_out); /* every slot whose participant is dead */
-int slot_lock(pyps_store *s, uint32_t slot);           /* PYPS_OK, PYPS_EBUSY or PYPS_ESYS */
+/* Releases what the dead pin and hold, without completing their pushes: in a wait for a buffer. */
+void slots_release_dead(pyps_store *s);
+int slot_lock(pyps_store *s, uint32_t slot); /* PYPS_OK, PYPS_EBUSY or PYPS_ESYS */
 void slot_unlock(pyps_store *s, uint32_t slot);
+
+/* mapping.c */
+int mapping_make(pyps_store *s);
+/* Makes this slot's staging buffers private memory of this process, before another worker gets them. */
+int mapping_detach_staging(pyps_store *s);
+int mapping_renew(pyps_store *s); /* before the handle joins again */
+void mapping_end(pyps_store *s);
 
 /* segment.c */
 /* Gives a hole of the file memory; PYPS_ENOSPC. */
@@ -132,6 +162,8 @@ int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes);
 
 /* view_store.c: a copy of the present view for reading, and the commit of an event */
 int view_copy(pyps_store *s, struct view *out);
+/* The same without a hazard, and so without a slot: while other calls of this handle run, too. */
+int view_observe(pyps_store *s, struct view *out);
 /* Decides `e` on the present view, at the present time, which it writes into `e`, until its CAS succeeds. */
 int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict);
 struct view *view_allocate(const pyps_store *s);
@@ -149,11 +181,16 @@ int view_load_snapshot(pyps_store *s);                          /* s->snapshot* 
 void store_snapshot_seen(pyps_store *s, const struct view *v);  /* the same, of a view that is pinned */
 const struct view *view_pin(pyps_store *s, uint64_t *word_out); /* NULL: PYPS_ECORRUPT, message set */
 void view_unpin(pyps_store *s);
-/* Sleeps until the view is another one than `seen`, the time `at` has come (0: no such time) or a slice of
- * `deadline` has passed. Then reaps the dead, does what the view's next_deadline asks for, and fences late
- * members if `since` is a round timeout ago. PYPS_ETIMEDOUT at the deadline. */
-int view_wait_for_others(pyps_store *s, uint32_t kind, uint32_t seen, uint64_t since, uint64_t at,
-                         uint64_t deadline);
+struct waiting {
+    uint32_t kind;            /* PYPS_WAITS_START ... */
+    uint64_t since, deadline; /* nanoseconds; both move on by the time for which this process was stopped */
+};
+struct waiting waiting_until(uint32_t kind, uint64_t deadline);
+/* Sleeps until the view is another one than `seen`, the time `at` has come (0: no such time) or a slice of the
+ * deadline has passed. Then reaps the dead, does what the view's next_deadline asks for, and fences late members if
+ * the wait has lasted for a round timeout. PYPS_ETIMEDOUT at the deadline, PYPS_EINTR if the process says so. */
+int view_wait_for_others(pyps_store *s, struct waiting *waiting, uint32_t seen, uint64_t at);
+int store_check_interrupt(void);
 
 /* activity.c: shows others what this participant does. `slept`: nanoseconds; `kind`: PYPS_WAITS_START ... */
 void activity_joined(pyps_store *s);
@@ -183,6 +220,7 @@ bool staging_has_reader(const pyps_store *s, uint64_t ticket);    /* a ticket ha
 bool residual_has_reader(const pyps_store *s, uint32_t residual); /* a residual hazard does */
 
 /* push.c */
+int staging_check(pyps_store *s, uint32_t staging);                   /* that it is one of this worker's */
 uint64_t store_deadline(const pyps_store *s, double timeout_seconds); /* of a timeout as in pyps.h */
 /* Gives up the current step: takes back every staging buffer but those that wait in a round. */
 void staging_abandon(pyps_store *s);

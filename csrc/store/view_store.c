@@ -4,6 +4,8 @@
 
 #include "store/store.h"
 
+#define OBSERVE_SECONDS 10.0
+
 static struct view *view_at(const pyps_store *s, uint32_t buffer) {
     return (struct view *)(void *)(s->base + s->layout.views + buffer * s->layout.view_stride);
 }
@@ -62,6 +64,35 @@ int view_copy(pyps_store *s, struct view *out) {
     return copy_pinned(s, out, &word);
 }
 
+/* A reader without a hazard: the writer of a reused buffer has seen another word before it writes, so if the word
+ * is the same after the copy as before, nothing was written meanwhile. Every load is an acquire, so the second one
+ * of the word is the last. The thread sanitizer does not know this argument, and would see a load in a function of
+ * its own. */
+__attribute__((no_sanitize("thread"))) static bool copy_unpinned(pyps_store *s, struct view *out,
+                                                                 uint64_t *word) {
+    *word = load_seq(&s->header->view);
+    if (word_buffer(*word) >= s->layout.view_count) return true;
+    const a64 *from = (const a64 *)(const void *)view_at(s, word_buffer(*word));
+    for (size_t i = 0; i < bytes_of_view(s) / sizeof *from; i++) {
+        uint64_t part = atomic_load_explicit(&from[i], memory_order_acquire);
+        memcpy((char *)out + i * sizeof part, &part, sizeof part);
+    }
+    return load_seq(&s->header->view) == *word;
+}
+
+/* A copy takes no longer than an event, which copies the view too, so it succeeds as often as events do. */
+int view_observe(pyps_store *s, struct view *out) {
+    uint64_t word, deadline = wait_deadline_after(OBSERVE_SECONDS);
+    while (!copy_unpinned(s, out, &word))
+        if (wait_now_nanoseconds() > deadline)
+            return fail(PYPS_ETIMEDOUT, "the view changed for %g s without a pause", OBSERVE_SECONDS);
+    if (word_buffer(word) >= s->layout.view_count || !view_valid(out, s->expected) ||
+        out->sequence != word_version(word))
+        return fail(PYPS_ECORRUPT, "view %llu: its counts or indices are impossible; the segment is damaged",
+                    (unsigned long long)word_version(word));
+    return PYPS_OK;
+}
+
 static a32 *futex_word(const pyps_store *s) {
     return (a32 *)(void *)&s->header->view;
 } /* low half: little endian */
@@ -69,10 +100,10 @@ static a32 *futex_word(const pyps_store *s) {
 uint32_t view_sequence_word(const pyps_store *s) { return load32_acquire(futex_word(s)); }
 
 void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds) {
-    /* A waiter counts itself, then the kernel compares the word. A committer CASes, then reads the count. */
-    add32_seq(&s->header->view_waiters, 1);
+    /* A waiter sets its mark, then the kernel compares the word. A committer CASes, then reads the mark. */
+    wait_announce(&s->header->view_waiters, seen);
     wait_on_word(futex_word(s), seen, nanoseconds);
-    add32_seq(&s->header->view_waiters, -1u);
+    FAILPOINT("wait.slept");
 }
 
 int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict) {
@@ -94,7 +125,7 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
         if (s->begun) memcpy(s->begun, next, view_used_bytes(next));
         journal_event(s, e, out, *verdict, next);
         view_buffer_published(s);
-        if (load32_seq(&s->header->view_waiters)) wait_wake_all(futex_word(s));
+        if (wait_was_announced(&s->header->view_waiters, futex_word(s))) wait_wake_all(futex_word(s));
         return out->code;
     }
 }
@@ -109,28 +140,52 @@ static uint64_t present_deadline(pyps_store *s) {
 
 static uint64_t earlier(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
+static int (*interrupted)(void);
+
+int pyps_set_interrupt(int (*check)(void)) {
+    interrupted = check;
+    return PYPS_OK;
+}
+
+int store_check_interrupt(void) {
+    return interrupted && interrupted() ? fail(PYPS_EINTR, "interrupted") : PYPS_OK;
+}
+
+struct waiting waiting_until(uint32_t kind, uint64_t deadline) {
+    return (struct waiting){.kind = kind, .since = wait_now_nanoseconds(), .deadline = deadline};
+}
+
+/* Sleeps until that time. One that lasts much longer was a stop of this process, and maybe of all: it counts neither
+ * as waiting nor against the deadline, or the first to wake would fence the others. */
+static void sleep_until(pyps_store *s, struct waiting *w, uint32_t seen, uint64_t until) {
+    uint64_t from = wait_now_nanoseconds();
+    if (until <= from) return;
+    activity_waits(s, w->kind, w->since);
+    view_wait(s, seen, until - from);
+    uint64_t now = wait_now_nanoseconds();
+    activity_goes_on(s, now - from);
+    if (now < until + STOP_NANOSECONDS) return;
+    w->since += now - until;
+    if (w->deadline < UINT64_MAX - (now - until)) w->deadline += now - until;
+}
+
 /* Reaps dead members; a tick fences those that only took too long. */
-int view_wait_for_others(pyps_store *s, uint32_t kind, uint32_t seen, uint64_t since, uint64_t at,
-                         uint64_t deadline) {
+int view_wait_for_others(pyps_store *s, struct waiting *w, uint32_t seen, uint64_t at) {
     uint64_t now = wait_now_nanoseconds(), next_deadline = present_deadline(s);
-    if (now >= deadline)
-        return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - since) / 1e9);
-    uint64_t until = earlier(earlier(now + WAIT_SLICE_NANOSECONDS, deadline), next_deadline);
+    if (now >= w->deadline)
+        return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - w->since) / 1e9);
+    uint64_t until = earlier(earlier(now + WAIT_SLICE_NANOSECONDS, w->deadline), next_deadline);
     if (at && at <= now) return PYPS_OK; /* the time came while the event was decided */
-    if (at) until = earlier(until, at);
-    if (until > now) {
-        activity_waits(s, kind, since);
-        view_wait(s, seen, until - now);
-        activity_goes_on(s, wait_now_nanoseconds() - now);
-    }
-    if (view_sequence_word(s) != seen) return PYPS_OK;
+    sleep_until(s, w, seen, at ? earlier(until, at) : until);
+    int rc = store_check_interrupt();
+    if (rc || view_sequence_word(s) != seen) return rc;
     now = wait_now_nanoseconds();
     if (at && now >= at && now < next_deadline) return PYPS_OK;
-    int rc = slot_reap_dead(s, NULL);
+    rc = slot_reap_dead(s, NULL);
     now = wait_now_nanoseconds();
-    if (rc || (now < next_deadline && now - since < s->geometry.round_timeout_nanoseconds)) return rc;
+    if (rc || (now < next_deadline && now - w->since < s->geometry.round_timeout_nanoseconds)) return rc;
     struct event tick = store_event(s, EVENT_TICK);
-    tick.waited = now - since;
+    tick.waited = now - w->since;
     struct outcome out;
     enum verdict verdict;
     return view_commit(s, &tick, &out, &verdict);
@@ -138,15 +193,15 @@ int view_wait_for_others(pyps_store *s, uint32_t kind, uint32_t seen, uint64_t s
 
 int view_commit_waiting(pyps_store *s, struct event *e, uint32_t kind, uint64_t deadline, struct outcome *out,
                         uint64_t *waited) {
-    uint64_t since = wait_now_nanoseconds();
+    struct waiting waiting = waiting_until(kind, deadline);
     for (;;) {
         enum verdict verdict;
         uint32_t seen =
             view_sequence_word(s); /* read before deciding, so that no change in between is missed */
         int rc = view_commit(s, e, out, &verdict);
-        *waited = wait_now_nanoseconds() - since;
+        *waited = wait_now_nanoseconds() - waiting.since;
         if (rc || verdict != STEP_WAIT) return rc;
-        if ((rc = view_wait_for_others(s, kind, seen, since, out->at, deadline))) return rc;
+        if ((rc = view_wait_for_others(s, &waiting, seen, out->at))) return rc;
     }
 }
 
@@ -176,17 +231,17 @@ static bool ticket_possible(const pyps_store *s, const struct ticket *t) {
 }
 
 static int load_ticket_from(pyps_store *s, const struct view *v, uint64_t number) {
-    if (!view_valid(v, s->expected) || number > v->version)
+    if (number > v->version)
         return fail(PYPS_ECORRUPT, "ticket %llu: not among the %llu admitted; the segment is damaged",
                     (unsigned long long)number, (unsigned long long)v->version);
     FAILPOINT("ticket.checked");
-    struct ticket ticket = *view_ticket(v, number);
+    struct ticket ticket = *(const struct ticket *)part_of_view(s, v, view_ticket(s->expected, number));
     if (ticket.number != number || (ticket.kind == TICKET_ROUND && v->round_ticket != number))
         return TRY_AGAIN;
     uint32_t sources = ticket.kind == TICKET_ROUND ? *(const volatile uint32_t *)&v->round_sources : 0;
     s->ticket.number = 0; /* until all of the new one is here */
     s->source_count = sources <= s->geometry.max_participants ? sources : 0;
-    memcpy(s->sources, view_sources(v), s->source_count * sizeof *s->sources);
+    memcpy(s->sources, part_of_view(s, v, view_sources(s->expected)), s->source_count * sizeof *s->sources);
     if (!ticket_possible(s, &ticket))
         return fail(PYPS_ECORRUPT, "ticket %llu: names a staging buffer that does not exist",
                     (unsigned long long)number);

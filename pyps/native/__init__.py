@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument, StoreError
 from pyps.formats.turns import TurnSchedule
+from pyps.native import interrupt
 from pyps.native.values import (
     Advice,
     Claim,
@@ -62,6 +63,8 @@ def check(what: str, rc: int) -> None:
         return
     message = ffi.string(lib.pyps_error_message()).decode(errors="replace")
     code = ffi.string(lib.pyps_error_name(rc)).decode()
+    if code == "PYPS_EINTR" and (reason := interrupt.reason()) is not None:
+        raise reason
     cause = raised.pop() if raised else None
     raise ERRORS.get(code, StoreError)(what, message.removeprefix(f"{what}: ") or code) from cause
 
@@ -116,6 +119,11 @@ def unlink(name: str, force: bool = False) -> None:
     """Remove a segment's name; Busy while any process has it open, unless forced."""
     what = f"unlink {name!r}"
     check(what, lib.pyps_unlink(segment_name(what, name), int(force)))
+
+
+def remove(store: Pointer) -> None:
+    """Remove the name of this store's segment; SegmentNotFound if it has none, or another segment has it."""
+    check("remove", lib.pyps_remove(store))
 
 
 def probe(name: str) -> int:
@@ -186,6 +194,10 @@ def stage(store: Pointer, timeout: float) -> int:
     return int(staging[0])
 
 
+def unstage(store: Pointer, staging: int) -> None:
+    check("unstage", lib.pyps_unstage(store, unsigned("unstage", "buffer", staging, 32)))
+
+
 class Mapping:
     """A part of a segment as NumPy sees it; keeps the segment mapped as long as any array needs it."""
 
@@ -199,9 +211,7 @@ def staging(store: Pointer, staging: int, elements: int) -> tuple[Flat, weakref.
     """A zero-copy array over a staging buffer, and a reference that dies with the last array over it."""
     pointer = lib.pyps_staging(store, unsigned("staging", "buffer", staging, 32))
     if pointer == ffi.NULL:
-        raise InvalidArgument(
-            "staging", f"buffer: found {staging}; expected a staging buffer of a joined worker"
-        )
+        check("staging", lib.pyps_error_code())
     mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), elements, np.float32)
     return np.asarray(mapping), weakref.ref(mapping)
 
@@ -210,9 +220,7 @@ def staging_codes(store: Pointer, staging: int, size: int) -> tuple[NDArray[np.u
     """The same for the staging buffer's codes, `size` bytes."""
     pointer = lib.pyps_staging_codes(store, unsigned("staging", "buffer", staging, 32))
     if pointer == ffi.NULL:
-        raise InvalidArgument(
-            "staging", f"buffer: found {staging}; expected one of a joined worker, and memory"
-        )
+        check("staging", lib.pyps_error_code())
     mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), size, np.uint8)
     return np.asarray(mapping), weakref.ref(mapping)
 
@@ -459,7 +467,7 @@ def owned(out: Any) -> Pointer:
 
 
 def segment_name(what: str, name: str) -> bytes:
-    data = name.encode()
+    data = name.encode(errors="surrogateescape")
     if b"\0" in data:
         raise InvalidArgument(what, "name: found a NUL; expected letters, digits, '.', '_' or '-'")
     return data

@@ -160,6 +160,11 @@ class RemoteBackend:
                 return staging
         raise InvalidArgument("stage", f"all {count} staging buffers are in use; push one first")
 
+    def unstage(self, staging: int) -> None:
+        if staging not in self._staging_taken:
+            raise InvalidArgument("unstage", f"staging: found {staging}; expected one that stage() returned")
+        self._staging_taken.discard(staging)
+
     def staging(self, staging: int, elements: int) -> tuple[Flat, weakref.ref[Any]]:
         flat = self._staging_buffers.get(staging)
         if flat is None:

@@ -104,8 +104,8 @@ class Server:
         if not 0.0 < client_timeout_seconds <= FORGET_SECONDS:
             expected = f"more than 0, at most {FORGET_SECONDS:g} s"
             raise InputError("serve", "client_timeout", f"{client_timeout_seconds} s", expected)
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", store):
-            raise InputError("serve", "store", repr(store), "letters, digits, '.', '_' or '-'")
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", store):
+            raise InputError("serve", "store", repr(store), "1 to 200 letters, digits, '.', '_' or '-'")
         self.counters = Counters()
         self.store = store
         self._sessions: dict[bytes, ClientRecord] = {}

@@ -57,6 +57,9 @@ class RemoteStore(Store):
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         return cast(T, getattr(self._calls, function.__name__)(*arguments))
 
+    def _observe(self, function: Callable[..., T], *arguments: Any) -> T:
+        return self._call(function, *arguments)  # one call at a time has the link
+
     def _release(self, pointer: native.Pointer, joined: bool) -> None:
         calls = cast(RemoteBackend, pointer)
         with contextlib.suppress(StoreError):

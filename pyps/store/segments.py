@@ -63,7 +63,12 @@ def inspect(path: Path) -> Segment | None:
         state, detail = "in use", ""
     except StoreError as error:
         state, detail = error.code, error.message
-    return Segment(name, status.st_size, status.st_blocks * 512, state, detail)
+    return Segment(_shown(name), status.st_size, status.st_blocks * 512, state, _shown(detail))
+
+
+def _shown(text: str) -> str:
+    """With escapes for what a terminal would obey or could not show; a legal name has none of it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def collect_garbage() -> tuple[list[Segment], list[Segment]]:

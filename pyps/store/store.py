@@ -1,11 +1,12 @@
 """pyps.Store: one named segment as a Python object, with views instead of copies.
 
 Lifetime of views. A staging buffer is seen through NumPy arrays (and torch tensors over them) that keep the
-segment mapped: close() while some are alive leaves the store at once and unmaps when the last of them dies,
-so a forgotten view is never a crash. After leave() or close() the staging buffer is no longer this worker's:
-arrays still held by the store turn read-only, and every operation raises a typed error.
+segment mapped: close() while some are alive leaves the store at once and unmaps when the last of them dies.
+After leave() or close() the buffer is no longer this worker's: what such a view still writes stays in this
+process.
 
-Threads share a Store safely: its calls run one after another. A forked child must open the store itself.
+Threads share a Store safely: its calls run one after another, but for status, members, ranks and hyper, which
+wait for no other. What a signal's handler raises ends a wait. A forked child opens the store itself.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, NoReturn, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from pyps.errors import (
     Busy,
     Forked,
     InvalidArgument,
+    SegmentNotFound,
     SnapshotCancelled,
     StoreClosed,
     StoreError,
@@ -87,6 +89,8 @@ class Store:
         self._unlinks = unlinks
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._observing = threading.RLock()  # held while the mapping may change, and by each look at it
+        self._both = (self._lock, self._observing)
         self._staging_buffers: dict[int, StagingBuffer] = {}
         self._drawn = 0, 0  # the first sample last claimed, and the pushes rounded stochastically since
         self._views: list[weakref.ref[native.Mapping]] = []
@@ -178,7 +182,7 @@ class Store:
         if os.getpid() != self._pid:
             self._pointer = None
             return
-        with self._lock:
+        with self._lock, self._observing:
             pointer, self._pointer = self._pointer, None
             if pointer is None:
                 return
@@ -187,13 +191,14 @@ class Store:
             self._release(pointer, joined)
 
     def _release(self, pointer: native.Pointer, joined: bool) -> None:
+        if self._unlinks:
+            with suppress(SegmentNotFound):  # removed meanwhile; the name may be another's by now
+                native.remove(pointer)
         if not any(view() for view in self._views):
             native.close(pointer)
         elif joined:
             with suppress(StoreError):
                 native.leave(pointer)  # unmapped when the last view dies
-        if self._unlinks:
-            native.unlink(self.name, force=True)
 
     def join(self, rank: int | None = None, role: Role | JoinRole = "worker") -> int:
         """Become a participant; the rank, -1 for an observer. None: the lowest rank that no live worker has.
@@ -205,12 +210,12 @@ class Store:
         kind = Role[role.upper()] if isinstance(role, str) else role
         if kind is not Role.OBSERVER:
             check_known(self.layout.policy, self.policy_params())
-        self.rank = self._call(native.join, kind, -1 if rank is None else rank)
+        self.rank = self._locked(self._both, native.join, (kind, -1 if rank is None else rank))
         return self.rank
 
     def leave(self) -> None:
         """Stop participating: claimed samples go back, staging buffers are given up."""
-        self._call(native.leave)
+        self._locked(self._both, native.leave, ())
         with self._lock:
             self._retire()
 
@@ -261,6 +266,10 @@ class Store:
     def stage(self, timeout: float | None = None) -> StagingBuffer:
         """A staging buffer of this worker that is free to be filled, contents undefined. Raises Fenced."""
         return self.staging(self._call(native.stage, native.timeout_seconds(timeout)))
+
+    def unstage(self, staging: StagingBuffer | int) -> None:
+        """Give back a staging buffer after a refused push. Raises InvalidArgument if it waits in a round."""
+        self._call(native.unstage, staging if isinstance(staging, int) else staging.index)
 
     def staging(self, staging: int) -> StagingBuffer:
         """The zero-copy view of a staging buffer; it may only be written between stage() and push()."""
@@ -403,19 +412,19 @@ class Store:
         return split(flat, self.tensors)
 
     def status(self) -> Status:
-        return self._call(native.get_status)
+        return self._observe(native.get_status)
 
     def members(self) -> list[Member]:
         """Every participant slot that was ever used, in slot order."""
-        return [m for m in self._call(native.get_members, self.layout.max_participants) if m.id]
+        return [m for m in self._observe(native.get_members, self.layout.max_participants) if m.id]
 
     def ranks(self) -> list[RankCounters]:
         """What each rank has done, in rank order."""
-        return self._call(native.get_ranks, self.status().ranks)
+        return self._observe(native.get_ranks, self.status().ranks)
 
     def costs(self) -> list[RankCost]:
         """What each rank's steps cost, in rank order."""
-        return self._call(planning.get_costs, self.status().ranks)
+        return self._observe(planning.get_costs, self.status().ranks)
 
     def set_cost_model(self, model: CostModel) -> None:
         """Say what this worker's steps are expected to cost, for a re-plan before they are measured."""
@@ -423,7 +432,7 @@ class Store:
 
     def hyper(self) -> list[Hyper | None]:
         """The constants in force: of the last step of each group; None: no step yet, or an averaged group."""
-        return self._call(native.get_hyper, self.layout.groups)
+        return self._observe(native.get_hyper, self.layout.groups)
 
     def journal(self, path: str | os.PathLike[str] | None) -> None:
         """From now on append every decision taken through this handle to a file, which all of a run's share;
@@ -497,13 +506,25 @@ class Store:
     @overload
     def _call(self, function: Callable[..., T], *arguments: Any) -> T: ...
     def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        return self._locked([self._lock], function, arguments)
+
+    def _observe(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call what only looks at the store: while another thread's call waits, too."""
+        return self._locked([self._observing], function, arguments)
+
+    def _locked(self, locks: Sequence[Any], function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
         what = function.__name__.removeprefix("get_")
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # its locks may be held for ever
             raise Forked(what, f"opened by process {self._pid}, used by its child {os.getpid()}")
-        with self._lock:
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
             if self._pointer is None:
                 raise StoreClosed(what, "the store is closed")
             return self._run(function, *arguments)
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         return function(self._pointer, *arguments)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"store {self.name!r}: a handle cannot be copied; open the store again")

@@ -1,7 +1,9 @@
 /* chunk.pml: how chunk buffers change hands, in every interleaving.
  *
  * Two workers push, two observers pull, and one of them may be killed between any two of its steps; a worker
- * that lives reclaims what the dead one held. A step is one access to shared memory; names are those of csrc.
+ * that lives reclaims what the dead one held. With -DDEATHS there is one observer, and as many processes may be
+ * killed, and are not reclaimed: of the workers, the second one joins late, brings its spares, helps with the
+ * tickets that it finds, and both times it looks for a buffer there must be one. A step is one access to shared memory; names are those of csrc.
  * Simpler than there:
  *
  *   - A copy or an update of a whole buffer is no step: it lasts from the step before it to the one after it,
@@ -34,12 +36,24 @@
 #define NO_COMPLETION 6 /* the dead one's admitted push is forgotten */
 #define NO_RELEASE    7 /* the dead one's buffer is forgotten */
 #define STOPPED       8 /* the dead one is merely slow */
+#define HELP_FIRST    9 /* a joiner helps before it has brought its spares */
 #ifndef MUTANT
 #define MUTANT NO_FAULT
 #endif
+#ifndef DEATHS
+#define DEATHS 0 /* not reclaimed, of a worker that joins late and of the observer */
+#endif
 
 #define WORKERS 2 /* in slots 0 and 1 */
+#if DEATHS
+#define SLOTS   3
+#undef SPARES
+#define SPARES  4 /* two of each worker; the observer, which holds none, needs none of its own */
+#define JOINERS_SPARE(b) ((b) == CHUNKS || (b) == CHUNKS + 1)
+#else
 #define SLOTS   4
+#define JOINERS_SPARE(b) false
+#endif
 #define BUFFERS (CHUNKS + SPARES)
 #define NONE    7
 
@@ -52,6 +66,7 @@
 #define owner_holder(owner)        ((owner) >> 3 & 7)
 #define owner_chunk(owner)         ((owner) & 7)
 #define HOLDER_NOBODY              0
+#define HOLDER_ABSENT              7 /* not brought yet */
 #define holder_of(slot)            ((slot) + 1)
 
 byte words[CHUNKS];
@@ -125,16 +140,39 @@ inline try_claim(chunk) {
     fi
 }
 
+/* At any moment a process that needs a buffer could claim one: its search ends. */
+inline assert_one_is_free() {
+    d_step {
+        found = 0;
+        for (slot : 0 .. BUFFERS - 1) {
+            if
+            :: owner_holder(owners[slot]) == HOLDER_NOBODY && slot != word_buffer(words[0]) &&
+               chunk_hazard[0] != slot + 1 && chunk_hazard[1] != slot + 1 && chunk_hazard[2] != slot + 1 -> found++
+            :: else
+            fi
+        }
+        assert(found > 0);
+        found = 0; slot = 0
+    }
+}
+
 /* buffer_claim in buffers.c, with find_free: the buffer that a lost CAS left, or any free one */
 inline buffer_claim(chunk) {
     do
     :: atomic {
            private_buffer[me] == NONE ->
+#if DEATHS
+           assert_one_is_free();
+#endif
            if
            :: unheld(0)
            :: unheld(1)
            :: unheld(2)
            :: unheld(3)
+#if DEATHS
+           :: unheld(4)
+           :: unheld(5)
+#endif
            fi;
            owner = owners[buffer]
        }
@@ -212,15 +250,52 @@ inline reclaim() {
     }
 }
 
+/* bring_spares in participant.c */
+inline bring_spares() {
+    d_step {
+        for (slot : 0 .. BUFFERS - 1) {
+            if
+            :: JOINERS_SPARE(slot) -> owners[slot] = owner_make(0, HOLDER_NOBODY, NONE)
+            :: else
+            fi
+        }
+        slot = 0
+    }
+}
+
+/* take_over in participant.c: of the joiner, before its first push */
+inline take_over() {
+    if
+    :: me == 1 ->
+       if
+       :: MUTANT != HELP_FIRST -> bring_spares()
+       :: else
+       fi;
+       d_step { version = admitted }
+       chunks_follow();
+       if
+       :: MUTANT == HELP_FIRST -> bring_spares()
+       :: else
+       fi
+    :: else
+    fi
+}
+
 /* pyps_push in push.c, and reap_dead in participant.c */
 proctype worker(byte me) {
     byte version, chunk, word, buffer, slot;
+#if DEATHS
+    byte found;
+#endif
     short owner;
     {
+#if DEATHS
+        take_over();
+#endif
 end:    do
         :: d_step { admitted < PUSHES -> admitted++; version = admitted }
            chunks_follow()
-        :: d_step { dead != NONE && !locked -> locked = true }
+        :: d_step { dead != NONE && !locked && !DEATHS -> locked = true }
            reclaim()
         od
     } unless {
@@ -249,6 +324,9 @@ proctype observer(byte me) {
 /* When no process can take a step any more, every admitted push is in every chunk once, nothing is pinned, and
  * each buffer is its living holder's, or its chunk's, or free. */
 inline check_end() {
+#if DEATHS
+    skip /* what the dead held stays so */
+#else
     d_step {
         for (i : 0 .. SLOTS - 1) {
             assert(chunk_hazard[i] == 0)
@@ -263,6 +341,7 @@ inline check_end() {
                    private_buffer[(owner_holder(owners[i]) - 1) % WORKERS] == i)
         }
     }
+#endif
 }
 
 init {
@@ -271,6 +350,7 @@ init {
         for (i : 0 .. BUFFERS - 1) {
             if
             :: i < CHUNKS -> words[i % CHUNKS] = word_make(0, i); owners[i] = owner_make(0, HOLDER_NOBODY, i)
+            :: i >= CHUNKS && JOINERS_SPARE(i) -> owners[i] = owner_make(0, HOLDER_ABSENT, NONE); holds[i] = WRITTEN_BY(NONE)
             :: else -> owners[i] = owner_make(0, HOLDER_NOBODY, NONE); holds[i] = WRITTEN_BY(NONE)
             fi
         }
@@ -281,14 +361,29 @@ init {
         run worker(0);
         run worker(1);
         run observer(2);
+#if !DEATHS
         run observer(3)
+#endif
     }
+#if DEATHS
+    if
+    :: kill!1
+    :: true
+    fi;
+#if DEATHS > 1
+    if
+    :: kill!2
+    :: true
+    fi;
+#endif
+#else
     if /* one of each kind is enough: the two are alike */
     :: kill!0
     :: kill!2
     :: MUTANT == STOPPED -> dead = 2
     :: true
     fi;
+#endif
     timeout;
     check_end()
 }

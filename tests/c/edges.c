@@ -1,4 +1,4 @@
-/* edges.c: a process at the store's limits: out of descriptors, out of time, in a damaged segment.
+/* edges.c: a process at the store's limits: out of descriptors, in a damaged segment.
  *
  * Usage: edges NAME. Each case makes its own store, of one chunk unless it says otherwise; a push of 1 adds
  * -1 to all parameters.
@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "common.h"
+#include "../../csrc/store/segment.h"
 
 #define PARAMETERS 1000
 #define FLAT       1024
@@ -295,35 +296,96 @@ static void changing_round(void) {
     must(pyps_close(s), "close");
 }
 
-/* Whether waiting until that time slept at all. */
-static bool sleeps_until(pyps_store *s, uint64_t at) {
-    struct rusage before, after;
-    uint64_t now = wait_now_nanoseconds();
-    getrusage(RUSAGE_THREAD, &before);
-    must(view_wait_for_others(s, PYPS_WAITS_TURN, view_sequence_word(s), now, at, UINT64_MAX), "wait");
-    getrusage(RUSAGE_THREAD, &after);
-    return after.ru_nvcsw != before.ru_nvcsw;
+/* A look at the store needs no slot: not even in a store whose slots are all taken. */
+static void full_house(void) {
+    pyps_store *s = created(1, PYPS_ASP, 60), *every[8], *watcher;
+    pyps_push_result result;
+    pyps_status status;
+    pyps_hyper hyper;
+    uint32_t dead = 9;
+    for (int i = 0; i < 8; i++) {
+        must(pyps_open("edges", &every[i]), "open");
+        must(pyps_join(every[i], i ? PYPS_OBSERVER : PYPS_WORKER, -1, NULL), "join");
+    }
+    must(push_value(every[0], 1, PYPS_F32, &result), "push");
+    must(pyps_open("edges", &watcher), "open");
+    must(pyps_get_status(watcher, &status), "status");
+    must(pyps_get_hyper(watcher, &hyper, 1), "hyper");
+    must(pyps_reap(watcher, &dead), "reap");
+    CHECK(status.version == 1 && hyper.lr == 1 && !dead, "version %llu, lr %g, %u dead",
+          (unsigned long long)status.version, (double)hyper.lr, dead);
+    for (int i = 0; i < 8; i++) must(pyps_close(every[i]), "close");
+    must(pyps_close(watcher), "close"), must(pyps_close(s), "close");
 }
 
-/* A time that came during the decision to wait for it is not slept through. */
-static void passed_time(void) {
-    pyps_store *s = created(1, PYPS_ASP, 60);
-    unsigned slept = 0;
-    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
-    for (int i = 0; i < 5; i++)
-        slept += sleeps_until(s, wait_now_nanoseconds()); /* it may sleep for another reason */
-    CHECK(slept < 5, "slept each time");
-    must(pyps_close(s), "close");
-}
-
-/* Timeouts that are infinite or not numbers. */
-static void odd_timeouts(void) {
-    pyps_store *s = created(2, PYPS_ASP, 60);
+/* A round of 2^32 samples: their number does not fit in 32 bits. */
+static void huge_round(void) {
+    static const uint32_t batches[] = {1u << 31, 1u << 31};
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    pyps_config config = small_config(&tensor, batches, 2, PYPS_BSP);
+    pyps_store *s, *other;
+    pyps_push_result result;
     pyps_claim claim;
-    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
-    expect(pyps_start(s, NAN, &claim), PYPS_ETIMEDOUT, "start within NaN seconds");
-    CHECK(wait_deadline_after(INFINITY) == UINT64_MAX, "an infinite deadline passes");
+    uint32_t staging;
+    must(pyps_create("edges", &config, &s), "create");
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join"), other = joined();
+    must(pyps_start(s, 1, &claim), "start"), must(pyps_stage(s, 1, &staging), "stage");
+    expect(push_staging(s, staging, 1, claim.count, &result), PYPS_ETIMEDOUT, "push");
+    must(push_value(other, 3, PYPS_F32, &result), "the other's push");
+    CHECK(result.samples == UINT64_C(1) << 32, "found %llu samples", (unsigned long long)result.samples);
+    check_parameter(other, -2);
+    must(pyps_close(other), "close"), must(pyps_close(s), "close");
+}
+
+/* A correction under a policy that has none: there is no room for what it reads. */
+static void needless_lambda(void) {
+    static const uint32_t batches[] = {4};
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    pyps_store *s, *opened;
+    config.policy_params.lambda_ = 0.5;
+    expect(pyps_create("edges", &config, &s), PYPS_EINVAL, "create");
+    s = created(1, PYPS_ASP, 60);
+    s->header->geometry.policy_params.lambda_ = 0.5;
+    s->header->checksum = geometry_checksum(&s->header->geometry, (void *)(s->base + s->layout.tensors),
+                                            (void *)(s->base + s->layout.groups));
+    expect(pyps_open("edges", &opened), PYPS_ECORRUPT, "open");
     must(pyps_close(s), "close");
+}
+
+static uint64_t core_time; /* nanoseconds */
+
+static void step_core(pyps_core *core, uint32_t kind, pyps_decision *out) {
+    static const uint32_t batches[] = {7};
+    pyps_event e = {.kind = kind, .now = ++core_time, .rank = -1, .state = PYPS_DEAD, .batches = batches};
+    must(pyps_core_step(core, &e, out), "step");
+}
+
+/* Workers die one after the other, each with a part of what the first one had: no sample is forgotten. */
+static void many_deaths(void) {
+    static const uint32_t batches[] = {1000};
+    pyps_config config = {
+        .size = sizeof config, .policy = PYPS_ASP, .ranks = 1, .samples = 1000, .batches = batches};
+    pyps_core *core;
+    pyps_decision d;
+    uint32_t assigned = 0;
+    must(pyps_core_create(&config, &core), "core");
+    for (int i = 0; i < 100; i++) {
+        step_core(core, PYPS_ON_JOIN, &d), step_core(core, PYPS_ON_START, &d);
+        step_core(core, PYPS_ON_LEAVE, &d);
+        if (!i) step_core(core, PYPS_ON_REPLAN, &d);
+    }
+    step_core(core, PYPS_ON_JOIN, &d);
+    while (assigned < 1000) {
+        step_core(core, PYPS_ON_START, &d);
+        CHECK(d.first == assigned && d.count, "after %u samples: found %u from %llu", assigned, d.count,
+              (unsigned long long)d.first);
+        assigned += d.count;
+        pyps_event push = {.kind = PYPS_ON_PUSH, .now = ++core_time, .samples = d.count};
+        must(pyps_core_step(core, &push, &d), "push");
+    }
+    pyps_core_free(core);
+    must(pyps_close(created(1, PYPS_ASP, 60)), "close");
 }
 
 static int pushed_in_turn(pyps_store *s) {
@@ -367,6 +429,10 @@ static const struct {
     const char *name;
     void (*body)(void);
 } tests[] = {
+    {"huge-round", huge_round},
+    {"needless-lambda", needless_lambda},
+    {"many-deaths", many_deaths},
+    {"full-house", full_house},
     {"out-of-descriptors", out_of_descriptors},
     {"first-thread-ends", first_thread_ends},
     {"staging-in-round", staging_in_round},
@@ -376,8 +442,6 @@ static const struct {
     {"damaged-ranks", damaged_ranks},
     {"full-round", full_round},
     {"changing-round", changing_round},
-    {"passed-time", passed_time},
-    {"odd-timeouts", odd_timeouts},
     {"schedule", schedule},
 };
 

@@ -1,6 +1,6 @@
 """Look for new inputs that matter, with clang's libFuzzer, and keep those that reach new code in the corpus.
 
-    python tests/c/libfuzzer.py attach|decode [--seconds 60]
+    python tests/c/libfuzzer.py attach|decode|journal [--seconds 60]
 
 Ends with libFuzzer's report if an input does harm; that input is then the file named there.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import programs
 
-LONGEST_BYTES = {"attach": 120, "decode": 600}
+LONGEST_BYTES = {"attach": 120, "decode": 600, "journal": 120}
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
         old, new = folder / "old", folder / "new"
         flags = [*programs.FLAGS, "-DPYPS_FAILPOINTS", "-O1"]
         flags += [f"-fsanitize=fuzzer,address,{programs.UNDEFINED}", "-fno-sanitize-recover=all"]
-        sources = [*sorted(programs.CSRC.glob("*.c")), programs.C / f"fuzz_{options.of}.c"]
+        sources = [*sorted(programs.CSRC.rglob("*.c")), programs.C / f"fuzz_{options.of}.c"]
         subprocess.run(
             ["clang", *flags, *map(str, sources), "-o", str(program), "-lm", "-lpthread"], check=True
         )

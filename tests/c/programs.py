@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1",
 }
-FUZZED = ("attach", "decode")
+FUZZED = ("attach", "decode", "journal")
 PROTOCOL = (
     "late-reader",
     "late-reader-meets-saver",
@@ -47,7 +47,20 @@ PROTOCOL = (
     "fork-while-opening",
     "anonymous-reader",
 )
+DEATHS = (
+    "killed-joiners",
+    "stopped-joiners",
+    "killed-helpers",
+    "killed-reapers",
+    "killed-reader",
+)
+MISUSE = ("null-arguments", "double-close", "constants", "truncated", "other-clock", "changed-tensor")
+WAITS = ("passed-time", "odd-timeouts", "paused-job", "killed-waiter", "interrupted-wait")
 EDGES = (
+    "full-house",
+    "huge-round",
+    "needless-lambda",
+    "many-deaths",
     "out-of-descriptors",
     "first-thread-ends",
     "staging-in-round",
@@ -57,8 +70,6 @@ EDGES = (
     "damaged-ranks",
     "full-round",
     "changing-round",
-    "passed-time",
-    "odd-timeouts",
     "schedule",
 )
 
@@ -154,9 +165,15 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
         rounds = str(10 * faults)
         return [*commands, ("threads", "asp", rounds), ("threads", "bsp", rounds)]
     torture = [
-        ("torture", policy, optimizer, str(faults), "1", clip_norm)
-        for policy, optimizer, clip_norm in (("asp", "adamw", "0"), ("bsp", "momentum", "100"))
+        ("torture", policy, optimizer, str(faults), "1", chunks, buffers, clip_norm)
+        for policy, optimizer, chunks, buffers, clip_norm in (
+            ("asp", "adamw", "4", "2", "0"),
+            ("bsp", "momentum", "1", "1", "100"),
+        )
     ]
+    commands += [("deaths", name) for name in DEATHS]
+    commands += [("misuse", name) for name in MISUSE]
+    commands += [("waits", name) for name in WAITS]
     commands += [("edges", name) for name in EDGES]
     fuzz = [(f"fuzz_{of}", str(corpus(of)), "1", str(100 * faults)) for of in FUZZED]
     return [("kernels",), *commands, *fuzz, *torture]

@@ -210,7 +210,10 @@ static void late_remover(pyps_store *worker) {
     CHECK(remover.rc == PYPS_ENOENT, "the late remover: found %s", pyps_error_name(remover.rc));
     must(pyps_open("passing", &opened), "the new run's segment");
     must(pyps_close(opened), "close"), must(pyps_close(s), "close");
-    must(pyps_unlink("passing", 0), "unlink");
+    stall(&remover, NULL, run_unlink, "unlink.checked"); /* no other may remove it now, by force or not */
+    CHECK(pyps_unlink("passing", 1) == PYPS_EBUSY, "removed twice");
+    let_go(&remover);
+    must(remover.rc, "unlink");
 }
 
 /* Others apply a stopped pusher's ticket, chunk after chunk, and wait for it only once. */

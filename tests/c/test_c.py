@@ -21,19 +21,42 @@ def program(programs_folder: Path) -> Path:
 
 
 CASES = [
-    ("asp", "adamw", 0.0), ("bsp", "sgd", 0.0), ("bsp", "momentum", torture.CLIP_NORM),
-    ("backup", "adamw", torture.CLIP_NORM), ("ssp", "sgd", torture.CLIP_NORM), ("dssp", "momentum", 0.0),
-    ("saps", "momentum", 0.0), ("r2sp", "adamw", 0.0), ("hps", "sgd", torture.CLIP_NORM),
-]  # fmt: skip
+    torture.Case("asp", "adamw"),
+    torture.Case("asp", "sgd", chunks=1, buffers=1),
+    torture.Case("bsp", "sgd"),
+    torture.Case("bsp", "momentum", chunks=1, buffers=1, clip_norm=torture.CLIP_NORM),
+    torture.Case("backup", "adamw", clip_norm=torture.CLIP_NORM),
+    torture.Case("ssp", "sgd", chunks=64, clip_norm=torture.CLIP_NORM),
+    torture.Case("dssp", "momentum"),
+    torture.Case("saps", "momentum", buffers=1),
+    torture.Case("r2sp", "adamw"),
+    torture.Case("hps", "sgd", clip_norm=torture.CLIP_NORM),
+]
 
 
-@pytest.mark.parametrize(("policy", "optimizer", "clip_norm"), CASES)
-def test_no_push_is_lost_or_doubled_at_any_crash(
-    program: Path, policy: str, optimizer: str, clip_norm: float
-) -> None:
-    done = torture.torture(program, policy, optimizer, FAULTS, seed=2026, clip_norm=clip_norm)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_push_is_lost_or_doubled_at_any_crash(program: Path, case: torture.Case) -> None:
+    done = torture.torture(program, case, FAULTS, seed=2026)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{policy} {optimizer}: {FAULTS} faults survived" in done.stdout
+    assert f"{case.policy} {case.optimizer}: {FAULTS} faults survived" in done.stdout
+
+
+@pytest.mark.parametrize("name", programs.DEATHS)
+def test_the_others_go_on_after_two_deaths_or_stops(programs_folder: Path, name: str) -> None:
+    done = programs.run(programs.build(programs_folder, "deaths"), name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", programs.WAITS)
+def test_waiting(programs_folder: Path, name: str) -> None:
+    done = programs.run(programs.build(programs_folder, "waits"), name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", programs.MISUSE)
+def test_what_is_wrong_is_an_error(programs_folder: Path, name: str) -> None:
+    done = programs.run(programs.build(programs_folder, "misuse"), name)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_instruction_set_has_the_scalar_bits(programs_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Segments and encoded data of any bytes, under AddressSanitizer: seeded mutations of a corpus."""
+"""Segments, encoded data and journals of any bytes, under AddressSanitizer: seeded mutations of a corpus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import programs
 import pytest
 
-RUNS = {"attach": 2_000, "decode": 10_000}  # in segments, rounds wait for real deadlines
+RUNS = {"attach": 2_000, "decode": 10_000, "journal": 10_000}  # in segments, rounds wait for real deadlines
 
 
 @pytest.fixture
@@ -42,6 +42,7 @@ MUTATIONS = {
             "",
         ),
     ),
+    "sizes in a journal are believed": ("journal", programs.Change("policy/replay.c", "!view_sized(v)", "0")),
     "lengths are believed": (
         "decode",
         programs.Change("kernels/codec.c", "if (bytes != pyps_encoded_bytes(codec, count))", "if (0)"),

@@ -36,6 +36,7 @@ SIZES = {  # as Spin 6.5.2 counts states: another number is another protocol
     "a buffer goes from chunk to chunk": ("chunk.pml", {"CHUNKS": 2, "PUSHES": 1}, 1_634_665),
     "no process waits for the dead": ("chunk.pml", {"PUSHES": 1, "SPARES": 3}, 180_391),
     "one norm for every chunk of a round": ("clip.pml", {}, 484_178),
+    "a late joiner dies": ("chunk.pml", {"PUSHES": 2, "DEATHS": 1}, 1_898_780),  # DEATHS 2: 3,419,580
 }
 
 
@@ -60,6 +61,7 @@ MUTANTS = {
     "NO_COMPLETION": "admitted",  # a push is lost
     "NO_RELEASE": "owners[",  # a buffer is lost
     "STOPPED": TORN,
+    "HELP_FIRST": "found",  # there is no buffer left
 }
 OVERWRITTEN = "gradient=="  # a gradient that is read is of another round
 NORM_MUTANTS = {
@@ -75,8 +77,9 @@ NORM_MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_fault_in_the_protocol_is_found(tmp_path: Path, mutant: str) -> None:
-    chunks = 2 if mutant == "NO_CHUNK" else 1
-    assert_found(MUTANTS[mutant], *search(tmp_path, "chunk.pml", CHUNKS=chunks, MUTANT=mutant))
+    chunks, deaths = (2 if mutant == "NO_CHUNK" else 1), (2 if mutant == "HELP_FIRST" else 0)
+    found = search(tmp_path, "chunk.pml", CHUNKS=chunks, MUTANT=mutant, DEATHS=deaths)
+    assert_found(MUTANTS[mutant], *found)
 
 
 @pytest.mark.parametrize("mutant", NORM_MUTANTS)

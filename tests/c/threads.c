@@ -37,6 +37,7 @@ static pyps_store *opened(void) {
 }
 
 static void closed(pyps_store *s) {
+    s->role = PYPS_OBSERVER; /* its staging buffers stay mapped, for the others */
     if (s->slot != NONE) must(pyps_leave(s), "leave");
     s->base = NULL; /* not this handle's to unmap */
     must(pyps_close(s), "close");

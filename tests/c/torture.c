@@ -1,15 +1,16 @@
-/* torture.c: workers that are killed and stopped at every failpoint of the store, and the parameters that
+/* torture.c: processes that are killed and stopped at every failpoint of the store, and the parameters that
  * must come out.
  *
- * Usage: torture POLICY OPTIMIZER FAULTS SEED CLIP_NORM. Every push has the same gradient, so the parameters at
- * version V are those after V optimizer steps, whichever worker died and wherever: a push lost, doubled or torn,
- * or a norm of other chunks than all, would show in their bits. `expected` takes those steps with the scalar
- * kernels alone. Every codec carries the
+ * Usage: torture POLICY OPTIMIZER FAULTS SEED CHUNKS BUFFERS CLIP_NORM: so many chunks, and staging buffers a
+ * worker. Three workers push, an observer joins and leaves, and a reaper without a slot looks for the dead. Every
+ * push has the same gradient, so the parameters at version V are those after V optimizer steps, whichever worker
+ * died and wherever: a push lost, doubled or torn, or a norm of other chunks than all, would show in their bits.
+ * `expected` takes those steps with the scalar kernels alone. Every codec carries the
  * gradients exactly. Each push draws a codec, error feedback or not, and whether it is an exchange.
  *
- * A worker draws a fault and how many failpoints it passes before it. A stop is short, or longer than the
- * round timeout, so that the worker wakes up fenced; then the worker goes on to its next fault, or is killed
- * as it is.
+ * Each draws a fault and how many failpoints it passes before it. A stop is short, or longer than the round
+ * timeout, so that a worker wakes up fenced; then the process goes on to its next fault, or is killed as it is.
+ * Some stops take a second process along, wherever that is.
  */
 #include <math.h>
 #include <signal.h>
@@ -21,10 +22,10 @@
 #include "common.h"
 
 #define WORKERS               3
-#define PARAMETERS            4000
+#define CHILDREN              5 /* after the workers: the observer and the reaper */
 #define CHUNK                 1024
-#define FLAT                  8192
-#define PERIOD                7 /* of gradients over the parameters */
+#define UNUSED                96 /* at the end of the last chunk */
+#define PERIOD                7  /* of gradients over the parameters */
 #define POINTS                64
 #define ROUND_TIMEOUT_SECONDS 0.1
 #define SHORT_STOP            UINT64_C(5000000)   /* nanoseconds */
@@ -41,6 +42,8 @@ static struct shared {
 static const float pattern[PERIOD] = {889, -889, 0, 889, 0, -889, 889};
 
 static unsigned optimizer;
+static int parameters;
+static float *flat; /* [parameters + UNUSED] */
 static pyps_hyper hypers[] = {
     [PYPS_SGD] = {.lr = 1},
     [PYPS_MOMENTUM] = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.001f, .nesterov = 1},
@@ -53,7 +56,9 @@ static long countdown; /* failpoints left until this process's next fault; 0: no
 static int fault;
 
 static void draw_fault(void) {
-    countdown = 1 + rand() % 400;
+    long most = 400; /* in a store of many chunks now and then enough to get to the last ones */
+    for (int chunks = parameters / CHUNK; chunks > 4 && rand() % 8; chunks /= 2) most *= 2;
+    countdown = 1 + rand() % most;
     fault = rand() % 3 ? SIGKILL : SIGSTOP;
 }
 
@@ -79,7 +84,7 @@ void pyps_failpoint(const char *name) {
 /* What clipping multiplies the gradient by; its squares are whole numbers, so their order does not matter. */
 static float clip_factor(void) {
     double sum = 0, bound = (double)hypers[optimizer].clip_norm;
-    for (int i = 0; i < PARAMETERS; i++) sum += (double)pattern[i % PERIOD] * (double)pattern[i % PERIOD];
+    for (int i = 0; i < parameters; i++) sum += (double)pattern[i % PERIOD] * (double)pattern[i % PERIOD];
     return bound > 0 ? (float)(bound / (sqrt(sum) + 1e-6)) : 1.0f;
 }
 
@@ -99,9 +104,9 @@ static const float *expected(uint64_t version) {
     return vectors[at % 2][0];
 }
 
-static void check(const float *flat, uint64_t version) {
+static void check(uint64_t version) {
     const float *right = expected(version);
-    for (int i = 0; i < PARAMETERS; i++)
+    for (int i = 0; i < parameters; i++)
         if (memcmp(&flat[i], &right[i % PERIOD], sizeof *flat)) {
             fprintf(stderr, "snapshot of version %llu: parameter %d: found %.9g; expected %.9g\n",
                     (unsigned long long)version, i, (double)flat[i], (double)right[i % PERIOD]);
@@ -110,8 +115,8 @@ static void check(const float *flat, uint64_t version) {
 }
 
 /* Every chunk of a pull or an exchange is of one version, whichever that is. */
-static void check_whole(const float *flat) {
-    for (int i = PERIOD; i < PARAMETERS; i++)
+static void check_whole(void) {
+    for (int i = PERIOD; i < parameters; i++)
         if (i % CHUNK >= PERIOD && memcmp(&flat[i], &flat[i - PERIOD], sizeof *flat)) {
             fprintf(stderr, "parameter %d: found %.9g; expected %.9g: the chunk is torn\n", i,
                     (double)flat[i], (double)flat[i - PERIOD]);
@@ -129,7 +134,7 @@ static bool done(pyps_store *s, int rc, const char *what) {
 
 static const uint32_t codecs[] = {PYPS_F32, PYPS_F16, PYPS_INT8, PYPS_INT4, PYPS_NF4};
 
-static void push_once(pyps_store *s, float *flat) {
+static void push_once(pyps_store *s) {
     pyps_claim claim;
     pyps_push_result result;
     uint64_t version;
@@ -137,10 +142,10 @@ static void push_once(pyps_store *s, float *flat) {
     int rc = pyps_start(s, 1, &claim);
     if (rc == PYPS_ETIMEDOUT || !done(s, rc, "start")) return;
     if (!done(s, pyps_pull(s, flat, &version), "pull")) return;
-    check_whole(flat);
+    check_whole();
     must(pyps_stage(s, 20, &staging), "stage");
     float *gradient = pyps_staging(s, staging);
-    for (int i = 0; i < PARAMETERS; i++) gradient[i] = pattern[i % PERIOD];
+    for (int i = 0; i < parameters; i++) gradient[i] = pattern[i % PERIOD];
     pyps_push_args args = {.size = sizeof args,
                            .staging = staging,
                            .samples = claim.count,
@@ -153,30 +158,54 @@ static void push_once(pyps_store *s, float *flat) {
         if (done(s, pyps_push(s, &args, &result), "push")) shared->acknowledged++;
     } else if (done(s, pyps_exchange(s, &args, flat, &result, &version), "exchange")) {
         shared->acknowledged++;
-        check_whole(flat);
+        check_whole();
     }
 }
 
-static void snapshot_once(pyps_store *s, float *flat) {
+static void snapshot_once(pyps_store *s) {
     uint64_t version;
     int rc = pyps_snapshot(s, flat, NULL, NULL, 5, &version);
     if (rc == PYPS_ESTALE || rc == PYPS_ETIMEDOUT) return;
-    if (done(s, rc, "snapshot")) check(flat, version);
+    if (done(s, rc, "snapshot")) check(version);
 }
 
-static void work(int rank, unsigned seed) {
-    static float flat[FLAT];
+static void work(pyps_store *s, int rank) {
+    must(pyps_join(s, PYPS_WORKER, rank, NULL), "join");
+    while (!shared->finish) {
+        push_once(s);
+        if (rand() % 8 == 0) snapshot_once(s);
+    }
+    must(pyps_leave(s), "leave");
+}
+
+static void observe(pyps_store *s) {
+    uint64_t version;
+    while (!shared->finish) {
+        must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "join as an observer");
+        must(pyps_pull(s, flat, &version), "an observer's pull");
+        check_whole();
+        if (rand() % 8 == 0) snapshot_once(s);
+        must(pyps_leave(s), "an observer's leave");
+    }
+}
+
+static void reap(pyps_store *s) {
+    pyps_status status;
+    while (!shared->finish) {
+        must(pyps_reap(s, NULL), "reap without a slot");
+        must(pyps_get_status(s, &status), "status without a slot");
+    }
+}
+
+static void live(int child, unsigned seed) {
     pyps_store *s;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     srand(seed);
     draw_fault();
     must(pyps_open("torture", &s), "open");
-    must(pyps_join(s, PYPS_WORKER, rank, NULL), "join");
-    while (!shared->finish) {
-        push_once(s, flat);
-        if (rand() % 8 == 0) snapshot_once(s, flat);
-    }
-    must(pyps_leave(s), "leave");
+    if (child < WORKERS) work(s, child);
+    else if (child == WORKERS) observe(s);
+    else reap(s);
     exit(0);
 }
 
@@ -186,15 +215,15 @@ struct child {
     int with;           /* the signal that ends the stop */
 };
 
-static void spawn(struct child *children, int rank, unsigned seed) {
-    children[rank] = (struct child){.pid = fork()};
-    if (!children[rank].pid) work(rank, seed);
+static void spawn(struct child *children, int index, unsigned seed) {
+    children[index] = (struct child){.pid = fork()};
+    if (!children[index].pid) live(index, seed);
 }
 
 /* Ends the stops that have lasted long enough. */
 static void resume(struct child *children) {
-    for (int rank = 0; rank < WORKERS; rank++) {
-        struct child *c = &children[rank];
+    for (int i = 0; i < CHILDREN; i++) {
+        struct child *c = &children[i];
         if (!c->resume_at || wait_now_nanoseconds() < c->resume_at) continue;
         c->resume_at = 0;
         kill(c->pid, c->with);
@@ -202,40 +231,46 @@ static void resume(struct child *children) {
     usleep(300);
 }
 
-static int rank_of(const struct child *children, pid_t pid) {
-    int rank = 0;
-    while (children[rank].pid != pid) rank++;
-    return rank;
+static int index_of(const struct child *children, pid_t pid) {
+    int index = 0;
+    while (children[index].pid != pid) index++;
+    return index;
 }
 
-/* Runs until so many faults have been survived; returns how many workers were killed. */
+static void stopped(struct child *children, int index) {
+    struct child *other = &children[rand() % CHILDREN];
+    children[index].resume_at = wait_now_nanoseconds() + (rand() % 16 ? SHORT_STOP : LONG_STOP);
+    children[index].with = rand() % 4 ? SIGCONT : SIGKILL;
+    if (rand() % 3 == 0 && other->pid && !other->resume_at) kill(other->pid, SIGSTOP);
+}
+
+/* Runs until so many faults have been survived; returns how many processes were killed. */
 static unsigned torment(int faults, unsigned seed) {
-    struct child children[WORKERS];
+    struct child children[CHILDREN];
     unsigned kills = 0;
     srand(seed);
-    for (int rank = 0; rank < WORKERS; rank++) spawn(children, rank, seed++);
-    for (int survived = 0, running = WORKERS; running;) {
+    for (int i = 0; i < CHILDREN; i++) spawn(children, i, seed++);
+    for (int survived = 0, running = CHILDREN; running;) {
         int status;
         pid_t pid = waitpid(-1, &status, WUNTRACED | WNOHANG);
         if (!pid) {
             resume(children);
             continue;
         }
-        int rank = rank_of(children, pid);
+        int index = index_of(children, pid);
         if (WIFEXITED(status) && (WEXITSTATUS(status) || !shared->finish)) {
-            fprintf(stderr, "rank %d failed by itself\n", rank);
+            fprintf(stderr, "process %d failed by itself\n", index);
             exit(1);
         }
         if (!WIFEXITED(status) && ++survived >= faults) shared->finish = 1;
         kills += WIFSIGNALED(status);
         if (WIFSTOPPED(status)) {
-            children[rank].resume_at = wait_now_nanoseconds() + (rand() % 16 ? SHORT_STOP : LONG_STOP);
-            children[rank].with = rand() % 4 ? SIGCONT : SIGKILL;
+            stopped(children, index);
         } else if (shared->finish) {
-            children[rank] = (struct child){0};
+            children[index] = (struct child){0};
             running--;
         } else {
-            spawn(children, rank, seed++);
+            spawn(children, index, seed++);
         }
     }
     return kills;
@@ -252,12 +287,11 @@ static uint32_t buffers_lost(const pyps_store *s) {
 }
 
 static void verify(pyps_store *s, int faults, unsigned kills) {
-    static float flat[FLAT];
     uint64_t version;
     must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "observer");
     must(pyps_reap(s, NULL), "reap");
     must(pyps_snapshot(s, flat, NULL, NULL, 5, &version), "final snapshot");
-    check(flat, version);
+    check(version);
     unsigned long acknowledged = shared->acknowledged, lost = buffers_lost(s);
     bool alone = !s->policy->stages; /* a push, a ticket */
     if (lost || (alone && (version < acknowledged || version > acknowledged + kills + WORKERS))) {
@@ -272,32 +306,29 @@ static void verify(pyps_store *s, int faults, unsigned kills) {
     printf("\n");
 }
 
-int main(int argc, char **argv) {
-    if (argc != 6) return 2;
-    while (strcmp(optimizers[optimizer], argv[2]))
-        if (++optimizer == sizeof optimizers / sizeof *optimizers) return 2;
-    int faults = atoi(argv[3]);
-    hypers[optimizer].clip_norm = (float)atof(argv[5]);
-    alarm(60 + (unsigned)faults / 2);
-    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
-    uint32_t batches[WORKERS] = {2, 2, 2};
-    pyps_config config = {
-        .size = sizeof config,
-        .chunk_params = CHUNK,
-        .max_participants = 8,
-        .ranks = WORKERS,
-        .groups = 1,
-        .tensors = 1,
-        .optimizer = optimizer,
-        .policy = policy_numbered(argv[1]),
-        .policy_params =
-            {.backup = 1, .bound = 1, .extra = 2, .slack = 1, .patience = 2, .scaling = PYPS_SCALE_NONE},
-        .round_timeout_seconds = ROUND_TIMEOUT_SECONDS,
-        .batches = batches,
-        .tensor = &tensor};
+static pyps_store *created(const char *policy, unsigned staging_buffers) {
+    static const uint32_t batches[WORKERS] = {2, 2, 2};
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {(uint64_t)parameters}};
+    pyps_config config = small_config(&tensor, batches, WORKERS, policy_numbered(policy));
+    config.max_participants = 10, config.staging_buffers = staging_buffers;
+    config.optimizer = optimizer;
+    config.policy_params.bound = 1;
+    config.round_timeout_seconds = ROUND_TIMEOUT_SECONDS;
     pyps_store *s;
     must(pyps_create("torture", &config, &s), "create");
+    return s;
+}
+
+int main(int argc, char **argv) {
+    if (argc != 8) return 2;
+    while (strcmp(optimizers[optimizer], argv[2]))
+        if (++optimizer == sizeof optimizers / sizeof *optimizers) return 2;
+    int faults = atoi(argv[3]), chunks = atoi(argv[5]);
+    alarm(60 + (unsigned)faults * (unsigned)(1 + chunks / 64) / 2);
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    parameters = chunks * CHUNK - UNUSED, flat = calloc((size_t)chunks, CHUNK * sizeof *flat);
+    hypers[optimizer].clip_norm = (float)atof(argv[7]);
+    pyps_store *s = created(argv[1], (unsigned)atoi(argv[6]));
     unsigned kills = torment(faults, (unsigned)atoi(argv[4]));
     verify(s, faults, kills);
     must(pyps_close(s), "close");

@@ -1,4 +1,7 @@
-"""Builds the store with failpoints and torments it: python tests/c/torture.py --faults 5000 [--seed 1]."""
+"""Builds the store with failpoints and torments it: python tests/c/torture.py --faults 5000 [--seed 1].
+
+Each case gets faults by its size, and rounds of all cases follow one another until so many are survived.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import programs
 
@@ -19,29 +23,48 @@ def build(folder: Path) -> Path:
     return programs.build(folder, "torture")
 
 
-def torture(
-    program: Path, policy: str, optimizer: str, faults: int, seed: int, clip_norm: float = 0.0
-) -> subprocess.CompletedProcess[str]:
+class Case(NamedTuple):
+    """What a store is tormented with: its policy and optimizer, chunks, and staging buffers of a worker."""
+
+    policy: str
+    optimizer: str
+    chunks: int = 4
+    buffers: int = 2
+    clip_norm: float = 0.0
+
+
+CASES = tuple(
+    Case(policy, optimizer, chunks, buffers, clip_norm)
+    for policy, optimizer in itertools.product(("asp", "bsp"), ("sgd", "momentum", "adamw"))
+    for chunks, buffers, clip_norm in ((4, 2, 0.0), (1, 1, CLIP_NORM), (64, 2, CLIP_NORM), (4096, 1, 0.0))
+)
+
+
+def torture(program: Path, case: Case, faults: int, seed: int) -> subprocess.CompletedProcess[str]:
     """Run one torture in a segment folder of its own, which must be empty afterwards."""
-    return programs.run(program, policy, optimizer, str(faults), str(seed), str(clip_norm))
+    sizes = str(case.chunks), str(case.buffers), str(case.clip_norm)
+    return programs.run(program, case.policy, case.optimizer, str(faults), str(seed), *sizes)
 
 
 def main() -> int:
-    """Equal parts under each policy and optimizer; exit code 1 at the first not survived."""
+    """Run the cases; exit code 1 at the first one not survived."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    cases = list(itertools.product(("asp", "bsp"), ("sgd", "momentum", "adamw"), (0.0, CLIP_NORM)))
+    survived, turn = 0, 0
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
-        for policy, optimizer, clip_norm in cases:
-            faults = -(-options.faults // len(cases))
-            done = torture(program, policy, optimizer, faults, options.seed, clip_norm)
+        while survived < options.faults:
+            case = CASES[turn % len(CASES)]
+            faults = max(8, 1000 // case.chunks if case.chunks > 4 else options.faults // 20)
+            done = torture(program, case, faults, options.seed + turn)
             print(done.stdout, done.stderr, sep="", end="", flush=True)
             if done.returncode:
-                print(f"{policy} {optimizer}: failed with {done.returncode}")
+                print(f"{case}, seed {options.seed + turn}: failed with {done.returncode}")
                 return 1
+            survived, turn = survived + faults, turn + 1
+    print(f"{survived:,} faults survived in {turn} stores, seeds {options.seed} to {options.seed + turn - 1}")
     return 0
 
 

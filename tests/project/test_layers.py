@@ -147,6 +147,7 @@ def test_native_alone_imports_the_extension() -> None:
         ".core",
         ".create",
         ".custom",
+        ".interrupt",
         ".planning",
         ".state",
     }

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pyps import native
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,12 +65,13 @@ def test_the_header_stands_alone(environment: dict[str, str], tmp_path: Path) ->
 
 def test_exactly_the_header_is_exported(environment: dict[str, str]) -> None:
     (lib,) = ask(environment, "--libdir")
-    listed = run(environment, "nm", "-D", "--defined-only", f"{lib}/libpyps.so.1")
-    names = {line.split()[-1].partition("@")[0] for line in listed.splitlines()} - {"PYPS_1"}
+    abi = native.abi_version()
+    listed = run(environment, "nm", "-D", "--defined-only", f"{lib}/libpyps.so.{abi}")
+    names = {line.split()[-1].partition("@")[0] for line in listed.splitlines()} - {f"PYPS_{abi}"}
     assert names == declared()
     assert len(names) > 25
-    dynamic = run(environment, "readelf", "-d", f"{lib}/libpyps.so.1")
-    assert "Library soname: [libpyps.so.1]" in dynamic
+    dynamic = run(environment, "readelf", "-d", f"{lib}/libpyps.so.{abi}")
+    assert f"Library soname: [libpyps.so.{abi}]" in dynamic, "a program of another ABI would still start"
 
 
 @pytest.mark.parametrize(("example", "policy"), [("c", "bsp"), ("cpp", "asp")])

@@ -40,7 +40,7 @@ def test_one_wheel_for_all_pythons_of_a_platform(wheel: Path) -> None:
     assert wheel.name.startswith("pyps_train-")
     assert "-cp311-abi3-linux_" in wheel.name
     shared = sorted(name for name in names(wheel) if ".so" in name)
-    assert shared == ["pyps/_native.abi3.so", "pyps/lib/libpyps.so", "pyps/lib/libpyps.so.1"]
+    assert shared == ["pyps/_native.abi3.so", "pyps/lib/libpyps.so", "pyps/lib/libpyps.so.7"]
 
 
 def test_nothing_but_pyps_at_the_top(wheel: Path) -> None:

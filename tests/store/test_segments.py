@@ -174,28 +174,40 @@ def test_names_that_are_taken_or_missing(shm: Path) -> None:
             native.probe("one")
 
 
-def test_a_full_file_system_is_said() -> None:
+FULL = {
+    "create": "pyps.Store.create('big', {'w': np.zeros(1 << 23)}, batches=[1])\n",
+    "an encoded push": (
+        "store = pyps.Store.create('small', {'w': np.zeros(4000)}, batches=[1], max_participants=1)\n"
+        "store.join(), store.start()\n"
+        "staging = store.stage()\n"
+        "filler = open('/mnt/filler', 'wb', buffering=0)\n"
+        "with contextlib.suppress(OSError):\n    while filler.write(bytes(4096)):\n        pass\n"
+        "os.unlink('/mnt/filler')\n"
+        "codes = np.zeros(pyps.store.codec.encoded_vector_bytes(Codec.INT8, store.layout), np.uint8)\n"
+        "try:\n    store.push(staging, 1, Hyper(lr=0.1), encoding='int8', gradient=codes)\n"
+        "finally:\n    store.close()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_full_file_system_is_said(what: str) -> None:
     """Needs a small tmpfs; user namespaces give one without root where they are allowed."""
+    body = "".join(f"    {line}\n" for line in FULL[what].splitlines())
     script = (
-        "import numpy as np, pyps\n"
-        "from pyps.errors import OutOfSpace\n"
-        "try:\n    pyps.Store.create('big', {'w': np.zeros(1 << 22)}, batches=[1])\n"
-        "except OutOfSpace as error:\n    print(error)\n"
+        "import contextlib, os\nimport numpy as np, pyps, pyps.store.codec\n"
+        "from pyps.native.values import Codec, Hyper\n"
+        f"try:\n{body}except pyps.errors.OutOfSpace as error:\n    print(error)\n"
     )
-    shell = 'mount -t tmpfs -o size=1m none /mnt && PYPS_SHM_DIR=/mnt "$0" -c "$1" && ls /mnt'
+    mount = "mount -t tmpfs -o size=8m none /mnt"
+    shell = mount + ' && PYPS_SHM_DIR=/mnt "$0" -c "$1" && ls /mnt'
     command = ["unshare", "-Urm", "sh", "-c", shell, sys.executable, script]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(
-            ["unshare", "-Urm", "sh", "-c", "mount -t tmpfs -o size=1m none /mnt"],
-            capture_output=True,
-            check=False,
-        ).returncode
-    ):
+    probe = ["unshare", "-Urm", "sh", "-c", mount]
+    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True, check=False).returncode:
         pytest.skip("this machine allows no mount in a user namespace")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "pyps shm gc" in done.stdout
+    assert "--shm-size" in done.stdout, done.stdout
     assert len(done.stdout.splitlines()) == 1, "nothing is left of a segment that did not fit"
 
 
@@ -305,6 +317,56 @@ def test_a_forked_child_is_refused_and_does_no_harm(shm: Path) -> None:
     store.close()
 
 
+def test_a_forked_child_keeps_no_lock_of_its_dead_parent(shm: Path) -> None:
+    """As a loader process does that outlives its worker."""
+    with Store.create("orphan", TENSORS, batches=[2], samples=4) as store:
+
+        def worker() -> None:
+            own = Store.open("orphan")
+            own.join(0)
+            own.start()
+            orphan = os.fork()
+            if orphan == 0:
+                signal.pause()  # until the test ends it
+            os.write(says, str(orphan).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        hears, says = os.pipe()
+        assert in_child(worker) == -signal.SIGKILL
+        orphan = int(os.read(hears, 20))
+        os.close(hears), os.close(says)
+        try:
+            assert store.reap() == 1
+            assert store.join(0) == 0
+            store.leave()
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
+def test_the_creator_removes_its_own_segment_alone(shm: Path) -> None:
+    first = Store.create("name", TENSORS, batches=[1])
+    native.unlink("name", force=True)
+    with Store.create("name", TENSORS, batches=[1]):
+        first.close()
+        Store.open("name").close()
+
+
+def test_a_restart_needs_no_fresh_memory(shm: Path) -> None:
+    with Store.create("restarts", TENSORS, batches=[2], samples=400) as store:
+
+        def worker() -> None:
+            own = Store.open("restarts")
+            own.join(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        blocks = []
+        for _ in range(4):
+            assert in_child(worker) == -signal.SIGKILL
+            blocks.append((shm / "pyps-restarts").stat().st_blocks)
+        assert len(set(blocks)) == 1, "every restart took another slot's memory"
+        assert store.reap() == 1
+
+
 def test_the_rank_of_a_killed_worker_is_inherited(shm: Path) -> None:
     with Store.create("killed", TENSORS, batches=[2], samples=4) as store:
 
@@ -340,6 +402,17 @@ def test_gc_takes_only_unused_segments(shm: Path) -> None:
         assert [s.name for s in removed] == ["dead"]
         assert [s.name for s in kept] == ["foreign", "live"]
     assert sorted(p.name for p in shm.iterdir()) == ["pyps-foreign", "unrelated"]
+    for path in shm.iterdir():
+        path.unlink()
+
+
+def test_a_name_that_no_segment_can_have_is_shown_escaped(shm: Path) -> None:
+    for name in (b"pyps-bad\xff", b"pyps-\x1b[31mred"):
+        Path(os.fsdecode(os.fsencode(shm) + b"/" + name)).touch(mode=0o600)
+    names = {s.name: s.state for s in segments()}
+    assert names == {"bad\\udcff": "PYPS_EINVAL", "\\x1b[31mred": "PYPS_EINVAL"}
+    assert all(s.detail.isprintable() for s in segments())
+    assert [len(found) for found in collect_garbage()] == [0, 2]
     for path in shm.iterdir():
         path.unlink()
 

@@ -22,7 +22,6 @@ SHAPES = {"weight": (700, 3), "bias": (5,)}
 SAMPLES = 40
 HANDLES = 3
 AREAS = 2
-RANGES = 2 * HANDLES  # of returned samples that the store remembers
 # Values that each codec carries exactly, in fp32 arithmetic too.
 EXACT = {Codec.F32: 3, Codec.BF16: 5, Codec.F16: 11, Codec.INT8: 127, Codec.INT4: 7, Codec.NF4: 13}
 HYPER = Hyper(lr=1.0)
@@ -150,12 +149,14 @@ class StoreMachine(RuleBasedStateMachine):
         worker.claim = (first, keep) if keep else None
         if count <= keep:
             return
-        if len(self.back) == RANGES + 2:  # the creator's slot has two as well
-            self.lost += count - keep
-            return
         assert worker.rank is not None
-        self.back.append((first + keep, count - keep))
         self.ranks[worker.rank].returned += count - keep
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self.back, (first + keep, count - keep)]):
+            if merged and sum(merged[-1]) == start:
+                start, length = merged[-1][0], merged.pop()[1] + length
+            merged.append((start, length))
+        self.back = merged
 
     # The training step.
 

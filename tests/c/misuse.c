@@ -1,0 +1,175 @@
+/* misuse.c: calls that are wrong, and segments that change under an open handle: errors, not crashes.
+ *
+ * Usage: misuse NAME. Each case makes its own store, of one chunk, which the calling process has joined.
+ */
+#include <fcntl.h>
+#include <math.h>
+#include <unistd.h>
+
+#include "common.h"
+
+#define PARAMETERS 1000
+#define FLAT       1024
+
+void pyps_failpoint(const char *name) { (void)name; }
+
+static const uint32_t batches[] = {4};
+static const pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+
+static pyps_store *created(void) {
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    pyps_store *s;
+    must(pyps_create("misuse", &config, &s), "create");
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    return s;
+}
+
+static void expect(int found, int code, const char *what) {
+    CHECK(found == code, "%s: found %s (%s); expected %s", what, pyps_error_name(found), pyps_error_message(),
+          pyps_error_name(code));
+}
+
+#define REFUSED(call) expect(call, PYPS_EINVAL, #call)
+
+static void null_handles(void) {
+    float flat[FLAT];
+    uint64_t version;
+    uint32_t count;
+    REFUSED(pyps_join(NULL, PYPS_WORKER, -1, NULL));
+    REFUSED(pyps_leave(NULL));
+    REFUSED(pyps_rejoin(NULL));
+    REFUSED(pyps_reap(NULL, &count));
+    REFUSED(pyps_stage(NULL, 1, &count));
+    REFUSED(pyps_pull(NULL, flat, &version));
+    REFUSED(pyps_remove(NULL));
+    REFUSED(pyps_state_end(NULL));
+    REFUSED(pyps_wait(NULL, 0, 0));
+    CHECK(!pyps_staging(NULL, 0) && !pyps_staging_codes(NULL, 0), "staging of no store");
+}
+
+static void null_results(pyps_store *s) {
+    float flat[FLAT];
+    uint64_t version;
+    REFUSED(pyps_start(s, 1, NULL));
+    REFUSED(pyps_start_ahead(s, NULL));
+    REFUSED(pyps_stage(s, 1, NULL));
+    REFUSED(pyps_pull(s, NULL, &version));
+    REFUSED(pyps_pull(s, flat, NULL));
+    REFUSED(pyps_pull_encoded(s, PYPS_INT8, NULL, pyps_encoded_bytes(PYPS_INT8, FLAT), &version));
+    REFUSED(pyps_should_continue(s, 1, 1, NULL));
+    REFUSED(pyps_snapshot(s, NULL, NULL, NULL, 1, &version));
+    REFUSED(pyps_snapshot(s, flat, NULL, NULL, 1, NULL));
+    REFUSED(pyps_get_layout(s, NULL));
+    REFUSED(pyps_get_tensor(s, 0, NULL));
+    REFUSED(pyps_get_status(s, NULL));
+    REFUSED(pyps_get_members(s, NULL, 8, NULL));
+    REFUSED(pyps_get_ranks(s, NULL, 1));
+    REFUSED(pyps_get_hyper(s, NULL, 1));
+    REFUSED(pyps_get_policy_params(s, NULL));
+    REFUSED(pyps_state_begin(s, 1, NULL));
+}
+
+static void null_arguments(void) {
+    pyps_store *s = created(), *other;
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    pyps_push_args args = {.size = sizeof args};
+    pyps_push_result result;
+    uint64_t version;
+    float flat[FLAT];
+    null_handles(), null_results(s);
+    REFUSED(pyps_create("other", NULL, &other));
+    REFUSED(pyps_create("other", &config, NULL));
+    REFUSED(pyps_create(NULL, &config, &other));
+    REFUSED(pyps_open("misuse", NULL));
+    REFUSED(pyps_open(NULL, &other));
+    REFUSED(pyps_unlink(NULL, 0));
+    REFUSED(pyps_probe("misuse", NULL));
+    REFUSED(pyps_restore("other", &config, NULL, &other));
+    REFUSED(pyps_push(s, NULL, &result));
+    REFUSED(pyps_push(s, &args, NULL));
+    REFUSED(pyps_exchange(s, &args, flat, NULL, &version));
+    REFUSED(pyps_exchange(s, NULL, flat, &result, &version));
+    REFUSED(pyps_encode(NULL, flat, FLAT, flat, 1, NULL));
+    REFUSED(pyps_decode(PYPS_F32, NULL, 4 * FLAT, flat, FLAT));
+    REFUSED(pyps_decode(PYPS_F32, flat, 4 * FLAT, NULL, FLAT));
+    REFUSED(pyps_get_policy_needs(PYPS_ASP, NULL, NULL));
+    REFUSED(pyps_core_create(NULL, NULL));
+    REFUSED(pyps_core_step(NULL, NULL, NULL));
+    REFUSED(pyps_core_ranks(NULL, NULL, 0));
+    REFUSED(pyps_replay(NULL, NULL));
+    must(pyps_close(NULL), "close of NULL"), must(pyps_close(s), "close");
+}
+
+static void double_close(void) {
+    pyps_store *s = created();
+    must(pyps_close(s), "close");
+    REFUSED(pyps_close(s));
+}
+
+/* A constant that is not a number would make every parameter one. */
+static void constants(void) {
+    pyps_store *s = created();
+    pyps_claim claim;
+    pyps_push_result result;
+    uint32_t staging;
+    must(pyps_start(s, 1, &claim), "start"), must(pyps_stage(s, 1, &staging), "stage");
+    pyps_hyper hyper = {.lr = NAN};
+    pyps_push_args args = {
+        .size = sizeof args, .staging = staging, .samples = 4, .scale = 1, .hyper = &hyper};
+    REFUSED(pyps_push(s, &args, &result));
+    hyper = (pyps_hyper){.lr = 1, .weight_decay = INFINITY};
+    REFUSED(pyps_push(s, &args, &result));
+    hyper.weight_decay = 0;
+    must(pyps_push(s, &args, &result), "the same push with numbers");
+    must(pyps_close(s), "close");
+}
+
+/* The file ends before what a handle has mapped. */
+static void truncated(void) {
+    pyps_store *s = created();
+    pyps_claim claim;
+    CHECK(!ftruncate(s->fd, (off_t)s->layout.words), "not truncated");
+    expect(pyps_start(s, 1, &claim), PYPS_ECORRUPT, "start");
+    expect(pyps_close(s), PYPS_ECORRUPT, "close");
+}
+
+/* Created where the clock runs with an offset. */
+static void other_clock(void) {
+    pyps_store *s = created(), *other;
+    s->header->clock_offset += 1000;
+    expect(pyps_open("misuse", &other), PYPS_EABI, "open");
+    must(pyps_close(s), "close");
+}
+
+/* What was checked when the segment was opened is not read from it again. */
+static void changed_tensor(void) {
+    pyps_store *s = created();
+    pyps_tensor found;
+    pyps_tensor *shared = (pyps_tensor *)(void *)(s->base + s->layout.tensors);
+    shared->ndim = 1000, shared->offset = UINT64_C(1) << 50;
+    must(pyps_get_tensor(s, 0, &found), "tensor");
+    CHECK(found.ndim == 1 && !found.offset, "found %u dimensions", found.ndim);
+    must(pyps_close(s), "close");
+}
+
+static const struct {
+    const char *name;
+    void (*body)(void);
+} tests[] = {
+    {"null-arguments", null_arguments}, {"double-close", double_close}, {"constants", constants},
+    {"truncated", truncated},           {"other-clock", other_clock},   {"changed-tensor", changed_tensor},
+};
+
+int main(int argc, char **argv) {
+    char path[4096];
+    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof *tests; i++)
+        if (!strcmp(tests[i].name, argv[1])) {
+            alarm(60);
+            tests[i].body();
+            snprintf(path, sizeof path, "%s/pyps-misuse", getenv("PYPS_SHM_DIR"));
+            CHECK(!unlink(path), "no segment");
+            return 0;
+        }
+    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) puts(tests[i].name);
+    return argc == 1 ? 0 : 2;
+}
