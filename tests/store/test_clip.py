@@ -186,7 +186,7 @@ def test_a_norm_that_is_not_finite_clips_nothing(bad: float) -> None:
     gradient["weight"][3, 7] = bad
     with Store.create("clip", some(0), batches=[4], chunk_params=CHUNK) as store:
         store.join()
-        push(store, gradient, Hyper(lr=0.1, clip_norm=1.0), nonfinite="skip")
+        push(store, gradient, Hyper(lr=0.1, clip_norm=1.0), Encoding(Codec.F32, nonfinite="skip"))
         found = store.snapshot().tensors
         assert [*np.argwhere(~np.isfinite(found["weight"]))[0]] == [3, 7]
         np.testing.assert_allclose(
