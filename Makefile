@@ -68,6 +68,7 @@ bench: .venv/bench
 	$(PY) benchmarks/solver.py --docs
 	$(PY) benchmarks/ddp.py --docs
 	$(PY) benchmarks/simulate.py --full --docs
+	$(PY) benchmarks/learning_rate.py --docs
 	$(PY) benchmarks/checkpoint.py --docs
 	$(PY) benchmarks/modes.py --docs
 	$(PY) benchmarks/data.py --docs

@@ -27,7 +27,7 @@ from pyps.native.values import Encoding, PushRequest
 from pyps.store.codec import Codec, decode, encode, encoded_bytes
 
 Call = Callable[[], object]
-HYPER = Hyper(lr=1e-3)
+HYPER = Hyper(lr=1e-3, momentum=0.9)
 REPEATS = 5  # calls in a row when two threads work
 STATE_VECTORS = 3  # of AdamW's state: memcpy is timed on one
 
@@ -66,17 +66,20 @@ def codecs(x: Any) -> Iterator[Operation]:
 
 @contextmanager
 def stores(n: int) -> Iterator[dict[str, Store]]:
-    """One store for each optimizer, joined."""
+    """One store for each optimizer, joined, and "ahead, ..." for a peer whose pulls look ahead."""
     initial, made = {"w": np.zeros(n, np.float32)}, {}
     try:
         for name in ("sgd", "momentum", "adamw", "adagrad"):
-            options = {"batches": [1], "optimizer": name, "policy": "asp", "max_participants": 2}
+            options = {"batches": [1, 1], "optimizer": name, "policy": "asp", "max_participants": 2}
             store = Store.create(f"bench-{os.getpid()}-{name}", initial, **options)
-            made[name] = store
-            store.join()
+            made[name], made[f"ahead, {name}"] = store, Store.open(store.name)
+            store.join(0)
+            made[f"ahead, {name}"].join(1)
+            store.start()
+            store.push(store.stage(), 1, HYPER)  # pulls look ahead from the first step on
         yield made
     finally:
-        for store in made.values():
+        for store in reversed(made.values()):
             store.close()
 
 
@@ -115,6 +118,9 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
         return prepare
 
     yield Operation("pull", 8, always(lambda: sgd.pull(flat)))
+    for name, size, threshold in (("momentum", 12, 1.7), ("adamw", 16, None)):
+        peer = made[f"ahead, {name}"]
+        yield Operation(f"pull ahead, {name}", size, always(lambda s=peer: s.pull(flat)), threshold)
     yield Operation("pull int8", 5, always(lambda: sgd.pull_encoded(Codec.INT8, quantized)))
     yield Operation("SGD push", 12, push("sgd"), 1.6)
     yield Operation("momentum push", 20, push("momentum"))

@@ -142,18 +142,20 @@ typedef struct {
 
 /* A policy's parameters. Each policy reads its own; the others are 0. */
 typedef struct {
-    uint32_t backup;    /* backup: gradients that a round closes without */
-    uint32_t splits;    /* softsync: a step from every floor(workers / splits) gradients */
-    uint32_t bound;     /* ssp, dssp: steps ahead of the slowest; saps: staleness; UINT32_MAX: no bound */
-    uint32_t extra;     /* dssp: steps beyond `bound` that the fastest may get */
-    uint32_t threshold; /* saps: PYPS_FIXED ... */
-    uint32_t abort;     /* saps: 1: pyps_should_continue tells a worker that is too late to abort */
-    uint32_t scaling;   /* all that do not wait for rounds: PYPS_SCALE_SAMPLES ... */
-    uint32_t late;      /* saps: PYPS_DROP, or PYPS_WEIGH by threshold / staleness */
-    double quantile;    /* saps: the fraction of stalenesses within the threshold */
-    double lambda_;     /* dcasgd: the weight of its correction */
-    double slack;       /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
-    double patience;    /* r2sp: periods after which a turn that is not taken is skipped */
+    uint32_t backup;      /* backup: gradients that a round closes without */
+    uint32_t splits;      /* softsync: a step from every floor(workers / splits) gradients */
+    uint32_t bound;       /* ssp, dssp: steps ahead of the slowest; saps: staleness; UINT32_MAX: no bound */
+    uint32_t extra;       /* dssp: steps beyond `bound` that the fastest may get */
+    uint32_t threshold;   /* saps: PYPS_FIXED ... */
+    uint32_t abort;       /* saps: 1: pyps_should_continue tells a worker that is too late to abort */
+    uint32_t scaling;     /* all that do not wait for rounds: PYPS_SCALE_SAMPLES ... */
+    uint32_t late;        /* saps: PYPS_DROP, or PYPS_WEIGH by threshold / staleness */
+    uint32_t plain_pulls; /* 1: pulls do not look ahead; see pyps_pull */
+    uint32_t reserved;
+    double quantile; /* saps: the fraction of stalenesses within the threshold */
+    double lambda_;  /* dcasgd: the weight of its correction */
+    double slack;    /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
+    double patience; /* r2sp: periods after which a turn that is not taken is skipped */
     double noise; /* saps, PYPS_MEASURED: of a gradient, squared, over that of the true gradient's length */
     uint64_t custom; /* custom: which one */
 } pyps_policy_params;
@@ -393,6 +395,8 @@ PYPS_API int pyps_start(pyps_store *store, double timeout_seconds, pyps_claim *o
  * Pushes belong to claims in the order of the claims. Never waits: count is 0 if there is nothing to claim
  * now; then push first, and start. PYPS_EINVAL under a policy without allows_pipeline. */
 PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);
+/* Copies the parameters. A worker gets them as momentum will have moved them when its gradient is admitted
+ * (look-ahead), unless rounds wait for all, scaling is PYPS_SCALE_NONE or plain_pulls is set. */
 PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
 /* A staging buffer that no process reads any more, for flat_elements gradients. Its pointer stays valid until
  * leave; the buffer belongs to the caller until it is pushed. After leave the pointer leads to memory that only this
@@ -534,6 +538,8 @@ PYPS_API int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decis
  * staging_buffers, samples and scales. Returns the count. */
 PYPS_API uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *staging_buffers,
                                     uint32_t *samples, float *scales, uint32_t capacity);
+/* How far a pull of this slot's worker looks ahead, in global batches; 0: not at all. */
+PYPS_API double pyps_core_lookahead(const pyps_core *core, uint32_t slot);
 PYPS_API int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity);
 
 /* A journal: from now on this handle appends every decision to the file `path`, which the handles of a run
@@ -591,6 +597,8 @@ typedef struct {
     uint32_t reserved;
     uint64_t turn_gap;      /* nanoseconds from its push to the next, as planned */
     pyps_data_set data_set; /* that its workers read; size 0: not known */
+    double lag;             /* steps that others took between its pulls and its pushes: a moving average */
+    uint64_t lags;          /* how many it is of */
 } pyps_rank_state;
 
 typedef struct {

@@ -57,6 +57,10 @@ unsigned kernels_states(unsigned optimizer) {
     return optimizer < OPTIMIZERS ? states[optimizer] : 0;
 }
 
+float kernels_root(const pyps_hyper *h, double steps) {
+    return (float)sqrt(1 - pow((double)h->beta2, steps));
+}
+
 /* How far a part f of a step goes, of momentum m that becomes beta^f m + gain g. Several parts go as far as one step of
  * their sum with the same gradient, and one after another they go on as steps do:
  *
@@ -93,7 +97,7 @@ static void adam_constants(struct step_constants *k, const pyps_hyper *h, double
     k->shrink = (float)(1 - decay), k->eps = h->eps;
     k->beta2 = h->beta2;
     k->one_minus_beta1 = (float)(1 - beta1), k->one_minus_beta2 = (float)(1 - beta2);
-    k->root_correction = (float)sqrt(1 - pow(beta2, t));
+    k->root_correction = kernels_root(h, t);
     k->carried = 1;
     if (part == 1) return;
     double left = beta1 * (1 - kept) / (1 - beta1); /* of the momentum before, in the way */
@@ -120,4 +124,13 @@ struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *h,
     if (optimizer == PYPS_ADAMW || optimizer == PYPS_ADAM)
         adam_constants(&k, h, steps, (double)part, optimizer == PYPS_ADAMW);
     return k;
+}
+
+float kernels_ahead(unsigned optimizer, const pyps_hyper *h, double steps, double distance) {
+    bool adam = optimizer == PYPS_ADAMW || optimizer == PYPS_ADAM;
+    double beta = (double)(adam ? h->beta1 : h->momentum);
+    double left = optimizer == PYPS_MOMENTUM && h->nesterov ? beta * beta : beta;
+    if (!(steps > 0 && distance > 0) || (!adam && optimizer != PYPS_MOMENTUM)) return 0;
+    double way = (double)h->lr * left * (1 - pow(beta, distance)) / (1 - beta);
+    return (float)(adam ? way / (1 - pow(beta, steps)) : way);
 }

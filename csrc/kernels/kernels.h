@@ -43,13 +43,25 @@ struct step_constants {
     float mean, calm;      /* Adam: the square of d + calm * (mean * old momentum - d) is averaged */
     float root_correction; /* sqrt(1 - beta2^t) */
     float eps;
-    float part; /* Adagrad: of the step: 1 */
+    float part;  /* Adagrad: of the step: 1 */
+    float ahead; /* the copy is that much of the momentum's way further on: kernels_ahead */
+};
+
+/* Where parameters will be when their momentum has carried them on. */
+struct look {
+    float *to;
+    const float *from[1 + MAX_STATES];
+    size_t length;
+    float ahead;     /* of kernels_ahead */
+    float root, eps; /* Adam: as in step_constants */
+    bool streams;    /* past the caches; `to` is a multiple of 16 */
 };
 
 struct kernels {
     const char *name;
     void (*update[OPTIMIZERS])(const struct step *step,
                                const struct step_constants *constants); /* by optimizer */
+    void (*look[OPTIMIZERS])(const struct look *look);                  /* NULL: it has no momentum */
     /* sum[i] = weight * x[i], or += for the second */
     void (*multiply)(float *sum, const float *x, float weight, size_t length);
     void (*multiply_add)(float *sum, const float *x, float weight, size_t length);
@@ -82,5 +94,10 @@ unsigned kernels_states(unsigned optimizer);
 /* `part` of a step is taken, after `steps` on this chunk. */
 struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *hyper, float scale,
                                         double steps, float part);
+
+/* The momentum's way over the next `distance` steps, if no gradient came, as a multiple of the momentum (Adam: over the
+ * root of the second one); 0: there is none. */
+float kernels_ahead(unsigned optimizer, const pyps_hyper *hyper, double steps, double distance);
+float kernels_root(const pyps_hyper *hyper, double steps); /* Adam's root_correction */
 
 #endif

@@ -11,6 +11,7 @@
  * and the integer operations of codec_template.h, then includes this file. Each line is one rounding; their
  * order is part of the specification.
  */
+#include <math.h>
 #include <string.h>
 
 #include "kernels/kernels.h"
@@ -28,6 +29,12 @@ INLINE VEC NAME(gradient)(const float *g, VEC x, const struct step_constants *k)
 INLINE void NAME(put)(const struct step *s, size_t i, VEC x) {
     STORE(s->new[0] + i, x);
     if (s->copy) STREAM(s->copy + i, x);
+}
+
+/* The copy is `way` further on. */
+INLINE void NAME(put_ahead)(const struct step *s, size_t i, VEC x, VEC way) {
+    STORE(s->new[0] + i, x);
+    if (s->copy) STREAM(s->copy + i, SUB(x, way));
 }
 
 /* p - lr * d */
@@ -60,7 +67,9 @@ TARGET static void NAME(momentum)(const struct step *s, const struct step_consta
         PREFETCH(m + i);
         VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(gain, d));
         STORE(n + i, v);
-        NAME(put)(s, i, SUB(x, MUL(SET(k->lr), NAME(way)(d, v, k))));
+        x = SUB(x, MUL(SET(k->lr), NAME(way)(d, v, k)));
+        if (k->ahead == 0.0f) NAME(put)(s, i, x);
+        else NAME(put_ahead)(s, i, x, MUL(SET(k->ahead), v));
     }
     TAIL(update[PYPS_MOMENTUM]);
 }
@@ -84,7 +93,9 @@ TARGET static void NAME(adam)(const struct step *s, const struct step_constants 
         STORE(mm + i, m1);
         STORE(vv + i, v1);
         VEC below = ADD(DIV(SQRT(v1), root), eps);
-        NAME(put)(s, i, SUB(MUL(shrink, x), DIV(MUL(lr, NAME(way)(d, m1, k)), below)));
+        x = SUB(MUL(shrink, x), DIV(MUL(lr, NAME(way)(d, m1, k)), below));
+        if (k->ahead == 0.0f) NAME(put)(s, i, x);
+        else NAME(put_ahead)(s, i, x, DIV(MUL(SET(k->ahead), m1), below));
     }
     TAIL(update[PYPS_ADAM]);
 }
@@ -104,6 +115,38 @@ TARGET static void NAME(adagrad)(const struct step *s, const struct step_constan
         NAME(put)(s, i, SUB(x, DIV(MUL(lr, d), ADD(SQRT(s1), eps))));
     }
     TAIL(update[PYPS_ADAGRAD]);
+}
+
+INLINE void NAME(place)(const struct look *l, size_t i, VEC x) {
+    if (l->streams) STREAM(l->to + i, x);
+    else STORE(l->to + i, x);
+}
+
+/* p - ahead m */
+TARGET static void NAME(look_momentum)(const struct look *l) {
+    const float *p = l->from[0], *m = l->from[1];
+    const VEC ahead = SET(l->ahead);
+    size_t i = 0;
+    for (; i + WIDTH <= l->length; i += WIDTH) {
+        PREFETCH(p + i);
+        PREFETCH(m + i);
+        NAME(place)(l, i, SUB(LOAD(p + i), MUL(ahead, LOAD(m + i))));
+    }
+    for (; i < l->length; i++) l->to[i] = p[i] - l->ahead * m[i];
+}
+
+/* p - ahead m / (sqrt(v)/root + eps) */
+TARGET static void NAME(look_adam)(const struct look *l) {
+    const float *p = l->from[0], *m = l->from[1], *v = l->from[2];
+    const VEC ahead = SET(l->ahead), root = SET(l->root), eps = SET(l->eps);
+    size_t i = 0;
+    for (; i + WIDTH <= l->length; i += WIDTH) {
+        PREFETCH(p + i);
+        PREFETCH(m + i), PREFETCH(v + i);
+        VEC below = ADD(DIV(SQRT(LOAD(v + i)), root), eps);
+        NAME(place)(l, i, SUB(LOAD(p + i), DIV(MUL(ahead, LOAD(m + i)), below)));
+    }
+    for (; i < l->length; i++) l->to[i] = p[i] - l->ahead * m[i] / (sqrtf(v[i]) / l->root + l->eps);
 }
 
 TARGET static void NAME(multiply)(float *sum, const float *x, float weight, size_t length) {
@@ -188,6 +231,9 @@ const struct kernels TABLE = {
                [PYPS_ADAMW] = NAME(adam),
                [PYPS_ADAM] = NAME(adam),
                [PYPS_ADAGRAD] = NAME(adagrad)},
+    .look = {[PYPS_MOMENTUM] = NAME(look_momentum),
+             [PYPS_ADAMW] = NAME(look_adam),
+             [PYPS_ADAM] = NAME(look_adam)},
     .multiply = NAME(multiply),
     .multiply_add = NAME(multiply_add),
     .divide = NAME(divide),

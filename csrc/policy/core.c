@@ -139,6 +139,10 @@ uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *sta
     return count;
 }
 
+double pyps_core_lookahead(const pyps_core *core, uint32_t slot) {
+    return slot < core->view->participants ? view_lookahead(core->view, slot) : 0;
+}
+
 int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity) {
     int rc = given(core);
     if (rc || (capacity && (rc = given(out)))) return rc;

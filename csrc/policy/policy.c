@@ -75,6 +75,7 @@ int policy_check(uint32_t number, const pyps_policy_params *params) {
                     "policy_params: lambda_: found %g; expected 0: the policy %s corrects nothing",
                     params->lambda_, policy->name);
     int rc = policy_check_number("scaling", params->scaling, PYPS_SCALE_SAMPLES, PYPS_SCALE_NONE);
+    if (!rc) rc = policy_check_number("plain_pulls", params->plain_pulls, 0, 1);
     return rc || !policy->check_params ? rc : policy->check_params(params);
 }
 

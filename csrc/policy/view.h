@@ -140,6 +140,8 @@ struct rank {
     uint32_t turn_place;       /* r2sp: its place in the ring */
     uint32_t turn_rank;        /* r2sp: the rank whose turn is at place `this index` of the ring */
     uint32_t cycles;           /* r2sp, saps: how many were measured, for cycle_seconds */
+    uint32_t lags, reserved;   /* how many were measured, for `lag` */
+    double lag;                /* steps that others take between its pull and its push: a moving average */
     uint64_t turn_gap; /* r2sp: planned, from the push at place `this index` to the next, nanoseconds */
     uint64_t clock;    /* of its last worker, here or in the store that this one goes on from */
     uint64_t pushed_at, interval;        /* its last push, and the time since the one before, nanoseconds */
@@ -161,9 +163,10 @@ struct ticket {
     uint64_t samples;
     uint32_t slot; /* push: its staging buffer is this slot's */
     uint16_t staging, kind;
-    float scale; /* the policy's */
-    float share; /* of averaged tensors' way from the store's values to the workers' */
-    float part;  /* of an optimizer step, that it takes */
+    double steps; /* of the view once it is admitted */
+    float scale;  /* the policy's */
+    float share;  /* of averaged tensors' way from the store's values to the workers' */
+    float part;   /* of an optimizer step, that it takes */
     uint32_t reserved;
 };
 
@@ -212,6 +215,7 @@ struct view_config {
  * participants. */
 struct view {
     uint64_t sequence, version, round, plan, now;
+    double steps; /* optimizer steps admitted since the store was made, parts of them counted as such */
     uint32_t participants, ranks, tickets, ranges, policy, staging_buffers;
     uint32_t max_ahead, reserved; /* claims ahead that a member may have: fewer than staging buffers */
     uint32_t all_joined, active;
@@ -284,6 +288,8 @@ void view_advance_rounds(struct view *view, uint64_t now); /* closes and opens r
  * once, so that they add up to the global batch. */
 void view_assign_rounds_ahead(struct view *view);
 enum verdict view_step_push(struct view *view, const struct event *event, struct outcome *out);
+/* Steps that others will take between this member's next pull and its push, where its pull looks so far ahead. */
+double view_lookahead(const struct view *view, uint32_t slot);
 enum verdict view_step_gate(struct view *view, const struct event *event, struct outcome *out);
 enum verdict view_step_check(struct view *view, const struct event *event, struct outcome *out);
 

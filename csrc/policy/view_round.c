@@ -5,6 +5,7 @@
 
 #define STEP_WINDOW   32 /* pushes over which a rank's step time is averaged: turns follow it */
 #define SAMPLE_WINDOW 8  /* and its time for a sample: batches follow it */
+#define LAG_WINDOW    8  /* and its lag: its pulls look so far ahead */
 #define WARM_UP       2  /* steps of a worker, which allocate memory and fill caches */
 
 /* Only whole steps of the planned batch tell what that batch costs. */
@@ -66,11 +67,31 @@ static float share_of(const struct view *v, uint64_t samples) {
 }
 
 /* Averaged tensors go at most all the way to the values of a ticket. */
-static struct ticket weighed(const struct view *v, struct ticket ticket) {
+static struct ticket weighed(struct view *v, struct ticket ticket) {
     float share = share_of(v, ticket.samples);
     ticket.share = share < 1 ? share : 1;
     ticket.part = v->policy_params.scaling == PYPS_SCALE_NONE ? 1 : share;
+    ticket.steps = v->steps += (double)ticket.part;
     return ticket;
+}
+
+static void measure_lag(struct view *v, struct rank *rank, uint64_t staleness) {
+    uint64_t base = v->version - staleness;
+    const struct ticket *then = view_ticket(v, base); /* may have left the ring */
+    double lag = then->number == base ? v->steps - then->steps : (double)staleness / v->active;
+    if (rank->lags < UINT32_MAX) rank->lags++;
+    policy_average(&rank->lag, lag, rank->lags, LAG_WINDOW);
+}
+
+double view_lookahead(const struct view *v, uint32_t slot) {
+    const struct member *m = view_member(v, slot);
+    const pyps_policy_params *params = &v->policy_params;
+    if (m->rank < 0 || params->plain_pulls || params->scaling == PYPS_SCALE_NONE ||
+        policy_find(v->policy)->waits_for_round)
+        return 0;
+    const struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    return rank->lags ? rank->lag
+                      : 1 - (double)share_of(v, rank->total.batch); /* each of the others pushes once */
 }
 
 static void admit(struct view *v, const struct event *e, struct outcome *out) {
@@ -161,6 +182,7 @@ enum verdict view_step_push(struct view *v, const struct event *e, struct outcom
     out->staleness =
         v->version - (e->base_version && e->base_version - 1 < m->pulled_version ? e->base_version - 1
                                                                                  : m->pulled_version);
+    if (e->samples) measure_lag(v, view_rank(v, (uint32_t)m->rank), out->staleness);
     enum push_decision decision = policy->on_push(v, e, out);
     if (out->code) return STEP_REFUSED;
     if (decision == PUSH_REJECT) {

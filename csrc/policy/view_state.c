@@ -115,6 +115,7 @@ static void capture_rank(const struct view *v, uint32_t r, pyps_rank_state *out)
     out->interval = rank->interval;
     out->step_seconds = rank->step_seconds, out->sample_seconds = rank->sample_seconds;
     out->staleness_per_sample = rank->staleness_per_sample;
+    out->lag = rank->lag, out->lags = rank->lags;
     out->next_batch = rank->next_batch, out->max_samples = rank->max_samples;
     out->extra_steps = rank->extra_steps;
     out->turn_rank = rank->turn_rank, out->turn_gap = rank->turn_gap;
@@ -208,7 +209,7 @@ static int check_ranges(const pyps_state *state, struct piece *sorted) {
 
 static int check_rank(const pyps_state *state, uint32_t r) {
     const pyps_rank_state *rank = &state->rank[r];
-    const double times[] = {rank->step_seconds, rank->sample_seconds, rank->staleness_per_sample};
+    const double times[] = {rank->step_seconds, rank->sample_seconds, rank->staleness_per_sample, rank->lag};
     const uint64_t counts[] = {rank->total.pushes,
                                rank->total.samples,
                                rank->total.skipped,
@@ -236,6 +237,9 @@ static int check_rank(const pyps_state *state, uint32_t r) {
                     "state: rank %u: data_set: found size %u, mean %g, tolerance %g; expected 0 or %zu, and "
                     "finite numbers",
                     r, data->size, data->mean, data->tolerance, sizeof *data);
+    if (rank->lags > UINT32_MAX)
+        return fail(PYPS_EINVAL, "state: rank %u: lags: found %llu; expected below 2^32", r,
+                    (unsigned long long)rank->lags);
     if (rank->next_batch > INT32_MAX || rank->has_residual > 1)
         return fail(PYPS_EINVAL,
                     "state: rank %u: next_batch, has_residual: found %u, %u; expected below 2^31, 0 or 1", r,
@@ -251,6 +255,7 @@ static void restore_rank(struct rank *rank, const pyps_rank_state *from, bool sa
     rank->step_seconds = from->step_seconds, rank->sample_seconds = from->sample_seconds;
     rank->max_samples = from->max_samples;
     rank->data_set = from->data_set;
+    rank->lag = from->lag, rank->lags = (uint32_t)from->lags;
     if (!same_policy) return;
     rank->staleness_per_sample = from->staleness_per_sample;
     rank->next_batch = from->next_batch, rank->extra_steps = from->extra_steps;
@@ -274,6 +279,7 @@ int view_restore(struct view *v, const pyps_state *state) {
     bool same_policy = state->policy == v->policy;
     v->version = state->version, v->round = state->round, v->plan = state->plan;
     v->cursor = state->samples_assigned, v->samples_dropped = state->samples_dropped;
+    view_ticket(v, v->version)->number = v->version; /* complete: lags count from it */
     v->min_clock = state->slowest, v->max_clock = state->fastest;
     v->returned = state->ranges;
     for (uint32_t i = 0; i < state->ranges; i++)

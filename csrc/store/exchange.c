@@ -12,7 +12,7 @@ static int copy_others(pyps_store *s, float *flat, uint64_t ticket, uint64_t *ve
         if (!ticket || s->streamed[chunk] != ticket) {
             int rc = chunk_pin(s, chunk, &word);
             if (rc) return rc;
-            chunk_copy(s, chunk, word_buffer(word), 0, flat);
+            chunk_look(s, chunk, word_buffer(word), flat);
             FAILPOINT("exchange.copied");
             chunk_unpin(s);
             version = word_version(word);
@@ -31,6 +31,7 @@ int pyps_exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_p
     s->stream_to = (uintptr_t)flat % 16 ? NULL : flat, s->stream_ticket = 0;
     rc = pyps_push(s, args, out);
     s->stream_to = NULL;
+    if (!rc) rc = lookahead_set(s);
     if (!rc) rc = copy_others(s, flat, out->version, version_out);
     kernels_chosen()->copied();
     if (rc) return rc;

@@ -31,7 +31,7 @@ struct geometry {
     uint64_t plan, seed;
 };
 
-_Static_assert(sizeof(pyps_policy_params) == 8 * 4 + 6 * 8, "no padding");
+_Static_assert(sizeof(pyps_policy_params) == 10 * 4 + 6 * 8, "no padding");
 
 struct group {
     uint64_t elements;

@@ -1,4 +1,5 @@
 /* pull.c: copies parameters out. A pull has each chunk whole and reports the oldest version. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "store/store.h"
@@ -16,6 +17,54 @@ void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *fl
 
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
     chunk_put(s, chunk, buffer_floats(s, buffer, vector), flat);
+}
+
+int lookahead_set(pyps_store *s) {
+    uint64_t word;
+    s->lookahead = 0;
+    if (s->role != PYPS_WORKER || !kernels_chosen()->look[s->geometry.optimizer]) return PYPS_OK;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    bool valid = view_valid(v, s->expected);
+    if (valid) s->lookahead = view_lookahead(v, s->slot);
+    view_unpin(s);
+    return valid ? PYPS_OK : fail(PYPS_ECORRUPT, "the view is damaged");
+}
+
+/* How to write a chunk's parameters as they will be; false: it is pulled as it is. */
+static bool look_at(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct look *l) {
+    const struct chunk_header *header = buffer_header(s, buffer);
+    unsigned optimizer = s->geometry.optimizer;
+    if (!(s->lookahead > 0) || s->chunks[chunk].averaged) return false;
+    *l = (struct look){.length = s->chunks[chunk].length, .eps = header->hyper.eps};
+    l->ahead = kernels_ahead(optimizer, &header->hyper, header->steps, s->lookahead);
+    l->root = kernels_root(&header->hyper, header->steps);
+    for (uint32_t vector = 0; vector <= s->layout.states; vector++)
+        l->from[vector] = buffer_floats(s, buffer, vector);
+    return l->ahead > 0;
+}
+
+void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat) {
+    struct look l;
+    if (!look_at(s, chunk, buffer, &l)) {
+        chunk_copy(s, chunk, buffer, 0, flat);
+        return;
+    }
+    l.to = flat + (uint64_t)chunk * s->geometry.chunk_params;
+    l.streams = store_elements(s) * sizeof *flat >= STREAM_BYTES && (uintptr_t)l.to % 16 == 0;
+    kernels_chosen()->look[s->geometry.optimizer](&l);
+    memset(l.to + l.length, 0, (s->geometry.chunk_params - l.length) * sizeof *flat);
+}
+
+/* Encodes a chunk as it will be. */
+static int encode_ahead(pyps_store *s, uint32_t chunk, uint32_t buffer, struct encoding *flat) {
+    struct look l;
+    if (!look_at(s, chunk, buffer, &l)) return chunk_encode(s, chunk, buffer_floats(s, buffer, 0), flat);
+    if (!s->ahead) s->ahead = malloc(s->geometry.chunk_params * sizeof *s->ahead);
+    if (!s->ahead) return fail(PYPS_ENOSPC, "out of memory for %u parameters", s->geometry.chunk_params);
+    l.to = s->ahead;
+    kernels_chosen()->look[s->geometry.optimizer](&l);
+    return chunk_encode(s, chunk, s->ahead, flat);
 }
 
 int pull_record(pyps_store *s, uint64_t version) {
@@ -45,10 +94,10 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     if (!rc) rc = given(version_out);
     if (rc) return rc;
     uint64_t word, oldest = UINT64_MAX;
-    if ((rc = round_complete(s))) return rc;
+    if ((rc = round_complete(s)) || (rc = lookahead_set(s))) return rc;
     for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
         if ((rc = chunk_pin(s, chunk, &word))) return rc;
-        chunk_copy(s, chunk, word_buffer(word), 0, flat);
+        chunk_look(s, chunk, word_buffer(word), flat);
         FAILPOINT("pull.copied");
         chunk_unpin(s);
         if (word_version(word) < oldest) oldest = word_version(word);
@@ -73,7 +122,7 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
     if (!rc) rc = given(version_out);
     if (rc ||
         (rc = codec_check_data("pull", codec, s->trained, data, bytes < averaged ? 0 : bytes - averaged)) ||
-        (rc = round_complete(s)))
+        (rc = round_complete(s)) || (rc = lookahead_set(s)))
         return rc;
     struct encoding flat = {.codec = codec, .scale = 1.0f, .codes = data};
     flat.scales = (float *)(void *)(flat.codes + codec_codes(codec, s->trained));
@@ -82,7 +131,7 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
         if ((rc = chunk_pin(s, chunk, &word))) return rc;
         if (s->chunks[chunk].averaged)
             averaged_copy(s, chunk, word_buffer(word), (float *)(void *)(flat.codes + bytes - averaged));
-        else rc = chunk_encode(s, chunk, buffer_floats(s, word_buffer(word), 0), &flat);
+        else rc = encode_ahead(s, chunk, word_buffer(word), &flat);
         chunk_unpin(s);
         if (word_version(word) < oldest) oldest = word_version(word);
     }

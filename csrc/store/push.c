@@ -295,6 +295,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     if (rc == PYPS_EREJECTED) s->staging_taken[args->staging] = false; /* no other participant has seen it */
     if (rc) return rc;
     FAILPOINT("push.admitted");
+    if ((rc = lookahead_set(s))) return rc; /* for an exchange */
     s->claimed_at = wait_now_nanoseconds(); /* of a claim made ahead; else the next start sets it again */
     out->staleness = outcome.staleness;
     if (args->samples) activity_pushed(s, args->codec);

@@ -166,8 +166,8 @@ static void destroy(pyps_store *s) {
     if (s->fd >= 0) close(s->fd);
     journal_close(s);
     reading_drop(s);
-    free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->sources), free(s->expected),
-        free(s);
+    free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->ahead), free(s->sources),
+        free(s->expected), free(s);
 }
 
 static bool is_open(const pyps_store *s) {

@@ -94,6 +94,8 @@ struct pyps_store {
     uint32_t parked; /* bit by staging buffer: it waits in a round, and no call waits for that round */
     uint32_t codes_allocated, base_params_allocated; /* bit by staging buffer: these parts have memory */
     uint32_t residuals_allocated;                    /* bit by residual of this slot */
+    double lookahead;                                /* during a pull or an exchange: in global batches */
+    float *ahead;       /* [chunk_params] a chunk that is about to be encoded; NULL: not needed yet */
     float *stream_to;   /* during an exchange: the caller's copy of the parameters */
     uint64_t *streamed; /* [chunks] the ticket with which a chunk was copied there */
     uint64_t stream_ticket;
@@ -229,6 +231,9 @@ void staging_abandon(pyps_store *s);
 /* A chunk's values to their place in a flat vector. */
 void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat);
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);
+/* The same of its parameters, s->lookahead further on. */
+void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat);
+int lookahead_set(pyps_store *s);                 /* from the present view */
 int pull_record(pyps_store *s, uint64_t version); /* in the view */
 
 /* snapshot.c */

@@ -99,6 +99,10 @@ class Core:
         count = lib.pyps_core_sources(self._core, slots, staging_buffers, samples, scales, n)
         return [(slots[k], staging_buffers[k], samples[k], scales[k]) for k in range(count)]
 
+    def lookahead(self, slot: int) -> float:
+        """How far a pull of this slot's worker looks ahead, in global batches."""
+        return float(lib.pyps_core_lookahead(self._core, slot))
+
     def ranks(self) -> list[RankCounters]:
         c = ffi.new("pyps_rank[]", self._ranks)
         check("ranks", lib.pyps_core_ranks(self._core, c, self._ranks))

@@ -40,6 +40,7 @@ class RankHistory:
     staleness_per_sample: moving averages; 0: not known. next_batch, max_samples, extra_steps: as the policy
     keeps them. turn_rank: the rank whose turn is at this place of the policy's ring; turn_gap: planned
     nanoseconds from its push to the next. data_set: that its workers read; None: not known.
+    lag: steps that others took between its pulls and its pushes, a moving average of `lags` of them.
     """
 
     total: RankCounters
@@ -54,6 +55,8 @@ class RankHistory:
     turn_rank: int = 0
     turn_gap: int = 0
     data_set: DataSet | None = None
+    lag: float = 0.0
+    lags: int = 0
 
 
 @dataclass(frozen=True, slots=True)

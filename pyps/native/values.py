@@ -178,6 +178,7 @@ class PolicyParams:
     threshold: int = 0
     abort: int = 0
     scaling: int = 0
+    plain_pulls: int = 0
     quantile: float = 0.0
     lambda_: float = 0.0
     slack: float = 0.0

@@ -192,9 +192,13 @@ class Engine:
 
     def pull(self, k: int, channel: int) -> Generator[int | None, None, Pulled]:
         """Pull; `channel` is the process that transfers: the worker's own, or its transfer process."""
-        w, version = self.model.w, self.version
+        w, version = self.ahead(k), self.version
         yield from self.travel_down(k, channel, (), version)
         return w, version
+
+    def ahead(self, k: int) -> Vector:
+        """The parameters as worker k pulls them."""
+        return self.model.ahead(self.core.lookahead(k))
 
     def travel_up(self, k: int, channel: int, turn: Iterable[int | None] = ()) -> StepProcess:
         """A gradient's way to the store; it waits for its `turn` on the wire."""

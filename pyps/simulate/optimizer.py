@@ -48,6 +48,20 @@ class OptimizerState:
         self.steps += part
         return w - moved
 
+    def ahead(self, w: Vector, distance: float) -> Vector:
+        """`w` as momentum will have moved it after so many steps without a gradient."""
+        h = self.hyper
+        if not self.steps > 0.0 or not distance > 0.0 or self.kind in (Optimizer.SGD, Optimizer.ADAGRAD):
+            return w
+        if self.kind is Optimizer.MOMENTUM:
+            beta = h.momentum
+            left = beta * beta if h.nesterov else beta
+            return np.asarray(w - h.lr * left * (1.0 - beta**distance) / (1.0 - beta) * self._first)
+        beta1, beta2 = h.betas
+        root = np.sqrt(self._second / (1.0 - beta2**self.steps))
+        way = beta1 * (1.0 - beta1**distance) / (1.0 - beta1) / (1.0 - beta1**self.steps)
+        return np.asarray(w - h.lr * way * self._first / (root + h.eps))
+
     def _sgd(self, d: Vector, part: float) -> Vector:
         return self.hyper.lr * part * d
 

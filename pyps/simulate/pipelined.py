@@ -137,7 +137,7 @@ class PipelinedWorker:
             back = yield from self._push(channel, sent, travelled=not turns)
             if turns and back is None:
                 back = yield from engine.pull(k, channel)
-            result = back or (engine.model.w, engine.version), self._claim(sent.claims)
+            result = back or (engine.ahead(k), engine.version), self._claim(sent.claims)
         except Fenced:
             self._fenced = True
         self._pass(STORE)

@@ -134,5 +134,9 @@ class Model:
         mean = total / sum(samples for _, _, samples, _ in sources)
         self.w = self._optimizer.step(self.w, mean, part)
 
+    def ahead(self, distance: float) -> Vector:
+        """The parameters as momentum will have moved them after so many global batches."""
+        return self._optimizer.ahead(self.w, distance) if self._objective else self.w
+
     def loss(self) -> float:
         return self._objective.loss(self.w) if self._objective else float("nan")

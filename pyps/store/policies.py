@@ -37,11 +37,13 @@ class Policy:
     `round_timeout_seconds`: a live worker that holds up the others for longer is fenced. Calls without
     a timeout wait for twice as long. `scaling`: what a push takes of an optimizer step, where no round
     waits for all: "samples", its part of a global batch; "none", a whole one, for scripts that scale the
-    learning rate. Raises InputError for a value out of its range.
+    learning rate. `lookahead`: there, and unless scaling is "none", a worker pulls the parameters as momentum
+    will have moved them when its gradient is admitted. Raises InputError for a value out of its range.
     """
 
     round_timeout_seconds: float = 60.0
     scaling: Scaling = "samples"
+    lookahead: bool = True
 
     name: ClassVar[str]
     number: ClassVar[int]
@@ -62,7 +64,8 @@ class Policy:
 
     def params(self) -> PolicyParams:
         """The policy's numbers, as the C core takes them."""
-        return replace(self._params(), scaling=get_args(Scaling).index(self.scaling))
+        scaling, plain = get_args(Scaling).index(self.scaling), not self.lookahead
+        return replace(self._params(), scaling=scaling, plain_pulls=int(plain))
 
     def _params(self) -> PolicyParams:
         """Those that this policy alone has."""

@@ -22,8 +22,8 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
         gradient[i] = number();
         if (old[2][i] < 0) old[2][i] = -old[2][i];
     }
-    static _Alignas(16) float copies[2][LONGEST + 4];
-    memset(new, 0, sizeof new), memset(copies, 0, sizeof copies);
+    static _Alignas(16) float copies[2][LONGEST + 4], looks[2][LONGEST + 4];
+    memset(new, 0, sizeof new), memset(copies, 0, sizeof copies), memset(looks, 0, sizeof looks);
     pyps_hyper hyper = {.lr = 0.1f,
                         .weight_decay = 0.01f,
                         .momentum = 0.9f,
@@ -36,12 +36,17 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
     hyper.nesterov = rand() % 2;
     struct step_constants constants =
         kernels_constants(optimizer, &hyper, 0.5f, 0.75 * (rand() % 3), rand() % 2 ? 1.0f : 0.3f);
+    if (rand() % 2 && a->look[optimizer]) constants.ahead = 0.2f;
     for (int side = 0; side < 2; side++) {
         struct step step = {.gradient = gradient + at, .length = length};
         step.copy = at == 0 ? copies[side] : NULL;
         for (unsigned v = 0; v <= kernels_states(optimizer); v++)
             step.old[v] = old[v] + at, step.new[v] = new[side][v] + at;
         (side ? b : a)->update[optimizer](&step, &constants);
+        struct look look = {
+            .to = looks[side] + at, .length = length, .ahead = 0.3f, .root = 0.7f, .eps = 1e-8f};
+        for (unsigned v = 0; v <= kernels_states(optimizer); v++) look.from[v] = old[v] + at;
+        if (a->look[optimizer]) (side ? b : a)->look[optimizer](&look);
         float *sum = new[side][2] + at; /* the round's reduction, where the optimizer has no second state */
         if (kernels_states(optimizer) == 2) continue;
         (side ? b : a)->multiply(sum, gradient + at, 3.0f, length);
@@ -50,7 +55,9 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
         double squares = (side ? b : a)->square_sum(gradient + at, length);
         memcpy(copies[side] + LONGEST + 2, &squares, sizeof squares);
     }
-    if (at == 0 && memcmp(copies[1], new[1][0], length * sizeof(float))) return 1;
+    if (memcmp(looks[0], looks[1], sizeof looks[0])) return 1;
+    bool ahead = constants.ahead > 0;
+    if (at == 0 && !ahead && memcmp(copies[1], new[1][0], length * sizeof(float))) return 1;
     return memcmp(new[0], new[1], sizeof new[0]) || memcmp(copies[0], copies[1], sizeof copies[0]);
 }
 

@@ -55,7 +55,7 @@ def push(store: Store, samples: int, gradient: Array, hyper: Hyper) -> None:
 
 
 def weights(store: Store) -> Array:
-    return store.views(store.pull()[0])["w"].astype(np.float64)
+    return store.views(store.pull(strict=True)[0])["w"].astype(np.float64)
 
 
 def pushed(kind: Optimizer, hyper: Hyper, w: Array, pushes: Sequence[tuple[int, Array]]) -> Array:

@@ -156,7 +156,7 @@ def test_steps_are_those_of_torch(case: str, policy: str) -> None:
             if hyper.clip:
                 torch.nn.utils.clip_grad_value_(rivals.values(), hyper.clip)
             optimizer.step()
-        flat, version = store.pull()
+        flat, version = store.pull(strict=True)
         snapshot = store.snapshot()
     assert version == STEPS == snapshot.version
     assert snapshot.steps.tolist() == [STEPS] * len(snapshot.steps)

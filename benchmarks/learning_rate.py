@@ -1,0 +1,170 @@
+"""One learning rate under every policy: python benchmarks/learning_rate.py [--seeds 5] [--docs].
+
+Trains the script of docs/how-to/train-async.md and two more with each policy's default settings, at the rate
+and momentum that they have under bsp, in virtual time (so the machine's speed does not matter): planned
+batches on unlike workers, steps that jitter by 10 %. Prints the training loss after as many samples, and its
+ratio to bsp's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from record import DOCS, table
+from sklearn.datasets import load_digits
+
+from pyps import Hyper
+from pyps.formats import Jitter
+from pyps.simulate import Scenario, SimWorker, simulate
+from pyps.store.policies import Policy
+from pyps.worker.sampling import indices
+
+Array = NDArray[np.float64]
+BATCHES = {3: (48, 32, 16), 8: (24, 20, 16, 12, 8, 8, 4, 4)}
+PAGE = DOCS / "results" / "learning-rate.md"
+BOUND = 1.5  # of bsp's loss
+
+
+class Perceptron:
+    """An objective: a ReLU network, on targets by squares or on classes by cross-entropy."""
+
+    def __init__(
+        self, sizes: Sequence[int], x: NDArray[np.float32], y: NDArray[np.generic], seed: int
+    ) -> None:
+        self.sizes, self.x, self.y, self.seed = tuple(sizes), x, y, seed
+
+    def start(self) -> Array:
+        draw = np.random.default_rng(self.seed)
+        layers = [(draw.uniform(-1, 1, (a + 1, b)) / math.sqrt(a)).ravel() for a, b in pairwise(self.sizes)]
+        return np.concatenate(layers)
+
+    def gradient(self, w: Array, first: int, count: int) -> tuple[Array, float]:
+        rows = indices(first, count, len(self.x), self.seed)
+        layers, inputs = self._layers(w), [self.x[rows]]
+        for k, layer in enumerate(layers):
+            z = inputs[-1] @ layer[:-1] + layer[-1]
+            inputs.append(np.maximum(z, 0) if k + 1 < len(layers) else z)
+        loss, d = self._loss(inputs[-1], self.y[rows])
+        found = []
+        for layer, h in zip(reversed(layers), reversed(inputs[:-1]), strict=True):
+            found.append(np.vstack([h.T @ d, d.sum(axis=0)]).ravel())
+            d = (d @ layer[:-1].T) * (h > 0)
+        return np.concatenate(found[::-1]).astype(np.float64), loss
+
+    def loss(self, w: Array) -> float:
+        with np.errstate(all="ignore"):
+            h = self.x
+            layers = self._layers(w)
+            for k, layer in enumerate(layers):
+                h = h @ layer[:-1] + layer[-1]
+                h = np.maximum(h, 0) if k + 1 < len(layers) else h
+            return self._loss(h, self.y)[0]
+
+    def _layers(self, w: Array) -> list[NDArray[np.float32]]:
+        ends = np.cumsum([0, *((a + 1) * b for a, b in pairwise(self.sizes))])
+        shapes = [(a + 1, b) for a, b in pairwise(self.sizes)]
+        flat = w.astype(np.float32)
+        return [flat[i:j].reshape(s) for (i, j), s in zip(pairwise(ends), shapes, strict=True)]
+
+    def _loss(self, z: NDArray[np.float32], y: NDArray[np.generic]) -> tuple[float, NDArray[np.float32]]:
+        if y.ndim > 1:
+            return float(np.mean((z - y) ** 2)), 2 * (z - y) / z.size
+        p = np.exp(z - z.max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        at = np.arange(len(y)), y
+        loss = float(-np.log(p[at] + 1e-30).mean())
+        p[at] -= 1
+        return loss, p / np.float32(len(y))
+
+
+@dataclass(frozen=True)
+class Problem:
+    title: str
+    optimizer: str
+    hyper: Hyper
+    batches: int  # global batches to train
+
+    def objective(self, seed: int) -> Perceptron:
+        if self.title == "README":
+            draw = np.random.default_rng(0)
+            x, y = draw.standard_normal((512, 16)), draw.standard_normal((512, 4))
+            return Perceptron((16, 64, 4), x.astype(np.float32), y.astype(np.float32), seed)
+        x, y = load_digits(return_X_y=True)
+        sizes = (64, 96, 96, 10) if self.optimizer == "momentum" else (64, 32, 10)
+        return Perceptron(sizes, (x / 16).astype(np.float32), y, seed)
+
+
+PROBLEMS = (
+    Problem("README", "momentum", Hyper(lr=0.05, momentum=0.9), 400),
+    Problem("digits, momentum", "momentum", Hyper(lr=0.05, momentum=0.9), 250),
+    Problem("digits, AdamW", "adamw", Hyper(lr=0.003, weight_decay=0.01), 250),
+)
+
+
+def cluster(count: int) -> Scenario:
+    """Unlike workers with the batches that a plan gives them: all steps take one second, and jitter."""
+    jitter = Jitter(sigma=0.1)
+    return Scenario(tuple(SimWorker(f"w{k}", b, lambda _: 1.0, jitter) for k, b in enumerate(BATCHES[count])))
+
+
+def trained(case: tuple[Problem, int, str, int]) -> float:
+    """The training loss at the end; not finite: it diverged."""
+    problem, count, policy, seed = case
+    with np.errstate(all="ignore"):
+        result = simulate(
+            cluster(count),
+            policy,
+            iterations=problem.batches,
+            seed=seed,
+            objective=problem.objective(seed),
+            lr=problem.hyper,
+            optimizer=problem.optimizer,
+        )
+    return result.loss
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="+", default=[3, 8], choices=sorted(BATCHES))
+    parser.add_argument("--policies", nargs="+", default=[*Policy.known, "asp:lookahead=false"])
+    parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE.name}")
+    options = parser.parse_args()
+    seeds = range(options.seeds)
+    kinds = [(problem, count) for problem in PROBLEMS for count in options.workers]
+    cases = [(p, n, policy, seed) for p, n in kinds for policy in options.policies for seed in seeds]
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        losses = dict(zip(cases, pool.map(trained, cases, chunksize=1), strict=True))
+    rows = [["policy", *(f"{p.title}, {n}" for p, n in kinds)]]
+    late = 0
+    for policy in options.policies:
+        cells = []
+        for p, n in kinds:
+            found = [losses[p, n, policy, seed] / losses[p, n, "bsp", seed] for seed in seeds]
+            ratio = statistics.median(found) if np.isfinite(found).all() else math.inf
+            late += ratio > BOUND and "=" not in policy
+            loss = statistics.median(losses[p, n, policy, seed] for seed in seeds)
+            cells.append(f"{loss:.3g} ({ratio:.2f})")
+        rows.append([f"`{policy}`", *cells])
+    text = (
+        f"{table(rows)}\n\nSeeds: {options.seeds}. Above {BOUND} times the loss of `bsp`, by default: {late}."
+    )
+    print(text)
+    if options.docs:
+        page = PAGE.read_text()
+        head, _, rest = page.partition("<!-- losses: begin -->\n")
+        tail = rest.partition("<!-- losses: end -->")[2]
+        PAGE.write_text(f"{head}<!-- losses: begin -->\n{text}\n<!-- losses: end -->{tail}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
