@@ -232,7 +232,9 @@ def test_a_rank_with_another_data_set_is_not_tried_again(shm: Path, plan: Path, 
     begin, _, end = TRAIN.partition("\n    for step, (x, y) in enumerate(worker.batches((inputs, targets))):")
     text = (begin + OTHER_DATA + end).replace("{within}", "")
     options = RunOptions(samples=SAMPLES, run_dir=tmp_path / "out")
-    with pytest.raises(TrainingFailed, match=r"exit code 1: pyps.errors.InvalidArgument: .* samples"):
+    with pytest.raises(
+        TrainingFailed, match=r"exit code 1 at train.py:\d+: pyps.errors.InvalidArgument: .* samples"
+    ):
         run(plan, script(tmp_path, text=text), options)
     assert read_report(tmp_path / "out" / "report.json").restarts == 0
 
@@ -353,7 +355,7 @@ def test_a_process_that_ignores_signals_or_is_stopped_is_killed(tmp_path: Path) 
 
 
 def test_the_tail_of_stderr_is_kept_to_its_last_half_line(tmp_path: Path) -> None:
-    code = "import sys; [print(k, file=sys.stderr) for k in range(100)]; sys.stderr.write('no newline')"
+    code = "import sys; [print(k, file=sys.stderr) for k in range(300)]; sys.stderr.write('no newline')"
     process = WorkerProcess(0, [sys.executable, "-c", code], os.environ, tmp_path / "log")
     until(lambda: process.poll() is not None)
     seen: list[str] = []
@@ -361,9 +363,9 @@ def test_the_tail_of_stderr_is_kept_to_its_last_half_line(tmp_path: Path) -> Non
         while not stream.closed:
             seen += process.read(stream)
     process.close()
-    assert seen == [*map(str, range(100)), "no newline"]
-    assert list(process.stderr_tail) == [*map(str, range(81, 100)), "no newline"]
-    assert (tmp_path / "log").read_text().endswith("99\nno newline")
+    assert seen == [*map(str, range(300)), "no newline"]
+    assert list(process.stderr_tail) == [*map(str, range(201, 300)), "no newline"]
+    assert (tmp_path / "log").read_text().endswith("299\nno newline")
 
 
 def test_a_line_without_end_costs_linear_time(tmp_path: Path) -> None:
