@@ -154,7 +154,7 @@ def test_a_run_that_encodes_on_the_device_is_bitwise_one_that_does_not(
 def test_the_norm_is_that_of_the_gradient_wherever_it_is_encoded(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """saps asks for it: Ringmaster's bound follows the noise."""
+    """saps with Ringmaster's bound asks for it, since that follows the noise."""
     sent: list[list[float]] = []
     send = SerialTransport.send
 
@@ -166,7 +166,7 @@ def test_the_norm_is_that_of_the_gradient_wherever_it_is_encoded(
     for where in ((), (DEVICE.type,)):
         monkeypatch.setattr(binding, "ENCODES_ON", where)
         sent.append([])
-        trained("saps", "int8", micro_batch=4)
+        trained("saps:threshold=ringmaster", "int8", micro_batch=4)
     assert len(sent[0]) == 18
     assert min(sent[0]) > 0
     np.testing.assert_allclose(sent[1], sent[0], rtol=1e-5)
