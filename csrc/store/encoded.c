@@ -61,7 +61,7 @@ void *pyps_staging_codes(pyps_store *s, uint32_t staging) {
 
 /* Is this residual a rank's, or one that a snapshot reads? */
 static bool residual_needed(pyps_store *s, const struct view *v, uint32_t name) {
-    for (uint32_t r = 0; r < s->geometry.ranks; r++) {
+    for (uint32_t r = 0, ranks = pinned_ranks(s, v); r < ranks; r++) {
         const struct rank *rank = pinned_rank(s, v, r);
         if (rank->residual == name || rank->version_residual == name ||
             (v->snapshot_active && rank->held_residual == name))

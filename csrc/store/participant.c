@@ -185,7 +185,7 @@ static bool slot_has(uint32_t slot, uint32_t residual) {
 
 /* Does this slot have the residual of another rank? A new worker would overwrite it (encoded.c). */
 static bool holds_residual(const pyps_store *s, const struct view *v, int rank) {
-    for (uint32_t r = 0; r < s->geometry.ranks; r++) {
+    for (uint32_t r = 0, ranks = pinned_ranks(s, v); r < ranks; r++) {
         const struct rank *other = pinned_rank(s, v, r);
         if ((int)r != rank &&
             (slot_has(s->slot, other->residual) || slot_has(s->slot, other->version_residual)))
@@ -196,7 +196,7 @@ static bool holds_residual(const pyps_store *s, const struct view *v, int rank) 
 
 /* Is another free slot the one that has this rank's residual? */
 static bool other_slot_suits(pyps_store *s, const struct view *v, int rank) {
-    uint32_t ranks = s->geometry.ranks;
+    uint32_t ranks = pinned_ranks(s, v);
     uint32_t residual = rank >= 0 && rank < (int)ranks
                             ? *(const volatile uint32_t *)&pinned_rank(s, v, (uint32_t)rank)->residual
                             : 0;

@@ -134,6 +134,11 @@ static inline const void *part_of_view(const pyps_store *s, const struct view *v
 static inline const struct member *pinned_member(const pyps_store *s, const struct view *v, uint32_t slot) {
     return part_of_view(s, v, view_member(s->expected, slot));
 }
+/* Ranks only become more, and there is room for one of each participant. */
+static inline uint32_t pinned_ranks(const pyps_store *s, const struct view *v) {
+    uint32_t ranks = *(const volatile uint32_t *)&v->ranks;
+    return ranks < s->geometry.max_participants ? ranks : s->geometry.max_participants;
+}
 static inline const struct rank *pinned_rank(const pyps_store *s, const struct view *v, uint32_t rank) {
     return part_of_view(s, v, view_rank(s->expected, rank));
 }

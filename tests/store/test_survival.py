@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pyps import errors
-from pyps.native.values import Hyper, WaitKind
+from pyps.native.values import Codec, Encoding, Hyper, WaitKind
 from pyps.store import Store
 
 TENSORS = {"w": np.zeros(3000, np.float32)}
@@ -124,3 +124,35 @@ def test_a_handle_is_not_copied(shm: Path) -> None:
         for way in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="open the store again"):
                 way(store)
+
+
+def trained_with_a_refused_push(name: str, batches: list[int], role: Any) -> Any:
+    """The parameters after encoded pushes of rank 1, one of which was refused in its second chunk."""
+    rng = np.random.default_rng(3)
+    with (
+        Store.create(
+            name, {"w": np.zeros(2048)}, batches=batches, chunk_params=1024, policy="asp:scaling=none"
+        ) as store,
+        Store.open(name) as other,
+    ):
+        other.join(0)
+        store.join(1, role=role)
+        other.replan([1, 1])
+        for turn in range(4):
+            gradient = rng.standard_normal(2048).astype(np.float32)
+            store.start()
+            area = store.stage()
+            area.flat[:] = gradient
+            if turn == 1:
+                area.flat[-1] = np.nan
+                with pytest.raises(errors.NotFinite):
+                    store.push(area, 1, Hyper(lr=1.0), encoding=Encoding(Codec.INT4, error_feedback=True))
+                area.flat[:] = gradient
+            store.push(area, 1, Hyper(lr=1.0), encoding=Encoding(Codec.INT4, error_feedback=True))
+        return store.pull()[0]
+
+
+def test_a_refused_push_leaves_the_residual_of_a_rank_that_came_later(shm: Path) -> None:
+    planned = trained_with_a_refused_push("planned", [1, 1], "worker")
+    later = trained_with_a_refused_push("later", [1], "new_worker")
+    np.testing.assert_array_equal(planned, later)
