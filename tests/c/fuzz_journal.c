@@ -46,7 +46,10 @@ static void run_a_store(struct good *good, const char *journal) {
         for (int w = 0; w < 2; w++) pyps_start(s[w], 0, &claim);
         push_value_by(s[i % 2], 1, PYPS_F32, 0.001, &result);
         push_value_by(s[1 - i % 2], 1, PYPS_F32, 0.001, &result);
-        if (i == 2) must(pyps_replan(s[0], others, 2), "replan"), pyps_set_schedule(s[0], turns, 2, 1);
+        if (i == 2) {
+            must(pyps_replan(s[0], others, 2, PYPS_ANY_PLAN), "replan");
+            pyps_set_schedule(s[0], turns, 2, 1);
+        }
         if (i == 4) must(pyps_leave(s[1]), "leave"), must(pyps_join(s[1], PYPS_WORKER, 1, NULL), "join");
     }
     must(pyps_close(s[1]), "close"), must(pyps_close(s[0]), "close");

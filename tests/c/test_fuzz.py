@@ -42,7 +42,10 @@ MUTATIONS = {
             "",
         ),
     ),
-    "sizes in a journal are believed": ("journal", programs.Change("policy/replay.c", "!view_sized(v)", "0")),
+    "slots in a journal are believed": (
+        "journal",
+        programs.Change("policy/replay.c", "e->slot >= v->participants ||", ""),
+    ),
     "lengths are believed": (
         "decode",
         programs.Change("kernels/codec.c", "if (bytes != pyps_encoded_bytes(codec, count))", "if (0)"),
