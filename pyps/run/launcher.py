@@ -202,6 +202,8 @@ class Launcher:
             self._read_remaining_output(process)
             del self._processes[rank]
             self._guard.remove(process.pid)
+            if self._store is not None:
+                self._detect_joins(look(self._store), process)  # it may have joined since the last look
             joined = process.joined or self._has_record(process)
             if code == 0 and joined:
                 self.log.write("finished", rank=rank, pid=process.pid)
@@ -257,7 +259,7 @@ class Launcher:
             state = None
         else:
             state = look(store)
-            self._detect_joins(state)
+            self._detect_joins(state, *self._processes.values())
             if time.monotonic() >= self._next_reap:
                 self._next_reap = time.monotonic() + REAP_INTERVAL_SECONDS
                 store.reap()
@@ -267,13 +269,17 @@ class Launcher:
         if self._on_tick is not None:
             self._on_tick(state)
 
-    def _detect_joins(self, state: StoreActivity) -> None:
-        """A local worker has joined when its process is a member; a remote one, when it has a record."""
+    def _detect_joins(self, state: StoreActivity, *processes: WorkerProcess) -> None:
+        """A local worker has joined when it is a member or its rank has pushed; a remote one, when it has a
+        record. The slot of a dead worker may be another's by now.
+        """
         pids = set() if self._is_remote else {member.pid for member in state.members}
-        for process in self._processes.values():
+        for process in processes:
             if process.joined:
                 continue
-            if process.pid in pids or (self._is_remote and self._has_record(process)):
+            first = not (self._is_remote or self.spec.resumed.path or self._restarts.counts[process.rank])
+            pushed = first and process.rank < len(state.ranks) and state.ranks[process.rank].pushes > 0
+            if pushed or process.pid in pids or (self._is_remote and self._has_record(process)):
                 process.joined = True
                 self.log.write("joined", rank=process.rank, pid=process.pid)
 
@@ -288,6 +294,7 @@ class Launcher:
         check_agreed(store, self.spec.settings(self.spec.ranks[0]))
         if self.spec.journal is not None:
             store.journal(self.spec.journal)
+        self._detect_joins(look(store), *self._processes.values())  # joining may take a dead worker's slot
         with contextlib.suppress(StoreFull):  # every slot is a worker's: status() works without joining
             store.join(role="observer")
         return store
