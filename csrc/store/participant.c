@@ -216,7 +216,7 @@ static bool slot_has_spares(const pyps_store *s, uint32_t slot) {
     return all;
 }
 
-/* Once a slot has had its spares it keeps them, whoever joins there next. */
+/* Once a slot has had its spares it keeps them for the next participant. */
 static int bring_spares(pyps_store *s) {
     uint32_t first = first_spare(s, s->slot);
     if (!slot_has_spares(s, s->slot)) {

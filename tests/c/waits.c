@@ -87,7 +87,7 @@ static void stop(void) {
     armed = "wait.slept", meddle = push_at_last;
 }
 
-/* A pause of the whole job, longer than the round timeout: the first to wake fences nobody for it. */
+/* A pause of the whole job, longer than the round timeout: the first to wake fences no other for it. */
 static void paused_job(void) {
     pyps_store *s = created(2, PYPS_BSP, 1);
     pyps_push_result result;
