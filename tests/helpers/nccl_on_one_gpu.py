@@ -64,16 +64,17 @@ def serve(folder: Path) -> None:
 
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", timeout=timedelta(seconds=DEADLINE_SECONDS))
+    failed = False
     for name, job in jobs(dist.group.WORLD, dist.get_world_size(), folder).items():
         try:
             found = job()
-        except Exception:
-            found = traceback.format_exc()
+        except Exception:  # printed, and the exit code: the other jobs still tell something
+            found, failed = traceback.format_exc(), True
         if dist.get_rank() == 0:
             print(f"{name}: {found}", flush=True)
     dist.barrier()
     torch.cuda.synchronize()
-    os._exit(0)  # torch's own threads may abort a process while its interpreter is torn down
+    os._exit(int(failed))  # torch's own threads may abort a process while its interpreter is torn down
 
 
 def main() -> int:

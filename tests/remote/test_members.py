@@ -67,10 +67,22 @@ class Hosts:
 
     def start(self, name: str, ranks: str) -> None:
         command = [
-            PYPS, "run", "--connect", self._address, "--ranks", ranks, "--plan", self._folder / "plan.json",
-            "--samples", "0", "--run-dir", self._folder / name, "--rebalance", "--json",
+            PYPS,
+            "run",
+            "--connect",
+            self._address,
+            "--ranks",
+            ranks,
+            "--plan",
+            self._folder / "plan.json",
+            "--samples",
+            "0",
+            "--run-dir",
+            self._folder / name,
+            "--rebalance",
+            "--json",
             self._folder / "train.py",
-        ]  # fmt: skip
+        ]
         env = os.environ | {"CONTROL": str(self._folder)}
         self._launchers[name] = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env

@@ -94,17 +94,21 @@ def average(lags: list[float], window: int = 8) -> float:
     return mean
 
 
+def push_ones(store: Store, hyper: Hyper) -> None:
+    store.start()
+    store.pull()
+    staging = store.stage()
+    staging.flat.fill(1.0)
+    store.push(staging, 4, hyper)
+
+
 @pytest.mark.parametrize("policy", ["bsp", "asp:lookahead=false", "asp:scaling=none"])
 def test_others_pull_the_parameters_as_they_are(policy: str) -> None:
     kind, hyper = CASES["momentum"]
     with Store.create("plain", {"w": np.ones(SIZE)}, batches=[4], optimizer=kind, policy=policy) as store:
         store.join()
         for _ in range(3):
-            store.start()
-            store.pull()
-            staging = store.stage()
-            staging.flat.fill(1.0)
-            store.push(staging, 4, hyper)
+            push_ones(store, hyper)
         np.testing.assert_array_equal(store.pull()[0], store.pull(strict=True)[0])
 
 
@@ -114,9 +118,5 @@ def test_one_worker_alone_does_not_look_ahead() -> None:
     with Store.create("alone", {"w": np.ones(SIZE)}, batches=[4], optimizer=kind, policy="asp") as store:
         store.join()
         for _ in range(3):
-            store.start()
-            store.pull()
-            staging = store.stage()
-            staging.flat.fill(1.0)
-            store.push(staging, 4, hyper)
+            push_ones(store, hyper)
             np.testing.assert_array_equal(store.pull()[0], store.pull(strict=True)[0])

@@ -30,10 +30,19 @@ SHAPES = {"weight": (70, 30), "bias": (5,), "mean": (3,)}
 BATCHES = (4, 3, 6)
 ROUND_TIMEOUT_SECONDS = 3600.0  # nothing here is ever late
 POLICIES = (
-    "bsp", "asp", "backup:k=1", "softsync:n=1", "ssp:bound=2", "dssp:bound=1,extra=2", "dynsgd", "consgd",
-    "dcasgd", "saps:threshold=fixed,bound=2",
-    "r2sp:slack=0,patience=1000000", "hps",
-)  # fmt: skip
+    "bsp",
+    "asp",
+    "backup:k=1",
+    "softsync:n=1",
+    "ssp:bound=2",
+    "dssp:bound=1,extra=2",
+    "dynsgd",
+    "consgd",
+    "dcasgd",
+    "saps:threshold=fixed,bound=2",
+    "r2sp:slack=0,patience=1000000",
+    "hps",
+)
 OF_TIMES = ("r2sp", "saps")  # policies whose own state has times in it
 
 
@@ -161,11 +170,19 @@ def kept(state: StoreState, times: bool) -> Any:
     h = state.header
     ranks = [
         (
-            rank.total, rank.clock, rank.step_seconds, rank.sample_seconds, rank.staleness_per_sample,
-            rank.next_batch, rank.max_samples, rank.extra_steps, rank.turn_rank, rank.turn_gap,
+            rank.total,
+            rank.clock,
+            rank.step_seconds,
+            rank.sample_seconds,
+            rank.staleness_per_sample,
+            rank.next_batch,
+            rank.max_samples,
+            rank.extra_steps,
+            rank.turn_rank,
+            rank.turn_gap,
         )
         for rank in h.ranks
-    ]  # fmt: skip
+    ]
     arrays = {("parameters", name): value.tobytes() for name, value in state.parameters.items()}
     for kind, nested in (("vector", state.vectors), ("residual", state.residuals)):
         for outer, values in nested.items():
