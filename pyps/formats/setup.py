@@ -39,6 +39,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     store: name or address. samples: of the whole run; 0: until the script ends. even: equal batches instead
     of the plan's. predicted_iteration_seconds: the plan's, of one global batch. ranks: those started here.
     turns: the planned ones of all ranks, where the policy takes turns.
+    plan_digest: of plan.json as it was written.
     folder: where it was started. options: the other options and the script's arguments, to resume with.
     """
 
@@ -53,6 +54,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     predicted_iteration_seconds: float | None
     ranks: tuple[RankSetup, ...]
     turns: TurnSchedule | None = None
+    plan_digest: str = ""
     folder: str = ""
     options: dict[str, Any] = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -33,6 +33,7 @@ CURVE_POINTS = 200
 ABSENT_STEPS = 3.0  # of a rank's own step time: a longer gap between its steps counts as absence
 ABSENT_SECONDS = 0.5  # and no shorter one
 PHASES: tuple[SpanKind, ...] = ("data", "compute", "push", "pull", "wait")
+FAR_OFF = 2.0  # times the prediction, or its half: the plan was made from other figures than this run's
 LOADING_SHARE = 0.1  # of data and compute: a longer wait for data holds the rank up
 NonNegative = Annotated[int, Meta(ge=0)]
 
@@ -122,7 +123,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     short_rounds: rounds with fewer samples than a global batch, the last one aside; None where no round has
         several sources.
     replans: why the batches changed while it trained, one line a change.
-    advice: what to change where a rank's data loading holds it up, one line a rank.
+    advice: what to change where a rank's data loading holds it up, or where the plan's prediction is far off.
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     resumed_at: the version at which each later part of it began.
     checkpoint: the folder of the last one, in checkpoints/; "": there is none.
@@ -191,6 +192,7 @@ def make_report(
     resumed = [e.monotonic_seconds for e in events if e.kind == "resumed"]
     times = distribution(iteration_times(applied, setup.global_batch, resumed))
     predicted = setup.predicted_iteration_seconds
+    measured_over_predicted = times.median / predicted if predicted and times.count else None
     losses = loss_points(applied, setup.global_batch)
     return Report(
         outcome=outcome,
@@ -202,7 +204,7 @@ def make_report(
         wall_seconds=_wall_seconds(events),
         iteration_seconds=times,
         predicted_iteration_seconds=predicted,
-        measured_over_predicted=times.median / predicted if predicted and times.count else None,
+        measured_over_predicted=measured_over_predicted,
         idle_share=_idle_share(kept),
         versions=totals.versions or (applied[-1].version if applied else 0),
         samples=SampleCounts(
@@ -220,7 +222,10 @@ def make_report(
         loss_last=losses[-1].loss if losses else None,
         loss=thinned(losses),
         short_rounds=short_rounds(applied, setup.global_batch),
-        advice=[advice for rank in ranks if (advice := loading_advice(rank))],
+        advice=[
+            *filter(None, map(loading_advice, ranks)),
+            *prediction_advice(measured_over_predicted, ranks),
+        ],
         turns=_turns(setup, applied),
         resumed_at=[e.version or 0 for e in events if e.kind == "resumed"],
         checkpoint=next((e.detail for e in reversed(events) if e.kind == "checkpoint"), ""),
@@ -291,6 +296,30 @@ def loading_advice(rank: RankReport) -> str:
         )
     late = "its loader is fast enough, but begins late"
     return f"{who}: {late}; raise prefetch, or, where a collate_fn is given, leave it out"
+
+
+def prediction_advice(measured_over_predicted: float | None, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """What to measure again if the run is far from the plan's prediction."""
+    if measured_over_predicted is None or 1 / FAR_OFF <= measured_over_predicted <= FAR_OFF:
+        return
+    planned = [(r, r.predicted_seconds) for r in ranks if r.predicted_seconds and r.compute.count]
+    if not planned:
+        return
+    rank, seconds = max(planned, key=lambda pair: abs(math.log(max(pair[0].compute.median, 1e-9) / pair[1])))
+    name, compute = f"rank {rank.rank} ({rank.name})", rank.compute.median
+    if not 1 / math.sqrt(FAR_OFF) <= compute / seconds <= math.sqrt(FAR_OFF):
+        yield (
+            f"{name} computes {compute * 1e3:.1f} ms a step, where the plan has {seconds * 1e3:.1f} ms: "
+            "profile it again as it trains here: same model, precision and CPU threads, and no other work"
+        )
+        return
+    rank = max(ranks, key=lambda r: r.push.median + r.pull.median)
+    transfer = rank.push.median + rank.pull.median
+    if transfer > rank.compute.median:
+        yield (
+            f"rank {rank.rank} ({rank.name}) pushes and pulls for {transfer * 1e3:.1f} ms a step: state the "
+            "bandwidth and latency of its link in the cluster file, and plan again"
+        )
 
 
 def read_report(path: str | os.PathLike[str]) -> Report:

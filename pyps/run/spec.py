@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import socket
@@ -16,6 +17,7 @@ from pyps.checkpoint.folder import KEEP
 from pyps.errors import InputError
 from pyps.formats import Plan, read_plan, write_json
 from pyps.formats.events import EVENTS
+from pyps.formats.files import encode
 from pyps.formats.mode import FROM_PLAN
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
 from pyps.formats.turns import TurnSchedule, plan_turns
@@ -171,6 +173,7 @@ class RunSpec:
             predicted_iteration_seconds=None if self.departures else self.plan.iteration_seconds,
             ranks=tuple(ranks),
             turns=self.turns,
+            plan_digest=_digest(self.plan),
             folder=self.folder,
             options=options_to_json(self.options),
         )
@@ -203,6 +206,8 @@ class RunSpec:
         env |= {"LOCAL_RANK": str(local_rank), "PYTHONUNBUFFERED": "1"}
         if rank.throttle is not None:
             env |= {"OMP_NUM_THREADS": "1"}
+        else:
+            env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(self.ranks))))
         return env
 
 
@@ -328,6 +333,7 @@ def _load_ranks(
     saved = resumed.checkpoint.plan if resumed.checkpoint is not None else None
     if path is None and saved is not None:
         plan, where = saved, f"{resumed.path}: plan"
+        _check_unchanged(resumed.run_dir, saved)
     else:
         where = os.fspath(path if path is not None else (resumed.run_dir or Path()) / PLAN)
         plan = read_plan(where)
@@ -335,6 +341,20 @@ def _load_ranks(
     if options.even and path is not None:
         plan = even_plan(plan, where, [spec.fit if spec else None for spec in specs])
     return plan, rank_specs(plan, specs), where
+
+
+def _check_unchanged(run_dir: Path | None, saved: Plan) -> None:
+    """Raise InputError if a run's plan.json was edited: the checkpoint's plan would overwrite the edits."""
+    if run_dir is None or not (path := run_dir / PLAN).exists():
+        return
+    began, found = read_setup(run_dir).plan_digest, _digest(read_plan(path))
+    if began and found not in (began, _digest(saved)):
+        expected = f"--plan {path} to go on with the changed plan, or no file there to go on with the old one"
+        raise InputError(str(path), "", "a plan that was changed since the run began", expected)
+
+
+def _digest(plan: Plan) -> str:
+    return hashlib.sha256(encode(plan)).hexdigest()
 
 
 def _ranks_to_start(all_ranks: list[RankSpec], options: RunOptions) -> list[RankSpec]:

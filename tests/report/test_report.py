@@ -23,6 +23,7 @@ from pyps.report.report import (
     iteration_times,
     loading_advice,
     make_report,
+    prediction_advice,
     rank_report,
     read_report,
     version_times,
@@ -215,3 +216,40 @@ def test_a_slow_loader_is_named_with_what_to_change(
     advice = loading_advice(rank_report(RankSetup(0, "old", 8), records, [], StoreTotals(), (0.0, 1.0)))
     assert says in advice
     assert bool(says) == advice.startswith(f"rank 0 (old) waits {data * 1e3:.1f} ms a step for data")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "predicted", "transfer", "says"),
+    [
+        (1.9, 0.01, 0.0, ""),
+        (
+            2.1,
+            0.01,
+            0.0,
+            "rank 0 (old) computes 40.0 ms a step, where the plan has 10.0 ms: profile it again",
+        ),
+        (
+            0.4,
+            0.16,
+            0.0,
+            "rank 0 (old) computes 40.0 ms a step, where the plan has 160.0 ms: profile it again",
+        ),
+        (
+            2.1,
+            0.04,
+            0.05,
+            "rank 0 (old) pushes and pulls for 50.0 ms a step: state the bandwidth and latency",
+        ),
+        (2.1, 0.04, 0.01, ""),
+        (None, None, 0.0, ""),
+    ],
+)
+def test_a_run_far_from_its_prediction_says_what_to_measure(
+    ratio: float | None, predicted: float | None, transfer: float, says: str
+) -> None:
+    spans: list[Span] = [("compute", 0.0, 0.04), ("push", 0.04, 0.04 + transfer)]
+    records = [make_record(0, step, 8, spans) for step in range(4)]
+    setup = RankSetup(0, "old", 8, predicted_seconds=predicted)
+    rank = rank_report(setup, records, [], StoreTotals(), (0.0, 1.0))
+    advice = list(prediction_advice(ratio, [rank]))
+    assert [line.startswith(says) for line in advice] == [True] * bool(says)

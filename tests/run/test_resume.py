@@ -63,6 +63,12 @@ def test_a_run_that_has_finished_is_left_as_it_is(shm: Path, plan: Path, tmp_pat
         run(plan, script(tmp_path), RunOptions(samples=SAMPLES, resume=newest, run_dir=tmp_path / "new"))
     assert not (tmp_path / "new").exists()
     more = RunOptions(samples=SAMPLES + B, policy="ssp", resume=out)
+    planned = (out / "plan.json").read_text()
+    (out / "plan.json").write_text(planned.replace('"iteration_seconds": ', '"iteration_seconds": 1'))
+    with pytest.raises(InputError, match="a plan that was changed since the run began; expected --plan"):
+        run(None, script(tmp_path), more)
+    assert (out / "plan.json").read_text() != planned
+    (out / "plan.json").unlink()
     assert run(None, script(tmp_path), more).versions > report.versions
 
 

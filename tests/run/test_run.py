@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -264,7 +265,8 @@ def test_the_worker_reads_what_the_launcher_wrote(
     assert found.encoding == Encoding(Codec[codec.upper()], error_feedback=codec == "int8")
     assert found.throttle == (ThrottleSpec(factor=2.5) if throttle else None)
     assert (found.run_dir, found.journal, found.launched) == (tmp_path / "out", None, True)
-    assert env.get("OMP_NUM_THREADS") == ("1" if throttle else None)
+    cores = max(1, len(os.sched_getaffinity(0)) // len(spec.ranks))
+    assert env["OMP_NUM_THREADS"] == ("1" if throttle else str(cores))
 
 
 def test_to_env_writes_every_variable(tmp_path: Path) -> None:
