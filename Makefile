@@ -11,6 +11,7 @@
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: a night)
+#   make site      README.md and docs/ as a web site, into build/site
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
 #   make clean     removes what the other commands made
 
@@ -23,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-fast test-gpu lint bench papers soak kills torture fuzz sanitize clean
+.PHONY: demo test test-fast test-gpu lint bench papers soak kills torture fuzz sanitize site clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -97,6 +98,9 @@ fuzz:
 sanitize:
 	$(PYTHON) tests/c/programs.py address --faults 300
 	$(PYTHON) tests/c/programs.py thread
+
+site: .venv/core
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist demo-out bench-out papers-out *.egg-info pyps/_native.c pyps/_native.abi3.so pyps/lib pyps/include
