@@ -1,4 +1,4 @@
-"""The site's pages, as mkdocs asks for them: README.md is the first, and links to source files become names."""
+"""The pages of the site for mkdocs: README.md is the first, and links to source files become their names."""
 
 from __future__ import annotations
 
