@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from pyps.errors import InputError
+from pyps.torch.accumulate import MicroBatches
 from pyps.torch.exchange import quantized_sum
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.regroup import Regrouped
@@ -108,9 +109,7 @@ class WeightedHook:
         self.blocked_seconds = 0.0  # in reductions before the last bucket, in this step
         self._ddp, self._sampler, self._count = ddp, sampler, count
         self._residuals = Residuals(ddp.module.named_parameters())
-        self._accumulated_weight: Any = 0.0  # w of micro-batches whose gradients are not reduced yet
-        self._weight: Any = 0.0  # w of the latest micro-batch
-        self._accumulates = False  # whether the latest micro-batch ran under no_sync()
+        self.micro_batches = MicroBatches(ddp, reduction == "sum")
         self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
         self._may_be_zero = True  # whether w_i may be 0, as far as the CPU knows
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
@@ -121,11 +120,37 @@ class WeightedHook:
         ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         for module in ddp.module.modules():
             if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
-                module.loss_weight = lambda: self._weight
+                module.loss_weight = lambda: self.micro_batches.weight
 
     def set_weight(self, weight: Any) -> None:
         """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
-        self._weight = weight
+        self.micro_batches.set_weight(weight)
+
+    def accumulate(self, batch: Any, parts: int) -> Iterator[Any]:
+        """This rank's batch in `parts` micro-batches, for the loop that calls backward() for each.
+
+        batch: tensors in tuples, lists and dicts, samples in the first dimension. Each loss is the plain mean over
+        its micro-batch, however long that is; only the last backward() reduces. Raises InputError for fewer
+        than one part.
+        """
+        return self.micro_batches.cut(batch, parts)
+
+    def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
+        """Each round's micro-batches, of a loader whose sampler accumulates; as in accumulate().
+
+        Raises InputError without a sampler, and for a round whose micro-batches were not all taken.
+        """
+        if self._sampler is None:
+            raise InputError("rounds", "sampler", "None", "weighted_hook(model, sampler)")
+        return self.micro_batches.rounds(loader, self._sampler.accumulation)
+
+    def share(self, weight: Any, total: Any) -> Any:
+        """weight / total, for the loss of a micro-batch in a loop with no_sync() of its own.
+
+        weight: the micro-batch's samples (or targets). total: those of this rank in the round. If the shares of a
+        round do not add up to 1, a warning says so. Raises InputError for a weight below 0 or above the total.
+        """
+        return self.micro_batches.share(weight, total)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's kept errors of int8 and int4 by parameter name, in the gradient's own units; and W."""
@@ -165,18 +190,13 @@ class WeightedHook:
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
             return
-        if self._accumulates:
-            self._accumulated_weight = self._accumulated_weight + self._weight
-        # Forget a forward() whose backward() never came, but keep those under no_sync().
-        self._accumulates, self.blocked_seconds = not self._ddp.require_backward_grad_sync, 0.0
-        self._weight = self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
+        self.blocked_seconds = 0.0
+        self.micro_batches.begin(self._count(*args, **kwargs) if self._count else rows_of((args, kwargs)))
 
     def _sum_weights(self, device: torch.device, wait: bool) -> None:
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
-        own = self._accumulated_weight + self._weight
-        weight = _as_float64(own, device)
-        self._accumulated_weight, self._accumulates = 0.0, False
-        total, before = weight.clone(), self._total
+        own, unit = self.micro_batches.reduced(dist.get_rank(self.group))
+        total, before = _as_float64(own, device).clone(), self._total
         work = dist.all_reduce(total, group=self.group, async_op=True)
         if before is None or wait:
             work.wait()
@@ -189,7 +209,7 @@ class WeightedHook:
             self._assumed = _not_zero(before)
         self._total = total
         means = self.reduction == "mean"
-        self._scale = (weight if means else 1.0) / self._assumed
+        self._scale = (_as_float64(unit, device) if means else 1.0) / self._assumed
         self._may_be_zero = means and (isinstance(own, torch.Tensor) or not own)
 
     def _check(self, total: float) -> None:

@@ -1,0 +1,179 @@
+"""What the ranks of the tests of micro-batches do."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddp_jobs import DEVICE, IGNORED, Speaker, flat, mine, net, numbers, off, square, words
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyps.errors import InputError
+from pyps.torch import UnevenBatchSampler, UnevenSyncBatchNorm, weighted_hook
+from pyps.torch.schedule import micro_batches
+
+LARGEST_NORM = 0.1
+
+
+def one_process(model: torch.nn.Module, batch: Any, clip: bool) -> torch.Tensor:
+    """The gradient of the mean over all samples, clipped or not."""
+    model.zero_grad()
+    square(model, *batch).backward()
+    if clip:
+        assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)) > LARGEST_NORM
+    return flat(p.grad for p in model.parameters())
+
+
+def accumulated_errors(
+    group: dist.ProcessGroup,
+    batches: list[int],
+    parts: list[int],
+    clip: bool = False,
+    scaled: bool = False,
+    backend: str = "",
+) -> list[float]:
+    """By round, how far the gradient of hook.accumulate() is from that of one process, in fp64."""
+    alone = net(torch.float64)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=scaled, init_scale=2.0**10)
+    hook = weighted_hook(ddp, scaler=scaler)
+    torch._dynamo.reset()
+    model: Any = torch.compile(ddp, backend=backend) if backend else ddp
+    part = parts[dist.get_rank(group)]
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    errors = []
+    for number, split in enumerate((batches, batches[1:] + batches[:1], [b + 5 for b in batches])):
+        whole = numbers(number, sum(split), torch.float64)
+        optimizer.zero_grad()
+        for x, y in hook.accumulate([values[mine(split, group)] for values in whole], part):
+            scaler.scale(square(model, x, y)).backward()
+        scaler.unscale_(optimizer)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), LARGEST_NORM)
+        errors.append(off(flat(p.grad for p in ddp.parameters()), one_process(alone, whole, clip)))
+        scaler.step(optimizer)
+        scaler.update()
+    return errors
+
+
+def rounds_errors(group: dist.ProcessGroup, batches: list[int], parts: list[int]) -> list[float]:
+    """The same for hook.rounds() over a loader whose sampler accumulates, to the epoch's shorter last round."""
+    length = 2 * sum(batches) + 11
+    inputs, targets = numbers(5, length, torch.float64)
+    sampler = UnevenBatchSampler(length, batches, dist.get_rank(group), accumulate=parts, shuffle=False)
+    alone = net(torch.float64)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    hook = weighted_hook(ddp, sampler)
+    errors, begin = [], 0
+    rounds = hook.rounds(DataLoader(TensorDataset(inputs, targets), batch_sampler=sampler))
+    for size, micros in zip(sampler.sizes(), rounds, strict=True):
+        ddp.zero_grad()
+        for x, y in micros:
+            square(ddp, x, y).backward()
+        right = one_process(alone, (inputs[begin : begin + size], targets[begin : begin + size]), False)
+        errors.append(off(flat(p.grad for p in ddp.parameters()), right))
+        begin += size
+    return errors
+
+
+def token_rounds_errors(group: dist.ProcessGroup, batches: list[int], parts: int, said: bool) -> list[float]:
+    """The same for a mean over targets, counted from forward() or said; the last micro-batch may have none."""
+    torch.manual_seed(0)
+    alone = Speaker().double().to(DEVICE)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    hook = weighted_hook(ddp, count=None if said else lambda texts, targets: (targets != IGNORED).sum())
+    errors = []
+    for number in range(3):
+        whole = words(number, sum(batches))
+        ddp.zero_grad()
+        for texts, targets in hook.accumulate([x[mine(batches, group)] for x in whole], parts):
+            loss = ddp(texts, targets)
+            if said:
+                hook.set_weight(int((targets != IGNORED).sum()))
+            loss.backward()
+        right = flat(torch.autograd.grad(alone(*whole), list(alone.parameters())))
+        errors.append(off(flat(p.grad for p in ddp.parameters()), right))
+    return errors
+
+
+def norm_rounds_error(group: dist.ProcessGroup, batches: list[int], parts: int) -> float:
+    """With BatchNorm over all ranks' micro-batches: against one process with the same statistics."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6), torch.nn.Tanh(), torch.nn.Linear(6, 4)]
+    alone = torch.nn.Sequential(*layers).double().to(DEVICE)
+    together = UnevenSyncBatchNorm.convert(copy.deepcopy(alone), group)
+    ddp = DistributedDataParallel(together, process_group=group)
+    hook = weighted_hook(ddp)
+    whole = numbers(0, sum(batches), torch.float64)
+    own = [x[mine(batches, group)] for x in whole]
+    for x, y in hook.accumulate(own, parts):
+        square(ddp, x, y).backward()
+    starts = [sum(batches[:k]) for k in range(len(batches))]
+    for number in range(parts):  # the number-th micro-batch of all ranks, as one process would see it
+        cuts = [micro_batches(s, s + b, parts)[number] for s, b in zip(starts, batches, strict=True)]
+        rows = [k for low, high in cuts for k in range(low, high)]
+        (square(alone, *(x[rows] for x in whole)) * (len(rows) / sum(batches))).backward()
+    return off(flat(p.grad for p in ddp.parameters()), flat(p.grad for p in alone.parameters()))
+
+
+def warned_of(group: dist.ProcessGroup, batch: int, parts: int, idiom: str) -> list[str]:
+    """What the hook says of a hand-written loop."""
+    ddp = DistributedDataParallel(net(), process_group=group)
+    hook = weighted_hook(ddp)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for number in range(3):
+            inputs, targets = numbers(number, batch)
+            if idiom == "accumulate":
+                for x, y in hook.accumulate((inputs, targets), parts):
+                    square(ddp, x, y).backward()
+                continue
+            for low, high in micro_batches(0, batch, parts):
+                with nullcontext() if high == batch else ddp.no_sync():
+                    loss = square(ddp, inputs[low:high], targets[low:high])
+                    if idiom == "share":
+                        loss = loss * hook.share(high - low, batch)
+                    elif idiom == "share of the parts":
+                        loss = loss * hook.share(1, parts + 1)
+                    else:
+                        loss = loss / parts
+                    loss.backward()
+    return [str(one.message) for one in warned if "hook." in str(one.message)]
+
+
+def misused(group: dist.ProcessGroup) -> list[str]:
+    """What accumulate(), rounds() and share() say of wrong use, and that the hook goes on exactly after it."""
+    sampler = UnevenBatchSampler(40, [7, 6], dist.get_rank(group), accumulate=2, shuffle=False)
+    alone = net(torch.float64)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    hook = weighted_hook(ddp, sampler)
+    whole = numbers(0, 13, torch.float64)
+    own = [x[mine([7, 6], group)] for x in whole]
+    said = []
+    for wrong in (
+        lambda: list(hook.accumulate(own, 0)),
+        lambda: list(weighted_hook(DistributedDataParallel(net(), process_group=group)).rounds([])),
+        lambda: [micros for micros in hook.rounds([own, own])],
+        lambda: [list(micros) for micros in hook.rounds([own, own, own])],
+        lambda: hook.share(-1, 4),
+        lambda: hook.share(5, 4),
+    ):
+        try:
+            wrong()
+            said.append("nothing")
+        except InputError as error:
+            said.append(str(error))
+    ddp.zero_grad()
+    for x, y in hook.accumulate(own, 3):
+        square(ddp, x, y).backward()
+        break  # leaves a pass behind that is never reduced
+    ddp.zero_grad()
+    for x, y in hook.accumulate(own, 3):
+        square(ddp, x, y).backward()
+    found = off(flat(p.grad for p in ddp.parameters()), one_process(alone, whole, False))
+    return [*said, "exact" if found < 1e-12 else f"{found} off"]

@@ -1,0 +1,81 @@
+"""Micro-batches of any sizes give the gradient of one process; a loop that weights them wrongly is named."""
+
+from __future__ import annotations
+
+import ddp_accumulate_jobs as jobs
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import Ranks
+
+EXACT = 1e-12
+
+torch.set_num_threads(1)
+
+
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=15,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the ranks are meant to be used again
+)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=2, max_size=4),
+    st.booleans(),
+    st.booleans(),
+)
+def test_whatever_the_split(ranks: Ranks, drawn: list[tuple[int, int]], clip: bool, scaled: bool) -> None:
+    batches, parts = [b for b, _ in drawn], [p for _, p in drawn]
+    for errors in ranks.run(len(drawn), jobs.accumulated_errors, batches, parts, clip, scaled):
+        assert max(errors) < EXACT
+
+
+def test_compiled(ranks: Ranks) -> None:
+    for errors in ranks.run(2, jobs.accumulated_errors, [7, 10], [2, 3], True, True, "aot_eager"):
+        assert max(errors) < EXACT
+
+
+@pytest.mark.parametrize("parts", [[4, 3, 1], [1, 1, 2]])
+def test_rounds_of_a_loader(ranks: Ranks, parts: list[int]) -> None:
+    for errors in ranks.run(3, jobs.rounds_errors, [26, 10, 3], parts):
+        assert len(errors) == 3
+        assert max(errors) < EXACT
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_by_targets(ranks: Ranks, said: bool) -> None:
+    for errors in ranks.run(2, jobs.token_rounds_errors, [26, 9], 4, said):
+        assert max(errors) < EXACT
+
+
+def test_with_batch_norm(ranks: Ranks) -> None:
+    for error in ranks.run(2, jobs.norm_rounds_error, [26, 9], 4):
+        assert error < EXACT
+
+
+@pytest.mark.parametrize(
+    ("idiom", "batch", "expected"),
+    [
+        ("loss / k", 26, "its micro-batches weigh 7, 7, 6, 6: loss / 4 would count them alike"),
+        ("share of the parts", 26, "the shares of its micro-batches add up to 0.8, not 1"),
+        ("loss / k", 28, None),
+        ("share", 26, None),
+        ("accumulate", 26, None),
+    ],
+)
+def test_a_wrong_loop_is_named_once(ranks: Ranks, idiom: str, batch: int, expected: str | None) -> None:
+    for rank, said in enumerate(ranks.run(2, jobs.warned_of, batch, 4, idiom)):
+        assert len(said) == (1 if expected else 0)
+        assert all(f"rank {rank}: {expected}" in one for one in said)
+
+
+def test_misuse(ranks: Ranks) -> None:
+    for said in ranks.run(2, jobs.misused):
+        assert "accumulate: parts: found 0; expected a whole number from 1" in said[0]
+        assert "rounds: sampler: found None" in said[1]
+        assert "rounds: micro-batches of a round: found some that are left" in said[2]
+        assert "accumulate: micro-batches: found 1; expected 2 in this round" in said[3]
+        assert "share: weight, total: found -1, 4" in said[4]
+        assert "share: weight, total: found 5, 4" in said[5]
+        assert said[6] == "exact"
