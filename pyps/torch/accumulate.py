@@ -1,9 +1,10 @@
 """Micro-batches: the gradient of a rank's samples out of several backward passes.
 
 Micro-batches of n_1, n_2, ... samples have the mean gradients g_1, g_2, ... The gradient of all of them is
-sum(n_m g_m) / sum(n_m); passes that are just added up count alike. In accumulate() the loss stays the mean over
-its micro-batch: before a micro-batch of another size than the one before, the gradients so far are multiplied
-by n_before / n_now. After the last pass they are sum(n_m g_m) / n_last, and n_last / W is their weight.
+sum(n_m g_m) / sum(n_m); passes that are just added up count alike. In accumulate() the loss stays the mean
+over its micro-batch: before a micro-batch of another size than the one before, the gradients so far are
+multiplied by n_before / n_now. After the last pass they are sum(n_m g_m) / n_last, and their weight is
+n_last / W.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ class MicroBatches:
         if said:
             self._unchecked = 0
             warnings.warn(
-                f"rank {rank}: {said}. Loop over hook.accumulate(batch, parts) or hook.rounds(loader) with the "
-                "plain loss, or multiply each loss by hook.share(len(micro), len(batch))",
+                f"rank {rank}: {said}. Loop over hook.accumulate(batch, parts) or hook.rounds(loader) with "
+                "the plain loss, or multiply each loss by hook.share(len(micro), len(batch))",
                 stacklevel=2,
             )
 

@@ -129,9 +129,9 @@ class WeightedHook:
     def accumulate(self, batch: Any, parts: int) -> Iterator[Any]:
         """This rank's batch in `parts` micro-batches, for the loop that calls backward() for each.
 
-        batch: tensors in tuples, lists and dicts, samples in the first dimension. Each loss is the plain mean over
-        its micro-batch, however long that is; only the last backward() reduces. Raises InputError for fewer
-        than one part.
+        batch: tensors in tuples, lists and dicts, samples in the first dimension. Each loss is the plain mean
+        over its micro-batch, however long that is; only the last backward() reduces. Raises InputError for
+        fewer than one part.
         """
         return self.micro_batches.cut(batch, parts)
 
@@ -147,8 +147,9 @@ class WeightedHook:
     def share(self, weight: Any, total: Any) -> Any:
         """weight / total, for the loss of a micro-batch in a loop with no_sync() of its own.
 
-        weight: the micro-batch's samples (or targets). total: those of this rank in the round. If the shares of a
-        round do not add up to 1, a warning says so. Raises InputError for a weight below 0 or above the total.
+        weight: the micro-batch's samples (or targets). total: those of this rank in the round. A warning says
+        if the shares of a round do not add up to 1. Raises InputError for a weight below 0 or above the
+        total.
         """
         return self.micro_batches.share(weight, total)
 

@@ -62,7 +62,7 @@ def accumulated_errors(
 
 
 def rounds_errors(group: dist.ProcessGroup, batches: list[int], parts: list[int]) -> list[float]:
-    """The same for hook.rounds() over a loader whose sampler accumulates, to the epoch's shorter last round."""
+    """The same for hook.rounds() over a loader whose sampler accumulates, with a shorter last round."""
     length = 2 * sum(batches) + 11
     inputs, targets = numbers(5, length, torch.float64)
     sampler = UnevenBatchSampler(length, batches, dist.get_rank(group), accumulate=parts, shuffle=False)
@@ -82,7 +82,7 @@ def rounds_errors(group: dist.ProcessGroup, batches: list[int], parts: list[int]
 
 
 def token_rounds_errors(group: dist.ProcessGroup, batches: list[int], parts: int, said: bool) -> list[float]:
-    """The same for a mean over targets, counted from forward() or said; the last micro-batch may have none."""
+    """The same for a mean over targets, counted from forward() or said."""
     torch.manual_seed(0)
     alone = Speaker().double().to(DEVICE)
     ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
@@ -147,7 +147,7 @@ def warned_of(group: dist.ProcessGroup, batch: int, parts: int, idiom: str) -> l
 
 
 def misused(group: dist.ProcessGroup) -> list[str]:
-    """What accumulate(), rounds() and share() say of wrong use, and that the hook goes on exactly after it."""
+    """What accumulate(), rounds() and share() say of wrong use; the hook goes on exactly after it."""
     sampler = UnevenBatchSampler(40, [7, 6], dist.get_rank(group), accumulate=2, shuffle=False)
     alone = net(torch.float64)
     ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
@@ -158,7 +158,7 @@ def misused(group: dist.ProcessGroup) -> list[str]:
     for wrong in (
         lambda: list(hook.accumulate(own, 0)),
         lambda: list(weighted_hook(DistributedDataParallel(net(), process_group=group)).rounds([])),
-        lambda: [micros for micros in hook.rounds([own, own])],
+        lambda: list(hook.rounds([own, own])),
         lambda: [list(micros) for micros in hook.rounds([own, own, own])],
         lambda: hook.share(-1, 4),
         lambda: hook.share(5, 4),
