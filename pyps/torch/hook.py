@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
 from pyps.torch.exchange import quantized_sum
+from pyps.torch.lockstep import Lockstep
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.regroup import Regrouped
 from pyps.torch.residual import Residuals
@@ -69,11 +70,16 @@ def weighted_hook(
     reduction: whether the loss is the mean over those w_i, or their sum.
     wire: the type in which gradients are sent; int8 and int4 with error feedback.
     scaler: the torch.amp.GradScaler in use, so that kept errors follow its scale.
-    Raises InputError for a model that is not DDP or an unknown option.
+    Raises InputError for a model that is not DDP or has a hook, and for an unknown option; in forward(), on
+    all ranks, if their data sets or their calls of Rebalancer.step() differ.
     """
     ddp = getattr(model, "_orig_mod", model)
     if not isinstance(ddp, DistributedDataParallel):
         raise InputError("weighted_hook", "model", type(ddp).__name__, "a DistributedDataParallel")
+    if getattr(ddp, "_comm_hooks", None):
+        raise InputError(
+            "weighted_hook", "model", "one with a communication hook", "one without: one hook each"
+        )
     if wire != "same" and wire not in HALVES and wire not in QUANTIZED:
         raise InputError("weighted_hook", "wire", repr(wire), "same, bf16, f16, int8 or int4")
     if reduction not in ("mean", "sum"):
@@ -116,6 +122,7 @@ class WeightedHook:
         self._total_future: Reduced | None = None  # done when `_total` holds the sum over ranks
         self._assumed = torch.ones(())
         self._regrouped: Regrouped | None = None  # in the first step of a run that goes on
+        self.lockstep = Lockstep(dist.get_rank(self.group), dist.get_world_size(self.group), sampler)
         self._stream: Any = None  # on CUDA: the stream of the quantized exchange
         ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         for module in ddp.module.modules():
@@ -192,13 +199,15 @@ class WeightedHook:
         if not torch.is_grad_enabled() or not module.training:
             return
         self.blocked_seconds = 0.0
+        self.lockstep.compare()
         self.micro_batches.begin(self._count(*args, **kwargs) if self._count else rows_of((args, kwargs)))
 
     def _sum_weights(self, device: torch.device, wait: bool) -> None:
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
         own, unit = self.micro_batches.reduced(dist.get_rank(self.group))
-        total, before = _as_float64(own, device).clone(), self._total
-        work = dist.all_reduce(total, group=self.group, async_op=True)
+        message, before = self.lockstep.message(_as_float64(own, device)), self._total
+        work = dist.all_reduce(message, group=self.group, async_op=True)
+        total = message[0]
         if before is None or wait:
             work.wait()
             self._total_future = None

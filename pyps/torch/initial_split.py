@@ -18,7 +18,7 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Profile
 from pyps.solver.online.decide import Split, best_split
 from pyps.solver.online.prior import prior_of
-from pyps.torch.consensus import Consensus, CostMessage
+from pyps.torch.consensus import DEADLINE_SECONDS, Consensus, CostMessage
 from pyps.torch.schedule import proportional_split
 
 
@@ -46,6 +46,7 @@ def agreed_split(
     max_batch: int | None = None,
     accumulate: int = 1,
     group: dist.ProcessGroup | None = None,
+    timeout: float = DEADLINE_SECONDS,
 ) -> Split:
     """The split of B with the shortest round, by all ranks' profiles; all ranks of the group call this.
 
@@ -53,13 +54,20 @@ def agreed_split(
     profile: of this rank's device. If no rank has one, the batches are equal, for a Rebalancer to improve.
     max_batch: the largest batch that fits this rank.
     accumulate: this rank's micro-batches, each of at least one sample.
-    Raises on all ranks InputError if only some have a profile or they disagree on B, Infeasible if B is too
-    large or too small for the ranks.
+    timeout: seconds to wait for ranks that do not call this.
+    Raises on all ranks InputError if a rank does not come, has a wrong argument or a profile that cannot be
+    read, if only some have a profile or they disagree on B; Infeasible if B is too large or too small for the
+    ranks.
     """
-    prior, fits = prior_of(profile)
-    consensus = Consensus("agreed_split", group)
-    cost = CostMessage.of(prior) if prior else None
-    consensus.report(0, _Report(global_batch, accumulate, min(fits, max_batch or MAX_BATCH), cost))
+    consensus = Consensus("agreed_split", group, timeout=timeout)
+    report, error = None, None
+    try:
+        report = _report(global_batch, profile, max_batch, accumulate)
+    except InputError as found:
+        error = found
+    consensus.agree(error)
+    assert report is not None
+    consensus.report(0, report)
     if consensus.rank == 0:
         consensus.decide(0, _decide(consensus.reports(0, _Report)))
     agreed = consensus.decision(0, _Decision)
@@ -68,6 +76,23 @@ def agreed_split(
     if agreed.infeasible:
         raise Infeasible(agreed.infeasible)
     return tuple(agreed.split)
+
+
+def _report(
+    global_batch: int,
+    profile: Profile | str | os.PathLike[str] | None,
+    max_batch: int | None,
+    accumulate: int,
+) -> _Report:
+    """This rank's report. Raises InputError for a wrong argument."""
+    given = {"global_batch": global_batch, "max_batch": max_batch, "accumulate": accumulate}
+    for name, number in given.items():
+        optional = name == "max_batch" and number is None
+        if not optional and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise InputError("agreed_split", name, repr(number), "a whole number from 1")
+    prior, fits = prior_of(profile)
+    cost = CostMessage.of(prior) if prior else None
+    return _Report(global_batch, accumulate, min(fits, max_batch or MAX_BATCH), cost)
 
 
 def _decide(reports: list[_Report]) -> _Decision:

@@ -24,15 +24,17 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile
 from pyps.profiler.statistics import median_and_error
+from pyps.solver.costs import Cost
 from pyps.solver.online.decide import SplitChange, decide
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.refit import OnlineCost
-from pyps.torch.consensus import Consensus, CostMessage
+from pyps.torch.consensus import DEADLINE_SECONDS, Consensus, CostMessage
 from pyps.torch.hook import WeightedHook
 from pyps.torch.rounds import RoundIndex, Rounds
 from pyps.torch.timer import ComputeTimer
 
 UNUSED_STEPS = 20  # gradients: a loop that calls step() has called it by then
+IDLE_WINDOWS = 5  # without a possible change: by then there is a reason to name
 WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DDP
 MIN_GAIN = 2.0  # in standard errors: a smaller gain may be none
 LEAD = 2  # rounds that each rank draws between its report and the step at which it reads the decision
@@ -60,6 +62,7 @@ class _Decision(msgspec.Struct, frozen=True):
 
     states: list[RankState]
     change: SplitChange | None = None
+    idle: str = ""  # why nothing could be moved
 
 
 class RankState(msgspec.Struct, frozen=True):
@@ -97,10 +100,12 @@ class Rebalancer:
     window: steps between decisions, an odd number.
     deadband: the least share of a round's time that a change must save.
     store: for messages between ranks; by default the process group's.
+    timeout: seconds to wait for ranks that make no Rebalancer.
 
     `history` holds every SplitChange, `states` the ranks in the latest window. Functions in `observers` are
-    called with the Rebalancer when the result of a window is known. Raises InputError for a batch above this
-    rank's maximum.
+    called with the Rebalancer when the result of a window is known. A warning says why nothing could be moved
+    in five windows. Raises InputError on all ranks if one does not come, or refuses: its profile cannot be
+    read, its batch is above its maximum. The next forward() raises it if ranks call step() unequally often.
     """
 
     def __init__(
@@ -113,14 +118,11 @@ class Rebalancer:
         window: int = 5,
         deadband: float = 0.03,
         store: Any = None,
+        timeout: float = DEADLINE_SECONDS,
     ) -> None:
-        if window < 3 or window % 2 == 0:
-            raise InputError("Rebalancer", "window", str(window), "an odd number of steps from 3")
-        prior, fits = prior_of(profile)
-        self.max_batch = min(fits, max_batch or MAX_BATCH)
-        if sampler.batch > self.max_batch:
-            expected = f"at least the batch, {sampler.batch}"
-            raise InputError("Rebalancer", "max_batch", str(self.max_batch), expected)
+        _check_types(sampler, hook, window)
+        self._consensus = Consensus("Rebalancer", hook.group, store, timeout)
+        prior, self.max_batch = self._agreed_prior(sampler, profile, max_batch)
         self.window, self.deadband = window, deadband
         self.history: list[SplitChange] = []
         self.states: list[RankState] = []
@@ -128,7 +130,9 @@ class Rebalancer:
         self.steps = 0
         self._sampler = sampler
         self._device = OnlineCost(prior)
-        self._consensus = Consensus("rebalance", hook.group, store)
+        self._lockstep = hook.lockstep
+        self._lockstep.calls, self._lockstep.sampler = 0, sampler
+        self._idle: list[str] = []  # why the latest windows moved nothing
         self._timer = ComputeTimer(hook)
         self._gradients = 0
         hook.on_ready.append(self._count_gradient)
@@ -140,6 +144,7 @@ class Rebalancer:
     def step(self) -> None:
         """Call at the end of every step, on all ranks. Measures, and moves samples where that is worth it."""
         self.steps += 1
+        self._lockstep.calls = (self._lockstep.calls or 0) + 1
         self._timer.finish(self._trained_batch())
         self._times += [(b, s) for b, s in self._timer.finished() if b is not None]
         number, step = divmod(self.steps, self.window)
@@ -195,6 +200,22 @@ class Rebalancer:
         )
         return "\n".join(["rank  batch  own seconds  slowdown  waiting", *rows])
 
+    def _agreed_prior(
+        self, sampler: Rounds, profile: Profile | str | os.PathLike[str] | None, max_batch: int | None
+    ) -> tuple[Cost | None, int]:
+        """The device's cost and largest batch. Raises InputError on all ranks if one refuses its own."""
+        prior, most, error = None, MAX_BATCH, None
+        try:
+            prior, fits = prior_of(profile)
+            most = min(fits, max_batch or MAX_BATCH)
+            if sampler.batch > most:
+                expected = f"at least the batch, {sampler.batch}"
+                raise InputError("Rebalancer", "max_batch", str(most), expected)
+        except InputError as found:
+            error = found
+        self._consensus.agree(error)
+        return prior, most
+
     def _count_gradient(self) -> None:
         """Warn where the loop does not call step()."""
         self._gradients += 1
@@ -241,7 +262,12 @@ class Rebalancer:
 
     def _decide(self, reports: Sequence[_Report]) -> _Decision:
         states, start = _states(reports), _start(reports)
-        if start is None or any(report.changing or report.seconds is None for report in reports):
+        unmeasured = [rank for rank, report in enumerate(reports) if report.seconds is None]
+        if unmeasured:
+            return _Decision(states, idle=f"no full round was measured on ranks {unmeasured}")
+        if start is None:
+            return _Decision(states, idle="no round of the epoch is left when all have read a decision")
+        if any(report.changing for report in reports):
             return _Decision(states)
         levels = [report.level for report in reports]
         before = self._levels = self._levels or levels
@@ -255,18 +281,36 @@ class Rebalancer:
             self.steps - 1,
         )
         if change is None:
-            return _Decision(states)
+            full = [rank for rank, report in enumerate(reports) if report.batch >= report.max_batch]
+            others = len(full) >= len(reports) - 1
+            return _Decision(states, idle=f"ranks {full} are at their max_batch" if full and others else "")
         self._levels = levels
         return _Decision(states, replace(change, start=start))
 
     def _adopt(self, decision: _Decision) -> None:
         self.states, change = decision.states, decision.change
+        self._idle = [*self._idle, decision.idle] if decision.idle else []
+        if len(self._idle) == IDLE_WINDOWS and not self.history:
+            warnings.warn(
+                f"Rebalancer: nothing moved in {IDLE_WINDOWS} windows of {self.window}: {decision.idle}",
+                stacklevel=3,
+            )
         if change is None or change.start is None:
             return
         if self._sampler.passes != self._reported_pass:
             return  # a stream has ended since, on all ranks: the round of the change did not come
         self._sampler.replan(change.after, *change.start)
         self.history.append(change)
+
+
+def _check_types(sampler: object, hook: object, window: int) -> None:
+    if window < 3 or window % 2 == 0:
+        raise InputError("Rebalancer", "window", str(window), "an odd number of steps from 3")
+    if not isinstance(sampler, Rounds):
+        expected = "an UnevenBatchSampler or UnevenIterableDataset"
+        raise InputError("Rebalancer", "sampler", type(sampler).__name__, expected)
+    if not isinstance(hook, WeightedHook):
+        raise InputError("Rebalancer", "hook", type(hook).__name__, "what weighted_hook(model) gives")
 
 
 def _start(reports: Sequence[_Report]) -> RoundIndex | None:

@@ -49,7 +49,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         accumulate: int | list[int] = 1,
     ) -> None:
         super().__init__(plan, rank, accumulate)
-        self.length = dataset if isinstance(dataset, int) else len(dataset)
+        self.length = _length_of(dataset)
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self._check()
         self.drawn = 0  # rounds of this epoch that were handed out, counted from `position`
@@ -184,3 +184,13 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             raise InputError("sampler", "dataset", "no samples", "at least one")
         if not 0 <= self.seed <= MAX_SEED:
             raise InputError("sampler", "seed", str(self.seed), f"0 to {MAX_SEED}")
+
+
+def _length_of(dataset: Sized | int) -> int:
+    if isinstance(dataset, int):
+        return dataset
+    try:
+        return len(dataset)
+    except TypeError:
+        expected = "one with a length, or the length; UnevenIterableDataset is for streams"
+        raise InputError("sampler", "dataset", type(dataset).__name__, expected) from None

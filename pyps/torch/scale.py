@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyps.errors import InputError
 from pyps.torch.weighting import note_weights
 
 
@@ -27,8 +28,12 @@ def loss_scale(
         have to call this.
     ranks: N, by default the group's size, or 1 without a group. Give it together with the total where a
         library averages over other ranks (torchft's Manager).
+    Raises InputError for a number below 0.
     """
     note_weights()
+    for name, number in (("weight", weight), ("total", total), ("ranks", ranks)):
+        if isinstance(number, int | float) and not (0 <= number < float("inf")):
+            raise InputError("loss_scale", name, repr(number), "a number from 0")
     own = torch.as_tensor(weight, dtype=torch.float64)
     grouped = dist.is_available() and dist.is_initialized()
     if total is None:

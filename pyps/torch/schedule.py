@@ -12,7 +12,7 @@ share their B + T samples evenly. If even that leaves a rank without a sample, t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate as running_sums
 from pathlib import Path
 
@@ -37,6 +37,8 @@ def read_split(plan: PlanLike, ranks: int | None = None) -> Split:
         batches = [worker.batch for worker in plan.workers if worker.batch]
         left_out = [worker.name for worker in plan.workers if not worker.batch]
     else:
+        if not isinstance(plan, Iterable):
+            raise InputError(where, "", repr(plan), "a plan, its file, or the batches by rank")
         batches, left_out = list(plan), []
     for rank, batch in enumerate(batches):
         if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:

@@ -1,0 +1,93 @@
+"""Whether all ranks do the same: what each did since its last gradient travels with W, and all compare.
+
+A rank that leaves out a call, makes it twice, or has another data set would let the others wait for it later,
+without a word. Every round sums a number over the ranks anyway, W; the numbers of each rank go with it. In
+the next round all ranks compare them, and all raise the same InputError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pyps.errors import InputError
+from pyps.torch.rounds import Rounds
+
+UNKNOWN = -1.0  # a number that a rank does not have
+COLUMNS = 3  # calls of Rebalancer.step() since the last gradient; samples and rounds of the epoch
+
+
+class Lockstep:
+    """A table with a row for each rank. calls: this rank's; None without a Rebalancer. sampler: its data."""
+
+    def __init__(self, rank: int, ranks: int, sampler: Rounds | None) -> None:
+        self.calls: int | None = None
+        self.sampler = sampler
+        self._rank, self._ranks = rank, ranks
+        self._data_set: list[float] = []
+        self._summed: torch.Tensor | None = None  # the latest round's
+        self._copy: torch.Tensor | None = None  # of an earlier one, on its way from a GPU
+        self._copied: Any = None  # the event after which it is there
+
+    def message(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight and this rank's row, float64 [1 + 3 ranks], for the sum over all ranks."""
+        if not self._data_set:
+            found = (getattr(self.sampler, "length", None), getattr(self.sampler, "rounds", None))
+            self._data_set = [UNKNOWN if x is None else float(x) for x in found]
+        row = [UNKNOWN if self.calls is None else float(self.calls), *self._data_set]
+        if self.calls is not None:
+            self.calls = 0
+        before = COLUMNS * self._rank
+        table = [0.0] * before + row + [0.0] * (COLUMNS * self._ranks - before - COLUMNS)
+        own = torch.tensor(table, dtype=torch.float64).to(weight.device, non_blocking=True)
+        message = torch.cat([weight.view(1), own])
+        self._summed = message[1:]
+        return message
+
+    def compare(self) -> None:
+        """Raise InputError where ranks differ, after the round is over; on a GPU some rounds later."""
+        table, self._summed = self._summed, None
+        if table is not None and table.device.type == "cuda":
+            table = self._from_gpu(table)
+        if table is None:
+            return
+        rows = table.view(-1, COLUMNS).tolist()
+        _same("samples of the data set", [row[1] for row in rows], "as many on every rank")
+        _same("rounds of an epoch", [row[2] for row in rows], "as many on every rank")
+        calls = [row[0] for row in rows]
+        expected = "one call after each gradient, on every rank"
+        _same("calls of Rebalancer.step() since the last gradient", calls, expected)
+        if max(calls) > 1:
+            raise InputError(
+                "Rebalancer", "step", f"{max(calls):.0f} calls since the last gradient", expected
+            )
+
+    def _from_gpu(self, table: torch.Tensor) -> torch.Tensor | None:
+        """The table of an earlier round once it is there; nothing waits for it."""
+        found = self._copy if self._copy is not None and self._copied.query() else None
+        if self._copy is None or found is not None:
+            self._copy = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._copy.copy_(table, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        return found
+
+
+def _same(field: str, numbers: Sequence[float], expected: str) -> None:
+    """Raise InputError that names the ranks by number, if these differ."""
+    if len(set(numbers)) <= 1:
+        return
+    ranks: dict[float, list[int]] = {}
+    for rank, number in enumerate(numbers):
+        ranks.setdefault(number, []).append(rank)
+    found = ", ".join(
+        f"{'none' if number == UNKNOWN else f'{number:.0f}'} on rank{'s' * (len(own) > 1)} {_listed(own)}"
+        for number, own in sorted(ranks.items())
+    )
+    raise InputError("ranks differ", field, found, expected)
+
+
+def _listed(ranks: Sequence[int], most: int = 8) -> str:
+    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")

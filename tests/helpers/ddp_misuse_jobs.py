@@ -1,0 +1,125 @@
+"""What the ranks of the tests of misuse do: each call ends in an error that names the rank and the cause."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddp_jobs import net, square
+from torch.nn.parallel import DistributedDataParallel
+
+from pyps.errors import PypsError
+from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, weighted_hook
+
+SPLIT = [3, 2]
+
+
+def in_new_pair(job: Callable[..., Any]) -> Callable[..., Any]:
+    """Run by four ranks: the job runs on the first two, in a new group, which an error may leave unusable."""
+
+    @wraps(job)
+    def run(group: dist.ProcessGroup, *arguments: Any) -> Any:
+        pair = dist.new_group([0, 1])
+        return job(pair, *arguments) if dist.get_rank(group) < 2 else None
+
+    return run
+
+
+def said_by(call: Callable[[], Any]) -> str:
+    """The error of a call, or nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            call()
+        except PypsError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Training:
+    """A rank's model, sampler and hook."""
+
+    def __init__(self, group: dist.ProcessGroup, samples: int = 60) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+        self.sampler = UnevenBatchSampler(samples, SPLIT, self.rank)
+        self.ddp = DistributedDataParallel(net(), process_group=self.group)
+        self.hook = weighted_hook(self.ddp, self.sampler)
+
+    def run(self, step: Callable[[], Any], rounds: int = 8) -> None:
+        """Train some rounds; what step() does ends each."""
+        for rows in list(self.sampler)[:rounds]:
+            inputs = torch.tensor(rows)[:, None].float().expand(-1, 8)
+            square(self.ddp, inputs, inputs[:, :4]).backward()
+            step()
+
+
+@in_new_pair
+def steps(group: dist.ProcessGroup, calls: list[int]) -> tuple[str, int]:
+    """What is said if ranks call Rebalancer.step() some times after each gradient; the calls until then."""
+    training = Training(group)
+    balance = Rebalancer(training.sampler, training.hook)
+
+    def step() -> None:
+        for _ in range(calls[training.rank]):
+            balance.step()
+
+    return said_by(lambda: training.run(step)), balance.steps
+
+
+@in_new_pair
+def unlike_data(group: dist.ProcessGroup, samples: list[int]) -> str:
+    """What is said if the ranks' data sets have unlike lengths."""
+    training = Training(group, samples[dist.get_rank(group)])
+    return said_by(lambda: training.run(lambda: None))
+
+
+@in_new_pair
+def unread_profile(group: dist.ProcessGroup, profiles: list[str | None]) -> tuple[str, str]:
+    """What agreed_split and Rebalancer say if a rank's profile cannot be read."""
+    training = Training(group)
+    profile = profiles[training.rank]
+    return (
+        said_by(lambda: agreed_split(64, profile, group=training.group)),
+        said_by(lambda: Rebalancer(training.sampler, training.hook, profile)),
+    )
+
+
+@in_new_pair
+def no_number(group: dist.ProcessGroup, batches: list[Any]) -> str:
+    """What agreed_split says of a global batch that is none."""
+    training = Training(group)
+    return said_by(lambda: agreed_split(batches[training.rank], group=training.group))
+
+
+@in_new_pair
+def alone(group: dist.ProcessGroup, call: str, seconds: float) -> str:
+    """What is said on rank 1 if only that one makes a call."""
+    training = Training(group)
+    if training.rank != 1:
+        return ""
+    if call == "agreed_split":
+        return said_by(lambda: agreed_split(64, group=training.group, timeout=seconds))
+    return said_by(lambda: Rebalancer(training.sampler, training.hook, timeout=seconds))
+
+
+@in_new_pair
+def second_hook(group: dist.ProcessGroup) -> str:
+    training = Training(group)
+    return said_by(lambda: weighted_hook(training.ddp))
+
+
+@in_new_pair
+def idle(group: dist.ProcessGroup) -> list[str]:
+    """The warnings of a run whose epochs are too short for a change of the split."""
+    training = Training(group, samples=10)  # two rounds an epoch
+    balance = Rebalancer(training.sampler, training.hook, window=5)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for epoch in range(20):
+            training.sampler.set_epoch(epoch)
+            training.run(balance.step)
+    return [str(one.message) for one in seen if "Rebalancer" in str(one.message)]

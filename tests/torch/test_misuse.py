@@ -1,0 +1,100 @@
+"""No misuse of uneven DDP hangs: each ends in an error that names the rank and the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ddp_misuse_jobs as jobs
+import pytest
+import torch
+from ranks import Ranks
+
+from pyps.errors import InputError
+from pyps.torch import Rebalancer, UnevenBatchSampler, loss_scale
+
+torch.set_num_threads(1)
+
+
+def pair(ranks: Ranks, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What the two ranks that a job uses say."""
+    return ranks.run(4, job, *arguments)[:2]
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([1, 0], "found 0 on rank 1, 1 on rank 0; expected one call after each gradient, on every rank"),
+        ([1, 2], "found 1 on rank 0, 2 on rank 1"),
+        ([2, 2], "Rebalancer: step: found 2 calls since the last gradient"),
+        ([1, 1], ""),
+    ],
+)
+def test_calls_of_step_that_differ(ranks: Ranks, calls: list[int], expected: str) -> None:
+    for (said, steps), own in zip(pair(ranks, jobs.steps, calls), calls, strict=True):
+        assert (expected in said) if expected else not said
+        assert steps <= 2 * own or not expected  # seen at once
+
+
+def test_data_sets_of_unlike_lengths(ranks: Ranks) -> None:
+    for said in pair(ranks, jobs.unlike_data, [60, 57]):
+        assert "samples of the data set: found 57 on rank 1, 60 on rank 0" in said
+
+
+def test_a_profile_that_one_rank_cannot_read(ranks: Ranks) -> None:
+    for said in pair(ranks, jobs.unread_profile, [None, "/nowhere/v100.json"]):
+        assert all("/nowhere/v100.json" in one and "on rank 1" in one for one in said)
+
+
+def test_a_global_batch_that_is_no_number(ranks: Ranks) -> None:
+    for said in pair(ranks, jobs.no_number, ["64", 64]):
+        assert "agreed_split: global_batch on rank 0: found '64'; expected a whole number from 1" in said
+    for said in pair(ranks, jobs.no_number, [0, 0]):
+        assert "global_batch on rank 0 (and 1 more): found 0" in said
+
+
+@pytest.mark.parametrize("call", ["agreed_split", "Rebalancer"])
+def test_a_call_on_one_rank_only(ranks: Ranks, call: str) -> None:
+    _, said = pair(ranks, jobs.alone, call, 0.3)
+    assert f"{call}: ranks, on rank 1: found no call on ranks [0]; expected a call on all 2 ranks" in said
+
+
+def test_a_second_hook(ranks: Ranks) -> None:
+    for said in pair(ranks, jobs.second_hook):
+        assert "found one with a communication hook" in said
+
+
+def test_a_split_that_never_changes_says_why(ranks: Ranks) -> None:
+    for said in pair(ranks, jobs.idle):
+        assert len(said) == 1
+        assert "nothing moved in 5 windows of 5: no round of the epoch is left" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((None, [1]), "sampler: dataset: found NoneType; expected one with a length"),
+        ((iter([1]), [1]), "dataset: found list_iterator.*UnevenIterableDataset is for streams"),
+        ((10, None), "plan: found None; expected a plan, its file, or the batches by rank"),
+        ((10, 5), "plan: found 5"),
+    ],
+)
+def test_samplers_of_nothing(arguments: tuple[Any, Any], expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        UnevenBatchSampler(*arguments, rank=0)
+
+
+def test_rebalancers_of_nothing() -> None:
+    with pytest.raises(InputError, match=r"sampler: found NoneType; expected an UnevenBatchSampler"):
+        Rebalancer(None, None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"hook: found NoneType; expected what weighted_hook"):
+        Rebalancer(UnevenBatchSampler(10, [2], rank=0), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arguments", [(-1,), (float("nan"), 3), (1, -3), (1, 3, None)])
+def test_scales_of_nothing(arguments: Any) -> None:
+    if len(arguments) == 3:
+        assert float(loss_scale(*arguments)) == pytest.approx(1 / 3)
+        return
+    with pytest.raises(InputError, match="a number from 0"):
+        loss_scale(*arguments)
