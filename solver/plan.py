@@ -33,6 +33,7 @@ from pyps.formats import (
 from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.links import LinkCost, in_series
+from pyps.solver.local_steps import round_samples
 from pyps.solver.milp.constrained import ConstrainedProblem, ConstrainedSolution, evaluate, solve_constrained
 from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
 from pyps.solver.milp.relaxed import subset_bound
@@ -149,7 +150,7 @@ def _modes(
 def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace, nearest: str) -> str:
     """The remedy of a refusal, and the max_accumulation for every worker that would be another one."""
     at_once = sum(max_batch_of(rank.group, rank.profile) for rank in ranks)
-    repeats = -(-cluster.job.global_batch // max(at_once, 1))
+    repeats = -(-round_samples(cluster) // max(at_once, 1))
     groups = [
         msgspec.structs.replace(group, max_accumulation=max(group.max_accumulation, repeats))
         for group in cluster.worker
@@ -251,13 +252,16 @@ def plan_of(
     crossed = links_of(cluster, ranks)
     links = [in_series(crossed[k]) or ranks[k].link for k in used]
     here = [modes[k] for k in used]
+    in_rounds = cluster.run.local_steps is not None  # then other samples are not another global batch
     r2sp = _turns(constrained, used, compute, links, here)
+    if in_rounds and (found := r2sp.remedies) is not None:
+        r2sp = msgspec.structs.replace(r2sp, remedies=msgspec.structs.replace(found, global_batch=None))
     warnings = warnings_of(ranks, workers, constrained.has_side_constraints)
-    if len(used) < len(workers) and (least := all_used_from(constrained)) is not None:
+    if len(used) < len(workers) and not in_rounds and (least := all_used_from(constrained)) is not None:
         warnings.append(f"from a global batch of {least:,} on, all workers would be used")
     if constrained.pace.kind == "turns" or not cluster.run.is_stated:
         warnings += link_warnings(r2sp, slowest_alone(compute, links, here))
-    goodput = _efficiency(cluster.goodput) if cluster.goodput else None
+    goodput, steps = _efficiency(cluster.goodput) if cluster.goodput else None, cluster.run.local_steps or 1
     return Plan(
         global_batch=problem.global_batch,
         iteration_seconds=seconds,
@@ -273,7 +277,7 @@ def plan_of(
         if cluster.sync
         else None,
         cost=cost_estimate(ranks, solution),
-        goodput=goodput.estimate(problem.global_batch, seconds) if goodput else None,
+        goodput=goodput.estimate(cluster.job.global_batch, seconds / steps) if goodput else None,
     )
 
 
@@ -290,6 +294,7 @@ def _run_mode(cluster: Cluster, modes: Sequence[WorkerMode]) -> RunMode:
         policy=stated_policy(cluster.run),
         round_timeout=cluster.run.round_timeout,
         workers=[msgspec.structs.replace(mode, rank=rank) for rank, mode in enumerate(modes)],
+        local_steps=cluster.run.local_steps,
     )
 
 

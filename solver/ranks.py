@@ -1,10 +1,10 @@
 """Turns a cluster file and its profiles into the ranks to plan, and these into the arrays of the solvers.
 
 A rank's largest batch is the least that the cluster file, the profile and its memory model allow, times the
-micro-batches that it may accumulate. Its time is the fitted one plus, if its link is known, a push and a
-pull, with the bytes of its codecs; in a pipeline these overlap. Over a [[shared]] link the transfers of a
-round's workers meet, first all pushes and then all pulls; those of other paces do not, and pushes leave pulls
-their bandwidth. With [sync] the transfers are counted there instead.
+micro-batches that it may accumulate, or the local steps that it may take. Its time is the fitted one plus, if
+its link is known, a push and a pull, with the bytes of its codecs; in a pipeline these overlap. Over a
+[[shared]] link the transfers of a round's workers meet, first all pushes and then all pulls; those of other
+paces do not, and pushes leave pulls their bandwidth. With [sync] the transfers are counted there instead.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pyps.solver.links import (
     overlapped_seconds,
     transfer_seconds,
 )
+from pyps.solver.local_steps import local_groups, round_samples
 from pyps.solver.milp.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.sync import Sync
@@ -68,7 +69,8 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
     """The ranks of a cluster in file order. profiles: one a group. Raises InputError if a fit is missing."""
     ranks = []
     parts = cluster.run.accumulation or 1
-    for group, profile in zip(cluster.worker, profiles, strict=True):
+    at_once = [max_batch_of(group, p) for group, p in zip(cluster.worker, profiles, strict=True)]
+    for group, profile in zip(local_groups(cluster, at_once), profiles, strict=True):
         if profile.fit is None:
             raise InputError(group.profile, "fit", "nothing", "a fitted cost model")
         group = msgspec.structs.replace(group, max_accumulation=max(parts, group.max_accumulation))
@@ -129,7 +131,7 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
         most = np.minimum(micro * repeats, MAX_BATCH)
     return Problem.of(
         costs,
-        cluster.job.global_batch,
+        round_samples(cluster),
         min_batch=[rank.group.min_batch or 1 for rank in ranks],
         max_batch=most,
         batch_multiple=[rank.group.batch_multiple for rank in ranks],

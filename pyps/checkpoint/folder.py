@@ -19,11 +19,19 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from numpy.typing import NDArray
 
-from pyps.checkpoint.tensors import Tensors, read_tensors, verify_file, write_error, write_tensors
+from pyps.checkpoint.local_states import is_local
+from pyps.checkpoint.tensors import (
+    Tensors,
+    copy_file,
+    read_tensors,
+    verify_file,
+    write_error,
+    write_tensors,
+)
 from pyps.errors import InputError
 from pyps.formats.checkpoint import CHECKPOINT_SCHEMA, Checkpoint, TensorFile, check_signature, signed
 from pyps.formats.files import encode, read_json, typed
@@ -41,17 +49,25 @@ Fill = Callable[[Path], Checkpoint]
 
 
 def write_folder(
-    parent: Path, version: int, files: Mapping[str, Tensors], describe: Describe, keep: int = KEEP
+    parent: Path,
+    version: int,
+    files: Mapping[str, Tensors],
+    describe: Describe,
+    keep: int = KEEP,
+    copied: Mapping[str, IO[bytes]] | None = None,
 ) -> Path:
     """Write a checkpoint and remove all but the last `keep`; its folder, durable.
 
     parent: the folder of checkpoints, made if missing. version: the new one's name; a checkpoint of that
     version is replaced. files: tensors by name, by file. describe: checkpoint.json for the files written.
-    Raises InputError, naming the file, if it cannot be written; older checkpoints are then unchanged.
+    copied: files to copy as they are. Raises InputError, naming the file, if it cannot be written; older
+    checkpoints are then unchanged.
     """
 
     def fill(folder: Path) -> Checkpoint:
-        return describe({name: write_tensors(folder / name, tensors) for name, tensors in files.items()})
+        written = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+        written |= {name: copy_file(file, folder / name) for name, file in (copied or {}).items()}
+        return describe(written)
 
     return fill_folder(parent, version, fill, keep)
 
@@ -186,12 +202,13 @@ def read_manifest(folder: Path) -> Checkpoint:
 
 
 def read_folder(folder: Path) -> tuple[Checkpoint, dict[str, dict[str, NDArray[Any]]]]:
-    """A checkpoint: checkpoint.json and the tensors of each file, all verified.
+    """A checkpoint: checkpoint.json and the tensors of each file, all verified; those of workers' own
+    optimizers are not read.
 
     Raises InputError, naming the file that is missing or damaged, and the checkpoint before it.
     """
     manifest = verify_folder(folder)
-    return manifest, {name: read_tensors(folder / name) for name in manifest.files}
+    return manifest, {name: read_tensors(folder / name) for name in manifest.files if not is_local(name)}
 
 
 def verify_folder(folder: Path) -> Checkpoint:

@@ -5,17 +5,19 @@
 
 model.safetensors has the parameters in fp32 by tensor name, buffers.safetensors averaged tensors,
 optimizer.safetensors the optimizer's vectors as <tensor>.<vector>, residuals.safetensors what pushes have not
-carried yet as <rank>.<tensor>. The rest is in checkpoint.json.
+carried yet as <rank>.<tensor>. local-<rank>.safetensors is the state of a worker's own optimizer, where it
+takes local steps. The rest is in checkpoint.json.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -48,12 +50,14 @@ def save(
     policy: str | None = None,
     seed: int | None = None,
     plan: Plan | None = None,
+    local: Mapping[str, IO[bytes]] | None = None,
 ) -> Path:
     """Write a checkpoint of Store.state() and remove all but the last `keep`; its folder, durable.
 
     state: of one version. folder: of the checkpoints, made if missing. policy, seed, plan: of the run, for
-    those that go on from it. Raises InputError, naming the file, if it cannot be written, and the tensor, if
-    a parameter is not finite; older checkpoints are then unchanged.
+    those that go on from it. local: files of workers' own optimizers, by name. Raises InputError, naming the
+    file, if it cannot be written, and the tensor, if a parameter is not finite; older checkpoints are then
+    unchanged.
     """
     for name, values in state.parameters.items():
         if values.size and not np.isfinite(values.min() + values.max()):
@@ -79,7 +83,7 @@ def save(
         )
 
     kept = {name: tensors for name, tensors in files.items() if tensors}
-    return write_folder(Path(folder), state.header.version, kept, describe, keep)
+    return write_folder(Path(folder), state.header.version, kept, describe, keep, local)
 
 
 def load(path: str | os.PathLike[str]) -> Saved:

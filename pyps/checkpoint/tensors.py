@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,16 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | No
         return sync_file(path)
     except (OSError, SafetensorError) as error:
         raise write_error(path, error, sum(array.nbytes for array in arrays.values())) from None
+
+
+def copy_file(source: IO[bytes], path: Path) -> TensorFile:
+    """Copy an open file and fsync; what was written. Raises InputError if the file system refuses."""
+    try:
+        with path.open("xb") as file:
+            shutil.copyfileobj(source, file)
+        return sync_file(path)
+    except OSError as error:
+        raise write_error(path, error, os.fstat(source.fileno()).st_size) from None
 
 
 def sync_file(path: Path) -> TensorFile:

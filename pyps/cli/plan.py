@@ -96,6 +96,12 @@ def plan_command(
     accumulation: Annotated[
         int | None, typer.Option(help="Micro-batches in which every worker may compute its batch.")
     ] = None,
+    local_steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="H", help="Workers take so many steps of their own on average between two pushes."
+        ),
+    ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Explain which workers and bounds determine the time.")
     ] = False,
@@ -114,7 +120,7 @@ def plan_command(
     """Find the batches with which the slowest worker finishes as early as possible. The optimum is exact.
 
     The plan is for the mode of running that the file's [run] states, or the options --policy to
-    --accumulation; it names the mode, and `pyps run` takes it from there.
+    --local-steps; it names the mode, and `pyps run` takes it from there.
 
     pyps-plan what-if CLUSTER compares plans with more or fewer workers, pyps-plan pareto CLUSTER time and
     price.
@@ -124,10 +130,10 @@ def plan_command(
     read = read_cluster(cluster)
     for option, path in (("--output", output), ("--timeline", timeline), ("--ring", ring)):
         _not_an_input(option, path, cluster, read)
-    read = with_mode(read, policy, codec, pull_codec, pipeline, depth, accumulation)
+    read = with_mode(read, policy, codec, pull_codec, pipeline, depth, accumulation, local_steps)
     profiles = _fitted_profiles(read)
+    read = _with_options(read, planned_ranks(read, profiles), cluster, global_batch, quantile)
     ranks = planned_ranks(read, profiles)
-    read = _with_options(read, ranks, cluster, global_batch, quantile)
     with working("solving"):
         planned = _planned(cluster, read, ranks)
     notes = []
@@ -259,6 +265,8 @@ def _with_options(
             raise InputError("--quantile", "", f"{quantile:g}", "a number between 0 and 1, as 0.95")
         job = msgspec.structs.replace(job, quantile=quantile)
     if global_batch == "auto":
+        if read.run.local_steps is not None:
+            raise InputError("--global-batch", "", "auto, with local steps", "a number of samples")
         if read.goodput is None:
             raise InputError(str(path), "goodput", "nothing", "noise_scale and base_batch, for auto")
         job = msgspec.structs.replace(job, global_batch=best_global_batch(read, ranks, pace_of(read)))

@@ -9,7 +9,7 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Pace
-from pyps.formats.mode import CODEC_BITS, FROM_PLAN, ROUND, RunTable, check_run_table
+from pyps.formats.mode import CODEC_BITS, FROM_PLAN, MAX_LOCAL_STEPS, ROUND, RunTable, check_run_table
 from pyps.solver.mode import stated_policy
 
 
@@ -21,19 +21,21 @@ def with_mode(
     pipeline: bool | None,
     depth: int | None,
     accumulation: int | None,
+    local_steps: int | None,
 ) -> Cluster:
     """The cluster with the given options instead of those of its [run]; None: not given.
 
-    read: the cluster. policy, codec, pull_codec, pipeline, depth, accumulation: keys of [run].
+    read: the cluster. The others: keys of [run].
 
     Raises InputError if one is out of range, or the policy allows no pipeline.
     """
     for option, name in (("--codec", codec), ("--pull-codec", pull_codec)):
         if name is not None and name != FROM_PLAN and name not in CODEC_BITS:
             raise InputError(option, "", repr(name), f"{', '.join(CODEC_BITS)} or plan")
-    for option, count in (("--depth", depth), ("--accumulation", accumulation)):
-        if count is not None and count < 1:
-            raise InputError(option, "", str(count), "at least 1")
+    counts = (("--depth", depth), ("--accumulation", accumulation), ("--local-steps", local_steps))
+    for option, count in counts:
+        if count is not None and not 1 <= count <= MAX_LOCAL_STEPS:
+            raise InputError(option, "", str(count), f"1 to {MAX_LOCAL_STEPS}")
     options = {
         "policy": policy,
         "codec": codec,
@@ -41,6 +43,7 @@ def with_mode(
         "pipeline": pipeline,
         "depth": depth,
         "accumulation": accumulation,
+        "local_steps": local_steps,
     }
     given: dict[str, object] = {key: value for key, value in options.items() if value is not None}
     if pipeline is not None or depth is not None:  # one overrides the other, too

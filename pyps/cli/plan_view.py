@@ -90,7 +90,8 @@ def mode_text(run: RunMode, used: Sequence[int]) -> str:
     pushes, pulls = ({getattr(w, f"{way}_codec") for w in workers} for way in ("push", "pull"))
     depths = ", ".join(map(str, sorted({w.depth for w in workers})))
     text = f"{run.policy}; gradients {' and '.join(sorted(pushes))}, parameters {' and '.join(sorted(pulls))}"
-    return f"{text}; {depths} step{'s' * (depths != '1')} under way"
+    text = f"{text}; {depths} step{'s' * (depths != '1')} under way"
+    return text if run.local_steps is None else f"{text}; {run.local_steps} local steps on average"
 
 
 def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:

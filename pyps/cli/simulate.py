@@ -16,13 +16,23 @@ from rich.table import Table
 
 from pyps.errors import InputError
 from pyps.formats import read_cluster
-from pyps.simulate import Logistic, Objective, Result, Scenario, TorchObjective, scenario_of, simulate
+from pyps.simulate import (
+    LocalOptimizer,
+    Logistic,
+    Objective,
+    Result,
+    Scenario,
+    TorchObjective,
+    scenario_of,
+    simulate,
+)
 from pyps.simulate.plot import draw, gantt, histogram, trace
 from pyps.simulate.quadratic import NAME as QUADRATIC
 from pyps.simulate.quadratic import quadratic_of
 from pyps.store.policies import Policy, policy_named
 
 LOGISTIC = "logistic"
+LR, LOCAL_LR = 0.1, 1.0
 LEARN_HELP = (
     "Compute real gradients; logistic or quadratic:d=100,noise=0.01 (NumPy), or a task as in `pyps profile`."
 )
@@ -50,7 +60,13 @@ def simulate_command(
     ] = None,
     even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the planned ones.")] = False,
     learn: Annotated[str, typer.Option(help=LEARN_HELP)] = "",
-    lr: Annotated[float, typer.Option(help="Learning rate for one global batch.")] = 0.1,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate for one global batch. Default: 0.1; with local steps, 1."),
+    ] = None,
+    inner_lr: Annotated[
+        float | None, typer.Option(help="Learning rate of a local step, by plain SGD.", show_default=False)
+    ] = None,
     target_loss: Annotated[
         float | None, typer.Option(help="Stop at this loss, and print the time it took.")
     ] = None,
@@ -96,6 +112,9 @@ def simulate_command(
         scenario = replace(
             scenario, workers=tuple(replace(w, micro_batch=micro_batch) for w in scenario.workers)
         )
+    if learn and scenario.local != (inner_lr is not None):
+        expected = "a learning rate of local steps" if scenario.local else "none: the plan has no local steps"
+        raise InputError("--inner-lr", "", str(inner_lr), expected)
     results = [
         simulate(
             scenario,
@@ -103,7 +122,8 @@ def simulate_command(
             iterations=iterations,
             seed=seed,
             objective=_objective(learn, seed),
-            lr=lr,
+            lr=lr if lr is not None else LOCAL_LR if scenario.local else LR,
+            local=LocalOptimizer(lr=inner_lr) if inner_lr is not None else None,
             target_loss=target_loss,
             measure_every=measure_every or 0,
             timeline=show or plot is not None or trace_to is not None,

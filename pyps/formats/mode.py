@@ -1,4 +1,5 @@
-"""A mode of running: the policy, how gradients and parameters travel, and how many steps are under way.
+"""A mode of running: the policy, how gradients and parameters travel, how many steps are under way, and how
+many each worker takes by itself between two pushes.
 
 The [run] table of a cluster file states the mode to plan for, and the `run` object of a plan the one that it
 was made for.
@@ -25,6 +26,7 @@ CODEC_BITS: Final[dict[CodecName, Bits]] = {
 PLANNED_CODECS: Final[tuple[CodecName, ...]] = ("f32", "bf16", "int8", "int4")  # the planner chooses of these
 FROM_PLAN: Final = "plan"
 MAX_DEPTH: Final = 8  # steps of one worker that may be under way at once: its most staging buffers
+MAX_LOCAL_STEPS: Final = 100_000
 PaceKind = Literal["round", "clock", "turns", "free"]
 
 
@@ -48,7 +50,8 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     codec: of gradients. pull_codec: of parameters; by default f32. "plan": the planner chooses, for codec
     both ways. pipeline: transfers overlap with compute, as deep as the planner chooses. depth: exactly so
     many steps under way; 1: no pipeline. accumulation: every worker may compute its batch in so many
-    micro-batches. round_timeout: seconds that one worker may delay the others.
+    micro-batches. local_steps: workers take steps of their own optimizers between two pushes, so many on
+    average. round_timeout: seconds that one worker may delay the others.
     """
 
     policy: Name | None = None
@@ -57,6 +60,7 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pipeline: bool | None = None
     depth: Annotated[int, Meta(ge=1)] | None = None
     accumulation: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    local_steps: Annotated[int, Meta(ge=1, le=MAX_LOCAL_STEPS)] | None = None
     round_timeout: Seconds | None = None
 
     @property
@@ -84,18 +88,23 @@ class WorkerMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The mode that a plan was made for; its predictions hold in this one.
 
-    policy: as in `pyps run --policy`. workers: all of the plan's, in rank order.
+    policy: as in `pyps run --policy`. workers: all of the plan's, in rank order. local_steps: workers take
+    steps of their own optimizers, so many on average between two pushes: of each its `accumulation`, of
+    micro_batch samples; null: none, the store steps with their gradients.
     """
 
     policy: Name
     round_timeout: Seconds | None = None
     workers: list[WorkerMode]
+    local_steps: Annotated[int, Meta(ge=1, le=MAX_LOCAL_STEPS)] | None = None
 
 
 def check_run_table(where: str, run: RunTable) -> None:
     """Raises InputError, naming the file `where`, if keys of [run] contradict each other."""
     if run.depth is not None and run.depth > MAX_DEPTH:
         raise InputError(where, "run.depth", str(run.depth), f"at most {MAX_DEPTH}")
+    if run.local_steps is not None and (run.accumulation or 1) > 1:
+        raise InputError(where, "run.accumulation", str(run.accumulation), "1 with local_steps")
     if run.depth is not None and run.pipeline is not None and run.pipeline != (run.depth > 1):
         expected = "at least 2 with pipeline = true" if run.pipeline else "1 with pipeline = false"
         raise InputError(where, "run.depth", str(run.depth), expected)

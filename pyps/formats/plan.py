@@ -26,12 +26,13 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's share: batch 0 means left out; weight = batch / global batch.
 
     The batch is computed as `accumulation` micro-batches of micro_batch samples; the last one has the
-    remainder. max_batch is the most that the rank may compute at once, in at most max_accumulation
-    micro-batches; fit is its cost model in this plan. With these a run can change the split while it trains,
-    and with the memory model it can adapt to the free memory. throttle repeats the profile's, so that a run
-    can emulate the devices of the plan. predicted_seconds: of a step, from one to the next. link_seconds are
-    the rank's transfers each iteration over its own and its shared links; they are part of predicted_seconds
-    or, in a pipeline, overlap with the rest of it. required: a run may not leave the rank out.
+    remainder. In a mode with local steps each of them is one. max_batch is the most that the rank may compute
+    at once, in at most max_accumulation micro-batches; fit is its cost model in this plan. With these a run
+    can change the split while it trains, and with the memory model it can adapt to the free memory. throttle
+    repeats the profile's, so that a run can emulate the devices of the plan. predicted_seconds: of a step,
+    from one to the next. link_seconds are the rank's transfers each iteration over its own and its shared
+    links; they are part of predicted_seconds or, in a pipeline, overlap with the rest of it. required: a run
+    may not leave the rank out.
     """
 
     rank: Share
@@ -151,6 +152,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer of the planner.
 
     run: the mode that it was made for; null if none was stated: then bsp, without a pipeline, at 32 bits.
+    With local steps an iteration is a round of them, and all batches are those of a round.
     iteration_seconds: of a global batch in this mode, with the synchronisation. lower_bound_seconds: the
     optimum with fractional batches and no minima; 0 if none is known. cost, sync, noise and goodput are null
     if the cluster does not state what they need.

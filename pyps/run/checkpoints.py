@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pyps.checkpoint.folder import FOLDER
+from pyps.checkpoint.local_states import open_states
 from pyps.checkpoint.state import save
 from pyps.errors import InputError, PypsError, StoreError
 from pyps.native.values import Status
@@ -97,17 +98,22 @@ class Checkpointer:
                 if spec.journal is not None:
                     store.journal(spec.journal)
                 state = store.state(seconds)
+            local = open_states(spec.run_dir, [rank.total.pushes for rank in state.header.ranks])
             if low_priority:
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
-            path = save(
-                state,
-                spec.run_dir / FOLDER,
-                keep=spec.options.keep_checkpoints,
-                policy=str(spec.policy),
-                seed=spec.options.seed,
-                plan=with_split(spec.plan, [rank.total.batch for rank in state.header.ranks]),
-            )
+            with contextlib.ExitStack() as opened:
+                for file in local.values():
+                    opened.enter_context(file)
+                path = save(
+                    state,
+                    spec.run_dir / FOLDER,
+                    keep=spec.options.keep_checkpoints,
+                    policy=str(spec.policy),
+                    seed=spec.options.seed,
+                    plan=with_split(spec.plan, [rank.total.batch for rank in state.header.ranks]),
+                    local=local,
+                )
             self._result = state.header.version, path
         except (StoreError, InputError) as error:
             self._result = error

@@ -136,8 +136,7 @@ def even_plan(plan: Plan, where: str, fits: Sequence[Fit | None] = ()) -> Plan:
     workers = []
     for k, (worker, batch) in enumerate(zip(plan.workers, even_batches(B, n), strict=True)):
         fit = fits[k] if fits else None
-        seconds = predict_seconds(fit, batch) if fit is not None else 0.0
-        workers.append(_with_batch(worker, batch, B, seconds))
+        workers.append(_with_batch(plan, worker, batch, fit, 0.0))
     return msgspec.structs.replace(
         plan,
         iteration_seconds=plan.even_split.seconds,
@@ -161,18 +160,22 @@ def with_split(plan: Plan, split: Sequence[int]) -> Plan:
         batch = next(batches) if worker.batch > 0 else 0
         if batch != worker.batch:
             seconds = worker.predicted_seconds * batch / worker.batch
-            fit = predict_seconds(worker.fit, batch) if worker.fit is not None else seconds
-            worker = _with_batch(worker, batch, plan.global_batch, fit)
+            worker = _with_batch(plan, worker, batch, worker.fit, seconds)
         workers.append(worker)
     return msgspec.structs.replace(plan, workers=workers)
 
 
-def _with_batch(worker: PlanWorker, batch: int, global_batch: int, seconds: float) -> PlanWorker:
+def _with_batch(plan: Plan, worker: PlanWorker, batch: int, fit: Fit | None, seconds: float) -> PlanWorker:
+    """A worker of a plan with another batch; `seconds` it takes where no fit says so."""
+    micro = min(batch, worker.micro_batch if worker.accumulation > 1 else worker.max_batch or batch)
+    full, rest = divmod(batch, max(micro, 1))
+    if fit is not None:
+        seconds = full * predict_seconds(fit, micro) + (predict_seconds(fit, rest) if rest else 0.0)
     return msgspec.structs.replace(
         worker,
         batch=batch,
-        micro_batch=batch,
-        accumulation=1,
-        weight=batch / global_batch,
+        micro_batch=micro,
+        accumulation=max(1, full + (rest > 0)),
+        weight=batch / plan.global_batch,
         predicted_seconds=seconds,
     )

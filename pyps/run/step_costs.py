@@ -121,8 +121,10 @@ class StepCosts:
 
 
 def _planned(worker: PlanWorker) -> _Device:
-    """A worker of the plan, with its cost model; without one, time is in proportion to the batch."""
-    if worker.fit is not None:
+    """A worker of the plan, with its cost model; without one, or in micro-batches, time is in proportion to
+    the batch.
+    """
+    if worker.fit is not None and worker.accumulation == 1:
         prior = cost_of(worker.fit)
     else:
         compute_seconds = worker.predicted_seconds - worker.link_seconds

@@ -4,6 +4,7 @@ result = simulate(scenario_of("cluster.toml"), "ssp:bound=4", iterations=100)
 """
 
 from pyps.simulate.devices import Slowdown
+from pyps.simulate.local_steps import LocalOptimizer
 from pyps.simulate.metrics import RankResult, Result
 from pyps.simulate.problem import Logistic, Objective, TorchObjective
 from pyps.simulate.quadratic import Quadratic
@@ -13,6 +14,7 @@ from pyps.simulate.scenario import Fault, Scenario, SimWorker, scenario_of
 
 __all__ = [
     "Fault",
+    "LocalOptimizer",
     "Logistic",
     "Objective",
     "Quadratic",

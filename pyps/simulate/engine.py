@@ -22,6 +22,7 @@ from pyps.simulate.pipelined import PipelinedWorker, Pulled
 from pyps.simulate.problem import Model
 from pyps.simulate.scenario import Fault, Scenario
 from pyps.store.policies import Policy, register_policy
+from pyps.worker.sampling import even_steps
 
 WAIT_VERDICT = 2
 DOWN, UP = range(2)
@@ -218,7 +219,7 @@ class Engine:
         began, device, done = self.clock.now, self.devices[k], 0
         limit = self.workers[k].micro_batch or count
         while done < count:
-            part = min(limit, count - done)
+            part = even_steps(count - done, limit) if self.scenario.local else min(limit, count - done)
             if done and checks:
                 d = self.core.step(EventKind.CHECK, k, self.clock.now, done=done, next=part)
                 self._note(d)
@@ -251,7 +252,7 @@ class Engine:
         """
         clock, began = self.clock, self.clock.now
         compute_nanoseconds = clock.now - claimed
-        gradient = self.model.gradient(pulled[0], first, done)
+        gradient = self.model.gradient(pulled[0], first, done, k, self.workers[k].micro_batch)
         norm = float(gradient[0] @ gradient[0]) if gradient else 0.0
         while self.needs.uses_turns:
             d = self.core.step(EventKind.GATE, k, clock.now)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps.native.values import Hyper, Optimizer
+from pyps.simulate.local_steps import LocalOptimizer, LocalWorkers
 from pyps.simulate.optimizer import OptimizerState, Vector
 from pyps.worker.sampling import indices
 
@@ -110,13 +111,27 @@ class Model:
     """The parameters in virtual time; without an objective it has none and no loss."""
 
     def __init__(
-        self, objective: Objective | None, optimizer: Optimizer, hyper: Hyper, compensation: float
+        self,
+        objective: Objective | None,
+        optimizer: Optimizer,
+        hyper: Hyper,
+        compensation: float,
+        local: LocalOptimizer | None = None,
     ) -> None:
+        """optimizer, hyper: the store's. compensation: of late gradients. local: the workers' own optimizer,
+        if they take local steps.
+        """
         self._objective, self._compensation = objective, compensation
+        self._local = LocalWorkers(objective, local) if objective is not None and local is not None else None
         self.w = objective.start() if objective else np.zeros(0)
         self._optimizer = OptimizerState(optimizer, hyper, self.w.size)
 
-    def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float] | None:
+    def gradient(
+        self, w: Vector, first: int, count: int, worker: int = 0, most: int = 0
+    ) -> tuple[Vector, float] | None:
+        """What a worker pushes that has computed these samples, `most` at once, and the loss."""
+        if self._local is not None:
+            return self._local.gradient(worker, w, first, count, most)
         return self._objective.gradient(w, first, count) if self._objective else None
 
     def step(self, sources: Sequence[tuple[Vector, Vector, int, float]], part: float) -> None:

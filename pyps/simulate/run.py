@@ -9,6 +9,7 @@ from pyps.errors import InputError
 from pyps.formats.mode import MAX_DEPTH
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.engine import Engine
+from pyps.simulate.local_steps import LocalOptimizer
 from pyps.simulate.metrics import Metrics, Result, rank_results
 from pyps.simulate.problem import Model, Objective
 from pyps.simulate.scenario import Scenario
@@ -31,6 +32,7 @@ def simulate(
     timeline: bool = False,
     pipeline: bool | int = False,
     measure_every: int = 0,
+    local: LocalOptimizer | None = None,
 ) -> Result:
     """Train in virtual time. The same arguments give the same result to the bit.
 
@@ -40,7 +42,9 @@ def simulate(
     that low; needs an objective. seconds: stop after so much virtual time. timeline: record what each worker
     did and when, for pictures. pipeline: workers overlap transfers with the next steps' compute: so many
     steps under way; True: as the scenario says of each worker, or 2. measure_every: samples between
-    two measurements of the loss; 0: a global batch, or more so that there are at most about 200.
+    two measurements of the loss; 0: a global batch, or more so that there are at most about 200. local: the
+    workers' own optimizer, in a scenario of local steps; `lr` and `optimizer` are then the store's, for the
+    difference that local steps make.
 
     Raises InputError, and Deadlock where the workers would wait for ever.
     """
@@ -55,7 +59,11 @@ def simulate(
     if max(depths) > 1:
         check_pipeline(chosen)
     hyper = lr if isinstance(lr, Hyper) else Hyper(lr)
-    model = Model(objective, Optimizer.of(optimizer), hyper, chosen.params().lambda_)
+    if objective is not None and scenario.local != (local is not None):
+        found = "nothing" if local is None else "an optimizer"
+        expected = "one in a scenario of local steps, nothing in others"
+        raise InputError("simulate", "local", found, expected)
+    model = Model(objective, Optimizer.of(optimizer), hyper, chosen.params().lambda_, local)
     metrics = Metrics(max(depths) * len(scenario.workers), timeline)
     engine = Engine(scenario, chosen, model, metrics, iterations * scenario.global_batch, seed, depths)
     if objective is not None:

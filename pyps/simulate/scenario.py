@@ -76,7 +76,8 @@ class Fault:
 @dataclass(frozen=True)
 class Scenario:
     """A cluster in virtual time. `down_bytes` and `up_bytes` are one pull and one push of one worker.
-    `schedule`: the planned turns, for policies that take turns; None: in the order of ranks.
+    `schedule`: the planned turns, for policies that take turns; None: in the order of ranks. `local`: each
+    micro-batch of a worker is a local step.
     """
 
     workers: tuple[SimWorker, ...]
@@ -86,6 +87,7 @@ class Scenario:
     hosts: dict[str, float] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
     schedule: TurnSchedule | None = None
+    local: bool = False
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -131,8 +133,9 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     names = [w.name for w in plan.workers]
     batches = {w.name: w.batch for w in plan.workers}
     if even:
-        batches = dict(zip(names, even_batches(cluster.job.global_batch, len(names)), strict=True))
-    micro = {w.name: w.micro_batch for w in plan.workers}
+        batches = dict(zip(names, even_batches(plan.global_batch, len(names)), strict=True))
+    local = plan.run is not None and plan.run.local_steps is not None
+    micro = {w.name: w.max_batch or 0 if local else 0 if even else w.micro_batch for w in plan.workers}
     used = [name for name in names if batches[name] > 0]
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
     simulation = cluster.simulation
@@ -143,7 +146,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         replace(
             built[name],
             batch=batches[name],
-            micro_batch=0 if even else micro[name],
+            micro_batch=micro[name],
             up_share=shares[name][0] if shares else 1.0,
             down_share=shares[name][1] if shares else 1.0,
             depth=max(2, depths.get(name, 2)),
@@ -160,6 +163,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         hosts={host.name: host.bandwidth for host in simulation.host},
         faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
         schedule=None if even else plan_turns(plan, str(plan_path or path)),
+        local=local,
     )
 
 

@@ -39,9 +39,9 @@ from pyps.checkpoint.tensors import sync_file, write_error
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
 from pyps.torch.hook import WeightedHook
-from pyps.torch.packing import names_in, pack, unpack
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.rounds import Rounds
+from pyps.worker.packing import names_in, pack, unpack
 
 OF_A_RANK = (WeightedHook, Rebalancer)  # what has a state of its own on each rank
 TORCH = "2.9"

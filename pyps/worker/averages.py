@@ -40,9 +40,11 @@ class BufferPace:
     momentum: float = USUAL_MOMENTUM
     counted: int | None = None
 
-    def part(self, past: int) -> float:
-        """Of the way, in the global batch after `past` others."""
-        return self.momentum if self.counted is None else 1.0 / (self.counted + past + 1)
+    def part(self, past: int, forwards: int = 1) -> float:
+        """Of the way, in the global batch after `past` others, or in so many forwards of it."""
+        if self.counted is None:
+            return 1.0 - (1.0 - self.momentum) ** forwards if forwards > 1 else self.momentum
+        return 1.0 / (self.counted + past + 1)
 
     def gone(self, past: int, planned: int, done: int) -> float:
         """Of the way, by `done` forwards of a step whose counter began as for `planned` a batch."""
@@ -185,6 +187,7 @@ class BufferBinding:
         self._groups = [BufferGroup(buffers, places, device) for buffers in groups]
         self._past = 0  # global batches before the step under way
         self._planned = self._done = 1  # its micro-batches, and those that have begun
+        self._forwards = 1
 
     @torch.no_grad()
     def load(self, flat: torch.Tensor) -> None:
@@ -193,9 +196,11 @@ class BufferBinding:
             group.load(flat)
 
     @torch.no_grad()
-    def begin_step(self, past: int, planned: int) -> None:
-        """A step begins, after `past` global batches, planned in so many micro-batches."""
-        self._past, self._planned, self._done = past, planned, 0
+    def begin_step(self, past: int, planned: int, forwards: int = 1) -> None:
+        """A step begins, after `past` global batches, planned in so many micro-batches. The buffers move as
+        by so many forwards of a worker: by each of its local steps, or one.
+        """
+        self._past, self._planned, self._done, self._forwards = past, planned, 0, forwards
         for group in self._groups:
             group.set_counters(past, planned)
 
@@ -205,7 +210,7 @@ class BufferBinding:
 
     def hyper(self) -> tuple[Hyper, ...]:
         """The groups' constants for the step under way."""
-        return tuple(Hyper(lr=group.pace.part(self._past)) for group in self._groups)
+        return tuple(Hyper(lr=group.pace.part(self._past, self._forwards)) for group in self._groups)
 
     @torch.no_grad()
     def collect(self, staging: torch.Tensor) -> None:

@@ -91,8 +91,12 @@ class BatchFeed:
 
     def _micro_batches(self, positions: Positions) -> list[Positions]:
         first, count = positions
-        size = self._at_once(count) if count else 1
-        return [(first + begin, min(size, count - begin)) for begin in range(0, count, size)]
+        found = []
+        while count:
+            size = self._at_once(count)
+            found.append((first, size))
+            first, count = first + size, count - size
+        return found
 
     def _append(self, claim: Claim) -> None:
         """A claim was made ahead, perhaps in a background thread while this one computes."""

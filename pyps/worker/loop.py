@@ -17,7 +17,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -27,22 +27,25 @@ from torch import nn
 
 from pyps.errors import Fenced, InputError
 from pyps.formats.records import RecordWriter, record_path
-from pyps.native.values import Advice, Claim, Codec, Encoding, PolicyNeeds, PushRequest, PushResult
+from pyps.native.values import Advice, Claim, Codec, Encoding, PushRequest, PushResult
 from pyps.profiler.host_memory import disable_malloc_trim
 from pyps.store.policies import Policy, register_policy
 from pyps.store.store import Store
 from pyps.worker.agreement import check_agreed
-from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create, set_planned_turns
-from pyps.worker.binding import Binding
+from pyps.worker.attach import check_same, hyper_of, inspect, open_or_create, set_planned_turns
+from pyps.worker.attached import Attached, attached
 from pyps.worker.checks import DivergenceCheck
-from pyps.worker.client import StoreClient
 from pyps.worker.feed import BatchFeed
 from pyps.worker.forecast import RoundForecast
 from pyps.worker.loader import LoaderOptions
-from pyps.worker.memory import AnnouncedBudget
+from pyps.worker.local_state import LocalState
+from pyps.worker.local_steps import (
+    LocalSteps,
+    LocalStepsArgument,
+    stored_optimizer,
+    with_local_steps,
+)
 from pyps.worker.misuse import shorten_tracebacks
-from pyps.worker.optimizer import OptimizerSteps
-from pyps.worker.pipeline import PipelinedTransport, check_depth, extra_buffers
 from pyps.worker.position import (
     RunPosition,
     RunSchedule,
@@ -51,15 +54,14 @@ from pyps.worker.position import (
     warn_of_other_constants,
 )
 from pyps.worker.samples import Collate, make_source
+from pyps.worker.sampling import even_steps
 from pyps.worker.settings import Settings
 from pyps.worker.step import Outcome, Step, number_of
-from pyps.worker.transport import SerialTransport, Transport
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
 
 ATTACH_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and reading data
-TRANSFER_ROUND_TIMEOUTS = 4.0  # that a transfer may take: it waits twice, for up to two
 
 
 def join(
@@ -92,22 +94,6 @@ def join(
     )
     shorten_tracebacks()
     return Worker(settings)
-
-
-@dataclass(frozen=True)
-class Attached:
-    """What a worker has once a model is attached."""
-
-    model: nn.Module
-    attachment: Attachment
-    binding: Binding
-    needs: PolicyNeeds
-    budget: AnnouncedBudget | None  # where the policy resizes batches
-    client: StoreClient
-    transport: Transport
-    optimizer: OptimizerSteps
-    schedule: RunSchedule
-    global_batch: int
 
 
 class Worker:
@@ -169,6 +155,8 @@ class Worker:
         scheduler: SchedulerArgument = None,
         scheduler_unit: ScheduleUnit = "batch",
         clip_norm: float | None = None,
+        local_steps: LocalStepsArgument = "plan",
+        outer: torch.optim.Optimizer | None = None,
         resume: str | Path | None = None,
         timeout: float = ATTACH_TIMEOUT_SECONDS,
     ) -> None:
@@ -180,10 +168,14 @@ class Worker:
         steps them to the run's position, also in a process that started again. scheduler_unit: what one step
         of a scheduler stands for, a global "batch" or an "epoch". clip_norm: the bound of the gradient's norm
         over all parameters, as in torch's clip_grad_norm_: where gradients are collected into a round, of
-        their mean over the global batch; elsewhere of each by itself. resume: a checkpoint, or a folder of
-        which the newest is taken, that a new store goes on from in place of the model's parameters; under
-        `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for a model,
-        optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the store.
+        their mean over the global batch; elsewhere of each by itself; with local steps, of each of these.
+        local_steps: steps of `optimizer`, then any of torch's, between two pushes of the difference that they
+        made; "plan": as planned, by default none. outer: the store's optimizer for these differences; None:
+        SGD with Nesterov momentum 0.5 and lr 1, or 0.7 where no rounds are collected. resume: a checkpoint,
+        or a folder of which the newest is taken, that a new store goes on from in place of the model's
+        parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for
+        a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the
+        store.
 
         A parameter without a gradient in a step counts as having a gradient of zero (it decays, its momentum
         goes on). Persistent floating-point buffers (BatchNorm's statistics) become the mean of the workers'.
@@ -192,7 +184,10 @@ class Worker:
             raise InputError("attach", "model", "a second one", "one model for each worker")
         disable_malloc_trim()
         chosen = optimizer if optimizer is not None else torch.optim.SGD(model.parameters())
-        attachment = inspect(model, chosen, clip_norm)
+        self.settings = with_local_steps(self.settings, local_steps)
+        is_local = self.settings.local_steps > 0
+        stored = stored_optimizer(chosen, outer, self.settings)
+        attachment = inspect(model, stored, None if is_local else clip_norm)
         register_policy(self.settings.policy)
         settings = self.settings if resume is None else replace(self.settings, resume=Path(resume))
         self._store = store = open_or_create(settings, attachment, timeout)
@@ -207,43 +202,22 @@ class Worker:
         store.join(self.rank, "new_worker" if is_new else "worker")
         if self.settings.cost_model is not None:
             store.set_cost_model(self.settings.cost_model)
-        self._attached = attached = self._attach(model, attachment, store, schedule)
-        if not schedule:
+        local = None
+        if is_local:
+            ranks, parameters = store.ranks(), [entry.parameter for entry in attachment.entries]
+            pushes = ranks[self.rank].pushes if self.rank < len(ranks) else 0
+            state = LocalState(settings, chosen)
+            local = LocalSteps(chosen, parameters, clip_norm or 0.0, state, pushes)
+        self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
+        if is_local or not schedule:
             version = store.status().version
             warn_of_other_constants(store.name, version, hyper_of(attachment), store.hyper())
-        store.pull(attached.binding.flat)
-        attached.binding.refresh()
-        self._throttle = self.settings.make_throttle(on_gpu=attached.binding.on_gpu)
+        binding = self._attached.binding
+        store.pull(binding.flat)
+        binding.refresh()
+        self._throttle = self.settings.make_throttle(on_gpu=binding.on_gpu)
         if self.settings.run_dir is not None:
             self._records = RecordWriter(record_path(self.settings.run_dir, self.rank, os.getpid()))
-
-    def _attach(
-        self, model: nn.Module, attachment: Attachment, store: Store, schedule: RunSchedule
-    ) -> Attached:
-        settings, needs, budget = self.settings, store.policy_needs(), None
-        # A pipeline encodes in its background thread. An encoder on the device would begin the next gradient
-        # before it knows whether this one was admitted, so that its residual counts.
-        binding = Binding(attachment, store, None if settings.depth > 1 else settings.encoding.codec)
-        if needs.resizes_batches:
-            extra = extra_buffers(settings.depth) * binding.flat.nbytes
-            budget = AnnouncedBudget(store, settings.memory, settings.max_batch, binding.device, extra)
-        client = StoreClient(
-            store,
-            settings.pull_codec,
-            uses_turns=needs.uses_turns,
-            budget=budget,
-            links=settings.make_links(),
-        )
-        transport: Transport
-        if settings.depth > 1:
-            check_depth(settings.depth, store)
-            limit = TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds)
-            transport = PipelinedTransport(client, binding, self._report, depth=settings.depth, timeout=limit)
-        else:
-            transport = SerialTransport(client, binding, self._report)
-        steps = OptimizerSteps(attachment.optimizer)
-        whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
-        return Attached(model, attachment, binding, needs, budget, client, transport, steps, schedule, whole)
 
     def batches(
         self,
@@ -309,14 +283,17 @@ class Worker:
         self._position = RunPosition(samples, whole, step.version, dataset_length)
         self._begun += 1
         attached.schedule.follow(self._position)
-        attached.binding.buffers.begin_step(whole, -(-claim.count // self._at_once(claim.count)))
+        planned = -(-claim.count // self._at_once(claim.count))
+        attached.binding.buffers.begin_step(whole, planned, max(1, self.settings.local_steps))
+        if attached.local is not None:
+            attached.local.begin()
 
     @property
     def accumulating(self) -> bool:
         """Whether more micro-batches of this step follow: a GradScaler's update(), and the step() of a
-        schedule that attach() was not given, wait until none do.
+        schedule that attach() was not given, wait until none do. Never with local steps.
         """
-        return self._step is not None and self._step.left > 0
+        return self._step is not None and self._step.left > 0 and not self.settings.local_steps
 
     def step(self, loss: Any = None, scaler: Any = None) -> PushResult | None:
         """Push the gradient, the mean over the claimed samples. Returns None if it was skipped or dropped,
@@ -334,6 +311,8 @@ class Worker:
         attached.binding.check_kept()
         attached.binding.check_backward()
         step.done += step.micro
+        if attached.local is not None:
+            attached.local.step(scaler)
         step.finite = bool(step.left) or self._collect(step, attached, scaler)
         if step.throttle is not None and step.throttled is not None:
             step.throttle.__exit__(None, None, None)
@@ -347,7 +326,8 @@ class Worker:
             advice = self._advice(step, attached)
             if advice is Advice.CONTINUE:
                 step.micro = 0
-                attached.binding.keep()
+                if attached.local is None:
+                    attached.binding.keep()
                 return None
             step.finite = self._collect(step, attached, scaler)
             step.left = 0
@@ -413,28 +393,36 @@ class Worker:
         """The next micro-batch of at most the planned size.
 
         Each backward adds the mean over its micro-batch, so what is there is first brought to the new one's
-        weight: after the last, of m samples, the sum times m / b is the mean over all b samples.
+        weight: after the last, of m samples, the sum times m / b is the mean over all b samples. Local steps
+        leave nothing to add to.
         """
-        binding = self._require().binding
+        attached = self._require()
+        binding = attached.binding
         before, step.micro = step.micro_before, self._at_once(step.left)
         binding.buffers.begin_micro_batch()
         step.left -= step.micro
-        if before and before != step.micro:
-            binding.scale_grads(before / step.micro)
+        if attached.local is None:
+            if before and before != step.micro:
+                binding.scale_grads(before / step.micro)
+            if not step.left:
+                binding.last_backward(step.micro / (step.done + step.micro))
         step.micro_before = step.micro
-        if not step.left:
-            binding.last_backward(step.micro / (step.done + step.micro))
         binding.begin_batch()
 
     def _at_once(self, left: int) -> int:
         """Samples of the next micro-batch: as planned, and no more than memory holds now."""
-        budget = self._require().budget
-        limits = (left, self.settings.micro_batch, budget.look() if budget is not None else 0)
-        return min(limit for limit in limits if limit)
+        attached = self._require()
+        limits = (left, self.settings.micro_batch, attached.budget.look() if attached.budget else 0)
+        most = min(limit for limit in limits if limit)
+        return even_steps(left, most) if attached.local is not None else most
 
     def _collect(self, step: Step, attached: Attached, scaler: Any) -> bool:
-        """Bring the gradients to the staging buffer; False if the scaler found some that are not finite."""
+        """Bring what is pushed to the staging buffer; False if the scaler found what is not finite."""
         try:
+            if attached.local is not None:
+                attached.local.collect()
+                attached.binding.collect(1.0, unscaled=False)
+                return True
             if scaler is not None:
                 attached.optimizer.unscale(scaler)
             attached.binding.collect(step.share, unscaled=scaler is not None)
@@ -449,20 +437,22 @@ class Worker:
         samples = step.done if step.finite else 0
         hyper = hyper_of(attached.attachment) + binding.buffers.hyper()
         whole = self.position.global_batches
-        step.lr = hyper[0].lr
+        step.lr, share = hyper[0].lr, step.share
+        if attached.local is not None:
+            step.lr, share = attached.local.lr, 1.0
         codes = binding.codes if samples else None  # already scaled
         encoding = self.settings.encoding
         return PushRequest(
             staging=step.staging.index,
             samples=samples,
             hyper=hyper,
-            scale=step.share if codes is None else 1.0,
+            scale=share if codes is None else 1.0,
             encoding=encoding if codes is None else Encoding(encoding.codec),
             gradient=codes,
             encoded=codes is not None,
             base_params=binding.flat if needs.needs_base_params else None,
             base_version=step.version,
-            grad_norm_squared=binding.squared_norm(flat) * step.share**2 if needs.needs_grad_norm else 0.0,
+            grad_norm_squared=binding.squared_norm(flat) * share**2 if needs.needs_grad_norm else 0.0,
             position=whole if schedule else self._begun,  # without one, the script's own is as old as it is
             cost_seconds=step.cost_seconds,
             data_seconds=step.data_seconds,
@@ -474,6 +464,8 @@ class Worker:
         self.steps += outcome.result is not None and step.finite
         self.rejected += outcome.rejected
         self.skipped += outcome.unencodable or not step.finite
+        if outcome.result is None and (local := self._require().local) is not None:
+            local.dropped()
         if self._records is not None:
             depth = self._require().transport.depth
             self._records.write(step.record(self.rank, self._count, outcome, depth))

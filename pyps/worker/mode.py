@@ -21,11 +21,14 @@ CODECS: dict[Bits, Codec] = {32: Codec.F32, 16: Codec.BF16, 8: Codec.INT8, 4: Co
 
 @dataclass(frozen=True)
 class RankMode:
-    """One rank's codecs, and its steps under way at once: 1 without a pipeline."""
+    """One rank's codecs, its steps under way at once (1: no pipeline), and the run's local steps between two
+    pushes, on average (0: none).
+    """
 
     push: Codec = Codec.F32
     pull: Codec = Codec.F32
     depth: int = 1
+    local_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,21 @@ def launched_mode(
         raise InputError("depth", "", str(depth), f"1 to {MAX_DEPTH}")
     if depth > 1:
         check_pipeline(policy)
-    return RankMode(push, pull, depth)
+    return RankMode(push, pull, depth, planned.local_steps)
 
 
 def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> RankMode:
-    """The mode that the plan names for a worker; serial at 32 bits if it names none."""
-    if plan is None or plan.run is None or worker is None:
+    """The mode that the plan names for a worker; serial at 32 bits if it names none.
+
+    worker: None: one that the plan does not have.
+    """
+    if plan is None or plan.run is None:
         return RankMode()
+    local_steps = plan.run.local_steps or 0
+    if worker is None:
+        return RankMode(local_steps=local_steps)
     mode = plan.run.workers[worker.rank]
-    return RankMode(as_codec(mode.push_codec), as_codec(mode.pull_codec), mode.depth)
+    return RankMode(as_codec(mode.push_codec), as_codec(mode.pull_codec), mode.depth, local_steps)
 
 
 def _deepest_useful(plan: Plan | None, worker: PlanWorker | None) -> int:

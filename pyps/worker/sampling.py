@@ -45,3 +45,8 @@ def _parts(first: int, count: int, length: int, seed: int) -> Iterator[NDArray[n
         part = permutation(seed, epoch, length)[start : start + count]
         yield part
         first, count = first + len(part), count - len(part)
+
+
+def even_steps(samples: int, most: int) -> int:
+    """The samples of the next local step if so many are left, at most so many in one: all are alike."""
+    return -(-samples // -(-samples // most))

@@ -81,6 +81,8 @@ class Settings:
     memory: what samples take of it, as profiled.
     encoding, pull_codec: how gradients and parameters travel.
     depth: steps under way; 1: one after another, 2: push and pull overlap with the next step's compute.
+    local_steps: each micro-batch is a step of the worker's own optimizer; of the workers so many on average
+        between two pushes; 0: the store steps.
     allow_nonfinite: go on when the loss is not finite.
     schedule: the plan's turns, under a policy that takes turns.
     staging_buffers: of each worker, if this one creates the store: at least the depth of any.
@@ -102,6 +104,7 @@ class Settings:
     encoding: Encoding = UNENCODED
     pull_codec: Codec = Codec.F32
     depth: int = 1
+    local_steps: int = 0
     allow_nonfinite: bool = False
     staging_buffers: int = STAGING_BUFFERS
     throttle: ThrottleSpec | None = None
@@ -225,7 +228,7 @@ class Settings:
             self,
             plan_path=path,
             batches=store_batches(plan),
-            micro_batch=_micro_batch(worker),
+            micro_batch=_micro_batch(worker, plan),
             max_batch=(worker.max_batch or 0) if worker else 0,
             memory=worker.memory if worker else None,
             schedule=plan_turns(plan, str(path)) if self.policy.needs.uses_turns else None,
@@ -238,6 +241,7 @@ class Settings:
             encoding=fed_back(mode.push),
             pull_codec=mode.pull,
             depth=mode.depth,
+            local_steps=mode.local_steps,
             staging_buffers=max(self.staging_buffers, mode.depth),
         )
 
@@ -275,13 +279,15 @@ def _planned_worker(plan: Plan, rank: int) -> PlanWorker | None:
     return workers[rank] if rank < len(workers) else None
 
 
-def _micro_batch(worker: PlanWorker | None) -> int:
+def _micro_batch(worker: PlanWorker | None, plan: Plan) -> int:
     """The most samples at once: as planned where the batch is split, else what the worker's memory holds.
 
-    The latter leaves room for a batch that grows while the run trains.
+    The latter leaves room for a batch that grows while the run trains. A local step of a worker that the plan
+    does not have is one of its smallest.
     """
     if worker is None:
-        return 0
+        is_local = plan.run is not None and plan.run.local_steps is not None
+        return min(_micro_batch(one, plan) for one in plan.workers if one.batch) if is_local else 0
     return worker.micro_batch if worker.accumulation > 1 else worker.max_batch or worker.micro_batch
 
 

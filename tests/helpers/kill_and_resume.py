@@ -26,7 +26,7 @@ from run_tools import make_plan
 from safetensors.numpy import load_file
 
 from pyps.checkpoint.folder import checkpoints, newest_checkpoint, verify_folder
-from pyps.formats import write_json
+from pyps.formats import Plan, write_json
 from pyps.formats.events import read_events
 from pyps.formats.records import read_run
 
@@ -81,13 +81,14 @@ SCRIPTS = {"bsp": TRAIN, "asp:scaling=none": COUNT}
 class Killed:
     """A run that is killed and resumed in `folder` until it has ended."""
 
-    def __init__(self, folder: Path, policy: str, samples: int, seed: int) -> None:
+    def __init__(self, folder: Path, policy: str, samples: int, seed: int, plan: Plan | None = None) -> None:
         self.folder, self.run_dir, self.policy = folder, folder / "killed", policy
+        self.plan = plan or make_plan(BATCHES)
         self.samples, self.luck = samples, random.Random(seed)
         self.kills = self.before_training = 0
         self.had_finished = False  # before the last kill
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "plan.json", make_plan(BATCHES))
+        write_json(folder / "plan.json", self.plan)
         (folder / "train.py").write_text(SCRIPTS[policy])
 
     def command(self, run_dir: Path, pause: float) -> list[str]:
@@ -181,7 +182,7 @@ def check_end(killed: Killed) -> None:
     records = read_run(killed.run_dir)
     if killed.policy == "bsp":
         for record in records:
-            expected = LEARNING_RATE / (1 + 0.1 * (record.first // sum(BATCHES)))
+            expected = LEARNING_RATE / (1 + 0.1 * (record.first // killed.plan.global_batch))
             assert record.lr is not None
             assert abs(record.lr / expected - 1) < 1e-6, record
     events = read_events(killed.run_dir / "run.jsonl")
@@ -190,9 +191,9 @@ def check_end(killed: Killed) -> None:
     assert max(versions) == int(newest.name)
 
 
-def prove(folder: Path, policy: str, samples: int, kills: int, seed: int) -> Killed:
-    """Kill a run so many times, let it end, and check its end."""
-    killed = Killed(folder, policy, samples, seed)
+def prove(folder: Path, policy: str, samples: int, kills: int, seed: int, plan: Plan | None = None) -> Killed:
+    """Kill a run so many times, let it end, and check its end. plan: of two workers; None: a plain one."""
+    killed = Killed(folder, policy, samples, seed, plan)
     while killed.kills < kills and killed.kill_once():
         pass
     killed.finish()

@@ -1,0 +1,288 @@
+"""Local steps on a character-level transformer: python benchmarks/local_steps.py [--seeds 1] [--docs].
+
+Trains the model of examples/local_steps on four workers of speeds 1 to 4, in virtual time (so the machine's
+speed does not matter): every gradient, decision and outer step is real. Compares uneven synchronous steps
+with rounds of local steps: equal and planned numbers, synchronous and not, with jitter, with a worker that
+stands still, and over a slow link. Then 64 workers on wide-area links, times alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from record import DOCS, table
+from torch import nn
+
+from pyps import Hyper
+from pyps.formats import Jitter
+from pyps.simulate import Fault, LocalOptimizer, Scenario, SimWorker, simulate
+from pyps.solver.links import WIRE_BYTES
+from pyps.worker.sampling import indices
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "local_steps"))
+from text import CONTEXT, load
+from train import Transformer, loss_of
+
+Vector = NDArray[np.float64]
+Curve = list[tuple[float, int, float]]  # seconds, samples, held-out loss
+PAGE = DOCS / "results" / "local-steps.md"
+SPEEDS = (1, 2, 3, 4)
+LOCAL, STEPS = 5, 10  # samples of a local step; local steps on average
+ONCE = 0.1  # seconds of a sample at speed 1
+SAMPLES = 18_000  # 1.15 million tokens
+INNER = Hyper(lr=0.003, weight_decay=0.01)
+PLANNED = tuple(STEPS * LOCAL * len(SPEEDS) * s // sum(SPEEDS) for s in SPEEDS)
+EQUAL = (STEPS * LOCAL,) * len(SPEEDS)
+UNEVEN = tuple(p // STEPS for p in PLANNED)
+NESTEROV = Hyper(lr=1.0, momentum=0.5, nesterov=True)  # the defaults: of rounds, and else
+LATE = replace(NESTEROV, lr=0.7)
+DILOCO = Hyper(lr=0.7, momentum=0.9, nesterov=True)
+NO_JITTER, JITTER = Jitter(), Jitter(sigma=0.5)
+STALLS = tuple(
+    Fault(rank=k, at=at, kind="stop", seconds=60.0) for k, at in ((3, 60.0), (1, 200.0), (2, 400.0))
+)
+
+
+class Characters:
+    """An objective: the transformer's loss on the text, and on what was held out."""
+
+    def __init__(self, seed: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self._model, self._seed = Transformer(), seed
+        self._training, self._held_out = load()
+        self._parameters = list(self._model.parameters())
+
+    def start(self) -> Vector:
+        return self._flat(self._parameters)
+
+    def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float]:
+        self._load(w)
+        rows = torch.from_numpy(indices(first, count, len(self._training), self._seed))
+        loss = loss_of(self._model, self._training[rows])
+        return self._flat(torch.autograd.grad(loss, self._parameters)), float(loss.detach())
+
+    def loss(self, w: Vector) -> float:
+        self._load(w)
+        with torch.no_grad():
+            return float(loss_of(self._model, self._held_out))
+
+    def _load(self, w: Vector) -> None:
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(torch.from_numpy(w).float(), self._parameters)
+
+    @staticmethod
+    def _flat(tensors: Sequence[torch.Tensor]) -> Vector:
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors]).double().numpy()
+        return np.asarray(flat, np.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train. batches: of a step or a round, by worker. outer: None: AdamW takes each step itself."""
+
+    title: str
+    batches: tuple[int, ...]
+    policy: str = "bsp"
+    outer: Hyper | None = NESTEROV
+    jitter: Jitter = NO_JITTER
+    faults: tuple[Fault, ...] = ()
+
+    def scenario(self) -> Scenario:
+        workers = tuple(
+            SimWorker(
+                f"w{k}",
+                batch,
+                lambda n, speed=speed: ONCE * n / speed,
+                self.jitter,
+                micro_batch=LOCAL if self.outer else 0,
+            )
+            for k, (batch, speed) in enumerate(zip(self.batches, SPEEDS, strict=True))
+        )
+        return Scenario(workers, faults=self.faults, local=self.outer is not None)
+
+    @property
+    def learned(self) -> Case:
+        """The case with the same parameters after the same samples: if all wait for all, without delays."""
+        waits = self.policy == "bsp"
+        return replace(self, title="", jitter=NO_JITTER, faults=()) if waits else replace(self, title="")
+
+    def curve(self, curve: Curve, seed: int) -> Curve:
+        """A curve that was learned, at the times of this case."""
+        if self.policy != "bsp":
+            return curve
+        scenario = self.scenario()
+        rounds = SAMPLES // scenario.global_batch
+        pushed = simulate(scenario, self.policy, iterations=rounds, seed=seed, timeline=True).pushed_at
+        ends = [0.0] + [pushed[len(SPEEDS) * (k + 1) - 1][1] for k in range(rounds)]
+        return [(ends[samples // scenario.global_batch], samples, loss) for _, samples, loss in curve]
+
+    def train(self, seed: int) -> Curve:
+        scenario = self.scenario()
+        outer = self.outer
+        kind = "adamw" if outer is None else "momentum" if outer.momentum else "sgd"
+        result = simulate(
+            scenario,
+            self.policy,
+            iterations=SAMPLES // scenario.global_batch,
+            seed=seed,
+            objective=Characters(seed),
+            lr=outer or INNER,
+            optimizer=kind,
+            local=LocalOptimizer("adamw", INNER) if outer is not None else None,
+            measure_every=1000,
+        )
+        return list(result.curve)
+
+
+DDP = Case("every step, uneven batches", UNEVEN, outer=None)
+SYNC = Case("planned local steps", PLANNED)
+EVEN = Case("equal local steps", EQUAL)
+FREE = Case("planned, asynchronous", PLANNED, "asp", LATE)
+CASES = (
+    DDP,
+    EVEN,
+    SYNC,
+    Case("planned, lr 1 without momentum", PLANNED, outer=Hyper(lr=1.0)),
+    Case("planned, lr 0.7, momentum 0.9", PLANNED, outer=DILOCO),
+    FREE,
+    Case("planned, asynchronous, lr 1 without momentum", PLANNED, "asp", Hyper(lr=1.0)),
+    Case("planned, asynchronous, lr 0.7, momentum 0.9", PLANNED, "asp", DILOCO),
+    replace(SYNC, title="planned, jitter", jitter=JITTER),
+    replace(FREE, title="planned, asynchronous, jitter", jitter=JITTER),
+    replace(SYNC, title="planned, a worker stands still", faults=STALLS),
+    replace(FREE, title="planned, asynchronous, a worker stands still", faults=STALLS),
+)
+
+
+def until(curve: Curve, loss: float) -> tuple[float, float] | None:
+    """Seconds and samples to a loss, between two measurements in proportion."""
+    for (t0, n0, a), (t1, n1, b) in pairwise(curve):
+        if b <= loss:
+            part = (a - loss) / (a - b) if a > b else 1.0
+            return t0 + part * (t1 - t0), n0 + part * (n1 - n0)
+    return None
+
+
+def trained(work: tuple[Case, int]) -> Curve:
+    case, seed = work
+    return case.train(seed)
+
+
+def losses(curves: dict[tuple[Case, int], Curve], cases: Sequence[Case], seeds: Sequence[int]) -> str:
+    """Of each case the loss in the end, and seconds and samples to a loss that the synchronous ones reach."""
+    rows = [["", "held-out loss", "over every step", "seconds to the target", "samples to it"]]
+    goal = {s: 1.005 * max(curves[c, s][-1][2] for c in (DDP, EVEN, SYNC) if c in cases) for s in seeds}
+    for case in cases:
+        ends = [curves[case, s][-1][2] for s in seeds]
+        ratio = statistics.median(curves[case, s][-1][2] / curves[DDP, s][-1][2] for s in seeds)
+        found = [until(curves[case, s], goal[s]) for s in seeds]
+        seconds, samples = "never", "never"
+        if None not in found:
+            seconds = f"{statistics.median(f[0] for f in found if f):.0f}"
+            samples = f"{statistics.median(f[1] for f in found if f):.0f}"
+        rows.append([case.title, f"{statistics.median(ends):.4f}", f"{ratio:.4f}", seconds, samples])
+    targets = ", ".join(f"{goal[s]:.3f}" for s in seeds)
+    note = f"Target: {targets}, 0.5 % above the worst end of the first three. Seeds: {len(seeds)}."
+    return f"{table(rows)}\n\n{note}"
+
+
+def seconds_of(case: Case, push: int, pull: int, link: float, pipeline: bool = False) -> float:
+    """Seconds of as many samples as a round has. push, pull: bits; link: the server's bytes a second."""
+    size = sum(p.numel() for p in Transformer().parameters()) * 4.0
+    scenario = replace(case.scenario(), up_bytes=size, down_bytes=size, server_bandwidth=link)
+    shares = {"up_share": WIRE_BYTES[push] / 4.0, "down_share": WIRE_BYTES[pull] / 4.0}
+    workers = tuple(replace(w, **shares) for w in scenario.workers)
+    scenario = replace(scenario, workers=workers)
+    rounds = 40 * sum(PLANNED) // scenario.global_batch
+    result = simulate(scenario, case.policy, iterations=rounds, pipeline=pipeline)
+    return result.seconds * sum(PLANNED) / result.samples
+
+
+def on_a_link() -> str:
+    """A link on which uneven int8 steps spend 60, 75 or 90 % of their time."""
+    parameters = sum(p.numel() for p in Transformer().parameters())
+    sent = {"every step, int8": (DDP, 8, 8, False), "local steps, int8": (SYNC, 8, 8, False)}
+    sent["local steps, int4"] = (SYNC, 4, 8, False)
+    sent["asynchronous, int8"] = (FREE, 8, 8, False)
+    sent["asynchronous, int8, pipeline"] = (FREE, 8, 8, True)
+    rows = [["", "bytes per token", *(f"{share:.0%} on the link" for share in (0.6, 0.75, 0.9))]]
+    free = seconds_of(DDP, 8, 8, float("inf"))
+    for title, (case, push, pull, pipeline) in sent.items():
+        tokens = sum(case.batches) * CONTEXT
+        wire = (WIRE_BYTES[push] + WIRE_BYTES[pull]) * parameters * len(SPEEDS) / tokens
+        cells = []
+        for share in (0.6, 0.75, 0.9):
+            transfers = free * share / (1.0 - share)  # of ten steps
+            each = STEPS * len(SPEEDS) * (WIRE_BYTES[8] + WIRE_BYTES[8]) * parameters
+            link = each / transfers
+            every, here = seconds_of(DDP, 8, 8, link), seconds_of(case, push, pull, link, pipeline)
+            cells.append(f"{here:.2f} s, {every / here:.2f}x")
+        rows.append([title, f"{wire:.1f}", *cells])
+    return table(rows)
+
+
+def wide_area() -> str:
+    """64 workers of speeds 1 to 4, each on its own link of 25 MB/s and 40 ms, 100 million parameters."""
+    rows = [["local steps", "planned, seconds a round", "equal", "planned is faster by"]]
+    speeds = [SPEEDS[k % 4] for k in range(64)]
+    for steps in (1, 10, 50, 250):
+        found = []
+        for counts in ([4 * steps * s // 10 for s in speeds], [steps] * 64):
+            workers = tuple(
+                SimWorker(
+                    f"w{k}",
+                    LOCAL * max(1, count),
+                    lambda n, speed=speed: ONCE * n / speed,
+                    Jitter(sigma=0.1),
+                    bandwidth=25e6,
+                    latency=0.04,
+                    micro_batch=LOCAL,
+                )
+                for k, (count, speed) in enumerate(zip(counts, speeds, strict=True))
+            )
+            scenario = Scenario(workers, up_bytes=1e8, down_bytes=1e8, local=True)
+            result = simulate(scenario, "bsp", iterations=20)
+            found.append(result.seconds / result.samples * LOCAL * 64 * steps)
+        rows.append([str(steps), f"{found[0]:.1f}", f"{found[1]:.1f}", f"{found[1] / found[0]:.2f}x"])
+    return table(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE.name}")
+    options = parser.parse_args()
+    cases, seeds = CASES[: options.cases], range(options.seeds)
+    work = list(dict.fromkeys((case.learned, seed) for seed in seeds for case in cases))
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        learned = dict(zip(work, pool.map(trained, work, chunksize=1), strict=True))
+    curves = {(c, s): c.curve(learned[c.learned, s], s) for s in seeds for c in cases}
+    sections = {"losses": losses(curves, cases, seeds), "link": on_a_link(), "wide": wide_area()}
+    for text in sections.values():
+        print(text, end="\n\n")
+    if options.docs:
+        page = PAGE.read_text()
+        for name, text in sections.items():
+            head, _, rest = page.partition(f"<!-- {name}: begin -->\n")
+            tail = rest.partition(f"<!-- {name}: end -->")[2]
+            page = f"{head}<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->{tail}"
+        PAGE.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,82 @@
+"""What a worker has once a model is attached, and how it is put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from pyps.native.values import PolicyNeeds
+from pyps.store.store import Store
+from pyps.worker.attach import Attachment
+from pyps.worker.binding import Binding
+from pyps.worker.client import StoreClient
+from pyps.worker.local_steps import LocalSteps
+from pyps.worker.memory import AnnouncedBudget
+from pyps.worker.optimizer import OptimizerSteps
+from pyps.worker.pipeline import PipelinedTransport, check_depth, extra_buffers
+from pyps.worker.position import RunSchedule
+from pyps.worker.settings import Settings
+from pyps.worker.transport import SerialTransport, StepCallback, Transport
+
+TRANSFER_ROUND_TIMEOUTS = 4.0  # that a transfer may take: it waits twice, for up to two
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A model's way to the store and back."""
+
+    model: nn.Module
+    attachment: Attachment
+    binding: Binding
+    needs: PolicyNeeds
+    budget: AnnouncedBudget | None  # where the policy resizes batches
+    client: StoreClient
+    transport: Transport
+    optimizer: OptimizerSteps
+    schedule: RunSchedule
+    global_batch: int
+    local: LocalSteps | None
+
+
+def attached(
+    model: nn.Module,
+    attachment: Attachment,
+    store: Store,
+    schedule: RunSchedule,
+    settings: Settings,
+    local: LocalSteps | None,
+    report: StepCallback,
+) -> Attached:
+    """Put a model on a store that the worker has joined.
+
+    model, attachment: what of it is in the store. schedule: of the worker's optimizer. settings: of the run.
+    local: the worker's own optimizer, where it takes local steps. report: gets each step that was sent, once
+    its outcome is known.
+    """
+    needs, budget = store.policy_needs(), None
+    # A pipeline encodes in its background thread. An encoder on the device would begin the next gradient
+    # before it knows whether this one was admitted, so that its residual counts.
+    binding = Binding(attachment, store, None if settings.depth > 1 else settings.encoding.codec)
+    if needs.resizes_batches:
+        extra = (extra_buffers(settings.depth) + (local is not None)) * binding.flat.nbytes
+        budget = AnnouncedBudget(store, settings.memory, settings.max_batch, binding.device, extra)
+    client = StoreClient(
+        store,
+        settings.pull_codec,
+        uses_turns=needs.uses_turns,
+        budget=budget,
+        links=settings.make_links(),
+    )
+    transport: Transport
+    if settings.depth > 1:
+        check_depth(settings.depth, store)
+        limit = TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds)
+        transport = PipelinedTransport(client, binding, report, depth=settings.depth, timeout=limit)
+    else:
+        transport = SerialTransport(client, binding, report)
+    steps = OptimizerSteps(attachment.optimizer)
+    whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
+    return Attached(
+        model, attachment, binding, needs, budget, client, transport, steps, schedule, whole, local
+    )

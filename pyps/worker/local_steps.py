@@ -1,0 +1,121 @@
+"""Local steps: a worker takes steps of its own optimizer, and pushes how far they brought it.
+
+    pseudo-gradient = parameters before the first local step - parameters after the last
+
+Each micro-batch of a claim is a local step. The pseudo-gradient then takes the place of the gradients, and
+the store's optimizer, the outer one, steps with it: with SGD of rate 1 the store goes to where one worker is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pyps.errors import InputError
+from pyps.worker.local_state import LocalState
+from pyps.worker.optimizer import OptimizerSteps
+from pyps.worker.settings import Settings
+
+LocalStepsArgument = int | Literal["plan"]
+ROUND_LR, LATE_LR, OUTER_MOMENTUM = 1.0, 0.7, 0.5  # by measurement: docs/results/local-steps.md
+
+
+class LocalSteps:
+    """A worker's own optimizer, on the parameters that are in the store.
+
+    optimizer: any of torch's; the training script must not call its step(). clip_norm: the bound of each
+    local step's gradient, as in torch's clip_grad_norm_; 0: none. state: where the optimizer's is kept.
+    pushes: admitted ones of the rank until now.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[nn.Parameter],
+        clip_norm: float,
+        state: LocalState,
+        pushes: int,
+    ) -> None:
+        self.optimizer = optimizer
+        self._steps = OptimizerSteps(optimizer)
+        self._parameters, self._clip_norm = parameters, clip_norm
+        self._start = [torch.empty_like(p, requires_grad=False) for p in parameters]
+        self._state, self._pushes = state, pushes
+        state.load(pushes)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Local steps follow, from the parameters that are in the model."""
+        for start, p in zip(self._start, self._parameters, strict=True):
+            start.copy_(p)
+
+    def step(self, scaler: Any = None) -> None:
+        """Take a local step with the gradients that are there, and clear them. A GradScaler skips it if they
+        are not finite.
+        """
+        if self._clip_norm:
+            if scaler is not None:
+                self._steps.unscale(scaler)
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        self._steps.call(scaler)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Put the pseudo-gradient where gradients are, and the parameters back to where they began."""
+        for start, p in zip(self._start, self._parameters, strict=True):
+            p.grad = start - p
+            p.copy_(start)
+        self._pushes += 1
+        self._state.save(self._pushes)
+
+    def dropped(self) -> None:
+        """A push was not admitted."""
+        self._pushes -= 1
+
+
+def with_local_steps(settings: Settings, wanted: LocalStepsArgument) -> Settings:
+    """The settings of a worker that takes `wanted` local steps of its planned batch between two pushes, or
+    those of its plan. Raises InputError.
+    """
+    if wanted == "plan":
+        return settings
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+        raise InputError("attach", "local_steps", repr(wanted), 'a number of steps, or "plan"')
+    if settings.launched:
+        expected = '"plan", and a plan made with pyps-plan --local-steps'
+        raise InputError("attach", "local_steps", f"{wanted} under pyps run", expected)
+    batches = settings.planned_batches()
+    own = batches[min(settings.rank, len(batches) - 1)]
+    return replace(
+        settings,
+        local_steps=wanted,
+        batches=tuple(wanted * batch for batch in batches),
+        micro_batch=min(own, settings.micro_batch or own),
+    )
+
+
+def stored_optimizer(
+    optimizer: torch.optim.Optimizer, outer: torch.optim.Optimizer | None, settings: Settings
+) -> torch.optim.Optimizer:
+    """The optimizer whose steps the store takes: with local steps `outer`, or its default for the policy.
+
+    Raises InputError for an outer one without local steps.
+    """
+    if not settings.local_steps:
+        if outer is not None:
+            raise InputError("attach", "outer", type(outer).__name__, "nothing without local steps")
+        return optimizer
+    if outer is not None:
+        return outer
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    lr = ROUND_LR if settings.policy.needs.waits_for_rounds else LATE_LR
+    return torch.optim.SGD(parameters, lr=lr, momentum=OUTER_MOMENTUM, nesterov=True)

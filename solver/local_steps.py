@@ -1,0 +1,55 @@
+"""Rounds of local steps: each worker takes steps of its own optimizer between two pushes, H on average.
+
+A round has H global batches. A worker's local step has the even share of a global batch, or what its memory
+holds, and the planner gives it as many steps, H_i, as let all workers end together. So its batch, H_i b_i, is
+a batch in micro-batches of b_i, which take their time one after the other, with one transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pyps.errors import InputError
+from pyps.formats import MAX_BATCH, Cluster, WorkerGroup
+
+MAX_PARTS = 1_000_000  # of a batch, as WorkerGroup has it
+
+
+def round_samples(cluster: Cluster) -> int:
+    """The samples of an iteration: a global batch, or a round of local steps. Raises InputError."""
+    samples = cluster.job.global_batch * (cluster.run.local_steps or 1)
+    if samples > MAX_BATCH:
+        found = f"{cluster.run.local_steps}, of {cluster.job.global_batch} samples"
+        raise InputError("the cluster file", "run.local_steps", found, f"at most {MAX_BATCH} in a round")
+    return samples
+
+
+def local_groups(cluster: Cluster, at_once: Sequence[int]) -> list[WorkerGroup]:
+    """The cluster's groups, where they take local steps: bounds for batches of whole local steps.
+
+    at_once: the most samples of each group at once. Without local steps the groups are unchanged.
+    """
+    groups = cluster.worker
+    if cluster.run.local_steps is None:
+        return groups
+    samples, workers = round_samples(cluster), sum(group.count for group in groups)
+    even = max(1, cluster.job.global_batch // workers)
+    sizes = [_local_batch(group, min(even, most)) for group, most in zip(groups, at_once, strict=True)]
+    whole = len(set(sizes)) == 1 and samples % sizes[0] == 0  # otherwise some last steps are smaller
+    return [
+        msgspec.structs.replace(
+            group,
+            max_batch=size,
+            max_accumulation=min(MAX_PARTS, -(-samples // size)),
+            batch_multiple=size if whole else group.batch_multiple,
+        )
+        for group, size in zip(groups, sizes, strict=True)
+    ]
+
+
+def _local_batch(group: WorkerGroup, most: int) -> int:
+    """At most so many samples, in whole multiples; one multiple at least, which then may not fit."""
+    multiple = group.batch_multiple
+    return max(multiple, most // multiple * multiple)

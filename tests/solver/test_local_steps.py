@@ -1,0 +1,133 @@
+"""Plans of local steps: whole steps of the even share of a global batch, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps.errors import InputError
+from pyps.formats import Cluster, Device, Fit, ModelInfo, Plan, Point, Profile, RunTable, WorkerGroup
+from pyps.formats.cluster import Job
+from pyps.formats.plan import check_plan
+from pyps.run.ranks import even_plan, with_split
+from pyps.solver.plan import make_plan
+
+PARAMETERS = 100_000
+
+
+def profile(per_sample: float, fixed: float, most: int | None = None) -> Profile:
+    fit = Fit(
+        kind="affine",
+        fixed_seconds=fixed,
+        per_sample_seconds=per_sample,
+        trusted_min_batch=1,
+        trusted_max_batch=512,
+    )
+    return Profile(
+        device=Device(name="d"),
+        model=ModelInfo(name="m", parameters=PARAMETERS),
+        points=[Point(batch=1, seconds=1.0)],
+        fit=fit,
+        max_batch=most,
+    )
+
+
+def planned(profiles: list[Profile], global_batch: int, steps: int, **group: Any) -> Plan:
+    groups = [WorkerGroup(name=f"w{k}", profile="p.json", **group) for k in range(len(profiles))]
+    run = RunTable(local_steps=steps)
+    plan = make_plan(Cluster(job=Job(global_batch=global_batch), worker=groups, run=run), profiles)
+    check_plan("plan.json", plan)
+    return plan
+
+
+def test_all_arrive_together() -> None:
+    """Speeds of 1 to 4: local steps in that proportion, and 2.5 times as fast as equal ones."""
+    plan = planned([profile(0.04 / speed, 0.0) for speed in (1, 2, 3, 4)], 16, 10)
+    assert [(w.accumulation, w.micro_batch) for w in plan.workers] == [(4, 4), (8, 4), (12, 4), (16, 4)]
+    assert plan.global_batch == 160
+    assert plan.run is not None
+    assert plan.run.local_steps == 10
+    assert plan.speedup_over_even == pytest.approx(2.5)
+    assert {round(w.predicted_seconds, 9) for w in plan.workers} == {0.64}
+
+
+def test_one_transfer_for_all_steps_of_a_round() -> None:
+    """A worker far away gets fewer local steps, for its transfers take part of the round."""
+    near = planned([profile(0.01, 0.0)] * 2, 8, 10)
+    groups = [
+        WorkerGroup(name="near", profile="p", bandwidth=1e9),
+        WorkerGroup(name="far", profile="p", bandwidth=5e6),
+    ]
+    cluster = Cluster(job=Job(global_batch=8), worker=groups, run=RunTable(local_steps=10))
+    plan = make_plan(cluster, [profile(0.01, 0.0)] * 2)
+    assert [w.accumulation for w in near.workers] == [10, 10]
+    fast, far = plan.workers
+    assert fast.accumulation > 10 > far.accumulation
+    assert abs(fast.predicted_seconds - far.predicted_seconds) <= 2 * 0.04
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_brute_force(data: st.DataObject) -> None:
+    """No numbers of local steps, of as many in all, let the slowest end earlier."""
+    count = data.draw(st.integers(1, 3))
+    fits = [(data.draw(st.integers(1, 9)), data.draw(st.integers(0, 9))) for _ in range(count)]
+    size, steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    plan = planned([profile(0.01 * a, 0.01 * c) for a, c in fits], size * count, steps)
+    seconds = [0.01 * (a * size + c) for a, c in fits]
+    best = min(
+        max(n * s for n, s in zip(split, seconds, strict=True))
+        for split in itertools.product(range(steps * count + 1), repeat=count)
+        if sum(split) == steps * count
+    )
+    assert plan.iteration_seconds == pytest.approx(best)
+    assert sum(w.accumulation for w in plan.workers if w.batch) == steps * count
+    assert all(w.micro_batch == size for w in plan.workers if w.batch)
+
+
+def test_what_memory_holds_is_a_local_step() -> None:
+    """A device for 3 samples at once takes more, smaller steps; the others steps of the even share."""
+    plan = planned([profile(0.01, 0.001), profile(0.01, 0.001, most=3)], 16, 6)
+    large, small = plan.workers
+    assert (large.micro_batch, small.micro_batch) == (8, 3)
+    assert large.batch + small.batch == 96
+    assert small.accumulation > large.accumulation
+
+
+def test_a_global_batch_that_workers_do_not_divide() -> None:
+    plan = planned([profile(0.01, 0.001)] * 4, 18, 5)
+    assert sum(w.batch for w in plan.workers) == plan.global_batch == 90
+    assert {w.micro_batch for w in plan.workers} == {4}
+
+
+@pytest.mark.parametrize("split", [[40, 40, 40, 40], [1, 59, 50, 50], [16, 32, 48, 64]])
+def test_another_split_keeps_the_local_batch(split: list[int]) -> None:
+    plan = planned([profile(0.04 / speed, 0.0) for speed in (1, 2, 3, 4)], 16, 10)
+    for changed in (with_split(plan, split), even_plan(plan, "plan.json")):
+        check_plan("plan.json", changed)
+        assert {min(4, w.batch) for w in changed.workers} >= {w.micro_batch for w in changed.workers}
+        assert [w.accumulation for w in changed.workers] == [-(-w.batch // 4) for w in changed.workers]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"local_steps": 2, "accumulation": 2}, r"run\.accumulation: found 2; expected 1 with local_steps"),
+        ({"local_steps": 0}, "local_steps"),
+    ],
+)
+def test_contradictions_are_refused(table: dict[str, int], message: str) -> None:
+    from pyps.formats.mode import check_run_table
+
+    with pytest.raises((InputError, msgspec.ValidationError), match=message):
+        check_run_table("c.toml", msgspec.convert(table, RunTable))
+
+
+def test_too_many_samples_in_a_round() -> None:
+    with pytest.raises(InputError, match=r"run\.local_steps: found 100000, of 1000000 samples"):
+        planned([profile(0.01, 0.0)] * 2, 1_000_000, 100_000)

@@ -1,0 +1,282 @@
+"""Local steps against torch alone: one worker takes its steps, several those of a reference."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worker_tools import (
+    RELATIVE,
+    SAMPLES,
+    X,
+    Y,
+    backward,
+    distance,
+    loss_of,
+    make_model,
+    run_threads,
+    train,
+    train_alone,
+)
+
+from pyps.errors import Diverged, InputError
+from pyps.store.policies import Policy
+from pyps.worker.loop import Worker, join
+from pyps.worker.sampling import even_steps, indices
+
+SEED = 5
+INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.005),  # the store has no such optimizer
+    "amsgrad": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
+}
+pytestmark = pytest.mark.usefixtures("shm")
+
+
+def whole(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
+    """The outer optimizer that takes a pseudo-gradient as it is."""
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def alone(batch: int = 5, **options: Any) -> Worker:
+    return join("run", 0, batches=[batch], samples=3 * SAMPLES, seed=SEED, **options)
+
+
+@pytest.mark.parametrize("kind", INNER)
+def test_one_worker_takes_the_steps_of_plain_torch(kind: str) -> None:
+    model, rival = make_model(), make_model()
+    with alone() as worker:
+        worker.attach(model, INNER[kind](model), local_steps=4, outer=whole(model))
+        assert train(worker, model) == 36, "local steps"
+        assert worker.steps == 9, "pushes"
+        assert worker.store.status().samples_assigned == 3 * SAMPLES
+    train_alone(rival, INNER[kind](rival), 5)
+    assert distance(model, rival) < 10 * RELATIVE
+
+
+def test_each_local_step_is_clipped(worker: Worker) -> None:
+    model, rival = make_model(), make_model()
+    worker.attach(model, INNER["momentum"](model), local_steps=3, outer=whole(model), clip_norm=0.2)
+    train(worker, model)
+    optimizer = INNER["momentum"](rival)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(rival.parameters(), 0.2)
+
+    optimizer.register_step_pre_hook(clip)
+    train_alone(rival, optimizer, 10)
+    assert distance(model, rival) < 10 * RELATIVE
+
+
+class Reference:
+    """Rounds of local steps by torch alone: each rank's own optimizer, and a Nesterov step outside."""
+
+    def __init__(self, batches: list[int], steps: int, lr: float, momentum: float) -> None:
+        self.batches, self.steps = batches, steps
+        self.model = make_model()
+        self.outer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum, nesterov=True)
+        self.locals = [make_model() for _ in batches]
+        self.inner = [INNER["adamw"](model) for model in self.locals]
+
+    def train(self) -> None:
+        first = 0
+        while first < 3 * SAMPLES:
+            start = [p.detach().clone() for p in self.model.parameters()]
+            moved = [torch.zeros_like(p) for p in start]
+            claims = [self.steps * b for b in self.batches]
+            for rank, claim in enumerate(claims):
+                self._local(rank, first, claim, start)
+                first += claim
+                for d, p, s in zip(moved, self.locals[rank].parameters(), start, strict=True):
+                    d += (s - p.detach()) * claim / sum(claims)
+            for p, d in zip(self.model.parameters(), moved, strict=True):
+                p.grad = d
+            self.outer.step()
+
+    def _local(self, rank: int, first: int, claim: int, start: list[torch.Tensor]) -> None:
+        model, size = self.locals[rank], self.batches[rank]
+        with torch.no_grad():
+            for p, s in zip(model.parameters(), start, strict=True):
+                p.copy_(s)
+        for at in range(first, first + claim, size):
+            index = torch.from_numpy(indices(at, size, SAMPLES, SEED))
+            self.inner[rank].zero_grad()
+            backward(loss_of(model, X[index], Y[index]))
+            self.inner[rank].step()
+
+
+def test_unequal_workers_are_the_rounds_of_the_reference() -> None:
+    """A pseudo-gradient counts by its samples: 9, 3 and 6 local samples in a step, two steps each."""
+    split, steps = [5, 2, 3], 2
+    models = [make_model() for _ in split]
+    workers = [join("r", k, batches=split, samples=3 * SAMPLES, seed=SEED) for k in range(len(split))]
+
+    def body(rank: int) -> None:
+        workers[rank].attach(models[rank], INNER["adamw"](models[rank]), local_steps=steps)
+        train(workers[rank], models[rank])
+
+    run_threads(len(split), body)
+    reference = Reference(split, steps, 1.0, 0.5)
+    reference.train()
+    for model, worker in zip(models, workers, strict=True):
+        assert distance(model, reference.model) < 10 * RELATIVE
+        assert worker.steps == 3 * SAMPLES / (steps * sum(split))
+        worker.close()
+
+
+def test_a_pipeline_pushes_what_began_a_step_earlier() -> None:
+    """Two claims under way: a step starts from the parameters that had come when the one before was sent."""
+    model = make_model()
+    with alone(pipeline=2, policy="asp:lookahead=false") as worker:
+        worker.attach(model, INNER["adamw"](model), local_steps=4, outer=whole(model, 0.5))
+        train(worker, model)
+        assert worker.steps == 9
+    rival = make_model()
+    optimizer, store = INNER["adamw"](rival), [p.detach().clone() for p in rival.parameters()]
+    pulled: list[list[torch.Tensor]] = [[p.clone() for p in store]] * 2  # of the first two steps
+    for claim in range(9):
+        start = pulled[claim]
+        with torch.no_grad():
+            for p, s in zip(rival.parameters(), start, strict=True):
+                p.copy_(s)
+        for at in range(20 * claim, 20 * claim + 20, 5):
+            index = torch.from_numpy(indices(at, 5, SAMPLES, SEED))
+            optimizer.zero_grad()
+            backward(loss_of(rival, X[index], Y[index]))
+            optimizer.step()
+        store = [v - 0.5 * (s - p.detach()) for v, s, p in zip(store, start, rival.parameters(), strict=True)]
+        pulled.append([p.clone() for p in store])
+    with torch.no_grad():
+        for p, s in zip(rival.parameters(), store, strict=True):
+            p.copy_(s)
+    assert distance(model, rival) < 10 * RELATIVE
+
+
+@pytest.mark.parametrize("policy", sorted(Policy.known))
+def test_every_policy_trains_each_sample_once(policy: str) -> None:
+    split = [4, 2]
+    models = [make_model() for _ in split]
+    workers = [
+        join("r", k, batches=split, samples=3 * SAMPLES, seed=SEED, policy=policy, codec="int8")
+        for k in range(len(split))
+    ]
+
+    def body(rank: int) -> None:
+        workers[rank].attach(models[rank], INNER["adamw"](models[rank]), local_steps=3)
+        train(workers[rank], models[rank])
+
+    run_threads(len(split), body)
+    status = workers[0].store.status()
+    assert status.samples_assigned == 3 * SAMPLES
+    assert status.samples_dropped == 0 or workers[0].rejected + workers[1].rejected > 0
+    assert float(loss_of(models[0], X, Y).detach()) < float(loss_of(make_model(), X, Y).detach())
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_averaged_buffers_move_as_by_each_local_step(momentum: float | None) -> None:
+    def normed() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 2))
+
+    model, rival = normed(), normed()
+    with alone(10) as worker:
+        worker.attach(model, INNER["momentum"](model), local_steps=3, outer=whole(model))
+        train(worker, model)
+    train_alone(rival, INNER["momentum"](rival), 10)
+    norm, other = model[1], rival[1]
+    for name, value in other.named_buffers():
+        if name != "num_batches_tracked":
+            assert torch.allclose(dict(norm.named_buffers())[name], value, rtol=1e-4)
+
+
+def test_a_scaler_skips_a_local_step_that_overflowed(worker: Worker) -> None:
+    model, rival = make_model(), make_model()
+    optimizer, other = INNER["momentum"](model), INNER["momentum"](rival)
+    worker.attach(model, optimizer, local_steps=3, outer=whole(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for k, (x, y) in enumerate(worker.batches((X, Y))):
+        backward(scaler.scale(loss_of(model, x, y)))
+        if k == 4:
+            next(model.parameters()).grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+        worker.step(scaler=scaler)
+        if not worker.accumulating:
+            scaler.update()
+    steps = iter(range(18))
+    train_alone(rival, _Skipping(other, steps, 4), 10)
+    assert distance(model, rival) < 10 * RELATIVE
+
+
+class _Skipping:
+    """An optimizer that leaves one step out."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: Any, skipped: int) -> None:
+        self.zero_grad, self._step, self._steps = optimizer.zero_grad, optimizer.step, steps
+        self._skipped = skipped
+
+    def step(self) -> None:
+        if next(self._steps) != self._skipped:
+            self._step()
+
+
+def test_a_script_may_clear_gradients_but_not_step(worker: Worker) -> None:
+    model, rival = make_model(), make_model()
+    optimizer = INNER["adamw"](model)
+    worker.attach(model, optimizer, local_steps=3, outer=whole(model))
+    for x, y in worker.batches((X, Y)):
+        optimizer.zero_grad()
+        backward(loss_of(model, x, y))
+        worker.step()
+    train_alone(rival, INNER["adamw"](rival), 10)
+    assert distance(model, rival) < 10 * RELATIVE
+    with pytest.raises(InputError, match=r"found a call of optimizer\.step\(\)"):
+        optimizer.step()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_its_push(worker: Worker) -> None:
+    model = make_model()
+    worker.attach(model, INNER["adamw"](model), local_steps=3)
+
+    def diverge() -> None:
+        for k, (x, y) in enumerate(worker.batches((X, Y))):
+            loss = loss_of(model, x, y)
+            backward(loss)
+            worker.step(loss if k < 4 else float("nan"))
+
+    with pytest.raises(Diverged):
+        diverge()
+    assert worker.store.status().version == 1
+
+
+@pytest.mark.parametrize(("samples", "most", "sizes"), [(12, 4, [4, 4, 4]), (17, 16, [9, 8]), (3, 16, [3])])
+def test_local_steps_are_even(samples: int, most: int, sizes: list[int]) -> None:
+    found = []
+    while samples:
+        found.append(even_steps(samples, most))
+        samples -= found[-1]
+    assert found == sizes
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 1.5, "planned"])
+def test_no_number_of_local_steps(worker: Worker, steps: Any) -> None:
+    model = make_model()
+    with pytest.raises(InputError, match=r"local_steps: found .*; expected a number of steps"):
+        worker.attach(model, INNER["adamw"](model), local_steps=steps)
+
+
+def test_misuse_is_refused(worker: Worker, tmp_path: Path) -> None:
+    model = make_model()
+    with pytest.raises(InputError, match=r"outer: found SGD; expected nothing without local steps"):
+        worker.attach(model, INNER["adamw"](model), outer=whole(model))
+    with pytest.raises(InputError, match=r"optimizer: found RMSprop"):
+        worker.attach(model, INNER["adamw"](model), local_steps=2, outer=INNER["rmsprop"](model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        worker.attach(model, INNER["adamw"](model), local_steps=2)
