@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pyps.checkpoint.folder import find_checkpoint
-from pyps.checkpoint.local_states import checkpoint_file, state_file, states_of
+from pyps.checkpoint.local_states import FOLDER, checkpoint_file, state_file, states_of
 from pyps.errors import InputError
 from pyps.worker.packing import pack, unpack
 from pyps.worker.settings import Settings
@@ -46,7 +46,11 @@ class LocalState:
         that the run was resumed from; warns if there is none. Raises InputError for another optimizer's.
         """
         run_dir, rank = self._settings.run_dir, self._settings.rank
-        found = states_of(run_dir, rank) if run_dir is not None else {}
+        found: dict[int, Path] = {}
+        if run_dir is not None:
+            found = states_of(run_dir, rank)
+            for left in (run_dir / FOLDER).glob(f".rank-{rank}-*.tmp"):  # by a process that was killed
+                left.unlink(missing_ok=True)
         self._written.extend((0.0, path) for number, path in sorted(found.items()) if number != pushes)
         if pushes == 0:
             return

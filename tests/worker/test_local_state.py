@@ -1,0 +1,117 @@
+"""The state of a worker's own optimizer on disk: exact, whole or not there, and never another's."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worker_tools import X, Y, backward, loss_of, make_model
+
+from pyps.checkpoint.local_states import open_states, state_file, states_of
+from pyps.errors import InputError
+from pyps.store.policies import policy_named
+from pyps.worker import local_state
+from pyps.worker.local_state import LocalState
+from pyps.worker.settings import Settings
+
+
+def settings_of(folder: Path | None, rank: int = 0, **more: Any) -> Settings:
+    return Settings("s", rank, policy_named("bsp"), run_dir=folder, **more)
+
+
+def stepped(steps: int = 3, kind: Any = torch.optim.AdamW) -> torch.optim.Optimizer:
+    model = make_model()
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(loss_of(model, X, Y))
+        optimizer.step()
+    return optimizer
+
+
+def equal(one: Any, two: Any) -> bool:
+    return one.keys() == two.keys() and all(
+        torch.equal(one[k][name], two[k][name]) for k in one for name in one[k]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_next_process_has_the_same_state(tmp_path: Path, dtype: torch.dtype) -> None:
+    before, after = stepped(), stepped(0)
+    for state in before.state.values():
+        state["exp_avg"] = state["exp_avg"].to(dtype)
+    LocalState(settings_of(tmp_path, 3), before).save(7)
+    found = LocalState(settings_of(tmp_path, 3), after)
+    found.load(7)
+    wanted = {k: {n: v.float() for n, v in s.items()} for k, s in before.state_dict()["state"].items()}
+    assert equal(after.state_dict()["state"], wanted)
+
+
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    LocalState(settings_of(tmp_path), stepped()).save(4)
+    half = tmp_path / "local" / ".rank-0-000000005.safetensors.123.tmp"
+    half.write_bytes(b"half")
+    LocalState(settings_of(tmp_path), stepped(0)).load(4)
+    assert not half.exists()
+
+
+def test_a_rank_without_a_file_says_so(tmp_path: Path) -> None:
+    LocalState(settings_of(tmp_path, 1), stepped()).save(4)
+    for settings in (settings_of(tmp_path, 0), settings_of(None), settings_of(tmp_path, 1)):
+        with pytest.warns(UserWarning, match=r"after 5 pushes: its optimizer begins anew"):
+            LocalState(settings, stepped(0)).load(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LocalState(settings_of(None), stepped(0)).load(0)
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    LocalState(settings_of(tmp_path), stepped()).save(1)
+    other = LocalState(settings_of(tmp_path), stepped(0, torch.optim.Adagrad))
+    with pytest.raises(InputError, match=r"kind: found AdamW; expected Adagrad"):
+        other.load(1)
+
+
+@pytest.mark.parametrize("content", [b"", b"not tensors", b"\x08\0\0\0\0\0\0\0{}      "])
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "local").mkdir()
+    state_file(tmp_path, 0, 2).write_bytes(content)
+    with pytest.raises(InputError, match=r"expected the state of an optimizer"):
+        LocalState(settings_of(tmp_path), stepped(0)).load(2)
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local_state, "save_file", full)
+    state = LocalState(settings_of(tmp_path), stepped())
+    with pytest.warns(UserWarning, match="is not kept: .*No space left"):
+        state.save(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.save(2)
+    assert states_of(tmp_path, 0) == {}
+
+
+def test_old_files_go_but_those_that_may_be_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two, one for each step under way, and all of the last seconds; a checkpoint takes its own."""
+    clock = [0.0]
+    monkeypatch.setattr(local_state.time, "monotonic", lambda: clock[0])
+    state = LocalState(settings_of(tmp_path, depth=2), stepped())
+    for pushes in range(1, 11):
+        clock[0] += 1.0
+        state.save(pushes)
+    assert sorted(states_of(tmp_path, 0)) == [7, 8, 9, 10]
+    for pushes in range(11, 21):
+        state.save(pushes)
+    assert sorted(states_of(tmp_path, 0)) == list(range(10, 21)) or len(states_of(tmp_path, 0)) > 10
+    opened = open_states(tmp_path, [15, 3])
+    assert {name: Path(file.name).name for name, file in opened.items()} == {
+        "local-0.safetensors": "rank-0-000000015.safetensors"
+    }
+    for file in opened.values():
+        file.close()
