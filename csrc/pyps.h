@@ -396,7 +396,8 @@ PYPS_API int pyps_start(pyps_store *store, double timeout_seconds, pyps_claim *o
  * now; then push first, and start. PYPS_EINVAL under a policy without allows_pipeline. */
 PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);
 /* Copies the parameters. A worker gets them as momentum will have moved them when its gradient is admitted
- * (look-ahead), unless rounds wait for all, scaling is PYPS_SCALE_NONE or plain_pulls is set. */
+ * (look-ahead), unless rounds wait for all, scaling is PYPS_SCALE_NONE or plain_pulls is set. The worker's own last
+ * gradient stands for those under way: write the next one after the pull. */
 PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
 /* A staging buffer that no process reads any more, for flat_elements gradients. Its pointer stays valid until
  * leave; the buffer belongs to the caller until it is pushed. After leave the pointer leads to memory that only this

@@ -126,11 +126,20 @@ struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *h,
     return k;
 }
 
-float kernels_ahead(unsigned optimizer, const pyps_hyper *h, double steps, double distance) {
-    bool adam = optimizer == PYPS_ADAMW || optimizer == PYPS_ADAM;
-    double beta = (double)(adam ? h->beta1 : h->momentum);
-    double left = optimizer == PYPS_MOMENTUM && h->nesterov ? beta * beta : beta;
-    if (!(steps > 0 && distance > 0) || (!adam && optimizer != PYPS_MOMENTUM)) return 0;
-    double way = (double)h->lr * left * (1 - pow(beta, distance)) / (1 - beta);
-    return (float)(adam ? way / (1 - pow(beta, steps)) : way);
+/* What is left of the momentum before in the way of a part of a step: a(f), with K = `left`. */
+static double way_left(double beta, double left, double part) {
+    return left * (1 - pow(beta, part)) / (1 - beta);
+}
+
+struct ahead kernels_ahead(unsigned optimizer, const pyps_hyper *h, double steps, double distance) {
+    bool adam = optimizer == PYPS_ADAMW || optimizer == PYPS_ADAM, nesterov = !adam && h->nesterov;
+    if (!(steps > 0 && distance > 0) || (!adam && optimizer != PYPS_MOMENTUM)) return (struct ahead){0};
+    double beta = (double)(adam ? h->beta1 : h->momentum), left = nesterov ? beta * beta : beta;
+    double steady = adam ? 1 : (1 - (double)h->dampening) / (1 - beta);
+    double rate = nesterov ? beta * steady + 1 : steady, root = adam ? (double)kernels_root(h, steps) : 1;
+    double near = distance > 1 ? 1 / (distance * distance) : distance;
+    double unit = (double)h->lr * root / (adam ? 1 - pow(beta, steps) : 1);
+    return (struct ahead){.carried = (float)(unit * way_left(beta, left, distance)),
+                          .direct = (float)(unit * (rate * near - way_left(beta, left, near) * steady)),
+                          .eps = (float)((double)h->eps * root)};
 }

@@ -43,18 +43,22 @@ struct step_constants {
     float mean, calm;      /* Adam: the square of d + calm * (mean * old momentum - d) is averaged */
     float root_correction; /* sqrt(1 - beta2^t) */
     float eps;
-    float part;  /* Adagrad: of the step: 1 */
-    float ahead; /* the copy is that much of the momentum's way further on: kernels_ahead */
+    float part; /* Adagrad: of the step: 1 */
+    struct ahead {
+        float carried, direct;
+        float eps;
+    } ahead; /* the copy is so much further on: kernels_ahead */
 };
 
-/* Where parameters will be when their momentum has carried them on. */
+/* Where parameters will be some steps later. */
 struct look {
     float *to;
     const float *from[1 + MAX_STATES];
+    const float *gradient; /* NULL: zero */
     size_t length;
-    float ahead;     /* of kernels_ahead */
-    float root, eps; /* Adam: as in step_constants */
-    bool streams;    /* past the caches; `to` is a multiple of 16 */
+    struct ahead ahead;
+    float scale, clip; /* of the gradient, as in step_constants */
+    bool streams;      /* past the caches; `to` is a multiple of 16 */
 };
 
 struct kernels {
@@ -95,9 +99,10 @@ unsigned kernels_states(unsigned optimizer);
 struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *hyper, float scale,
                                         double steps, float part);
 
-/* The momentum's way over the next `distance` steps, if no gradient came, as a multiple of the momentum (Adam: over the
- * root of the second one); 0: there is none. */
-float kernels_ahead(unsigned optimizer, const pyps_hyper *hyper, double steps, double distance);
+/* The way of the next `distance` steps if all their gradients are g: carried m + direct g (Adam: over sqrt(v) + eps);
+ * carried is 0: there is no momentum. Weight decay is left out. g is the less like those gradients the longer the
+ * distance: above 1 it counts for a step of 1 / distance^2. */
+struct ahead kernels_ahead(unsigned optimizer, const pyps_hyper *hyper, double steps, double distance);
 float kernels_root(const pyps_hyper *hyper, double steps); /* Adam's root_correction */
 
 #endif

@@ -76,5 +76,6 @@ static inline float half_to_float(uint32_t half) {
 #define TABLE                 kernels_scalar
 #define TABLE_NAME            "scalar"
 #define TAIL(member)          (void)0
+#define LOOK_TAIL(member)     (void)0
 
 #include "kernels/kernels_template.h"

@@ -6,7 +6,7 @@
  *     LOWER(a, b), UPPER(a, b)     a < b ? a : b, a > b ? a : b; so b if either is NaN
  *     STREAM, STREAM_END           a store past the caches, to a multiple of 16; a fence after the last
  *     NAME(x), TABLE, TABLE_NAME   the names of its functions and its table
- *     TAIL(call)                   runs the scalar function on what is left; empty for scalar itself
+ *     TAIL(call), LOOK_TAIL(call)  run the scalar function on what is left; empty for scalar itself
  *
  * and the integer operations of codec_template.h, then includes this file. Each line is one rounding; their
  * order is part of the specification.
@@ -18,12 +18,15 @@
 
 #include "kernels/codec_template.h"
 
-/* clamp(scale * g, -clip, clip) + decay * x; a gradient that is NaN stays NaN */
+/* clamp(scale * g, -clip, clip); a gradient that is NaN stays NaN */
+INLINE VEC NAME(clamped)(const float *g, float scale, float clip) {
+    return LOWER(SET(clip), UPPER(SET(-clip), MUL(SET(scale), LOAD(g))));
+}
+
+/* the same + decay * x */
 INLINE VEC NAME(gradient)(const float *g, VEC x, const struct step_constants *k) {
     PREFETCH(g);
-    VEC d = MUL(SET(k->scale), LOAD(g));
-    d = LOWER(SET(k->clip), UPPER(SET(-k->clip), d));
-    return ADD(d, MUL(SET(k->weight_decay), x));
+    return ADD(NAME(clamped)(g, k->scale, k->clip), MUL(SET(k->weight_decay), x));
 }
 
 INLINE void NAME(put)(const struct step *s, size_t i, VEC x) {
@@ -49,6 +52,11 @@ TARGET static void NAME(sgd)(const struct step *s, const struct step_constants *
     TAIL(update[PYPS_SGD]);
 }
 
+/* carried * m + direct * g */
+INLINE VEC NAME(onward)(const struct ahead *a, VEC m, VEC g) {
+    return ADD(MUL(SET(a->carried), m), MUL(SET(a->direct), g));
+}
+
 /* direct * d + carried * m, where it is not just m */
 INLINE VEC NAME(way)(VEC d, VEC m, const struct step_constants *k) {
     if (k->direct == 0.0f && k->carried == 1.0f) return m;
@@ -68,8 +76,8 @@ TARGET static void NAME(momentum)(const struct step *s, const struct step_consta
         VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(gain, d));
         STORE(n + i, v);
         x = SUB(x, MUL(SET(k->lr), NAME(way)(d, v, k)));
-        if (k->ahead == 0.0f) NAME(put)(s, i, x);
-        else NAME(put_ahead)(s, i, x, MUL(SET(k->ahead), v));
+        if (k->ahead.carried == 0.0f) NAME(put)(s, i, x);
+        else NAME(put_ahead)(s, i, x, NAME(onward)(&k->ahead, v, NAME(clamped)(g + i, k->scale, k->clip)));
     }
     TAIL(update[PYPS_MOMENTUM]);
 }
@@ -92,10 +100,14 @@ TARGET static void NAME(adam)(const struct step *s, const struct step_constants 
         VEC v1 = ADD(MUL(beta2, LOAD(v + i)), MUL(one_minus_beta2, MUL(c, c)));
         STORE(mm + i, m1);
         STORE(vv + i, v1);
-        VEC below = ADD(DIV(SQRT(v1), root), eps);
+        VEC v_root = SQRT(v1), below = ADD(DIV(v_root, root), eps);
         x = SUB(MUL(shrink, x), DIV(MUL(lr, NAME(way)(d, m1, k)), below));
-        if (k->ahead == 0.0f) NAME(put)(s, i, x);
-        else NAME(put_ahead)(s, i, x, DIV(MUL(SET(k->ahead), m1), below));
+        if (k->ahead.carried == 0.0f) {
+            NAME(put)(s, i, x);
+            continue;
+        }
+        VEC on = NAME(onward)(&k->ahead, m1, NAME(clamped)(g + i, k->scale, k->clip));
+        NAME(put_ahead)(s, i, x, DIV(on, ADD(v_root, SET(k->ahead.eps))));
     }
     TAIL(update[PYPS_ADAM]);
 }
@@ -122,31 +134,31 @@ INLINE void NAME(place)(const struct look *l, size_t i, VEC x) {
     else STORE(l->to + i, x);
 }
 
-/* p - ahead m */
-TARGET static void NAME(look_momentum)(const struct look *l) {
-    const float *p = l->from[0], *m = l->from[1];
-    const VEC ahead = SET(l->ahead);
-    size_t i = 0;
-    for (; i + WIDTH <= l->length; i += WIDTH) {
-        PREFETCH(p + i);
-        PREFETCH(m + i);
-        NAME(place)(l, i, SUB(LOAD(p + i), MUL(ahead, LOAD(m + i))));
-    }
-    for (; i < l->length; i++) l->to[i] = p[i] - l->ahead * m[i];
+/* The way of element i and those after it, without Adam's root. */
+INLINE VEC NAME(look_on)(const struct look *l, size_t i) {
+    const VEC m = LOAD(l->from[1] + i);
+    if (!l->gradient) return MUL(SET(l->ahead.carried), m);
+    return NAME(onward)(&l->ahead, m, NAME(clamped)(l->gradient + i, l->scale, l->clip));
 }
 
-/* p - ahead m / (sqrt(v)/root + eps) */
+/* p - (carried m + direct g) */
+TARGET static void NAME(look_momentum)(const struct look *l) {
+    const float *p = l->from[0];
+    size_t i = 0;
+    for (; i + WIDTH <= l->length; i += WIDTH) NAME(place)(l, i, SUB(LOAD(p + i), NAME(look_on)(l, i)));
+    LOOK_TAIL(look[PYPS_MOMENTUM]);
+}
+
+/* p - (carried m + direct g) / (sqrt(v) + eps) */
 TARGET static void NAME(look_adam)(const struct look *l) {
-    const float *p = l->from[0], *m = l->from[1], *v = l->from[2];
-    const VEC ahead = SET(l->ahead), root = SET(l->root), eps = SET(l->eps);
+    const float *p = l->from[0], *v = l->from[2];
+    const VEC eps = SET(l->ahead.eps);
     size_t i = 0;
     for (; i + WIDTH <= l->length; i += WIDTH) {
-        PREFETCH(p + i);
-        PREFETCH(m + i), PREFETCH(v + i);
-        VEC below = ADD(DIV(SQRT(LOAD(v + i)), root), eps);
-        NAME(place)(l, i, SUB(LOAD(p + i), DIV(MUL(ahead, LOAD(m + i)), below)));
+        VEC below = ADD(SQRT(LOAD(v + i)), eps);
+        NAME(place)(l, i, SUB(LOAD(p + i), DIV(NAME(look_on)(l, i), below)));
     }
-    for (; i < l->length; i++) l->to[i] = p[i] - l->ahead * m[i] / (sqrtf(v[i]) / l->root + l->eps);
+    LOOK_TAIL(look[PYPS_ADAM]);
 }
 
 TARGET static void NAME(multiply)(float *sum, const float *x, float weight, size_t length) {

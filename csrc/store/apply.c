@@ -89,12 +89,13 @@ static void trained_step(const pyps_store *s, uint32_t chunk, uint32_t old, cons
     uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
     uint32_t length = s->chunks[chunk].length;
     float scale = round ? 1.0f : staged->scale * ticket->scale;
-    if (hyper->clip_norm > 0) scale *= norm_factor(s, hyper->clip_norm);
+    if (hyper->clip_norm > 0) scale *= norm_factor(s->norm, hyper->clip_norm);
     struct step_constants constants =
         kernels_constants(s->geometry.optimizer, hyper, scale, buffer_header(s, old)->steps, ticket->part);
     if (streams)
         constants.ahead = kernels_ahead(s->geometry.optimizer, hyper,
                                         buffer_header(s, old)->steps + (double)ticket->part, s->lookahead);
+    if (s->own.ticket != ticket->number) constants.ahead.direct = 0;
     uint32_t codec = round ? PYPS_F32 : staging_codec(s, slot, staging);
     bool corrected = !round && s->needs.needs_base_params && staged->compensation > 0;
     uint32_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : length;

@@ -88,9 +88,9 @@ void norm_of_ticket(pyps_store *s) {
 }
 
 /* As torch.nn.utils.clip_grad_norm_ does. What is not finite is left as it is. */
-float norm_factor(const pyps_store *s, float clip_norm) {
-    double factor = (double)clip_norm / (s->norm + 1e-6);
-    return factor < 1 && isfinite(s->norm) ? (float)factor : 1.0f;
+float norm_factor(double norm, float clip_norm) {
+    double factor = (double)clip_norm / (norm + 1e-6);
+    return factor < 1 && isfinite(norm) ? (float)factor : 1.0f;
 }
 
 static void forget(const pyps_store *s, a64 *words) {
@@ -104,11 +104,16 @@ void norm_reset(const pyps_store *s, uint32_t staging) {
 void norm_of_push(pyps_store *s, uint32_t staging) {
     const struct staging_header *header = staging_header(s, s->slot, staging);
     bool clipped = false;
+    double sum = 0;
     for (uint32_t group = 0; group < s->geometry.groups; group++)
         clipped |= header->hyper[group].clip_norm > 0;
     if (!clipped) return;
     norm_reset(s, staging);
     s->source_count = 0;
     s->ticket = (struct ticket){.slot = s->slot, .staging = (uint16_t)staging, .kind = TICKET_PUSH};
-    for (uint32_t chunk = 0; chunk < trained_chunks(s); chunk++) fill_word(s, sums_of(s, header), chunk);
+    for (uint32_t chunk = 0; chunk < trained_chunks(s); chunk++) {
+        fill_word(s, sums_of(s, header), chunk);
+        sum += sum_of_word(load_acquire(&sums_of(s, header)[chunk]));
+    }
+    s->own.norm = sqrt(sum) * fabs((double)header->scale);
 }

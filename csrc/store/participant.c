@@ -283,7 +283,7 @@ static void reset_membership(pyps_store *s) {
     memset(s->staging_ticket, 0, sizeof s->staging_ticket);
     memset(s->staging_taken, 0, sizeof s->staging_taken);
     s->codes_allocated = s->base_params_allocated = s->parked = s->residuals_allocated = 0;
-    s->claimed_at = 0;
+    s->claimed_at = s->own.ticket = 0;
 }
 
 static int enter(pyps_store *s, int role, int rank) {

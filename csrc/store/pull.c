@@ -1,10 +1,12 @@
 /* pull.c: copies parameters out. A pull has each chunk whole and reports the oldest version. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "store/store.h"
 
 #define STREAM_BYTES (UINT64_C(16) << 20) /* a copy too large for the cache of one core bypasses it */
+#define BLOCK        1024u                /* floats of a gradient that are decoded at a time, as in apply.c */
 
 /* The unused end of a group's last chunk reads as zeros. */
 void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat) {
@@ -36,12 +38,30 @@ static bool look_at(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct
     const struct chunk_header *header = buffer_header(s, buffer);
     unsigned optimizer = s->geometry.optimizer;
     if (!(s->lookahead > 0) || s->chunks[chunk].averaged) return false;
-    *l = (struct look){.length = s->chunks[chunk].length, .eps = header->hyper.eps};
-    l->ahead = kernels_ahead(optimizer, &header->hyper, header->steps, s->lookahead);
-    l->root = kernels_root(&header->hyper, header->steps);
+    const pyps_hyper *hyper = &header->hyper;
+    *l = (struct look){.length = s->chunks[chunk].length, .scale = s->own.scale};
+    l->ahead = kernels_ahead(optimizer, hyper, header->steps, s->lookahead);
+    l->clip = hyper->clip > 0 ? hyper->clip : INFINITY;
+    if (hyper->clip_norm > 0) l->scale *= norm_factor(s->own.norm, hyper->clip_norm);
     for (uint32_t vector = 0; vector <= s->layout.states; vector++)
         l->from[vector] = buffer_floats(s, buffer, vector);
-    return l->ahead > 0;
+    return l->ahead.carried > 0;
+}
+
+/* With the worker's own last gradient, decoded a block at a time. */
+static void look_along(const pyps_store *s, uint32_t chunk, struct look l) {
+    uint32_t staging = s->own.staging, codec = s->own.ticket ? staging_codec(s, s->slot, staging) : PYPS_F32;
+    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
+    size_t length = l.length, at_a_time = codec == PYPS_F32 ? length : BLOCK;
+    for (size_t from = 0; from < length; from += l.length) {
+        float block[BLOCK];
+        l.length = length - from < at_a_time ? length - from : at_a_time;
+        if (s->own.ticket)
+            l.gradient = staging_gradient(s, s->slot, staging, codec, at + from, l.length, block);
+        kernels_chosen()->look[s->geometry.optimizer](&l);
+        l.to += l.length;
+        for (uint32_t vector = 0; vector <= s->layout.states; vector++) l.from[vector] += l.length;
+    }
 }
 
 void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat) {
@@ -52,7 +72,7 @@ void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *fla
     }
     l.to = flat + (uint64_t)chunk * s->geometry.chunk_params;
     l.streams = store_elements(s) * sizeof *flat >= STREAM_BYTES && (uintptr_t)l.to % 16 == 0;
-    kernels_chosen()->look[s->geometry.optimizer](&l);
+    look_along(s, chunk, l);
     memset(l.to + l.length, 0, (s->geometry.chunk_params - l.length) * sizeof *flat);
 }
 
@@ -63,7 +83,7 @@ static int encode_ahead(pyps_store *s, uint32_t chunk, uint32_t buffer, struct e
     if (!s->ahead) s->ahead = malloc(s->geometry.chunk_params * sizeof *s->ahead);
     if (!s->ahead) return fail(PYPS_ENOSPC, "out of memory for %u parameters", s->geometry.chunk_params);
     l.to = s->ahead;
-    kernels_chosen()->look[s->geometry.optimizer](&l);
+    look_along(s, chunk, l);
     return chunk_encode(s, chunk, s->ahead, flat);
 }
 

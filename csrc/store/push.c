@@ -56,6 +56,7 @@ int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
 
 /* A push that timed out in a round stays there until the round closes; no call waits for it any more. */
 void staging_abandon(pyps_store *s) {
+    s->own.ticket = 0; /* a gradient given up may lie there in part */
     if (s->in_round) s->parked |= 1u << s->round_staging;
     s->in_round = false;
     for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++)
@@ -137,6 +138,7 @@ int pyps_unstage(pyps_store *s, uint32_t staging) {
         return fail(PYPS_EINVAL, "unstage: staging: found %u; expected one that pyps_stage returned%s",
                     staging, waits ? ", and that waits in no round" : "");
     s->staging_taken[staging] = false;
+    if (staging == s->own.staging) s->own.ticket = 0;
     return PYPS_OK;
 }
 
@@ -284,6 +286,13 @@ static int park(pyps_store *s, const pyps_push_args *args, const struct outcome 
     return chunks_complete(s, outcome->ticket);
 }
 
+/* For pulls that look ahead. A gradient that is compensated when it is applied is not kept. */
+static void keep_own(pyps_store *s, uint32_t staging, const struct outcome *outcome) {
+    s->own.ticket = s->needs.needs_base_params ? 0 : outcome->ticket;
+    s->own.staging = staging;
+    s->own.scale = staging_header(s, s->slot, staging)->scale * outcome->scale;
+}
+
 int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) {
     int rc = store_check_worker(s);
     if (rc || (rc = given(args)) || (rc = given(out)) || (rc = check_args(s, args))) return rc;
@@ -291,6 +300,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     uint64_t deadline = store_deadline(s, args->timeout_seconds);
     struct outcome outcome;
     if (s->in_round) return wait_for_round(s, args->staging, deadline, out); /* an earlier call timed out */
+    s->own.ticket = 0;
     rc = admit(s, args, deadline, &outcome, out);
     if (rc == PYPS_EREJECTED) s->staging_taken[args->staging] = false; /* no other participant has seen it */
     if (rc) return rc;
@@ -308,6 +318,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     s->staging_taken[args->staging] = false;
     if (!outcome.ticket) return PYPS_OK; /* skipped */
     out->version = s->stream_ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
+    keep_own(s, args->staging, &outcome);
     rc = chunks_follow(s, outcome.ticket, outcome.ticket);
     return rc == PYPS_EFULL ? PYPS_OK
                             : rc; /* it is admitted: a participant that finds a buffer completes it */

@@ -95,6 +95,13 @@ struct pyps_store {
     uint32_t codes_allocated, base_params_allocated; /* bit by staging buffer: these parts have memory */
     uint32_t residuals_allocated;                    /* bit by residual of this slot */
     double lookahead;                                /* during a pull or an exchange: in global batches */
+    /* This worker's gradient that was applied last, until its staging buffer is written again. ticket 0: none */
+    struct {
+        uint64_t ticket;
+        uint32_t staging;
+        float scale;
+        double norm; /* of the one staged last, if it is clipped by its norm */
+    } own;
     float *ahead;       /* [chunk_params] a chunk that is about to be encoded; NULL: not needed yet */
     float *stream_to;   /* during an exchange: the caller's copy of the parameters */
     uint64_t *streamed; /* [chunks] the ticket with which a chunk was copied there */
@@ -276,7 +283,7 @@ void norm_of_push(pyps_store *s, uint32_t staging);
 /* Sets s->norm for the ticket that was loaded last. Its hazard is set, and a chunk lacks it. */
 void norm_of_ticket(pyps_store *s);
 /* What the gradient is multiplied by so that its norm, s->norm, keeps within `clip_norm`. */
-float norm_factor(const pyps_store *s, float clip_norm);
+float norm_factor(double norm, float clip_norm);
 
 /* apply.c */
 struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging);

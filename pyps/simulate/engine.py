@@ -90,6 +90,7 @@ class Engine:
         self._wake_epoch = self._next_deadline = self._tick_at = 0
         self._staging_buffers = [0] * len(self.workers)  # bit k: staging buffer k waits in the open round
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
+        self._own: dict[int, Vector] = {}  # each worker's gradient that was applied last
         self._idle_checks = self._events_checked = 0
         self._sizes = (scenario.down_bytes, scenario.up_bytes)
         self._warm_at = scenario.global_batch  # samples: the peak counts after a first step of all at once
@@ -140,7 +141,7 @@ class Engine:
             except Ended:
                 break
             except PushRejected:
-                self.rejected()
+                self.rejected(k)
                 pulled = None
             except Fenced:
                 self.rejoin(k)
@@ -149,6 +150,7 @@ class Engine:
 
     def join(self, k: int) -> StepProcess:
         """Join as rank k. Waits while a predecessor's gradient is still in the open round."""
+        self._own.pop(k, None)
         while True:
             try:
                 self._note(self.core.step(EventKind.JOIN, k, self.clock.now, rank=k))
@@ -164,10 +166,12 @@ class Engine:
         self._left -= 1
 
     def rejoin(self, k: int) -> None:
+        self._own.pop(k, None)
         self.metrics.fenced += 1
         self._note(self.core.step(EventKind.REJOIN, k, self.clock.now))
 
-    def rejected(self) -> None:
+    def rejected(self, k: int) -> None:
+        self._own.pop(k, None)
         self._note(self.core.last)
         self.metrics.rejected += 1
 
@@ -199,7 +203,7 @@ class Engine:
 
     def ahead(self, k: int) -> Vector:
         """The parameters as worker k pulls them."""
-        return self.model.ahead(self.core.lookahead(k))
+        return self.model.ahead(self.core.lookahead(k), self._own.get(k))
 
     def travel_up(self, k: int, channel: int, turn: Iterable[int | None] = ()) -> StepProcess:
         """A gradient's way to the store; it waits for its `turn` on the wire."""
@@ -321,6 +325,8 @@ class Engine:
             gradient = self._staged[k, staging]
             if gradient is not None:
                 self.model.step([(*gradient, samples, d.scale)], d.part)
+                if not self.needs.needs_base_params:
+                    self._own[k] = d.scale * gradient[0]
             self._release(k, staging)
         self._note(d)
         if self._measure_every and self.trained >= self._measure_at:

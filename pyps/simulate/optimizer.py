@@ -48,27 +48,41 @@ class OptimizerState:
         self.steps += part
         return w - moved
 
-    def ahead(self, w: Vector, distance: float) -> Vector:
-        """`w` as momentum will have moved it after so many steps without a gradient."""
+    def ahead(self, w: Vector, distance: float, gradient: Vector | None = None) -> Vector:
+        """`w` after so many steps more, if all their gradients are like this one; None: zero.
+
+        Weight decay is left out. This gradient is the less like those the longer the distance: above 1 it
+        counts for a step of 1 / distance**2.
+        """
         h = self.hyper
         if not self.steps > 0.0 or not distance > 0.0 or self.kind in (Optimizer.SGD, Optimizer.ADAGRAD):
             return w
+        g = np.zeros_like(w) if gradient is None else gradient
+        g = np.clip(g, -h.clip, h.clip) if h.clip else g
+        near = min(distance, distance**-2)
         if self.kind is Optimizer.MOMENTUM:
-            beta = h.momentum
-            left = beta * beta if h.nesterov else beta
-            return np.asarray(w - h.lr * left * (1.0 - beta**distance) / (1.0 - beta) * self._first)
+            steady, left, rate = self._steady(1.0 - h.dampening)
+            a, _ = coefficients(h.momentum, distance, left, rate, steady)
+            _, b = coefficients(h.momentum, near, left, rate, steady)
+            return np.asarray(w - h.lr * (a * self._first + b * g))
         beta1, beta2 = h.betas
         root = np.sqrt(self._second / (1.0 - beta2**self.steps))
-        way = beta1 * (1.0 - beta1**distance) / (1.0 - beta1) / (1.0 - beta1**self.steps)
-        return np.asarray(w - h.lr * way * self._first / (root + h.eps))
+        a, _ = coefficients(beta1, distance, beta1, 1.0, 1.0)
+        _, b = coefficients(beta1, near, beta1, 1.0, 1.0)
+        return np.asarray(w - h.lr * (a * self._first + b * g) / (1.0 - beta1**self.steps) / (root + h.eps))
 
     def _sgd(self, d: Vector, part: float) -> Vector:
         return self.hyper.lr * part * d
 
+    def _steady(self, gain: float) -> tuple[float, float, float]:
+        """For each unit of a constant gradient: momentum; then `left` and `rate` of `coefficients`."""
+        beta = self.hyper.momentum
+        steady = gain / (1.0 - beta)
+        return (steady, beta * beta, beta * steady + 1.0) if self.hyper.nesterov else (steady, beta, steady)
+
     def _momentum(self, d: Vector, part: float) -> Vector:
         h, beta = self.hyper, self.hyper.momentum
-        steady = (1.0 if self.steps + part / 2 < 1.0 else 1.0 - h.dampening) / (1.0 - beta)
-        left, rate = (beta * beta, beta * steady + 1.0) if h.nesterov else (beta, steady)
+        steady, left, rate = self._steady(1.0 if self.steps + part / 2 < 1.0 else 1.0 - h.dampening)
         a, b = coefficients(beta, part, left, rate, steady)
         moved = h.lr * (a * self._first + b * d)
         self._first = beta**part * self._first + (1.0 - beta**part) * steady * d

@@ -169,7 +169,7 @@ class PipelinedWorker:
                 )
             )
         except PushRejected:
-            self._engine.rejected()
+            self._engine.rejected(self._k)
             return None
 
     def _in_turn(self, what: int, number: int, channel: int) -> TransferProcess:

@@ -149,9 +149,11 @@ class Model:
         mean = total / sum(samples for _, _, samples, _ in sources)
         self.w = self._optimizer.step(self.w, mean, part)
 
-    def ahead(self, distance: float) -> Vector:
-        """The parameters as momentum will have moved them after so many global batches."""
-        return self._optimizer.ahead(self.w, distance) if self._objective else self.w
+    def ahead(self, distance: float, gradient: Vector | None) -> Vector:
+        """The parameters as they will be after so many global batches, if their gradients are like this
+        one.
+        """
+        return self._optimizer.ahead(self.w, distance, gradient) if self._objective else self.w
 
     def loss(self) -> float:
         return self._objective.loss(self.w) if self._objective else float("nan")

@@ -38,7 +38,8 @@ class Policy:
     a timeout wait for twice as long. `scaling`: what a push takes of an optimizer step, where no round
     waits for all: "samples", its part of a global batch; "none", a whole one, for scripts that scale the
     learning rate. `lookahead`: there, and unless scaling is "none", a worker pulls the parameters as momentum
-    will have moved them when its gradient is admitted. Raises InputError for a value out of its range.
+    and gradients like its last one will have moved them when its next one is admitted. Raises InputError for
+    a value out of its range.
     """
 
     round_timeout_seconds: float = 60.0

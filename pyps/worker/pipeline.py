@@ -78,9 +78,9 @@ class PipelinedTransport(Transport):
                 claim = self._next_claim()
                 ready = time.monotonic()
                 staging = self._staging.popleft()
-                self._binding.attach_grads(staging)
                 if self._prefetched_version is None:
                     self._prefetched_version = self._client.pull(self._binding.flat)
+                self._binding.attach_grads(staging)
                 break
             except Ended:
                 return None

@@ -76,10 +76,10 @@ class SerialTransport(Transport):
             try:
                 claim, staging = self._client.claim(), self._client.store.stage()
                 ready = time.monotonic()
-                self._binding.attach_grads(staging)
                 version = self._prefetched_version
-                if version is None:
+                if version is None:  # while the last gradient is still in its staging buffer
                     version = self._client.pull(self._binding.flat)
+                self._binding.attach_grads(staging)
                 break
             except Ended:
                 return None

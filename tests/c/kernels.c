@@ -36,15 +36,17 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
     hyper.nesterov = rand() % 2;
     struct step_constants constants =
         kernels_constants(optimizer, &hyper, 0.5f, 0.75 * (rand() % 3), rand() % 2 ? 1.0f : 0.3f);
-    if (rand() % 2 && a->look[optimizer]) constants.ahead = 0.2f;
+    struct ahead ahead = {0.2f, rand() % 2 ? 0.1f : 0, 1e-8f};
+    if (rand() % 2 && a->look[optimizer]) constants.ahead = ahead;
     for (int side = 0; side < 2; side++) {
         struct step step = {.gradient = gradient + at, .length = length};
         step.copy = at == 0 ? copies[side] : NULL;
         for (unsigned v = 0; v <= kernels_states(optimizer); v++)
             step.old[v] = old[v] + at, step.new[v] = new[side][v] + at;
         (side ? b : a)->update[optimizer](&step, &constants);
-        struct look look = {
-            .to = looks[side] + at, .length = length, .ahead = 0.3f, .root = 0.7f, .eps = 1e-8f};
+        struct look look = {.to = looks[side] + at, .length = length, .ahead = ahead};
+        look.gradient = ahead.direct > 0 ? gradient + at : NULL, look.scale = 0.5f,
+        look.clip = constants.clip;
         for (unsigned v = 0; v <= kernels_states(optimizer); v++) look.from[v] = old[v] + at;
         if (a->look[optimizer]) (side ? b : a)->look[optimizer](&look);
         float *sum = new[side][2] + at; /* the round's reduction, where the optimizer has no second state */
@@ -56,8 +58,8 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
         memcpy(copies[side] + LONGEST + 2, &squares, sizeof squares);
     }
     if (memcmp(looks[0], looks[1], sizeof looks[0])) return 1;
-    bool ahead = constants.ahead > 0;
-    if (at == 0 && !ahead && memcmp(copies[1], new[1][0], length * sizeof(float))) return 1;
+    bool is_ahead = constants.ahead.carried > 0;
+    if (at == 0 && !is_ahead && memcmp(copies[1], new[1][0], length * sizeof(float))) return 1;
     return memcmp(new[0], new[1], sizeof new[0]) || memcmp(copies[0], copies[1], sizeof copies[0]);
 }
 

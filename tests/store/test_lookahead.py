@@ -53,7 +53,7 @@ def values(store: Store, flat: NDArray[np.float32]) -> Array:
 @settings(max_examples=5, deadline=None)
 @given(order=st.lists(st.integers(0, 2), min_size=4, max_size=14), seed=st.integers(0, 99))
 @pytest.mark.parametrize("case", CASES)
-def test_a_pull_is_the_way_of_momentum_alone(case: str, order: list[int], seed: int) -> None:
+def test_a_pull_is_the_way_of_momentum_and_the_own_gradient(case: str, order: list[int], seed: int) -> None:
     """Plain, encoded or with the push: over as many global batches as were admitted between the worker's
     pulls and its pushes so far. A strict pull brings the parameters as they are.
     """
@@ -75,7 +75,7 @@ def test_a_pull_is_the_way_of_momentum_alone(case: str, order: list[int], seed: 
             true = state.step(true, gradient, BATCHES[k] / sum(BATCHES))
             steps += BATCHES[k] / sum(BATCHES)
             based[k] = steps
-            expected = state.ahead(true, average(lags[k]))
+            expected = state.ahead(true, average(lags[k]), gradient)
             np.testing.assert_allclose(values(store, flat), expected, rtol=2e-4, atol=2e-4)
             np.testing.assert_array_equal(store.pull()[0], flat, "a pull after it is the same")
             codes, _ = store.pull_encoded("bf16")
@@ -100,6 +100,71 @@ def push_ones(store: Store, hyper: Hyper) -> None:
     staging = store.stage()
     staging.flat.fill(1.0)
     store.push(staging, 4, hyper)
+
+
+PLAIN = Hyper(lr=0.05, momentum=0.9)
+PUSHES: dict[str, tuple[str, dict[str, object], Hyper]] = {
+    "int8": ("asp", {"encoding": "int8"}, PLAIN),
+    "scaled": ("asp", {"scale": 0.5}, Hyper(lr=0.05, momentum=0.9, dampening=0.25)),
+    "clamped": ("asp", {}, Hyper(lr=0.05, momentum=0.9, clip=0.5)),
+    "norm": ("asp", {"scale": 2.0}, Hyper(lr=0.05, momentum=0.9, clip_norm=10.0)),
+    "late": ("saps:threshold=fixed,bound=1,late=weigh", {}, PLAIN),
+}
+
+
+@pytest.mark.parametrize("case", PUSHES)
+def test_the_own_gradient_is_the_one_that_was_applied(case: str) -> None:
+    """Decoded, scaled, weighed and clipped; until its staging buffer is given back, when momentum remains."""
+    policy, options, hyper = PUSHES[case]
+    draw = np.random.default_rng(5)
+    w = draw.standard_normal(SIZE)
+    state, true, steps = OptimizerState(Optimizer.MOMENTUM, hyper, SIZE), w, 0.0
+    based = [0.0] * 3
+    with stores_of(Optimizer.MOMENTUM, w, policy) as stores:
+        for k in (0, 1, 0, 2):
+            store, gradient = stores[k], draw.standard_normal(SIZE)
+            store.start()
+            staging = store.stage()
+            staging["w"][:] = gradient
+            flat = np.empty(store.layout.flat_elements, np.float32)
+            pushed, _ = store.exchange(staging, BATCHES[k], hyper, flat, **options)  # type: ignore[arg-type]
+            weight = 1.0 / max(pushed.staleness, 1) if case == "late" else 1.0
+            applied = applied_of(gradient, options, hyper, weight)
+            true = state.step(true, applied, BATCHES[k] / sum(BATCHES))
+            lag, steps = steps - based[k], steps + BATCHES[k] / sum(BATCHES)
+            based[k] = steps
+            again = store.stage()
+            close = {"rtol": 2e-3, "atol": 0.01 if case == "int8" else 2e-4}
+            np.testing.assert_allclose(values(store, flat), state.ahead(true, lag, applied), **close)
+            np.testing.assert_array_equal(store.pull()[0], flat)
+            store.unstage(again)
+            np.testing.assert_allclose(values(store, store.pull()[0]), state.ahead(true, lag), **close)
+
+
+def applied_of(gradient: Array, options: dict[str, object], hyper: Hyper, weight: float) -> Array:
+    scaled = gradient * float(options.get("scale", 1.0))  # type: ignore[arg-type]
+    if hyper.clip_norm:
+        scaled = scaled * min(1.0, hyper.clip_norm / float(np.linalg.norm(scaled)))
+    return scaled * weight
+
+
+@pytest.mark.parametrize("policy", ["dcasgd", "softsync:n=3"])
+def test_a_gradient_that_is_not_applied_as_it_is_does_not_count(policy: str) -> None:
+    """It is compensated, or summed in a round: momentum alone moves what is pulled."""
+    kind, hyper = CASES["momentum"]
+    pulled = []
+    for gradient in (1.0, -1.0):
+        with stores_of(kind, np.ones(SIZE), policy) as stores:
+            for k, value in ((0, 2.0), (1, 1.0), (2, gradient)):
+                store = stores[k]
+                store.start()
+                staging, params = store.stage(), store.pull()[0]
+                staging.flat.fill(value)
+                store.push(staging, BATCHES[k], hyper, base_params=params)
+            pulled.append(values(store, store.pull()[0]) - values(store, store.pull(strict=True)[0]))
+            store.unstage(store.stage())
+            kept = values(store, store.pull()[0]) - values(store, store.pull(strict=True)[0])
+            np.testing.assert_array_equal(pulled[-1], kept)
 
 
 @pytest.mark.parametrize("policy", ["bsp", "asp:lookahead=false", "asp:scaling=none"])

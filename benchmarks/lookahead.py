@@ -1,0 +1,228 @@
+"""What pulls that look ahead save and cost: python benchmarks/lookahead.py [samples] [pulls] [--docs].
+
+samples: how many it takes to a training loss of 0.02 on scikit-learn's digits (64-96-96-10, ReLU), in virtual
+time, each way with the best step size of a ladder of square roots of two, by seeds that the results do not
+use.
+pulls: how long a pull and an exchange take with look-ahead and without, in turns, so that both have the same
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from learning_rate import Perceptron
+from numpy.typing import NDArray
+from record import machine, table, write_section
+from sklearn.datasets import load_digits
+
+from pyps import Hyper, Store
+from pyps.formats import Jitter
+from pyps.simulate import Fault, Scenario, SimWorker, simulate
+
+PAGE = "learning-rate.md"
+LOSS, MOST_BATCHES = 0.02, 300
+TUNING, SEEDS = (101, 102, 103), tuple(range(1, 9))
+ROOT = math.sqrt(2.0)
+
+
+def workers(seconds: Sequence[float], batches: Sequence[int]) -> Scenario:
+    """Steps of these seconds, which jitter by 3 %."""
+    jitter = Jitter(sigma=0.03)
+    made = zip(seconds, batches, strict=True)
+    return Scenario(
+        tuple(SimWorker(f"w{k}", b, lambda _, s=s: s, jitter) for k, (s, b) in enumerate(made))  # type: ignore[misc]
+    )
+
+
+def killed(scenario: Scenario) -> Scenario:
+    """All workers but the first die, one after another, and come back: 20 % of their time away."""
+    faults = tuple(
+        Fault(at=10.0 + 12.0 * turn + 4.0 * k, rank=k, kind="kill", seconds=2.0)
+        for turn in range(8)
+        for k in range(1, len(scenario.workers))
+    )
+    return Scenario(scenario.workers, faults=faults)
+
+
+UNLIKE = (1.0, 1.4, 2.9, 4.9)
+CLUSTERS = {
+    "16 equal workers": workers((1.0,) * 16, (8,) * 16),
+    "4 unlike workers, equal batches": workers(UNLIKE, (32,) * 4),
+    "4 unlike workers, equal batches, killed": killed(workers(UNLIKE, (32,) * 4)),
+    "4 unlike workers, planned batches": workers((1.8,) * 4, (58, 41, 20, 9)),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    policy: str
+    momentum: float = 0.9
+
+    def __str__(self) -> str:
+        return f"`{self.policy}`, momentum {self.momentum:g}"
+
+
+BSP, AHEAD, PLAIN = Way("bsp"), Way("asp"), Way("asp:lookahead=false")
+LESS = tuple(Way("asp:lookahead=false", momentum) for momentum in (0.8, 0.5, 0.0))
+
+
+@cache
+def trained(cluster: str, way: Way, lr: float, seed: int) -> tuple[float, float]:
+    """Samples and seconds to the loss; infinite: never."""
+    x, y = load_digits(return_X_y=True)
+    with np.errstate(all="ignore"):
+        result = simulate(
+            CLUSTERS[cluster],
+            way.policy,
+            iterations=MOST_BATCHES,
+            seed=seed,
+            objective=Perceptron((64, 96, 96, 10), (x / 16).astype(np.float32), y, seed),
+            lr=Hyper(lr=lr, momentum=way.momentum),
+            optimizer="momentum",
+            target_loss=LOSS,
+        )
+    reached = [(samples, seconds) for seconds, samples, loss in result.curve if loss <= LOSS]
+    return reached[0] if reached else (math.inf, math.inf)
+
+
+def best_rate(cluster: str, way: Way) -> float:
+    """Climbs the ladder from 0.2 for as long as the median of samples falls."""
+
+    def cost(rung: int) -> float:
+        lr = 0.2 * (1 - way.momentum) / 0.1 * ROOT**rung
+        return statistics.median(trained(cluster, way, lr, seed)[0] for seed in TUNING)
+
+    here = 0
+    while cost(here) == math.inf and here > -8:
+        here -= 1
+    for step in (1, -1):
+        while cost(here + step) < cost(here):
+            here += step
+    return 0.2 * (1 - way.momentum) / 0.1 * ROOT**here
+
+
+def samples(cluster: str, ways: Sequence[Way]) -> dict[Way, tuple[float, float]]:
+    """Prints a table; by way the medians of samples and seconds."""
+    found, rows = {}, [["way", "step size", "samples", "from", "to", "seconds"]]
+    for way in ways:
+        lr = best_rate(cluster, way)
+        runs = [trained(cluster, way, lr, seed) for seed in SEEDS]
+        counts, seconds = ([run[i] for run in runs] for i in (0, 1))
+        found[way] = statistics.median(counts), statistics.median(seconds)
+        numbers = (found[way][0], min(counts), max(counts))
+        rows.append([str(way), f"{lr:.2g}", *(f"{n:,.0f}" for n in numbers), f"{found[way][1]:.0f}"])
+    say(f"**{cluster}**: samples to a training loss of {LOSS}, {len(SEEDS)} seeds.\n\n{table(rows)}\n")
+    return found
+
+
+SAID: list[str] = []
+
+
+def say(text: str) -> None:
+    SAID.append(text)
+    print(text, flush=True)
+
+
+def judge(figure: str, value: float, least: float) -> None:
+    say(f"- {'met' if value >= least else '**missed**'}: {figure}: {value:.2f} (threshold: >= {least:g})")
+
+
+def all_samples() -> None:
+    sixteen, equal, kills, planned = CLUSTERS
+    found = samples(sixteen, (BSP, AHEAD, PLAIN, *LESS))
+    one, two, three = (found[way][0] for way in (BSP, AHEAD, PLAIN))
+    few, even = samples(equal, (BSP, AHEAD)), samples(planned, (BSP, AHEAD))
+    restarted = samples(kills, (AHEAD,))
+    judge("without look-ahead over with it, momentum 0.9", three / two, 2.0)
+    judge("without it, momentum tuned, over with it", min(three, *(found[w][0] for w in LESS)) / two, 1.6)
+    judge("`bsp` over `asp` with look-ahead", one / two, round(1 / 1.1, 2))
+    judge("samples without kills over those with", few[AHEAD][0] / restarted[AHEAD][0], round(1 / 1.1, 2))
+    judge("seconds of `bsp` over `asp`, equal batches", few[BSP][1] / few[AHEAD][1], 1.8)
+    judge("seconds of `bsp` over `asp`, planned batches", even[BSP][1] / even[AHEAD][1], 1.0)
+
+
+def store_of(optimizer: str, parameters: int, *, ahead: bool) -> tuple[Store, NDArray[np.float32]]:
+    """A store with momentum in it, and where to pull to."""
+    policy = "asp" if ahead else "asp:lookahead=false"
+    name, initial = f"ahead-{os.getpid()}-{optimizer}-{ahead:d}", {"w": np.zeros(parameters, np.float32)}
+    sizes = {"batches": [1, 1], "max_participants": 2}
+    store = Store.create(name, initial, optimizer=optimizer, policy=policy, **sizes)
+    store.join(0)
+    with Store.open(name) as other:
+        other.join(1)
+        for one in (other, store):
+            exchange(one, np.empty(store.layout.flat_elements, np.float32))
+    return store, np.zeros(store.layout.flat_elements, np.float32)
+
+
+def exchange(store: Store, flat: NDArray[np.float32]) -> None:
+    store.start()
+    staging = store.stage()
+    staging.flat.fill(1e-3)
+    begin = time.perf_counter()
+    store.exchange(staging, 1, Hyper(lr=1e-3, momentum=0.9), flat)
+    TIMES.append(time.perf_counter() - begin)
+
+
+def pull(store: Store, flat: NDArray[np.float32]) -> None:
+    begin = time.perf_counter()
+    store.pull(flat)
+    TIMES.append(time.perf_counter() - begin)
+
+
+TIMES: list[float] = []
+
+
+def all_pulls(parameters: int, rounds: int) -> None:
+    """Ratios of pairs, the two in turns."""
+    rows, worst = [["optimizer", "call", "plain, ms", "look-ahead, ms", "ratio", "middle half"]], 0.0
+    calls: dict[str, Callable[[Store, NDArray[np.float32]], None]] = {"pull": pull, "exchange": exchange}
+    for optimizer in ("momentum", "adamw"):
+        pair = [store_of(optimizer, parameters, ahead=ahead) for ahead in (False, True)]
+        for name, call in calls.items():
+            TIMES.clear()
+            for turn in range(rounds + 1):
+                for store, flat in pair if turn % 2 else pair[::-1]:
+                    call(store, flat)
+            pairs = np.array(TIMES[2:]).reshape(rounds, 2)
+            pairs[1::2] = pairs[1::2, ::-1]
+            low, middle, high = np.quantile(pairs[:, 1] / pairs[:, 0], (0.25, 0.5, 0.75))
+            worst = max(worst, middle if name == "pull" else 0.0)
+            plain, ahead = 1e3 * np.median(pairs, axis=0)
+            figures = f"{plain:.1f}", f"{ahead:.1f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}"
+            rows.append([optimizer, name, *figures])
+        for store, _ in pair:
+            store.close()
+    say(f"{parameters:,} parameters, {rounds} pairs: medians.\n\n{table(rows)}\n")
+    verdict = "met" if worst <= 1.7 else "**missed**"
+    say(f"- {verdict}: the longest pull with look-ahead over a plain one: {worst:.2f} (threshold: <= 1.7)")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=["samples", "pulls"], metavar="samples | pulls")
+    parser.add_argument("--parameters", type=int, default=25_000_000)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
+    options = parser.parse_args(arguments)
+    for part in options.parts:
+        SAID.clear()
+        say(f"{machine()}.\n")
+        all_samples() if part == "samples" else all_pulls(options.parameters, options.rounds)
+        if options.docs:
+            write_section(f"ahead-{part}", "\n".join(SAID), PAGE)
+
+
+if __name__ == "__main__":
+    main()
