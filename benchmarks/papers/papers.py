@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import papers_plot
 from acceptance import boa, hps, r2sp
 from benchmark_tools import record
+from papers_agreement import agreement
 from papers_real import real
 from papers_saps import processes, saps
 from papers_straggler import straggler
@@ -37,6 +38,7 @@ PARTS = {
     "hps": hps,
     "straggler": straggler,
     "real": real,
+    "agreement": agreement,
 }
 QUICK = Budget(seeds=(1, 2), tuning=(101,), processes=1, quick=True)
 

@@ -38,11 +38,8 @@ static bool look_at(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct
     const struct chunk_header *header = buffer_header(s, buffer);
     unsigned optimizer = s->geometry.optimizer;
     if (!(s->lookahead > 0) || s->chunks[chunk].averaged) return false;
-    const pyps_hyper *hyper = &header->hyper;
-    *l = (struct look){.length = s->chunks[chunk].length, .scale = s->own.scale};
-    l->ahead = kernels_ahead(optimizer, hyper, header->steps, s->lookahead);
-    l->clip = hyper->clip > 0 ? hyper->clip : INFINITY;
-    if (hyper->clip_norm > 0) l->scale *= norm_factor(s->own.norm, hyper->clip_norm);
+    *l = (struct look){.length = s->chunks[chunk].length};
+    l->ahead = kernels_ahead(optimizer, &header->hyper, header->steps, s->lookahead);
     for (uint32_t vector = 0; vector <= s->layout.states; vector++)
         l->from[vector] = buffer_floats(s, buffer, vector);
     return l->ahead.carried > 0;
@@ -53,6 +50,9 @@ static void look_along(const pyps_store *s, uint32_t chunk, struct look l) {
     uint32_t staging = s->own.staging, codec = s->own.ticket ? staging_codec(s, s->slot, staging) : PYPS_F32;
     uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
     size_t length = l.length, at_a_time = codec == PYPS_F32 ? length : BLOCK;
+    const pyps_hyper *pushed = &staging_header(s, s->slot, staging)->hyper[s->chunks[chunk].group];
+    l.scale = s->own.scale, l.clip = pushed->clip > 0 ? pushed->clip : INFINITY;
+    if (pushed->clip_norm > 0) l.scale *= norm_factor(s->own.norm, pushed->clip_norm);
     for (size_t from = 0; from < length; from += l.length) {
         float block[BLOCK];
         l.length = length - from < at_a_time ? length - from : at_a_time;

@@ -54,22 +54,20 @@ class OptimizerState:
         Weight decay is left out. This gradient is the less like those the longer the distance: above 1 it
         counts for a step of 1 / distance**2.
         """
-        h = self.hyper
-        if not self.steps > 0.0 or not distance > 0.0 or self.kind in (Optimizer.SGD, Optimizer.ADAGRAD):
+        h, adam = self.hyper, self.kind in (Optimizer.ADAM, Optimizer.ADAMW)
+        beta = h.betas[0] if adam else h.momentum if self.kind is Optimizer.MOMENTUM else 0.0
+        if not self.steps > 0.0 or not distance > 0.0 or beta == 0.0:
             return w
         g = np.zeros_like(w) if gradient is None else gradient
         g = np.clip(g, -h.clip, h.clip) if h.clip else g
-        near = min(distance, distance**-2)
-        if self.kind is Optimizer.MOMENTUM:
-            steady, left, rate = self._steady(1.0 - h.dampening)
-            a, _ = coefficients(h.momentum, distance, left, rate, steady)
-            _, b = coefficients(h.momentum, near, left, rate, steady)
-            return np.asarray(w - h.lr * (a * self._first + b * g))
-        beta1, beta2 = h.betas
-        root = np.sqrt(self._second / (1.0 - beta2**self.steps))
-        a, _ = coefficients(beta1, distance, beta1, 1.0, 1.0)
-        _, b = coefficients(beta1, near, beta1, 1.0, 1.0)
-        return np.asarray(w - h.lr * (a * self._first + b * g) / (1.0 - beta1**self.steps) / (root + h.eps))
+        steady, left, rate = (1.0, beta, 1.0) if adam else self._steady(1.0 - h.dampening)
+        a, _ = coefficients(beta, distance, left, rate, steady)
+        _, b = coefficients(beta, min(distance, distance**-2), left, rate, steady)
+        way = a * self._first + b * g
+        if adam:
+            root = np.sqrt(self._second / (1.0 - h.betas[1] ** self.steps))
+            way = way / (1.0 - beta**self.steps) / (root + h.eps)
+        return np.asarray(w - h.lr * way)
 
     def _sgd(self, d: Vector, part: float) -> Vector:
         return self.hyper.lr * part * d

@@ -76,10 +76,11 @@ class TorchObjective:
     def __init__(self, task: TrainingTask, inputs: Any, targets: Any, seed: int = 0) -> None:
         self._task, self._inputs, self._targets, self._seed = task, inputs, targets, seed
         self._parameters = [p for p in task.model.parameters() if p.requires_grad]
+        self._start = np.concatenate([p.detach().double().numpy().ravel() for p in self._parameters])
 
     def start(self) -> Vector:
-        flat = np.concatenate([p.detach().double().numpy().ravel() for p in self._parameters])
-        return np.asarray(flat, np.float64)
+        """The parameters that the model had at first: a simulation changes them."""
+        return self._start.astype(np.float64)
 
     def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float]:
         import torch

@@ -52,3 +52,10 @@ def test_processes(quick: Quick, shm: Path) -> None:
     rows = [line.split("|") for line in quick("real").splitlines() if line.startswith("| `bsp`")]
     assert [(row[7].strip(), row[8].split()[0]) for row in rows] == [("100%", "0")]
     assert not list(shm.iterdir())
+
+
+def test_the_same_loss(quick: Quick, shm: Path) -> None:
+    """Turns leave nothing to chance: processes that look ahead reach the simulator's loss."""
+    row = next(line for line in quick("agreement").splitlines() if line.startswith("| `r2sp`"))
+    assert float(row.split("|")[4].strip(" %")) <= 0.5, "only the first pulls depend on who starts first"
+    assert not list(shm.iterdir())

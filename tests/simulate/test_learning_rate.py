@@ -7,8 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from pyps.native.values import Hyper
-from pyps.simulate import Scenario, SimWorker, simulate
+from pyps.simulate import Scenario, SimWorker, TorchObjective, simulate
 from pyps.store.policies import Policy
+from pyps.tasks import TrainingTask
 
 Array = NDArray[np.float64]
 EIGHT = Scenario(tuple(SimWorker(f"w{k}", 4, lambda _, k=k: 1.0 + 0.001 * k) for k in range(8)))  # type: ignore[misc]
@@ -64,3 +65,12 @@ def test_whole_steps_diverge_where_parts_do_not() -> None:
     hyper = Hyper(lr=0.1, momentum=0.9)
     assert loss("asp", hyper, "momentum", 200) < 1e-3
     assert not loss("asp:scaling=none", hyper, "momentum", 200) < 1.0
+
+
+def test_a_simulation_leaves_the_start_of_a_torch_objective() -> None:
+    torch = pytest.importorskip("torch")
+    task = TrainingTask(torch.nn.Linear(2, 1), lambda count: (None, None), torch.nn.functional.mse_loss)
+    objective = TorchObjective(task, torch.ones(32, 2), torch.zeros(32, 1))
+    start = objective.start()
+    simulate(EIGHT, "asp", iterations=2, objective=objective, lr=0.1)
+    np.testing.assert_array_equal(objective.start(), start)
