@@ -115,7 +115,7 @@ PROBLEMS = (
     Problem("README", "momentum", Hyper(lr=0.05, momentum=0.9), 400),
     Problem("digits, momentum", "momentum", Hyper(lr=0.05, momentum=0.9), 250),
     Problem("digits, AdamW", "adamw", Hyper(lr=0.003, weight_decay=0.01), 250),
-    Problem("ResNet", "momentum", Hyper(lr=0.05, momentum=0.9, weight_decay=5e-4), 150),
+    Problem("ResNet", "momentum", Hyper(lr=0.05, momentum=0.9, weight_decay=5e-4), 60),
 )
 
 

@@ -120,8 +120,9 @@ def samples(cluster: str, ways: Sequence[Way]) -> dict[Way, tuple[float, float]]
         runs = [trained(cluster, way, lr, seed) for seed in SEEDS]
         counts, seconds = ([run[i] for run in runs] for i in (0, 1))
         found[way] = statistics.median(counts), statistics.median(seconds)
-        numbers = (found[way][0], min(counts), max(counts))
-        rows.append([str(way), f"{lr:.2g}", *(f"{n:,.0f}" for n in numbers), f"{found[way][1]:.0f}"])
+        numbers = (found[way][0], min(counts), max(counts), found[way][1])
+        cells = (f"{n:,.0f}" if math.isfinite(n) else "never" for n in numbers)
+        rows.append([str(way), f"{lr:.2g}" if math.isfinite(found[way][0]) else "-", *cells])
     say(f"**{cluster}**: samples to a training loss of {LOSS}, {len(SEEDS)} seeds.\n\n{table(rows)}\n")
     return found
 
