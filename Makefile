@@ -67,6 +67,7 @@ bench: .venv/bench
 	$(PY) benchmarks/pulls.py --docs
 	$(PY) benchmarks/remote.py --docs
 	$(PY) benchmarks/solver.py --docs
+	$(PY) benchmarks/outside.py --docs
 	$(PY) benchmarks/ddp.py --docs
 	$(PY) benchmarks/simulate.py --full --docs
 	$(PY) benchmarks/learning_rate.py --docs

@@ -85,13 +85,13 @@ def fit_points(points: Sequence[tuple[int, float]]) -> Fit:
     )
 
 
-def refitted(kind: str, batches: Vector, seconds: Vector) -> Callable[[float], float]:
+def refitted(kind: str, batches: Vector, seconds: Vector) -> Callable[[Vector], Vector]:
     """T of the same kind, "affine" or "knee", fitted to other measurements of distinct, ascending batches."""
     b_scale, t_scale = float(batches[-1]), float(np.median(seconds))
     x, y = batches / b_scale, seconds / t_scale
     knee = _fit_knee(x, y) if kind == "knee" and len(x) >= KNEE_MIN_BATCHES else None
     curve = knee or _fit_line(x, y)
-    return lambda batch: float(curve(np.array([batch / b_scale]))[0]) * t_scale
+    return lambda batch: curve(batch / b_scale) * t_scale
 
 
 def point_seconds(point: Point) -> list[float]:
@@ -101,16 +101,15 @@ def point_seconds(point: Point) -> list[float]:
 
 def predict_seconds(fit: Fit, batch: float) -> float:
     """T(batch) in seconds. A table is linear between its batches, constant before the first one, and
-    continued at its last slope after the last one.
+    continued at fit.end_slope after the last one.
     """
     if fit.kind in ("affine", "knee"):
         return max(fit.floor_seconds, fit.fixed_seconds + fit.per_sample_seconds * batch)
     table = fit.table or []
     batches, seconds = [b for b, _ in table], [s for _, s in table]
-    if batch <= batches[-1] or len(table) == 1:
+    if batch <= batches[-1]:
         return float(np.interp(batch, batches, seconds))
-    slope = (seconds[-1] - seconds[-2]) / (batches[-1] - batches[-2])
-    return seconds[-1] + slope * (batch - batches[-1])
+    return seconds[-1] + fit.end_slope * (batch - batches[-1])
 
 
 def medians_of(points: Sequence[tuple[int, float]]) -> tuple[Vector, Vector]:

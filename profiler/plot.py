@@ -93,8 +93,7 @@ def _label(axes: Any, profile: Profile, batches: Ints) -> None:
 def describe_fit(fit: Fit) -> str:
     """The fitted formula in milliseconds."""
     if fit.kind in ("convex", "table"):
-        shape = "convex" if fit.kind == "convex" else "monotone"
-        return f"T(b) by a {shape} polygon of {len(fit.table or [])} batches"
+        return f"T(b) = table of {len(fit.table or [])} batches"
     line = f"{fit.fixed_seconds * 1e3:.4g} + {fit.per_sample_seconds * 1e3:.4g} b"
     return (
         f"T(b) = max({fit.floor_seconds * 1e3:.4g}, {line}) ms" if fit.kind == "knee" else f"T(b) = {line} ms"

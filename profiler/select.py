@@ -1,52 +1,67 @@
-"""Selects a device's cost model: the simplest one that predicts batches left out of the fit.
+"""Selects a device's cost model: a simple form where that explains the points, else a curve through them.
 
     affine   T(b) = c + a b
     knee     T(b) = max(t0, c + a b)
-    convex   a convex, nondecreasing polygon through the measured batches: devices that get less efficient
-    table    a nondecreasing polygon: any other device
+    table    a nondecreasing polygon: the form blended with the points (pyps.profiler.blend)
 
-Each model is judged by leaving out every batch in turn. A richer model replaces a simpler one only if it
-clearly reduces that loss: with ten points a table explains everything and predicts little. (The forms other
-than the line, and this rule, are ours.)
+A form is kept if it misses no measured batch by more than 10 %, predicts batches left out about as well as
+the blend does, and promises little gain below the smallest measured batch. (The forms other than the line,
+and this rule, are ours.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pyps.formats import Fit, Point, Profile
+from pyps.profiler.blend import USUAL_NOISE, Blend, Form, Walk, estimated, thinned
 from pyps.profiler.fit import (
     KNEE_GAIN,
+    LEFT_OUT_LIMIT,
     NOISE_CEILING,
+    TRUST_TOLERANCE,
     fit_points,
     medians_of,
     point_seconds,
-    predict_seconds,
     r2_of,
     refitted,
     soft_l1,
     trusted_range,
 )
+from pyps.profiler.statistics import median_and_error
 
-GOOD_ENOUGH = 0.02  # a line or a knee with a smaller error at batches left out is kept
-RICH_MIN_BATCHES = 6  # a polygon needs more evidence than a line
+GOOD_ENOUGH = 0.02  # a form with a smaller error at batches left out is kept
+UNMEASURED_GAIN = (
+    0.25  # of the smallest measured batch's time: a form that promises more below it is not kept
+)
+LEAST_NOISE = 0.003  # relative: repeats of a batch say nothing of what differs from batch to batch
 RESAMPLES = 200
 CONFIDENCE = 0.90
 
 Vector = NDArray[np.float64]
-Polygon = Callable[[Vector, Vector], Vector]  # batches, seconds -> seconds at those batches
+Kind = Literal["affine", "knee"]
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    kind: str
-    misses: Vector  # relative errors at batches left out
-    fitted: Vector
+class _Model:
+    """How a device's points are fitted: the kind of the form, and the walk about it."""
+
+    kind: Kind
+    walk: Walk
+    blended: bool
+
+    def curve(self, batches: Vector, seconds: Vector) -> Vector:
+        """At the batches, fitted to these seconds."""
+        form = refitted(self.kind, batches, seconds)
+        if not self.blended:
+            return form(batches)
+        return form(batches) * Blend.of(form, batches, seconds, self.walk).ratio(batches)
 
 
 def select_fit(points: Sequence[Point]) -> Fit:
@@ -58,10 +73,15 @@ def select_fit(points: Sequence[Point]) -> Fit:
     """
     measured = [(p.batch, s) for p in points for s in point_seconds(p)]
     fit = fit_points(measured)
-    batches, seconds = medians_of(measured)
-    if len(batches) >= RICH_MIN_BATCHES and (fit.leave_one_out_error or 0.0) > GOOD_ENOUGH:
-        fit = _richer(fit, batches, seconds)
-    return _with_band(fit, points)
+    batches, seconds = _bunched(*medians_of(measured))
+    kind: Kind = "knee" if fit.kind == "knee" else "affine"
+    form = refitted(kind, batches, seconds)
+    walk = estimated(form, batches, seconds, _usual_noise(points))
+    blended = _needs_blend(kind, fit, form, walk, batches, seconds)
+    if blended:
+        fit = _blended(kind, form, walk, batches, seconds)
+    fit = msgspec.structs.replace(fit, doubling_error=walk.doubling_error)
+    return _with_band(fit, _Model(kind, walk, blended), points)
 
 
 def fit_of(profile: Profile) -> Fit:
@@ -69,89 +89,83 @@ def fit_of(profile: Profile) -> Fit:
     return profile.fit or select_fit(profile.points)
 
 
-def _richer(fit: Fit, batches: Vector, seconds: Vector) -> Fit:
-    """A polygon if it predicts batches left out clearly better, else `fit`."""
-    simple = np.array([_simple_miss(fit.kind, batches, seconds, i) for i in range(len(batches))])
-    best, loss = None, KNEE_GAIN * soft_l1(simple, NOISE_CEILING)
-    for kind, polygon in (("convex", convex_polygon), ("table", monotone_polygon)):
-        misses = np.array([_left_out(polygon, batches, seconds, i) for i in range(len(batches))])
-        if (found := soft_l1(misses, NOISE_CEILING)) < loss:
-            best, loss = _Candidate(kind, misses, polygon(batches, seconds)), KNEE_GAIN * found
-    if best is None:
-        return fit
-    low, high = trusted_range(batches, np.abs(best.fitted / seconds - 1))
+def _bunched(batches: Vector, seconds: Vector) -> tuple[Vector, Vector]:
+    """The points, or medians of neighbours if they are very many."""
+    bunches = thinned(len(batches))
+    if len(bunches) == len(batches):
+        return batches, seconds
+    middles = [int(bunch[len(bunch) // 2]) for bunch in bunches]
+    return batches[middles], np.array([np.median(seconds[bunch]) for bunch in bunches])
+
+
+def _usual_noise(points: Sequence[Point]) -> float:
+    """The relative error to expect of a batch's median: by its repeats, where there are any."""
+    errors = [median_and_error(times)[1] for p in points if len(times := point_seconds(p)) > 2]
+    return max(LEAST_NOISE, float(np.median(errors))) if errors else USUAL_NOISE
+
+
+def _needs_blend(kind: Kind, fit: Fit, form: Form, walk: Walk, batches: Vector, seconds: Vector) -> bool:
+    """Whether the form alone does not do.
+
+    kind, form, fit: the form, and how it was judged. walk: about it. batches, seconds: the points.
+    """
+    gain = 1 - float(form(np.ones(1))[0] / form(batches[:1])[0])
+    if gain > UNMEASURED_GAIN or np.abs(form(batches) / seconds - 1).max() > TRUST_TOLERANCE:
+        return True
+    if (fit.leave_one_out_error or 0.0) <= GOOD_ENOUGH:
+        return False
+    alone, blended = _misses(kind, walk, batches, seconds)
+    return soft_l1(blended, NOISE_CEILING) < KNEE_GAIN * soft_l1(alone, NOISE_CEILING)
+
+
+def _misses(kind: Kind, walk: Walk, batches: Vector, seconds: Vector) -> tuple[Vector, Vector]:
+    """Relative errors at batches left out one by one: of the form, and of the blend."""
+    alone, blended = [], []
+    for k in np.unique(
+        np.linspace(0, len(batches) - 1, min(len(batches), LEFT_OUT_LIMIT)).round().astype(int)
+    ):
+        x, y, here = np.delete(batches, k), np.delete(seconds, k), batches[k : k + 1]
+        form = refitted(kind, x, y)
+        simple = float(form(here)[0] / seconds[k])
+        alone.append(simple - 1)
+        blended.append(simple * float(Blend.of(form, x, y, walk.without(int(k))).ratio(here)[0]) - 1)
+    return np.array(alone), np.array(blended)
+
+
+def _blended(kind: Kind, form: Form, walk: Walk, batches: Vector, seconds: Vector) -> Fit:
+    """The fit whose table is the form blended with the points."""
+    blend = Blend.of(form, batches, seconds, walk)
+    table = blend.knots()
+    at = np.interp(batches, [b for b, _ in table], [s for _, s in table])
+    low, high = trusted_range(batches, np.abs(at / seconds - 1))
+    error = None
+    if len(batches) > 2:
+        error = float(np.median(np.abs(_misses(kind, walk, batches, seconds)[1])))
+    last = batches[-1:]
+    slope = float((form(2 * last) - form(last))[0] * blend.ratio(last)[0] / last[0])
     return Fit(
-        kind=best.kind,  # type: ignore[arg-type]
-        r2=r2_of(seconds, best.fitted),
-        leave_one_out_error=float(np.median(np.abs(best.misses))),
+        kind="table",
+        per_sample_seconds=max(0.0, slope),
+        r2=r2_of(seconds, at),
+        leave_one_out_error=error,
         trusted_min_batch=low,
         trusted_max_batch=high,
-        table=[(int(b), float(s)) for b, s in zip(batches, best.fitted, strict=True)],
+        table=table,
     )
 
 
-def _simple_miss(kind: str, batches: Vector, seconds: Vector, index: int) -> float:
-    """The relative error of the line or knee at the batch at `index`, fitted without it."""
-    without = refitted(kind, np.delete(batches, index), np.delete(seconds, index))
-    return without(float(batches[index])) / float(seconds[index]) - 1
-
-
-def _left_out(polygon: Polygon, batches: Vector, seconds: Vector, index: int) -> float:
-    """The relative error of a polygon at the batch at `index`, fitted without it."""
-    x, y = np.delete(batches, index), np.delete(seconds, index)
-    knots = [(int(b), float(s)) for b, s in zip(x, polygon(x, y), strict=True)]
-    table = Fit(kind="table", table=knots, trusted_min_batch=1, trusted_max_batch=1)
-    return predict_seconds(table, float(batches[index])) / float(seconds[index]) - 1
-
-
-def convex_polygon(batches: Vector, seconds: Vector) -> Vector:
-    """The convex, nondecreasing values at the batches with the least Huber loss of relative errors."""
-    import cvxpy
-
-    cp: Any = cvxpy  # cvxpy's types are incomplete
-
-    x, scale = batches / batches[-1], float(np.median(seconds))
-    y = seconds / scale
-    values = cp.Variable(len(x))
-    slopes = cp.multiply(cp.diff(values), 1 / np.diff(x))
-    constraints = [slopes[0] >= 0, cp.diff(slopes) >= 0] if len(x) > 2 else [slopes >= 0]
-    loss = cp.sum(cp.huber(cp.multiply(values, 1 / y) - 1, NOISE_CEILING))
-    cp.Problem(cp.Minimize(loss), constraints).solve(solver=cp.CLARABEL)
-    found: Vector = np.maximum.accumulate(np.asarray(values.value)) * scale  # against the solver's rounding
-    return found
-
-
-def monotone_polygon(batches: Vector, seconds: Vector) -> Vector:
-    """The nondecreasing values nearest to the measured ones in relative terms: pool adjacent violators."""
-    from scipy.optimize import isotonic_regression
-
-    pooled: Vector = np.exp(isotonic_regression(np.log(seconds)).x)
-    return pooled
-
-
-def _with_band(fit: Fit, points: Sequence[Point]) -> Fit:
-    """The fit with the band of its predictions: each resample refits the coefficients of the same kind."""
-    import msgspec
-
-    groups = [(p.batch, np.array(point_seconds(p))) for p in sorted(points, key=lambda p: p.batch)]
-    if all(len(seconds) == 1 for _, seconds in groups):
+def _with_band(fit: Fit, model: _Model, points: Sequence[Point]) -> Fit:
+    """The fit with the band of its predictions: each resample refits the coefficients of the same model."""
+    groups: dict[int, list[float]] = {}
+    for point in sorted(points, key=lambda p: p.batch):
+        groups.setdefault(point.batch, []).extend(point_seconds(point))
+    if all(len(seconds) == 1 for seconds in groups.values()):
         return fit
-    luck = np.random.default_rng(0)
-    batches = np.array([batch for batch, _ in groups], float)
-    curves = []
+    luck, batches, curves = np.random.default_rng(0), np.array(list(groups), float), []
     for _ in range(RESAMPLES):
-        again = [float(np.median(luck.choice(seconds, len(seconds)))) for _, seconds in groups]
-        curves.append(_refit(fit, batches, np.array(again)))
+        again = [float(np.median(luck.choice(seconds, len(seconds)))) for seconds in groups.values()]
+        few, medians = _bunched(batches, np.array(again))
+        curves.append(np.interp(batches, few, model.curve(few, medians)))
     low, high = np.quantile(curves, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
-    band = [(int(b), float(lo), float(hi)) for b, lo, hi in zip(batches, low, high, strict=True)]
+    band = [(b, float(lo), float(hi)) for b, lo, hi in zip(groups, low, high, strict=True)]
     return msgspec.structs.replace(fit, band=band)
-
-
-def _refit(fit: Fit, batches: Vector, seconds: Vector) -> Vector:
-    """The refitted curve at the batches. A convex polygon is refitted as a monotone one, which is much
-    faster.
-    """
-    if fit.kind in ("convex", "table"):
-        return monotone_polygon(batches, seconds)
-    again = refitted(fit.kind, batches, seconds)
-    return np.array([again(b) for b in batches])

@@ -366,4 +366,6 @@ def _plan_worker(k: int, rank: PlannedRank, solution: ConstrainedSolution, probl
         fit=msgspec.structs.replace(rank.fit, band=None),
         memory=rank.profile.memory,
         required=rank.group.required,
+        min_batch=rank.group.min_batch or 1,
+        batch_multiple=rank.group.batch_multiple,
     )

@@ -81,19 +81,13 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
 def cost_of(fit: Fit, factor: float = 1.0) -> Cost:
     """The cost model of a fit, with every time multiplied by `factor`."""
     if fit.kind in ("convex", "table"):
-        knots = list(fit.table or ()) + (_continued(fit) if fit.kind == "convex" else [])
+        knots = list(fit.table or ())
+        last, longest = knots[-1]
+        if last < MAX_BATCH:
+            knots.append((MAX_BATCH, longest + fit.end_slope * (MAX_BATCH - last)))
         return Table(tuple((batch, factor * seconds) for batch, seconds in knots))
     floor = fit.floor_seconds if fit.kind == "knee" else 0.0
     return Line(factor * fit.fixed_seconds, factor * fit.per_sample_seconds, factor * floor)
-
-
-def _continued(fit: Fit) -> list[tuple[int, float]]:
-    """The knot that continues a convex polygon at its last slope, up to the largest possible batch."""
-    table = fit.table or []
-    if len(table) < 2 or table[-1][0] == MAX_BATCH:
-        return []
-    (b0, s0), (b1, s1) = table[-2:]
-    return [(MAX_BATCH, s1 + (s1 - s0) / (b1 - b0) * (MAX_BATCH - b1))]
 
 
 def max_batch_of(group: WorkerGroup, profile: Profile) -> int:

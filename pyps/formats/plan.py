@@ -32,7 +32,8 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     repeats the profile's, so that a run can emulate the devices of the plan. predicted_seconds: of a step,
     from one to the next. link_seconds are the rank's transfers each iteration over its own and its shared
     links; they are part of predicted_seconds or, in a pipeline, overlap with the rest of it. required: a run
-    may not leave the rank out.
+    may not leave the rank out. min_batch, batch_multiple: bounds of its batch, unless it is left out, that a
+    run keeps too.
     """
 
     rank: Share
@@ -50,6 +51,8 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fit: Fit | None = None
     memory: Memory | None = None
     required: bool = False
+    min_batch: Batch = 1
+    batch_multiple: Batch = 1
 
 
 class R2spRemedies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -69,8 +70,10 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cost model T(b) = max(t0, c + a*b), or a nondecreasing polygon through a table of (batch, seconds).
 
-    leave_one_out_error is the median relative error of predicting each point from the others; band has
-    (batch, low, high) seconds between which 90 % of refits lie.
+    A polygon goes on after its last batch by per_sample_seconds a sample; if that is 0, by the table's own
+    slope. leave_one_out_error is the median relative error of predicting each point from the others; band
+    has (batch, low, high) seconds between which 90 % of refits lie; doubling_error is the relative standard
+    error at twice the largest measured batch.
     """
 
     kind: Literal["affine", "knee", "convex", "table"]
@@ -83,6 +86,21 @@ class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trusted_max_batch: Batch
     table: Annotated[list[tuple[Batch, Seconds]], Meta(min_length=1)] | None = None
     band: list[tuple[Batch, Seconds, Seconds]] | None = None
+    doubling_error: Elapsed | None = None
+
+    @property
+    def end_slope(self) -> float:
+        """The seconds of each sample after a table's last batch.
+
+        Without per_sample_seconds it is the median slope from the batches of the table's last three quarters
+        to its end, so that one disturbed time cannot tilt it.
+        """
+        table = self.table or []
+        if self.per_sample_seconds > 0 or len(table) < 2:
+            return self.per_sample_seconds
+        last, longest = table[-1]
+        upper = [point for point in table[:-1] if 4 * point[0] >= last] or table[-2:-1]
+        return median((longest - seconds) / (last - batch) for batch, seconds in upper)
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

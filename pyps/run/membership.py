@@ -7,9 +7,11 @@ follows gives it samples again. Ranks that the plan does not have rest from the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from pyps.errors import Infeasible
 from pyps.native.values import MemberState, Role
 from pyps.report.activity import StoreActivity
 from pyps.solver.costs import Cost
@@ -57,11 +59,15 @@ def share_out(
     max_batches: Sequence[int],
     required: Collection[int],
     size: int,
+    min_batches: Sequence[int] | None = None,
+    batch_multiples: Sequence[int] | None = None,
 ) -> Split:
     """The split of so many samples with the shortest step, among these ranks; the others of `size` get none.
 
-    costs, max_batches: of each rank. required: ranks that get at least a sample. What no cap allows is
-    missing; where there are fewer samples than required ranks, none is required.
+    costs, max_batches: of each rank. required: ranks that get at least a sample. min_batches,
+    batch_multiples: of ranks with samples; 1 by default. What no cap allows is missing. Where the samples do
+    not suffice for the required ranks, none is required; where no split keeps the minima and multiples,
+    these do not hold.
     """
     among = sorted(ranks)
     if not among or samples < 1:
@@ -69,9 +75,25 @@ def share_out(
     caps = [max_batches[rank] for rank in among]
     total = min(samples, sum(caps))
     needed = [rank in required for rank in among] if len(set(required) & set(among)) <= total else False
-    parts = best_split(total, [costs[rank] for rank in among], [1] * len(among), caps, needed)
+    least = [min_batches[rank] if min_batches else 1 for rank in among]
+    multiples = [batch_multiples[rank] if batch_multiples else 1 for rank in among]
+    parts = _nearest_split(total, [costs[rank] for rank in among], (least, caps, multiples), needed)
     shared = dict(zip(among, parts, strict=True))
     return tuple(shared.get(rank, 0) for rank in range(size))
+
+
+def _nearest_split(
+    total: int,
+    costs: Sequence[Cost],
+    bounds: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    required: Sequence[bool] | bool,
+) -> Split:
+    """The best split within these minima, maxima and multiples, or within as many of them as can be kept."""
+    least, most, multiples = bounds
+    for needed in (required, False):
+        with contextlib.suppress(Infeasible):
+            return best_split(total, costs, least, most, needed, multiples)
+    return best_split(total, costs, [1] * len(costs), most, required)
 
 
 def why_ranks_changed(before: Ranks, away: frozenset[int], planned: int, after: Split) -> str:

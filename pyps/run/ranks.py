@@ -17,7 +17,7 @@ from pyps.errors import InputError
 from pyps.formats import Cluster, Fit, Plan, PlanWorker, WorkerGroup, read_cluster, read_profile
 from pyps.formats.mode import FROM_PLAN
 from pyps.native.values import CostModel
-from pyps.profiler.fit import predict_seconds
+from pyps.profiler.fit import fit_points, predict_seconds
 from pyps.profiler.select import fit_of
 from pyps.solver.costs import Line, Table
 from pyps.solver.online.prior import prior_of
@@ -113,12 +113,11 @@ def new_rank(rank: int, profile: str | os.PathLike[str] | None) -> RankSpec:
 
 
 def cost_model_of(profile: str | os.PathLike[str]) -> CostModel:
-    """A profile's cost model as a line; of a table, the one through its ends. Raises InputError."""
+    """A profile's cost model as a line; of a table, one fitted to its knots. Raises InputError."""
     cost, most = prior_of(profile)
     if isinstance(cost, Table):
-        (first, seconds), (last, longest) = cost.points[0], cost.points[-1]
-        slope = (longest - seconds) / (last - first) if last > first else 0.0
-        cost = Line(seconds - slope * first, slope, seconds)
+        line = fit_points(cost.points[:-1] if len(cost.points) > 2 else cost.points)  # the last is far away
+        cost = Line(line.fixed_seconds, line.per_sample_seconds, line.floor_seconds)
     if not isinstance(cost, Line):
         raise InputError(os.fspath(profile), "points", "none", "measured points")
     return CostModel(cost.fixed_seconds, cost.per_sample_seconds, cost.floor_seconds, most)

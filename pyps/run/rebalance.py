@@ -4,9 +4,10 @@ Three things change the split in force; the global batch stays the same in each.
 
 - A rank goes away, comes back or joins: its share goes to the others at once, or comes from them. Where no
   step waits for all ranks, a rank of the plan that is away keeps its share: the others do not wait for it.
-- With `moves`: every `window` steps of each rank its cost is estimated anew. The exact split for these costs
-  replaces the one in force if it makes the longest step shorter by more than the deadband
-  (pyps.solver.online.decide). Where steps wait for all ranks, one that only holds the others up is left out.
+- With `moves`: every `window` steps of each rank, and as soon as two steps in a row show a change, its cost
+  is estimated anew. The exact split for these costs replaces the one in force if it makes the longest step
+  clearly shorter (pyps.solver.online.decide). Batches keep the plan's minima and multiples. Where steps
+  wait for all ranks, one that only holds the others up is left out.
 - Such a rank is tried with one sample now and then, and comes back when the exact split uses it.
 
 Every launcher of a run decides from what the store shows; the one with the lowest rank that is there acts. So
@@ -26,11 +27,10 @@ from pyps.report.activity import StoreActivity
 from pyps.run.membership import Ranks, present_ranks, share_out, why_ranks_changed
 from pyps.run.step_costs import StepCosts
 from pyps.solver.costs import Cost
-from pyps.solver.online.decide import Split, SplitChange, decide, round_seconds
+from pyps.solver.online.decide import Split, SplitChange, decide, gain_worth_a_change, round_seconds
 
 WINDOW_STEPS = 7
 DEADBAND = 0.05
-MIN_STANDARD_ERRORS = 2.0  # a gain of less may be noise
 FIRST_STEPS = 3  # of a rank that nothing is known of, before it gets its share
 FIRST_SHARE = 0.25  # of an equal share: what it gets until then
 PROBE_SHARE = 0.01  # of the time: what trying a rank that rests may take
@@ -177,7 +177,8 @@ class RunRebalancer:
         required = among - self._hopeless()
         before = self._remembered.get(among) if not taken else None
         if before is None:
-            return share_out(self._global_batch - taken, among, costs, most, required, size)
+            bounds = self.costs.min_batches, self.costs.batch_multiples
+            return share_out(self._global_batch - taken, among, costs, most, required, size, *bounds)
         before = before + (0,) * (size - len(before))
         better = self._decide(before, costs, required, self._deadband, 0) if self._moves else None
         return before if better is None else better.after
@@ -204,15 +205,19 @@ class RunRebalancer:
     # ---- speed ----
 
     def _take_window(self, ranks: Ranks) -> float | None:
-        """Estimate the costs anew, once there are enough steps of each rank: the greatest relative error."""
+        """Estimate the costs anew, once there are enough steps of each rank, or a change shows: the greatest
+        relative error.
+        """
         among = [rank for rank in ranks.there if ranks.split[rank]]
-        if not among or any(self.costs.new_steps(rank) < self._window for rank in among):
+        fresh = [rank for rank in among if self.costs.new_steps(rank)]
+        full = len(fresh) == len(among) and all(self.costs.new_steps(r) >= self._window for r in among)
+        if not among or not (full or any(self.costs.tells(rank, self._window) for rank in fresh)):
             return None
-        return max(self.costs.take(rank, self._window) for rank in among)
+        return max(self.costs.take(rank, self._window) for rank in fresh)
 
     def _faster(self, ranks: Ranks, step: int, error: float) -> SplitChange | None:
         """The split that makes steps shorter."""
-        deadband = max(self._deadband, MIN_STANDARD_ERRORS * error)
+        deadband = gain_worth_a_change(self._deadband, error)
         split = tuple(b if rank in ranks.workers else 0 for rank, b in enumerate(ranks.split))
         among = {rank for rank, batch in enumerate(split) if batch}
         required = {r for r in among if not self._shares_absent or self.costs.is_required(r)}
@@ -242,7 +247,8 @@ class RunRebalancer:
         paces = [now / before for now, before in zip(levels, then, strict=True)]
         caps = [most if batch else 0 for most, batch in zip(self.costs.max_batches, split, strict=True)]
         needed = [rank in required for rank in range(len(split))]
-        return decide(split, costs, paces, [1] * len(split), caps, deadband, step, needed)
+        least, multiples = self.costs.min_batches, self.costs.batch_multiples
+        return decide(split, costs, paces, least, caps, deadband, step, needed, multiples)
 
     def _left_out_reasons(self, change: SplitChange) -> list[str]:
         reasons = []
@@ -262,10 +268,13 @@ class RunRebalancer:
             return None
         rank, split = min(due), list(ranks.split)
         most = max(range(len(split)), key=split.__getitem__)
-        split[most], split[rank] = split[most] - 1, 1
-        if not split[most]:
+        least, multiples = self.costs.min_batches, self.costs.batch_multiples
+        tried = -(-least[rank] // multiples[most]) * multiples[most]  # what the other can give
+        split[most], split[rank] = split[most] - tried, tried
+        if split[most] < least[most] or tried % multiples[rank]:
             return None
-        change = self._change(step, ranks.split, tuple(split), f"rank {rank} is tried with one sample")
+        samples = "one sample" if tried == 1 else f"{tried} samples"
+        change = self._change(step, ranks.split, tuple(split), f"rank {rank} is tried with {samples}")
         return Replan(change, plan, "probed", rank)
 
     def _rest_rounds(self, ranks: Ranks, rank: int) -> int:
@@ -286,7 +295,8 @@ class RunRebalancer:
             self.costs.renew(probe.rank)
         required = ranks.there - self._hopeless()
         costs, most = self.costs.all, self.costs.max_batches
-        after = share_out(self._global_batch, ranks.there, costs, most, required, len(ranks.split))
+        bounds = self.costs.min_batches, self.costs.batch_multiples
+        after = share_out(self._global_batch, ranks.there, costs, most, required, len(ranks.split), *bounds)
         if not after[probe.rank]:
             before = probe.before + (0,) * (len(ranks.split) - len(probe.before))
             reason = (

@@ -15,6 +15,7 @@ from pyps.profiler.statistics import median_and_error
 from pyps.report.report import LOADING_SHARE
 from pyps.solver.costs import Cost, Line
 from pyps.solver.online.refit import OnlineCost, at_least, stretched
+from pyps.solver.online.window import settled, tells
 from pyps.solver.ranks import cost_of
 
 
@@ -28,6 +29,8 @@ class _Device:
     depth: int = 1
     known: bool = True
     required: bool = False
+    min_batch: int = 1
+    batch_multiple: int = 1
     batch: int = 0
     taken: int = 0
 
@@ -75,6 +78,15 @@ class StepCosts:
         return [device.max_batch for device in self._devices]
 
     @property
+    def min_batches(self) -> list[int]:
+        """The least samples of a rank that has any; a multiple of its batch_multiple."""
+        return [-(-d.min_batch // d.batch_multiple) * d.batch_multiple for d in self._devices]
+
+    @property
+    def batch_multiples(self) -> list[int]:
+        return [device.batch_multiple for device in self._devices]
+
+    @property
     def levels(self) -> list[float]:
         """How many times longer steps take than when they were first measured."""
         return [device.estimate.level for device in self._devices]
@@ -90,13 +102,18 @@ class StepCosts:
         """Timed steps that have not been taken in."""
         return self._found[rank].steps - self._devices[rank].taken
 
+    def tells(self, rank: int, window: int) -> bool:
+        """Whether the last new steps are worth taking in before the window ends."""
+        device = self._devices[rank]
+        return device.known and tells(self._last(rank, window), device.estimate, device.batch)
+
     def take(self, rank: int, window: int) -> float:
-        """Take in the last new steps, at most so many; the relative standard error of their median."""
-        seconds, device = self._last(rank, window), self._devices[rank]
-        middle, error = median_and_error(seconds)
-        device.estimate.observe(device.batch, middle)
+        """Take in the last new steps, at most so many; the relative standard error of the rank's time."""
+        device = self._devices[rank]
+        times = settled(self._last(rank, window), device.estimate.expects(device.batch))
+        device.estimate.observe(device.batch, times)
         device.taken, device.known = self._found[rank].steps, True
-        return error
+        return device.estimate.error
 
     def renew(self, rank: int) -> None:
         """Take in the last step of a rank that rested: its device may be another one by now."""
@@ -131,7 +148,14 @@ def _planned(worker: PlanWorker) -> _Device:
         prior = Line(0.0, (compute_seconds or worker.batch) / worker.batch)
     at_once = worker.max_batch or MAX_BATCH
     most = min(MAX_BATCH, at_once * worker.max_accumulation)
-    return _Device(OnlineCost(prior), most, worker.link_seconds, required=worker.required)
+    return _Device(
+        OnlineCost(prior),
+        most,
+        worker.link_seconds,
+        required=worker.required,
+        min_batch=worker.min_batch,
+        batch_multiple=worker.batch_multiple,
+    )
 
 
 def _new(model: CostModel | None) -> _Device:

@@ -17,17 +17,18 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile
-from pyps.profiler.statistics import median_and_error
 from pyps.solver.costs import Cost
-from pyps.solver.online.decide import SplitChange, decide
+from pyps.solver.online.decide import SplitChange, decide, gain_worth_a_change
 from pyps.solver.online.prior import prior_of
-from pyps.solver.online.refit import OnlineCost
+from pyps.solver.online.refit import OnlineCost, Timed
+from pyps.solver.online.window import settled
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus, CostMessage
 from pyps.torch.hook import WeightedHook
 from pyps.torch.rounds import RoundIndex, Rounds
@@ -36,7 +37,6 @@ from pyps.torch.timer import ComputeTimer
 UNUSED_STEPS = 20  # gradients: a loop that calls step() has called it by then
 IDLE_WINDOWS = 5  # without a possible change: by then there is a reason to name
 WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DDP
-MIN_GAIN = 2.0  # in standard errors: a smaller gain may be none
 LEAD = 2  # rounds that each rank draws between its report and the step at which it reads the decision
 
 
@@ -45,11 +45,12 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
 
     batch: int
     seconds: float | None
-    relative_error: float  # the standard error of these seconds over the seconds
+    relative_error: float  # the standard error of what is known of this batch
     cost: CostMessage
     level: float
     max_batch: int
     min_batch: int
+    batch_multiple: int
     epoch: int
     trained: int  # rounds of this pass that were trained
     max_drawn: int  # the most rounds of this pass that may have been handed out
@@ -80,7 +81,11 @@ class RankState(msgspec.Struct, frozen=True):
 
 
 class _Knowledge(msgspec.Struct, frozen=True, kw_only=True):
-    """A Rebalancer's state: this device's OnlineCost, the ranks' levels at the last change, all changes."""
+    """A Rebalancer's state: this device's OnlineCost, the ranks' levels at the last change, all changes.
+
+    known: seconds by batch, over how many steps and with which scatter `timed` says. changed: whether the
+    device did, with the bounds of its slope in `slopes` and the cost before that in `first`.
+    """
 
     prior: CostMessage
     changed: bool
@@ -88,6 +93,10 @@ class _Knowledge(msgspec.Struct, frozen=True, kw_only=True):
     level: float
     levels: list[float] | None
     history: list[SplitChange]
+    timed: list[tuple[int, float]] = []
+    slopes: tuple[float, float] | None = None
+    first: CostMessage | None = None
+    profiled: bool = True
 
 
 class Rebalancer:
@@ -97,6 +106,7 @@ class Rebalancer:
     hook: the model's WeightedHook.
     profile: this device's pyps.profile/1 (a file or a Profile); with it one window is enough.
     max_batch: the largest batch that fits this device, if the profile does not give it.
+    min_batch, batch_multiple: bounds of this rank's batch that every change keeps.
     window: steps between decisions, an odd number.
     deadband: the least share of a round's time that a change must save.
     store: for messages between ranks; by default the process group's.
@@ -115,12 +125,19 @@ class Rebalancer:
         profile: Profile | str | os.PathLike[str] | None = None,
         *,
         max_batch: int | None = None,
+        min_batch: int = 1,
+        batch_multiple: int = 1,
         window: int = 5,
         deadband: float = 0.03,
         store: Any = None,
         timeout: float = DEADLINE_SECONDS,
     ) -> None:
         _check_types(sampler, hook, window)
+        if min_batch < 1 or batch_multiple < 1:
+            found = f"{min_batch} in steps of {batch_multiple}"
+            raise InputError("Rebalancer", "min_batch", found, "both at least 1")
+        least = max(sampler.accumulation, min_batch)
+        self.min_batch, self.batch_multiple = -(-least // batch_multiple) * batch_multiple, batch_multiple
         self._consensus = Consensus("Rebalancer", hook.group, store, timeout)
         prior, self.max_batch = self._agreed_prior(sampler, profile, max_batch)
         self.window, self.deadband = window, deadband
@@ -163,7 +180,11 @@ class Rebalancer:
         known = _Knowledge(
             prior=CostMessage.of(self._device.prior),
             changed=self._device.changed,
-            known=list(self._device.known.items()),
+            known=[(batch, timed.seconds) for batch, timed in self._device.known.items()],
+            timed=[(timed.steps, timed.scatter) for timed in self._device.known.values()],
+            slopes=self._device.slopes,
+            first=CostMessage.of(self._device.first) if self._device.first is not None else None,
+            profiled=self._device.profiled,
             level=self._device.level,
             levels=self._levels,
             history=self.history,
@@ -177,8 +198,11 @@ class Rebalancer:
             known = msgspec.convert(state, _Knowledge)
         except msgspec.ValidationError as error:
             raise InputError("Rebalancer", "state", str(error), "that of a Rebalancer") from None
-        self._device.prior, self._device.changed = known.prior.cost(), known.changed
-        self._device.known, self._device.level = dict(known.known), known.level
+        device, timed = self._device, [*known.timed, *[(1, 0.01)] * (len(known.known) - len(known.timed))]
+        device.prior, device.profiled = known.prior.cost(), known.profiled
+        device.known = {b: Timed(s, *more) for (b, s), more in zip(known.known, timed, strict=True)}
+        device.slopes, device.level = known.slopes, known.level
+        device.first = known.first.cost() if known.first is not None else None
         self._levels, self.history = known.levels, known.history
 
     def scalars(self) -> dict[str, float]:
@@ -241,9 +265,11 @@ class Rebalancer:
         batch = self._times[-1][0] if self._times else self._sampler.batch
         seconds = [s for b, s in self._times if b == batch]
         self._times = []
-        middle, error = median_and_error(seconds) if len(seconds) > self.window // 2 else (None, 0.0)
-        if middle is not None:
-            self._device.observe(batch, middle)
+        middle, error = None, 0.0
+        if len(seconds) > self.window // 2:
+            times = settled(seconds, self._device.expects(batch))
+            self._device.observe(batch, times)
+            middle, error = median(times), self._device.error
         sampler, self._reported_pass = self._sampler, self._pass
         return _Report(
             batch=batch,
@@ -252,7 +278,8 @@ class Rebalancer:
             cost=CostMessage.of(self._device.cost),
             level=self._device.level,
             max_batch=self.max_batch,
-            min_batch=sampler.accumulation,
+            min_batch=self.min_batch,
+            batch_multiple=self.batch_multiple,
             epoch=sampler.epoch,
             trained=self._trained,
             max_drawn=sampler.max_drawn(self._trained),
@@ -277,8 +304,10 @@ class Rebalancer:
             [now / then for now, then in zip(levels, before, strict=True)],
             [report.min_batch for report in reports],
             [report.max_batch for report in reports],
-            max(self.deadband, *(MIN_GAIN * report.relative_error for report in reports)),
+            gain_worth_a_change(self.deadband, max(report.relative_error for report in reports)),
             self.steps - 1,
+            True,
+            [report.batch_multiple for report in reports],
         )
         if change is None:
             full = [rank for rank, report in enumerate(reports) if report.batch >= report.max_batch]

@@ -1,7 +1,8 @@
 """Decides when to move samples between ranks, and how many: a pure function of what the ranks have measured.
 
-The new split is the exact one for the current cost estimates. It replaces the split in force only if it makes
-the round shorter by more than the deadband, so that noise does not move samples back and forth.
+The new split is the exact one for the current cost estimates, within the bounds of each rank. It replaces
+the split in force only if it makes the round clearly shorter, so that noise does not move samples back and
+forth.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pyps.solver.exact.minmax import Problem, solve
 
 Split = tuple[int, ...]  # samples a round, by rank
 
+MIN_GAIN = 2.0  # in standard errors of the times: a smaller gain may be none
+CERTAIN_GAIN = 4.0  # in standard errors: a larger gain is real, however small
+LEAST_GAIN = 0.005  # relative: a smaller gain is not worth a change
 WORTH_NAMING = 0.05  # relative: a smaller change of a rank's pace is not given as a reason
 
 
@@ -38,20 +42,35 @@ class SplitChange:
         return "; ".join(self.reasons)
 
 
+def gain_worth_a_change(deadband: float, error: float) -> float:
+    """The least relative gain that is worth a change.
+
+    error: the relative standard error of the ranks' times. The deadband holds while they are not certain; as
+    evidence grows, smaller gains count.
+    """
+    return max(MIN_GAIN * error, min(deadband, CERTAIN_GAIN * error), LEAST_GAIN)
+
+
 def best_split(
     global_batch: int,
     costs: Sequence[Cost],
     min_batches: Sequence[int],
     max_batches: Sequence[int],
     required: Sequence[bool] | bool = True,
+    batch_multiples: Sequence[int] | int = 1,
 ) -> Split:
     """The split with the shortest round. Raises Infeasible.
 
-    costs, min_batches, max_batches: of each rank. required: whether a rank must have samples.
+    costs, min_batches, max_batches: of each rank. required: whether a rank must have samples; of one that has
+    none, min_batches does not hold. batch_multiples: of which each rank's batch must be one.
     """
-    stacked = Costs.stack(costs)
     problem = Problem.of(
-        stacked, global_batch, min_batch=min_batches, max_batch=max_batches, required=required
+        Costs.stack(costs),
+        global_batch,
+        min_batch=min_batches,
+        max_batch=max_batches,
+        batch_multiple=batch_multiples,
+        required=required,
     )
     return tuple(int(batch) for batch in solve(problem).batches)
 
@@ -62,23 +81,24 @@ def decide(
     paces: Sequence[float],
     min_batches: Sequence[int],
     max_batches: Sequence[int],
-    deadband: float,
+    least_gain: float,
     step: int,
     required: Sequence[bool] | bool = True,
+    batch_multiples: Sequence[int] | int = 1,
 ) -> SplitChange | None:
     """The change of the split that is worth making, or None.
 
     split: samples a round in force, by rank. costs: of each rank, as estimated now. paces: how many times
     longer each rank takes than at the last change. min_batches, max_batches: bounds of each rank, in samples.
-    deadband: the relative gain below which nothing changes. step: the step at which this is decided.
-    required: whether a rank must have samples.
+    least_gain: the relative gain below which nothing changes. step: the step at which this is decided.
+    required, batch_multiples: as of best_split.
     """
     try:
-        after = best_split(sum(split), costs, min_batches, max_batches, required)
+        after = best_split(sum(split), costs, min_batches, max_batches, required, batch_multiples)
     except Infeasible:
         return None
     was, will = round_seconds(costs, split), round_seconds(costs, after)
-    if after == split or will > was * (1 - deadband):
+    if after == split or will > was * (1 - least_gain):
         return None
     return SplitChange(step, split, after, was, will, _reasons(split, after, paces, step))
 

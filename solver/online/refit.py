@@ -1,66 +1,149 @@
 """OnlineCost estimates the cost of this device's steps from few measurements, with the profile as the prior.
 
-    T(b) = d + f P(b)      P: the cost known before; at first the profile's, or proportional to b
+    T(b) = d + f P(b)      P: the profile's cost, or proportional to b
 
 At first the level f is free, and d, the error of the profile's fixed part, is kept small (ridge):
 measurements of a single batch change the level and keep the profile's shape.
 
-A different time at a batch that was measured before means that the device has changed. A small change may be
-noise, so only a part of it is taken. A large change starts anew, with the current cost as P. One batch cannot
-separate slope from intercept. Now d is adjusted first and f is kept near 1, because a co-tenant that takes
-time once a step is as likely as one that takes time once a sample. The next, different batch corrects a wrong
-guess, since two different batches determine both d and f.
+Every window is compared with what the estimate says of its batch, whether that batch was timed before or
+not. If the difference is more than noise, the device has changed, and all earlier times are void. One batch
+cannot tell whether the change takes time once a step (d) or for every sample (f), so f is known to lie
+between its old value and one that has changed as much as the time. Until another batch is timed, the
+estimate takes the middle of these on a log scale: at most the root of the change away from either. A time
+that fits the cost before all changes means that the disturbance is over.
+
+f never leaves 0.5 to 2 times the profile's shape at the level that was measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
 
 import numpy as np
+from numpy.typing import NDArray
 
+from pyps.profiler.statistics import MEDIAN_EFFICIENCY, robust_sigma
 from pyps.solver.costs import Cost, Line, Table
 
-CHANGE = 0.10  # relative, of a window's median: a larger change is not noise
-FOLLOW = 0.3  # the part of a smaller change that is taken
-NOISE = 0.01  # relative error of a window's median
+CHANGE = 0.10  # relative, of a window's median: a larger difference is not noise
+ERRORS = 4.0  # standard errors: a smaller difference may be noise
+OVER = 0.05  # relative: so near to the cost before all changes, these are over
+NOISE = 0.01  # relative error of a window's median, where the window does not tell
 FIXED = 0.3  # relative to T(b): how wrong the profile's fixed part may be
-REMEMBERED, AGING = 6, 0.7  # batches, and the weight of each older batch relative to the next newer one
+SLOPE_LOW, SLOPE_HIGH = 0.5, 2.0  # of the profile's shape
+FULL = 1.1  # of the latest level: the whole time grows with the batch
+UNKNOWN_LOW = 0.05  # without a profile, the fixed part may be nearly all
+REMEMBERED = 6  # batches
+STEPS_KEPT = 40  # that a batch's mean is made of, so that it follows what drifts
 LEAST_SECONDS = 1e-9
+LEAST_ERROR = 1e-3
+SCATTER_FROM, SCATTER_KEPT = 4, 10  # steps that show a scatter, and that an earlier one counts for
+MOST_SCATTER = 0.1
 
 PROPORTIONAL = Line(0.0, 1e-3)
 
 
+@dataclass(frozen=True)
+class Timed:
+    """What is known of one batch: its mean seconds, over so many steps, and the scatter of a step."""
+
+    seconds: float
+    steps: int = 1
+    scatter: float = NOISE
+
+    @property
+    def error(self) -> float:
+        """The relative standard error."""
+        return max(LEAST_ERROR, self.scatter / math.sqrt(self.steps))
+
+    def and_more(self, other: Timed) -> Timed:
+        """Both, with what is beyond STEPS_KEPT forgotten."""
+        before = min(self.steps, STEPS_KEPT)
+        steps = before + other.steps
+        share = other.steps / steps
+        seconds = math.exp((1 - share) * math.log(self.seconds) + share * math.log(other.seconds))
+        return Timed(seconds, steps, (1 - share) * self.scatter + share * other.scatter)
+
+
 class OnlineCost:
-    """Takes in the median seconds of windows; plan with `cost`."""
+    """Takes in windows of steps; plan with `cost`."""
 
     def __init__(self, prior: Cost | None = None) -> None:
-        self.prior = PROPORTIONAL if prior is None else prior  # or the cost before the last change
-        self.changed = False
-        self.known: dict[int, float] = {}  # seconds by batch since then, the latest measured last
+        self.profiled = prior is not None
+        self.prior = PROPORTIONAL if prior is None else prior
+        self.known: dict[int, Timed] = {}  # by batch, since the last change, the latest timed last
+        self.slopes: tuple[float, float] | None = None  # between which f is; None: before any change
+        self.first: Cost | None = None  # before all changes
+        self.scatter = NOISE  # relative, of a step
+        self.first_slope = 1.0  # f then
         self.level = 1.0  # how many times longer steps take than when they were first measured
+
+    @property
+    def changed(self) -> bool:
+        """Whether the device is not what it was at first."""
+        return self.slopes is not None
 
     @property
     def cost(self) -> Cost:
         """The current estimate: the prior itself before the first measurement."""
-        return refit(self.prior, self.known, self.changed)
+        return self._estimate()[0]
 
-    def observe(self, batch: int, seconds: float) -> None:
-        """Take in one window: `seconds` of a step of `batch` samples."""
-        if batch not in self.known:
-            self.known[batch] = seconds
-        elif abs(math.log(change := seconds / self.known[batch])) > CHANGE:
-            self.prior, self.changed, self.known = self.cost, True, {batch: seconds}
-            self.level *= change
+    @property
+    def unsure(self) -> bool:
+        """Whether the first times of another batch will tell much: one has been timed since a change."""
+        return self.changed and len(self.known) == 1
+
+    @property
+    def error(self) -> float:
+        """The relative standard error of the estimate at the batch that was timed last."""
+        points = self._points()
+        if not points:
+            return 0.0
+        low, high = self._bounds()
+        middle = math.sqrt(low * high) if self.changed else None
+        covariance = _solved(self.prior, points, middle, low, high)[2]
+        batch, timed = next(reversed(points.items()))
+        at = np.array([1.0, self.prior.seconds(batch)])
+        return math.sqrt(max(0.0, float(at @ covariance @ at))) / timed.seconds
+
+    def _points(self) -> dict[int, Timed]:
+        return {b: t for b, t in self.known.items() if math.isfinite(self.prior.seconds(b))}
+
+    def observe(self, batch: int, times: Sequence[float]) -> None:
+        """Take in one window: the seconds of its steps, each of `batch` samples."""
+        if not math.isfinite(self.prior.seconds(batch)):
+            return  # a table says nothing of this batch
+        middle = median_low(times)  # of two steps the quicker: what disturbs a single step delays it
+        if len(times) >= SCATTER_FROM:
+            share = len(times) / (len(times) + SCATTER_KEPT)
+            found = min(MEDIAN_EFFICIENCY * robust_sigma(times, middle) / middle, MOST_SCATTER)
+            self.scatter = math.hypot(math.sqrt(share) * found, math.sqrt(1 - share) * self.scatter)
+        timed = Timed(middle, len(times), self.scatter)
+        if self.known and self._differs(batch, timed):
+            self._change(batch, timed)
         else:
-            step = change**FOLLOW
-            self.known = {b: s * step for b, s in self.known.items() if b != batch} | {
-                batch: self.known[batch] * step
-            }
-            self.level *= step
+            before = self.known.pop(batch, None)
+            self.known[batch] = timed if before is None or _apart(before, timed) else before.and_more(timed)
+            if before is not None and _apart(before, timed):
+                self._follow(batch, timed.seconds / before.seconds)
         while len(self.known) > REMEMBERED:
             del self.known[next(iter(self.known))]
+        if self.first is not None:
+            self.level = self.known[batch].seconds / self.first.seconds(batch)
+
+    def expects(self, batch: int) -> tuple[float, float]:
+        """The least and the most seconds of a step that are no surprise, but for noise."""
+        cost, _, low, high = self._estimate()
+        if not self.known:
+            return 0.0, math.inf
+        at, timed = next(reversed(self.known.items()))
+        shape = self.prior.seconds(batch) - self.prior.seconds(at)
+        by_slope = [timed.seconds + f * shape for f in (low, high)] if math.isfinite(shape) else []
+        seconds = [max(LEAST_SECONDS, s) for s in (cost.seconds(batch), *by_slope)]
+        return min(seconds), max(seconds)
 
     @property
     def proportional(self) -> Cost:
@@ -69,8 +152,9 @@ class OnlineCost:
         """
         if not self.changed or len(self.known) != 1:
             return self.cost
-        ((batch, seconds),) = self.known.items()
-        return stretched(self.prior, 0.0, seconds / self.prior.seconds(batch))
+        ((batch, timed),) = self.known.items()
+        f = self._estimate()[3]
+        return stretched(self.prior, timed.seconds - f * self.prior.seconds(batch), f)
 
     def renew(self, batch: int, seconds: float) -> None:
         """Take in a step after a time without any.
@@ -78,33 +162,108 @@ class OnlineCost:
         Where it is none of what was expected, the device is another one: each batch's cost changes as this
         one's.
         """
-        expected = (self.cost.seconds(batch), self.proportional.seconds(batch))
-        if (1 - CHANGE) * min(expected) <= seconds <= (1 + CHANGE) * max(expected):
-            self.observe(batch, seconds)
+        low, high = self.expects(batch)
+        if self.known and not (1 - CHANGE) * low <= seconds <= (1 + CHANGE) * high:
+            f = seconds / self.prior.seconds(batch)
+            if self.first is None:
+                self.first, self.first_slope = self._estimate()[:2]
+            self.known, self.slopes = {batch: Timed(seconds)}, (f, f)
+            self.level = seconds / self.first.seconds(batch)
             return
-        self.level *= seconds / self.cost.seconds(batch)
-        self.prior = stretched(self.prior, 0.0, seconds / self.prior.seconds(batch))
-        self.changed, self.known = True, {}
+        self.observe(batch, [seconds])
+
+    def _differs(self, batch: int, timed: Timed) -> bool:
+        """Whether a window is more than noise away from what was expected."""
+        low, high = self.expects(batch)
+        allowed = max(CHANGE, ERRORS * timed.error)
+        return not low * math.exp(-allowed) <= timed.seconds <= high * math.exp(allowed)
+
+    def _change(self, batch: int, timed: Timed) -> None:
+        """The device has become another one."""
+        cost, _, low, high = self._estimate()
+        if self.first is None:
+            self.first, self.first_slope = self._estimate()[:2]
+        if self.changed and abs(math.log(timed.seconds / self.first.seconds(batch))) < OVER:
+            self.prior, self.first_slope = self.first, 1.0
+            self.known, self.slopes = {batch: timed}, None
+            return
+        level = timed.seconds / self.first.seconds(batch)
+        ratio = timed.seconds / cost.seconds(batch)
+        low = max(low * min(1.0, ratio), self.first_slope * min(1.0, level))
+        high = min(high * max(1.0, ratio), self.first_slope * max(1.0, level))
+        self.known, self.slopes = {batch: timed}, (min(low, high), max(low, high))
+
+    def _follow(self, batch: int, ratio: float) -> None:
+        """A batch's time has moved a little, so that of the others has too."""
+        for other, timed in self.known.items():
+            if other != batch:
+                self.known[other] = replace(timed, seconds=timed.seconds * ratio)
+
+    def _bounds(self) -> tuple[float, float]:
+        """Of f: those of the profile's shape at the latest level, and what is known since the last change."""
+        batch, timed = next(reversed(self.known.items()))
+        level = timed.seconds / self.prior.seconds(batch)
+        low, high = (SLOPE_LOW if self.profiled else UNKNOWN_LOW) * level, SLOPE_HIGH * level
+        if self.slopes is not None:
+            high = min(self.slopes[1], FULL * level)
+            low = min(self.slopes[0], high)
+        return low, high
+
+    def _estimate(self) -> tuple[Cost, float, float, float]:
+        """The cost, its f, and the bounds between which that may be."""
+        points = self._points()
+        if not points:
+            return self.prior, 1.0, 1.0, 1.0
+        low, high = self._bounds()
+        middle = math.sqrt(low * high) if self.changed else None
+        d, f, covariance = _solved(self.prior, points, middle, low, high)
+        error = math.sqrt(max(0.0, float(covariance[1, 1])))
+        kept = max(low, min(f - 3 * error, high)), min(high, max(f + 3 * error, low))
+        return stretched(self.prior, d, f), f, *kept
 
 
-def refit(prior: Cost, known: Mapping[int, float], changed: bool = False) -> Cost:
-    """The d + f P(b), f > 0, nearest to the known seconds by batch, the latest last: ridge least squares.
+def _apart(one: Timed, other: Timed) -> bool:
+    """Whether two times of a batch differ by more than their errors."""
+    return abs(math.log(one.seconds / other.seconds)) > ERRORS * math.hypot(one.error, other.error)
 
-    changed: keep f near 1, because the prior's level was right; otherwise keep d near 0.
-    """
-    points = [(b, s) for b, s in known.items() if math.isfinite(prior.seconds(b))]
+
+def refit(prior: Cost, known: Mapping[int, float]) -> Cost:
+    """The d + f P(b), f > 0, nearest to the known seconds by batch, the latest last: ridge least squares."""
+    points = {b: Timed(s) for b, s in known.items() if math.isfinite(prior.seconds(b))}
     if not points:
         return prior
-    seconds = np.array([s for _, s in points])
-    shape = np.array([prior.seconds(b) for b, _ in points])
-    weight = np.sqrt(AGING ** np.arange(len(points))[::-1])
-    rigid = NOISE / FIXED
-    ridge = [0.0, rigid, rigid] if changed else [rigid / seconds[-1], 0.0, 0.0]
+    batch, timed = next(reversed(points.items()))
+    level = timed.seconds / prior.seconds(batch)
+    d, f, _ = _solved(prior, points, None, SLOPE_LOW * level, SLOPE_HIGH * level)
+    return stretched(prior, d, f)
+
+
+def _solved(
+    prior: Cost, points: Mapping[int, Timed], middle: float | None, low: float, high: float
+) -> tuple[float, float, NDArray[np.float64]]:
+    """d, f and their covariance: nearest to the times, with f from low to high.
+
+    middle: where f is without more evidence; None: d is near 0.
+    """
+    seconds = np.array([timed.seconds for timed in points.values()])
+    shape = np.array([prior.seconds(batch) for batch in points])
+    weight = 1 / np.array([math.hypot(timed.error, NOISE / 2) for timed in points.values()])
+    latest = seconds[-1]
+    if middle is None:
+        ridge = [1 / (FIXED * latest), 0.0, 0.0]
+    else:
+        spread = max(0.05, math.log(max(high / low, 1.0)) / 2)
+        ridge = [0.0, 1 / (middle * spread), 1 / spread]
     rows = np.vstack([np.column_stack([weight / seconds, weight * shape / seconds, weight]), ridge])
-    d, f = np.linalg.lstsq(rows[:, :2], rows[:, 2], rcond=None)[0]
-    if not f > 0:  # a larger batch was faster: keep the profile's shape at the latest level
-        d, f = 0.0, seconds[-1] / shape[-1]
-    return stretched(prior, float(d), float(f))
+    normal = rows[:, :2].T @ rows[:, :2]
+    scale = np.sqrt(np.diag(normal))
+    inverse = np.linalg.pinv(normal / np.outer(scale, scale)) / np.outer(scale, scale)
+    d, f = inverse @ rows[:, :2].T @ rows[:, 2]
+    if not low <= f <= high:
+        f = min(max(float(f), low), high)
+        share = (weight / seconds) ** 2
+        d = float((share * (seconds - f * shape)).sum() / share.sum())
+    return float(d), float(f), inverse
 
 
 def at_least(cost: Cost, seconds: float) -> Cost:

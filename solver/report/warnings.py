@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from statistics import median
 
-from pyps.formats import PlanWorker, R2spSchedule
-from pyps.solver.ranks import PlannedRank
+from pyps.formats import Fit, PlanWorker, Point, R2spSchedule
+from pyps.solver.ranks import PlannedRank, cost_of
 
 FIT_ERROR_WORTH_A_WARNING = 0.05
+MISSED_WORTH_A_WARNING = 0.10
+NEAR = 2  # a measured batch within this factor of the planned one says something of it
+CONFIDENCE_FACTOR = 1.645  # from a standard error to the bound that 90 % are within
 
 
 def warnings_of(
@@ -18,12 +22,17 @@ def warnings_of(
     has_side_constraints: limits or ties between workers may be the reason why one is left out.
     """
     lines: list[str] = []
+    seen: set[tuple[str, int, bool]] = set()
     for rank, worker in zip(ranks, workers, strict=True):
         fit, name, batch = rank.fit, rank.group.name, worker.batch
         at_once = worker.micro_batch
+        if (kind := (name, at_once, bool(batch))) in seen and batch:
+            continue
+        seen.add(kind)
         low, high = fit.trusted_min_batch, fit.trusted_max_batch
         if batch and not low <= at_once <= high:
-            lines.append(f"{name}: batch {at_once} is outside {low}..{high}, where its fit is trusted")
+            lines.append(f"{name}: {_outside(fit, at_once)}")
+        lines += [f"{name}: {line}" for line in _overruled(rank, at_once) if batch]
         if batch and (worker.fit_error or 0.0) > FIT_ERROR_WORTH_A_WARNING:
             lines.append(f"{name}: the fit misses left-out points by {worker.fit_error:.1%} (median)")
         if rank.bandwidth is not None and rank.link is None:
@@ -43,6 +52,32 @@ def warnings_of(
     if len(models) > 1:
         lines.append(f"the profiles are of different models: {', '.join(sorted(models))}")
     return list(dict.fromkeys(lines))
+
+
+def _outside(fit: Fit, batch: int) -> str:
+    """That a batch is outside the trusted range, and what its time is taken from."""
+    low, high = fit.trusted_min_batch, fit.trusted_max_batch
+    line = f"batch {batch} is outside {low}..{high}, where its fit is trusted"
+    if batch < low and fit.kind == "table":
+        return f"{line}: little gain below {low} is counted on"
+    if batch > high and fit.doubling_error is not None:
+        return f"{line}: at {2 * high}, its time may be off by {CONFIDENCE_FACTOR * fit.doubling_error:.0%}"
+    return line
+
+
+def _overruled(rank: PlannedRank, batch: int) -> Iterator[str]:
+    """The measured batches on either side of this one whose times the fit contradicts."""
+    cost = cost_of(rank.fit)
+    points = sorted((p.batch, _median(p)) for p in rank.profile.points)
+    around = [p for p in points if p[0] <= batch][-1:] + [p for p in points if p[0] >= batch][:1]
+    for at, measured in dict.fromkeys(p for p in around if batch <= NEAR * p[0] and p[0] <= NEAR * batch):
+        fitted = cost.seconds(at)
+        if abs(fitted / measured - 1) > MISSED_WORTH_A_WARNING:
+            yield f"batch {at} was measured at {1e3 * measured:.4g} ms, its fit says {1e3 * fitted:.4g} ms"
+
+
+def _median(point: Point) -> float:
+    return median(point.seconds) if isinstance(point.seconds, list) else point.seconds
 
 
 def link_warnings(r2sp: R2spSchedule, slowest_seconds: float) -> list[str]:

@@ -134,7 +134,7 @@ def test_a_slowed_worker_gives_samples_away_once(tmp_path: Path, noise: float) -
     )
     assert run.seconds() <= 1.05 * optimum < slow
     assert "rank 0 slowed by 2.0x" in run.reasons[0] or noise
-    assert run.steps(100) == 0, "it oscillates"
+    assert run.steps(100) <= 1, "it oscillates"
     run.slowdown[0] = 1.0
     assert run.steps(30) >= 1
     assert max(abs(a - b) for a, b in zip(run.split, before, strict=True)) <= 2
@@ -163,7 +163,8 @@ def test_fifty_milliseconds_more_cost_one_change(tmp_path: Path, noise: float, s
     assert run.imbalance() > BALANCED
     assert run.steps(2 * WINDOW_STEPS) == 1
     assert run.imbalance() < BALANCED
-    assert run.steps(200) == 0, "it oscillates"
+    assert run.steps(200) <= 1, "it oscillates"
+    assert run.imbalance() < BALANCED
     assert sum(run.split) == GLOBAL_BATCH
 
 
@@ -204,6 +205,36 @@ def test_caps_hold(tmp_path: Path) -> None:
     assert run.split[0] <= 36
     assert run.split[1] <= 24
     assert sum(run.split) == GLOBAL_BATCH
+
+
+def test_minima_and_multiples_of_the_plan_hold() -> None:
+    plan = a_plan()
+    workers = [
+        msgspec.structs.replace(w, batch=b, min_batch=8, batch_multiple=4)
+        for w, b in zip(plan.workers, (28, 20, 12), strict=True)
+    ]
+    run = Run(msgspec.structs.replace(plan, workers=workers))
+    for slowdown in ([3.0, 1.0, 1.0], [1.0, 1.0, 4.0], [1.0, 2.0, 1.0]):
+        run.slowdown = slowdown
+        run.steps(40)
+        assert sum(run.split) == GLOBAL_BATCH
+        assert all(b == 0 or (b >= 8 and b % 4 == 0) for b in run.split)
+    assert run.virtual.changes
+
+
+def test_a_rank_that_goes_leaves_minima_and_multiples_in_force() -> None:
+    plan = a_plan()
+    workers = [
+        msgspec.structs.replace(w, batch=b, batch_multiple=6)
+        for w, b in zip(plan.workers, (30, 18, 12), strict=True)
+    ]
+    run = Run(msgspec.structs.replace(plan, workers=workers))
+    run.steps(10)
+    run.virtual.leave(0)
+    run.steps(10)
+    assert run.split[0] == 0
+    assert sum(run.split) == GLOBAL_BATCH
+    assert all(b % 6 == 0 for b in run.split)
 
 
 def test_half_a_line_is_read_later(tmp_path: Path) -> None:

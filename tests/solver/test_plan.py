@@ -11,6 +11,7 @@ import pytest
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Device, Fit, Job, Link, Memory, ModelInfo, Plan, Point, Profile, WorkerGroup
+from pyps.profiler import predict_seconds
 from pyps.solver.plan import best_global_batch, even_batches, make_plan
 from pyps.solver.ranks import cost_of, max_batch_of, planned_ranks, problem_of
 
@@ -274,15 +275,27 @@ def test_goodput_is_reported_where_the_noise_scale_is_known() -> None:
     assert made.goodput.goodput == pytest.approx(300 / 0.31 * 400 / 600)
 
 
-def test_a_convex_polygon_goes_on_and_a_table_ends() -> None:
+def test_a_polygon_goes_on_after_its_last_batch() -> None:
     bounds = {"trusted_min_batch": 1, "trusted_max_batch": 9}
     convex = Fit(kind="convex", table=[(1, 1.0), (3, 2.0), (5, 4.0)], **bounds)
     assert cost_of(convex).seconds(2) == 1.5
     assert cost_of(convex).seconds(7) == pytest.approx(6.0)
     assert cost_of(convex, 2.0).seconds(7) == pytest.approx(12.0)
-    assert cost_of(msgspec.structs.replace(convex, kind="table")).seconds(7) == float("inf")
+    stated = msgspec.structs.replace(convex, kind="table", per_sample_seconds=0.25)
+    assert cost_of(stated).seconds(7) == predict_seconds(stated, 7) == pytest.approx(4.5)
     alone = Fit(kind="convex", table=[(4, 1.0)], **bounds)
-    assert cost_of(alone).seconds(5) == float("inf")
+    assert cost_of(alone).seconds(5) == 1.0
+
+
+def test_one_disturbed_last_time_does_not_tilt_how_an_older_table_goes_on() -> None:
+    bounds = {"trusted_min_batch": 1, "trusted_max_batch": 9}
+    table = [(b, 0.1 * b) for b in (1, 2, 4, 8, 16, 24, 32)]
+    steady, tilted = (
+        Fit(kind="table", table=[*table[:-1], (32, last)], **bounds) for last in (table[-1][1], 4.6)
+    )
+    assert steady.end_slope == pytest.approx(0.1)
+    assert cost_of(tilted).seconds(64) < 1.8 * cost_of(steady).seconds(64)
+    assert cost_of(tilted).seconds(64) == pytest.approx(predict_seconds(tilted, 64))
 
 
 def test_a_measured_link_is_used_where_the_cluster_names_none() -> None:

@@ -1,0 +1,203 @@
+"""Disturbed runs in virtual time: how near to the best split the rebalancers keep them.
+
+    python benchmarks/replay.py [--seeds 24] [--docs]
+
+Four unlike devices with profiles train 512 samples a round. After 40 quiet rounds one of them is disturbed,
+and every 40 rounds the disturbance moves to another: for 320 rounds. It takes time once a step (a tenth to
+four fifths of the device's time more) or for every sample (1.1 to 2 times as long); the noise of a step is
+1 or 3 %, and one step in a hundred takes three times as long. The oracle knows every cost exactly and
+changes the split at once.
+
+The store's RunRebalancer looks at every round. DDP's Rebalancer reports every 5 rounds, and its change
+holds 3 rounds later; its estimates and decisions are the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+
+import numpy as np
+from record import machine, table, write_section
+
+from pyps.solver import Cost, Line
+from pyps.solver.online.decide import Split, best_split, decide, gain_worth_a_change, round_seconds
+from pyps.solver.online.refit import OnlineCost, stretched
+from pyps.solver.online.window import settled, tells
+
+SPEEDS = (1.0, 1.4, 2.0, 2.9)
+GLOBAL_BATCH, ROTATES, ROUNDS = 512, 40, 360
+HICCUPS, HICCUP = 0.01, 3.0
+FREE = [1] * 4, [GLOBAL_BATCH] * 4  # least and most samples
+OVER_ORACLE, SLOPES, IMBALANCED, REPLANS = 1.03, (0.5, 2.0), 0.10, 2.0  # what is promised
+IMBALANCE = 0.10  # the longest step over the mean, less 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a rebalancer looks, how soon its change holds, and what a change must save."""
+
+    name: str
+    window: int
+    lag: int
+    at_once: bool
+    deadband: float
+
+
+SCHEDULES = (Schedule("store", 7, 0, True, 0.05), Schedule("ddp", 5, 3, False, 0.03))
+PROFILES: list[Cost] = [Line(0.010 * s, 0.0008 * s) for s in SPEEDS]
+
+
+def disturbed(seed: int, kind: str) -> Callable[[int], list[Cost]]:
+    """The true costs by round."""
+    luck = random.Random(seed)
+    ranks, last = [], -1
+    for _ in range(ROUNDS // ROTATES):
+        last = luck.choice([rank for rank in range(4) if rank != last])
+        ranks.append((last, luck.uniform(0.1, 0.8), luck.uniform(1.1, 2.0)))
+
+    def at(step: int) -> list[Cost]:
+        costs = list(PROFILES)
+        if step >= ROTATES:
+            rank, share, factor = ranks[step // ROTATES]
+            usual = best_split(GLOBAL_BATCH, PROFILES, *FREE)[rank]
+            more = share * PROFILES[rank].seconds(usual)
+            costs[rank] = stretched(costs[rank], *((more, 1.0) if kind == "additive" else (0.0, factor)))
+        return costs
+
+    return at
+
+
+@dataclass
+class Run:
+    """What came of one run: by round its time over the oracle's, its imbalance; slopes believed."""
+
+    over: list[float] = field(default_factory=list)
+    imbalance: list[float] = field(default_factory=list)
+    slopes: list[float] = field(default_factory=list)
+    changes: list[int] = field(default_factory=list)
+
+    def note(self, split: Split, costs: Sequence[Cost]) -> None:
+        times = [cost.seconds(b) for cost, b in zip(costs, split, strict=True)]
+        self.over.append(max(times) / fastest(tuple(costs)))
+        self.imbalance.append(max(times) / mean(times) - 1)
+
+    @property
+    def replans_a_change(self) -> float:
+        """The most re-plans that one change of the devices brought."""
+        counts = [0] * (ROUNDS // ROTATES)
+        for step in self.changes:
+            counts[step // ROTATES] += 1
+        return max(counts[1:])
+
+
+@functools.cache
+def fastest(costs: tuple[Cost, ...]) -> float:
+    """The seconds of the best round."""
+    return round_seconds(costs, best_split(GLOBAL_BATCH, costs, *FREE))
+
+
+def slope(cost: Cost) -> float:
+    """The seconds of one more sample."""
+    return cost.seconds(200) - cost.seconds(199)
+
+
+def replay(schedule: Schedule, kind: str, noise: float, seed: int) -> Run:
+    """One run with its rebalancer."""
+    luck, at, run = random.Random(1000 + seed), disturbed(seed, kind), Run()
+    learned = [OnlineCost(profile) for profile in PROFILES]
+    split = best_split(GLOBAL_BATCH, PROFILES, *FREE)
+    seen: list[list[float]] = [[] for _ in learned]
+    coming: tuple[int, Split] | None = None
+    for step in range(ROUNDS):
+        costs = at(step)
+        if coming is not None and coming[0] <= step:
+            split, coming, seen = coming[1], None, [[] for _ in learned]
+        run.note(split, costs)
+        for rank, cost in enumerate(costs):
+            hiccup = HICCUP if luck.random() < HICCUPS else 1.0
+            seen[rank].append(cost.seconds(split[rank]) * hiccup * luck.lognormvariate(0, noise))
+        expected = [device.expects(b) for device, b in zip(learned, split, strict=True)]
+        if schedule.at_once:
+            due = len(seen[0]) >= schedule.window
+            due = due or any(map(tells, seen, learned, split))
+        else:
+            due = (step + 1) % schedule.window == 0 and len(seen[0]) > schedule.window // 2
+        if not due or coming is not None:
+            continue
+        for device, batch, times, around in zip(learned, split, seen, expected, strict=True):
+            device.observe(batch, settled(times[-schedule.window :], around))
+        seen = [[] for _ in learned]
+        least = gain_worth_a_change(schedule.deadband, max(device.error for device in learned))
+        move = decide(split, [d.cost for d in learned], [1.0] * 4, *FREE, least, step)
+        run.slopes += [slope(one.cost) / slope(true) for one, true in zip(learned, costs, strict=True)]
+        if move is not None:
+            coming = step + 1 + schedule.lag, move.after
+            run.changes.append(step)
+    return run
+
+
+def row(schedule: Schedule, kind: str, noise: float, runs: Sequence[Run]) -> tuple[list[str], list[str]]:
+    """The figures of runs, and what was promised of them and is not kept."""
+    late = [run.over[ROTATES:] for run in runs]
+    over = float(np.mean(late))
+    low, high = min(min(run.slopes) for run in runs), max(max(run.slopes) for run in runs)
+    outside = float(np.mean([not SLOPES[0] <= s <= SLOPES[1] for run in runs for s in run.slopes]))
+    apart = float(np.mean([np.mean(np.array(run.imbalance[ROTATES:]) > IMBALANCE) for run in runs]))
+    most = max(run.replans_a_change for run in runs)
+    usual = mean(len([s for s in run.changes if s >= ROTATES]) / (ROUNDS // ROTATES - 1) for run in runs)
+    cells = [
+        f"{schedule.name}, {kind}, {noise:.0%}",
+        f"{over:.3f}",
+        f"{low:.2f} to {high:.2f}",
+        f"{outside:.2%}",
+        f"{apart:.1%}",
+        f"{usual:.1f}",
+        f"{median(run.replans_a_change for run in runs):.0f}, {most:.0f}",
+    ]
+    short = []
+    if over > OVER_ORACLE:
+        short.append(f"{over:.3f} of the oracle's time")
+    if outside:
+        short.append(f"slopes from {low:.2f} to {high:.2f} of the true one")
+    if apart > IMBALANCED:
+        short.append(f"imbalanced in {apart:.1%} of the rounds")
+    if most > REPLANS:
+        short.append(f"{most:.0f} re-plans after one change")
+    return cells, [f"{cells[0]}: {line}" for line in short]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    heading = ["run, disturbance, noise", "over the oracle", "slope over true", "slopes off", "imbalanced"]
+    rows, short = [[*heading, "re-plans", "median, most"]], []
+    for schedule in SCHEDULES:
+        for kind in ("additive", "multiplicative"):
+            for noise in (0.01, 0.03):
+                runs = [replay(schedule, kind, noise, seed) for seed in range(options.seeds)]
+                cells, missed = row(schedule, kind, noise, runs)
+                rows.append(cells)
+                short += missed
+    text = (
+        f"{machine()}. {options.seeds} seeds. Imbalanced: rounds whose longest step is over {IMBALANCE:.0%} "
+        f"above the mean; re-plans: a change of the devices brings so many, at median and most.\n\n"
+        f"{table(rows)}\n\n" + ("; ".join(short) if short else "All that is promised is kept.")
+    )
+    print(text)
+    if options.docs:
+        write_section("replay", text)
+    sys.exit(bool(short))
+
+
+if __name__ == "__main__":
+    main()

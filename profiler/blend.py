@@ -1,0 +1,162 @@
+"""Blends a fitted form with the points: the curve follows them near measured batches, and the form far away.
+
+The measured times over the fitted ones, in logarithms, are taken as a random walk along log b plus noise:
+
+    log(measured / fitted) = level + walk(log b) + noise
+
+How far the walk goes in an e-fold of b, and how large the noise is, are estimated from the points together
+(the most probable pair, with broad priors). Points that are dense and agree are passed through; scattered
+ones are smoothed; between two points the ratio moves evenly from one to the other, and past the last point
+it stays, so that noise in the last points cannot tilt the curve. (The model is kriging with a trend, as
+geostatistics uses it; its application to step times is ours.)
+
+A batch whose time neither neighbour supports counts as disturbed and is smoothed away. One at an end has
+only one neighbour, and is believed.
+
+Below the smallest measured batch a device may be faster or may be not. The curve counts on a small part of
+what the form promises there (HEDGE): a plan that relies on an unmeasured gain loses much if it is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.profiler.statistics import SIGMA_PER_MAD
+
+Vector = NDArray[np.float64]
+Form = Callable[[Vector], Vector]  # batches -> seconds
+Knots = list[tuple[int, float]]  # batch, seconds
+
+HEDGE = 0.15  # of a gain below the smallest measured batch, the part that is counted on
+BETWEEN = 3  # knots between two measured batches: the form is no straight line on a log scale
+BELOW = 5  # knots below the first measured batch
+WALKS = np.geomspace(1e-4, 3.0, 14)  # variances of the walk in an e-fold of b
+NOISES = np.geomspace(1e-3, 0.3, 12)  # standard deviations of the noise
+USUAL_WALK, WALK_SPREAD = 0.02, 2.0  # prior: log-normal
+USUAL_NOISE, NOISE_SPREAD = 0.02, 0.8
+LEVEL = 0.1  # prior standard deviation of the level
+DISTURBED = 6.0  # standard deviations from what both neighbours say
+LEAST_DISTURBANCE = 0.03  # relative: the least scatter that is taken as ordinary
+JUDGED_FROM = 5  # points: with fewer, none can be called disturbed
+AT_MOST = 200  # points; more are thinned, because the work grows with the cube
+
+
+@dataclass(frozen=True)
+class Walk:
+    """An estimated walk: its variance in an e-fold, the noise, and which points count little."""
+
+    variance: float
+    noise: float
+    discount: Vector  # by how much each point's noise variance is multiplied
+
+    def without(self, index: int) -> Walk:
+        """The same walk for the points but one."""
+        return replace(self, discount=np.delete(self.discount, index))
+
+    @property
+    def doubling_error(self) -> float:
+        """The standard deviation of log T at twice the last batch."""
+        return math.sqrt(self.noise**2 + self.variance * math.log(2))
+
+
+@dataclass(frozen=True)
+class Blend:
+    """A form blended with measured ratios at the logarithms `at` of their batches. ratio: of the curve."""
+
+    form: Form
+    at: Vector
+    walk: Walk
+    weights: Vector
+
+    @staticmethod
+    def of(form: Form, batches: Vector, seconds: Vector, walk: Walk) -> Blend:
+        """The blend of points with ascending batches."""
+        at = np.log(batches)
+        ratios = np.log(seconds / form(batches))
+        covariance = _covariance(at, at, walk.variance) + np.diag(walk.noise**2 * walk.discount)
+        weights: Vector = np.linalg.solve(covariance, ratios).astype(np.float64)
+        return Blend(form, at, walk, weights)
+
+    def ratio(self, batches: Vector) -> Vector:
+        """The curve over the form, at batches of at least 1."""
+        where = np.clip(np.log(batches), self.at[0], self.at[-1])
+        return np.exp(_covariance(where, self.at, self.walk.variance) @ self.weights)
+
+    def knots(self) -> Knots:
+        """A nondecreasing polygon from batch 1 to the last measured one."""
+        measured = np.exp(self.at).round()
+        batches = between(measured)
+        seconds = monotone_polygon(self.form(batches) * self.ratio(batches))
+        below = np.unique(np.geomspace(1, measured[0], BELOW + 1).round()[:-1])
+        below = below[below < measured[0]]
+        share = np.minimum(1.0, self.form(below) / self.form(measured[:1]))
+        hedged = seconds[0] * (1 - HEDGE * (1 - share))
+        both = zip([*below, *batches], [*hedged, *seconds], strict=True)
+        return [(int(batch), float(time)) for batch, time in both]
+
+
+def between(measured: Vector) -> Vector:
+    """The measured batches, and some between each two of them, evenly on a log scale."""
+    gaps = [np.geomspace(low, high, BETWEEN + 2) for low, high in itertools.pairwise(measured)]
+    return np.unique(np.concatenate([*gaps, measured[-1:]]).round())
+
+
+def thinned(count: int) -> list[NDArray[np.int64]]:
+    """The points in at most AT_MOST bunches of neighbours, each to count as one; the ends stay alone."""
+    if count <= AT_MOST:
+        return [np.array([k]) for k in range(count)]
+    return [np.array([0]), *np.array_split(np.arange(1, count - 1), AT_MOST - 2), np.array([count - 1])]
+
+
+def estimated(form: Form, batches: Vector, seconds: Vector, usual_noise: float) -> Walk:
+    """The most probable walk and noise of points about a form. usual_noise: the prior's middle."""
+    at, ratios = np.log(batches), np.log(seconds / form(batches))
+    discount = _discounts(at, ratios)
+    best, found = -math.inf, Walk(WALKS[0], NOISES[0], discount)
+    for variance in WALKS:
+        covariance = _covariance(at, at, variance)
+        for noise in NOISES:
+            factor = np.linalg.cholesky(covariance + np.diag(noise**2 * discount))
+            white = np.linalg.solve(factor, ratios)
+            odds = -0.5 * float(white @ white) - float(np.log(np.diag(factor)).sum())
+            odds -= 0.5 * (math.log(noise / usual_noise) / NOISE_SPREAD) ** 2
+            odds -= 0.5 * (math.log(variance / USUAL_WALK) / WALK_SPREAD) ** 2
+            if odds > best:
+                best, found = odds, Walk(float(variance), float(noise), discount)
+    return found
+
+
+def _covariance(one: Vector, other: Vector, variance: float) -> Vector:
+    """Of the walk at two sets of places: the same as of a random walk with an unknown start."""
+    span = max(float(other[-1] - other[0]), 0.0) + 1.0
+    apart = np.abs(one[:, None] - other[None, :])
+    found: Vector = variance * (span - apart) / 2 + LEVEL**2
+    return found
+
+
+def _discounts(at: Vector, ratios: Vector) -> Vector:
+    """1 for a point that counts in full; much more for one that both neighbours contradict."""
+    discount = np.ones(len(at))
+    if len(at) < JUDGED_FROM:
+        return discount
+    part = (at[1:-1] - at[:-2]) / (at[2:] - at[:-2])
+    away = np.abs(ratios[1:-1] - ((1 - part) * ratios[:-2] + part * ratios[2:]))
+    ordinary = max(SIGMA_PER_MAD * float(np.median(away)), LEAST_DISTURBANCE)
+    for k in np.flatnonzero(away > DISTURBED * ordinary):
+        if away[k] == away[max(0, k - 1) : k + 2].max():
+            discount[k + 1] = 1e4
+    return discount
+
+
+def monotone_polygon(seconds: Vector) -> Vector:
+    """The nondecreasing values nearest to the measured ones in relative terms: pool adjacent violators."""
+    from scipy.optimize import isotonic_regression
+
+    pooled: Vector = np.exp(isotonic_regression(np.log(seconds)).x)
+    return pooled

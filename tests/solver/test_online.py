@@ -1,0 +1,178 @@
+"""The cost of a device is estimated while it trains: what a batch cannot tell, and surprises."""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import mean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps.solver import Cost, Line, Table
+from pyps.solver.online.decide import LEAST_GAIN, best_split, decide, gain_worth_a_change
+from pyps.solver.online.refit import OnlineCost, refit, stretched
+from pyps.solver.online.window import settled, tells
+
+PROFILE = Line(0.02, 0.005)
+SLOPES = (0.5, 2.0)  # of the true one
+
+
+def slope(cost: Cost) -> float:
+    return cost.seconds(101) - cost.seconds(100)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.floats(-0.3, 0.5), st.floats(0.2, 5.0), st.floats(0.001, 0.1), st.floats(1e-4, 1e-2))
+def test_two_batches_tell_the_line(share: float, f: float, c: float, a: float) -> None:
+    prior = Line(c, a)
+    true = stretched(prior, share * f * prior.seconds(50), f)
+    if not 0.55 * true.seconds(90) / prior.seconds(90) < f < 1.9 * true.seconds(90) / prior.seconds(90):
+        return  # no shape that the profile's device can have
+    found = refit(prior, {b: true.seconds(b) for b in (30, 90)})
+    for batch in (30, 60, 90, 150):
+        assert found.seconds(batch) == pytest.approx(true.seconds(batch), rel=0.03)
+    level = refit(prior, {60: 2 * prior.seconds(60)})
+    assert level.seconds(200) == pytest.approx(2 * prior.seconds(200))
+
+
+def test_knees_and_tables_keep_their_shape() -> None:
+    knee, table = Line(0.0, 0.001, 0.05), Table(((1, 0.1), (10, 0.2), (20, 0.5)))
+    assert refit(knee, {80: 0.16}).seconds(10) == pytest.approx(0.1)
+    assert refit(table, {10: 0.6}).seconds(20) == pytest.approx(1.5)
+    assert refit(table, {30: 0.6}) == table  # it says nothing of 30
+
+
+@pytest.mark.parametrize("shape", [0.3, 3.0])
+def test_the_shape_stays_near_the_profile_s(shape: float) -> None:
+    """A disturbance that begins between two batches looks like a slope that no device has."""
+    level = PROFILE.seconds(100) * (1 - shape * 0.3)
+    found = refit(PROFILE, {70: level, 100: PROFILE.seconds(100)})
+    assert SLOPES[0] <= slope(found) / slope(PROFILE) <= SLOPES[1]
+
+
+@pytest.mark.parametrize(("added", "factor"), [(0.05, 1.0), (0.25, 1.0), (0.0, 2.0), (0.0, 3.5), (0.0, 0.4)])
+def test_one_batch_leaves_the_slope_open_and_another_tells(added: float, factor: float) -> None:
+    device, now = OnlineCost(PROFILE), stretched(PROFILE, added, factor)
+    device.observe(16, [PROFILE.seconds(16)] * 5)
+    device.observe(16, [now.seconds(16)] * 5)
+    assert device.changed
+    assert SLOPES[0] <= slope(device.cost) / slope(now) <= SLOPES[1]
+    assert device.cost.seconds(16) == pytest.approx(now.seconds(16), rel=0.01)
+    device.observe(8, [now.seconds(8)] * 5)
+    for batch in (4, 8, 16, 24):
+        assert device.cost.seconds(batch) == pytest.approx(now.seconds(batch), rel=0.06)
+    assert device.level == pytest.approx(now.seconds(8) / PROFILE.seconds(8), rel=0.01)
+
+
+def test_a_change_at_a_new_batch_is_no_slope() -> None:
+    """It begins with the window in which the batch changes."""
+    device = OnlineCost(PROFILE)
+    device.observe(32, [PROFILE.seconds(32)] * 5)
+    device.observe(24, [2 * PROFILE.seconds(24)] * 5)
+    assert device.changed
+    assert slope(PROFILE) <= slope(device.cost) <= 2 * slope(PROFILE)
+    assert device.cost.seconds(1) > PROFILE.seconds(1)
+
+
+def test_a_disturbance_that_is_over_gives_the_first_cost_back() -> None:
+    device = OnlineCost(PROFILE)
+    for batch in (16, 24):
+        device.observe(batch, [PROFILE.seconds(batch)] * 5)
+    before = device.cost
+    device.observe(24, [0.4] * 5)
+    device.observe(20, [1.01 * PROFILE.seconds(20)] * 2)
+    assert not device.changed
+    assert slope(device.cost) == pytest.approx(slope(before), rel=0.05)
+
+
+def test_a_small_change_is_followed_with_evidence() -> None:
+    device = OnlineCost(Line(0.01, 0.001))
+    device.observe(80, [0.09] * 5)
+    for _ in range(8):
+        device.observe(80, [0.0945] * 5)  # 5 %
+    assert not device.changed
+    assert device.cost.seconds(80) == pytest.approx(0.0945, rel=0.02)
+    assert device.error < 0.006
+
+
+def test_what_delays_a_single_step_is_no_change() -> None:
+    luck, device = random.Random(0), OnlineCost(PROFILE)
+    for _ in range(200):
+        times = [PROFILE.seconds(16) * luck.lognormvariate(0, 0.02) for _ in range(5)]
+        times[luck.randrange(5)] *= 3
+        device.observe(16, settled(times, device.expects(16)))
+    assert not device.changed
+    assert device.cost.seconds(16) == pytest.approx(PROFILE.seconds(16), rel=0.03)
+
+
+def test_two_surprises_in_a_row_count_at_once() -> None:
+    device = OnlineCost(PROFILE)
+    usual = PROFILE.seconds(16)
+    device.observe(16, [usual] * 5)
+    expected = device.expects(16)
+    assert settled([usual, usual, 2 * usual], expected) == [usual, usual, 2 * usual]
+    assert settled([usual, 2 * usual, 2 * usual], expected) == [2 * usual] * 2
+    assert not tells([usual, 2 * usual], device, 16)
+    assert not tells([2 * usual, usual / 2], device, 16)
+    assert tells([usual, 2 * usual, 2.1 * usual], device, 16)
+
+
+def test_without_a_profile_the_fixed_part_may_be_nearly_all() -> None:
+    device, true = OnlineCost(), Line(0.1, 0.0005)
+    for batch in (64, 90):
+        device.observe(batch, [true.seconds(batch)] * 5)
+    device.observe(64, [true.seconds(64)] * 5)
+    for batch in (32, 64, 128):
+        assert device.cost.seconds(batch) == pytest.approx(true.seconds(batch), rel=0.1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 200), st.floats(1e-5, 50.0)), min_size=1, max_size=12))
+def test_any_times_give_a_cost(observed: list[tuple[int, float]]) -> None:
+    for prior in (None, PROFILE, Table(((1, 0.1), (10, 0.2), (100, 0.5)))):
+        device = OnlineCost(prior)
+        for batch, seconds in observed:
+            device.observe(batch, [seconds] * 3)
+            known = [device.cost.seconds(b) for b in (1, 10, 100)]
+            assert all(math.isfinite(s) and s > 0 for s in known)
+            assert known == sorted(known)
+            assert device.error >= 0
+            low, high = device.expects(batch)
+            assert low <= high
+
+
+def test_less_gain_is_worth_a_change_as_evidence_grows() -> None:
+    assert gain_worth_a_change(0.05, 0.05) == pytest.approx(0.10)
+    assert gain_worth_a_change(0.05, 0.02) == pytest.approx(0.05)
+    assert gain_worth_a_change(0.05, 0.004) == pytest.approx(0.016)
+    assert gain_worth_a_change(0.05, 0.0) == LEAST_GAIN
+
+
+def test_a_loss_within_the_deadband_does_not_last() -> None:
+    """2.4 % with 1 % of noise: nothing is certain at first."""
+    luck = random.Random(3)
+    truth = [Line(0.01, 0.001 * k) for k in (1.0, 1.3, 1.9, 2.5)]
+    best = best_split(400, truth, [1] * 4, [400] * 4)
+    split = (best[0] + 4, best[1], best[2], best[3] - 4)
+    devices, least = [OnlineCost(cost) for cost in truth], []
+    for _ in range(10):
+        for device, cost, batch in zip(devices, truth, split, strict=True):
+            device.observe(batch, [cost.seconds(batch) * luck.lognormvariate(0, 0.01) for _ in range(7)])
+        least.append(gain_worth_a_change(0.05, max(device.error for device in devices)))
+        move = decide(split, [d.cost for d in devices], [1.0] * 4, [1] * 4, [400] * 4, least[-1], 0)
+        split = move.after if move else split
+    times = [cost.seconds(batch) for cost, batch in zip(truth, split, strict=True)]
+    assert max(times) / mean(times) - 1 < 0.015
+    assert least[-1] < 0.024
+
+
+def test_decisions_keep_minima_and_multiples() -> None:
+    costs = [Line(0.01, 0.001 * k) for k in (1, 2, 10)]
+    move = decide((32, 24, 8), costs, [1.0] * 3, [8, 8, 8], [64] * 3, 0.03, 0, True, [8, 8, 8])
+    assert move is None or all(b % 8 == 0 and b >= 8 for b in move.after)
+    slowed = [Line(0.01, 0.004), *costs[1:]]
+    moved = decide((32, 24, 8), slowed, [1.0] * 3, [8, 8, 8], [64] * 3, 0.03, 0, True, [8, 8, 8])
+    assert moved is not None
+    assert moved.after == (16, 40, 8)
