@@ -44,7 +44,7 @@ LEVEL = 0.1  # prior standard deviation of the level
 DISTURBED = 6.0  # standard deviations from what both neighbours say
 LEAST_DISTURBANCE = 0.03  # relative: the least scatter that is taken as ordinary
 JUDGED_FROM = 5  # points: with fewer, none can be called disturbed
-AT_MOST = 200  # points; more are thinned, because the work grows with the cube
+AT_MOST = 100  # points; more are thinned, because the work grows with the cube
 
 
 @dataclass(frozen=True)

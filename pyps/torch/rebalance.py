@@ -133,12 +133,8 @@ class Rebalancer:
         timeout: float = DEADLINE_SECONDS,
     ) -> None:
         _check_types(sampler, hook, window)
-        if min_batch < 1 or batch_multiple < 1:
-            found = f"{min_batch} in steps of {batch_multiple}"
-            raise InputError("Rebalancer", "min_batch", found, "both at least 1")
-        least = max(sampler.accumulation, min_batch)
-        self.min_batch, self.batch_multiple = -(-least // batch_multiple) * batch_multiple, batch_multiple
         self._consensus = Consensus("Rebalancer", hook.group, store, timeout)
+        self.min_batch, self.batch_multiple = max(sampler.accumulation, min_batch), batch_multiple
         prior, self.max_batch = self._agreed_prior(sampler, profile, max_batch)
         self.window, self.deadband = window, deadband
         self.history: list[SplitChange] = []
@@ -230,13 +226,16 @@ class Rebalancer:
         """The device's cost and largest batch. Raises InputError on all ranks if one refuses its own."""
         prior, most, error = None, MAX_BATCH, None
         try:
+            if self.min_batch < 1 or self.batch_multiple < 1:
+                found = f"{self.min_batch} in steps of {self.batch_multiple}"
+                raise InputError("Rebalancer", "min_batch", found, "both at least 1")
             prior, fits = prior_of(profile)
             most = min(fits, max_batch or MAX_BATCH)
             if sampler.batch > most:
                 expected = f"at least the batch, {sampler.batch}"
                 raise InputError("Rebalancer", "max_batch", str(most), expected)
-        except InputError as found:
-            error = found
+        except InputError as refused:
+            error = refused
         self._consensus.agree(error)
         return prior, most
 
@@ -278,7 +277,7 @@ class Rebalancer:
             cost=CostMessage.of(self._device.cost),
             level=self._device.level,
             max_batch=self.max_batch,
-            min_batch=self.min_batch,
+            min_batch=-(-self.min_batch // self.batch_multiple) * self.batch_multiple,
             batch_multiple=self.batch_multiple,
             epoch=sampler.epoch,
             trained=self._trained,
