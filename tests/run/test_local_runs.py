@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import kill_and_resume
-import msgspec
 import pytest
 import torch
 from run_scripts import pyps_run
@@ -97,18 +96,6 @@ def test_the_plan_says_how_many_local_steps(shm: Path, tmp_path: Path, options: 
     local = {(r.rank, sum(kind == "compute" for kind, _, _ in r.spans)) for r in records}
     assert local == {(rank, samples // 4) for rank, samples in expected.items()}
     assert json.loads((out / "report.json").read_text())["samples"]["trained"] == 160
-
-
-def test_a_number_in_the_script_is_refused_beside_a_plan(shm: Path, tmp_path: Path) -> None:
-    plan = make_local_plan()
-    write_json(tmp_path / "plan.json", msgspec.structs.replace(plan, run=None))
-    script = kill_and_resume.TRAIN.replace("clip_norm=0.5", "local_steps=4")
-    (tmp_path / "train.py").write_text(script)
-    options = ["--plan", tmp_path / "plan.json", "--samples", 40, "--run-dir", tmp_path / "run"]
-    done = pyps_run(*options, tmp_path / "train.py", 0)
-    assert done.returncode != 0
-    assert "found 4 under pyps run" in done.stderr
-    assert "pyps-plan --local-steps" in done.stderr
 
 
 def test_over_a_link_in_four_bits_and_a_pipeline(shm: Path, tmp_path: Path) -> None:

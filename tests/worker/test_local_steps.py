@@ -25,9 +25,11 @@ from worker_tools import (
 )
 
 from pyps.errors import Diverged, InputError
-from pyps.store.policies import Policy
+from pyps.store.policies import Policy, policy_named
+from pyps.worker.local_steps import with_local_steps
 from pyps.worker.loop import Worker, join
 from pyps.worker.sampling import even_steps, indices
+from pyps.worker.settings import Settings
 
 SEED = 5
 INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -269,6 +271,13 @@ def test_no_number_of_local_steps(worker: Worker, steps: Any) -> None:
     model = make_model()
     with pytest.raises(InputError, match=r"local_steps: found .*; expected a number of steps"):
         worker.attach(model, INNER["adamw"](model), local_steps=steps)
+
+
+def test_under_pyps_run_the_plan_says_how_many() -> None:
+    settings = Settings("s", 0, policy_named("bsp"), batches=(4, 2), launched=True)
+    assert with_local_steps(settings, "plan") is settings
+    with pytest.raises(InputError, match=r"found 4 under pyps run; expected \"plan\", .*--local-steps"):
+        with_local_steps(settings, 4)
 
 
 def test_misuse_is_refused(worker: Worker, tmp_path: Path) -> None:
