@@ -28,6 +28,7 @@ from pyps.store.codec import Codec, decode, encode, encoded_bytes
 
 Call = Callable[[], object]
 HYPER = Hyper(lr=1e-3, momentum=0.9)
+UNCHECKED = Encoding(Codec.F32, nonfinite="skip")  # of a trainer that has looked for NaN itself
 REPEATS = 5  # calls in a row when two threads work
 STATE_VECTORS = 3  # of AdamW's state: memcpy is timed on one
 
@@ -98,9 +99,9 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
         staging.flat.fill(1e-3)
         return lambda: call(staging)
 
-    def push(name: str) -> Callable[[], Call]:
+    def push(name: str, encoding: Encoding | None = None) -> Callable[[], Call]:
         store = made[name]
-        return lambda: staged(store, lambda staging: store.push(staging, 1, HYPER))
+        return lambda: staged(store, lambda staging: store.push(staging, 1, HYPER, encoding=encoding))
 
     def coded(codec: Codec, exchange: bool = False) -> Callable[[], Call]:
         """The call decodes codes that are there already, and applies them."""
@@ -123,8 +124,10 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
         yield Operation(f"pull ahead, {name}", size, always(lambda s=peer: s.pull(flat)), threshold)
     yield Operation("pull int8", 5, always(lambda: sgd.pull_encoded(Codec.INT8, quantized)))
     yield Operation("SGD push", 12, push("sgd"), 1.6)
+    yield Operation("SGD push, no look for NaN", 12, push("sgd", UNCHECKED))
     yield Operation("momentum push", 20, push("momentum"))
     yield Operation("AdamW push", 28, push("adamw"), 3.2)
+    yield Operation("AdamW push, no look for NaN", 28, push("adamw", UNCHECKED))
     yield Operation("Adagrad push", 20, push("adagrad"))
     yield Operation("int8 decode + SGD push", 9, coded(Codec.INT8), 1.05)
     yield Operation("int4 decode + SGD push", 8.5, coded(Codec.INT4))

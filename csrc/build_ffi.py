@@ -12,6 +12,7 @@ extern "Python" int pyps_python_start(const pyps_policy_context *context, uint64
 extern "Python" int pyps_python_push(const pyps_policy_context *context, uint64_t *shared_state,
                                      float *scale);
 extern "Python" int pyps_python_interrupted(void);
+extern "Python" int pyps_python_visit(void *context, uint64_t first, const float *values, uint64_t count);
 """
 
 

@@ -3,8 +3,11 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "pyps.h"
+
+#define MOST_STRUCT 4096u /* what is larger is no size, but memory that was not set */
 
 static _Thread_local char message[512];
 static _Thread_local int last_code;
@@ -19,6 +22,22 @@ int pyps__fail(int code, const char *format, ...) {
 
 int pyps__given(const void *pointer, const char *argument) {
     return pointer ? PYPS_OK : fail(PYPS_EINVAL, "%s: found NULL; expected a pointer", argument);
+}
+
+int pyps__read_struct(const char *what, const void *from, size_t least, void *to, size_t known) {
+    uint32_t size = 0;
+    if (!from) return fail(PYPS_EINVAL, "%s: found NULL; expected a pointer", what);
+    memcpy(&size, from, sizeof size);
+    if (size < least || size > MOST_STRUCT)
+        return fail(PYPS_EINVAL, "%s: size: found %u; expected %zu", what, size, known);
+    for (size_t i = known; i < size; i++)
+        if (((const char *)from)[i])
+            return fail(PYPS_EINVAL,
+                        "%s: size: found %u, with a field that this version does not know; expected %zu",
+                        what, size, known);
+    memset(to, 0, known);
+    memcpy(to, from, size < known ? size : known);
+    return PYPS_OK;
 }
 
 const char *pyps_error_message(void) { return message; }

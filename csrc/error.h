@@ -1,6 +1,9 @@
-/* error.h: a negative code for programs and a message for people, both set where the error is found. */
+/* error.h: a negative code for programs and a message for people, both set where the error is found; and the checks of
+ * pointers and structs that every public function makes. */
 #ifndef PYPS_ERROR_H
 #define PYPS_ERROR_H
+
+#include <stddef.h>
 
 /* Sets this thread's message and returns `code`, so that a failure reads `return fail(PYPS_EINVAL, ...)`. */
 int pyps__fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3), cold));
@@ -8,5 +11,10 @@ int pyps__fail(int code, const char *format, ...) __attribute__((format(printf, 
 /* PYPS_OK, or PYPS_EINVAL: a pointer that must not be NULL is. */
 int pyps__given(const void *pointer, const char *argument);
 #define given(pointer) pyps__given(pointer, #pointer)
+/* Copies a caller's struct that begins with its size, of at least `least` bytes, to one of `known`: see "Structs" in
+ * pyps.h. */
+int pyps__read_struct(const char *what, const void *from, size_t least, void *to, size_t known);
+#define read_struct(what, from, last, to)                                                                    \
+    pyps__read_struct(what, from, offsetof(__typeof__(*(to)), last) + sizeof((to)->last), to, sizeof *(to))
 
 #endif

@@ -14,7 +14,8 @@
  *   Times     Seconds. A negative timeout means twice the store's round_timeout_seconds: by then a worker
  *             that holds others up has been fenced.
  *   Structs   Structs that callers fill begin with `size`: set it to sizeof, so that later versions can grow
- *             them.
+ *             them. What lies behind a smaller size counts as zeros; of a larger one, what this version does not
+ *             know must be zeros.
  *   Pointers  Memory belongs to the caller unless said otherwise. NULL is an error (PYPS_EINVAL) unless said
  *             otherwise; so is a second close. No other function may get a handle that was closed, and no check
  *             is made of arrays' lengths.
@@ -112,6 +113,10 @@ enum { PYPS_TRAINED = 0, PYPS_AVERAGED = 1 };
 typedef struct pyps_store pyps_store;
 
 typedef struct {
+    uint64_t first, count;
+} pyps_range;
+
+typedef struct {
     char name[160]; /* UTF-8, NUL-terminated, unique in the store */
     uint32_t dtype; /* PYPS_F32 */
     uint32_t group; /* index of its parameter group */
@@ -187,7 +192,7 @@ typedef struct {
     double round_timeout_seconds;     /* a live member that holds others up for longer is fenced; 0: 60 */
     const uint32_t *batches;          /* [ranks] planned batch of each rank; 0: it rests. One is at least 1 */
     const pyps_tensor *tensor;        /* [tensors] offset and elements are ignored */
-    const float *const *initial;      /* [tensors] initial values, contiguous; NULL: zeros */
+    const float *const *initial;      /* [tensors] initial values, contiguous; NULL, or one that is: zeros */
     pyps_policy_params policy_params; /* zeros if `size` ends before it */
     uint64_t plan; /* a digest of the plan that all workers must have; 0: not said. The store only keeps it */
     uint64_t seed; /* of the order of samples, which all workers must have too, if `plan` is said */
@@ -241,6 +246,10 @@ typedef struct {
     uint64_t
         cost_nanoseconds; /* that the step cost its worker: compute and data; 0: what the gradient took */
     uint64_t data_nanoseconds; /* of these, for data */
+    const pyps_range *ranges;  /* [range_count] the gradient is of these parts of the flat vector alone, in
+                                  ascending order and apart, as PYPS_F32; `gradient` and `base_params` hold their
+                                  values one after the other. NULL: of all of it */
+    uint64_t range_count;
 } pyps_push_args;
 
 typedef struct {
@@ -399,17 +408,28 @@ PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);
  * (look-ahead), unless rounds wait for all, scaling is PYPS_SCALE_NONE or plain_pulls is set. The worker's own last
  * gradient stands for those under way: write the next one after the pull. */
 PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
+/* The same of parts of the flat vector, in ascending order and apart: their values one after the other. Only their
+ * chunks are read. */
+PYPS_API int pyps_pull_ranges(pyps_store *store, const pyps_range *ranges, uint64_t count, float *values,
+                              uint64_t *version_out);
 /* A staging buffer that no process reads any more, for flat_elements gradients. Its pointer stays valid until
  * leave; the buffer belongs to the caller until it is pushed. After leave the pointer leads to memory that only this
- * process sees, until close. */
+ * process sees, until close. A helper that is stopped while it reads a gradient keeps its buffer until it goes on or is
+ * killed: a worker with b buffers waits, up to PYPS_ETIMEDOUT, only if that happens to b of its gradients. */
 PYPS_API int pyps_stage(pyps_store *store, double timeout_seconds, uint32_t *staging_out);
-PYPS_API float *pyps_staging(pyps_store *store, uint32_t staging); /* NULL if not joined or out of range */
+PYPS_API float *pyps_staging(pyps_store *store,
+                             uint32_t staging); /* NULL: not joined, out of range, no memory */
+/* Where a part of the gradient goes, in a staging buffer of which only such parts need memory. NULL as above. */
+PYPS_API float *pyps_staging_range(pyps_store *store, uint32_t staging, pyps_range range);
 /* Gives back a staging buffer that will not be pushed, for example after its push was refused; PYPS_EINVAL if it is
  * not the caller's, or waits in a round. */
 PYPS_API int pyps_unstage(pyps_store *store, uint32_t staging);
-/* Where to write an encoded gradient of n = flat_elements - averaged_elements values: pyps_encoded_bytes(codec, n)
- * bytes. NULL as above, or if there is no memory. */
-PYPS_API void *pyps_staging_codes(pyps_store *store, uint32_t staging);
+/* Where to write an encoded gradient of n = flat_elements - averaged_elements values, with memory for so many bytes:
+ * pyps_encoded_bytes(codec, n). NULL as above. */
+PYPS_API void *pyps_staging_codes(pyps_store *store, uint32_t staging, uint64_t bytes);
+/* A push of `ranges` is a ticket like any other. Parameters and optimizer states outside of them stay as they are,
+ * but the step counts there too: Adam's t is the store's. In a round each parameter takes the mean over the samples
+ * of all gradients, where those that do not have it count as zeros; one that none of them has stays as it is. */
 PYPS_API int pyps_push(pyps_store *store, const pyps_push_args *args, pyps_push_result *out);
 /* A push and the pull after it in one pass over the parameters: `flat` as of *version_out, which is at least
  * out->version. After a failure `flat` may hold parts of both. */
@@ -446,6 +466,12 @@ PYPS_API int pyps_set_cost_model(pyps_store *store, const pyps_cost_model *model
  * cancels one that has lasted for the round timeout. */
 PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, double *steps,
                            double timeout_seconds, uint64_t *version_out);
+/* Shows `visit` the parameters of one version where they are, without a copy, in ascending order and in pieces of at
+ * most a chunk; `ranges` as in pyps_pull_ranges, NULL: all. It must not call this handle; the values are the
+ * reader's only until it returns. What it returns, if not 0, ends the read, which returns it too. */
+typedef int (*pyps_visitor)(void *context, uint64_t first, const float *values, uint64_t count);
+PYPS_API int pyps_read(pyps_store *store, const pyps_range *ranges, uint64_t count, pyps_visitor visit,
+                       void *context, double timeout_seconds, uint64_t *version_out);
 
 /* Observing and steering. */
 PYPS_API int pyps_get_status(pyps_store *store, pyps_status *out);
@@ -583,10 +609,6 @@ PYPS_API int pyps_set_custom(const pyps_custom *custom); /* for this process, be
 
 /* A state: all that a store needs to go on from one version, bit for bit. Gradients that wait for their round
  * have not been pushed in it, and samples that were claimed but not pushed are to be assigned again. */
-typedef struct {
-    uint64_t first, count;
-} pyps_range;
-
 typedef struct {
     pyps_rank total;
     uint64_t clock;

@@ -115,10 +115,18 @@ def entry(name: str, value: Any) -> Iterator[str]:
     file = Path(inspect.getsourcefile(value) or "").resolve().relative_to(ROOT).as_posix()
     yield f"- [`{name}`](../../{file}){arguments(value)}: {first_sentence(value)}"
     if name in WITH_METHODS:
-        for method, found in vars(value).items():
+        for method, found in methods(value):
             function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
             if method[0] != "_" and inspect.isfunction(function) and function.__doc__:
                 yield f"  - `.{method}`{arguments(function)}: {first_sentence(function)}"
+
+
+def methods(kind: type) -> Iterator[tuple[str, Any]]:
+    """What a class and the base classes of its own module's folder define."""
+    room = kind.__module__.rpartition(".")[0]
+    for base in kind.__mro__:
+        if base is kind or base.__module__.startswith(f"{room}."):
+            yield from vars(base).items()
 
 
 def arguments(value: Any) -> str:

@@ -97,9 +97,6 @@ int codec_check_data(const char *what, uint32_t codec, uint64_t count, const voi
 }
 
 int codec_check_args(const char *what, const pyps_encode_args *a) {
-    if (!a) return fail(PYPS_EINVAL, "%s: args: found NULL; expected a pointer", what);
-    if (a->size != sizeof *a)
-        return fail(PYPS_EINVAL, "%s: size: found %u; expected %zu", what, a->size, sizeof *a);
     if (a->rounding > PYPS_STOCHASTIC)
         return fail(PYPS_EINVAL, "%s: rounding: found %u; expected PYPS_NEAREST or PYPS_STOCHASTIC", what,
                     a->rounding);
@@ -119,9 +116,12 @@ int codec_check_args(const char *what, const pyps_encode_args *a) {
     return PYPS_OK;
 }
 
-int pyps_encode(const pyps_encode_args *a, const float *values, uint64_t count, void *out, uint64_t bytes,
-                pyps_encode_result *result) {
-    int rc = codec_check_args("encode", a);
+int pyps_encode(const pyps_encode_args *given_args, const float *values, uint64_t count, void *out,
+                uint64_t bytes, pyps_encode_result *result) {
+    pyps_encode_args copy;
+    const pyps_encode_args *a = &copy;
+    int rc = read_struct("encode", given_args, scale, &copy);
+    if (!rc) rc = codec_check_args("encode", a);
     if (count && !rc) rc = given(values);
     if (rc || (rc = codec_check_data("encode", a->codec, count, out, bytes))) return rc;
     if (a->residual_out && a->residual_out == a->residual)

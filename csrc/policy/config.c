@@ -11,14 +11,8 @@
 #define MAX_TURN_SECONDS 1e6
 
 int config_read(const pyps_config *config, pyps_config *c) {
-    size_t least = offsetof(pyps_config, policy_params);
-    int rc = given(config);
-    if (rc) return rc;
-    if (config->size != sizeof *c && config->size != least)
-        return fail(PYPS_EINVAL, "config: size: found %u; expected %zu", config->size, sizeof *c);
-    *c = (pyps_config){0};
-    memcpy(c, config, config->size);
-    return policy_check(c->policy, &c->policy_params);
+    int rc = read_struct("config", config, initial, c);
+    return rc ? rc : policy_check(c->policy, &c->policy_params);
 }
 
 int config_check_batches(const uint32_t *batches, uint32_t count) {

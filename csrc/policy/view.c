@@ -246,7 +246,7 @@ static enum verdict snapshot_begin(struct view *v, const struct event *e, struct
     v->snapshot_version = v->version, v->snapshot_slot = e->slot, v->snapshot_since = e->now;
     for (uint32_t r = 0; r < v->ranks; r++)
         view_rank(v, r)->held_residual = e->holds_residuals ? view_rank(v, r)->version_residual : 0;
-    out->snapshot = v->snapshot, out->version = v->version;
+    out->snapshot = v->snapshot, out->version = v->version, out->steps = v->steps;
     return STEP_COMMIT;
 }
 

@@ -101,7 +101,10 @@ struct outcome {
     int advice;                 /* check: PYPS_CONTINUE ... */
     int32_t rank;               /* join */
     uint64_t snapshot, version; /* snapshot begin */
-    pyps_claim claim;
+    union {
+        pyps_claim claim;
+        double steps; /* snapshot begin: of the view */
+    };
 };
 
 struct member {
@@ -163,10 +166,10 @@ struct ticket {
     uint64_t samples;
     uint32_t slot; /* push: its staging buffer is this slot's */
     uint16_t staging, kind;
-    double steps; /* of the view once it is admitted */
-    float scale;  /* the policy's */
-    float share;  /* of averaged tensors' way from the store's values to the workers' */
-    float part;   /* of an optimizer step, that it takes */
+    double before; /* steps of the view before it is admitted; afterwards they are before + part */
+    float scale;   /* the policy's */
+    float share;   /* of averaged tensors' way from the store's values to the workers' */
+    float part;    /* of an optimizer step, that it takes */
     uint32_t reserved;
 };
 

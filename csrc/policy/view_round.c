@@ -71,14 +71,16 @@ static struct ticket weighed(struct view *v, struct ticket ticket) {
     float share = share_of(v, ticket.samples);
     ticket.share = share < 1 ? share : 1;
     ticket.part = v->policy_params.scaling == PYPS_SCALE_NONE ? 1 : share;
-    ticket.steps = v->steps += (double)ticket.part;
+    ticket.before = v->steps;
+    v->steps += (double)ticket.part;
     return ticket;
 }
 
 static void measure_lag(struct view *v, struct rank *rank, uint64_t staleness) {
     uint64_t base = v->version - staleness;
     const struct ticket *then = view_ticket(v, base); /* may have left the ring */
-    double lag = then->number == base ? v->steps - then->steps : (double)staleness / v->active;
+    double lag =
+        then->number == base ? v->steps - (then->before + (double)then->part) : (double)staleness / v->active;
     if (rank->lags < UINT32_MAX) rank->lags++;
     policy_average(&rank->lag, lag, rank->lags, LAG_WINDOW);
 }

@@ -272,6 +272,11 @@ static int check_state(const struct view *v, const pyps_state *state) {
     return rc;
 }
 
+/* By the first tensor: as a rule all have taken the same steps. */
+static double steps_taken(const pyps_state *state) {
+    return state->steps && isfinite(state->steps[0]) ? state->steps[0] : 0;
+}
+
 int view_restore(struct view *v, const pyps_state *state) {
     int rc = check_state(v, state);
     if (rc) return rc;
@@ -279,7 +284,9 @@ int view_restore(struct view *v, const pyps_state *state) {
     bool same_policy = state->policy == v->policy;
     v->version = state->version, v->round = state->round, v->plan = state->plan;
     v->cursor = state->samples_assigned, v->samples_dropped = state->samples_dropped;
-    view_ticket(v, v->version)->number = v->version; /* complete: lags count from it */
+    v->steps = steps_taken(state);
+    *view_ticket(v, v->version) =
+        (struct ticket){.number = v->version, .before = v->steps}; /* lags count from it */
     v->min_clock = state->slowest, v->max_clock = state->fastest;
     v->returned = state->ranges;
     for (uint32_t i = 0; i < state->ranges; i++)

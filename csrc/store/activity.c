@@ -25,13 +25,9 @@ void activity_goes_on(pyps_store *s, uint64_t slept) {
     store_relaxed(&slot->waited, load_relaxed(&slot->waited) + slept);
 }
 
-void activity_pushed(pyps_store *s, uint32_t codec) {
-    add64_relaxed(&s->slots[s->slot].bytes_pushed, pyps_encoded_bytes(codec, store_elements(s)));
-}
+void activity_pushed(pyps_store *s, uint64_t bytes) { add64_relaxed(&s->slots[s->slot].bytes_pushed, bytes); }
 
-void activity_pulled(pyps_store *s, uint32_t codec) {
-    add64_relaxed(&s->slots[s->slot].bytes_pulled, pyps_encoded_bytes(codec, store_elements(s)));
-}
+void activity_pulled(pyps_store *s, uint64_t bytes) { add64_relaxed(&s->slots[s->slot].bytes_pulled, bytes); }
 
 static double age(uint64_t now, uint64_t since) {
     return since && now > since ? (double)(now - since) * 1e-9 : 0.0;

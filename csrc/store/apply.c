@@ -26,17 +26,20 @@ float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging)
     return (float *)(void *)(staging_start(s, slot, staging) + s->layout.staging_base_params);
 }
 
-/* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for `length` floats from `at` of the
+/* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for a run of `length` floats from `at` of the
  * flat vector, in rank order. It multiplies by whole numbers and divides once, which rounds least. */
 static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) {
     const struct kernels *kernels = kernels_chosen();
+    bool summed = false;
     for (uint32_t i = 0; i < s->source_count; i++) {
         const struct source *from = &s->sources[i];
+        if (!staging_has(s, from->slot, from->staging, at)) continue;
         float block[BLOCK], scale = staging_header(s, from->slot, from->staging)->scale * from->scale;
         float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
         const float *gradient = staging_gradient(
             s, from->slot, from->staging, staging_codec(s, from->slot, from->staging), at, length, block);
-        (i ? kernels->multiply_add : kernels->multiply)(sum, gradient, weight, length);
+        (summed ? kernels->multiply_add : kernels->multiply)(sum, gradient, weight, length);
+        summed = true;
     }
     if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
 }
@@ -79,37 +82,70 @@ static struct step step_on(const pyps_store *s, uint32_t old, uint32_t new, uint
     return step;
 }
 
-/* The optimizer's step on a trained chunk. `streams`: new parameters go to an exchange's copy too. */
-static void trained_step(const pyps_store *s, uint32_t chunk, uint32_t old, const pyps_hyper *hyper,
-                         bool streams) {
-    const struct ticket *ticket = &s->ticket;
-    bool round = ticket->kind == TICKET_ROUND;
-    uint32_t slot = ticket->slot, staging = ticket->staging; /* of a push */
+/* What a ticket does to a chunk, the same on all of its runs. */
+struct chunk_step {
+    uint32_t chunk, old;
+    const pyps_hyper *hyper; /* of its group */
+    struct step_constants constants;
+    bool streams; /* new parameters go to an exchange's copy too */
+};
+
+/* The optimizer's step on a run of a trained chunk. */
+static void trained_step(const pyps_store *s, const struct chunk_step *c, struct run run) {
+    bool round = s->ticket.kind == TICKET_ROUND;
+    uint32_t slot = s->ticket.slot, staging = s->ticket.staging; /* of a push */
     const struct staging_header *staged = staging_header(s, slot, staging);
-    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
-    uint32_t length = s->chunks[chunk].length;
-    float scale = round ? 1.0f : staged->scale * ticket->scale;
-    if (hyper->clip_norm > 0) scale *= norm_factor(s->norm, hyper->clip_norm);
-    struct step_constants constants =
-        kernels_constants(s->geometry.optimizer, hyper, scale, buffer_header(s, old)->steps, ticket->part);
-    if (streams)
-        constants.ahead = kernels_ahead(s->geometry.optimizer, hyper,
-                                        buffer_header(s, old)->steps + (double)ticket->part, s->lookahead);
-    if (s->own.ticket != ticket->number) constants.ahead.direct = 0;
+    uint64_t at = (uint64_t)c->chunk * s->geometry.chunk_params;
     uint32_t codec = round ? PYPS_F32 : staging_codec(s, slot, staging);
     bool corrected = !round && s->needs.needs_base_params && staged->compensation > 0;
-    uint32_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : length;
-    for (uint32_t from = 0; from < length; from += at_a_time) {
+    uint64_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : run.end - run.first;
+    for (uint64_t from = run.first; from < run.end; from += at_a_time) {
         float gradient[BLOCK];
-        uint32_t block = length - from < at_a_time ? length - from : at_a_time;
-        struct step step = step_on(s, old, s->private_buffer, from, block);
-        step.gradient = ticket_gradient(s, at + from, block, gradient);
+        uint32_t block = (uint32_t)(run.end - from < at_a_time ? run.end - from : at_a_time);
+        struct step step = step_on(s, c->old, s->private_buffer, (uint32_t)(from - at), block);
+        step.gradient = ticket_gradient(s, from, block, gradient);
         if (corrected)
-            step.gradient = compensate(staged, scale, staging_base_params(s, slot, staging) + at + from,
-                                       &step, step.gradient, gradient);
-        step.copy = streams ? s->stream_to + at + from : NULL;
-        kernels_chosen()->update[s->geometry.optimizer](&step, &constants);
+            step.gradient =
+                compensate(staged, c->constants.scale, staging_base_params(s, slot, staging) + from, &step,
+                           step.gradient, gradient);
+        step.copy = c->streams ? s->stream_to + from : NULL;
+        kernels_chosen()->update[s->geometry.optimizer](&step, &c->constants);
     }
+}
+
+static void step_run(const pyps_store *s, const struct chunk_step *c, struct run run) {
+    uint64_t from = run.first - (uint64_t)c->chunk * s->geometry.chunk_params;
+    if (!s->chunks[c->chunk].averaged) {
+        trained_step(s, c, run);
+        return;
+    }
+    struct step step = step_on(s, c->old, s->private_buffer, (uint32_t)from, (uint32_t)(run.end - run.first));
+    step.copy = c->streams ? s->stream_to + run.first : NULL;
+    averaged_step(s, &step, c->hyper->lr, run.first);
+}
+
+/* What is in no run of the ticket stays as it is. */
+static void keep(const pyps_store *s, const struct chunk_step *c, uint64_t first, uint64_t end) {
+    uint64_t from = first - (uint64_t)c->chunk * s->geometry.chunk_params;
+    struct step step = step_on(s, c->old, s->private_buffer, (uint32_t)from, (uint32_t)(end - first));
+    for (uint32_t vector = 0; vector <= s->layout.states && first < end; vector++)
+        memcpy(step.new[vector], step.old[vector], step.length * sizeof *step.new[vector]);
+}
+
+static struct chunk_step chunk_step(const pyps_store *s, uint32_t chunk, uint32_t old,
+                                    const struct chunk_header *next) {
+    const struct ticket *ticket = &s->ticket;
+    const struct staging_header *staged = ticket_constants(s);
+    struct chunk_step c = {.chunk = chunk, .old = old, .hyper = &staged->hyper[s->chunks[chunk].group]};
+    float scale = ticket->kind == TICKET_ROUND ? 1.0f : staged->scale * ticket->scale;
+    if (next->hyper.clip_norm > 0) scale *= norm_factor(s->norm, next->hyper.clip_norm);
+    c.streams = s->stream_to && ticket->number == s->stream_ticket && !ticket_is_ranged(s);
+    c.constants = kernels_constants(s->geometry.optimizer, &next->hyper, scale, next->before + ticket->before,
+                                    ticket->part);
+    if (c.streams)
+        c.constants.ahead = kernels_ahead(s->geometry.optimizer, &next->hyper, next->steps, s->lookahead);
+    if (s->own.ticket != ticket->number) c.constants.ahead.direct = 0;
+    return c;
 }
 
 /* Fills the private buffer with the chunk's next version, and an exchange's copy with its parameters. Every
@@ -118,21 +154,19 @@ static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
     const struct ticket *ticket = &s->ticket;
     uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
     uint32_t length = s->chunks[chunk].length;
-    bool streams = s->stream_to && ticket->number == s->stream_ticket;
-    struct chunk_header next = {.version = ticket->number,
-                                .steps = buffer_header(s, old)->steps + (double)ticket->part};
+    struct chunk_header next = {.before = buffer_header(s, old)->before};
 
-    const pyps_hyper *hyper = &ticket_constants(s)->hyper[s->chunks[chunk].group];
-    if (s->chunks[chunk].averaged) {
-        struct step step = step_on(s, old, s->private_buffer, 0, length);
-        step.copy = streams ? s->stream_to + at : NULL;
-        averaged_step(s, &step, hyper->lr, at);
-    } else {
-        next.hyper = *hyper;
-        trained_step(s, chunk, old, &next.hyper, streams);
+    next.steps = next.before + (ticket->before + (double)ticket->part);
+    if (!s->chunks[chunk].averaged) next.hyper = ticket_constants(s)->hyper[s->chunks[chunk].group];
+    struct chunk_step c = chunk_step(s, chunk, old, &next);
+    uint64_t done = at;
+    for (struct run run; ticket_next_run(s, done, at + length, &run); done = run.end) {
+        keep(s, &c, done, run.first);
+        step_run(s, &c, run);
     }
+    keep(s, &c, done, at + length);
     *buffer_header(s, s->private_buffer) = next;
-    if (!streams) return;
+    if (!c.streams) return;
     memset(s->stream_to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream_to);
     s->streamed[chunk] = ticket->number;
 }
@@ -157,8 +191,19 @@ void wake_progress(pyps_store *s) {
     wait_wake_all(&s->header->progress);
 }
 
+/* The ticket changes nothing of the chunk. */
+static int pass(pyps_store *s, uint32_t chunk, uint64_t word) {
+    save_for_snapshot(s, chunk, word);
+    FAILPOINT("apply.passing");
+    if (cas_seq(&s->words[chunk], word, word_make(s->ticket.number, word_buffer(word)))) wake_progress(s);
+    return PYPS_OK;
+}
+
 /* Both hazards are set and the word is at k - 1: ticket k is incomplete, so its staging cannot change. */
 static int apply_pinned(pyps_store *s, uint32_t chunk, uint64_t word) {
+    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
+    struct run run;
+    if (!ticket_next_run(s, at, at + s->chunks[chunk].length, &run)) return pass(s, chunk, word);
     if (!s->chunks[chunk].averaged && ticket_constants(s)->hyper[s->chunks[chunk].group].clip_norm > 0)
         norm_of_ticket(s);
     int rc = buffer_claim(s, chunk);

@@ -31,8 +31,9 @@ void averaged_step(const pyps_store *s, const struct step *step, float lr, uint6
 
     memset(out, 0, bytes);
     for (uint32_t i = 0; i < count; i++)
-        add_distance(out, x, staging_data(s, sources[i].slot, sources[i].staging) + at,
-                     count == 1 ? 1.0f : (float)sources[i].samples, step->length);
+        if (staging_has(s, sources[i].slot, sources[i].staging, at))
+            add_distance(out, x, staging_data(s, sources[i].slot, sources[i].staging) + at,
+                         count == 1 ? 1.0f : (float)sources[i].samples, step->length);
     if (count > 1) kernels_chosen()->divide(out, (float)ticket->samples, step->length);
     for (size_t i = 0; i < step->length; i++) out[i] = x[i] - part * out[i];
     if (count == 1 && part == 1.0f) memcpy(out, first, bytes);

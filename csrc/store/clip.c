@@ -37,14 +37,14 @@ static double sum_of_word(uint64_t word) {
 }
 
 static double sum_chunk(const pyps_store *s, uint32_t chunk) {
-    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
-    uint32_t length = s->chunks[chunk].length;
+    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params, end = at + s->chunks[chunk].length;
     double sum = 0;
-    for (uint32_t from = 0; from < length; from += BLOCK) {
-        float block[BLOCK];
-        uint32_t count = length - from < BLOCK ? length - from : BLOCK;
-        sum += kernels_chosen()->square_sum(ticket_gradient(s, at + from, count, block), count);
-    }
+    for (struct run run; ticket_next_run(s, at, end, &run); at = run.end)
+        for (uint64_t from = run.first; from < run.end; from += BLOCK) {
+            float block[BLOCK];
+            uint64_t count = run.end - from < BLOCK ? run.end - from : BLOCK;
+            sum += kernels_chosen()->square_sum(ticket_gradient(s, from, count, block), count);
+        }
     return sum;
 }
 
@@ -101,19 +101,23 @@ void norm_reset(const pyps_store *s, uint32_t staging) {
     forget(s, sums_of(s, staging_header(s, s->slot, staging)));
 }
 
-void norm_of_push(pyps_store *s, uint32_t staging) {
+void norm_of_push(pyps_store *s, uint32_t staging, bool *finite_out) {
     const struct staging_header *header = staging_header(s, s->slot, staging);
     bool clipped = false;
     double sum = 0;
+    *finite_out = false;
     for (uint32_t group = 0; group < s->geometry.groups; group++)
         clipped |= header->hyper[group].clip_norm > 0;
     if (!clipped) return;
     norm_reset(s, staging);
     s->source_count = 0;
     s->ticket = (struct ticket){.slot = s->slot, .staging = (uint16_t)staging, .kind = TICKET_PUSH};
-    for (uint32_t chunk = 0; chunk < trained_chunks(s); chunk++) {
+    *finite_out = true;
+    for (uint32_t chunk = trained_chunks(s); chunk-- > 0;) { /* the first ones last: they are applied first */
         fill_word(s, sums_of(s, header), chunk);
-        sum += sum_of_word(load_acquire(&sums_of(s, header)[chunk]));
+        *finite_out &= isfinite(sum_of_word(load_relaxed(&sums_of(s, header)[chunk]))) != 0;
     }
+    for (uint32_t chunk = 0; chunk < trained_chunks(s); chunk++)
+        sum += sum_of_word(load_acquire(&sums_of(s, header)[chunk]));
     s->own.norm = sqrt(sum) * fabs((double)header->scale);
 }

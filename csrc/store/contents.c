@@ -1,12 +1,14 @@
 /* contents.c: what a new segment holds at first: parameters, and from a state also optimizer states, step
  * counts, residuals and the view.
  */
+#include <math.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "store/store.h"
 
 #define MAX_STEPS       0x1p39
+#define ROUNDING        0x1p-40 /* of steps that were summed in another order */
 #define MIN_WRITE_BYTES 16384u
 
 typedef float *place_in(const pyps_store *s, uint32_t chunk, uint32_t which);
@@ -66,18 +68,17 @@ static int check(const pyps_store *s, const pyps_config *config, const pyps_stat
 }
 
 /* Chunks count steps, so tensors that share a chunk must have taken the same number. */
-static int put_steps(const pyps_store *s, const pyps_state *state, const pyps_tensor *tensors) {
+static int put_steps(const pyps_store *s, const pyps_state *state, const pyps_tensor *tensors,
+                     const struct view *v) {
     for (uint32_t c = 0; c < s->geometry.chunks; c++)
-        *buffer_header(s, c) =
-            (struct chunk_header){.version = state->version,
-                                  .steps = -1,
-                                  .hyper = state->hyper ? state->hyper[s->chunks[c].group] : (pyps_hyper){0}};
+        *buffer_header(s, c) = (struct chunk_header){
+            .steps = -1, .hyper = state->hyper ? state->hyper[s->chunks[c].group] : (pyps_hyper){0}};
     for (uint32_t t = 0; t < s->geometry.tensors; t++) {
         if (!tensors[t].elements) continue;
         uint64_t whole = s->geometry.chunk_params, end = tensors[t].offset + tensors[t].elements - 1;
         for (uint64_t c = tensors[t].offset / whole; c <= end / whole; c++) {
             double *steps = &buffer_header(s, (uint32_t)c)->steps;
-            if (*steps >= 0 && *steps != state->steps[t])
+            if (*steps >= 0 && fabs(*steps - state->steps[t]) > ROUNDING * *steps)
                 return fail(
                     PYPS_EINVAL,
                     "state: steps of tensor %s: found %.17g; expected %.17g, as of the tensor before it "
@@ -85,6 +86,10 @@ static int put_steps(const pyps_store *s, const pyps_state *state, const pyps_te
                     tensors[t].name, state->steps[t], *steps);
             *steps = state->steps[t];
         }
+    }
+    for (uint32_t c = 0; c < s->geometry.chunks; c++) {
+        struct chunk_header *header = buffer_header(s, c);
+        header->before = header->steps - v->steps;
     }
     return PYPS_OK;
 }
@@ -108,10 +113,11 @@ int contents_write(pyps_store *s, const pyps_config *config, const pyps_state *s
                    const pyps_tensor *tensors, struct view *v) {
     uint32_t count = s->geometry.tensors;
     int rc = state ? check(s, config, state, tensors) : PYPS_OK;
-    if (rc || (state && ((rc = view_restore(v, state)) || (rc = put_steps(s, state, tensors))))) return rc;
+    if (rc || (state && ((rc = view_restore(v, state)) || (rc = put_steps(s, state, tensors, v))))) return rc;
     for (uint32_t c = 0; c < s->geometry.chunks; c++) store_relaxed(&s->words[c], word_make(v->version, c));
     for (uint32_t t = 0; t < count; t++) {
-        if (config->initial) put_tensor(s, &tensors[t], config->initial[t], place_in_chunk, 0);
+        if (config->initial && config->initial[t])
+            put_tensor(s, &tensors[t], config->initial[t], place_in_chunk, 0);
         for (uint32_t k = 0; state && k < s->layout.states && tensors[t].kind != PYPS_AVERAGED; k++)
             put_tensor(s, &tensors[t], state->vectors[k * count + t], place_in_chunk, 1 + k);
     }

@@ -7,7 +7,8 @@
 #include "policy/view.h"
 #include "store/words.h"
 
-#define PAGE 4096u
+#define PAGE            4096u
+#define FLOATS_OF_RANGE 16u /* a gradient of shorter ranges than these may have too many */
 
 static uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 
@@ -66,7 +67,9 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     uint64_t flat = (uint64_t)g->chunks * g->chunk_params;
     l->staging_codes = round_up(l->staging_data + 4 * flat, PAGE);
     l->staging_base_params = l->staging_codes + round_up(2 * flat, PAGE); /* halves are the longest codes */
-    l->staging_stride = l->staging_base_params + (needs.needs_base_params ? round_up(4 * flat, PAGE) : 0);
+    l->staging_ranges = l->staging_base_params + (needs.needs_base_params ? round_up(4 * flat, PAGE) : 0);
+    l->most_ranges = flat / FLOATS_OF_RANGE;
+    l->staging_stride = l->staging_ranges + round_up(l->most_ranges * sizeof(pyps_range), PAGE);
     l->residual_stride = round_up(4 * flat, PAGE) + 5 * 64;
 
     uint64_t at = PAGE;

@@ -4,8 +4,9 @@
  *     header | tensors | groups | slots | words | saved | owners | view owners | views | buffers |
  *     staging | residuals
  *
- * The file has room for all of that for max_participants. The spares and staging buffers of a slot are holes
- * until a participant joins in it; their codes and the slot's residuals are holes until an encoded push.
+ * The file has room for all of that for max_participants. The spares of a slot and the headers of its staging
+ * buffers are holes until a participant joins in it. The rest of a staging buffer, gradient, codes, base parameters
+ * and ranges, and the slot's residuals are holes until they are used, and then only as far as they are.
  */
 #ifndef PYPS_LAYOUT_H
 #define PYPS_LAYOUT_H
@@ -73,8 +74,8 @@ struct slot {
 
 /* Before every chunk buffer's floats. Written in private; does not change once published. */
 struct chunk_header {
-    uint64_t version;
-    double steps;     /* taken; a part of a global batch counts as one */
+    double before;    /* steps that the chunk had taken when the view had counted none */
+    double steps;     /* taken when this was written; a part of a global batch counts as one */
     pyps_hyper hyper; /* of the last step; zeros before the first one */
     uint32_t reserved;
 };
@@ -82,12 +83,13 @@ struct chunk_header {
 _Static_assert(sizeof(struct chunk_header) == 64, "one cache line");
 
 /* Before every staging buffer, followed by [groups] hyper constants. Does not change after admission. Then come
- * [chunks] words of clip.c, which do. */
+ * [chunks] words of clip.c, which do. Last come the ranges of which the gradient is. */
 struct staging_header {
     float scale;
     uint32_t samples, codec;
-    float compensation; /* lambda if the policy needs base parameters, which are then the last floats */
+    float compensation; /* lambda if the policy needs base parameters, which follow the codes */
     uint64_t position;  /* of hyper, in its schedule */
+    uint64_t ranges;    /* how many; 0: it is of the whole flat vector */
     pyps_hyper hyper[];
 };
 
@@ -95,7 +97,8 @@ struct layout {
     uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
         bytes;
     uint64_t view_stride, buffer_stride, staging_stride, staging_sums, staging_data, staging_codes,
-        staging_base_params, residual_stride;
+        staging_base_params, staging_ranges, residual_stride;
+    uint64_t most_ranges;                                      /* of a gradient */
     uint32_t buffer_count, view_count, states, common_buffers; /* common: of no slot */
 };
 

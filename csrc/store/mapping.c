@@ -25,11 +25,14 @@ static void set_pointers(pyps_store *s) {
 }
 
 /* A forked child, such as a loader process, does not get the mapping: it could write there by mistake, and a mapping
- * holds the file's locks. So no fork may come between the two calls. `at` NULL: anywhere. */
-static void *map(pyps_store *s, uint8_t *at, uint64_t offset, uint64_t bytes) {
-    int kind = at ? MAP_PRIVATE | MAP_FIXED : MAP_SHARED;
+ * holds the file's locks. So no fork may come between the two calls. `at` NULL: the segment, anywhere; else memory of
+ * zeros there. */
+static void *map(pyps_store *s, uint8_t *at, uint64_t bytes) {
+    int kind = at ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED : MAP_SHARED, fd = at ? -1 : s->fd;
     segment_hold_forks();
-    void *found = mmap(at, bytes, PROT_READ | PROT_WRITE, kind | MAP_NORESERVE, s->fd, (off_t)offset);
+    void *found = mmap(at, bytes, PROT_READ | PROT_WRITE, kind | MAP_NORESERVE, fd, 0);
+    if (found != MAP_FAILED)
+        madvise(found, bytes, MADV_DONTDUMP); /* a core file would be as large as the model */
     if (found != MAP_FAILED && madvise(found, bytes, MADV_DONTFORK)) {
         munmap(found, bytes);
         found = MAP_FAILED;
@@ -39,7 +42,7 @@ static void *map(pyps_store *s, uint8_t *at, uint64_t offset, uint64_t bytes) {
 }
 
 int mapping_make(pyps_store *s) {
-    s->base = map(s, NULL, 0, s->layout.bytes);
+    s->base = map(s, NULL, s->layout.bytes);
     if (!s->base) return failed("mapping the segment");
     set_pointers(s);
     return PYPS_OK;
@@ -53,7 +56,7 @@ int mapping_detach_staging(pyps_store *s) {
     uint64_t to = (first + bytes) / page * page;
     s->detached_from = s->detached_to = 0;
     if (from >= to) return PYPS_OK;
-    if (!map(s, s->base + from, from, to - from)) return failed("taking staging buffers out of the mapping");
+    if (!map(s, s->base + from, to - from)) return failed("taking staging buffers out of the mapping");
     s->detached_from = from, s->detached_to = to;
     return PYPS_OK;
 }

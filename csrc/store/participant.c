@@ -233,13 +233,14 @@ static int bring_spares(pyps_store *s) {
     return PYPS_OK;
 }
 
+/* Their headers: staging.c gives them the rest. */
 static int bring_staging(pyps_store *s) {
     int rc = PYPS_OK;
     for (uint32_t staging = 0; !rc && staging < s->geometry.staging_buffers; staging++)
         rc = segment_allocate(s,
                               s->layout.staging + (s->slot * s->geometry.staging_buffers + staging) *
                                                       s->layout.staging_stride,
-                              s->layout.staging_codes);
+                              s->layout.staging_data);
     return rc;
 }
 
@@ -282,8 +283,8 @@ static void reset_membership(pyps_store *s) {
     s->id = 0, s->rank = -1, s->in_round = false, s->complete_version = 0, s->ticket.number = 0;
     memset(s->staging_ticket, 0, sizeof s->staging_ticket);
     memset(s->staging_taken, 0, sizeof s->staging_taken);
-    s->codes_allocated = s->base_params_allocated = s->parked = s->residuals_allocated = 0;
-    s->claimed_at = s->own.ticket = 0;
+    staging_forget_memory(s);
+    s->parked = 0, s->claimed_at = s->own.ticket = 0;
 }
 
 static int enter(pyps_store *s, int role, int rank) {
@@ -361,11 +362,22 @@ int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
     return rc;
 }
 
+/* Where no round that is open and no helper needs it. */
+static void give_back_staging(pyps_store *s) {
+    uint64_t version, word;
+    if (s->role != PYPS_WORKER || present_version(s, &version) || chunks_complete(s, version)) return;
+    const struct view *v = view_pin(s, &word);
+    bool needed = !v || staging_is_needed(s, pinned_member(s, v, s->slot));
+    view_unpin(s);
+    if (!needed) staging_give_back(s);
+}
+
 static int leave(pyps_store *s, bool detaches) {
     int rc = store_check_usable(s, true), failed = PYPS_OK;
     if (rc) return rc;
     bool changed;
     rc = commit_leave(s, s->slot, s->id, PYPS_LEFT, &changed);
+    if (!rc) give_back_staging(s);
     if (detaches && s->role == PYPS_WORKER) failed = mapping_detach_staging(s);
     if (failed) return failed; /* the slot stays this handle's: pointers into it may be left */
     release_slot(s);

@@ -45,19 +45,22 @@ static bool look_at(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct
     return l->ahead.carried > 0;
 }
 
-/* With the worker's own last gradient, decoded a block at a time. */
-static void look_along(const pyps_store *s, uint32_t chunk, struct look l) {
+/* With the worker's own last gradient from `at` of the flat vector, decoded from the beginning of a block, and a block
+ * at a time. */
+static void look_along(const pyps_store *s, uint32_t chunk, uint64_t at, struct look l) {
     uint32_t staging = s->own.staging, codec = s->own.ticket ? staging_codec(s, s->slot, staging) : PYPS_F32;
-    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
-    size_t length = l.length, at_a_time = codec == PYPS_F32 ? length : BLOCK;
+    size_t length = l.length;
     const pyps_hyper *pushed = &staging_header(s, s->slot, staging)->hyper[s->chunks[chunk].group];
     l.scale = s->own.scale, l.clip = pushed->clip > 0 ? pushed->clip : INFINITY;
     if (pushed->clip_norm > 0) l.scale *= norm_factor(s->own.norm, pushed->clip_norm);
     for (size_t from = 0; from < length; from += l.length) {
         float block[BLOCK];
+        size_t before = codec == PYPS_F32 ? 0 : (at + from) % BLOCK;
+        size_t at_a_time = codec == PYPS_F32 ? length : BLOCK - before;
         l.length = length - from < at_a_time ? length - from : at_a_time;
         if (s->own.ticket)
-            l.gradient = staging_gradient(s, s->slot, staging, codec, at + from, l.length, block);
+            l.gradient = before + staging_gradient(s, s->slot, staging, codec, at + from - before,
+                                                   before + l.length, block);
         kernels_chosen()->look[s->geometry.optimizer](&l);
         l.to += l.length;
         for (uint32_t vector = 0; vector <= s->layout.states; vector++) l.from[vector] += l.length;
@@ -72,7 +75,7 @@ void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *fla
     }
     l.to = flat + (uint64_t)chunk * s->geometry.chunk_params;
     l.streams = store_elements(s) * sizeof *flat >= STREAM_BYTES && (uintptr_t)l.to % 16 == 0;
-    look_along(s, chunk, l);
+    look_along(s, chunk, (uint64_t)chunk * s->geometry.chunk_params, l);
     memset(l.to + l.length, 0, (s->geometry.chunk_params - l.length) * sizeof *flat);
 }
 
@@ -83,7 +86,7 @@ static int encode_ahead(pyps_store *s, uint32_t chunk, uint32_t buffer, struct e
     if (!s->ahead) s->ahead = malloc(s->geometry.chunk_params * sizeof *s->ahead);
     if (!s->ahead) return fail(PYPS_ENOSPC, "out of memory for %u parameters", s->geometry.chunk_params);
     l.to = s->ahead;
-    look_along(s, chunk, l);
+    look_along(s, chunk, (uint64_t)chunk * s->geometry.chunk_params, l);
     return chunk_encode(s, chunk, s->ahead, flat);
 }
 
@@ -123,7 +126,59 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
         if (word_version(word) < oldest) oldest = word_version(word);
     }
     kernels_chosen()->copied();
-    activity_pulled(s, PYPS_F32);
+    activity_pulled(s, 4 * store_elements(s));
+    *version_out = oldest;
+    return pull_record(s, oldest);
+}
+
+/* Of a chunk, without its unused end. */
+static void look_run(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct run run, float *to) {
+    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params, end = at + s->chunks[chunk].length;
+    uint64_t used = run.first < end ? (run.end < end ? run.end : end) - run.first : 0;
+    struct look l;
+    memset(to + used, 0, (run.end - run.first - used) * sizeof *to);
+    if (!look_at(s, chunk, buffer, &l)) {
+        memcpy(to, buffer_floats(s, buffer, 0) + (run.first - at), used * sizeof *to);
+        return;
+    }
+    for (uint32_t vector = 0; vector <= s->layout.states; vector++) l.from[vector] += run.first - at;
+    l.to = to, l.length = used;
+    look_along(s, chunk, run.first, l);
+}
+
+/* Values of one chunk are of one version: it stays pinned from its first range to its last. */
+static int copy_ranges(pyps_store *s, const pyps_range *ranges, uint64_t count, float *to, uint64_t *oldest) {
+    uint64_t word = 0, whole = s->geometry.chunk_params;
+    uint32_t pinned = NONE;
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t end = ranges[i].first + ranges[i].count;
+        for (struct run run = {.end = ranges[i].first}; run.end < end;) {
+            run.first = run.end;
+            uint32_t chunk = (uint32_t)(run.first / whole);
+            run.end = (chunk + 1) * whole < end ? (chunk + 1) * whole : end;
+            int rc = chunk == pinned ? PYPS_OK : chunk_pin(s, chunk, &word);
+            if (rc) return rc;
+            pinned = chunk;
+            look_run(s, chunk, word_buffer(word), run, to);
+            FAILPOINT("pull.copied");
+            to += run.end - run.first;
+            if (word_version(word) < *oldest) *oldest = word_version(word);
+        }
+    }
+    chunk_unpin(s);
+    return PYPS_OK;
+}
+
+int pyps_pull_ranges(pyps_store *s, const pyps_range *ranges, uint64_t count, float *values,
+                     uint64_t *version_out) {
+    int rc = store_check_usable(s, true);
+    if (rc || (rc = given(ranges)) || (rc = given(values)) || (rc = given(version_out)) ||
+        (rc = ranges_check(s, "pull", ranges, count)) || (rc = round_complete(s)) || (rc = lookahead_set(s)))
+        return rc;
+    uint64_t oldest = UINT64_MAX, floats = 0;
+    if ((rc = copy_ranges(s, ranges, count, values, &oldest))) return rc;
+    for (uint64_t i = 0; i < count; i++) floats += ranges[i].count;
+    activity_pulled(s, 4 * floats);
     *version_out = oldest;
     return pull_record(s, oldest);
 }
@@ -156,6 +211,6 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
         if (word_version(word) < oldest) oldest = word_version(word);
     }
     *version_out = oldest;
-    if (!rc) activity_pulled(s, codec);
+    if (!rc) activity_pulled(s, pyps_encoded_bytes(codec, store_elements(s)));
     return rc ? rc : pull_record(s, oldest);
 }

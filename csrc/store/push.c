@@ -107,6 +107,16 @@ static int find_staging(pyps_store *s, uint32_t *taken_out, uint32_t *staging_ou
     return PYPS_OK;
 }
 
+/* One of those that keep this worker's staging buffers; 0: none is found any more. */
+static uint64_t process_that_reads(const pyps_store *s) {
+    for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
+        uint64_t ticket = load_seq(&s->slots[slot].ticket_hazard);
+        for (uint32_t staging = 0; ticket && staging < s->geometry.staging_buffers; staging++)
+            if (s->staging_ticket[staging] == ticket) return load_relaxed(&s->slots[slot].process);
+    }
+    return 0;
+}
+
 int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *staging_out) {
     int rc = store_check_worker(s);
     if (rc || (rc = given(staging_out))) return rc;
@@ -123,8 +133,10 @@ int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *staging_out) {
         }
         if ((rc = store_check_interrupt())) return rc;
         if (wait_now_nanoseconds() >= waiting.deadline)
-            return fail(PYPS_ETIMEDOUT,
-                        "stage: other participants still read this worker's earlier gradients");
+            return fail(
+                PYPS_ETIMEDOUT,
+                "stage: process %llu, which may be stopped, still reads an earlier gradient of this worker",
+                (unsigned long long)process_that_reads(s));
         slots_release_dead(s);
         wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), STALL_NANOSECONDS);
     }
@@ -150,10 +162,6 @@ int staging_check(pyps_store *s, uint32_t staging) {
                       s->geometry.staging_buffers);
 }
 
-float *pyps_staging(pyps_store *s, uint32_t staging) {
-    return staging_check(s, staging) ? NULL : staging_data(s, s->slot, staging);
-}
-
 static bool hyper_is_finite(const pyps_hyper *h) {
     return isfinite(h->lr) && isfinite(h->weight_decay) && isfinite(h->momentum) && isfinite(h->dampening) &&
            isfinite(h->beta1) && isfinite(h->beta2) && isfinite(h->eps) && isfinite(h->lr_decay) &&
@@ -161,8 +169,6 @@ static bool hyper_is_finite(const pyps_hyper *h) {
 }
 
 static int check_args(const pyps_store *s, const pyps_push_args *a) {
-    if (a->size != sizeof *a)
-        return fail(PYPS_EINVAL, "push: size: found %u; expected %zu", a->size, sizeof *a);
     if (a->staging >= s->geometry.staging_buffers || !s->staging_taken[a->staging])
         return fail(PYPS_EINVAL, "push: staging: found %u; expected one that pyps_stage returned",
                     a->staging);
@@ -286,16 +292,26 @@ static int park(pyps_store *s, const pyps_push_args *args, const struct outcome 
     return chunks_complete(s, outcome->ticket);
 }
 
-/* For pulls that look ahead. A gradient that is compensated when it is applied is not kept. */
-static void keep_own(pyps_store *s, uint32_t staging, const struct outcome *outcome) {
-    s->own.ticket = s->needs.needs_base_params ? 0 : outcome->ticket;
-    s->own.staging = staging;
-    s->own.scale = staging_header(s, s->slot, staging)->scale * outcome->scale;
+/* For pulls that look ahead. A gradient that is compensated when it is applied is not kept, nor is one of ranges. */
+static void keep_own(pyps_store *s, const pyps_push_args *args, const struct outcome *outcome) {
+    s->own.ticket = s->needs.needs_base_params || args->ranges ? 0 : outcome->ticket;
+    s->own.staging = args->staging;
+    s->own.scale = staging_header(s, s->slot, args->staging)->scale * outcome->scale;
 }
 
-int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) {
+static uint64_t bytes_of_gradient(const pyps_store *s, const pyps_push_args *args) {
+    uint64_t floats = args->ranges ? 0 : store_elements(s);
+    for (uint64_t i = 0; args->ranges && i < args->range_count; i++) floats += args->ranges[i].count;
+    return pyps_encoded_bytes(args->codec, floats);
+}
+
+int pyps_push(pyps_store *s, const pyps_push_args *given_args, pyps_push_result *out) {
+    pyps_push_args copy;
+    const pyps_push_args *args = &copy;
     int rc = store_check_worker(s);
-    if (rc || (rc = given(args)) || (rc = given(out)) || (rc = check_args(s, args))) return rc;
+    if (rc || (rc = given(out)) || (rc = read_struct("push", given_args, hyper, &copy)) ||
+        (rc = check_args(s, args)))
+        return rc;
     *out = (pyps_push_result){0};
     uint64_t deadline = store_deadline(s, args->timeout_seconds);
     struct outcome outcome;
@@ -308,7 +324,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     if ((rc = lookahead_set(s))) return rc; /* for an exchange */
     s->claimed_at = wait_now_nanoseconds(); /* of a claim made ahead; else the next start sets it again */
     out->staleness = outcome.staleness;
-    if (args->samples) activity_pushed(s, args->codec);
+    if (args->samples) activity_pushed(s, bytes_of_gradient(s, args));
     if (s->policy->waits_for_round) {
         s->in_round = true, s->round = outcome.round, s->round_staging = args->staging;
         return wait_for_round(s, args->staging, deadline, out);
@@ -318,7 +334,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
     s->staging_taken[args->staging] = false;
     if (!outcome.ticket) return PYPS_OK; /* skipped */
     out->version = s->stream_ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
-    keep_own(s, args->staging, &outcome);
+    keep_own(s, args, &outcome);
     rc = chunks_follow(s, outcome.ticket, outcome.ticket);
     return rc == PYPS_EFULL ? PYPS_OK
                             : rc; /* it is admitted: a participant that finds a buffer completes it */
@@ -348,12 +364,11 @@ int pyps_set_max_samples(pyps_store *s, uint32_t samples) {
     return view_commit(s, &e, &outcome, &verdict);
 }
 
-int pyps_set_data_set(pyps_store *s, const pyps_data_set *data) {
+int pyps_set_data_set(pyps_store *s, const pyps_data_set *given_data) {
+    pyps_data_set copy, *data = &copy;
     int rc = store_check_worker(s);
-    if (rc) return rc;
-    if (!data || data->size != sizeof *data)
-        return fail(PYPS_EINVAL, "data_set: found size %u; expected %zu", data ? data->size : 0,
-                    sizeof *data);
+    if (rc || (rc = read_struct("data_set", given_data, tolerance, data))) return rc;
+    data->size = sizeof *data;
     if (!isfinite(data->mean) || !(data->tolerance >= 0) || isinf(data->tolerance))
         return fail(PYPS_EINVAL, "data_set: found mean %g, tolerance %g; expected finite numbers", data->mean,
                     data->tolerance);

@@ -98,6 +98,13 @@ int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes) {
                 strerror(error));
 }
 
+void segment_release(pyps_store *s, uint64_t offset, uint64_t bytes) {
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), from = (offset + page - 1) / page * page;
+    uint64_t to = (offset + bytes) / page * page;
+    if (from < to)
+        fallocate(s->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)from, (off_t)(to - from));
+}
+
 static int map_failed(const char *what) {
     return fail(PYPS_ESYS, "%s in %s: %s", what, directory(), strerror(errno));
 }
@@ -262,12 +269,10 @@ int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
 }
 
 int pyps_restore(const char *name, const pyps_config *config, const pyps_state *state, pyps_store **out) {
+    pyps_state copy;
     int rc = given(out);
-    if (rc) return rc;
-    if (!state || state->size != sizeof *state)
-        return fail(PYPS_EINVAL, "state: size: found %u; expected %zu", state ? state->size : 0,
-                    sizeof *state);
-    return create(name, config, state, out);
+    if (!rc) rc = read_struct("state", state, residuals, &copy);
+    return rc ? rc : create(name, config, &copy, out);
 }
 
 /* ---- open ---- */

@@ -13,24 +13,56 @@
 /* A state between its begin and its end. */
 struct reading {
     uint64_t snapshot, version;
+    double taken; /* steps, by the view */
     pyps_rank_state *ranks;
     pyps_range *ranges;
     uint32_t *residuals; /* [ranks] as in struct rank */
 };
 
+/* What a read shows, and what its visitor said last. */
+struct show {
+    const pyps_range *ranges; /* [count] */
+    uint64_t count;
+    pyps_visitor visit;
+    void *context;
+    int said;
+};
+
 struct target {
+    struct show *show; /* NULL: the chunks are copied */
     float *flat;
     float *const *state;
     double *steps;     /* [chunks] */
     pyps_hyper *hyper; /* [groups] */
     uint64_t snapshot, version;
+    double taken;
 };
 
+static bool next_shown(const pyps_store *s, uint32_t chunk, uint64_t at, const struct show *show,
+                       struct run *run) {
+    uint64_t end = (uint64_t)chunk * s->geometry.chunk_params + s->chunks[chunk].length;
+    if (show->ranges) return ranges_next(show->ranges, show->count, at, end, run);
+    *run = (struct run){at, end};
+    return at < end;
+}
+
+static void show_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct show *show) {
+    uint64_t first = (uint64_t)chunk * s->geometry.chunk_params, at = first;
+    for (struct run run; !show->said && next_shown(s, chunk, at, show, &run); at = run.end)
+        show->said = show->visit(show->context, run.first, buffer_floats(s, buffer, 0) + (run.first - first),
+                                 run.end - run.first);
+}
+
 static void copy_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, const struct target *to) {
+    if (to->show) {
+        show_chunk(s, chunk, buffer, to->show);
+        FAILPOINT("snapshot.shown");
+        return;
+    }
     chunk_copy(s, chunk, buffer, 0, to->flat);
     for (uint32_t vector = 1; to->state && vector <= s->layout.states; vector++)
         chunk_copy(s, chunk, buffer, vector, to->state[vector - 1]);
-    if (to->steps) to->steps[chunk] = buffer_header(s, buffer)->steps;
+    if (to->steps) to->steps[chunk] = buffer_header(s, buffer)->before + to->taken;
     if (to->hyper) to->hyper[s->chunks[chunk].group] = buffer_header(s, buffer)->hyper;
     FAILPOINT("snapshot.copied");
 }
@@ -65,9 +97,14 @@ static int copy_present(pyps_store *s, uint32_t chunk, const struct target *to, 
     return PYPS_OK;
 }
 
+static bool chunk_needed(const pyps_store *s, uint32_t chunk, const struct target *to) {
+    struct run run;
+    return !to->show || next_shown(s, chunk, (uint64_t)chunk * s->geometry.chunk_params, to->show, &run);
+}
+
 static int snapshot_chunk(pyps_store *s, uint32_t chunk, const struct target *to) {
-    bool done;
-    int rc = copy_present(s, chunk, to, &done);
+    bool done = !chunk_needed(s, chunk, to);
+    int rc = done ? PYPS_OK : copy_present(s, chunk, to, &done);
     if (!rc && !done) rc = copy_saved(s, chunk, to);
     if (rc) return rc;
     /* DONE: pushers need not save, and a saved buffer is free. The mark of a later snapshot stays. */
@@ -81,7 +118,10 @@ static int snapshot_chunk(pyps_store *s, uint32_t chunk, const struct target *to
 static int copy_chunks(pyps_store *s, const struct target *to) {
     int rc = PYPS_OK;
     s->ticket.number = 0; /* the cached view is older than this snapshot */
-    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) rc = snapshot_chunk(s, chunk, to);
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++) {
+        rc = snapshot_chunk(s, chunk, to);
+        if (!rc && to->show) rc = to->show->said;
+    }
     kernels_chosen()->copied();
     return rc;
 }
@@ -103,19 +143,36 @@ static int end(pyps_store *s, enum event_kind kind, uint64_t snapshot) {
 
 int snapshot_cancel(pyps_store *s, uint64_t snapshot) { return end(s, EVENT_SNAPSHOT_CANCEL, snapshot); }
 
-int pyps_snapshot(pyps_store *s, float *flat, float *const *state, double *steps, double timeout_seconds,
-                  uint64_t *version_out) {
+/* Begins a snapshot, takes it to a target, and ends it. */
+static int take(pyps_store *s, struct target *to, double timeout_seconds, uint64_t *version_out) {
     struct outcome outcome;
-    int rc = store_check_usable(s, true);
-    if (rc || (rc = given(flat)) || (rc = given(version_out)) ||
-        (rc = begin(s, timeout_seconds, false, &outcome)))
-        return rc;
+    int rc = begin(s, timeout_seconds, false, &outcome);
+    if (rc) return rc;
     FAILPOINT("snapshot.begun");
-    struct target to = {flat, state, steps, NULL, outcome.snapshot, outcome.version};
-    rc = copy_chunks(s, &to);
+    to->snapshot = outcome.snapshot, to->version = outcome.version, to->taken = outcome.steps;
+    rc = copy_chunks(s, to);
     int ended = end(s, EVENT_SNAPSHOT_END, outcome.snapshot);
     *version_out = outcome.version;
     return rc ? rc : ended;
+}
+
+int pyps_snapshot(pyps_store *s, float *flat, float *const *state, double *steps, double timeout_seconds,
+                  uint64_t *version_out) {
+    int rc = store_check_usable(s, true);
+    if (rc || (rc = given(flat)) || (rc = given(version_out))) return rc;
+    struct target to = {.flat = flat, .state = state, .steps = steps};
+    return take(s, &to, timeout_seconds, version_out);
+}
+
+int pyps_read(pyps_store *s, const pyps_range *ranges, uint64_t count, pyps_visitor visit, void *context,
+              double timeout_seconds, uint64_t *version_out) {
+    int rc = store_check_usable(s, true);
+    if (!visit) rc = rc ? rc : fail(PYPS_EINVAL, "visit: found NULL; expected a function");
+    if (rc || (rc = given(version_out)) || (ranges && (rc = ranges_check(s, "read", ranges, count))))
+        return rc;
+    struct show show = {.ranges = ranges, .count = count, .visit = visit, .context = context};
+    struct target to = {.show = &show};
+    return take(s, &to, timeout_seconds, version_out);
 }
 
 /* ---- states ---- */
@@ -143,7 +200,7 @@ static int begin_reading(pyps_store *s, double timeout_seconds, struct view *beg
     s->begun = NULL;
     if (rc) return rc;
     FAILPOINT("state.begun");
-    r->snapshot = outcome.snapshot, r->version = outcome.version;
+    r->snapshot = outcome.snapshot, r->version = outcome.version, r->taken = outcome.steps;
     for (uint32_t rank = 0; rank < begun->ranks; rank++)
         r->residuals[rank] = view_rank(begun, rank)->held_residual;
     if ((rc = view_capture(begun, out, r->ranks, r->ranges))) end(s, EVENT_SNAPSHOT_END, r->snapshot);
@@ -188,7 +245,13 @@ int pyps_state_read(pyps_store *s, float *flat, float *const *state, double *ste
     double *chunks = calloc(s->geometry.chunks, sizeof *chunks);
     if (!chunks) return fail(PYPS_ENOSPC, "out of memory for %u step counts", s->geometry.chunks);
     if (hyper) memset(hyper, 0, s->geometry.groups * sizeof *hyper);
-    struct target to = {flat, state, chunks, hyper, s->reading->snapshot, s->reading->version};
+    struct target to = {.flat = flat,
+                        .state = state,
+                        .steps = chunks,
+                        .hyper = hyper,
+                        .snapshot = s->reading->snapshot,
+                        .version = s->reading->version,
+                        .taken = s->reading->taken};
     rc = copy_chunks(s, &to);
     if (!rc && steps) steps_of_tensors(s, chunks, steps);
     free(chunks);

@@ -57,10 +57,11 @@ static int copy_view(pyps_store *s, struct view **out) {
 }
 
 int pyps_get_status(pyps_store *s, pyps_status *out) {
-    struct view *v;
-    int rc = given(out);
-    if (rc || (rc = copy_view(s, &v))) return rc;
-    bool turns = s->policy->uses_turns;
+    struct view head, *v = &head;
+    int rc = store_check_usable(s, false);
+    if (rc || (rc = given(out))) return rc;
+    bool turns = s->policy->uses_turns; /* which the ranks have; else a short look is enough */
+    if ((rc = turns ? copy_view(s, &v) : view_observe_head(s, v))) return rc;
     *out = (pyps_status){.sequence = v->sequence,
                          .version = v->version,
                          .round = v->round,
@@ -74,7 +75,8 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
                          .turn_rank = -1,
                          .scheduled = turns && v->round_robin.scheduled == v->ranks,
                          .ranks = v->ranks};
-    if (turns) out->turn_rank = (int32_t)view_rank(v, (uint32_t)(v->round_robin.turn % v->ranks))->turn_rank;
+    if (!turns) return PYPS_OK;
+    out->turn_rank = (int32_t)view_rank(v, (uint32_t)(v->round_robin.turn % v->ranks))->turn_rank;
     free(v);
     return PYPS_OK;
 }

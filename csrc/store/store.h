@@ -92,9 +92,11 @@ struct pyps_store {
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* last ticket admitted from each staging buffer; 0: none */
     bool staging_taken[MAX_STAGING_BUFFERS];      /* the caller has it, or it waits in a round */
     uint32_t parked; /* bit by staging buffer: it waits in a round, and no call waits for that round */
-    uint32_t codes_allocated, base_params_allocated; /* bit by staging buffer: these parts have memory */
-    uint32_t residuals_allocated;                    /* bit by residual of this slot */
-    double lookahead;                                /* during a pull or an exchange: in global batches */
+    uint32_t data_allocated,
+        base_params_allocated; /* bit by staging buffer: these parts have memory, all of it */
+    uint64_t codes_allocated[MAX_STAGING_BUFFERS]; /* bytes of each that have memory */
+    uint32_t residuals_allocated;                  /* bit by residual of this slot */
+    double lookahead;                              /* during a pull or an exchange: in global batches */
     /* This worker's gradient that was applied last, until its staging buffer is written again. ticket 0: none */
     struct {
         uint64_t ticket;
@@ -173,11 +175,15 @@ void mapping_end(pyps_store *s);
 /* segment.c */
 /* Gives a hole of the file memory; PYPS_ENOSPC. */
 int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes);
+/* Makes whole pages of the file holes again, where the file system can. */
+void segment_release(pyps_store *s, uint64_t offset, uint64_t bytes);
 
 /* view_store.c: a copy of the present view for reading, and the commit of an event */
 int view_copy(pyps_store *s, struct view *out);
 /* The same without a hazard, and so without a slot: while other calls of this handle run, too. */
 int view_observe(pyps_store *s, struct view *out);
+int view_observe_head(pyps_store *s,
+                      struct view *out); /* without members, ranks and all else that follows it */
 /* Decides `e` on the present view, at the present time, which it writes into `e`, until its CAS succeeds. */
 int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict);
 struct view *view_allocate(const pyps_store *s);
@@ -210,8 +216,8 @@ int store_check_interrupt(void);
 void activity_joined(pyps_store *s);
 void activity_waits(pyps_store *s, uint32_t kind, uint64_t since);
 void activity_goes_on(pyps_store *s, uint64_t slept);
-void activity_pushed(pyps_store *s, uint32_t codec);
-void activity_pulled(pyps_store *s, uint32_t codec);
+void activity_pushed(pyps_store *s, uint64_t bytes);
+void activity_pulled(pyps_store *s, uint64_t bytes);
 void activity_show(const pyps_store *s, uint32_t index, const struct member *m, pyps_member *out);
 
 /* journal.c */
@@ -266,20 +272,56 @@ const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t stagi
 uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging);
 /* Encodes one chunk, whose parameters are `values`; everything else in `flat` is of the whole vector. */
 int chunk_encode(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat);
-/* Writes all that apply reads into the staging buffer; with error_feedback `e` names the residuals. Nothing
- * has happened until `e` is committed. */
+/* Encodes args->gradient, or what is in the staging buffer, into its codes; with error_feedback `e` names the residuals
+ * from then on. */
+int staging_encode(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
+uint8_t *staging_codes(const pyps_store *s, uint32_t slot, uint32_t staging);
+float *staging_scales(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec);
+
+/* staging.c */
+int staging_allocate(pyps_store *s, uint32_t staging); /* memory for a whole gradient */
+void staging_forget_memory(pyps_store *s);             /* the handle knows of none any more */
+void staging_give_back(pyps_store *s);                 /* all but headers, of buffers that no process reads */
+/* Writes all that apply reads into the staging buffer. Nothing has happened until `e` is committed. */
 int staging_fill(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
 
 /* averaged.c */
-/* Fills step->new from step->old and what the workers have, for an averaged chunk's floats from `at` of the flat
- * vector. */
+/* Fills step->new from step->old and what the workers have, for a run of an averaged chunk's floats from `at` of the
+ * flat vector. */
 void averaged_step(const pyps_store *s, const struct step *step, float lr, uint64_t at);
+
+/* ranges.c */
+struct run {
+    uint64_t first, end; /* floats of the flat vector */
+};
+/* That they are in ascending order, apart, and in the flat vector. */
+int ranges_check(const pyps_store *s, const char *what, const pyps_range *ranges, uint64_t count);
+/* The next floats from `at` on, and before `end`, that are in one of them. False: there are none. */
+bool ranges_next(const pyps_range *ranges, uint64_t count, uint64_t at, uint64_t end, struct run *run);
+/* Gives the ranges of a flat vector in this slot's staging memory, and puts values there that lie one after the other;
+ * NULL: none. */
+int ranges_place(pyps_store *s, float *part, const float *values, const pyps_range *ranges, uint64_t count);
+/* Says in a staging buffer of which ranges its gradient is; none: of all. */
+int ranges_stage(pyps_store *s, uint32_t staging, const pyps_range *ranges, uint64_t count);
+bool staging_has(const pyps_store *s, uint32_t slot, uint32_t staging, uint64_t at); /* this float */
+/* Of the ticket that was loaded last: whether it leaves some parameters as they are, and the next floats that the same
+ * of its gradients have, as in ranges_next. */
+bool ticket_is_ranged(const pyps_store *s);
+bool ticket_next_run(const pyps_store *s, uint64_t at, uint64_t end, struct run *run);
+
+/* finite.c */
+/* That every value for a trained tensor is finite; copies the gradient meanwhile, unless `to` is NULL. */
+int finite_check(const pyps_store *s, const float *values, float *to);
+/* The same of ranges, which lie at their places, or packed one after the other. */
+int finite_check_ranges(const pyps_store *s, const float *values, bool packed, const pyps_range *ranges,
+                        uint64_t count);
 
 /* clip.c */
 /* Forgets the sums of squares in a staging buffer that is not admitted yet. */
 void norm_reset(const pyps_store *s, uint32_t staging);
-/* The same, and sums the gradient of a push that is applied alone. */
-void norm_of_push(pyps_store *s, uint32_t staging);
+/* The same, and sums the gradient of a push that is applied alone, if it is to be clipped. *finite_out: it was summed,
+ * and has no value that is not finite. */
+void norm_of_push(pyps_store *s, uint32_t staging, bool *finite_out);
 /* Sets s->norm for the ticket that was loaded last. Its hazard is set, and a chunk lacks it. */
 void norm_of_ticket(pyps_store *s);
 /* What the gradient is multiplied by so that its norm, s->norm, keeps within `clip_norm`. */

@@ -69,11 +69,11 @@ int view_copy(pyps_store *s, struct view *out) {
  * of the word is the last. The thread sanitizer does not know this argument, and would see a load in a function of
  * its own. */
 __attribute__((no_sanitize("thread"))) static bool copy_unpinned(pyps_store *s, struct view *out,
-                                                                 uint64_t *word) {
+                                                                 size_t bytes, uint64_t *word) {
     *word = load_seq(&s->header->view);
     if (word_buffer(*word) >= s->layout.view_count) return true;
     const a64 *from = (const a64 *)(const void *)view_at(s, word_buffer(*word));
-    for (size_t i = 0; i < bytes_of_view(s) / sizeof *from; i++) {
+    for (size_t i = 0; i < bytes / sizeof *from; i++) {
         uint64_t part = atomic_load_explicit(&from[i], memory_order_acquire);
         memcpy((char *)out + i * sizeof part, &part, sizeof part);
     }
@@ -81,17 +81,21 @@ __attribute__((no_sanitize("thread"))) static bool copy_unpinned(pyps_store *s, 
 }
 
 /* A copy takes no longer than an event, which copies the view too, so it succeeds as often as events do. */
-int view_observe(pyps_store *s, struct view *out) {
+static int observe(pyps_store *s, struct view *out, size_t bytes) {
     uint64_t word, deadline = wait_deadline_after(OBSERVE_SECONDS);
-    while (!copy_unpinned(s, out, &word))
+    while (!copy_unpinned(s, out, bytes, &word))
         if (wait_now_nanoseconds() > deadline)
             return fail(PYPS_ETIMEDOUT, "the view changed for %g s without a pause", OBSERVE_SECONDS);
-    if (word_buffer(word) >= s->layout.view_count || !view_valid(out, s->expected) ||
-        out->sequence != word_version(word))
+    bool whole = bytes == bytes_of_view(s);
+    if (word_buffer(word) >= s->layout.view_count || out->sequence != word_version(word) ||
+        (whole && !view_valid(out, s->expected)))
         return fail(PYPS_ECORRUPT, "view %llu: its counts or indices are impossible; the segment is damaged",
                     (unsigned long long)word_version(word));
     return PYPS_OK;
 }
+
+int view_observe(pyps_store *s, struct view *out) { return observe(s, out, bytes_of_view(s)); }
+int view_observe_head(pyps_store *s, struct view *out) { return observe(s, out, sizeof *out); }
 
 static a32 *futex_word(const pyps_store *s) {
     return (a32 *)(void *)&s->header->view;

@@ -218,7 +218,7 @@ def staging(store: Pointer, staging: int, elements: int) -> tuple[Flat, weakref.
 
 def staging_codes(store: Pointer, staging: int, size: int) -> tuple[NDArray[np.uint8], weakref.ref[Mapping]]:
     """The same for the staging buffer's codes, `size` bytes."""
-    pointer = lib.pyps_staging_codes(store, unsigned("staging", "buffer", staging, 32))
+    pointer = lib.pyps_staging_codes(store, unsigned("staging", "buffer", staging, 32), size)
     if pointer == ffi.NULL:
         check("staging", lib.pyps_error_code())
     mapping = Mapping(store, int(ffi.cast("uintptr_t", pointer)), size, np.uint8)
@@ -300,10 +300,14 @@ def _push_args(what: str, store: Pointer, push: PushRequest) -> tuple[Any, Any]:
             raise InvalidArgument(what, f"{name}: found {seconds}; expected at least 0")
         setattr(c, name.replace("seconds", "nanoseconds"), round(seconds / NANOSECOND))
     c.position = unsigned(what, "position", push.position, 64)
+    ranges = ffi.NULL
+    if push.ranges is not None:
+        ranges, c.range_count = ffi.from_buffer("pyps_range[]", push.ranges), len(push.ranges)
+    c.ranges = ranges
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
-    return c, (constants, gradient, base_params)
+    return c, (constants, gradient, base_params, ranges)
 
 
 def hyper_array(hyper: Sequence[Hyper | None]) -> Any:

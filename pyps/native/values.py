@@ -372,7 +372,9 @@ class PushRequest:
     None: the version pulled last. grad_norm_squared: of the gradient, where the policy needs it; 0: not
     known. compute_seconds: how long the gradient took to compute; 0: since its claim. position: of `hyper` in
     its schedule; a round takes the constants of the greatest one. cost_seconds: what the step cost this
-    worker, compute and data; 0: compute_seconds. data_seconds: of these, for data.
+    worker, compute and data; 0: compute_seconds. data_seconds: of these, for data. ranges: the parts of the
+    flat vector that the gradient is of (pyps.native.ranges), in fp32; `gradient` and `base_params` hold their
+    values one after the other. None: all of it.
     """
 
     staging: int
@@ -390,6 +392,7 @@ class PushRequest:
     position: int = 0
     cost_seconds: float = 0.0
     data_seconds: float = 0.0
+    ranges: NDArray[np.uint64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

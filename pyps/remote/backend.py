@@ -145,6 +145,12 @@ class RemoteBackend:
         self._compute_began = time.monotonic()
         return int(version)
 
+    def pull_ranges(self, ranges: NDArray[np.uint64], out: Flat) -> int:
+        raise InvalidArgument("pull", "ranges: the store is elsewhere; expected a pull of all parameters")
+
+    def read_ranges(self, *_: Any) -> int:
+        raise InvalidArgument("read", "the store is elsewhere; expected a pull, or a snapshot")
+
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
         version, found = self.client.call("pull_encoded", codec)
         from_frames("pull", found, out)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps.errors import InvalidArgument
+from pyps.native.ranges import as_ranges, elements
 from pyps.native.values import Codec, Encoding, Flat, Hyper, Layout, PushRequest
 from pyps.store.codec import as_codec, encoded_bytes
 from pyps.store.staging import StagingBuffer
@@ -25,13 +26,14 @@ def push_request(
     groups: int,
     encoding: Encoding | str | None = None,
     gradient: Flat | NDArray[np.uint8] | None = None,
+    ranges: Any = None,
     **options: Any,
 ) -> PushRequest:
     """A PushRequest from the short forms of its fields.
 
     staging, samples, scale, timeout: as there. hyper: one for all of the store's `groups`, or one each.
-    encoding: an Encoding, a codec's name, or None for fp32. gradient: fp32, or uint8 for codes. options: the
-    other fields. Raises InputError for an unknown codec.
+    encoding: an Encoding, a codec's name, or None for fp32. gradient: fp32, or uint8 for codes. ranges: of
+    the gradient, whole numbers [n, 2]. options: the other fields. Raises InputError for an unknown codec.
     """
     return PushRequest(
         staging.index if isinstance(staging, StagingBuffer) else staging,
@@ -42,6 +44,7 @@ def push_request(
         encoding if isinstance(encoding, Encoding) else Encoding(as_codec(encoding or Codec.F32)),
         gradient,
         encoded=gradient is not None and gradient.dtype == np.uint8,
+        ranges=None if ranges is None else as_ranges("push", ranges),
         **options,
     )
 
@@ -58,10 +61,14 @@ def check_request(request: PushRequest, layout: Layout) -> None:
         if request.gradient.shape != (size,):
             found = f"found {request.gradient.size} bytes; expected {size}"
             raise InvalidArgument("push", f"gradient: {found}")
-    elif request.gradient is not None:
-        check_vector("push", "gradient", request.gradient, layout.flat_elements)
-    if request.base_params is not None:
-        check_vector("push", "base_params", request.base_params, layout.flat_elements)
+    size = (
+        layout.flat_elements
+        if request.ranges is None
+        else elements("push", request.ranges, layout.flat_elements)
+    )
+    for name, vector in (("gradient", request.gradient), ("base_params", request.base_params)):
+        if vector is not None and not (name == "gradient" and request.encoded):
+            check_vector("push", name, vector, size)
 
 
 def check_vector(what: str, name: str, flat: NDArray[Any], size: int) -> None:

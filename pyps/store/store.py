@@ -1,25 +1,14 @@
-"""pyps.Store: one named segment as a Python object, with views instead of copies.
-
-Lifetime of views. A staging buffer is seen through NumPy arrays (and torch tensors over them) that keep the
-segment mapped: close() while some are alive leaves the store at once and unmaps when the last of them dies.
-After leave() or close() the buffer is no longer this worker's: what such a view still writes stays in this
-process.
-
-Threads share a Store safely: its calls run one after another, but for status, members, ranks and hyper, which
-wait for no other. What a signal's handler raises ends a wait. A forked child opens the store itself.
-"""
+"""pyps.Store: one named segment as a Python object, with views instead of copies."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, overload
+from functools import partial
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,17 +16,17 @@ from numpy.typing import NDArray
 from pyps import native
 from pyps.errors import (
     Busy,
-    Forked,
     InvalidArgument,
-    SegmentNotFound,
+    NotFinite,
+    OutOfSpace,
     SnapshotCancelled,
     StoreClosed,
-    StoreError,
 )
 from pyps.formats.turns import TurnSchedule
 from pyps.native import planning
 from pyps.native.create import create
-from pyps.native.state import StoreState, read_state, split
+from pyps.native.ranges import Packer, Ranges, Visitor, as_ranges, elements, pull_ranges, read_ranges
+from pyps.native.state import StoreState, read_state
 from pyps.native.values import (
     Advice,
     Agreement,
@@ -48,23 +37,17 @@ from pyps.native.values import (
     DataSet,
     Flat,
     Hyper,
-    Layout,
-    Member,
     Optimizer,
-    PolicyNeeds,
-    PolicyParams,
     PushRequest,
     PushResult,
-    RankCost,
-    RankCounters,
     Role,
     Snapshot,
-    Status,
-    Tensor,
 )
 from pyps.store.codec import as_codec, encoded_vector_bytes
 from pyps.store.creation import store_config
+from pyps.store.handle import StoreHandle
 from pyps.store.policies import Policy, check_known
+from pyps.store.ranges import row_ranges, tensor_ranges
 from pyps.store.request import check_request, check_vector, push_request
 from pyps.store.staging import StagingBuffer
 
@@ -74,30 +57,13 @@ UNSAID = Agreement()
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
 
 
-class Store:
+class Store(StoreHandle):
     """A parameter store; make one with `create` or `open`, use it as a context manager.
 
     Errors: every method raises a StoreError whose class says what happened (pyps.errors), StoreClosed after
     close(), Forked in a forked child. Timeouts are in seconds; None means twice the policy's
     round_timeout_seconds, in which a late worker has been fenced.
     """
-
-    def __init__(self, name: str, pointer: native.Pointer, *, unlinks: bool) -> None:
-        self.name = name
-        self.rank: int | None = None
-        self._pointer: native.Pointer | None = pointer
-        self._unlinks = unlinks
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._observing = threading.RLock()  # held while the mapping may change, and by each look at it
-        self._both = (self._lock, self._observing)
-        self._staging_buffers: dict[int, StagingBuffer] = {}
-        self._drawn = 0, 0  # the first sample last claimed, and the pushes rounded stochastically since
-        self._views: list[weakref.ref[native.Mapping]] = []
-        self.layout: Layout = self._call(native.get_layout)
-        self.tensors: tuple[Tensor, ...] = tuple(
-            self._call(native.get_tensor, index) for index in range(self.layout.tensors)
-        )
 
     @classmethod
     def create(
@@ -163,43 +129,6 @@ class Store:
         """
         return cls(name, native.open_segment(name), unlinks=False)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def closed(self) -> bool:
-        return self._pointer is None
-
-    def close(self) -> None:
-        """Leave, unmap (when the last view is gone), and remove the name if this Store created it.
-        Idempotent.
-
-        In a forked child the handle is only dropped.
-        """
-        if os.getpid() != self._pid:
-            self._pointer = None
-            return
-        with self._lock, self._observing:
-            pointer, self._pointer = self._pointer, None
-            if pointer is None:
-                return
-            joined = self.rank is not None
-            self._retire()
-            self._release(pointer, joined)
-
-    def _release(self, pointer: native.Pointer, joined: bool) -> None:
-        if self._unlinks:
-            with suppress(SegmentNotFound):  # removed meanwhile; the name may be another's by now
-                native.remove(pointer)
-        if not any(view() for view in self._views):
-            native.close(pointer)
-        elif joined:
-            with suppress(StoreError):
-                native.leave(pointer)  # unmapped when the last view dies
-
     def join(self, rank: int | None = None, role: Role | JoinRole = "worker") -> int:
         """Become a participant; the rank, -1 for an observer. None: the lowest rank that no live worker has.
 
@@ -210,13 +139,14 @@ class Store:
         kind = Role[role.upper()] if isinstance(role, str) else role
         if kind is not Role.OBSERVER:
             check_known(self.layout.policy, self.policy_params())
-        self.rank = self._locked(self._both, native.join, (kind, -1 if rank is None else rank))
+        with self._alone():
+            self.rank = self._observe(native.join, kind, -1 if rank is None else rank)
         return self.rank
 
     def leave(self) -> None:
         """Stop participating: claimed samples go back, staging buffers are given up."""
-        self._locked(self._both, native.leave, ())
-        with self._lock:
+        with self._alone():
+            self._observe(native.leave)
             self._retire()
 
     def rejoin(self) -> None:
@@ -245,21 +175,58 @@ class Store:
         self._drawn = claim.first, 0
         return claim
 
-    def pull(self, out: Flat | None = None, *, strict: bool = False) -> tuple[Flat, int]:
+    def pull(self, out: Flat | None = None, *, strict: bool = False, ranges: Any = None) -> tuple[Flat, int]:
         """Copy the parameters to `out` (fp32 [flat_elements], contiguous; new if None): (flat, version).
 
         Each chunk is whole; while others push, chunks may be of different versions, the oldest of which is
-        reported. strict=True copies one single version (see `snapshot`).
+        reported. strict=True copies one single version (see `snapshot`). ranges: of parts of the flat vector
+        alone (see `ranges`), whose values `out` holds one after the other; no other part is read.
         """
+        if ranges is not None:
+            return self._pull_ranges(as_ranges("pull", ranges), out, strict)
         if out is None:
             out = np.empty(self.layout.flat_elements, np.float32)
-        self._target("pull", out)
+        self._target("pull", out, self.layout.flat_elements)
         if not strict:
             return out, self._call(native.pull, out)
         return out, self._snapshot_into(out, (), np.empty(self.layout.chunks, np.float64), None)
 
-    def _target(self, what: str, out: Flat) -> None:
-        check_vector(what, "out", out, self.layout.flat_elements)
+    def _pull_ranges(self, parts: Ranges, out: Flat | None, strict: bool) -> tuple[Flat, int]:
+        size = elements("pull", parts, self.layout.flat_elements)
+        out = np.empty(size, np.float32) if out is None else out
+        self._target("pull", out, size)
+        if not strict:
+            return out, self._call(pull_ranges, parts, out)
+        with self._participating():
+            take = Packer(parts, out)
+            return out, self._retried(None, lambda left: self._call(read_ranges, parts, take, left))
+
+    def ranges(self, names: str | Iterable[str], rows: Any = None) -> Ranges:
+        """Which parts of the flat vector tensors are: uint64 [n, 2], the first element and the count of each.
+
+        For `pull`, `push` and `read`; the parts come in the order of the flat vector. rows: of one tensor, in
+        ascending order. Raises InvalidArgument.
+        """
+        if rows is None:
+            return tensor_ranges(self.tensors, [names] if isinstance(names, str) else names)
+        if not isinstance(names, str):
+            raise InvalidArgument("ranges", f"rows: found with {names!r}; expected one tensor's name")
+        return row_ranges(self.tensors, names, rows)
+
+    def read(self, visit: Visitor, ranges: Any = None, timeout: float | None = None) -> int:
+        """Show one version's parameters where they are, without a copy, while pushes go on; the version.
+
+        visit(first, values): called in ascending order with pieces of at most a chunk: an fp32 array, to be
+        read until `visit` returns, and its place in the flat vector. It must not use this Store. ranges: as
+        for `pull`; None: all. Raises SnapshotCancelled if `visit` took so long that pushers needed the
+        memory, Busy, and what `visit` raises.
+        """
+        parts = None if ranges is None else as_ranges("read", ranges)
+        with self._participating():
+            return self._call(read_ranges, parts, visit, native.timeout_seconds(timeout))
+
+    def _target(self, what: str, out: Flat, size: int) -> None:
+        check_vector(what, "out", out, size)
         if not out.flags.writeable:
             raise InvalidArgument(what, "out: found a read-only array; expected one to write to")
 
@@ -274,17 +241,27 @@ class Store:
     def staging(self, staging: int) -> StagingBuffer:
         """The zero-copy view of a staging buffer; it may only be written between stage() and push()."""
         with self._lock:
-            if staging not in self._staging_buffers:
-                flat, view = self._call(native.staging, staging, self.layout.flat_elements)
-                self._views = [v for v in self._views if v()] + [view]
-                self._staging_buffers[staging] = StagingBuffer(staging, flat, self.tensors)
-            elif self._pointer is None:
+            if self._pointer is None:
                 raise StoreClosed("staging", "the store is closed")
+            if self.rank is None or self.rank < 0:
+                raise InvalidArgument("staging", "not a worker; join as one first")
+            if not 0 <= staging < self.layout.staging_buffers:
+                expected = f"expected 0 to {self.layout.staging_buffers - 1}"
+                raise InvalidArgument("staging", f"found {staging}; {expected}")
+            if staging not in self._staging_buffers:
+                find = partial(self._staging_flat, staging)
+                self._staging_buffers[staging] = StagingBuffer(staging, find, self.tensors)
             return self._staging_buffers[staging]
+
+    def _staging_flat(self, staging: int) -> Flat:
+        with self._lock:
+            flat, view = self._call(native.staging, staging, self.layout.flat_elements)
+            self._views = [v for v in self._views if v()] + [view]
+            return flat
 
     def push(
         self,
-        staging: StagingBuffer | int,
+        staging: StagingBuffer | int | None,
         samples: int,
         hyper: Hyper | Sequence[Hyper],
         scale: float = 1.0,
@@ -293,14 +270,26 @@ class Store:
     ) -> PushResult:
         """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
 
-        staging: the buffer that `stage` gave. samples: 0 skips the step. hyper: one for all parameter
-        groups, or one each. scale: multiplies the gradient. timeout: seconds. options: further fields of a
-        PushRequest by name, among them `encoding` (an Encoding, or a codec's name) and `gradient` (in place
-        of the staging buffer's: fp32 [flat_elements], or codes of that codec, uint8). Raises Fenced,
-        PushRejected, TimedOut, NotFinite, InvalidArgument.
+        staging: the buffer that `stage` gave; None: any, for a `gradient` that is given. samples: 0 skips the
+        step. hyper: one for all parameter groups, or one each. scale: multiplies the gradient. timeout:
+        seconds. options: further fields of a PushRequest by name, among them `encoding` (an Encoding, or a
+        codec's name), `gradient` (in place of the staging buffer's: fp32 [flat_elements], or codes of that
+        codec, uint8) and `ranges` (the parts that the gradient is of, as for `pull`; all other parameters and
+        their optimizer states stay as they are). Raises Fenced, PushRejected, TimedOut, NotFinite,
+        OutOfSpace, InvalidArgument.
         """
+        given = staging is not None
+        if staging is None:
+            if options.get("gradient") is None:
+                raise InvalidArgument("push", "staging: found None without a gradient; expected one of both")
+            staging = self._call(native.stage, native.timeout_seconds(timeout))
         groups = self.layout.groups
-        return self.send(push_request(staging, samples, hyper, scale, timeout, groups=groups, **options))
+        try:
+            return self.send(push_request(staging, samples, hyper, scale, timeout, groups=groups, **options))
+        except (InvalidArgument, NotFinite, OutOfSpace):
+            if not given:
+                self.unstage(staging)
+            raise
 
     def exchange(
         self,
@@ -327,7 +316,7 @@ class Store:
 
     def send_and_pull(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
         """Push and pull in one pass, as `exchange` does."""
-        self._target("exchange", out)
+        self._target("exchange", out, self.layout.flat_elements)
         return self._call(native.exchange, self._checked(request), out)
 
     def _checked(self, request: PushRequest) -> PushRequest:
@@ -375,14 +364,6 @@ class Store:
         """Say which data set this worker reads. Raises InvalidArgument, naming the rank that has another."""
         self._call(native.set_data_set, data)
 
-    def policy_params(self) -> PolicyParams:
-        """The numbers of the store's policy."""
-        return self._call(native.get_policy_params)
-
-    def policy_needs(self) -> PolicyNeeds:
-        """What the store's policy asks of its workers."""
-        return native.policy_needs(self.layout.policy, self.policy_params())
-
     def snapshot(self, timeout: float | None = None) -> Snapshot:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.
 
@@ -407,32 +388,9 @@ class Store:
             reading = (self.layout, self.tensors)
             return StoreState.of(self._retried(timeout, lambda left: self._call(read_state, *reading, left)))
 
-    def views(self, flat: Flat) -> dict[str, Flat]:
-        """Views of a pulled (or any flat) vector by tensor name, each in its shape."""
-        return split(flat, self.tensors)
-
-    def status(self) -> Status:
-        return self._observe(native.get_status)
-
-    def members(self) -> list[Member]:
-        """Every participant slot that was ever used, in slot order."""
-        return [m for m in self._observe(native.get_members, self.layout.max_participants) if m.id]
-
-    def ranks(self) -> list[RankCounters]:
-        """What each rank has done, in rank order."""
-        return self._observe(native.get_ranks, self.status().ranks)
-
-    def costs(self) -> list[RankCost]:
-        """What each rank's steps cost, in rank order."""
-        return self._observe(planning.get_costs, self.status().ranks)
-
     def set_cost_model(self, model: CostModel) -> None:
         """Say what this worker's steps are expected to cost, for a re-plan before they are measured."""
         self._call(planning.set_cost_model, model)
-
-    def hyper(self) -> list[Hyper | None]:
-        """The constants in force: of the last step of each group; None: no step yet, or an averaged group."""
-        return self._observe(native.get_hyper, self.layout.groups)
 
     def journal(self, path: str | os.PathLike[str] | None) -> None:
         """From now on append every decision taken through this handle to a file, which all of a run's share;
@@ -457,10 +415,6 @@ class Store:
         """
         with self._participating():
             self._call(native.set_schedule, schedule)
-
-    def wait(self, sequence: int, timeout: float | None = None) -> None:
-        """Sleep until the view is later than `sequence` (see `status`); None: an hour. Raises TimedOut."""
-        self._call(native.wait, sequence, native.timeout_seconds(timeout))
 
     def _snapshot_into(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float | None) -> int:
         with self._participating():
@@ -494,37 +448,3 @@ class Store:
             yield
         finally:
             self.leave()
-
-    def _retire(self) -> None:
-        for staging in self._staging_buffers.values():
-            staging.flat.flags.writeable = False
-        self._staging_buffers.clear()
-        self.rank = None
-
-    @overload
-    def _call(self, function: Callable[[native.Pointer], T]) -> T: ...
-    @overload
-    def _call(self, function: Callable[..., T], *arguments: Any) -> T: ...
-    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        return self._locked([self._lock], function, arguments)
-
-    def _observe(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call what only looks at the store: while another thread's call waits, too."""
-        return self._locked([self._observing], function, arguments)
-
-    def _locked(self, locks: Sequence[Any], function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
-        what = function.__name__.removeprefix("get_")
-        if os.getpid() != self._pid:  # its locks may be held for ever
-            raise Forked(what, f"opened by process {self._pid}, used by its child {os.getpid()}")
-        with ExitStack() as held:
-            for lock in locks:
-                held.enter_context(lock)
-            if self._pointer is None:
-                raise StoreClosed(what, "the store is closed")
-            return self._run(function, *arguments)
-
-    def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        return function(self._pointer, *arguments)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"store {self.name!r}: a handle cannot be copied; open the store again")

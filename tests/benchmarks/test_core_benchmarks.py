@@ -28,6 +28,14 @@ def test_pulls(shm: Path) -> None:
     assert not list(shm.iterdir())
 
 
+def test_ranges(shm: Path) -> None:
+    small = ("--parameters", "200000", "--large", "4000000", "--rounds", "1")
+    text = output("ranges.py", *small, "--folder", str(shm))
+    for row in ("pull, 1 %, rows", "push, 1 %, one piece", "int8 codes of all", "leave"):
+        assert f"| {row} " in text
+    assert not list(shm.iterdir())
+
+
 def test_remote(shm: Path) -> None:
     text = output("remote.py", "--parameters", "5000", "--rounds", "1")
     for row in (

@@ -26,6 +26,12 @@
 #define SPARES 2
 #endif
 
+#ifndef PASSES
+#define PASSES 0 /* 1: every other push, the first one too, has nothing for the chunks: they keep their buffers */
+#endif
+#define passes(ticket)   (PASSES && (ticket) % 2)
+#define applied(version) (passes(version) -> (version) - 1 : (version)) /* the last push that a chunk shows */
+
 /* -DMUTANT=NO_RECHECK and so on: a protocol with one fault. */
 #define NO_FAULT      0
 #define NO_RECHECK    1 /* a pin does not read the word again */
@@ -84,7 +90,7 @@ chan kill = [0] of { byte }; /* a process that receives it is dead, and its memo
 
 #define WRITTEN_BY(slot) (100 + (slot))
 
-#define is_whole(word) (holds[word_buffer(word)] == word_version(word))
+#define is_whole(word) (holds[word_buffer(word)] == applied(word_version(word)))
 
 /* chunk_pin in buffers.c, and the first look at what is pinned */
 inline chunk_pin(chunk) {
@@ -197,6 +203,18 @@ inline release(b, holder) {
     fi
 }
 
+/* pass in apply.c */
+inline pass(chunk) {
+    if
+    :: atomic {
+           words[chunk] == word || MUTANT == NO_COMPARE ->
+           assert(word_version(words[chunk]) == word_version(word));
+           words[chunk] = word_make(word_version(word) + 1, word_buffer(word))
+       }
+    :: else
+    fi
+}
+
 /* apply_pinned in apply.c, with buffer_published of buffers.c. The update ends with the CAS. */
 inline apply_pinned(chunk) {
     buffer_claim(chunk);
@@ -205,7 +223,8 @@ inline apply_pinned(chunk) {
            words[chunk] == word || MUTANT == NO_COMPARE ->
            assert(word_version(words[chunk]) == word_version(word));
            assert(holds[private_buffer[me]] == WRITTEN_BY(me));
-           holds[private_buffer[me]] = holds[word_buffer(word)] + 1;
+           assert(is_whole(word));
+           holds[private_buffer[me]] = word_version(word) + 1;
            words[chunk] = word_make(word_version(word) + 1, private_buffer[me])
        }
        d_step { release(private_buffer[me], holder_of(me)); private_buffer[me] = NONE }
@@ -227,7 +246,8 @@ inline chunks_follow() {
     :: word_version(words[chunk]) < version ->
        chunk_pin(chunk);
        if
-       :: word_version(word) < version -> apply_pinned(chunk)
+       :: word_version(word) < version && !passes(word_version(word) + 1) -> apply_pinned(chunk)
+       :: word_version(word) < version && passes(word_version(word) + 1) -> pass(chunk)
        :: else
        fi;
        chunk_unpin()

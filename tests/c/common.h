@@ -1,10 +1,11 @@
-/* common.h: what the C tests of the store share: a small store, a push, and ends that say why. */
+/* common.h: what the C tests of the store share: small stores, a push, cases by name, and ends that say why. */
 #ifndef PYPS_TESTS_COMMON_H
 #define PYPS_TESTS_COMMON_H
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "../../csrc/store/store.h"
 
@@ -22,6 +23,11 @@ static inline void must(int rc, const char *what) {
         fputc('\n', stderr);                                                                                 \
         exit(1);                                                                                             \
     } while (0)
+
+static inline void expect(int found, int code, const char *what) {
+    CHECK(found == code, "%s: found %s (%s); expected %s", what, pyps_error_name(found), pyps_error_message(),
+          pyps_error_name(code));
+}
 
 static inline uint32_t policy_numbered(const char *name) {
     uint32_t number = 0;
@@ -45,6 +51,47 @@ static inline pyps_config small_config(const pyps_tensor *tensor, const uint32_t
         .round_timeout_seconds = 60,
         .batches = batches,
         .tensor = tensor};
+}
+
+enum { PARAMETERS = 1000, FLAT = 1024 }; /* of a store of one chunk */
+
+/* Such a store, in which every rank has batches of 4. */
+static inline pyps_store *store_of_one_chunk(const char *name, uint32_t ranks, uint32_t policy,
+                                             double round_timeout, uint32_t staging_buffers) {
+    static const uint32_t batches[] = {4, 4, 4};
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    pyps_config config = small_config(&tensor, batches, ranks, policy);
+    config.round_timeout_seconds = round_timeout, config.staging_buffers = staging_buffers;
+    pyps_store *s;
+    must(pyps_create(name, &config, &s), "create");
+    return s;
+}
+
+static inline pyps_store *another_worker(const char *name) {
+    pyps_store *s;
+    must(pyps_open(name, &s), "open");
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    return s;
+}
+
+struct test_case {
+    const char *name;
+    void (*body)(void);
+};
+
+/* main() of a program whose argument is a case's name; none: prints all names. The case makes `segment`, whose name
+ * is then removed. */
+static inline int run_case(const struct test_case *cases, size_t count, const char *segment, int argc,
+                           char **argv) {
+    for (size_t i = 0; argc == 2 && i < count; i++)
+        if (!strcmp(cases[i].name, argv[1])) {
+            alarm(60);
+            cases[i].body();
+            must(pyps_unlink(segment, 0), "unlink");
+            return 0;
+        }
+    for (size_t i = 0; i < count; i++) puts(cases[i].name);
+    return argc == 1 ? 0 : 2;
 }
 
 static pyps_hyper push_hyper = {.lr = 1};

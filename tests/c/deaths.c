@@ -12,9 +12,6 @@
 
 #include "common.h"
 
-#define PARAMETERS 1000
-#define FLAT       1024
-
 static const char *fatal; /* the failpoint at which this process raises `fault` */
 static int fault = SIGKILL;
 
@@ -36,12 +33,7 @@ void pyps_failpoint(const char *name) {
 }
 
 static pyps_store *created(uint32_t staging_buffers) {
-    static const uint32_t batches[] = {4};
-    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
-    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
-    config.staging_buffers = staging_buffers;
-    pyps_store *s;
-    must(pyps_create("deaths", &config, &s), "create");
+    pyps_store *s = store_of_one_chunk("deaths", 1, PYPS_ASP, 60, staging_buffers);
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     return s;
 }
@@ -164,23 +156,39 @@ static void killed_reader(void) {
     must(pyps_close(s), "close");
 }
 
-static const struct {
-    const char *name;
-    void (*body)(void);
-} tests[] = {
+/* Each stopped helper keeps the staging buffer that it reads. A worker with another one goes on; one without waits,
+ * and loses nothing: it goes on when a helper does, or is killed. */
+static void stopped_readers(void) {
+    pyps_store *s = created(2);
+    struct pusher p;
+    pyps_push_result result;
+    pyps_claim claim;
+    uint32_t staging;
+    pid_t stopped[2];
+    fault = SIGSTOP;
+    for (int i = 0; i < 2; i++) {
+        admit(&p, s);
+        stopped[i] = child(join_observer, "apply.computed");
+        finish(&p, "push beside a stopped helper");
+    }
+    must(pyps_start(s, 10, &claim), "start");
+    expect(pyps_stage(s, 0.2, &staging), PYPS_ETIMEDOUT, "stage with both buffers read");
+    check_parameter(s, -2);
+    end(stopped[0]);
+    must(pyps_stage(s, 30, &staging), "stage after one reader is gone");
+    must(pyps_unstage(s, staging), "unstage");
+    kill(stopped[1], SIGCONT), waitpid(stopped[1], NULL, 0);
+    must(push_value_by(s, 1, PYPS_F32, 30, &result), "push after the other one went on");
+    check_parameter(s, -3);
+    must(pyps_close(s), "close");
+}
+
+static const struct test_case tests[] = {
     {"killed-joiners", killed_joiners}, {"stopped-joiners", stopped_joiners},
     {"killed-helpers", killed_helpers}, {"killed-reapers", killed_reapers},
-    {"killed-reader", killed_reader},
+    {"killed-reader", killed_reader},   {"stopped-readers", stopped_readers},
 };
 
 int main(int argc, char **argv) {
-    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof *tests; i++)
-        if (!strcmp(tests[i].name, argv[1])) {
-            alarm(60);
-            tests[i].body();
-            must(pyps_unlink("deaths", 0), "unlink");
-            return 0;
-        }
-    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) puts(tests[i].name);
-    return argc == 1 ? 0 : 2;
+    return run_case(tests, sizeof tests / sizeof *tests, "deaths", argc, argv);
 }

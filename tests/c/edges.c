@@ -12,9 +12,7 @@
 #include "common.h"
 #include "../../csrc/store/segment.h"
 
-#define PARAMETERS 1000
-#define FLAT       1024
-#define RANKS      3
+#define RANKS 3
 
 static const char *armed; /* the failpoint at which `meddle` is called, once */
 static void (*meddle)(void);
@@ -26,26 +24,10 @@ void pyps_failpoint(const char *name) {
 }
 
 static pyps_store *created(uint32_t ranks, uint32_t policy, double round_timeout) {
-    static const uint32_t batches[RANKS] = {4, 4, 4};
-    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
-    pyps_config config = small_config(&tensor, batches, ranks, policy);
-    config.round_timeout_seconds = round_timeout;
-    pyps_store *s;
-    must(pyps_create("edges", &config, &s), "create");
-    return s;
+    return store_of_one_chunk("edges", ranks, policy, round_timeout, 0);
 }
 
-static pyps_store *joined(void) {
-    pyps_store *s;
-    must(pyps_open("edges", &s), "open");
-    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
-    return s;
-}
-
-static void expect(int found, int code, const char *what) {
-    CHECK(found == code, "%s: found %s (%s); expected %s", what, pyps_error_name(found), pyps_error_message(),
-          pyps_error_name(code));
-}
+static pyps_store *joined(void) { return another_worker("edges"); }
 
 /* Forks a child that joins, and pushes when the parent says so; returns in the parent when it has joined. */
 static pid_t peer(int go[2], void (*body)(pyps_store *s, int go)) {
@@ -425,10 +407,7 @@ static void schedule(void) {
     must(pyps_close(s), "close");
 }
 
-static const struct {
-    const char *name;
-    void (*body)(void);
-} tests[] = {
+static const struct test_case tests[] = {
     {"huge-round", huge_round},
     {"needless-lambda", needless_lambda},
     {"many-deaths", many_deaths},
@@ -445,14 +424,4 @@ static const struct {
     {"schedule", schedule},
 };
 
-int main(int argc, char **argv) {
-    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof *tests; i++)
-        if (!strcmp(tests[i].name, argv[1])) {
-            alarm(60);
-            tests[i].body();
-            must(pyps_unlink("edges", 0), "unlink");
-            return 0;
-        }
-    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) puts(tests[i].name);
-    return argc == 1 ? 0 : 2;
-}
+int main(int argc, char **argv) { return run_case(tests, sizeof tests / sizeof *tests, "edges", argc, argv); }

@@ -8,9 +8,6 @@
 
 #include "common.h"
 
-#define PARAMETERS 1000
-#define FLAT       1024
-
 void pyps_failpoint(const char *name) { (void)name; }
 
 static const uint32_t batches[] = {4};
@@ -22,11 +19,6 @@ static pyps_store *created(void) {
     must(pyps_create("misuse", &config, &s), "create");
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     return s;
-}
-
-static void expect(int found, int code, const char *what) {
-    CHECK(found == code, "%s: found %s (%s); expected %s", what, pyps_error_name(found), pyps_error_message(),
-          pyps_error_name(code));
 }
 
 #define REFUSED(call) expect(call, PYPS_EINVAL, #call)
@@ -44,7 +36,7 @@ static void null_handles(void) {
     REFUSED(pyps_remove(NULL));
     REFUSED(pyps_state_end(NULL));
     REFUSED(pyps_wait(NULL, 0, 0));
-    CHECK(!pyps_staging(NULL, 0) && !pyps_staging_codes(NULL, 0), "staging of no store");
+    CHECK(!pyps_staging(NULL, 0) && !pyps_staging_codes(NULL, 0, 0), "staging of no store");
 }
 
 static void null_results(pyps_store *s) {
@@ -152,12 +144,47 @@ static void changed_tensor(void) {
     must(pyps_close(s), "close");
 }
 
+/* The args of a caller whose pyps.h was older, or is newer. */
+static int push_of_size(pyps_store *s, uint32_t size, char beyond) {
+    struct {
+        pyps_push_args args;
+        char newer[16];
+    } caller = {.args = {.size = size, .scale = 1, .hyper = &(pyps_hyper){.lr = 1}}};
+    pyps_claim claim;
+    pyps_push_result result;
+    uint32_t staging;
+    memset(caller.newer, beyond, sizeof caller.newer);
+    must(pyps_start(s, 1, &claim), "start"), must(pyps_stage(s, 1, &staging), "stage");
+    memset(pyps_staging(s, staging), 0, FLAT * sizeof(float));
+    caller.args.staging = staging, caller.args.samples = claim.count;
+    uint32_t known = size < sizeof size ? sizeof size : size;
+    if (known < sizeof caller.args) memset((char *)&caller + known, 0x55, sizeof caller.args - known);
+    int rc = pyps_push(s, &caller.args, &result);
+    if (rc) must(pyps_unstage(s, staging), "unstage");
+    return rc;
+}
+
+static void sizes(void) {
+    pyps_store *s = created();
+    uint32_t size = sizeof(pyps_push_args), least = offsetof(pyps_push_args, gradient);
+    must(push_of_size(s, least, 0), "a push of an older caller");
+    must(push_of_size(s, offsetof(pyps_push_args, ranges), 0), "a push of a caller without ranges");
+    must(push_of_size(s, size + 16, 0), "a push of a newer caller");
+    REFUSED(push_of_size(s, size + 16, 1));
+    REFUSED(push_of_size(s, least - 1, 0));
+    REFUSED(push_of_size(s, 0, 0));
+    REFUSED(push_of_size(s, UINT32_MAX, 0));
+    must(pyps_close(s), "close");
+}
+
 static const struct {
     const char *name;
     void (*body)(void);
 } tests[] = {
-    {"null-arguments", null_arguments}, {"double-close", double_close}, {"constants", constants},
-    {"truncated", truncated},           {"other-clock", other_clock},   {"changed-tensor", changed_tensor},
+    {"null-arguments", null_arguments}, {"double-close", double_close},
+    {"constants", constants},           {"sizes", sizes},
+    {"truncated", truncated},           {"other-clock", other_clock},
+    {"changed-tensor", changed_tensor},
 };
 
 int main(int argc, char **argv) {

@@ -53,8 +53,17 @@ DEATHS = (
     "killed-helpers",
     "killed-reapers",
     "killed-reader",
+    "stopped-readers",
 )
-MISUSE = ("null-arguments", "double-close", "constants", "truncated", "other-clock", "changed-tensor")
+MISUSE = (
+    "null-arguments",
+    "double-close",
+    "constants",
+    "sizes",
+    "truncated",
+    "other-clock",
+    "changed-tensor",
+)
 WAITS = ("passed-time", "odd-timeouts", "paused-job", "killed-waiter", "interrupted-wait")
 EDGES = (
     "full-house",

@@ -23,6 +23,7 @@ def program(programs_folder: Path) -> Path:
 CASES = [
     torture.Case("asp", "adamw"),
     torture.Case("asp", "sgd", chunks=1, buffers=1),
+    torture.Case("asp", "sgd", parts=2),
     torture.Case("bsp", "sgd"),
     torture.Case("bsp", "momentum", chunks=1, buffers=1, clip_norm=torture.CLIP_NORM),
     torture.Case("backup", "adamw", clip_norm=torture.CLIP_NORM),

@@ -67,7 +67,7 @@ def test_kernels_and_codecs_are_clean(folder: Path) -> None:
 @pytest.mark.parametrize(("policy", "optimizer"), [("asp", "momentum"), ("bsp", "adamw")])
 def test_torture_is_clean(folder: Path, policy: str, optimizer: str) -> None:
     program = programs.build(folder, "torture", "address")
-    done = programs.run(program, policy, optimizer, "40", "7", "4", "2", "100")
+    done = programs.run(program, policy, optimizer, "40", "7", "4", "2", "100", "1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

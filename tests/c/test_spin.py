@@ -35,6 +35,7 @@ SIZES = {  # as Spin 6.5.2 counts states: another number is another protocol
     "buffers are reused": ("chunk.pml", {"PUSHES": 2}, 3_975_410),
     "a buffer goes from chunk to chunk": ("chunk.pml", {"CHUNKS": 2, "PUSHES": 1}, 1_634_665),
     "no process waits for the dead": ("chunk.pml", {"PUSHES": 1, "SPARES": 3}, 180_391),
+    "a push passes a chunk": ("chunk.pml", {"PUSHES": 2, "PASSES": 1}, 886_169),  # PUSHES 3: 5,679,525
     "one norm for every chunk of a round": ("clip.pml", {}, 484_178),
     "a late joiner dies": ("chunk.pml", {"PUSHES": 2, "DEATHS": 1}, 1_898_780),  # DEATHS 2: 3,419,580
 }

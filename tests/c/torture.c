@@ -1,12 +1,13 @@
 /* torture.c: processes that are killed and stopped at every failpoint of the store, and the parameters that
  * must come out.
  *
- * Usage: torture POLICY OPTIMIZER FAULTS SEED CHUNKS BUFFERS CLIP_NORM: so many chunks, and staging buffers a
+ * Usage: torture POLICY OPTIMIZER FAULTS SEED CHUNKS BUFFERS CLIP_NORM PARTS: so many chunks, and staging buffers a
  * worker. Three workers push, an observer joins and leaves, and a reaper without a slot looks for the dead. Every
  * push has the same gradient, so the parameters at version V are those after V optimizer steps, whichever worker
  * died and wherever: a push lost, doubled or torn, or a norm of other chunks than all, would show in their bits.
  * `expected` takes those steps with the scalar kernels alone. Every codec carries the
- * gradients exactly. Each push draws a codec, error feedback or not, and whether it is an exchange.
+ * gradients exactly. Each push draws a codec, error feedback or not, and whether it is an exchange. With PARTS 2 every
+ * push is of one half of the parameters, and the pushes that both halves show are together as many as the version.
  *
  * Each draws a fault and how many failpoints it passes before it. A stop is short, or longer than the round
  * timeout, so that a worker wakes up fenced; then the process goes on to its next fault, or is killed as it is.
@@ -42,8 +43,8 @@ static struct shared {
 static const float pattern[PERIOD] = {889, -889, 0, 889, 0, -889, 889};
 
 static unsigned optimizer;
-static int parameters;
-static float *flat; /* [parameters + UNUSED] */
+static int parameters, parts; /* parts: 1, or 2 */
+static float *flat;           /* [parameters + UNUSED] */
 static pyps_hyper hypers[] = {
     [PYPS_SGD] = {.lr = 1},
     [PYPS_MOMENTUM] = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.001f, .nesterov = 1},
@@ -104,7 +105,35 @@ static const float *expected(uint64_t version) {
     return vectors[at % 2][0];
 }
 
+static pyps_range part_of(int part) {
+    uint64_t half = (uint64_t)parameters / 2, all = (uint64_t)parameters;
+    if (parts == 1) return (pyps_range){0, all};
+    return part ? (pyps_range){half, all - half} : (pyps_range){0, half};
+}
+
+/* How many pushes a half shows: each adds -pattern. */
+static uint64_t pushes_of(int part) {
+    pyps_range range = part_of(part);
+    uint64_t first = (range.first + PERIOD - 1) / PERIOD * PERIOD; /* pattern[0] */
+    float pushes = -flat[first] / pattern[0];
+    for (uint64_t i = range.first; i < range.first + range.count; i++)
+        CHECK(flat[i] == -pushes * pattern[i % PERIOD],
+              "parameter %llu: found %.9g; expected that of %g pushes", (unsigned long long)i,
+              (double)flat[i], (double)pushes);
+    return (uint64_t)pushes;
+}
+
+static void check_parts(uint64_t version) {
+    uint64_t low = pushes_of(0), high = pushes_of(1);
+    CHECK(low + high == version, "version %llu: found %llu and %llu pushes", (unsigned long long)version,
+          (unsigned long long)low, (unsigned long long)high);
+}
+
 static void check(uint64_t version) {
+    if (parts == 2) {
+        check_parts(version);
+        return;
+    }
     const float *right = expected(version);
     for (int i = 0; i < parameters; i++)
         if (memcmp(&flat[i], &right[i % PERIOD], sizeof *flat)) {
@@ -116,8 +145,10 @@ static void check(uint64_t version) {
 
 /* Every chunk of a pull or an exchange is of one version, whichever that is. */
 static void check_whole(void) {
+    int half = parts == 2 ? parameters / 2 : 0;
     for (int i = PERIOD; i < parameters; i++)
-        if (i % CHUNK >= PERIOD && memcmp(&flat[i], &flat[i - PERIOD], sizeof *flat)) {
+        if (i % CHUNK >= PERIOD && (i < half || i >= half + PERIOD) &&
+            memcmp(&flat[i], &flat[i - PERIOD], sizeof *flat)) {
             fprintf(stderr, "parameter %d: found %.9g; expected %.9g: the chunk is torn\n", i,
                     (double)flat[i], (double)flat[i - PERIOD]);
             exit(1);
@@ -144,15 +175,18 @@ static void push_once(pyps_store *s) {
     if (!done(s, pyps_pull(s, flat, &version), "pull")) return;
     check_whole();
     must(pyps_stage(s, 20, &staging), "stage");
-    float *gradient = pyps_staging(s, staging);
-    for (int i = 0; i < parameters; i++) gradient[i] = pattern[i % PERIOD];
+    pyps_range part = part_of(rand() % 2);
+    float *gradient = parts == 2 ? pyps_staging_range(s, staging, part) : pyps_staging(s, staging);
+    CHECK(gradient, "no memory for a gradient: %s", pyps_error_message());
+    for (uint64_t i = 0; i < part.count; i++) gradient[i] = pattern[(part.first + i) % PERIOD];
     pyps_push_args args = {.size = sizeof args,
                            .staging = staging,
                            .samples = claim.count,
                            .scale = 1,
                            .timeout_seconds = 20,
                            .hyper = &hypers[optimizer],
-                           .codec = codecs[rand() % 5]};
+                           .codec = parts == 2 ? PYPS_F32 : codecs[rand() % 5]};
+    if (parts == 2) args.ranges = &part, args.range_count = 1;
     args.error_feedback = args.codec != PYPS_F32;
     if (rand() % 2) {
         if (done(s, pyps_push(s, &args, &result), "push")) shared->acknowledged++;
@@ -162,9 +196,16 @@ static void push_once(pyps_store *s) {
     }
 }
 
+static int keep_shown(void *context, uint64_t first, const float *values, uint64_t count) {
+    (void)context;
+    memcpy(flat + first, values, count * sizeof *flat);
+    return 0;
+}
+
 static void snapshot_once(pyps_store *s) {
     uint64_t version;
-    int rc = pyps_snapshot(s, flat, NULL, NULL, 5, &version);
+    int rc = rand() % 2 ? pyps_snapshot(s, flat, NULL, NULL, 5, &version)
+                        : pyps_read(s, NULL, 0, keep_shown, NULL, 5, &version);
     if (rc == PYPS_ESTALE || rc == PYPS_ETIMEDOUT) return;
     if (done(s, rc, "snapshot")) check(version);
 }
@@ -320,14 +361,14 @@ static pyps_store *created(const char *policy, unsigned staging_buffers) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 8) return 2;
+    if (argc != 9) return 2;
     while (strcmp(optimizers[optimizer], argv[2]))
         if (++optimizer == sizeof optimizers / sizeof *optimizers) return 2;
     int faults = atoi(argv[3]), chunks = atoi(argv[5]);
     alarm(60 + (unsigned)faults * (unsigned)(1 + chunks / 64) / 2);
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     parameters = chunks * CHUNK - UNUSED, flat = calloc((size_t)chunks, CHUNK * sizeof *flat);
-    hypers[optimizer].clip_norm = (float)atof(argv[7]);
+    hypers[optimizer].clip_norm = (float)atof(argv[7]), parts = atoi(argv[8]);
     pyps_store *s = created(argv[1], (unsigned)atoi(argv[6]));
     unsigned kills = torment(faults, (unsigned)atoi(argv[4]));
     verify(s, faults, kills);

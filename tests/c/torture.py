@@ -24,16 +24,20 @@ def build(folder: Path) -> Path:
 
 
 class Case(NamedTuple):
-    """What a store is tormented with: its policy and optimizer, chunks, and staging buffers of a worker."""
+    """What a store is tormented with: its policy and optimizer, chunks, staging buffers of a worker, and the
+    parts of the parameters of which each push has one.
+    """
 
     policy: str
     optimizer: str
     chunks: int = 4
     buffers: int = 2
     clip_norm: float = 0.0
+    parts: int = 1
 
 
-CASES = tuple(
+HALVES = tuple(Case("asp", "sgd", chunks, parts=2) for chunks in (1, 4, 64))
+CASES = HALVES + tuple(
     Case(policy, optimizer, chunks, buffers, clip_norm)
     for policy, optimizer in itertools.product(("asp", "bsp"), ("sgd", "momentum", "adamw"))
     for chunks, buffers, clip_norm in ((4, 2, 0.0), (1, 1, CLIP_NORM), (64, 2, CLIP_NORM), (4096, 1, 0.0))
@@ -42,7 +46,7 @@ CASES = tuple(
 
 def torture(program: Path, case: Case, faults: int, seed: int) -> subprocess.CompletedProcess[str]:
     """Run one torture in a segment folder of its own, which must be empty afterwards."""
-    sizes = str(case.chunks), str(case.buffers), str(case.clip_norm)
+    sizes = str(case.chunks), str(case.buffers), str(case.clip_norm), str(case.parts)
     return programs.run(program, case.policy, case.optimizer, str(faults), str(seed), *sizes)
 
 

@@ -10,8 +10,6 @@
 
 #include "common.h"
 
-#define PARAMETERS 1000
-
 static const char *armed; /* the failpoint at which `meddle` is called, once */
 static void (*meddle)(void);
 
@@ -22,26 +20,10 @@ void pyps_failpoint(const char *name) {
 }
 
 static pyps_store *created(uint32_t ranks, uint32_t policy, double round_timeout) {
-    static const uint32_t batches[2] = {4, 4};
-    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
-    pyps_config config = small_config(&tensor, batches, ranks, policy);
-    config.round_timeout_seconds = round_timeout;
-    pyps_store *s;
-    must(pyps_create("waits", &config, &s), "create");
-    return s;
+    return store_of_one_chunk("waits", ranks, policy, round_timeout, 0);
 }
 
-static pyps_store *joined(void) {
-    pyps_store *s;
-    must(pyps_open("waits", &s), "open");
-    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
-    return s;
-}
-
-static void expect(int found, int code, const char *what) {
-    CHECK(found == code, "%s: found %s (%s); expected %s", what, pyps_error_name(found), pyps_error_message(),
-          pyps_error_name(code));
-}
+static pyps_store *joined(void) { return another_worker("waits"); }
 
 /* Whether waiting until that time slept at all. */
 static bool sleeps_until(pyps_store *s, uint64_t at) {
@@ -132,22 +114,9 @@ static void interrupted_wait(void) {
     must(pyps_close(s), "close");
 }
 
-static const struct {
-    const char *name;
-    void (*body)(void);
-} tests[] = {
+static const struct test_case tests[] = {
     {"passed-time", passed_time},     {"odd-timeouts", odd_timeouts},         {"paused-job", paused_job},
     {"killed-waiter", killed_waiter}, {"interrupted-wait", interrupted_wait},
 };
 
-int main(int argc, char **argv) {
-    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof *tests; i++)
-        if (!strcmp(tests[i].name, argv[1])) {
-            alarm(60);
-            tests[i].body();
-            must(pyps_unlink("waits", 0), "unlink");
-            return 0;
-        }
-    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) puts(tests[i].name);
-    return argc == 1 ? 0 : 2;
-}
+int main(int argc, char **argv) { return run_case(tests, sizeof tests / sizeof *tests, "waits", argc, argv); }

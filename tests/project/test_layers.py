@@ -149,6 +149,7 @@ def test_native_alone_imports_the_extension() -> None:
         ".custom",
         ".interrupt",
         ".planning",
+        ".ranges",
         ".state",
     }
 

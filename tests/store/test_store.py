@@ -381,10 +381,13 @@ def test_a_view_keeps_the_mapping_alive(shm: Path) -> None:
 def test_after_leave_the_area_is_read_only_and_calls_are_refused() -> None:
     with Store.create("left", some_tensors(0), batches=[1]) as store:
         store.join()
-        staging = store.stage()
+        staging, unused = store.stage(), store.stage()
+        staging.flat.fill(0.0)
         store.leave()
         with pytest.raises(ValueError, match="read-only"):
             staging["bias"][:] = 1.0
+        with pytest.raises(errors.InvalidArgument, match="gave up"):
+            unused["bias"][:] = 1.0
         for call in (store.start, store.stage, lambda: store.staging(0), store.pull):
             with pytest.raises(errors.InvalidArgument):
                 call()

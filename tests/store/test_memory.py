@@ -1,0 +1,75 @@
+"""What a store's workers take of its file system, and what they give back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyps import Hyper, Store, native
+from pyps.errors import InvalidArgument
+from pyps.native.values import Codec
+from pyps.store.codec import encoded_bytes
+
+SIZE = 4 << 20  # 16 MiB of parameters
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(shm: Path) -> Any:
+    initial = {"w": np.zeros(SIZE, np.float32)}
+    with Store.create("memory", initial, batches=[4], policy="asp", max_participants=2) as made:
+        yield made
+
+
+def blocks(shm: Path) -> float:
+    """MiB of the segment that have memory."""
+    return (shm / "pyps-memory").stat().st_blocks * 512 / MIB
+
+
+def test_a_worker_has_what_it_uses(store: Store, shm: Path) -> None:
+    """A join, a range, codes, a whole gradient, and nothing after leave."""
+    before = blocks(shm)
+    store.join()
+    joined = blocks(shm)
+    assert joined - before < 2
+    store.start()
+    values = np.ones(SIZE // 100, np.float32)
+    store.push(None, 4, Hyper(lr=1.0), ranges=[[5000, values.size]], gradient=values)
+    assert blocks(shm) - joined < 2
+    ranged, codes = blocks(shm), encoded_bytes(Codec.INT8, store.layout.flat_elements)
+    staging = store.stage()
+    store._call(native.staging_codes, staging.index, codes)
+    assert codes / MIB <= blocks(shm) - ranged < 1.2 * codes / MIB
+    coded = blocks(shm)
+    assert staging.flat.size == store.layout.flat_elements
+    assert 15 < blocks(shm) - coded < 18
+    store.leave()
+    assert blocks(shm) - joined < 1
+
+
+def test_a_view_that_was_left_reads_zeros_of_its_own(store: Store, shm: Path) -> None:
+    """It takes no memory of the segment."""
+    store.join()
+    flat = store.stage().flat
+    flat.fill(1.0)
+    store.leave()
+    left = blocks(shm)
+    assert not flat.any()
+    assert blocks(shm) == left
+
+
+def test_codes_have_room_for_halves_at_most(store: Store) -> None:
+    store.join()
+    with pytest.raises(InvalidArgument, match="bytes"):
+        store._call(native.staging_codes, 0, 3 * SIZE)
+
+
+def test_core_files_leave_the_segment_out(store: Store) -> None:
+    with Store.open("memory"):  # a creator's file has no name in the list
+        maps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    flags = maps.partition("pyps-memory")[2].partition("VmFlags:")[2].partition("\n")[0].split()
+    assert "dd" in flags
+    assert "dc" in flags  # no forked child has it
