@@ -104,7 +104,7 @@ def run_once(folder: Path, plan: Path, iterations: int) -> float:
     script = folder / "train.py"
     script.write_text(SCRIPT.format(width=PARAMETERS // 500))
     store = f"depth-{os.getpid()}"
-    serve = [PYPS, "serve", store, "--bind", "tcp://127.0.0.1:*"]
+    serve = [PYPS, "serve", store, "--bind", "tcp://127.0.0.1:*", "--insecure"]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -112,7 +112,7 @@ def run_once(folder: Path, plan: Path, iterations: int) -> float:
             port = int(address.split("tcp://127.0.0.1:")[1].split("/")[0])
             with DelayedLink(port, LATENCY, BANDWIDTH) as link:
                 command = [PYPS, "run", "--plan", plan, "--throttle-from", folder / "devices.toml", "--json"]
-                command += ["--connect", f"tcp://127.0.0.1:{link.port}/{store}"]
+                command += ["--connect", f"tcp://127.0.0.1:{link.port}/{store}?insecure=1"]
                 command += ["--samples", str(WORKERS * BATCH * iterations)]
                 command += ["--run-dir", tempfile.mkdtemp(dir=folder), script]
                 out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -77,11 +77,10 @@ def bare(n: int) -> Iterator[dict[str, Turn]]:
 
 def serve(n: int, keys: str | None, pipe: Connection) -> None:
     name = f"remote-{secrets.token_hex(4)}"
-    pair = make_keys(keys) if keys else None
     zeros = {"w": np.zeros(n, np.float32)}
     with (
         Store.create(name, zeros, batches=[1], policy="asp", max_participants=8),
-        Server(name, keys=pair) as server,
+        Server(name, "tcp://127.0.0.1:*", keys=keys, insecure=keys is None) as server,
     ):
         pipe.send(server.address)
         pipe.recv()

@@ -43,7 +43,7 @@ C_FUNCTION = re.compile(
 )
 FILE_PATTERNS = ("*.py", "*.pyi", "*.c", "*.h")
 C_TITLE = re.compile(r"/\*\s*(?:[\w.]+: )?(.*?)\*/", re.DOTALL)
-COMMANDS = ("profile", "plan", "run", "top", "report", "simulate", "serve", "shm")
+COMMANDS = ("profile", "plan", "run", "top", "report", "simulate", "serve", "keys", "shm")
 
 
 def main() -> int:

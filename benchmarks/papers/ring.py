@@ -54,7 +54,7 @@ def training(link: shaped.Shaped, name: str, policy: str, lr: float) -> Iterator
         assert server.stdout is not None
         address = next(word for word in server.stdout.readline().split() if word.startswith("tcp://"))
         for rank in range(WORKERS):
-            command = [sys.executable, str(HERE / "ring_worker.py"), f"{address}?insecure=1"]
+            command = [sys.executable, str(HERE / "ring_worker.py"), address]
             command += [str(rank), policy, str(lr), str(STEP_SECONDS)]
             worker = subprocess.Popen(link.command(link.client, *command), stderr=subprocess.DEVNULL)
             stack.callback(worker.wait)

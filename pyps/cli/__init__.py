@@ -23,6 +23,7 @@ COMMANDS = {
     "export": "Write the weights of a run or a checkpoint as one file.",
     "simulate": "Compare synchronization policies on a cluster, in virtual time.",
     "serve": "Share a store of this machine with workers on other hosts.",
+    "keys": "Admit and revoke the clients of a server.",
     "shm": "List and remove shared-memory segments.",
 }
 

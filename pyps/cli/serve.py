@@ -1,4 +1,4 @@
-"""`pyps serve`: share a store of this machine with workers on other hosts."""
+"""`pyps serve`: share a store of this machine with workers of other processes and on other hosts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from pyps.errors import InputError
+from pyps.remote.address import endpoint_parts, is_loopback
 
 app = typer.Typer(add_completion=False)
 
@@ -20,35 +21,52 @@ app = typer.Typer(add_completion=False)
 def serve_command(
     store: Annotated[str, typer.Argument(metavar="STORE", help="Name of the store; rank 0 creates it.")],
     bind: Annotated[
-        str, typer.Option(help="Address to listen on: tcp://host:port; port *: a free one, host *: all.")
-    ] = "tcp://127.0.0.1:*",
+        str | None,
+        typer.Option(
+            help="Address to listen on: tcp://host:port; port *: a free one, host *: all. Default: a unix "
+            "socket for processes of this user."
+        ),
+    ] = None,
     keys: Annotated[
-        Path | None, typer.Option(help="Folder of the keys, created if missing; workers need its client.key.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the keys, created if missing; see `pyps keys`."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen without encryption or authentication.")
+        bool, typer.Option("--insecure", help="Listen on TCP without encryption or authentication.")
     ] = False,
+    sessions_per_client: Annotated[
+        int, typer.Option(help="Sessions that one key, or without keys one host or process, may have.")
+    ] = 32,
     client_timeout: Annotated[
         float, typer.Option(help="Seconds without a message from a worker before it counts as dead.")
     ] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the address, as JSON.")] = False,
 ) -> None:
-    """Serve STORE until interrupted. Workers join it with pyps.join("tcp://host:port/STORE", rank=...)."""
+    """Serve STORE until interrupted. Workers join it with pyps.join(ADDRESS, rank=...)."""
     try:
-        from pyps.remote.keys import make_keys
         from pyps.remote.server import Server
     except ModuleNotFoundError as error:
         raise InputError("serve", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
-    pair = make_keys(keys) if keys is not None else None
     _end_on_signals()
-    with Server(store, bind, keys=pair, insecure=insecure, client_timeout_seconds=client_timeout) as server:
+    with Server(
+        store,
+        bind,
+        keys=keys,
+        insecure=insecure,
+        client_timeout_seconds=client_timeout,
+        sessions_per_client=sessions_per_client,
+    ) as server:
+        if insecure and bind is not None:
+            near = is_loopback(endpoint_parts(bind)[0])
+            peers = "every user of this machine" if near else "everyone on its network"
+            print(f"pyps serve: insecure: {peers} can read and change the store", file=sys.stderr)
         if as_json:
             sys.stdout.write(msgspec.json.encode({"address": server.address}).decode() + "\n")
         else:
             print(f"serving {server.address}")
         sys.stdout.flush()
         server.wait()
-    sys.exit("pyps serve: the server ended by itself")
+    sys.exit(f"pyps serve: the server ended by a fault of its own; the store {store} stays: serve it again")
 
 
 def _end_on_signals() -> None:

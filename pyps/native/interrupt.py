@@ -1,16 +1,18 @@
-"""Waits in the C core let handlers of signals run, and end with what they raise."""
+"""Waits in the C core let handlers of signals run, and end with what they raise, or on an event."""
 
 from __future__ import annotations
 
 import threading
 
 from pyps._native import ffi, lib
+from pyps.errors import WaitInterrupted
 
 
 class _Interrupt(threading.local):
-    """What a signal's handler raised in this thread, during a wait in the C core."""
+    """error: what ended this thread's last wait in the C core. ended: ends all of them once it is set."""
 
     error: BaseException | None = None
+    ended: threading.Event | None = None
 
 
 _interrupt = _Interrupt()
@@ -23,7 +25,14 @@ def _keep(_: object, error: BaseException | None, __: object) -> None:
 @ffi.def_extern(error=1, onerror=_keep)
 def pyps_python_interrupted() -> int:
     """Called by waits in C: on entry the interpreter runs the handlers of signals that have come."""
+    if _interrupt.ended is not None and _interrupt.ended.is_set():
+        raise WaitInterrupted("wait", "the session has ended")
     return 0
+
+
+def end_waits_on(event: threading.Event) -> None:
+    """From now on every wait of this thread in the C core ends with WaitInterrupted once the event is set."""
+    _interrupt.ended = event
 
 
 def reason() -> BaseException | None:

@@ -1,5 +1,6 @@
-"""Where a store is served: tcp://host:port/name, and what a client has to know to go there.
+"""Where a store is served, and what a client has to know to go there.
 
+ipc:///dev/shm/sockets-1000/model             a unix socket, for processes of the same user on this machine
 tcp://10.0.0.1:5555/model?keys=client.key     encrypted with this key file (default: PYPS_KEYS)
 tcp://127.0.0.1:5555/model?pull=int8          parameters come back in 8 bits
 tcp://10.0.0.1:5555/model?insecure=1          in the clear, on a network that one trusts
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
@@ -16,14 +18,22 @@ from pyps.errors import InputError
 from pyps.native.values import Codec
 from pyps.store.codec import as_codec
 
-SCHEME = "tcp://"
+SCHEME, UNIX = "tcp://", "ipc://"
 OPTIONS = ("keys", "pull", "insecure")
-EXPECTED = "tcp://host:port/name, with options such as ?keys=client.key"
+EXPECTED = "tcp://host:port/name or ipc:///folder/name, with options such as ?keys=client.key"
+STORE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # as in csrc/store/segment.c
 
 
 def is_address(name: str) -> bool:
     """Whether a store's name says that it is elsewhere."""
-    return name.startswith(SCHEME)
+    return name.startswith((SCHEME, UNIX))
+
+
+def check_store_name(where: str, name: str) -> None:
+    """Raise InputError for a name that no segment can have."""
+    if not STORE_NAME.fullmatch(name):
+        expected = "1 to 200 letters, digits, '.', '_' or '-'"
+        raise InputError(where, "name", repr(name if len(name) <= 60 else f"{name[:60]}..."), expected)
 
 
 def is_loopback(host: str) -> bool:
@@ -52,43 +62,57 @@ def endpoint_parts(endpoint: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True)
 class Address:
-    """A served store. `pull`: how its parameters come back."""
+    """A served store. `path`: of its unix socket; without one it is at host and port.
 
-    host: str
-    port: int
+    `pull`: how its parameters come back.
+    """
+
     store: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
     keys: str | None = None
     pull: Codec = Codec.F32
     insecure: bool = False
 
     @property
     def endpoint(self) -> str:
+        if self.path:
+            return f"{UNIX}{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{SCHEME}{host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"{self.endpoint}/{self.store}"
+        if self.path:
+            return self.endpoint
+        return f"{self.endpoint}/{self.store}" + "?insecure=1" * self.insecure
 
 
 def parse_address(text: str) -> Address:
-    """Read an address; without ?keys= those of PYPS_KEYS. Raises InputError, also where it would leave this
-    machine in the clear without `insecure`.
+    """Read an address; without ?keys= those of PYPS_KEYS. Raises InputError, also for TCP
+    in the clear without `insecure`.
     """
     wrong = InputError("address", "", repr(text), EXPECTED)
     try:
         parts = urlsplit(text)
-        host, port, store = parts.hostname, parts.port, parts.path.removeprefix("/")
+        host, port, path = parts.hostname or "", parts.port or 0, parts.path
         options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError:
         raise wrong from None
-    if not is_address(text) or not host or not port or not store or "/" in store or parts.fragment:
+    folder, _, store = path.rpartition("/")
+    at_path = text.startswith(UNIX) and bool(folder) and not parts.netloc
+    at_port = text.startswith(SCHEME) and bool(host and port) and not folder
+    if not (at_path or at_port) or parts.fragment or "%" in path:
         raise wrong
+    check_store_name("address", store)
     for name in options.keys() - set(OPTIONS):
         raise InputError("address", name, repr(text), f"one of the options {', '.join(OPTIONS)}")
+    pull = as_codec(options.get("pull", Codec.F32))
+    if at_path:
+        return Address(store, path=path, pull=pull)
     keys = options.get("keys") or os.environ.get("PYPS_KEYS") or None
     insecure = options.get("insecure", "0") not in ("", "0")
-    if keys is None and not insecure and not is_loopback(host):
-        expected = "?keys=FILE or PYPS_KEYS, as `pyps serve --keys` made it; or ?insecure=1"
-        raise InputError("address", "keys", f"none, for {host}, which is not this machine", expected)
-    pull = as_codec(options.get("pull", Codec.F32))
-    return Address(host, port, store, None if insecure else keys, pull, insecure)
+    if keys is None and not insecure:
+        expected = "?keys=FILE or PYPS_KEYS, as `pyps keys add` made it; or ?insecure=1"
+        raise InputError("address", "keys", f"none, for {host}:{port}", expected)
+    return Address(store, host, port, keys=None if insecure else keys, pull=pull, insecure=insecure)

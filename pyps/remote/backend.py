@@ -99,8 +99,8 @@ class RemoteBackend:
         options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "initial"}
         if state is not None:
             options |= {"state": state.header, "residuals": tuple(state.residuals)}
-        create = ("create", PROTOCOL, self.address.store, CreateRequest(**options))
-        reply: OpenReply = self.client.call(*create, numbers=created_numbers(config, state))[0]
+        size, numbers = created_numbers(CreateRequest(**options), config, state)
+        reply: OpenReply = self.client.call("create", PROTOCOL, self.address.store, size, numbers=numbers)[0]
         return reply
 
     def close(self) -> None:

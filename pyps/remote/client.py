@@ -26,6 +26,7 @@ from pyps.errors import InputError, LinkLost, LinkRefused, StoreError
 from pyps.remote.address import Address
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.keys import ClientKeys, read_client_keys
+from pyps.remote.local import check_socket
 from pyps.remote.wire import (
     SESSION_BYTES,
     VERBS,
@@ -83,6 +84,8 @@ class Client:
         self.address = address
         self.traffic = Traffic()
         self._keys = read_client_keys(address.keys) if address.keys else None
+        if address.path:
+            check_socket(address.path)
         self._session, self._seq = secrets.token_bytes(SESSION_BYTES), 0
         self._changed = threading.Condition()  # guards what follows, and the sockets
         self._unanswered: dict[int, list[Any]] = {}  # seq -> what was sent, in order
@@ -112,7 +115,8 @@ class Client:
         with self._changed:
             self._seq += 1
             received = min(self._unanswered, default=self._seq) - 1
-            call = Call(self._session, self._seq, verb, encode_raw(arguments), received)
+            follow = sum(len(frame) for frame in frames)
+            call = Call(self._session, self._seq, verb, encode_raw(arguments), received, follow)
             if self._broken():
                 self._reconnect()
             self._unanswered[self._seq] = [encode(call), *frames]
@@ -157,7 +161,7 @@ class Client:
     def _dial(self, monitored: bool = False) -> zmq.Socket[bytes]:
         """A socket on its way to the server."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.linger = 0
+        socket.linger = socket.sndhwm = 0  # nothing is sent after the end; no bound on what waits to be sent
         socket.ipv6 = ":" in self.address.host
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
         socket.tcp_maxrt = DEAD_LINK_MS
@@ -240,7 +244,8 @@ class Client:
     def _send(self, frames: list[Any]) -> None:
         # Never wait here: libzmq gives up a connection whose handshake failed, and takes nothing more for it.
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            for frame in frames:
+                self._socket.send(frame, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             self._refused = True
         else:

@@ -1,7 +1,8 @@
-"""The arrays that a store is created from, as numbers on the link: initial values, and those of a state."""
+"""What a store is created from, as numbers on the link: the request, initial values, and a state's arrays."""
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import Any
 
@@ -9,34 +10,74 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps.errors import InputError, InvalidArgument
+from pyps.native.create import MAX_DIMENSIONS
 from pyps.native.state import VECTORS, StateHeader, StoreState
 from pyps.native.values import Config, Flat, Tensor
 from pyps.remote.framing import Frames, check_size, from_frames
-from pyps.remote.wire import CreateRequest
+from pyps.remote.wire import MAX_REQUEST_BYTES, CreateRequest, decode_creation, encode_raw
 from pyps.store.creation import checked_state
 
+MAX_ELEMENTS = 1 << 44  # of a tensor, as in the core
 
-def created_numbers(config: Config, state: StoreState | None) -> list[NDArray[Any]]:
-    """Initial values, then the state's vectors and residuals, each a concatenation of its tensors."""
+
+def created_numbers(
+    request: CreateRequest, config: Config, state: StoreState | None
+) -> tuple[int, list[NDArray[Any]]]:
+    """The length of the encoded request, and what is sent: the request, initial values, then the state's
+    vectors and residuals, each a concatenation of its tensors. Raises InvalidArgument.
+    """
+    encoded = np.frombuffer(encode_raw(request), np.uint8)
+    if encoded.size > MAX_REQUEST_BYTES:
+        expected = f"at most {MAX_REQUEST_BYTES}: fewer tensors, or shorter names"
+        raise InvalidArgument("create", f"tensors: found {encoded.size} bytes of names; expected {expected}")
     vectors = [tuple(config.initial)]
     if state is not None:
         named = (*state.vectors.values(), *state.residuals.values())
         vectors += [tuple(arrays.values()) for arrays in named]
-    return [np.concatenate([np.ravel(a) for a in arrays]) for arrays in vectors if arrays]
+    arrays = [np.concatenate([np.ravel(a) for a in arrays]) for arrays in vectors if arrays]
+    return encoded.size, [encoded, *arrays]
 
 
-def created_arrays(request: CreateRequest, numbers: Frames) -> tuple[tuple[Flat, ...], StoreState | None]:
-    """The arrays that `created_numbers` sent: initial values, and the state. Raises InvalidArgument."""
+def created_arrays(
+    request_bytes: int, numbers: Frames
+) -> tuple[CreateRequest, tuple[Flat, ...], StoreState | None]:
+    """What `created_numbers` sent: the request, initial values, and the state.
+
+    Raises InvalidArgument, and msgspec's errors for a wrong request.
+    """
+    request, numbers = _request(request_bytes, numbers)
     header, residuals = request.state, request.residuals
     trained = tuple(tensor for tensor in request.tensors if not tensor.averaged)
     vectors = 0 if header is None else len(VECTORS[header.optimizer]) + len(residuals)
     tensors = [*request.tensors, *(trained * vectors)]
-    sizes = [int(np.prod(tensor.shape, dtype=object)) for tensor in tensors]
+    sizes = [_elements(tensor) for tensor in tensors]
     check_size("create", numbers, 4 * sum(sizes))  # before there is memory for it
     parts = [np.empty(size, np.float32) for size in sizes]
     from_frames("create", numbers, *parts)
     initial = tuple(parts[: len(request.tensors)])
-    return initial, None if header is None else _state(request, header, trained, parts)
+    return request, initial, None if header is None else _state(request, header, trained, parts)
+
+
+def _request(request_bytes: int, numbers: Frames) -> tuple[CreateRequest, Frames]:
+    """The request that goes ahead of the numbers, and the numbers."""
+    data, rest = bytearray(), [memoryview(piece).cast("B") for piece in numbers]
+    while rest and len(data) < request_bytes:
+        piece = rest.pop(0)
+        take = min(len(piece), request_bytes - len(data))
+        data += piece[:take]
+        if take < len(piece):
+            rest.insert(0, piece[take:])
+    return decode_creation(data), rest
+
+
+def _elements(tensor: Tensor) -> int:
+    """How many numbers a tensor has; its dimensions are looked at before they are multiplied."""
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        found = f"{len(tensor.shape)} dimensions; expected at most {MAX_DIMENSIONS}"
+        raise InvalidArgument("create", f"tensors[{tensor.name[:80]!r}]: found {found}")
+    if not all(0 <= size <= MAX_ELEMENTS for size in tensor.shape):
+        raise InvalidArgument("create", f"tensors[{tensor.name[:80]!r}]: shape: found a size out of range")
+    return math.prod(tensor.shape)
 
 
 def _state(

@@ -56,7 +56,7 @@ from pyps.remote.framing import Frames, ReplyBuffers, from_frames
 from pyps.remote.wire import (
     PROTOCOL,
     VERBS,
-    CreateRequest,
+    WITH_NUMBERS,
     OpenReply,
     PushHeader,
     TransferHeader,
@@ -67,7 +67,6 @@ from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
 Numbers = NDArray[Any]
 Reply = tuple[Any, tuple[Numbers, ...]]  # a value, and what follows the header
 KEPT_VERSIONS = MAX_DEPTH + 1  # pulled ones, at most: a pipeline computes on earlier ones
-WITH_NUMBERS = ("push", "exchange", "transfer", "create")
 WITHOUT_STORE = ("hello", "create", "rejoin", "leave")
 
 
@@ -79,6 +78,7 @@ class Site:
     server: bytes
     client_timeout_seconds: float
     created: Callable[[], None]  # called once the store has been made through the link
+    opened: Callable[[Layout], None]  # called by every session that opens or makes the store
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class Handlers:
         self.place = Place()
         return self._opened()
 
-    def create(self, protocol: int, name: str, request: CreateRequest, numbers: Frames) -> Reply:
+    def create(self, protocol: int, name: str, request_bytes: int, numbers: Frames) -> Reply:
         self._check_caller(protocol, name)
-        initial, state = created_arrays(request, numbers)
+        request, initial, state = created_arrays(request_bytes, numbers)
         options = {f.name: getattr(request, f.name) for f in fields(Config) if f.name != "initial"}
         self._pointer = create(name, Config(initial=initial, **options), state)
         self.place = Place()
@@ -171,6 +171,7 @@ class Handlers:
         return self._opened()
 
     def _opened(self) -> Reply:
+        self._site.opened(self.layout)
         tensors: list[Tensor] = [native.get_tensor(self._store, k) for k in range(self.layout.tensors)]
         site = self._site
         return OpenReply(site.server, site.client_timeout_seconds, self.layout, tuple(tensors)), ()

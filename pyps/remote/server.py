@@ -1,18 +1,21 @@
 """The server of a store: one socket, one loop, and one thread for each remote client.
 
-The loop never waits for a call. A new call goes to the client's session thread, a repeated call gets its
-reply again, and a malformed message is counted and dropped. After `client_timeout_seconds` without a message
-a client loses its thread; its last replies are kept in case it returns.
+The loop never waits for a call and never works on what a client sent: a new call goes to the client's session
+thread, a repeated call gets its reply again, and a malformed message is counted and dropped. What one client
+can take of the server is bounded (pyps.remote.clients, pyps.remote.connections).
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
+import math
 import secrets
+import sys
 import threading
 import time
-from dataclasses import dataclass, field
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,15 +23,27 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from pyps import native
-from pyps.errors import Busy, InputError, InvalidArgument, LinkLost, SegmentNotFound, StoreError, StoreFull
-from pyps.remote.address import Address, endpoint_parts, is_loopback
-from pyps.remote.framing import Frames
+from pyps.errors import InputError, LinkLost, SegmentNotFound, StoreError
+from pyps.native.values import Layout
+from pyps.profiler.host_memory import cpu_free_bytes
+from pyps.remote.address import Address, check_store_name, endpoint_parts, is_loopback
+from pyps.remote.clients import (
+    FORGET_SECONDS,
+    MAX_SESSIONS,
+    SESSIONS_PER_PEER,
+    ClientRecord,
+    Clients,
+    Incoming,
+)
+from pyps.remote.connections import Connection, Connections
+from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.handlers import Site
-from pyps.remote.keys import ServerKeys
-from pyps.remote.session import SessionThread
+from pyps.remote.keys import KeyFolder
+from pyps.remote.local import SocketFolder
+from pyps.remote.outbox import Outbox
+from pyps.remote.session import Reply
 from pyps.remote.wire import (
     MAX_HEADER_BYTES,
-    MAX_IN_FLIGHT,
     Bye,
     Call,
     Malformed,
@@ -40,87 +55,74 @@ from pyps.remote.wire import (
 )
 
 CLIENT_TIMEOUT_SECONDS = 10.0
-MAX_SESSIONS = 256
-FORGET_SECONDS = 600.0  # how long the replies to a client that timed out are kept
+HANDSHAKE_SECONDS = 5.0
 SEAL_BYTES = 256  # at least what encryption adds to a frame
-TICK_MS = 250
-OUTLET = "inproc://replies"
-STOP = b"stop"
+QUEUED_MESSAGES = 32  # of one connection, before it has to wait
+BATCH = 64  # messages received between two looks at the rest
+LOOK_SECONDS = 0.05
+MEMORY_SHARE = 0.25  # of the free memory, that calls and replies may take together
+WAKE = None  # in the outbox, in place of a reply
 DOMAIN = "pyps"  # of the admitted keys
 
 
 @dataclass
 class Counters:
-    """Counts of a server; `bytes_in` and `bytes_out` are headers and numbers."""
+    """Counts of a server; `bytes_in` and `bytes_out` are headers and numbers. faults: of its own."""
 
     calls: int = 0
     repeated: int = 0
     refused: int = 0
     timed_out: int = 0
+    cut_off: int = 0
+    faults: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-
-
-@dataclass
-class ClientRecord:
-    """What the loop knows of one client. Calls up to `taken` were begun; the client has all replies up to
-    `received`, and may ask for the later ones in `replies` again. `thread` runs its calls; it has ended, or
-    soon will, if the client has `timed_out`.
-    """
-
-    heard: float
-    identity: bytes = b""
-    taken: int = 0
-    received: int = 0
-    replies: dict[int, list[Any]] = field(default_factory=dict)  # by seq
-    thread: SessionThread | None = None
-    timed_out: bool = True
 
 
 class Server:
     """Serves the store of that name, there already or made by the first client, until close().
 
-    bind: tcp://host:port, port * for any free one. keys: of the admitted clients; without keys only
-    the loopback of this machine is served, unless `insecure`. client_timeout_seconds: a client not heard
-    of for so long is dead.
+    bind: tcp://host:port, port * for any free one; None: a unix socket that only this user's processes reach,
+    or with keys any port of the loopback. keys: the folder of the server's keys (pyps.remote.keys), made if
+    missing; what `pyps keys` changes there counts at once. insecure: listen on TCP without keys.
+    client_timeout_seconds: a client not heard of for so long is dead. sessions_per_client: that one key, or
+    without keys one host or process, may have.
 
-    Raises InputError for a wrong or taken address, or one that leaves this machine in the clear.
+    Raises InputError for a wrong or taken address, wrong keys, or TCP without keys unless `insecure`.
     """
 
     def __init__(
         self,
         store: str,
-        bind: str = "tcp://127.0.0.1:*",
+        bind: str | None = None,
         *,
-        keys: ServerKeys | None = None,
+        keys: str | Path | None = None,
         insecure: bool = False,
         client_timeout_seconds: float = CLIENT_TIMEOUT_SECONDS,
+        sessions_per_client: int = SESSIONS_PER_PEER,
     ) -> None:
         check_byte_order()
-        host, _ = endpoint_parts(bind)
-        if keys is None and not insecure and not is_loopback(host):
-            expected = "keys (`--keys DIR`), or that it is to be insecure (`--insecure`)"
-            raise InputError("serve", "bind", f"{bind}, which leaves this machine, without keys", expected)
-        if not 0.0 < client_timeout_seconds <= FORGET_SECONDS:
-            expected = f"more than 0, at most {FORGET_SECONDS:g} s"
-            raise InputError("serve", "client_timeout", f"{client_timeout_seconds} s", expected)
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", store):
-            raise InputError("serve", "store", repr(store), "1 to 200 letters, digits, '.', '_' or '-'")
+        check_store_name("serve", store)
+        _check_options(bind, keys, insecure, client_timeout_seconds, sessions_per_client)
         self.counters = Counters()
         self.store = store
-        self._sessions: dict[bytes, ClientRecord] = {}
-        self._threads: list[SessionThread] = []
-        self._site = Site(store, secrets.token_bytes(8), client_timeout_seconds, self._note_created)
-        self._created = self._closed = False
+        self._site = Site(
+            store, secrets.token_bytes(8), client_timeout_seconds, self._note_created, self._note_opened
+        )
+        self._created = self._closed = self._stopping = False
+        self._outbox = Outbox()
+        memory = int(MEMORY_SHARE * cpu_free_bytes())
+        self._clients = Clients(self._site, self._outbox, sessions_per_client, memory)
         self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
         self._guard: ThreadAuthenticator | None = None
+        self._keys: KeyFolder | None = None
+        self._folder: SocketFolder | None = None
         try:
             self._router = self._bind(bind, keys)
         except BaseException:
             self._end()
             raise
-        self._outlet = self._context.socket(zmq.PULL)
-        self._outlet.bind(OUTLET)
+        self._connections = Connections(self._router)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="pyps-server", daemon=True)
         self._thread.start()
@@ -133,9 +135,13 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where clients find the store: tcp://host:port/name, with the host that was bound."""
+        """Where clients find the store: ipc:///folder/name, or tcp://host:port/name with the host that was
+        bound.
+        """
+        if self._folder is not None:
+            return str(Address(self.store, path=str(self._folder.path)))
         host, port = endpoint_parts(self._endpoint)
-        return str(Address(host, port or 0, self.store))
+        return str(Address(self.store, host, port or 0, insecure=self._keys is None))
 
     def wait(self) -> None:
         """Until the server ends, which it does by close() from another thread, or by a fault of its own.
@@ -147,55 +153,66 @@ class Server:
     def close(self, timeout: float = 5.0) -> None:
         """Stop answering; the session threads leave the store, for which they have `timeout` seconds.
 
-        Those that wait there for others leave when their wait ends. A store that was made through the link
-        is removed. Idempotent.
+        A store that was made through the link is removed, unless the server ended by a fault: then it stays
+        for another server to go on with. Idempotent.
         """
         if self._closed:
             return
         self._closed = True
-        with self._context.socket(zmq.PUSH) as stop:
-            stop.connect(OUTLET)
-            stop.send(STOP)
+        in_order = self._thread.is_alive()
+        self._stopping = True
+        self._outbox.put(WAKE)
         self._thread.join()
         deadline = time.monotonic() + timeout
-        for thread in self._threads:
+        for thread in self._clients.threads:
+            thread.end()
+        for thread in self._clients.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self._created:
+        if self._created and in_order:
             with contextlib.suppress(SegmentNotFound):
                 native.unlink(self.store, force=True)
+        self._connections.close()
         self._router.close(linger=200)
-        self._outlet.close()
         self._end()
 
     def _end(self) -> None:
         if self._guard is not None:
             self._guard.stop()
-        if not any(thread.is_alive() for thread in self._threads):
-            self._context.destroy(linger=0)  # else its sockets end with their threads
+        self._context.destroy(linger=200)
+        if self._folder is not None:  # only now: libzmq removes the socket's file when it ends
+            self._folder.close()
+        if not self._clients.threads:
+            self._outbox.close()
 
-    def _bind(self, bind: str, keys: ServerKeys | None) -> zmq.Socket[bytes]:
+    def _bind(self, bind: str | None, keys: str | Path | None) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        router.maxmsgsize = MAX_HEADER_BYTES + SEAL_BYTES  # of a frame; those of arrays are smaller
-        router.rcvhwm = 16
-        router.ipv6 = ":" in endpoint_parts(bind)[0]
+        router.maxmsgsize = max(MAX_HEADER_BYTES, FRAME_BYTES) + SEAL_BYTES
+        router.rcvhwm = QUEUED_MESSAGES
+        router.handshake_ivl = int(1000 * HANDSHAKE_SECONDS)
         if keys is not None:
+            self._keys = KeyFolder.open(keys)
             self._guard = ThreadAuthenticator(self._context)
             self._guard.start()
-            self._guard.configure_curve_callback(DOMAIN, _Admission(keys.clients))
+            self._guard.configure_curve_callback(DOMAIN, _Admission(self._keys))
             router.curve_server = True
-            router.curve_publickey, router.curve_secretkey = keys.public.encode(), keys.secret.encode()
+            pair = self._keys.keys
+            router.curve_publickey, router.curve_secretkey = pair.public.encode(), pair.secret.encode()
             router.zap_domain = DOMAIN.encode()
-        try:
-            router.bind(bind)
-        except zmq.ZMQError as error:
-            raise InputError(
-                "serve", "bind", f"{bind}: {error}", "an address of this machine that is free"
-            ) from None
+        if bind is None and keys is None:
+            self._folder = SocketFolder(self.store)
+            self._folder.bind(router)
+        else:
+            _bind_tcp(router, bind or "tcp://127.0.0.1:*")
         self._endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._keys is not None:
+            self._keys.save()  # new ones, only now that they are of use
         return router
 
     def _note_created(self) -> None:
         self._created = True
+
+    def _note_opened(self, layout: Layout) -> None:
+        self._clients.largest_gradient = 4 * layout.flat_elements
 
     def _serve(self) -> None:
         try:
@@ -206,121 +223,193 @@ class Server:
     def _answer(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._outlet, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll(TICK_MS))
-            if self._outlet in ready:
-                name, *rest = self._outlet.recv_multipart(copy=False)
-                if name.bytes == STOP:
-                    break
-                self._finish(name.bytes, int.from_bytes(rest[0].bytes, "little"), rest[1:])
-            if self._router in ready:
-                self._receive(self._router.recv_multipart(copy=False))
-            self._expire_clients()
-        for thread in self._threads:
-            thread.work.put(None)
+        poller.register(self._outbox, zmq.POLLIN)
+        look_at, drained = time.monotonic(), False
+        while not self._stopping:
+            poller.poll(max(0, math.ceil(1000 * (look_at - time.monotonic()))))
+            for reply in self._outbox.take():
+                if reply is not WAKE:
+                    self._guarded(self._finish, reply)
+            drained = self._receive_some() or drained
+            if time.monotonic() >= look_at:
+                self._guarded(self._look, drained)
+                drained = False
+                look_at = time.monotonic() + LOOK_SECONDS
 
-    def _receive(self, frames: list[Any]) -> None:
-        identity, *parts = frames
-        self.counters.bytes_in += sum(len(part) for part in parts)
-        message = decode_request(parts[0].buffer) if parts else Malformed("no frame")
+    def _guarded(self, act: Any, *arguments: Any) -> None:
+        """Run a part of the loop; a fault in it is reported, and the others are served on."""
+        try:
+            act(*arguments)
+        except Exception:
+            self.counters.faults += 1
+            traceback.print_exc(file=sys.stderr)
+
+    def _look(self, drained: bool) -> None:
+        """What is done from time to time."""
+        self._connections.look(drained)
+        self.counters.cut_off = self._connections.cut_off
+        self.counters.timed_out += self._clients.expire()
+        if self._keys is not None and self._keys.reload():
+            admitted = {f"key {name!r}" for name in self._keys.names}
+            for session, record in list(self._clients.sessions.items()):
+                if record.peer not in admitted:
+                    self._clients.end(session)
+            self._connections.cut_all_but(admitted)
+
+    def _receive_some(self) -> bool:
+        """Take the next messages: whether these were all."""
+        for _ in range(BATCH):
+            try:
+                identity = self._router.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return True
+            frame = self._router.recv(copy=False)
+            self._guarded(self._receive, identity, frame)
+        return False
+
+    def _receive(self, identity: Any, frame: Any) -> None:
+        connection = self._connections.find(identity, identity.bytes)
+        if frame.more:
+            self._refuse_parts(connection)
+            return
+        self.counters.bytes_in += len(frame)
+        peer = connection.peer = self._peer(identity) or ""
+        if not peer:
+            self._connections.cut(connection)  # its key was revoked: a new handshake will say so
+        elif connection.incoming is not None:
+            self._add(connection, connection.incoming, frame)
+        else:
+            self._take(connection, peer, decode_request(frame.buffer))
+
+    def _refuse_parts(self, connection: Connection) -> None:
+        """No message of the link has several parts. Nothing else can be received before the last one."""
+        self._connections.cut(connection)
+        self.counters.refused += 1
+        while self._router.recv(copy=False).more:
+            pass
+
+    def _peer(self, identity: Any) -> str | None:
+        """Who a message comes from; None: a key that is not admitted any more."""
+        if self._keys is None:
+            return f"the peer {identity.get('Peer-Address')}"
+        name = self._keys.name_of(identity.get("User-Id"))
+        return None if name is None else f"key {name!r}"
+
+    def _take(self, connection: Connection, peer: str, message: Call | Bye | Any) -> None:
         if isinstance(message, Malformed):
             self.counters.refused += 1
             return
-        session = self._sessions.get(message.session)
-        if session is not None:
-            session.heard = time.monotonic()
+        record = self._clients.find(message.session, peer)
         if isinstance(message, Call):
-            self._take(identity.bytes, session, message, [part.buffer for part in parts[1:]])
+            self._take_call(connection, peer, record, message)
         elif isinstance(message, Bye):
-            if session is not None and session.thread is not None:
-                session.thread.work.put(None)
-            self._sessions.pop(message.session, None)
+            if record is not None:
+                self._clients.end(message.session)
         else:
-            self._send(identity.bytes, [encode(Pong(self._site.server))])
+            self._send(connection.identity, [encode(Pong(self._site.server))])
 
-    def _take(self, identity: bytes, session: ClientRecord | None, call: Call, numbers: Frames) -> None:
-        """Give a new call to the session thread, answer a repeated one again, refuse any other."""
-        if session is None:
-            if call.seq != 1:
-                self._refuse(identity, call, LinkLost("session", "the server does not know it"))
+    def _take_call(self, connection: Connection, peer: str, record: ClientRecord | None, call: Call) -> None:
+        """Begin a new call, answer a repeated one again, refuse others; their numbers are dropped."""
+        drop = Incoming(call, None, call.follow)
+        connection.incoming = drop if call.follow else None
+        try:
+            if record is None:
+                if call.seq != 1:
+                    raise LinkLost("session", "the server does not know it")
+                record = self._clients.open(call.session, peer)
+            record.identity = connection.identity
+            record.received = max(record.received, call.received)
+            if record.received < call.seq <= record.taken:
+                self.counters.repeated += 1
+                if call.seq in record.replies:
+                    self._send(record.identity, record.replies[call.seq])
                 return
-            if not self._has_room():
-                self._refuse(identity, call, StoreFull("session", f"found {MAX_SESSIONS} clients"))
-                return
-            session = self._sessions[call.session] = ClientRecord(time.monotonic())
-        session.identity = identity
-        session.received = max(session.received, call.received)
-        due = max(session.taken, session.received) + 1
-        if session.received < call.seq <= session.taken:
-            self.counters.repeated += 1
-            if call.seq in session.replies:
-                self._send(identity, session.replies[call.seq])
-        elif call.seq - session.received > MAX_IN_FLIGHT:
-            text = f"found {call.seq - session.received} calls under way; expected at most {MAX_IN_FLIGHT}"
-            self._refuse(identity, call, Busy("session", text))
-        elif call.seq != due:
-            text = f"seq: found {call.seq}; expected {due}"
-            self._refuse(identity, call, InvalidArgument("session", text))
+            self._clients.check_call(record, call)
+            self._clients.thread_of(call.session, record)
+        except StoreError as error:
+            self.counters.refused += 1
+            self._send(connection.identity, [failure(call.seq, error)])
+            return
+        record.incoming = incoming = Incoming(call, record, call.follow)
+        if call.follow:
+            connection.incoming = incoming
         else:
-            session.taken = call.seq
-            session.replies = {seq: r for seq, r in session.replies.items() if seq > session.received}
-            self.counters.calls += 1
-            self._thread_of(call.session, session).work.put((call, numbers))
+            self._begin(incoming, record)
 
-    def _refuse(self, identity: bytes, call: Call, why: StoreError) -> None:
-        self.counters.refused += 1
-        self._send(identity, [failure(call.seq, why)])
+    def _add(self, connection: Connection, incoming: Incoming, frame: Any) -> None:
+        """Numbers of a call that came before."""
+        if not incoming.add(frame):
+            self.counters.refused += 1
+            self._connections.cut(connection)
+            return
+        if not incoming.left:
+            connection.incoming = None
+            if incoming.record is not None and incoming.record.incoming is incoming:
+                self._begin(incoming, incoming.record)
 
-    def _thread_of(self, name: bytes, session: ClientRecord) -> SessionThread:
-        if session.timed_out or session.thread is None:
-            session.thread = SessionThread(self._context, OUTLET, name, self._site, session.thread)
-            session.timed_out = False
-            session.thread.start()
-            self._threads = [d for d in self._threads if d.is_alive()] + [session.thread]
-        return session.thread
+    def _begin(self, incoming: Incoming, record: ClientRecord) -> None:
+        """Hand a whole call to its session's thread."""
+        call = incoming.call
+        record.incoming = None
+        try:
+            thread = self._clients.thread_of(call.session, record)
+        except StoreError as error:
+            self.counters.refused += 1
+            self._send(record.identity, [failure(call.seq, error)])
+            return
+        record.taken = call.seq
+        record.waiting[call.seq] = call.follow
+        record.forget_received()
+        self.counters.calls += 1
+        thread.do(call, incoming.frames)
 
-    def _finish(self, name: bytes, seq: int, frames: list[Any]) -> None:
-        session = self._sessions.get(name)
-        if session is not None:
-            session.replies[seq] = frames
-            self._send(session.identity, frames)
+    def _finish(self, reply: Reply) -> None:
+        record = self._clients.sessions.get(reply.session)
+        if record is not None:
+            record.waiting.pop(reply.seq, None)
+            record.replies[reply.seq] = reply.frames
+            self._send(record.identity, reply.frames)
 
     def _send(self, identity: bytes, frames: list[Any]) -> None:
         self.counters.bytes_out += sum(len(frame) for frame in frames)
         with contextlib.suppress(zmq.Again):  # the client is gone; it asks again if it returns
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
 
-    def _expire_clients(self) -> None:
-        now = time.monotonic()
-        for name, session in list(self._sessions.items()):
-            quiet = now - session.heard
-            if (
-                session.thread is not None
-                and not session.timed_out
-                and quiet > self._site.client_timeout_seconds
-            ):
-                session.thread.work.put(None)
-                session.timed_out = True
-                self.counters.timed_out += 1
-            elif quiet > FORGET_SECONDS:
-                del self._sessions[name]
 
-    def _has_room(self) -> bool:
-        """Whether there is room for a client; the one that timed out first is forgotten if need be."""
-        if len(self._sessions) < MAX_SESSIONS:
-            return True
-        timed_out = [(s.heard, name) for name, s in self._sessions.items() if s.timed_out]
-        if timed_out:
-            del self._sessions[min(timed_out)[1]]
-        return bool(timed_out)
+def _check_options(
+    bind: str | None, keys: object, insecure: bool, client_timeout_seconds: float, sessions_per_client: int
+) -> None:
+    if bind is not None:
+        host, _ = endpoint_parts(bind)
+        if keys is None and not insecure:
+            near = ", which any user of this machine reaches," if is_loopback(host) else ""
+            expected = "keys (`--keys DIR`), or that it is to be insecure (`--insecure`)"
+            raise InputError("serve", "bind", f"{bind}{near} without keys", expected)
+    elif insecure:
+        raise InputError("serve", "insecure", "no address", "one to listen on (`--bind tcp://host:port`)")
+    if keys is not None and insecure:
+        raise InputError("serve", "insecure", "keys too", "either of them")
+    if not 0.0 < client_timeout_seconds <= FORGET_SECONDS:
+        expected = f"more than 0, at most {FORGET_SECONDS:g} s"
+        raise InputError("serve", "client_timeout", f"{client_timeout_seconds} s", expected)
+    if not 1 <= sessions_per_client <= MAX_SESSIONS:
+        raise InputError("serve", "sessions_per_client", str(sessions_per_client), f"1 to {MAX_SESSIONS}")
+
+
+def _bind_tcp(router: zmq.Socket[bytes], bind: str) -> None:
+    router.ipv6 = ":" in endpoint_parts(bind)[0]
+    try:
+        router.bind(bind)
+    except zmq.ZMQError as error:
+        expected = "an address of this machine that is free"
+        raise InputError("serve", "bind", f"{bind}: {error}", expected) from None
 
 
 class _Admission:
-    """Tells the authenticator to admit the clients with these public keys."""
+    """Tells the authenticator to admit the keys of a folder, as it is now."""
 
-    def __init__(self, clients: tuple[str, ...]) -> None:
-        self._clients = {client.encode() for client in clients}
+    def __init__(self, folder: KeyFolder) -> None:
+        self._folder = folder
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._clients
+        return self._folder.name_of(key.decode()) is not None

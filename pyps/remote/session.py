@@ -1,59 +1,79 @@
 """The thread of one remote client: on the store's machine it is the client's participant and runs its calls.
 
-Calls are done one at a time, in order; each gives one reply. When the client has timed out, the thread leaves
-the store: samples claimed and not pushed go back, as those of a dead process do.
+Calls are done one at a time, in order; each gives one reply. When the client has timed out or hung up, its
+call stops waiting and the thread leaves the store: samples claimed and not pushed go back, as those of a dead
+process do.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import zmq
 
 from pyps.errors import InvalidArgument, PypsError, StoreError
+from pyps.native import interrupt
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.handlers import Handlers, Place, Site
-from pyps.remote.wire import Answer, Call, Failure, encode, encode_raw, failure
+from pyps.remote.outbox import Outbox
+from pyps.remote.wire import MAX_MESSAGE_CHARACTERS, Answer, Call, Failure, encode, encode_raw, failure
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a session's call gave: a header, and numbers."""
+
+    session: bytes
+    seq: int
+    frames: list[Any]
 
 
 class SessionThread(threading.Thread):
-    """Takes calls from `work` (None: leave); sends [session, seq, header, numbers ...] to `outlet`."""
+    """Does the calls of `work` and puts a Reply for each into `outbox`, until `end`.
+
+    peer: whose session it is. previous: the thread that the session had before, which is ending.
+    """
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        outlet: str,
-        session: bytes,
-        site: Site,
-        previous: SessionThread | None,
+        self, session: bytes, peer: str, site: Site, outbox: Outbox, previous: SessionThread | None
     ) -> None:
         super().__init__(name=f"pyps-session-{session[:4].hex()}", daemon=True)
-        self.work: queue.SimpleQueue[tuple[Call, Frames] | None] = queue.SimpleQueue()
+        self.peer = peer
         self.place: Place | None = None  # the client's place, once the thread has left
-        self._context, self._outlet, self._session = context, outlet, session
-        self._site, self._previous = site, previous
+        self._work: queue.SimpleQueue[tuple[Call, Frames] | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._session, self._site, self._outbox, self._previous = session, site, outbox, previous
+
+    def do(self, call: Call, numbers: Frames) -> None:
+        """Do this call after those before it."""
+        self._work.put((call, numbers))
+
+    def end(self) -> None:
+        """Let the call under way stop waiting, drop those behind it, and leave. Does not wait for that."""
+        self._ended.set()
+        self._work.put(None)
 
     def run(self) -> None:
         past = None
         if self._previous is not None:
-            self._previous.join()  # until then its rank is taken; each of its calls has a deadline
+            self._previous.join()  # until then its rank is taken; nothing in it waits any more
             past, self._previous = self._previous.place, None
+        interrupt.end_waits_on(self._ended)
         handlers = Handlers(self._site, past)
-        with self._context.socket(zmq.PUSH) as outlet:
-            outlet.connect(self._outlet)
-            try:
-                while (item := self.work.get()) is not None:
-                    seq = item[0].seq.to_bytes(8, "little")
-                    outlet.send_multipart([self._session, seq, *_reply(handlers, *item)], copy=False)
-            finally:
-                self.place = handlers.place
-                handlers.close()
+        try:
+            while (item := self._work.get()) is not None and not self._ended.is_set():
+                call, numbers = item
+                self._outbox.put(Reply(self._session, call.seq, _frames(handlers, call, numbers)))
+                del item, call, numbers  # a gradient is not kept until the next one
+        finally:
+            self.place = handlers.place
+            handlers.close()
 
 
-def _reply(handlers: Handlers, call: Call, numbers: Frames) -> list[Any]:
+def _frames(handlers: Handlers, call: Call, numbers: Frames) -> list[Any]:
     try:
         handlers.replies.begin(call.seq, call.received)
         value, frames = handlers.do(call.verb, call.arguments, numbers)
@@ -61,7 +81,7 @@ def _reply(handlers: Handlers, call: Call, numbers: Frames) -> list[Any]:
     except StoreError as error:
         return [failure(call.seq, error)]
     except (PypsError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return [encode(Failure(call.seq, InvalidArgument.code, call.verb[:40], str(error)))]
+        return [failure(call.seq, InvalidArgument(call.verb[:40], str(error)))]
     except Exception as error:  # an error of one client must not reach the others
         text = f"{type(error).__name__}: {error}"
-        return [encode(Failure(call.seq, StoreError.code, call.verb[:40], text))]
+        return [encode(Failure(call.seq, StoreError.code, call.verb[:40], text[:MAX_MESSAGE_CHARACTERS]))]

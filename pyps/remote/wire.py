@@ -1,11 +1,14 @@
 """What goes over the link: which calls there are, and what each carries. One page is the whole protocol.
 
-A message is a header (msgpack, at most MAX_HEADER_BYTES) and bare numbers in frames (pyps.remote.framing).
-The calls are those of pyps.native, by name. Every call has a unique name, {session, seq}: a server does each
-one once, in order, and answers a repeated one with the same bytes again. At most MAX_IN_FLIGHT calls of a
-session are under way at once; `received` says up to which seq the client has all replies.
+A header is msgpack, at most MAX_HEADER_BYTES; bare numbers are frames (pyps.remote.framing). The calls are
+those of pyps.native, by name. Every call has a unique name, {session, seq}: a server does each one once, in
+order, and answers a repeated one with the same bytes again. At most MAX_IN_FLIGHT calls of a session are
+under way at once; `received` says up to which seq the client has all replies.
 
-    client -> server    Call(session, seq, verb, arguments, received) [numbers]
+To the server each frame is a message of its own, and a call says how many bytes of numbers follow it: the
+parts of one message would all wait in the server's memory, uncounted, until the last has come.
+
+    client -> server    Call(session, seq, verb, arguments, received, follow), then numbers of `follow` bytes
                         Ping(session)       on a separate connection, which no bulk holds up
                         Bye(session)        nothing comes back
     server -> client    Answer(seq, value) [numbers ...]
@@ -53,7 +56,9 @@ from pyps.native.values import (
 
 PROTOCOL = 4
 SESSION_BYTES = 16
-MAX_HEADER_BYTES = 4 << 20  # tensors by name: some 20,000 of them
+MAX_HEADER_BYTES = 1 << 18
+MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them
+MAX_MESSAGE_CHARACTERS = 2000  # of an error: it may quote what was sent
 MAX_CALL_SECONDS = 3600.0  # no call waits longer, whatever was asked
 MAX_IN_FLIGHT = 16  # calls of a session: the transfers of the deepest pipeline, and some more
 STORE_TIMEOUT = -1.0
@@ -62,6 +67,7 @@ CallSeconds = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Position = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Rank = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+RequestBytes = Annotated[int, Meta(ge=0, le=MAX_REQUEST_BYTES)]
 Session = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 
 
@@ -75,6 +81,7 @@ class Call(_Message, frozen=True):
     verb: str
     arguments: msgspec.Raw
     received: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    follow: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
 class Ping(_Message, frozen=True):
@@ -102,9 +109,9 @@ class Pong(_Message, frozen=True):
 
 
 class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """pyps.native.values.Config without the initial values, which are the call's numbers.
+    """pyps.native.values.Config without the initial values. It goes ahead of the call's numbers.
 
-    Those of a state follow: its vectors, then the residuals of the ranks in `residuals`.
+    These are the initial values and, of a state, its vectors, then the residuals of the ranks in `residuals`.
     """
 
     tensors: tuple[Tensor, ...]
@@ -186,7 +193,7 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "hello": Verb(tuple[int, str], OpenReply),
-    "create": Verb(tuple[int, str, CreateRequest], OpenReply),
+    "create": Verb(tuple[int, str, RequestBytes], OpenReply),
     "join": Verb(tuple[Role, Rank], int),
     "leave": Verb(tuple[()], None),
     "rejoin": Verb(tuple[()], None),
@@ -215,9 +222,12 @@ VERBS: Mapping[str, Verb] = {
     "wait": Verb(tuple[Position, CallSeconds], None),
 }
 
+WITH_NUMBERS = ("push", "exchange", "transfer", "create")  # calls that numbers follow
+
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Call | Ping | Bye)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer | Failure | Pong)
+_creations = msgspec.msgpack.Decoder(CreateRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +243,11 @@ def encode(message: Call | Ping | Bye | Answer | Failure | Pong) -> bytes:
 
 def encode_raw(value: Any) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(value))
+
+
+def decode_creation(request: Any) -> CreateRequest:
+    """Raises msgspec's errors."""
+    return _creations.decode(request)
 
 
 def decode_request(header: Any) -> Call | Ping | Bye | Malformed:
@@ -257,7 +272,7 @@ def decode_reply(header: Any) -> Answer | Failure | Pong | Malformed:
 
 def failure(seq: int, error: StoreError) -> bytes:
     """An error, to be raised again on the other side."""
-    return encode(Failure(seq, error.code, error.what, error.message))
+    return encode(Failure(seq, error.code, error.what, error.message[:MAX_MESSAGE_CHARACTERS]))
 
 
 def raised(reply: Failure) -> StoreError:

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from pyps.remote.address import parse_address
+from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.wire import Answer, Call, Failure, Pong, decode_reply, encode, encode_raw
 
 PATIENCE_SECONDS = 20.0
@@ -41,7 +42,7 @@ class Relay:
         target = parse_address(address)
         self._target = (target.host, target.port)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}/{target.store}"
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}/{target.store}?insecure=1"
         self.deaf = threading.Event()
         self.swallowed = 0
         self._breaks_every, self._pieces = breaks_every, 0
@@ -112,13 +113,14 @@ class Relay:
 
 
 class RawClient:
-    """A client made by hand, that may say anything."""
+    """A client made by hand, that may say anything. source: the address here that it comes from."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, source: str = "") -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
-        self.socket.connect(parse_address(address).endpoint)
+        endpoint = parse_address(address).endpoint
+        self.socket.connect(endpoint.replace("//", f"//{source}:0;") if source else endpoint)
         self.session, self.seq = secrets.token_bytes(16), 0
 
     def __enter__(self) -> RawClient:
@@ -127,12 +129,16 @@ class RawClient:
     def __exit__(self, *_: object) -> None:
         self.context.destroy(linger=0)
 
-    def message(self, verb: str, *arguments: Any) -> bytes:
+    def message(self, verb: str, *arguments: Any, follow: int = 0) -> bytes:
         self.seq += 1
-        return encode(Call(self.session, self.seq, verb, encode_raw(arguments), self.seq - 1))
+        return encode(Call(self.session, self.seq, verb, encode_raw(arguments), self.seq - 1, follow))
 
-    def send(self, *frames: Any) -> None:
-        self.socket.send_multipart(list(frames))
+    def send(self, message: bytes, numbers: Any = b"") -> None:
+        """Send a message, and the numbers that follow it."""
+        self.socket.send(message)
+        data = memoryview(numbers).cast("B")
+        for at in range(0, len(data), FRAME_BYTES):
+            self.socket.send(data[at : at + FRAME_BYTES])
 
     def reply(self, seconds: float = PATIENCE_SECONDS) -> Answer | Failure | Pong | None:
         if not self.socket.poll(seconds * 1000):

@@ -23,16 +23,17 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 EXECUTED = [page for page in PAGES if "<!-- executed -->" in page.read_text(encoding="utf-8")]
 MOST_WORDS = 16_050  # as `wc -w` counts, without docs/results and docs/reference
+MOST_SECURITY_WORDS = 600
 PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
 SUBCOMMANDS = {
-    "pyps": ("run", "top", "report", "serve", "profile", "plan", "simulate", "export", "shm"),
+    "pyps": ("run", "top", "report", "serve", "profile", "plan", "simulate", "export", "keys", "shm"),
     "pyps-profile": ("import", "show", "compare", "merge", "link"),
     "pyps-plan": ("what-if", "pareto"),
 }
-NESTED = {("pyps", "shm"): ("ls", "gc")}
+NESTED = {("pyps", "shm"): ("ls", "gc"), ("pyps", "keys"): ("add", "revoke", "ls")}
 FILE_NAME = re.compile(r"# ([\w/.-]+\.\w+)\n")
 
 torch.set_num_threads(1)
@@ -154,4 +155,5 @@ def test_the_pages_are_short() -> None:
     apart = {DOCS / "results", DOCS / "reference"}  # the reference is made from docstrings
     pages = [page for page in PAGES if not apart & {*page.parents}]
     words = {name_of(page): len(page.read_text(encoding="utf-8").split()) for page in pages}
+    assert words.pop("SECURITY.md") <= MOST_SECURITY_WORDS
     assert sum(words.values()) <= MOST_WORDS, words

@@ -77,7 +77,7 @@ def test_a_run_without_a_server_is_an_error(
 ) -> None:
     monkeypatch.setattr("pyps.remote.client.CONNECT_SECONDS", 0.3)
     write_json(tmp_path / "plan.json", make_plan())
-    options = RunOptions(samples=B, run_dir=tmp_path / "out", connect="tcp://127.0.0.1:9/model")
+    options = RunOptions(samples=B, run_dir=tmp_path / "out", connect="tcp://127.0.0.1:9/model?insecure=1")
     with pytest.raises(LinkLost):
         run(tmp_path / "plan.json", script(tmp_path), options)
 

@@ -51,10 +51,12 @@ def period(records: list[StepRecord]) -> float:
 def test_depth_three_hides_the_latency_that_depth_two_shows(shm: Path, tmp_path: Path) -> None:
     found = {}
     for depth in (2, 3):
-        with Server("far") as server, DelayedLink(_port(server), LATENCY, 1e9) as link:
-            records = train(
-                f"tcp://127.0.0.1:{link.port}/far", tmp_path / str(depth), depth, "hps", samples=160
-            )
+        with (
+            Server("far", "tcp://127.0.0.1:*", insecure=True) as server,
+            DelayedLink(_port(server), LATENCY, 1e9) as link,
+        ):
+            address = f"tcp://127.0.0.1:{link.port}/far?insecure=1"
+            records = train(address, tmp_path / str(depth), depth, "hps", samples=160)
         found[depth] = period(records)
         positions = [p for r in records for p in range(r.first, r.first + r.samples)]
         assert positions == list(range(160)), "each sample once, in order"
@@ -70,7 +72,10 @@ def _port(server: Server) -> int:
 
 @pytest.mark.parametrize("codec", ["f32", "int8"])
 def test_a_breaking_connection_repeats_and_loses_nothing(shm: Path, tmp_path: Path, codec: str) -> None:
-    with Server("far") as server, Relay(server.address, breaks_every=8) as relay:
+    with (
+        Server("far", "tcp://127.0.0.1:*", insecure=True) as server,
+        Relay(server.address, breaks_every=8) as relay,
+    ):
         records = train(relay.address, tmp_path, 5, codec=codec, samples=4 * SAMPLES)
         assert server.counters.repeated > 0
     assert [r.first for r in records] == list(range(0, 4 * SAMPLES, 10))

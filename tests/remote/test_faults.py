@@ -55,7 +55,7 @@ def store(shm: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def server(store: Store) -> Iterator[Server]:
-    with Server("model", client_timeout_seconds=SILENCE) as one:
+    with Server("model", "tcp://127.0.0.1:*", insecure=True, client_timeout_seconds=SILENCE) as one:
         yield one
 
 
@@ -121,17 +121,17 @@ def test_a_call_that_its_socket_does_not_take_is_sent_again(
     store: Store, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where libzmq has given up the connection: a blocking send would never return."""
-    send, refused = zmq.Socket.send_multipart, []
+    send, refused = zmq.Socket.send, []
 
-    def refuses(socket: zmq.Socket[bytes], frames: list[Any], flags: int = 0, **options: Any) -> Any:
+    def refuses(socket: zmq.Socket[bytes], frame: Any, flags: int = 0, **options: Any) -> Any:
         if socket.type == zmq.DEALER and len(refused) < 2:
             assert flags & zmq.NOBLOCK
             refused.append(True)
             raise zmq.Again
-        return send(socket, frames, flags, **options)
+        return send(socket, frame, flags, **options)
 
     with open_remote(server.address) as far, monkeypatch.context() as patch:
-        patch.setattr(zmq.Socket, "send_multipart", refuses)
+        patch.setattr(zmq.Socket, "send", refuses)
         assert far.status().version == 0
         assert len(refused) == 2
 
@@ -157,7 +157,7 @@ def test_the_same_message_twice_is_one_push(store: Store, server: Server) -> Non
         client.ask("start", -1.0)
         gradient = PushHeader(4, (HYPER,), 1.0, None, Encoding(Codec.F32))
         numbers = np.ones(store.layout.flat_elements, np.float32)
-        message = client.message("push", gradient)
+        message = client.message("push", gradient, follow=numbers.nbytes)
         client.send(message, numbers)
         assert isinstance(first := client.reply(), Answer)
         for _ in range(3):
@@ -254,8 +254,9 @@ def test_a_silent_worker_learns_what_became_of_its_push(store: Store, server: Se
         client.ask("hello", PROTOCOL, "model")
         client.ask("join", Role.WORKER, 0)
         client.ask("start", -1.0)
-        message = client.message("push", PushHeader(4, (HYPER,), 1.0, None, Encoding(Codec.F32)))
+        gradient = PushHeader(4, (HYPER,), 1.0, None, Encoding(Codec.F32))
         numbers = np.ones(store.layout.flat_elements, np.float32)
+        message = client.message("push", gradient, follow=numbers.nbytes)
         client.send(message, numbers)
         assert isinstance(first := client.reply(), Answer)
         eventually(lambda: server.counters.timed_out == 1)
@@ -339,7 +340,7 @@ def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server
 SERVER = """
 import sys
 from pyps.remote.server import Server
-with Server("model", sys.argv[1], client_timeout_seconds=float(sys.argv[2])) as server:
+with Server("model", sys.argv[1], insecure=True, client_timeout_seconds=float(sys.argv[2])) as server:
     print(server.address, flush=True)
     sys.stdin.readline()
 """
@@ -380,7 +381,7 @@ def test_a_killed_server_is_an_error_and_a_new_one_is_recognized(store: Store) -
 def test_no_server_is_an_error(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyps.remote.client.CONNECT_SECONDS", 0.3)
     with pytest.raises(LinkLost, match="nothing was heard of a server"):
-        open_store("tcp://127.0.0.1:9/model")
+        open_store("tcp://127.0.0.1:9/model?insecure=1")
 
 
 def test_closing_a_server_ends_what_waits_there(store: Store) -> None:

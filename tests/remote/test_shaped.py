@@ -26,10 +26,8 @@ PROTOCOL_SHARE = 0.10  # headers of TCP/IP, ZeroMQ, CURVE, and what a lossy shap
 
 SERVE = """
 import sys
-from pyps.remote.keys import read_server_keys
 from pyps.remote.server import Server
-keys = read_server_keys(sys.argv[2])
-with Server("model", sys.argv[1], keys=keys, client_timeout_seconds=float(sys.argv[3])) as server:
+with Server("model", sys.argv[1], keys=sys.argv[2], client_timeout_seconds=float(sys.argv[3])) as server:
     print(server.address, flush=True)
     sys.stdin.readline()
 """
@@ -85,7 +83,7 @@ def training(
     with ExitStack() as stack:
         pair = stack.enter_context(shaped(RATE))
         python = (sys.executable, "-c")
-        keys = str(tmp_path / "keys" / "server.key")
+        keys = str(tmp_path / "keys")
         serve = (*python, SERVE, f"tcp://{SERVER}:*", keys, str(silence))
         server = stack.enter_context(running(*pair.command(pair.server, *serve)))
         assert server.stdout is not None

@@ -1,0 +1,60 @@
+"""`pyps keys add|revoke|ls`: the clients that a server admits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from pyps.errors import InputError
+
+if TYPE_CHECKING:
+    from pyps.remote.keys import KeyFolder
+
+app = typer.Typer(no_args_is_help=True, help="Admit and revoke the clients of `pyps serve --keys DIR`.")
+Folder = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder of the server's keys.")]
+Client = Annotated[str, typer.Argument(metavar="NAME", help="Name of the client, such as its host's.")]
+
+
+@app.command("add")
+def add_client(name: Client, keys: Folder = Path("keys")) -> None:
+    """Admit a client: write DIR/NAME.key, to be moved to its host. Makes missing server's keys."""
+    typer.echo(f"admitted {name}: move {_open(keys).add(name)} to its host")
+
+
+@app.command("revoke")
+def revoke_client(name: Client, keys: Folder = Path("keys")) -> None:
+    """Admit a client no more. A server that runs ends its sessions at once."""
+    _open_existing(keys).revoke(name)
+    typer.echo(f"revoked {name}")
+
+
+@app.command("ls")
+def list_clients(
+    keys: Folder = Path("keys"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+) -> None:
+    """List the admitted clients with their public keys."""
+    clients = _open_existing(keys).keys.clients
+    if as_json:
+        typer.echo(msgspec.json.encode({"clients": clients}).decode())
+        return
+    for name in sorted(clients):
+        typer.echo(f"{name}  {clients[name]}")
+
+
+def _open(folder: Path) -> KeyFolder:
+    try:
+        from pyps.remote.keys import KeyFolder
+    except ModuleNotFoundError as error:
+        raise InputError("keys", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
+    return KeyFolder.open(folder)
+
+
+def _open_existing(folder: Path) -> KeyFolder:
+    found = _open(folder)
+    if not (folder / "server.key").exists():
+        raise InputError(str(folder), "server.key", "none", "a folder of keys (`pyps keys add` makes one)")
+    return found

@@ -1,0 +1,186 @@
+"""The clients of a server: their sessions, and how many and how large these may be.
+
+A peer is a key by its name; without keys, the host that a connection comes from or, on a unix socket, the
+process. What one peer takes leaves room for the others.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyps.errors import Busy, InvalidArgument, LinkLost
+from pyps.remote.framing import FRAME_BYTES
+from pyps.remote.handlers import Site
+from pyps.remote.outbox import Outbox
+from pyps.remote.session import SessionThread
+from pyps.remote.wire import MAX_IN_FLIGHT, MAX_REQUEST_BYTES, WITH_NUMBERS, Call
+
+MAX_SESSIONS = 256
+SESSIONS_PER_PEER = 32
+FORGET_SECONDS = 600.0  # how long the replies to a client that timed out are kept
+MAX_ARRAYS = 1024  # of a call; each may end in a short frame
+
+
+@dataclass(eq=False)
+class ClientRecord:
+    """What the loop knows of one client. Calls up to `taken` were begun; the client has all replies up to
+    `received`, and may ask for the later ones in `replies` again. `thread` runs its calls; it has ended, or
+    soon will, if the client has `timed_out`. `waiting`: bytes of numbers of the calls without a reply.
+    """
+
+    peer: str
+    heard: float
+    identity: bytes = b""
+    taken: int = 0
+    received: int = 0
+    replies: dict[int, list[Any]] = field(default_factory=dict)  # by seq
+    waiting: dict[int, int] = field(default_factory=dict)  # by seq
+    incoming: Incoming | None = None
+    thread: SessionThread | None = None
+    timed_out: bool = True
+
+    @property
+    def gone(self) -> bool:
+        """Whether no thread runs its calls."""
+        return self.timed_out or self.thread is None or not self.thread.is_alive()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that its calls and their replies take."""
+        kept = sum(len(frame) for frames in self.replies.values() for frame in frames[1:])
+        coming = self.incoming.call.follow if self.incoming is not None else 0
+        return coming + sum(self.waiting.values()) + kept
+
+    def forget_received(self) -> None:
+        """Drop the replies that the client has."""
+        self.replies = {seq: frames for seq, frames in self.replies.items() if seq > self.received}
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A call whose numbers are coming; without a record they are dropped."""
+
+    call: Call
+    record: ClientRecord | None
+    left: int
+    frames: list[Any] = field(default_factory=list)
+
+    def add(self, frame: Any) -> bool:
+        """Take the next frame. Returns False if it is not what was announced."""
+        size = len(frame)
+        if not 0 < size <= min(self.left, FRAME_BYTES) or len(self.frames) > self._most_frames:
+            return False
+        self.left -= size
+        if self.record is not None:
+            self.frames.append(frame.buffer)
+        return True
+
+    @property
+    def _most_frames(self) -> int:
+        return self.call.follow // FRAME_BYTES + MAX_ARRAYS
+
+
+class Clients:
+    """All sessions. For the server's loop. memory_bytes: that all calls and replies together may take."""
+
+    def __init__(self, site: Site, outbox: Outbox, per_peer: int, memory_bytes: int) -> None:
+        self.sessions: dict[bytes, ClientRecord] = {}
+        self.largest_gradient = 0  # bytes of the numbers of a push; 0 while there is no store
+        self._site, self._outbox, self._per_peer = site, outbox, per_peer
+        self._memory_bytes = memory_bytes
+        self._threads: list[SessionThread] = []
+
+    @property
+    def threads(self) -> list[SessionThread]:
+        """Those that have not ended yet, of clients that are gone too."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return self._threads
+
+    def find(self, session: bytes, peer: str) -> ClientRecord | None:
+        """The session, if it is this peer's, which was heard of now."""
+        record = self.sessions.get(session)
+        if record is None or record.peer != peer:
+            return None
+        record.heard = time.monotonic()
+        return record
+
+    def open(self, session: bytes, peer: str) -> ClientRecord:
+        """A new session. Raises Busy if there are too many, LinkLost if it is another peer's."""
+        if session in self.sessions:
+            raise LinkLost("session", "the server does not know it")
+        self._check_room(peer)
+        while sum(record.peer == peer for record in self.sessions.values()) >= self._per_peer:
+            quiet = [(r.heard, name) for name, r in self.sessions.items() if r.peer == peer and r.gone]
+            del self.sessions[min(quiet)[1]]
+        record = self.sessions[session] = ClientRecord(peer, time.monotonic())
+        return record
+
+    def thread_of(self, session: bytes, record: ClientRecord) -> SessionThread:
+        """The thread of a session, started if need be. Raises Busy if there can be no further one."""
+        if record.gone or record.thread is None:
+            self._check_room(record.peer)
+            thread = SessionThread(session, record.peer, self._site, self._outbox, record.thread)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:
+                raise Busy("session", f"the server could not start a thread: {error}") from None
+            record.thread, record.timed_out = thread, False
+            self._threads.append(thread)
+        return record.thread
+
+    def _check_room(self, peer: str) -> None:
+        threads = self.threads
+        theirs = sum(thread.peer == peer for thread in threads)
+        if theirs >= self._per_peer:
+            found = f"found {theirs} sessions of {peer}; expected at most {self._per_peer}"
+            advice = "close some, give each host its own key, or serve with --sessions-per-client"
+            raise Busy("session", f"{found}: {advice}")
+        if len(threads) >= MAX_SESSIONS:
+            raise Busy("session", f"found {len(threads)} sessions; expected at most {MAX_SESSIONS}")
+
+    def check_call(self, record: ClientRecord, call: Call) -> None:
+        """Raise Busy or InvalidArgument for a call that must not be taken."""
+        due = max(record.taken, record.received) + 1
+        if call.seq - record.received > MAX_IN_FLIGHT:
+            text = f"found {call.seq - record.received} calls under way; expected at most {MAX_IN_FLIGHT}"
+            raise Busy("session", text)
+        if call.seq != due:
+            raise InvalidArgument("session", f"seq: found {call.seq}; expected {due}")
+        if call.follow and call.verb not in WITH_NUMBERS:
+            raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected none")
+        most = self._memory_bytes + MAX_REQUEST_BYTES if call.verb == "create" else self.largest_gradient
+        if call.follow > most:
+            raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected {most}")
+        record.incoming = None  # an earlier try, on a connection that broke
+        self._check_memory(record.peer, call.follow)
+
+    def _check_memory(self, peer: str, size: int) -> None:
+        """A peer may always hold one call; more, while it leaves the others their share."""
+        peers = {record.peer for record in self.sessions.values()}
+        share = self._memory_bytes // len(peers)
+        held = sum(record.held_bytes for record in self.sessions.values() if record.peer == peer)
+        if held and held + size > share:
+            text = f"found {held + size} bytes of calls and replies of {peer}; expected at most {share}"
+            raise Busy("session", text)
+
+    def end(self, session: bytes) -> None:
+        """End a session: its call stops waiting, its thread leaves the store."""
+        record = self.sessions.pop(session)
+        if record.thread is not None:
+            record.thread.end()
+
+    def expire(self) -> int:
+        """Let the threads of the silent leave, and forget the long silent: how many timed out."""
+        now, late = time.monotonic(), 0
+        for session, record in list(self.sessions.items()):
+            quiet = now - record.heard
+            if not record.timed_out and quiet > self._site.client_timeout_seconds:
+                if record.thread is not None:
+                    record.thread.end()
+                record.timed_out, record.incoming = True, None
+                late += 1
+            elif quiet > FORGET_SECONDS:
+                self.end(session)
+        return late
