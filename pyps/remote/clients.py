@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import zmq
+
 from pyps.errors import Busy, InvalidArgument, LinkLost
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.handlers import Site
@@ -91,6 +93,7 @@ class Clients:
         self._site, self._outbox, self._per_peer = site, outbox, per_peer
         self._memory_bytes = memory_bytes
         self._threads: list[SessionThread] = []
+        self._unsent: list[tuple[str, zmq.MessageTracker, int]] = []  # peer, and bytes that libzmq holds
 
     @property
     def threads(self) -> list[SessionThread]:
@@ -160,10 +163,16 @@ class Clients:
         """A peer may always hold one call; more, while it leaves the others their share."""
         peers = {record.peer for record in self.sessions.values()}
         share = self._memory_bytes // len(peers)
+        self._unsent = [one for one in self._unsent if not one[1].done]
         held = sum(record.held_bytes for record in self.sessions.values() if record.peer == peer)
+        held += sum(unsent for whose, _, unsent in self._unsent if whose == peer)
         if held and held + size > share:
             text = f"found {held + size} bytes of calls and replies of {peer}; expected at most {share}"
             raise Busy("session", text)
+
+    def note_sent(self, peer: str, tracker: zmq.MessageTracker, size: int) -> None:
+        """A reply of this size counts as held until libzmq has sent it, also if the client says it has it."""
+        self._unsent.append((peer, tracker, size))
 
     def end(self, session: bytes) -> None:
         """End a session: its call stops waiting, its thread leaves the store."""

@@ -115,7 +115,7 @@ class Connections:
                 end.shutdown(socket.SHUT_RDWR)
 
     def _follow(self) -> None:
-        while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._events)
             descriptor = event["value"]
             assert isinstance(descriptor, int)

@@ -188,6 +188,7 @@ class Server:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         router.maxmsgsize = max(MAX_HEADER_BYTES, FRAME_BYTES) + SEAL_BYTES
         router.rcvhwm = QUEUED_MESSAGES
+        router.copy_threshold = 0  # else a reply's last, small frame would count as sent before the others
         router.handshake_ivl = int(1000 * HANDSHAKE_SECONDS)
         if keys is not None:
             self._keys = KeyFolder.open(keys)
@@ -322,7 +323,7 @@ class Server:
             if record.received < call.seq <= record.taken:
                 self.counters.repeated += 1
                 if call.seq in record.replies:
-                    self._send(record.identity, record.replies[call.seq])
+                    self._reply(record, record.replies[call.seq])
                 return
             self._clients.check_call(record, call)
             self._clients.thread_of(call.session, record)
@@ -368,12 +369,20 @@ class Server:
         if record is not None:
             record.waiting.pop(reply.seq, None)
             record.replies[reply.seq] = reply.frames
-            self._send(record.identity, reply.frames)
+            self._reply(record, reply.frames)
 
-    def _send(self, identity: bytes, frames: list[Any]) -> None:
+    def _reply(self, record: ClientRecord, frames: list[Any]) -> None:
+        tracker = self._send(record.identity, frames)
+        if tracker is not None:
+            self._clients.note_sent(record.peer, tracker, sum(len(frame) for frame in frames))
+
+    def _send(self, identity: bytes, frames: list[Any]) -> zmq.MessageTracker | None:
+        """Send without waiting. What is returned for a reply with numbers tells when libzmq has sent it."""
         self.counters.bytes_out += sum(len(frame) for frame in frames)
+        track = len(frames) > 1
         with contextlib.suppress(zmq.Again):  # the client is gone; it asks again if it returns
-            self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+            return self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False, track=track)
+        return None
 
 
 def _check_options(

@@ -237,6 +237,37 @@ class TestSizes:
             assert "bytes of calls and replies" in replies[-1].message
             assert answers(server, "127.0.0.2")
 
+    def test_what_a_client_does_not_read_is_bounded(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It says that it has the replies, and leaves them in the server's buffers."""
+        monkeypatch.setattr("pyps.remote.server.cpu_free_bytes", lambda: 64 << 20)
+        with (
+            Store.create("model", {"w": np.zeros(500_000)}, batches=[4], policy="asp"),
+            Server("model", "tcp://0.0.0.0:*", insecure=True) as server,
+            RawClient(server.address.replace("0.0.0.0", "127.0.0.1")) as client,
+        ):
+            endpoint = parse_address(server.address).endpoint.replace("0.0.0.0", "127.0.0.1")
+            client.socket.disconnect(endpoint)
+            client.socket.rcvhwm = 1
+            client.socket.connect(endpoint)
+            hello(client)
+            client.ask("join", Role.OBSERVER, -1)
+            for _ in range(200):
+                client.send(client.message("snapshot", 0, LONG))
+                eventually(lambda: server.counters.calls + server.counters.refused == client.seq)
+                if server.counters.refused:
+                    break
+            assert server.counters.refused
+            assert answers(server, "127.0.0.2")
+
+    def test_claims_of_a_transfer_are_few(self, store: Store, server: Server) -> None:
+        push = PushHeader(0, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
+        with RawClient(server.address) as client:
+            hello(client)
+            header = {"push": push, "codec": 0, "turn": False, "claims": 1 << 31, "max_samples": None}
+            refused = client.ask("transfer", header)
+            assert isinstance(refused, Failure)
+            assert "claims" in refused.message
+
 
 class TestShares:
     def test_one_key_leaves_room_for_the_others(self, store: Store, tmp_path: Path) -> None:
