@@ -123,7 +123,7 @@ class Clients:
     def thread_of(self, session: bytes, record: ClientRecord) -> SessionThread:
         """The thread of a session, started if need be. Raises Busy if there can be no further one."""
         if record.gone or record.thread is None:
-            self._check_room(record.peer)
+            self._check_room(record.peer, record.thread)
             thread = SessionThread(session, record.peer, self._site, self._outbox, record.thread)
             try:
                 thread.start()
@@ -133,8 +133,9 @@ class Clients:
             self._threads.append(thread)
         return record.thread
 
-    def _check_room(self, peer: str) -> None:
-        threads = self.threads
+    def _check_room(self, peer: str, ending: SessionThread | None = None) -> None:
+        """Raise Busy where a further thread would be one too many; the one that ends gives it its place."""
+        threads = [thread for thread in self.threads if thread is not ending]
         theirs = sum(thread.peer == peer for thread in threads)
         if theirs >= self._per_peer:
             found = f"found {theirs} sessions of {peer}; expected at most {self._per_peer}"

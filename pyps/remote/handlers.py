@@ -25,6 +25,7 @@ from pyps.errors import (
     PushRejected,
     PypsError,
     SegmentNotFound,
+    StoreError,
     TimedOut,
 )
 from pyps.formats.mode import MAX_DEPTH
@@ -113,12 +114,18 @@ class Handlers:
             raise InvalidArgument("call", f"verb: found {verb[:40]!r}; expected one of {', '.join(VERBS)}")
         values = VERBS[verb].arguments.decode(arguments)
         if self._late and verb not in ("rejoin", "leave"):
-            silence = f"nothing was heard of this worker for {self._site.client_timeout_seconds:g} s"
-            raise Fenced(verb, f"{silence}: its samples went back")
+            raise self.late(verb)
         if verb not in WITHOUT_STORE and self._pointer is None:
             self._return()
         handler: Callable[..., Reply] = getattr(self, verb)
         return handler(*values, numbers) if verb in WITH_NUMBERS else handler(*values)
+
+    def late(self, verb: str) -> StoreError:
+        """The error of a call that a silent client's end interrupted: a worker has to rejoin."""
+        silence = f"nothing was heard of this client for {self._site.client_timeout_seconds:g} s"
+        if self.place is not None and self.place.role in (Role.WORKER, Role.NEW_WORKER):
+            return Fenced(verb, f"{silence}: its samples went back")
+        return TimedOut(verb, silence)
 
     def close(self) -> None:
         """Leave the store; the place is remembered. Idempotent."""

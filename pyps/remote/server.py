@@ -122,7 +122,6 @@ class Server:
         except BaseException:
             self._end()
             raise
-        self._connections = Connections(self._router)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="pyps-server", daemon=True)
         self._thread.start()
@@ -187,7 +186,7 @@ class Server:
     def _bind(self, bind: str | None, keys: str | Path | None) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         router.maxmsgsize = max(MAX_HEADER_BYTES, FRAME_BYTES) + SEAL_BYTES
-        router.rcvhwm = QUEUED_MESSAGES
+        router.rcvhwm = router.sndhwm = QUEUED_MESSAGES
         router.copy_threshold = 0  # else a reply's last, small frame would count as sent before the others
         router.handshake_ivl = int(1000 * HANDSHAKE_SECONDS)
         if keys is not None:
@@ -199,6 +198,7 @@ class Server:
             pair = self._keys.keys
             router.curve_publickey, router.curve_secretkey = pair.public.encode(), pair.secret.encode()
             router.zap_domain = DOMAIN.encode()
+        self._connections = Connections(router)
         if bind is None and keys is None:
             self._folder = SocketFolder(self.store)
             self._folder.bind(router)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pyps.errors import InvalidArgument, PypsError, StoreError
+from pyps.errors import InvalidArgument, PypsError, StoreError, WaitInterrupted
 from pyps.native import interrupt
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.handlers import Handlers, Place, Site
@@ -32,7 +32,7 @@ class Reply:
 
 
 class SessionThread(threading.Thread):
-    """Does the calls of `work` and puts a Reply for each into `outbox`, until `end`.
+    """Does calls in order and puts a Reply for each into `outbox`, until `end`.
 
     peer: whose session it is. previous: the thread that the session had before, which is ending.
     """
@@ -52,7 +52,7 @@ class SessionThread(threading.Thread):
         self._work.put((call, numbers))
 
     def end(self) -> None:
-        """Let the call under way stop waiting, drop those behind it, and leave. Does not wait for that."""
+        """Let the call under way stop waiting, refuse those behind it, and leave. Does not wait for that."""
         self._ended.set()
         self._work.put(None)
 
@@ -64,20 +64,31 @@ class SessionThread(threading.Thread):
         interrupt.end_waits_on(self._ended)
         handlers = Handlers(self._site, past)
         try:
-            while (item := self._work.get()) is not None and not self._ended.is_set():
+            while (item := self._work.get()) is not None:
                 call, numbers = item
-                self._outbox.put(Reply(self._session, call.seq, _frames(handlers, call, numbers)))
+                self._outbox.put(Reply(self._session, call.seq, self._frames(handlers, call, numbers)))
                 del item, call, numbers  # a gradient is not kept until the next one
         finally:
             self.place = handlers.place
             handlers.close()
 
+    def _frames(self, handlers: Handlers, call: Call, numbers: Frames) -> list[Any]:
+        """What answers a call; those that the session's end interrupts or comes before were not done."""
+        if self._ended.is_set():
+            return [failure(call.seq, handlers.late(call.verb))]
+        try:
+            return _done(handlers, call, numbers)
+        except WaitInterrupted:
+            return [failure(call.seq, handlers.late(call.verb))]
 
-def _frames(handlers: Handlers, call: Call, numbers: Frames) -> list[Any]:
+
+def _done(handlers: Handlers, call: Call, numbers: Frames) -> list[Any]:
     try:
         handlers.replies.begin(call.seq, call.received)
         value, frames = handlers.do(call.verb, call.arguments, numbers)
         return [encode(Answer(call.seq, encode_raw(value))), *to_frames(frames)]
+    except WaitInterrupted:
+        raise
     except StoreError as error:
         return [failure(call.seq, error)]
     except (PypsError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from remote_tools import RawClient, eventually
 
-from pyps.errors import Busy, LinkRefused
+from pyps.errors import Busy, Fenced, LinkRefused
 from pyps.native import unlink
 from pyps.native.values import Codec, Encoding, Hyper, MemberState, Role
 from pyps.remote import clients, connections, create_store, open_store
@@ -110,10 +110,17 @@ class TestThreads:
         with Server("model", client_timeout_seconds=0.3) as server, RawClient(server.address) as client:
             hello(client)
             client.ask("join", Role.WORKER, 0)
-            client.send(client.message("start", LONG))  # rank 1 never comes
+            calls = [client.message("start", LONG), client.message("get_status")]
+            for one in calls:  # rank 1 never comes
+                client.send(one)
             eventually(lambda: server.counters.timed_out == 1)
             eventually(lambda: [m.state for m in store.members() if m.rank == 0] == [MemberState.LEFT])
             eventually(lambda: not server._clients.threads)
+            assert [client.reply().code for _ in calls] == [Fenced.code] * 2, "also what waited behind"
+            for one in calls:
+                client.send(one)
+            assert [client.reply().code for _ in calls] == [Fenced.code] * 2
+            assert isinstance(client.ask("rejoin"), Answer)
 
 
 def test_a_server_that_faults_keeps_the_store(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
