@@ -1,6 +1,6 @@
-"""Workers on other hosts: the store's calls over TCP, with the same meaning and exactly-once pushes.
+"""Workers elsewhere: the store's calls over a link, with the same meaning and exactly-once pushes.
 
-    with Server("model", "tcp://10.0.0.1:5555", keys=make_keys("keys")) as server: ...   # at the store
+    with Server("model", "tcp://10.0.0.1:5555", keys="keys") as server: ...  # at the store
     worker = pyps.join("tcp://10.0.0.1:5555/model?keys=client.key", rank=2, batches=[8, 8, 4])  # elsewhere
 
 `open_store` and `create_store` take a segment's name or such an address, and give a Store either way.

@@ -99,7 +99,7 @@ def test_the_same_over_a_link(pair: tuple[Store, Store, Store]) -> None:
     slow, fast, observer = pair
     claim, staging = slow.start(), slow.stage()
     with (
-        Server("pair", "tcp://127.0.0.1:*") as server,
+        Server("pair") as server,
         open_store(server.address) as remote,
         background(lambda: push(fast)),
     ):
