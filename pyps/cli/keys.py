@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Admit and revoke the clients of `pyps serve --keys DIR`.")
 Folder = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder of the server's keys.")]
-Client = Annotated[str, typer.Argument(metavar="NAME", help="Name of the client, such as its host's.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the client, such as its host's.")]
 
 
 @app.command("add")
-def add_client(name: Client, keys: Folder = Path("keys")) -> None:
+def add_client(name: NameArgument, keys: Folder = Path("keys")) -> None:
     """Admit a client: write DIR/NAME.key, to be moved to its host. Makes missing server's keys."""
     typer.echo(f"admitted {name}: move {_open(keys).add(name)} to its host")
 
 
 @app.command("revoke")
-def revoke_client(name: Client, keys: Folder = Path("keys")) -> None:
+def revoke_client(name: NameArgument, keys: Folder = Path("keys")) -> None:
     """Admit a client no more. A server that runs ends its sessions at once."""
     _open_existing(keys).revoke(name)
     typer.echo(f"revoked {name}")

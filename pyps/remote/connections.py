@@ -68,10 +68,16 @@ class Connections:
         self._router.disable_monitor()
         self._events.close(linger=0)
 
-    def find(self, frame: Any, identity: bytes) -> Connection:
-        """The connection that a received frame came on. It has brought a whole message."""
+    def find(self, frame: Any, identity: bytes) -> Connection | None:
+        """The connection that a received frame came on. It has brought a whole message.
+
+        None: the peer speaks a protocol of ZeroMQ that is too old to say.
+        """
         self._follow()  # what happened to its descriptor before came before it
-        descriptor = frame.get(zmq.SRCFD)
+        try:
+            descriptor = frame.get(zmq.SRCFD)
+        except zmq.ZMQError:
+            return None
         one = self._open.get(descriptor)
         if one is None or (one.spoke and one.identity != identity):
             one = self._open[descriptor] = Connection(descriptor, _cookie(descriptor))

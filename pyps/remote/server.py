@@ -41,7 +41,7 @@ from pyps.remote.handlers import Site
 from pyps.remote.keys import KeyFolder
 from pyps.remote.local import SocketFolder
 from pyps.remote.outbox import Outbox
-from pyps.remote.session import Reply
+from pyps.remote.session import SessionReply
 from pyps.remote.wire import (
     MAX_HEADER_BYTES,
     Bye,
@@ -269,12 +269,12 @@ class Server:
         return False
 
     def _receive(self, identity: Any, frame: Any) -> None:
-        connection = self._connections.find(identity, identity.bytes)
-        if frame.more:
-            self._refuse_parts(connection)
+        connection = self._connections.find(frame, identity.bytes)
+        if connection is None or frame.more:
+            self._refuse_parts(connection, frame)
             return
         self.counters.bytes_in += len(frame)
-        peer = connection.peer = self._peer(identity) or ""
+        peer = connection.peer = self._peer(frame) or ""
         if not peer:
             self._connections.cut(connection)  # its key was revoked: a new handshake will say so
         elif connection.incoming is not None:
@@ -282,18 +282,19 @@ class Server:
         else:
             self._take(connection, peer, decode_request(frame.buffer))
 
-    def _refuse_parts(self, connection: Connection) -> None:
+    def _refuse_parts(self, connection: Connection | None, frame: Any) -> None:
         """No message of the link has several parts. Nothing else can be received before the last one."""
-        self._connections.cut(connection)
+        if connection is not None:
+            self._connections.cut(connection)
         self.counters.refused += 1
-        while self._router.recv(copy=False).more:
-            pass
+        while frame.more:
+            frame = self._router.recv(copy=False)
 
-    def _peer(self, identity: Any) -> str | None:
+    def _peer(self, frame: Any) -> str | None:
         """Who a message comes from; None: a key that is not admitted any more."""
         if self._keys is None:
-            return f"the peer {identity.get('Peer-Address')}"
-        name = self._keys.name_of(identity.get("User-Id"))
+            return f"the peer {frame.get('Peer-Address')}"
+        name = self._keys.name_of(frame.get("User-Id"))
         return None if name is None else f"key {name!r}"
 
     def _take(self, connection: Connection, peer: str, message: Call | Bye | Any) -> None:
@@ -364,7 +365,7 @@ class Server:
         self.counters.calls += 1
         thread.do(call, incoming.frames)
 
-    def _finish(self, reply: Reply) -> None:
+    def _finish(self, reply: SessionReply) -> None:
         record = self._clients.sessions.get(reply.session)
         if record is not None:
             record.waiting.pop(reply.seq, None)

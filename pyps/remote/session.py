@@ -23,7 +23,7 @@ from pyps.remote.wire import MAX_MESSAGE_CHARACTERS, Answer, Call, Failure, enco
 
 
 @dataclass(frozen=True)
-class Reply:
+class SessionReply:
     """What a session's call gave: a header, and numbers."""
 
     session: bytes
@@ -32,7 +32,7 @@ class Reply:
 
 
 class SessionThread(threading.Thread):
-    """Does calls in order and puts a Reply for each into `outbox`, until `end`.
+    """Does calls in order and puts a SessionReply for each into `outbox`, until `end`.
 
     peer: whose session it is. previous: the thread that the session had before, which is ending.
     """
@@ -66,7 +66,7 @@ class SessionThread(threading.Thread):
         try:
             while (item := self._work.get()) is not None:
                 call, numbers = item
-                self._outbox.put(Reply(self._session, call.seq, self._frames(handlers, call, numbers)))
+                self._outbox.put(SessionReply(self._session, call.seq, self._frames(handlers, call, numbers)))
                 del item, call, numbers  # a gradient is not kept until the next one
         finally:
             self.place = handlers.place
