@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from pyps.errors import Busy, InvalidArgument, LinkLost
+from pyps.remote.connections import Connection
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.handlers import Site
 from pyps.remote.outbox import Outbox
@@ -22,6 +23,7 @@ from pyps.remote.wire import MAX_IN_FLIGHT, MAX_REQUEST_BYTES, WITH_NUMBERS, Cal
 MAX_SESSIONS = 256
 SESSIONS_PER_PEER = 32
 FORGET_SECONDS = 600.0  # how long the replies to a client that timed out are kept
+MAX_TRIES = 3  # of one call that come at once, after connections that broke
 MAX_ARRAYS = 1024  # of a call; each may end in a short frame
 
 
@@ -35,11 +37,12 @@ class ClientRecord:
     peer: str
     heard: float
     identity: bytes = b""
+    connection: int = 0  # the number of the newest one
     taken: int = 0
     received: int = 0
     replies: dict[int, list[Any]] = field(default_factory=dict)  # by seq
     waiting: dict[int, int] = field(default_factory=dict)  # by seq
-    incoming: Incoming | None = None
+    incoming: list[Incoming] = field(default_factory=list)  # tries of the next call, on one connection each
     thread: SessionThread | None = None
     timed_out: bool = True
 
@@ -52,8 +55,33 @@ class ClientRecord:
     def held_bytes(self) -> int:
         """Memory that its calls and their replies take."""
         kept = sum(len(frame) for frames in self.replies.values() for frame in frames[1:])
-        coming = self.incoming.call.follow if self.incoming is not None else 0
+        coming = sum(one.call.follow for one in self.incoming)
         return coming + sum(self.waiting.values()) + kept
+
+    @property
+    def due(self) -> int:
+        """The number of the next call."""
+        return max(self.taken, self.received) + 1
+
+    def follow(self, connection: Connection) -> None:
+        """Send replies to this connection, unless there was a newer one."""
+        if connection.number >= self.connection:
+            self.connection, self.identity = connection.number, connection.identity
+
+    def expect(self, call: Call) -> Incoming:
+        """A call that may begin once its numbers have come. After a connection broke, what it still had in it
+        may come behind what the next one brings: whichever is whole first counts.
+        """
+        if len(self.incoming) == MAX_TRIES:
+            self.incoming.pop(0).drop()
+        self.incoming.append(incoming := Incoming(call, self, call.follow))
+        return incoming
+
+    def forget_incoming(self) -> None:
+        """Drop what has come of calls that are not whole."""
+        for one in self.incoming:
+            one.drop()
+        self.incoming.clear()
 
     def forget_received(self) -> None:
         """Drop the replies that the client has."""
@@ -78,6 +106,11 @@ class Incoming:
         if self.record is not None:
             self.frames.append(frame.buffer)
         return True
+
+    def drop(self) -> None:
+        """Keep nothing of what has come, and of what comes."""
+        self.record = None
+        self.frames.clear()
 
     @property
     def _most_frames(self) -> int:
@@ -146,18 +179,16 @@ class Clients:
 
     def check_call(self, record: ClientRecord, call: Call) -> None:
         """Raise Busy or InvalidArgument for a call that must not be taken."""
-        due = max(record.taken, record.received) + 1
         if call.seq - record.received > MAX_IN_FLIGHT:
             text = f"found {call.seq - record.received} calls under way; expected at most {MAX_IN_FLIGHT}"
             raise Busy("session", text)
-        if call.seq != due:
-            raise InvalidArgument("session", f"seq: found {call.seq}; expected {due}")
+        if call.seq != record.due:
+            raise InvalidArgument("session", f"seq: found {call.seq}; expected {record.due}")
         if call.follow and call.verb not in WITH_NUMBERS:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected none")
         most = self._memory_bytes + MAX_REQUEST_BYTES if call.verb == "create" else self.largest_gradient
         if call.follow > most:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected {most}")
-        record.incoming = None  # an earlier try, on a connection that broke
         self._check_memory(record.peer, call.follow)
 
     def _check_memory(self, peer: str, size: int) -> None:
@@ -189,7 +220,8 @@ class Clients:
             if not record.timed_out and quiet > self._site.client_timeout_seconds:
                 if record.thread is not None:
                     record.thread.end()
-                record.timed_out, record.incoming = True, None
+                record.timed_out = True
+                record.forget_incoming()
                 late += 1
             elif quiet > FORGET_SECONDS:
                 self.end(session)

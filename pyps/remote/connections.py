@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import resource
 import socket
 import struct
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -41,6 +42,7 @@ class Connection:
 
     descriptor: int
     cookie: bytes
+    number: int = field(default_factory=itertools.count(1).__next__)  # later ones have higher numbers
     identity: bytes = b""
     peer: str = ""
     spoke: bool = False

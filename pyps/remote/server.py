@@ -319,7 +319,7 @@ class Server:
                 if call.seq != 1:
                     raise LinkLost("session", "the server does not know it")
                 record = self._clients.open(call.session, peer)
-            record.identity = connection.identity
+            record.follow(connection)
             record.received = max(record.received, call.received)
             if record.received < call.seq <= record.taken:
                 self.counters.repeated += 1
@@ -332,7 +332,7 @@ class Server:
             self.counters.refused += 1
             self._send(connection.identity, [failure(call.seq, error)])
             return
-        record.incoming = incoming = Incoming(call, record, call.follow)
+        incoming = record.expect(call)
         if call.follow:
             connection.incoming = incoming
         else:
@@ -346,13 +346,15 @@ class Server:
             return
         if not incoming.left:
             connection.incoming = None
-            if incoming.record is not None and incoming.record.incoming is incoming:
+            if incoming.record is not None:
                 self._begin(incoming, incoming.record)
 
     def _begin(self, incoming: Incoming, record: ClientRecord) -> None:
         """Hand a whole call to its session's thread."""
-        call = incoming.call
-        record.incoming = None
+        call, frames = incoming.call, list(incoming.frames)
+        record.forget_incoming()
+        if call.seq != record.due:
+            return
         try:
             thread = self._clients.thread_of(call.session, record)
         except StoreError as error:
@@ -363,7 +365,7 @@ class Server:
         record.waiting[call.seq] = call.follow
         record.forget_received()
         self.counters.calls += 1
-        thread.do(call, incoming.frames)
+        thread.do(call, frames)
 
     def _finish(self, reply: SessionReply) -> None:
         record = self._clients.sessions.get(reply.session)

@@ -216,7 +216,7 @@ class TestSizes:
             first.ask("start", 5.0)
             message = first.message("push", push, follow=ones.nbytes)
             first.send(message, -ones[:100])
-            eventually(lambda: server._clients.sessions[first.session].incoming is not None)
+            eventually(lambda: server._clients.sessions[first.session].incoming)
             second.send(message, ones)
             assert isinstance(second.reply(), Answer)
             first.socket.send(-ones[100:])
@@ -224,6 +224,31 @@ class TestSizes:
         assert answers(server)
         assert store.status().version == 1
         assert set(store.snapshot().tensors["w"].tolist()) == {-1.0}
+
+    def test_what_comes_late_of_a_broken_connection_disturbs_nothing(
+        self, store: Store, server: Server
+    ) -> None:
+        push = PushHeader(4, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
+        ones = np.ones(store.layout.flat_elements, np.float32)
+        with RawClient(server.address) as old, RawClient(server.address) as new:
+            hello(old)
+            old.ask("join", Role.WORKER, 0)
+            store.join(1)
+            old.ask("start", 5.0)
+            hello(new)
+            new.session, message = old.session, old.message("push", push, follow=ones.nbytes)
+            new.socket.send(message)
+            record = server._clients.sessions[old.session]
+            eventually(lambda: len(record.incoming) == 1)
+            old.socket.send(message)
+            eventually(lambda: len(record.incoming) == 2)
+            new.socket.send(ones)
+            assert isinstance(reply := new.reply(), Answer)
+            assert reply.seq == old.seq
+            old.socket.send(ones)
+            new.seq = old.seq
+            assert isinstance(new.ask("get_status"), Answer)
+        assert store.status().version == 1
 
     def test_what_a_client_lets_lie_is_bounded(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pyps.remote.server.cpu_free_bytes", lambda: 16 * store.layout.flat_elements * 4)
