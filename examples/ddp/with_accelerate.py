@@ -1,7 +1,7 @@
 """Uneven batches under Accelerate, exactly: torchrun --nproc-per-node 2 with_accelerate.py
 
-The model and the optimizer are prepared as usual, the loader is not: its sampler knows the ranks already. The
-loss carries its weight (loss_scale), as Accelerate's averaging expects.
+UnevenAccelerator stands for Accelerator; the rest is a usual script. The last rank takes at most 16 samples.
+EVEN=1 trains with equal batches that stay; PACES emulates devices (common.py).
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ from __future__ import annotations
 import os
 
 import torch
-from accelerate import Accelerator
 from common import EmulatedDevice, accuracy, digits, network
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from pyps.torch import UnevenBatchSampler, agreed_split, loss_scale
+from pyps.torch.accelerate import UnevenAccelerator
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    even = bool(os.environ.get("EVEN"))
+    last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    accelerator = UnevenAccelerator(
+        cpu=not torch.cuda.is_available(), max_batch=16 if last and not even else None, rebalance=not even
+    )
     train, held_out = digits()
-    ranks = accelerator.num_processes
-    split = agreed_split(96, max_batch=16 if accelerator.process_index == ranks - 1 else None)
-    loader = DataLoader(train, batch_sampler=UnevenBatchSampler(train, split))
+    loader = DataLoader(train, batch_size=96, shuffle=True)
     model = network()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
-    device = EmulatedDevice(model)
-    for epoch in range(int(os.environ.get("EPOCHS", "5"))):
-        loader.batch_sampler.set_epoch(epoch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    device = EmulatedDevice(model, accelerator.run.hook)
+    for _ in range(int(os.environ.get("EPOCHS", "5"))):
         for images, labels in loader:
-            images, labels = images.to(accelerator.device), labels.to(accelerator.device)
             optimizer.zero_grad()
-            loss = cross_entropy(model(images), labels)
-            accelerator.backward(loss * loss_scale(len(labels)))
+            accelerator.backward(cross_entropy(model(images), labels))
             optimizer.step()
             device.step()
+    split = accelerator.run.sampler.split
     device.print_summary(batches=split, accuracy=accuracy(accelerator.unwrap_model(model), held_out))
     accelerator.end_training()
 

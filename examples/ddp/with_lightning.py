@@ -1,7 +1,6 @@
 """Uneven batches under Lightning, exactly: python with_lightning.py (it starts its own ranks)
 
-use_distributed_sampler=False leaves the loader as it is: its sampler knows the ranks already. The loss
-carries its weight (loss_scale), as Lightning's averaging expects.
+UnevenStrategy stands for "ddp"; the rest is a usual script. The last rank takes at most 16 samples.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from common import accuracy, digits, network
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from pyps.torch import UnevenBatchSampler, agreed_split, loss_scale
+from pyps.torch.lightning import UnevenStrategy
 
 
 class Digits(lightning.LightningModule):
@@ -26,17 +25,10 @@ class Digits(lightning.LightningModule):
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
         images, labels = batch
-        return cross_entropy(self.network(images), labels) * loss_scale(len(labels)).to(images.device)
+        return cross_entropy(self.network(images), labels)
 
     def train_dataloader(self) -> DataLoader[tuple[torch.Tensor, ...]]:
-        train, _ = digits()
-        # Made here, where the process group is. The last rank takes at most 16.
-        last = self.trainer.global_rank == self.trainer.world_size - 1
-        split = agreed_split(96, max_batch=16 if last else None)
-        return DataLoader(train, batch_sampler=UnevenBatchSampler(train, split))
-
-    def on_train_epoch_start(self) -> None:
-        self.trainer.train_dataloader.batch_sampler.set_epoch(self.current_epoch)
+        return DataLoader(digits()[0], batch_size=48, shuffle=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=5e-3)
@@ -49,8 +41,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         max_epochs=int(os.environ.get("EPOCHS", "5")),
         devices=2,
-        strategy="ddp",
-        use_distributed_sampler=False,
+        strategy=UnevenStrategy(max_batch=16 if os.environ.get("LOCAL_RANK") == "1" else None),
         accelerator="auto" if torch.cuda.device_count() > 1 else "cpu",
         **dict.fromkeys(quiet, False),
     )

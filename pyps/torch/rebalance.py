@@ -151,6 +151,7 @@ class Rebalancer:
         hook.on_ready.append(self._count_gradient)
         self._times: list[tuple[int, float]] = []  # batch and seconds of the window's full rounds
         self._pass, self._trained = 0, 0  # the sampler's latest pass, and its rounds that were trained
+        self._before_pass = 0
         self._reported_pass = 0
         self._levels: list[float] | None = None  # by rank, the level when the split was made
 
@@ -169,6 +170,14 @@ class Rebalancer:
             self._adopt(self._consensus.decision(number, _Decision))
             for observe in self.observers:
                 observe(self)
+        self._timer.start()
+
+    def skip(self, rounds: int) -> None:
+        """The next pass begins with that many rounds that are read but not trained."""
+        self._before_pass = rounds
+
+    def restart_timer(self) -> None:
+        """What this rank did since the last step() is no part of a step."""
         self._timer.start()
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,7 +260,7 @@ class Rebalancer:
     def _trained_batch(self) -> int | None:
         """This rank's batch in the round that was just trained; None if its time is not to be used."""
         if self._sampler.passes != self._pass:
-            self._pass, self._trained = self._sampler.passes, 0
+            self._pass, self._trained, self._before_pass = self._sampler.passes, self._before_pass, 0
         self._trained += 1
         trained = self._sampler.round_samples(self._trained - 1)
         if self.steps <= WARM_UP or trained is None:

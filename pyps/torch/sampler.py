@@ -57,7 +57,13 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self._round_splits: list[Split] = []
         self._passes = 0
         self._planned: list[tuple[RoundIndex, Split]] = []
+        self._past: RoundIndex = (0, 0)
         self.sizes()
+
+    @property
+    def sampler(self) -> UnevenBatchSampler:
+        """Itself: libraries that know torch's BatchSampler call its sampler's set_epoch()."""
+        return self
 
     @property
     def latest_split(self) -> Split:
@@ -102,6 +108,9 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             begin, end = rank_range(size, self.split, self.rank, self._min_batches)
             self._round_samples.append((size, end - begin))
             self._round_splits.append(self.split)
+            if (self.epoch, number) < self._past and self.epoch == self._past[0]:
+                first += size
+                continue
             for low, high in micro_batches(first + begin, first + end, self.accumulation):
                 yield [int(k) for k in order[low:high]]
             first += size
@@ -159,6 +168,20 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         round_sizes(self.length - position, self.split, self._min_batches, self.drop_last)
         self.epoch, self.position, self.seed, self.drawn = epoch, position, seed, 0
         self._planned = []
+
+    def skip(self, rounds: int) -> None:
+        """Begin the epoch after `rounds` rounds, with the split and the changes that are due then."""
+        planned = self._planned
+        self.load_state_dict(self.state_dict(rounds))
+        for (epoch, number), split in planned:
+            self.replan(split, epoch, max(number - rounds, 0) if epoch == self.epoch else number)
+
+    def read_past(self, rounds: int) -> None:
+        """Passes of this epoch leave its first rounds out, but keep its length. After all, the next epoch."""
+        if rounds >= self.rounds:
+            self.set_epoch(self.epoch + 1)
+        else:
+            self._past = self.epoch, rounds
 
     def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
         """The split after `rounds` trained rounds of this pass, and those to come: (epoch, round, split)."""

@@ -14,19 +14,24 @@ import shaped
 from ranks import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "how-to" / "train-ddp.md").read_text(encoding="utf-8")
+PAGES = ROOT / "docs" / "how-to"
 EXAMPLES = ROOT / "examples" / "ddp"
 NO_HOSTS = shaped.missing()
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Path:
-    """A folder with the page's scripts."""
-    for text in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+def scripts_of(name: str, folder: Path) -> Path:
+    """The folder, with a page's scripts."""
+    page = (PAGES / name).read_text(encoding="utf-8")
+    for text in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         name = re.match(r"# ([\w.]+)\n", text)
         assert name is not None
-        (tmp_path / name[1]).write_text(text)
-    return tmp_path
+        (folder / name[1]).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    return scripts_of("train-ddp.md", tmp_path)
 
 
 def test_the_script_of_the_page(page: Path) -> None:
@@ -64,15 +69,30 @@ def test_two_hosts() -> None:
     assert sum(reported["batches"]) == 256
 
 
-def test_accelerate() -> None:
+def test_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
+    said = run_script(scripts_of("train-accelerate.md", tmp_path) / "train.py", 2)
+    assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 0.5
+    a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
+    assert a + b == 128
     reported = json.loads(run_script(EXAMPLES / "with_accelerate.py", 2, EPOCHS="1").splitlines()[-1])
     assert reported["batches"] == [80, 16]
 
 
-def test_lightning() -> None:
+def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    said = run_script(scripts_of("train-transformers.md", tmp_path) / "train.py", 2)
+    assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 3.8
+    a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
+    assert a + b == 32
+
+
+@pytest.mark.parametrize("script", ["train.py", "with_lightning.py"])
+def test_lightning(tmp_path: Path, script: str) -> None:
     pytest.importorskip("lightning")
-    command = [sys.executable, str(EXAMPLES / "with_lightning.py")]
+    folder = EXAMPLES if script == "with_lightning.py" else scripts_of("train-lightning.md", tmp_path)
+    command = [sys.executable, str(folder / script)]
     environment = {**os.environ, "EPOCHS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
-    assert "accuracy" in done.stdout, done.stderr
+    assert re.search(r"accuracy|loss 0\.[0-2]\d+ batches \(\d+, \d+\)", done.stdout), done.stderr

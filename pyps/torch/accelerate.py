@@ -1,0 +1,153 @@
+"""UnevenAccelerator: Hugging Face Accelerate with a batch for each rank, and the gradient of one process.
+
+    accelerator = UnevenAccelerator(gradient_accumulation_steps=4)      # was Accelerator(...)
+
+The script stays as it is. The batch size of its loaders is that of all ranks together, as if one process
+trained. prepare() gives a shuffled DataLoader uneven batches, weights the model's gradients (weighted_hook)
+and rebalances after each optimizer step. Loaders without shuffling, for evaluation, stay even.
+
+Accelerate divides each loss by the number of micro-batches. backward() takes that back, because the hook
+weights micro-batches itself. Each round has the same number of micro-batches on all ranks, in the epoch's
+last round too, so no gradient is left over. Schedulers step once for each optimizer step.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DataLoaderConfiguration, DistributedType
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler
+
+from pyps.errors import InputError
+from pyps.formats import Profile
+from pyps.torch.adapter import UnevenRun, check_processes, even_loader, uneven_loader
+from pyps.torch.hook import Wire, weighted_hook
+from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.schedule import PlanLike
+
+SUPPORTED = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class UnevenAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator for DDP on unlike devices; with one process it is a plain one.
+
+    plan: a pyps.plan/1 file, a Plan, or the batches by rank; by default equal batches, or the best ones if
+        each rank has a profile.
+    profile, max_batch: of this rank's device, as in agreed_split and Rebalancer.
+    rebalance: whether the split follows the devices' speed while training.
+    count, wire: as in weighted_hook.
+    All other arguments are Accelerator's. `run` has the sampler, the hook and the Rebalancer once all is
+    prepared. Raises InputError for dispatched batches, a second shuffled loader, and FSDP.
+    """
+
+    dataloader_config: Any  # Accelerator's
+
+    def __init__(
+        self,
+        *arguments: Any,
+        plan: PlanLike | None = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        max_batch: int | None = None,
+        rebalance: bool = True,
+        count: Callable[..., Any] | None = None,
+        wire: Wire = "same",
+        **options: Any,
+    ) -> None:
+        loading = copy.copy(options.pop("dataloader_config", None)) or DataLoaderConfiguration()
+        if loading.dispatch_batches:
+            raise InputError(
+                "UnevenAccelerator", "dispatch_batches", "True", "False: each rank loads its own"
+            )
+        loading.split_batches = True
+        super().__init__(*arguments, dataloader_config=loading, **options)
+        check_processes("UnevenAccelerator", self.num_processes, "cpu=True where there are no GPUs")
+        if self.num_processes > 1 and self.distributed_type not in SUPPORTED:
+            expected = "DDP; loss_scale is for others"
+            raise InputError("UnevenAccelerator", "distributed_type", self.distributed_type.value, expected)
+        self.run = UnevenRun(profile, max_batch, rebalance)
+        self._plan, self._count, self._wire = plan, count, wire
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:
+        """As Accelerator's; all ranks together."""
+        prepared = super().prepare(*objects, **options)
+        if self.run.connect():
+            self.register_for_checkpointing(self.run)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *arguments: Any, **options: Any) -> Any:
+        if self.num_processes == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, *arguments, **options)
+        given = isinstance(data_loader.batch_sampler, UnevenBatchSampler)
+        if given or isinstance(data_loader.sampler, RandomSampler):
+            return self._train_loader(data_loader)
+        loading, even = self.dataloader_config, copy.copy(self.dataloader_config)
+        even.split_batches = False
+        self.dataloader_config = even
+        try:
+            loader = even_loader(data_loader, self.num_processes)
+            return super().prepare_data_loader(loader, *arguments, **options)
+        finally:
+            self.dataloader_config = loading
+
+    def prepare_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        optimizer = super().prepare_optimizer(*arguments, **options)
+        check_processes("UnevenAccelerator", self.num_processes, "cpu=True where there are no GPUs")
+        if self.num_processes > 1 and optimizer is self._optimizers[0]:
+            inner = optimizer.step
+
+            def step(closure: Any = None) -> None:
+                inner(closure)
+                if self.sync_gradients:
+                    self.run.stepped()
+
+            optimizer.step = step
+        return optimizer
+
+    def backward(self, loss: Any, **options: Any) -> None:
+        """loss: the mean over its micro-batch."""
+        weighted = self.run.hook is not None
+        super().backward(loss * self.gradient_accumulation_steps if weighted else loss, **options)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As Accelerator's, after load_state(); the training loader then continues in its own epoch."""
+        if self.run.sampler is None or dataloader is not self.run.loader:
+            return super().skip_first_batches(dataloader, num_batches)
+        rounds, rest = divmod(num_batches, self.run.sampler.accumulation)
+        if rest:
+            expected = f"a multiple of {self.run.sampler.accumulation}, the micro-batches of a round"
+            raise InputError("skip_first_batches", "num_batches", str(num_batches), expected)
+        self.run.skip(rounds)
+        return dataloader
+
+    def _train_loader(self, data_loader: DataLoader[Any]) -> Any:
+        if self.run.loader is not None:
+            found, expected = "a second shuffled loader", "one; others without shuffling"
+            raise InputError("UnevenAccelerator", "prepare", found, expected)
+        parts = self.gradient_accumulation_steps
+        loader = uneven_loader(data_loader, parts, self._plan, self.run)
+        prepared = prepare_data_loader(
+            loader,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=self.device_placement,
+            rng_types=[],
+            non_blocking=self.non_blocking,
+            use_seedable_sampler=False,
+        )
+        self.run.loader = prepared
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_model(self, *arguments: Any, **options: Any) -> Any:
+        model = super().prepare_model(*arguments, **options)
+        ddp = getattr(model, "_orig_mod", model)
+        if self.run.hook is None and isinstance(ddp, DistributedDataParallel):
+            self.run.weight(weighted_hook(ddp, count=self._count, wire=self._wire, scaler=self.scaler))
+        return model

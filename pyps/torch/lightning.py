@@ -1,0 +1,112 @@
+"""UnevenStrategy: Lightning's Trainer with a batch for each rank, and the gradient of one process.
+
+    trainer = lightning.Trainer(strategy=UnevenStrategy(), ...)      # was strategy="ddp"
+
+The global batch is as under "ddp": the loader's batch size times ranks times accumulate_grad_batches. The
+training loader gets uneven batches, the model weighted_hook, and each optimizer step ends with the
+Rebalancer's. Validation loaders stay even.
+
+Lightning divides each loss by accumulate_grad_batches. That is taken back, because the hook weights
+micro-batches itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from pyps.formats import Profile
+from pyps.torch.adapter import UnevenRun, uneven_loader
+from pyps.torch.hook import weighted_hook
+from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.schedule import PlanLike
+
+KEY = "pyps"  # in a checkpoint
+
+
+class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
+    """Lightning's DDPStrategy on unlike devices.
+
+    plan: a pyps.plan/1 file, a Plan, or the batches by rank; by default equal batches, or the best ones if
+        each rank has a profile.
+    profile, max_batch: of this rank's device, as in agreed_split and Rebalancer.
+    rebalance: whether the split follows the devices' speed while training.
+    count: computes a micro-batch's weight from (batch, number), what training_step gets; by default its rows.
+    All other arguments are DDPStrategy's. `run` has the sampler, the hook and the Rebalancer while it trains.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        plan: PlanLike | None = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        max_batch: int | None = None,
+        rebalance: bool = True,
+        count: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.run = UnevenRun(profile, max_batch, rebalance)
+        self._plan, self._count = plan, count
+        self._loaded: dict[str, Any] = {}
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        self.run.weight(weighted_hook(self.model, count=self._count, scaler=scaler))
+        self.run.connect()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The training loader with uneven batches; any other as it is."""
+        found = super().process_dataloader(dataloader)
+        if self.run.hook is None or not isinstance(found, DataLoader) or not _is_shuffled(found):
+            return found
+        parts = self._parts()
+        size = (found.batch_size or 0) * self.num_processes * self.num_nodes
+        drop_last = getattr(found.batch_sampler, "drop_last", False)
+        loader = uneven_loader(
+            found, parts, self._plan, self.run, total=size * parts or None, drop_last=drop_last
+        )
+        self.run.load_state_dict(self._loaded)
+        if self._loaded:
+            self.run.read_past(self._loaded["trained"])
+        self.run.connect()
+        return loader
+
+    def backward(self, closure_loss: Any, *arguments: Any, **options: Any) -> Any:
+        return super().backward(closure_loss * self._parts(), *arguments, **options)
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
+        found = super().optimizer_step(*arguments, **options)
+        self.run.stepped()
+        return found
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        if self.run.sampler is not None:
+            trained = self._trainer().fit_loop.epoch_loop.batch_progress.current.ready // self._parts()
+            checkpoint[KEY] = self.run.state_dict() | {"trained": trained}
+        super().save_checkpoint(checkpoint, *arguments, **options)
+
+    def load_checkpoint(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super().load_checkpoint(*arguments, **options)
+        self._loaded = found.get(KEY, {})
+        return found
+
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer
+
+    def _parts(self) -> int:
+        return int(self._trainer().accumulate_grad_batches)
+
+
+def _is_shuffled(loader: DataLoader[Any]) -> bool:
+    """Whether it is a loader for training: Lightning has given it a shuffling sampler, or it had one."""
+    sampler: Any = loader.sampler
+    if isinstance(loader.batch_sampler, UnevenBatchSampler) or isinstance(sampler, RandomSampler):
+        return True
+    return isinstance(sampler, DistributedSampler) and bool(sampler.shuffle)

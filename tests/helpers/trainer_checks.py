@@ -1,0 +1,108 @@
+"""What the tests of the adapters train: a small fp64 model on numbered rows, checked at each step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pyps.solver import Line
+
+SAMPLES = 160
+SPEEDS = (1.0, 3.0)  # seconds of the emulated devices, relative
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def data(samples: int = SAMPLES) -> TensorDataset:
+    """Inputs, targets, and each sample's number."""
+    draws = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 6, generator=draws, dtype=torch.float64)
+    targets = torch.randn(samples, 3, generator=draws, dtype=torch.float64)
+    targets += torch.linspace(-2, 2, samples)[:, None]
+    return TensorDataset(inputs, targets, torch.arange(samples))
+
+
+def loss_of(found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(found, targets)
+
+
+def pace(rank: int) -> Line:
+    """The seconds of a step on an emulated device."""
+    return Line(0.01 * SPEEDS[rank], 0.001 * SPEEDS[rank])
+
+
+class EmulatedTimer:
+    """A ComputeTimer of steps that take what this rank's device takes."""
+
+    def __init__(self, rank: int) -> None:
+        self.cost = pace(rank)
+        self._finished: list[tuple[int | None, float]] = []
+
+    def start(self) -> None:
+        pass
+
+    def finish(self, batch: int | None) -> None:
+        self._finished.append((batch, self.cost.seconds(batch or 0)))
+
+    def finished(self) -> list[tuple[int | None, float]]:
+        finished, self._finished = self._finished, []
+        return finished
+
+
+class Checks:
+    """What the ranks of a run did: by optimizer step the gradient's error, the samples, the learning rate."""
+
+    def __init__(self, trained: nn.Module) -> None:
+        self.model = trained
+        self.alone = copy.deepcopy(trained)
+        self.errors: list[float] = []
+        self.rates: list[float] = []
+        self.rounds: list[list[int]] = []  # samples of all ranks
+        self.seconds: list[float] = []  # of the slowest rank, and
+        self.even_seconds: list[float] = []  # if all had equal batches
+        self.whole: Callable[..., torch.Tensor] = lambda module, inputs, targets: module(inputs)
+        self._own: list[int] = []
+
+    def saw(self, numbers: torch.Tensor) -> None:
+        """A micro-batch of this rank."""
+        self._own += numbers.tolist()
+
+    def before_step(self, rate: float) -> None:
+        """The gradient is complete: compare it with that of one process that has all samples of the round."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, self._own)
+        samples = [number for own in every for number in own]
+        inputs, targets, _ = data()[samples]
+        self.alone.load_state_dict(self.model.state_dict())
+        self.alone.zero_grad()
+        loss_of(self.whole(self.alone, inputs, targets), targets).backward()
+        found, right = (
+            torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+            for module in (self.model, self.alone)
+        )
+        self.errors.append(float((found - right).norm() / right.norm()))
+        self.rates.append(rate)
+        self.rounds.append(samples)
+        self.seconds.append(max(pace(k).seconds(len(own)) for k, own in enumerate(every)))
+        even = len(samples) / len(every)
+        self.even_seconds.append(
+            max(pace(k).fixed_seconds + pace(k).per_sample_seconds * even for k in range(len(every)))
+        )
+        self._own = []
+
+
+def state_of(trained: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in trained.state_dict().values()]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,59 @@
+"""The adapters of training libraries: the gradient, samples, learning rates and resume of one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_script
+
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
+EXACT = 1e-12  # relative, in fp64
+SAMPLES, ROUND, EVALUATED = 160, 72, 50
+
+
+def check(found: dict[str, Any], rate: float) -> None:
+    """What holds under every trainer."""
+    assert max(found["errors"]) < EXACT
+    assert found.get("checked", 0.0) < EXACT  # by check_gradient
+    epochs = [found["rounds"][k : k + 3] for k in range(0, len(found["rounds"]), 3)]
+    orders = [[number for numbers in epoch for number in numbers] for epoch in epochs]
+    assert all(sorted(order) == list(range(SAMPLES)) for order in orders)
+    assert all(a != b for a, b in pairwise(orders))
+    assert [len(numbers) for numbers in epochs[0]] == [ROUND, ROUND, SAMPLES - 2 * ROUND]
+    steps = len(found["rounds"])
+    assert steps == found["steps"]
+    expected = [rate * (1 + math.cos(math.pi * step / steps)) / 2 for step in range(steps)]
+    assert found["rates"] == pytest.approx(expected)
+    assert len(found["changes"]) == 1
+    assert found["even_seconds"][-2] / found["seconds"][-2] >= 1.5
+    assert sorted(found["evaluated"]) == list(range(EVALUATED))
+    assert found["resumed"]
+    assert found["resumed_rounds"]
+
+
+def trained(script: str, tmp_path: Path) -> dict[str, Any]:
+    said = run_script(HELPERS / script, 2, FOLDER=str(tmp_path))
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    check(trained("accelerate_train.py", tmp_path), 0.1)
+
+
+def test_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = trained("transformers_train.py", tmp_path)
+    check(found["Mean"], 0.1)
+    check(found["ByTargets"], 0.1)
+
+
+def test_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    check(trained("lightning_train.py", tmp_path), 0.1)
