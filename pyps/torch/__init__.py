@@ -11,6 +11,7 @@ from pyps.torch.checkpoint import load, save
 from pyps.torch.hook import WeightedHook, weighted_hook
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.metrics import to_sink
+from pyps.torch.noise import GradientNoise
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.rebalance import RankState, Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
@@ -20,6 +21,7 @@ from pyps.torch.stream import UnevenIterableDataset
 __all__ = [
     "Cause",
     "GradientCheck",
+    "GradientNoise",
     "RankState",
     "Rebalancer",
     "SplitChange",

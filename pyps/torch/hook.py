@@ -95,7 +95,8 @@ class WeightedHook:
     """Made by weighted_hook, which lists the parameters.
 
     gradient_bytes: bytes sent so far. on_ready: functions called when this rank has the last gradient of a
-    round, before it is sent.
+    round, before it is sent. on_bucket: called with each bucket before it is scaled. round_weights: w_i of
+    the round, and what its gradient is multiplied with, before 1 / W.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class WeightedHook:
         self.device: torch.device = next(ddp.parameters()).device
         self.gradient_bytes = GradientBytes()
         self.on_ready: list[Callable[[], None]] = []
+        self.on_bucket: list[Callable[[torch.Tensor], None]] = []
+        self.round_weights: tuple[Any, Any] = 0.0, 0.0
         self.blocked_seconds = 0.0  # in reductions before the last bucket, in this step
         self._ddp, self._sampler, self._count = ddp, sampler, count
         self._residuals = Residuals(ddp.module.named_parameters())
@@ -128,6 +131,10 @@ class WeightedHook:
         for module in ddp.module.modules():
             if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
                 module.loss_weight = lambda: self.micro_batches.weight
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Those of the model."""
+        return self._ddp.parameters()
 
     def set_weight(self, weight: Any) -> None:
         """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
@@ -180,6 +187,8 @@ class WeightedHook:
         if bucket.is_last():
             for observe in self.on_ready:
                 observe()
+        for watch in self.on_bucket:
+            watch(buffer)
         elements, ranks = buffer.numel(), dist.get_world_size(self.group)
         self.gradient_bytes.fp32 += 8 * elements * (ranks - 1) // ranks
         if self.wire not in QUANTIZED or ranks == 1:
@@ -204,7 +213,7 @@ class WeightedHook:
 
     def _sum_weights(self, device: torch.device, wait: bool) -> None:
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
-        own, unit = self.micro_batches.reduced(dist.get_rank(self.group))
+        own, unit = self.round_weights = self.micro_batches.reduced(dist.get_rank(self.group))
         message, before = self.lockstep.message(_as_float64(own, device)), self._total
         work = dist.all_reduce(message, group=self.group, async_op=True)
         total = message[0]

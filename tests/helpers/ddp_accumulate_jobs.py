@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyps.errors import InputError
-from pyps.torch import UnevenBatchSampler, UnevenSyncBatchNorm, weighted_hook
+from pyps.torch import GradientNoise, UnevenBatchSampler, UnevenSyncBatchNorm, weighted_hook
 from pyps.torch.schedule import micro_batches
 
 LARGEST_NORM = 0.1
@@ -177,3 +177,31 @@ def misused(group: dist.ProcessGroup) -> list[str]:
         square(ddp, x, y).backward()
     found = off(flat(p.grad for p in ddp.parameters()), one_process(alone, whole, False))
     return [*said, "exact" if found < 1e-12 else f"{found} off"]
+
+
+def noise_scales(
+    group: dist.ProcessGroup, batches: list[int], parts: int, scaled: bool, steps: int
+) -> tuple[float | None, float]:
+    """The measured noise scale of random batches at fixed parameters, and the exact one."""
+    inputs, targets = numbers(3, 400, torch.float64)
+    model = net(torch.float64)
+    each = [
+        flat(torch.autograd.grad(square(model, x[None], y[None]), list(model.parameters())))
+        for x, y in zip(inputs, targets, strict=True)
+    ]
+    samples = torch.stack(each)
+    exact = float(samples.var(0, correction=0).sum() / samples.mean(0).square().sum())
+    ddp = DistributedDataParallel(model, process_group=group)
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=scaled, init_scale=2.0**10)
+    hook = weighted_hook(ddp, scaler=scaler)
+    noise = GradientNoise(hook, memory=0.999)
+    draws = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        rows = torch.randint(400, (sum(batches),), generator=draws)[mine(batches, group)]
+        ddp.zero_grad()
+        for x, y in hook.accumulate([inputs[rows], targets[rows]], parts):
+            scaler.scale(square(ddp, x, y)).backward()
+        noise.step()
+    state = noise.state_dict()
+    noise.load_state_dict(state)
+    return noise.scale, exact
