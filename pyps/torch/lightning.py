@@ -1,6 +1,7 @@
-"""UnevenStrategy: Lightning's Trainer with a batch for each rank, and the gradient of one process.
+"""UnevenStrategy: Lightning's Trainer and Fabric with a batch for each rank, and the gradient of one process.
 
-    trainer = lightning.Trainer(strategy=UnevenStrategy(), ...)      # was strategy="ddp"
+    trainer = lightning.Trainer(strategy=UnevenStrategy(), ...)            # was strategy="ddp"
+    fabric = lightning.Fabric(strategy=UnevenFabricStrategy(), ...)        # the same
 
 The global batch is as under "ddp": the loader's batch size times ranks times accumulate_grad_batches. The
 training loader gets uneven batches, the model weighted_hook, and each optimizer step ends with the
@@ -16,6 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -66,12 +68,7 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
         found = super().process_dataloader(dataloader)
         if self.run.hook is None or not isinstance(found, DataLoader) or not _is_shuffled(found):
             return found
-        parts = self._parts()
-        size = (found.batch_size or 0) * self.num_processes * self.num_nodes
-        drop_last = getattr(found.batch_sampler, "drop_last", False)
-        loader = uneven_loader(
-            found, parts, self._plan, self.run, total=size * parts or None, drop_last=drop_last
-        )
+        loader = _uneven(found, self._parts(), self._plan, self.run, self.world_size)
         self.run.load_state_dict(self._loaded)
         if self._loaded:
             self.run.read_past(self._loaded["trained"])
@@ -102,6 +99,62 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _parts(self) -> int:
         return int(self._trainer().accumulate_grad_batches)
+
+
+class UnevenFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
+    """Fabric's DDPStrategy on unlike devices.
+
+    accumulate: micro-batches of a round, all but the last in fabric.no_backward_sync(). Each loss is the
+        plain mean over its micro-batch, not divided by their number.
+    All other arguments are UnevenStrategy's, and DDPStrategy's. `run.state_dict()`, called by all ranks, is
+    for a checkpoint, and `run.load_state_dict()` and `run.skip(rounds)` for a resume.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        accumulate: int = 1,
+        plan: PlanLike | None = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        max_batch: int | None = None,
+        rebalance: bool = True,
+        count: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.run = UnevenRun(profile, max_batch, rebalance)
+        self._accumulate, self._plan, self._count = accumulate, plan, count
+
+    def setup_module(self, module: Any) -> Any:
+        """The first module in DDP with the hook; others in plain DDP."""
+        ddp = super().setup_module(module)
+        if self.run.hook is None:
+            self.run.weight(weighted_hook(ddp, count=self._count))
+            self.run.connect()
+        return ddp
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The training loader with uneven batches; any other as it is."""
+        found = super().process_dataloader(dataloader)
+        if not isinstance(found, DataLoader) or not _is_shuffled(found):
+            return found
+        loader = _uneven(found, self._accumulate, self._plan, self.run, self.world_size)
+        self.run.connect()
+        return loader
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
+        found = super().optimizer_step(*arguments, **options)
+        self.run.stepped()
+        return found
+
+
+def _uneven(
+    loader: DataLoader[Any], parts: int, plan: PlanLike | None, run: UnevenRun, ranks: int
+) -> DataLoader[Any]:
+    """The loader, whose batch size is that of one rank's micro-batch, with uneven batches."""
+    total = (loader.batch_size or 0) * ranks * parts
+    drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
+    return uneven_loader(loader, parts, plan, run, total=total or None, drop_last=drop_last)
 
 
 def _is_shuffled(loader: DataLoader[Any]) -> bool:

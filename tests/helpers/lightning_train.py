@@ -13,7 +13,7 @@ import trainer_checks as checks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from pyps.torch.lightning import UnevenStrategy
+from pyps.torch.lightning import UnevenFabricStrategy, UnevenStrategy
 
 PARTS, EACH, EPOCHS = 3, 12, 8  # two ranks: 72 samples a round, as in the other tests
 SAVED = 13
@@ -81,6 +81,30 @@ def train(resume: bool) -> tuple[lightning.Trainer, Module]:
     return trainer, module
 
 
+def train_with_fabric(plan: list[int], epochs: int) -> checks.Checks:
+    """The same loop by hand, with batches that stay."""
+    strategy = UnevenFabricStrategy(
+        process_group_backend="gloo", accumulate=PARTS, plan=plan, rebalance=False
+    )
+    fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=dist.get_world_size())
+    fabric.launch()
+    network = checks.model()
+    found = checks.Checks(network)
+    model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(DataLoader(checks.data(), batch_size=EACH, shuffle=True))
+    for _ in range(epochs):
+        for number, (inputs, targets, samples) in enumerate(loader, 1):
+            last = number % PARTS == 0
+            with fabric.no_backward_sync(model, enabled=not last):
+                found.saw(samples)
+                fabric.backward(checks.loss_of(model(inputs), targets))
+            if last:
+                found.before_step(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     trainer, module = train(resume=False)
@@ -90,6 +114,7 @@ def main() -> None:
     found, resumed = module.checks, again.checks
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, module.evaluated)
+    by_hand = train_with_fabric([50, 22], epochs=2)
     if trainer.global_rank == 0:
         report = {
             "errors": found.errors,
@@ -100,6 +125,8 @@ def main() -> None:
             "even_seconds": found.even_seconds,
             "changes": [str(change) for change in run.balance.history],
             "evaluated": sorted({number for own in every for number in own}),
+            "fabric_errors": by_hand.errors,
+            "fabric_rounds": by_hand.rounds,
             "resumed": checks.same(ended, checks.state_of(again.network)),
             "resumed_rounds": resumed.rounds == found.rounds[-len(resumed.rounds) :],
         }

@@ -16,6 +16,7 @@ from ranks import run_script
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "how-to"
 EXAMPLES = ROOT / "examples" / "ddp"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Accelerate sets torch's threads anew
 NO_HOSTS = shaped.missing()
 
 
@@ -71,19 +72,21 @@ def test_two_hosts() -> None:
 
 def test_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    said = run_script(scripts_of("train-accelerate.md", tmp_path) / "train.py", 2)
+    said = run_script(scripts_of("train-accelerate.md", tmp_path) / "train.py", 2, **ONE_THREAD)
     assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 0.5
     a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
     assert a + b == 128
-    reported = json.loads(run_script(EXAMPLES / "with_accelerate.py", 2, EPOCHS="1").splitlines()[-1])
+    reported = json.loads(
+        run_script(EXAMPLES / "with_accelerate.py", 2, EPOCHS="1", **ONE_THREAD).splitlines()[-1]
+    )
     assert reported["batches"] == [80, 16]
 
 
 def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    said = run_script(scripts_of("train-transformers.md", tmp_path) / "train.py", 2)
-    assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 3.8
+    said = run_script(scripts_of("train-transformers.md", tmp_path) / "train.py", 2, **ONE_THREAD)
+    assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 3.9
     a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
     assert a + b == 32
 

@@ -37,7 +37,7 @@ def check(found: dict[str, Any], rate: float) -> None:
 
 
 def trained(script: str, tmp_path: Path) -> dict[str, Any]:
-    said = run_script(HELPERS / script, 2, FOLDER=str(tmp_path))
+    said = run_script(HELPERS / script, 2, FOLDER=str(tmp_path), OMP_NUM_THREADS="1")
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
@@ -56,4 +56,10 @@ def test_transformers(tmp_path: Path) -> None:
 
 def test_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    check(trained("lightning_train.py", tmp_path), 0.1)
+    found = trained("lightning_train.py", tmp_path)
+    check(found, 0.1)
+    assert max(found["fabric_errors"]) < EXACT
+    rounds = found["fabric_rounds"]
+    first, second = ([number for numbers in rounds[k : k + 3] for number in numbers] for k in (0, 3))
+    assert sorted(first) == sorted(second) == list(range(SAMPLES))
+    assert first != second
