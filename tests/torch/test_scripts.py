@@ -79,7 +79,9 @@ def test_accelerate(tmp_path: Path) -> None:
     reported = json.loads(
         run_script(EXAMPLES / "with_accelerate.py", 2, EPOCHS="1", **ONE_THREAD).splitlines()[-1]
     )
-    assert reported["batches"] == [80, 16]
+    first, last = reported["batches"]
+    assert first + last == 96
+    assert last <= 16
 
 
 def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
