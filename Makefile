@@ -12,6 +12,7 @@
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: a night)
 #   make site      README.md and docs/ as a web site, into build/site
+#   make fuzz-input  5,000 hostile input files through the commands, and 200 through the real one
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
 #   make clean     removes what the other commands made
 
@@ -24,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-fast test-gpu lint bench papers soak kills torture fuzz sanitize site clean
+.PHONY: demo test test-fast test-gpu lint bench papers soak kills torture fuzz fuzz-input sanitize site clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -95,6 +96,9 @@ fuzz:
 	$(PYTHON) tests/c/libfuzzer.py attach
 	$(PYTHON) tests/c/libfuzzer.py decode
 	$(PYTHON) tests/c/libfuzzer.py journal
+
+fuzz-input: .venv/core
+	$(PY) tests/helpers/input_fuzz.py
 
 sanitize:
 	$(PYTHON) tests/c/programs.py address --faults 300

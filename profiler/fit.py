@@ -35,6 +35,7 @@ KNEE_GAIN = 0.8  # a knee must reduce the line's left-out loss to this share
 NOISE_FLOOR, NOISE_CEILING = 1e-3, 0.05  # bounds of the relative scatter that the loss treats as ordinary
 KNEE_MIN_BATCHES = 4  # two on the plateau, two on the line
 KNEE_STARTS = 2  # how many of the best starting points are refined
+LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e12  # of a step: others overflow where they are squared
 LEFT_OUT_LIMIT = 24  # most batches left out in turn, evenly spread
 
 Vector = NDArray[np.float64]
@@ -60,7 +61,7 @@ def fit_points(points: Sequence[tuple[int, float]]) -> Fit:
     and a leave_one_out_error of None. r2 is taken over the batches' medians; leave_one_out_error is the
     median relative error at a batch that was left out. The model meets the measured batches from
     trusted_min_batch to trusted_max_batch within 10 %.
-    Raises InputError for fewer than two distinct batches, a batch below 1, seconds not finite and positive.
+    Raises InputError for fewer than two distinct batches, a batch below 1, seconds that no step takes.
     """
     batches, seconds = medians_of(points)
     b_scale, t_scale = float(batches[-1]), float(np.median(seconds))
@@ -119,8 +120,9 @@ def medians_of(points: Sequence[tuple[int, float]]) -> tuple[Vector, Vector]:
         field = f"point {index + 1}"
         if isinstance(batch, bool) or batch != int(batch) or batch < 1:
             raise InputError("points", field, f"batch {batch!r}", "a whole number of at least 1")
-        if not (math.isfinite(seconds) and seconds > 0):
-            raise InputError("points", field, f"{seconds!r} seconds", "a finite positive number")
+        if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+            expected = f"a number from {LEAST_SECONDS:g} to {MOST_SECONDS:g}"
+            raise InputError("points", field, f"{seconds!r} seconds", expected)
         by_batch.setdefault(int(batch), []).append(float(seconds))
     if len(by_batch) < 2:
         found = f"{len(by_batch)} distinct batch{'' if len(by_batch) == 1 else 'es'}"

@@ -7,6 +7,8 @@ module, which is imported only when it is called: planning needs no torch, listi
 from __future__ import annotations
 
 import importlib
+import io
+import json
 import sys
 from collections.abc import Callable, Sequence
 
@@ -48,10 +50,15 @@ def main_profile() -> None:
 
 def _call(name: str, program: str, arguments: Sequence[str]) -> None:
     """Run the `app` of a subcommand's module and exit with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a sign shows another one
     try:
         app: typer.Typer = importlib.import_module(f"pyps.cli.{name}").app
         app(args=arguments, prog_name=program)
     except PypsError as error:
+        if "--json" in arguments:
+            print(json.dumps({"error": described(error)}))
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         for note in getattr(error, "__notes__", ()):
             print(f"{program}: {note}", file=sys.stderr)
@@ -59,6 +66,15 @@ def _call(name: str, program: str, arguments: Sequence[str]) -> None:
     except OSError as error:  # from outside the program: a full disk, a closed terminal
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(PypsError.exit_code)
+
+
+def described(error: PypsError) -> dict[str, str | int]:
+    """An error for programs: its kind, exit code and message; of bad input, where it is and what is right."""
+    found: dict[str, str | int] = {"kind": type(error).__name__, "exit_code": error.exit_code}
+    for name in ("where", "field", "found", "expected", "reason", "nearest"):
+        if isinstance(value := getattr(error, name, None), str) and value:
+            found[name] = value
+    return found | {"message": " ".join(str(error).split())}
 
 
 def _overview() -> typer.Typer:

@@ -13,6 +13,7 @@ import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from pyps.cli.outputs import inputs_of, not_an_input
 from pyps.cli.plan_mode import pace_of, with_mode
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
@@ -129,7 +130,7 @@ def plan_command(
 
     read = read_cluster(cluster)
     for option, path in (("--output", output), ("--timeline", timeline), ("--ring", ring)):
-        _not_an_input(option, path, cluster, read)
+        not_an_input(option, path, inputs_of(cluster, read))
     read = with_mode(read, policy, codec, pull_codec, pipeline, depth, accumulation, local_steps)
     profiles = _fitted_profiles(read)
     read = _with_options(read, planned_ranks(read, profiles), cluster, global_batch, quantile)
@@ -198,7 +199,7 @@ def pareto(
     from pyps.solver.milp.pareto import pareto_front
 
     read = read_cluster(cluster)
-    _not_an_input("--picture", picture, cluster, read)
+    not_an_input("--picture", picture, inputs_of(cluster, read))
     ranks = planned_ranks(read, _fitted_profiles(read))
     price = needs(ranks, "price_per_hour")
     if price is None:
@@ -242,13 +243,6 @@ def _fitted(path: str) -> Profile:
         return msgspec.structs.replace(profile, fit=fit_of(profile))
     except InputError as error:
         raise InputError(path, "points", error.found, error.expected) from None
-
-
-def _not_an_input(option: str, output: Path | None, cluster: Path, read: Cluster) -> None:
-    """Raises InputError if `output` would overwrite a file that the plan is made from."""
-    for path in (cluster, *(Path(group.profile) for group in read.worker)):
-        if output is not None and output.exists() and os.path.samefile(output, path):
-            raise InputError(option, "", f"{output}, which is an input", "another file")
 
 
 def _with_options(

@@ -21,7 +21,7 @@ WORTH_SAYING = 0.98  # of the iteration: what another mode takes at most
 
 def show_plan(plan: Plan, even_seconds: Sequence[float]) -> None:
     """Print the table of workers, then one line for each result of the plan."""
-    console = Console()
+    console = Console(markup=False)
     console.print(_workers(plan, even_seconds))
     if len(plan.workers) > ROWS_AT_MOST:
         console.print(f"(and {len(plan.workers) - ROWS_AT_MOST} more; --json prints them all)")
@@ -127,7 +127,7 @@ def show_explanation(found: Explanation, err: bool = False) -> None:
         room = f"{1e3 * saved:.3g} ms/sample" if saved > 1e-9 else "-"
         figures = str(group.workers), str(group.batch), ms(group.waits_seconds), f"{group.share:.2f}"
         table.add_row(Text(group.name), *figures, room, group.binds)
-    console = Console(stderr=err)
+    console = Console(stderr=err, markup=False)
     console.print(table)
     console.print(Text(found.verdict))
 
@@ -143,7 +143,7 @@ def show_change(before: PlanSummary, after: PlanSummary, sentence: str) -> None:
     table.add_row("price/hour", _or_dash(before.price_per_hour), _or_dash(after.price_per_hour))
     million = before.price_per_million_samples, after.price_per_million_samples
     table.add_row("price/million samples", _or_dash(million[0]), _or_dash(million[1]))
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     console.print(Text(sentence))
 
@@ -162,13 +162,13 @@ def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str]) -> None:
         used = ", ".join(f"{name} x {count}" for name, count in counts.items())
         prices = f"{point.price_per_hour:.4g}", f"{point.price_per_million_samples:.4g}"
         table.add_row(ms(point.solution.iteration_seconds), *prices, Text(used))
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show a spinner with a text on stderr if that is a terminal; yields a function that changes the text."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     if not console.is_terminal:
         yield lambda text: None
         return

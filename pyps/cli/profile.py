@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperCommand, TyperGroup
 
 from pyps.cli import profile_files
+from pyps.cli.outputs import check_picture, not_an_input
 from pyps.cli.profile_views import note, show_profile
 from pyps.errors import InputError
 from pyps.formats import Profile, encode, write_json
@@ -76,6 +77,7 @@ Output = Annotated[
 Plot = Annotated[
     Path | None, typer.Option("--plot", help="Picture to write; default: the profile's name, as PNG.")
 ]
+MOST_GIB = 2**20  # of a memory budget
 NoPlot = Annotated[bool, typer.Option("--no-plot", help="Write no picture.")]
 JsonProfile = Annotated[
     bool, typer.Option("--json", help="Print the profile as JSON on stdout, and nothing else.")
@@ -114,7 +116,7 @@ def measure(
 
     To import measurements from a CSV file: pyps-profile import CSV (see pyps-profile import --help).
     """
-    options = _step_options(autocast, accumulate, compiled)
+    options, budget = _step_options(autocast, accumulate, compiled), _budget_bytes(memory_budget)
     targets = _targets(device, every, output, plot, as_json)
     places = [_output_files(path, plot, no_plot, as_json) for _, path in targets]
     for (name, _), files in zip(targets, places, strict=True):
@@ -129,7 +131,7 @@ def measure(
                 threads=threads,
                 max_step_seconds=max_step_seconds,
                 options=options,
-                memory_budget=None if memory_budget is None else int(memory_budget * 2**30),
+                memory_budget=budget,
                 notify=note,
                 progress=advance,
             )
@@ -157,6 +159,8 @@ def import_csv(
 ) -> None:
     """Make a profile from a CSV file with the columns batch,seconds."""
     files = _output_files(output, plot, no_plot, as_json)
+    for option, path in zip(("--output", "--plot"), files, strict=True):
+        not_an_input(option, path, [csv_file])
     profile = import_points(csv_file, max_batch=max_batch, name=name, model=model, parameters=parameters)
     _finish(profile, *files, as_json)
 
@@ -165,6 +169,13 @@ app.command("show")(profile_files.show)
 app.command("compare")(profile_files.compare)
 app.command("merge")(profile_files.merge)
 app.command("link")(profile_files.link)
+
+
+def _budget_bytes(gib: float | None) -> int | None:
+    """--memory-budget in bytes. Raises InputError for what is no amount of memory."""
+    if gib is not None and not 0 < gib < MOST_GIB:
+        raise InputError("--memory-budget", "", f"{gib:g}", f"GiB, above 0 and below {MOST_GIB:,}")
+    return None if gib is None else int(gib * 2**30)
 
 
 def _step_options(autocast: str | None, accumulate: int, compiled: bool) -> StepOptions:
@@ -212,6 +223,7 @@ def _output_files(
         raise InputError("--plot", "", "--no-plot as well", "one of the two")
     if plot is not None and not matplotlib_present():
         raise InputError("--plot", "", "no matplotlib", "matplotlib: pip install 'pyps-train[plot]'")
+    check_picture("--plot", plot)
     if plot is not None and plot == output:
         raise InputError("--plot", "", f"{plot}, the profile's own name", "another file")
     if plot is None and output is not None and not no_plot and matplotlib_present():
@@ -234,7 +246,7 @@ def _check_writable(option: str, path: Path | None) -> None:
 @contextmanager
 def _progress(device: str) -> Iterator[Callable[[int, int], None]]:
     """Shows how far the timing is on stderr: a bar on a terminal, else lines; yields the update function."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     if not console.is_terminal:
         yield progress_lines(device, note)
         return

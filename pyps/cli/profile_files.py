@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from pyps.cli.outputs import check_picture, not_an_input
 from pyps.cli.profile_views import note, show_comparison, show_profile
 from pyps.errors import InputError
 from pyps.formats import Memory, Profile, read_profile, write_json
@@ -28,6 +29,8 @@ def show(
     ] = None,
 ) -> None:
     """Show a profile: its points, a text plot, and which batches to trust."""
+    not_an_input("--plot", plot, [profile])
+    check_picture("--plot", plot)
     found = read_profile(profile)
     show_profile(found, bars=True)
     if plot is not None:
@@ -47,6 +50,7 @@ def merge(
     output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write.")],
 ) -> None:
     """Merge profiles of the same device and model: all measurements, fitted together."""
+    not_an_input("--output", output, profiles)
     runs = [read_profile(path) for path in profiles]
     merged = merged_profile([str(path) for path in profiles], runs)
     write_json(output, merged)

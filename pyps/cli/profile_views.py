@@ -34,7 +34,7 @@ def show_profile(profile: Profile, *, bars: bool = False) -> None:
             f"{fitted * 1e3:.3f}",
             f"{fitted / median - 1:+.1%}",
         )
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(table)
     if any(point.parts for point in profile.points):
         console.print(_parts(profile))
@@ -77,7 +77,7 @@ def _plot(profile: Profile, fit: Fit) -> Table:
 
 def note(text: str) -> None:
     """Print a line on stderr, apart from the output on stdout."""
-    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False, markup=False).print(text, markup=False, soft_wrap=True)
 
 
 def title(profile: Profile) -> str:
@@ -120,7 +120,7 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
 
 def show_comparison(first: Profile, second: Profile) -> None:
     """Print how much longer the second takes than the first, batch by batch; fitted where not measured."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if first.model.name != second.model.name:
         console.print(f"different models: {first.model.name} and {second.model.name}", markup=False)
     table = Table(title=f"{first.device.name} against {second.device.name}")

@@ -32,8 +32,8 @@ class Screen:
     """
 
     def __init__(self, *, quiet_stdout: bool, errors: Console | None = None) -> None:
-        self._errors = errors or Console(stderr=True, highlight=False)
-        self._lines = self._errors if quiet_stdout else Console(highlight=False)
+        self._errors = errors or Console(stderr=True, highlight=False, markup=False)
+        self._lines = self._errors if quiet_stdout else Console(highlight=False, markup=False)
         self._area = _Area(self._errors) if self._errors.is_terminal else None
         if self._area is not None and self._lines.is_terminal:
             self._lines = self._errors  # one terminal, one writer

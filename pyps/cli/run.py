@@ -240,7 +240,7 @@ def _rank_list(text: str) -> list[int]:
 
 def show(report: Report) -> None:
     """The report as a table on stdout."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     emulated = ", emulated devices" if report.emulated else ""
     batches = ", equal batches" if report.even else ""
     table = Table(title=f"{report.policy}{batches}{emulated}; median ms a step")

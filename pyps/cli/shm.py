@@ -26,7 +26,7 @@ def list_segments(json: JsonLines = False) -> None:
     elif not found:
         typer.echo(f"no segments in {folder()}")
     else:
-        Console().print(_table(found))
+        Console(markup=False).print(_table(found))
 
 
 @app.command("gc")

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from pyps.cli.outputs import check_picture, inputs_of, not_an_input
 from pyps.errors import InputError
 from pyps.formats import read_cluster
+from pyps.formats.files import write_bytes
 from pyps.simulate import (
     LocalOptimizer,
     Logistic,
@@ -104,7 +106,11 @@ def simulate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
 ) -> None:
     """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
-    run = read_cluster(cluster).run
+    read = read_cluster(cluster)
+    for option, path in (("--trace", trace_to), ("--plot", plot)):
+        not_an_input(option, path, [*inputs_of(cluster, read), plan])
+    check_picture("--plot", plot)
+    run = read.run
     pipeline = run.depths[1] > 1 if pipeline is None else pipeline
     chosen = _policies(policies or run.policy or "all", round_timeout, pipeline)
     scenario = scenario_of(cluster, even=even, plan_path=plan)
@@ -132,7 +138,7 @@ def simulate_command(
         for policy in _progress(chosen)
     ]
     if trace_to is not None:
-        trace_to.write_bytes(msgspec.json.encode(trace(results)))
+        write_bytes(trace_to, msgspec.json.encode(trace(results)))
     if plot is not None:
         draw(results, plot, GANTT_ITERATIONS * max(r.iteration_seconds for r in results))
     if as_json:
@@ -143,7 +149,7 @@ def simulate_command(
 
 def _progress(policies: Sequence[Policy]) -> Iterable[Policy]:
     """The policies, with a progress bar if stderr is a terminal."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     return track(policies, "policies", console=console, transient=True, disable=not sys.stderr.isatty())
 
 
@@ -181,7 +187,7 @@ def _plain(result: Result, target: float | None) -> dict[str, Any]:
 
 
 def _print(scenario: Scenario, results: Sequence[Result], target: float | None, show: bool) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     learned = bool(results[0].curve)
     title = f"{len(scenario.workers)} workers, global batch {scenario.global_batch}"
     table = Table(title=title, box=None, header_style="bold")

@@ -47,7 +47,7 @@ def top_command(
     """
     if not 0.05 <= interval <= 3600.0:
         raise InputError("--interval", "", str(interval), "0.05 to 3600 seconds")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with ExitStack() as stack:
         stores = [stack.enter_context(closing(store)) for store in find_stores(target)]
         if once or as_json or not console.is_terminal:

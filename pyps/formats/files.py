@@ -11,6 +11,7 @@ import difflib
 import math
 import os
 import re
+import select
 import stat
 import tomllib
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from msgspec import Struct
 from pyps.errors import InputError
 
 MAX_FILE_BYTES = 1 << 28
+PIPE_SECONDS = 5.0
+LONGEST_KEY = 100  # characters of an unknown key for which a like one is looked for
 RENAMED = {"quantum": "batch_multiple"}  # keys of earlier cluster files, for the error message
 T = TypeVar("T", bound=Struct)
 
@@ -34,11 +37,28 @@ def encode(value: Any) -> bytes:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` as JSON, entirely or not at all: a temporary file in the same folder, fsync, rename.
+    """Write `value` as JSON, entirely or not at all.
+
+    Raises InputError if it is not what reading would accept, or as write_bytes does.
+    """
+    data = encode(value)
+    if isinstance(value, Struct):
+        typed(str(path), msgspec.json.decode(data), type(value), lambda _, __: None)
+    write_bytes(path, data)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file, entirely or not at all: a temporary file in the same folder, fsync, rename.
 
     Raises InputError if the path cannot be written or is not a plain file.
     """
-    target, data = Path(path), encode(value)
+    target = Path(path)
+    try:
+        os.fsencode(target).index(0)
+    except ValueError:
+        pass
+    else:
+        raise InputError(repr(str(path)), "", "a name with a NUL", "a file name")
     if target.exists() and not target.is_file():
         raise InputError(str(path), "", "something that is not a plain file", "a file name to write to")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -57,10 +77,11 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """The UTF-8 text of a file. Raises InputError if it is unreadable or larger than MAX_FILE_BYTES."""
     where = str(path)
     try:
-        with open(path, "rb") as file:
-            if stat.S_ISDIR(os.fstat(file.fileno()).st_mode):
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if stat.S_ISDIR(mode):
                 raise IsADirectoryError(0, "a directory")
-            data = file.read(MAX_FILE_BYTES + 1)
+            data = file.read(MAX_FILE_BYTES + 1) if stat.S_ISREG(mode) else _piped(file.fileno())
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or str(error)
         raise InputError(where, "", found.lower(), "a readable file") from None
@@ -71,6 +92,18 @@ def read_text(path: str | os.PathLike[str]) -> str:
     except UnicodeDecodeError as error:
         found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         raise InputError(where, "", found, "UTF-8 text") from None
+
+
+def _piped(pipe: int) -> bytes:
+    """What comes through a pipe until its other end closes. Raises OSError if nothing comes for a while."""
+    found = bytearray()
+    while len(found) <= MAX_FILE_BYTES:
+        if not select.select([pipe], [], [], PIPE_SECONDS)[0]:
+            raise OSError(0, f"a pipe from which nothing came for {PIPE_SECONDS:g} s")
+        if not (part := os.read(pipe, 1 << 16)):
+            break
+        found += part
+    return bytes(found)
 
 
 def read_json(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
@@ -114,7 +147,10 @@ def _resemblance(path: str) -> str:
 
 def typed(where: str, raw: dict[str, Any], kind: type[T], check: Callable[[str, T], None]) -> T:
     """`raw` as a value of a format, after `check`. Raises InputError, naming the file `where`."""
-    refuse_non_finite(where, raw)
+    try:
+        refuse_non_finite(where, raw)
+    except RecursionError:
+        raise InputError(where, "", "values nested too deeply", "a file of this format") from None
     try:
         value = msgspec.convert(raw, kind)
     except (msgspec.ValidationError, OverflowError) as error:
@@ -158,9 +194,22 @@ def _explain(where: str, raw: Any, kind: type[Struct], message: str) -> InputErr
 
 def _unknown_key(where: str, place: str, key: str, kind: type[Struct]) -> InputError:
     fields = _fields_at(kind, place)
-    near = [RENAMED[key]] if RENAMED.get(key) in fields else difflib.get_close_matches(key, fields, n=1)
+    near = [RENAMED[key]] if RENAMED.get(key) in fields else _nearest(key, fields)
     expected = f"{near[0]!r}" if near else f"one of {', '.join(fields)}"
     return InputError(where, f"{place}.{key}" if place else key, "an unknown key", expected)
+
+
+def _nearest(key: str, fields: list[str]) -> list[str]:
+    """The field that the key is most like, as a list of one; empty if it is like none.
+
+    One that begins with the key, or the other way round, is nearer than one with as many equal letters.
+    """
+    if not 2 < len(key) < LONGEST_KEY:
+        return []
+    begins = [name for name in fields if name.startswith(key) or key.startswith(name)]
+    if begins:
+        return [min(begins, key=lambda name: abs(len(name) - len(key)))]
+    return difflib.get_close_matches(key, fields, n=1)
 
 
 def _fields_at(kind: type[Struct], place: str) -> list[str]:

@@ -10,8 +10,8 @@ MAX_BATCH = 2**31 - 1  # keeps every product of two batches within 64 bits
 
 Batch = Annotated[int, Meta(ge=1, le=MAX_BATCH)]
 Share = Annotated[int, Meta(ge=0, le=MAX_BATCH)]
-Seconds = Annotated[float, Meta(gt=0)]
-Elapsed = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0, le=1e12)]  # products and sums of these stay finite
+Elapsed = Annotated[float, Meta(ge=0, le=1e12)]
 Bytes = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Factor = Annotated[float, Meta(ge=1)]

@@ -1,0 +1,40 @@
+"""Where a command may write: to no file that it reads, and pictures only in known formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from pyps.errors import InputError
+from pyps.formats import Cluster
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def not_an_input(option: str, output: Path | None, inputs: Iterable[Path | None]) -> None:
+    """Raises InputError if `output` is one of the inputs, also by another name. None: not given."""
+    for path in inputs:
+        if output is None or path is None:
+            continue
+        try:
+            same = os.path.samefile(output, path)
+        except (OSError, ValueError):  # one of them does not exist
+            same = output == path
+        if same:
+            raise InputError(option, "", f"{output}, which is an input", "another file")
+
+
+def inputs_of(path: Path, cluster: Cluster) -> list[Path]:
+    """A cluster file and the profiles that it names."""
+    return [path, *(Path(group.profile) for group in cluster.worker)]
+
+
+def check_picture(option: str, output: Path | None) -> None:
+    """Raises InputError if the ending of a picture's file names no format, or its folder does not exist."""
+    if output is None:
+        return
+    if output.suffix.lower() not in PICTURES:
+        raise InputError(option, "", f"the ending {output.suffix!r}", f"one of {' '.join(PICTURES)}")
+    if not output.parent.is_dir():
+        raise InputError(option, "", f"no folder {output.parent}", "a file in a folder that exists")
