@@ -167,6 +167,7 @@ def trained(case: tuple[Problem, int, str, int]) -> float:
             cluster(count),
             policy,
             iterations=problem.batches,
+            measure_every=problem.batches * sum(BATCHES[count]),
             seed=seed,
             objective=problem.objective(seed),
             lr=problem.hyper,

@@ -37,9 +37,6 @@ BACKUP = Competitor("backup, k tuned", ("backup:k=1", "backup:k=2", "backup:k=3"
 SSP = Competitor("SSP", ("ssp:bound=3", "ssp:bound=8"))
 ASP, DYNSGD = Competitor("ASP", ("asp",)), Competitor("DynSGD", ("dynsgd",))
 SAPS = Competitor("SaPS", ("saps",))
-DSSP = Competitor("DSSP", ("dssp:bound=3,extra=12",))
-SOFTSYNC = Competitor("n-softsync", ("softsync:n=1", "softsync:n=4"))
-CONSGD, DCASGD = Competitor("ConSGD", ("consgd",)), Competitor("DC-ASGD", ("dcasgd:lambda=0.04",))
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,9 @@ from acceptance import (
     ASP,
     BACKUP,
     BACKUP_ONE,
-    CONSGD,
-    DCASGD,
-    DSSP,
     DYNSGD,
     EVEN,
     SAPS,
-    SOFTSYNC,
     SSP,
     UNIFORM_MARGIN,
     Criterion,
@@ -46,8 +42,7 @@ GAINS = {"many": 2.0, "crowd": 1.6, ROOT64: 1.35, "three": 1.3}  # ASP's time ov
 FEW = "few"
 LEVEL = ("four", "eight", "sixteen", "heavy", "uniform")
 SHARES = (0.125, 0.25, 0.5, 1.0, 2.0)  # of N: bounds to choose from
-WAITING = (EVEN, BACKUP_ONE, BACKUP, SSP)  # and the policies that never wait, but do worse than those drawn
-OTHERS = (DSSP, SOFTSYNC, CONSGD, DCASGD)
+WAITING = (EVEN, BACKUP_ONE, BACKUP, SSP)
 SEEDS, TUNING = tuple(range(201, 213)), (101, 102, 103)
 
 
@@ -60,8 +55,9 @@ def fixed(cluster: str, late: str) -> Competitor:
 
 
 def competitors(cluster: str) -> tuple[Competitor, ...]:
-    free = (SAPS, ASP, DYNSGD, fixed(cluster, "weigh"), fixed(cluster, "drop"))
-    return (*free, EVEN) if cluster in GAINS else (*free, *WAITING, *OTHERS)
+    if cluster not in GAINS:
+        return SAPS, ASP, DYNSGD, *WAITING
+    return SAPS, ASP, DYNSGD, fixed(cluster, "weigh"), fixed(cluster, "drop"), EVEN
 
 
 def saps(budget: Budget, _: Path) -> Findings:
