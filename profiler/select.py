@@ -5,8 +5,8 @@
     table    a nondecreasing polygon: the form blended with the points (pyps.profiler.blend)
 
 A form is kept if it misses no measured batch by more than 10 %, predicts batches left out about as well as
-the blend does, and promises little gain below the smallest measured batch. (The forms other than the line,
-and this rule, are ours.)
+the blend does, and promises little gain below the smallest measured batch, unless four batches prove it.
+(The forms other than the line, and this rule, are ours.)
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from pyps.profiler.fit import (
 from pyps.profiler.statistics import median_and_error
 
 GOOD_ENOUGH = 0.02  # a form with a smaller error at batches left out is kept
-UNMEASURED_GAIN = (
-    0.25  # of the smallest measured batch's time: a form that promises more below it is not kept
-)
+UNMEASURED_GAIN = 0.25  # of the smallest measured time: a form that promises more below needs proof
+CONFIRMING = 4  # batches on a form that prove it, also below the smallest
 LEAST_NOISE = 0.003  # relative: repeats of a batch say nothing of what differs from batch to batch
 RESAMPLES = 200
 CONFIDENCE = 0.90
@@ -109,10 +108,14 @@ def _needs_blend(kind: Kind, fit: Fit, form: Form, walk: Walk, batches: Vector, 
 
     kind, form, fit: the form, and how it was judged. walk: about it. batches, seconds: the points.
     """
-    gain = 1 - float(form(np.ones(1))[0] / form(batches[:1])[0])
-    if gain > UNMEASURED_GAIN or np.abs(form(batches) / seconds - 1).max() > TRUST_TOLERANCE:
+    if np.abs(form(batches) / seconds - 1).max() > TRUST_TOLERANCE:
         return True
-    if (fit.leave_one_out_error or 0.0) <= GOOD_ENOUGH:
+    good = (fit.leave_one_out_error or 0.0) <= GOOD_ENOUGH
+    if good and len(batches) >= CONFIRMING:
+        return False
+    if 1 - float(form(np.ones(1))[0] / form(batches[:1])[0]) > UNMEASURED_GAIN:
+        return True
+    if good:
         return False
     alone, blended = _misses(kind, walk, batches, seconds)
     return soft_l1(blended, NOISE_CEILING) < KNEE_GAIN * soft_l1(alone, NOISE_CEILING)

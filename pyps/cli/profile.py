@@ -223,9 +223,9 @@ def _output_files(
         raise InputError("--plot", "", "--no-plot as well", "one of the two")
     if plot is not None and not matplotlib_present():
         raise InputError("--plot", "", "no matplotlib", "matplotlib: pip install 'pyps-train[plot]'")
-    check_picture("--plot", plot)
     if plot is not None and plot == output:
         raise InputError("--plot", "", f"{plot}, the profile's own name", "another file")
+    check_picture("--plot", plot)
     if plot is None and output is not None and not no_plot and matplotlib_present():
         plot = output.with_suffix(".png")
         if plot == output:
