@@ -63,6 +63,12 @@ def _call(name: str, program: str, arguments: Sequence[str]) -> None:
         for note in getattr(error, "__notes__", ()):
             print(f"{program}: {note}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except UnicodeError as error:  # an argument that is no text in this locale
+        print(
+            f"{program}: found {error.reason if hasattr(error, 'reason') else error}; expected text",
+            file=sys.stderr,
+        )
+        sys.exit(PypsError.exit_code)
     except OSError as error:  # from outside the program: a full disk, a closed terminal
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(PypsError.exit_code)

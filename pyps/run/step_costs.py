@@ -125,6 +125,8 @@ class StepCosts:
         """A line for each rank whose data costs it more time than its compute."""
         reasons = []
         for rank in ranks:
+            if not self._found[rank].seconds:
+                continue
             cost, _ = median_and_error(list(self._found[rank].seconds))
             compute = max(0.0, cost - self._found[rank].data_seconds)
             if cost > (1 + LOADING_SHARE) * compute:

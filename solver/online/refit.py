@@ -114,8 +114,8 @@ class OnlineCost:
 
     def observe(self, batch: int, times: Sequence[float]) -> None:
         """Take in one window: the seconds of its steps, each of `batch` samples."""
-        if not math.isfinite(self.prior.seconds(batch)):
-            return  # a table says nothing of this batch
+        if not times or not math.isfinite(self.prior.seconds(batch)):
+            return  # nothing was timed, or a table says nothing of this batch
         middle = median_low(times)  # of two steps the quicker: what disturbs a single step delays it
         if len(times) >= SCATTER_FROM:
             share = len(times) / (len(times) + SCATTER_KEPT)
