@@ -51,6 +51,7 @@ GOODBYE_SECONDS = 1.0
 DEAD_LINK_MS = 8000  # sent and not acknowledged for so long: the kernel gives the connection up
 MAX_RESENDS = 30  # without a reply, at growing intervals
 MAX_BACKOFF_SECONDS = 2.0
+STALLED_PONGS = 3 * PINGS_PER_TIMEOUT  # without progress: what is not there by then will not come
 STOP = "inproc://stop"
 WATCHED = (
     zmq.EVENT_DISCONNECTED
@@ -120,6 +121,7 @@ class Client:
             if self._broken():
                 self._reconnect()
             self._unanswered[self._seq] = [encode(call), *frames]
+            self._heartbeat.expect_progress()
             self._send(self._unanswered[self._seq])
             if self._receiving:  # what it waits on may have been used up
                 os.eventfd_write(self._bell, 1)
@@ -227,7 +229,7 @@ class Client:
                     self._replies[reply.seq] = (reply, rest)
                     self._breaks = 0
                     self._changed.notify_all()
-        if self._broken():
+        if self._broken() or self._heartbeat.stalled(self._unanswered):
             self._breaks += 1
             self._reconnect()
 
@@ -237,6 +239,7 @@ class Client:
         if self._breaks > 1:
             time.sleep(min(MAX_BACKOFF_SECONDS, 0.05 * 2**self._breaks))
         self._connect()
+        self._heartbeat.expect_progress()
         for frames in self._unanswered.values():
             self._send(frames)
             self.traffic.resent += 1
@@ -282,6 +285,8 @@ class Heartbeat(threading.Thread):
         self._context, self._dial, self._ping = context, dial, encode(Ping(session))
         self._interval, self._max_missed = CONNECT_SECONDS / PINGS_PER_TIMEOUT / 4, PINGS_PER_TIMEOUT * 4
         self._missed = 0
+        self._progress = Pong(b"")
+        self._unchanged = 0  # pongs since there was progress
         self._server: bytes | None = None
         self._trouble = ""
         self._bell = context.socket(zmq.PAIR)
@@ -299,6 +304,16 @@ class Heartbeat(threading.Thread):
         """Ping as often as the server's client timeout asks for."""
         self._server = self._server or server
         self._interval, self._max_missed = client_timeout_seconds / PINGS_PER_TIMEOUT, PINGS_PER_TIMEOUT
+
+    def expect_progress(self) -> None:
+        """Calls are sent from now on."""
+        self._unchanged = 0
+
+    def stalled(self, unanswered: Iterable[int]) -> bool:
+        """Whether one of these calls, or its small reply, got lost: the connection lives, but nothing comes."""
+        if self._unchanged < STALLED_PONGS:
+            return False
+        return any(seq > self._progress.taken or seq <= self._progress.answered for seq in unanswered)
 
     def stop(self) -> None:
         self._bell.send(b"")
@@ -322,6 +337,8 @@ class Heartbeat(threading.Thread):
             pong = decode_reply(socket.recv_multipart()[0])
             if isinstance(pong, Pong):
                 received = True
+                self._unchanged = self._unchanged + 1 if pong == self._progress else 0
+                self._progress = pong
                 if self._server is not None and pong.server != self._server:
                     self._trouble = "the server was restarted; whether it took the last push is not known"
         return received

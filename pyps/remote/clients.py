@@ -63,6 +63,16 @@ class ClientRecord:
         """The number of the next call."""
         return max(self.taken, self.received) + 1
 
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """What a pong says of it: taken, left and answered."""
+        small = all(len(frames) == 1 for frames in self.replies.values())
+        return (
+            self.taken,
+            sum(one.left for one in self.incoming),
+            max(self.replies, default=0) if small else 0,
+        )
+
     def follow(self, connection: Connection) -> None:
         """Send replies to this connection, unless there was a newer one."""
         if connection.number >= self.connection:

@@ -120,6 +120,10 @@ class Connections:
         self.cut_off += 1
         with contextlib.suppress(OSError), _borrowed(one.descriptor) as end:
             if _cookie_of(end) == one.cookie:  # else it has ended, and its descriptor is another's
+                if (
+                    end.family != socket.AF_UNIX
+                ):  # reset, or a peer with a full buffer hears of it a minute later
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 end.shutdown(socket.SHUT_RDWR)
 
     def _follow(self) -> None:

@@ -308,7 +308,8 @@ class Server:
             if record is not None:
                 self._clients.end(message.session)
         else:
-            self._send(connection.identity, [encode(Pong(self._site.server))])
+            progress = (0, 0, 0) if record is None else record.progress
+            self._send(connection.identity, [encode(Pong(self._site.server, *progress))])
 
     def _take_call(self, connection: Connection, peer: str, record: ClientRecord | None, call: Call) -> None:
         """Begin a new call, answer a repeated one again, refuse others; their numbers are dropped."""

@@ -13,7 +13,8 @@ parts of one message would all wait in the server's memory, uncounted, until the
                         Bye(session)        nothing comes back
     server -> client    Answer(seq, value) [numbers ...]
                         Failure(seq, code, what, message)
-                        Pong(server)        another server than before: it was restarted
+                        Pong(server, ...)   another server than before: it was restarted; no progress for
+                                            long: a call or its reply got lost, and the call is sent again
 
 Numbers are little-endian fp32, a codec's bytes, or (steps of a snapshot) 64-bit.
 """
@@ -105,7 +106,16 @@ class Failure(_Message, frozen=True):
 
 
 class Pong(_Message, frozen=True):
+    """How far the calls of the ping's session are.
+
+    taken: those up to it have come whole. left: bytes that are still to come of the next one. answered: replies
+    up to it were sent, and had no numbers; 0 while a reply with numbers may be on its way.
+    """
+
     server: bytes
+    taken: int = 0
+    left: int = 0
+    answered: int = 0
 
 
 class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

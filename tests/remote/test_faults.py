@@ -77,6 +77,37 @@ def value(store: Store) -> float:
     return float(only)
 
 
+@pytest.mark.parametrize("lost", ["_add", "_begin", "_reply"])
+def test_what_gets_lost_while_the_connection_lives_comes_again(
+    store: Store, server: Server, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """The numbers of a push, the whole call, or its reply."""
+    dropped: list[object] = []
+    act = getattr(Server, lost)
+
+    def drop_one(self: Server, *arguments: Any) -> None:
+        if dropped:
+            act(self, *arguments)
+            return
+        dropped.append(arguments)
+        if lost == "_add":
+            arguments[0].incoming = None
+        elif lost == "_begin":
+            arguments[1].forget_incoming()
+
+    with open_remote(server.address) as far:
+        store.join(1)
+        far.join(0)
+        claim = far.start()
+        monkeypatch.setattr(Server, lost, drop_one)
+        staging = far.stage()
+        staging["w"][:] = 1.0
+        assert far.push(staging, claim.count, HYPER).version == 1
+        assert dropped
+        assert far.traffic.resent == 1
+        assert store.status().version == 1
+
+
 @pytest.mark.parametrize("exchange", [False, True])
 def test_a_lost_reply_does_not_push_twice(store: Store, server: Server, exchange: bool) -> None:
     with (

@@ -244,7 +244,7 @@ def test_when_checkpoints_are_written(shm: Path, plan: Path, tmp_path: Path) -> 
 
 def test_the_rank_that_makes_the_store_writes(plan: Path, tmp_path: Path) -> None:
     """Of several launchers, that of rank 0; with keep_checkpoints=0, none."""
-    for changes in ({"ranks": [1], "connect": "tcp://127.0.0.1:1/x"}, {"keep_checkpoints": 0}):
+    for changes in ({"ranks": [1], "connect": "tcp://127.0.0.1:1/x?insecure=1"}, {"keep_checkpoints": 0}):
         options = RunOptions(samples=8, run_dir=tmp_path / str(len(changes)), checkpoint_every=1, **changes)
         spec = prepare(plan, script(tmp_path), options)
         writer = Checkpointer(spec, lambda *_: None, lambda _: None)
