@@ -310,7 +310,7 @@ class Heartbeat(threading.Thread):
         self._unchanged = 0
 
     def stalled(self, unanswered: Iterable[int]) -> bool:
-        """Whether one of these calls, or its small reply, got lost: the connection lives, but nothing comes."""
+        """Whether one of these calls, or its small reply, got lost: pongs come, but nothing else."""
         if self._unchanged < STALLED_PONGS:
             return False
         return any(seq > self._progress.taken or seq <= self._progress.answered for seq in unanswered)

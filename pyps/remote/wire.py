@@ -108,8 +108,8 @@ class Failure(_Message, frozen=True):
 class Pong(_Message, frozen=True):
     """How far the calls of the ping's session are.
 
-    taken: those up to it have come whole. left: bytes that are still to come of the next one. answered: replies
-    up to it were sent, and had no numbers; 0 while a reply with numbers may be on its way.
+    taken: those up to it have come whole. left: bytes that are still to come of the next one.
+    answered: replies up to it were sent, and had no numbers; 0 while one with numbers may be on its way.
     """
 
     server: bytes
