@@ -1,6 +1,6 @@
 """Where a server's unix socket lies: a folder that only this user may enter, among the segments.
 
-A lock beside the socket is held as long as its server lives: libzmq takes over a bound path without a word.
+A server holds a lock file next to its socket as long as it lives: libzmq would take over a bound path.
 """
 
 from __future__ import annotations
