@@ -68,13 +68,13 @@ bench: .venv/bench
 	$(PY) benchmarks/pulls.py --docs
 	$(PY) benchmarks/remote.py --docs
 	$(PY) benchmarks/solver.py --docs
-	$(PY) benchmarks/outside.py --docs
 	$(PY) benchmarks/ddp.py --docs
 	$(PY) benchmarks/simulate.py --full --docs
 	$(PY) benchmarks/learning_rate.py --docs
 	$(PY) benchmarks/checkpoint.py --docs
 	$(PY) benchmarks/modes.py --docs
 	$(PY) benchmarks/data.py --docs
+	$(PY) benchmarks/outside.py --docs
 
 papers: .venv/core
 	$(PY) benchmarks/papers/papers.py --docs

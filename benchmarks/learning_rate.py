@@ -17,7 +17,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NoReturn
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -119,10 +118,6 @@ PROBLEMS = (
 )
 
 
-def _no_batch(count: int) -> NoReturn:
-    raise NotImplementedError("the images are in memory")
-
-
 def resnet(seed: int) -> TorchObjective:
     """Two residual blocks with batch normalization on the digits; its loss is one of batch statistics."""
     import torch
@@ -149,8 +144,9 @@ def resnet(seed: int) -> TorchObjective:
     model = nn.Sequential(Block(1, 8, 1), Block(8, 16, 2), *ends)
     x, y = load_digits(return_X_y=True)
     images = torch.tensor(x / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
-    task = TrainingTask(model, _no_batch, nn.functional.cross_entropy)
-    return TorchObjective(task, images, torch.tensor(y), seed)
+    labels = torch.tensor(y)
+    task = TrainingTask(model, lambda count: (images[:count], labels[:count]), nn.functional.cross_entropy)
+    return TorchObjective(task, images, labels, seed)
 
 
 def cluster(count: int) -> Scenario:

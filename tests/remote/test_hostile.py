@@ -432,19 +432,42 @@ FRAMES = st.one_of(
     st.binary(max_size=40),
     st.builds(
         lambda verb, arguments, follow: (verb, arguments, follow),
-        st.sampled_from(["hello", "create", "join", "start", "push", "transfer", "snapshot", "replan", "pull",
-                         "set_schedule", "set_data_set", "wait", "leave", "rejoin", "read_state", "nothing"]),
+        st.sampled_from(
+            [
+                "hello",
+                "create",
+                "join",
+                "start",
+                "push",
+                "transfer",
+                "snapshot",
+                "replan",
+                "pull",
+                "set_schedule",
+                "set_data_set",
+                "wait",
+                "leave",
+                "rejoin",
+                "read_state",
+                "nothing",
+            ]
+        ),
         st.lists(
             st.one_of(
-                st.integers(-(1 << 63), (1 << 64) - 1), st.floats(), st.text(max_size=5), st.none(),
-                st.just("model"), st.just(PROTOCOL), st.lists(st.integers(-3, 1 << 40), max_size=4),
+                st.integers(-(1 << 63), (1 << 64) - 1),
+                st.floats(),
+                st.text(max_size=5),
+                st.none(),
+                st.just("model"),
+                st.just(PROTOCOL),
+                st.lists(st.integers(-3, 1 << 40), max_size=4),
                 st.dictionaries(st.sampled_from(["samples", "lr", "codec", "push"]), st.integers(-1, 9)),
             ),
             max_size=3,
         ),
         st.sampled_from([0, 0, 0, 1, 100, FRAME_BYTES, 1 << 40]),
     ),
-)  # fmt: skip
+)
 
 
 def test_any_frames_of_an_admitted_client_leave_the_others_served(store: Store) -> None:
@@ -460,9 +483,12 @@ def test_any_frames_of_an_admitted_client_leave_the_others_served(store: Store) 
 def _attack_with_frames(server: Server) -> None:
 
     @settings(
-        max_examples=15, deadline=None, derandomize=True, database=None,
+        max_examples=15,
+        deadline=None,
+        derandomize=True,
+        database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )  # fmt: skip
+    )
     @given(st.lists(FRAMES, max_size=6))
     def attack(frames: list[Any]) -> None:
         with RawClient(server.address) as client:

@@ -9,32 +9,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning_tools import profile
 
 from pyps.errors import InputError
-from pyps.formats import Cluster, Device, Fit, ModelInfo, Plan, Point, Profile, RunTable, WorkerGroup
+from pyps.formats import Cluster, Plan, Profile, RunTable, WorkerGroup
 from pyps.formats.cluster import Job
 from pyps.formats.plan import check_plan
 from pyps.run.ranks import even_plan, with_split
 from pyps.solver.plan import make_plan
-
-PARAMETERS = 100_000
-
-
-def profile(per_sample: float, fixed: float, most: int | None = None) -> Profile:
-    fit = Fit(
-        kind="affine",
-        fixed_seconds=fixed,
-        per_sample_seconds=per_sample,
-        trusted_min_batch=1,
-        trusted_max_batch=512,
-    )
-    return Profile(
-        device=Device(name="d"),
-        model=ModelInfo(name="m", parameters=PARAMETERS),
-        points=[Point(batch=1, seconds=1.0)],
-        fit=fit,
-        max_batch=most,
-    )
 
 
 def planned(profiles: list[Profile], global_batch: int, steps: int, **group: Any) -> Plan:

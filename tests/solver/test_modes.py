@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning_tools import profile
 
 from pyps.errors import InputError
 from pyps.formats import (
     Cluster,
-    Device,
-    Fit,
-    ModelInfo,
     Pace,
     Plan,
-    Point,
     Profile,
     RunTable,
     WorkerMode,
@@ -35,27 +32,9 @@ from pyps.solver.plan import even_batches, make_plan, planning_problem
 from pyps.solver.ranks import planned_ranks
 from pyps.store.policies import Policy, policy_named
 
-PARAMETERS = 100_000
 MOVED = 4 * 32_768  # the chunks that the store moves for them
 SAME = 1e-9  # relative
 CLOSE = 1e-6  # relative: HiGHS' tolerance
-
-
-def profile(per_sample: float, fixed: float, most: int | None = None) -> Profile:
-    fit = Fit(
-        kind="affine",
-        fixed_seconds=fixed,
-        per_sample_seconds=per_sample,
-        trusted_min_batch=1,
-        trusted_max_batch=512,
-    )
-    return Profile(
-        device=Device(name="d"),
-        model=ModelInfo(name="m", parameters=PARAMETERS),
-        points=[Point(batch=1, seconds=1.0)],
-        fit=fit,
-        max_batch=most,
-    )
 
 
 def cluster_of(B: int, links: list[dict[str, Any]], **tables: Any) -> Cluster:
