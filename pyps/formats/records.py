@@ -7,7 +7,6 @@ rebalancing are computed from these records.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -66,20 +65,6 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     def seconds(self, kind: SpanKind) -> float:
         """The sum of the step's spans of one kind."""
         return sum(end - begin for name, begin, end in self.spans if name == kind)
-
-    @property
-    def cost_seconds(self) -> float:
-        """What the step costs this rank: compute and the wait for data, or the loader's time if longer.
-
-        A slow loader need not show as a wait: it also loads while its rank waits for the others.
-        """
-        return step_cost(self.spans, self.loader_seconds)
-
-
-def step_cost(spans: Iterable[Span], loader_seconds: float) -> float:
-    """As StepRecord.cost_seconds."""
-    own = sum(end - begin for kind, begin, end in spans if kind in ("compute", "data"))
-    return max(own, loader_seconds)
 
 
 def split_spans(record: StepRecord) -> tuple[list[Span], list[Span]]:

@@ -6,7 +6,9 @@ What comes next is the claims made ahead, under a policy that allows them; other
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +19,26 @@ from pyps.worker.loader import Loader, LoaderOptions
 from pyps.worker.samples import Source
 from pyps.worker.seeding import Draw, seed_generators
 from pyps.worker.step import Step
+
+
+class Waits:
+    """Waits for batches: what of them is the cost of loading.
+
+    Loader processes that began together also end together: their batches come in groups, of which only the
+    first is waited for, so each counts the mean. A batch that was asked for late counts none: after a re-plan
+    the loader first ends what is dropped, which later batches do not wait for.
+    """
+
+    def __init__(self, loader_workers: int) -> None:
+        self._group: deque[float] = deque(maxlen=max(1, loader_workers))
+
+    def cost(self, waited: float, early: bool) -> float:
+        """Seconds of a step that has waited so long for its batch."""
+        if not early:
+            self._group.clear()
+            return 0.0
+        self._group.append(waited)
+        return fmean(self._group)
 
 
 class BatchFeed:
@@ -41,6 +63,7 @@ class BatchFeed:
         self._seed, self._client, self._claim_ahead = source.seed, client, claim_ahead
         self._at_once, self._forecast = at_once, forecast
         self._loader = Loader(source, options)
+        self._waits = Waits(self._loader.workers)
         self._began = False
         client.after_claim_ahead = self._append
         try:
@@ -68,13 +91,14 @@ class BatchFeed:
         first = step.claim.first + step.claim.count - step.left - step.micro
         wanted = (first, step.micro)
         self._align((first + step.micro, step.left), wanted)
-        batch, seconds = self._loader.take(wanted)
-        step.loader_seconds += seconds
+        loaded = self._loader.take(wanted)
+        step.loader_seconds += loaded.seconds
         step.loader_workers = self._loader.workers
         seed_generators(self._seed, first, Draw.STEP)
         step.began = time.monotonic()
         step.spans.append(("data", began, step.began))
-        return batch
+        step.late_seconds += self._waits.cost(step.began - began, loaded.early)
+        return loaded.data
 
     def _align(self, rest: Positions, *first: Positions) -> None:
         """Have these loaded, then the rest of the claim, then the claims that come next."""

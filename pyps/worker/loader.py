@@ -68,12 +68,28 @@ class LoaderOptions:
 
 @dataclass(slots=True)
 class BatchPart:
-    """A part of a wanted batch. last: no part follows. valid: False once it is not wanted any more."""
+    """A part of a wanted batch.
+
+    last: no part follows. valid: False once it is not wanted any more. early: it was asked for while the one
+    before it was loaded or computed, and behind nothing that is dropped.
+    """
 
     wanted: Positions
     task: Task | None
     last: bool = True
     valid: bool = True
+    early: bool = False
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A batch. seconds: for which it kept the loader busy. early: as of its parts, or there is no loader
+    process: a wait for it is what loading costs.
+    """
+
+    data: Any
+    seconds: float
+    early: bool
 
 
 class IndexQueue:
@@ -152,17 +168,17 @@ class Loader:
                 same += 1
             kept = known[start : start + same] if same < len(wanted) else known[start:]
             self._drop({*known} - {*kept})
-            self._request(wanted[same:], divided=len(wanted) < self.workers)
+            self._request(wanted[same:], divided=len(wanted) < self.workers, early=same > 0)
 
     def append(self, wanted: Sequence[Positions]) -> None:
         """Load these after all that is wanted already."""
         with self._lock:
-            self._request(wanted, divided=len(wanted) < self.workers)
+            self._request(wanted, divided=len(wanted) < self.workers, early=True)
 
-    def take(self, wanted: Positions) -> tuple[Any, float]:
-        """A batch that align() asked for, and the seconds for which it kept the loader busy."""
+    def take(self, wanted: Positions) -> Loaded:
+        """A batch that align() asked for."""
         self.fingerprint()
-        parts, spent = [], 0.0
+        parts, spent, early = [], 0.0, True
         while True:
             with self._lock:
                 piece, data, seconds = self._next()
@@ -172,8 +188,10 @@ class Loader:
                 raise RuntimeError(f"the loader gave positions {piece.wanted}, not {wanted}")
             parts.append(data)
             spent += seconds
+            early = early and piece.early
             if piece.last:
-                return join_batches(parts), spent / max(1, self.workers)
+                seconds = spent / max(1, self.workers)
+                return Loaded(join_batches(parts), seconds, early or not self.workers)
 
     def close(self) -> None:
         """End the loader processes. Idempotent."""
@@ -197,14 +215,15 @@ class Loader:
             piece.valid &= piece.wanted not in unwanted
         self._queue.waiting = deque(p for p in self._queue.waiting if p.wanted not in unwanted)
 
-    def _request(self, wanted: Sequence[Positions], *, divided: bool) -> None:
+    def _request(self, wanted: Sequence[Positions], *, divided: bool, early: bool) -> None:
         """Put the tasks for these into the queue, and send as many as there is room for."""
+        early = early and all(piece.valid for piece in self._queue.sent)
         for first, count in wanted:
             parts = min(count, self.workers) if divided and self._divides else 1
             cuts = [count * k // parts for k in range(parts + 1)]
             for begin, end in pairwise(cuts):
                 task = self._task(first + begin, end - begin)
-                self._queue.waiting.append(BatchPart((first, count), task, last=end == count))
+                self._queue.waiting.append(BatchPart((first, count), task, last=end == count, early=early))
         if self._iterator is None or not self.workers:
             return
         # The DataLoader asks for an index when it gives out a batch, and stops asking once there was none. It

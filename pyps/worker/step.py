@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyps.formats.records import Span, StepRecord, step_cost
+from pyps.formats.records import Span, StepRecord
 from pyps.native.values import Claim, PushResult
 from pyps.store.staging import StagingBuffer
 
@@ -48,6 +48,7 @@ class Step:
         self.overrun_seconds = 0.0
         self.loader_seconds = 0.0  # that the loader was busy with this step's samples
         self.loader_workers = 0
+        self.late_seconds = 0.0  # that it waited for them because loading takes long
         self.micro = 0  # samples of the micro-batch under way; 0: step() has been called for it
         self.micro_before = 0  # of the last one that began
         self.left = claim.count  # samples of later micro-batches
@@ -62,15 +63,22 @@ class Step:
         return self.micro / self.done
 
     @property
+    def compute_seconds(self) -> float:
+        """Of this rank's device."""
+        return sum(end - begin for kind, begin, end in self.spans if kind == "compute")
+
+    @property
     def cost_seconds(self) -> float:
-        """What it has cost this rank: see StepRecord."""
-        return step_cost(self.spans, self.loader_seconds)
+        """What a step costs this rank: compute and what its batch is late, or the loader's time if longer.
+
+        A slow loader need not show as a wait: it also loads while its rank waits for the others.
+        """
+        return max(self.compute_seconds + self.late_seconds, self.loader_seconds)
 
     @property
     def data_seconds(self) -> float:
         """Of these, what is not compute."""
-        compute = sum(end - begin for kind, begin, end in self.spans if kind == "compute")
-        return max(0.0, self.cost_seconds - compute)
+        return self.cost_seconds - self.compute_seconds
 
     def record(self, rank: int, number: int, outcome: Outcome, depth: int) -> StepRecord:
         """What is kept of the step once its gradient was admitted or dropped."""

@@ -12,11 +12,13 @@ from run_tools import make_record, make_ring
 from virtual_rounds import VirtualRounds
 
 from pyps.formats import EvenSplit, Fit, HpsEstimate, Plan, PlanWorker, write_json
-from pyps.formats.records import RecordWriter, RunReader, Span, StepRecord, read_run, record_path
+from pyps.formats.records import RecordWriter, RunReader, StepRecord, read_run, record_path
+from pyps.native.values import Claim
 from pyps.run import RunOptions, run
 from pyps.run.rebalance import WINDOW_STEPS
 from pyps.solver.online.decide import Split, best_split, round_seconds
 from pyps.solver.ranks import cost_of
+from pyps.worker.step import Step
 
 Costs = tuple[tuple[float, float], ...]
 
@@ -189,13 +191,15 @@ def test_a_slow_loader_gives_samples_away_though_it_never_shows_as_a_wait(
     assert sum(run.split) == GLOBAL_BATCH
 
 
-def test_the_training_threads_own_loading_counts_as_compute(tmp_path: Path) -> None:
-    spans: list[Span] = [("data", 0.0, 0.3), ("compute", 0.3, 0.4)]
-    alone = msgspec.structs.replace(make_record(0, 1, 4, spans), loader_seconds=0.3)
-    assert alone.cost_seconds == pytest.approx(0.4)
-    hidden = make_record(0, 1, 4, [("data", 0.0, 0.0), ("compute", 0.3, 0.4)])
-    hidden = msgspec.structs.replace(hidden, loader_seconds=0.3, loader_workers=2)
-    assert hidden.cost_seconds == pytest.approx(0.3)
+def test_what_loading_adds_to_the_cost_of_a_step() -> None:
+    def step(late: float, loader: float) -> Step:
+        made = Step(Claim(0, 4, 4, 0, 0, 0.0), None, 0, [("data", 0.0, 0.9), ("compute", 0.9, 1.0)])  # type: ignore[arg-type]
+        made.late_seconds, made.loader_seconds = late, loader
+        return made
+
+    alone, hidden, dropped = step(0.3, 0.3), step(0.0, 0.3), step(0.0, 0.05)
+    assert [s.cost_seconds for s in (alone, hidden, dropped)] == pytest.approx([0.4, 0.3, 0.1])
+    assert [s.data_seconds for s in (alone, hidden, dropped)] == pytest.approx([0.3, 0.2, 0.0])
 
 
 def test_caps_hold(tmp_path: Path) -> None:

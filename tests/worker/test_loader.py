@@ -27,6 +27,7 @@ from pyps.formats.records import StepRecord, read_run
 from pyps.native.values import Claim
 from pyps.store import Store
 from pyps.store.policies import Policy
+from pyps.worker.feed import Waits
 from pyps.worker.fingerprint import fingerprint_of
 from pyps.worker.forecast import RoundForecast
 from pyps.worker.loader import Loader, LoaderOptions
@@ -83,9 +84,37 @@ def test_a_batch_is_of_the_positions_it_is_taken_for(collate_fn: Any) -> None:
                 ahead.append((at, count))
                 at += count
             first, count = ahead.pop(0)
-            batch, _ = loader.take((first, count))
+            batch = loader.take((first, count)).data
             found = [i for i, _ in batch] if collate_fn else batch[0].tolist()
             assert found == indices(first, count, LENGTH, SEED).tolist()
+
+
+@pytest.mark.slow
+def test_a_batch_is_early_that_was_asked_for_in_advance_and_behind_nothing_dropped() -> None:
+    with make_loader(2, list) as loader:
+        loader.align([(0, 5), (5, 5)])
+        assert not loader.take((0, 5)).early, "nothing was being loaded"
+        loader.append([(10, 5)])
+        loader.take((5, 5))
+        assert loader.take((10, 5)).early
+        loader.append([(15, 5), (20, 5)])
+        loader.align([(15, 2), (17, 2)])  # a re-plan: both larger batches are dropped
+        loader.append([(19, 2)])
+        assert [loader.take((first, 2)).early for first in (15, 17, 19)] == [False] * 3
+        loader.append([(21, 2)])
+        assert loader.take((21, 2)).early
+    with make_loader(0) as alone:
+        alone.align([(0, 5)])
+        assert alone.take((0, 5)).early, "all of the wait is this batch's"
+
+
+def test_waits_for_groups_of_batches_are_shared_and_those_of_a_re_plan_do_not_count() -> None:
+    waits = Waits(2)
+    steady = [waits.cost(seconds, True) for seconds in (0.2, 0.0, 0.2, 0.0, 0.2)]
+    assert steady[1:] == pytest.approx([0.1] * 4)
+    assert [waits.cost(0.9, False), waits.cost(0.0, True), waits.cost(0.0, True)] == [0.0, 0.0, 0.0]
+    alone = Waits(0)
+    assert [alone.cost(seconds, True) for seconds in (0.3, 0.1)] == [0.3, 0.1]
 
 
 def claim(first: int, count: int, number: int, batch: int | None = None) -> Claim:
