@@ -163,11 +163,16 @@ def reached(run: dict[str, Any], goal: float) -> float:
 
 
 def launch(
-    job: str, chosen: dict[str, Any], hosts: list[list[str]], address: str = "127.0.0.1", **more: str
+    job: str,
+    chosen: dict[str, Any],
+    hosts: list[list[str]],
+    address: str = "127.0.0.1",
+    script: str = "ddp_ranks.py",
+    **more: str,
 ) -> list[dict[str, Any]]:
-    """The output of each rank of a job, from JSON; rank k's command begins with hosts[k]."""
+    """The output of each rank of a script's job, from JSON; rank k's command begins with hosts[k]."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": address, "MASTER_PORT": "29571", **more}
-    command = [sys.executable, str(HERE / "ddp_ranks.py"), job, json.dumps(chosen)]
+    command = [sys.executable, str(HERE / script), job, json.dumps(chosen)]
     with tempfile.TemporaryDirectory() as folder:
         running = []
         for rank, host in enumerate(hosts):

@@ -8,7 +8,7 @@ weighted_hook(model)
 from pyps.solver.online.decide import SplitChange
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.checkpoint import load, save
-from pyps.torch.hook import WeightedHook, weighted_hook
+from pyps.torch.hook import weighted_hook
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.metrics import to_sink
 from pyps.torch.noise import GradientNoise
@@ -17,6 +17,7 @@ from pyps.torch.rebalance import RankState, Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.scale import loss_scale
 from pyps.torch.stream import UnevenIterableDataset
+from pyps.torch.weighted import WeightedHook
 
 __all__ = [
     "Cause",

@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from pyps.errors import InputError
 from pyps.formats import Profile
 from pyps.torch.adapter import UnevenRun, check_processes, even_loader, uneven_loader
-from pyps.torch.hook import Wire, weighted_hook
+from pyps.torch.ddp_hook import Wire
+from pyps.torch.hook import weighted_hook
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.schedule import PlanLike
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from pyps.errors import InputError
 from pyps.torch.schedule import micro_batches
+from pyps.torch.weighting import rows_of
 
 CHECKED = 20  # rounds: reading weights of a GPU makes the CPU wait
 CLOSE = 1e-6  # shares that add up to 1, in float32
@@ -78,13 +79,11 @@ class MicroBatches:
 
     def cut(self, batch: Any, parts: int) -> Iterator[Any]:
         """Tensors of a batch in `parts` micro-batches, each ready for a forward and a backward pass."""
-        from pyps.torch.hook import rows_of
-
         rows = rows_of(batch)
         if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
             raise InputError("accumulate", "parts", repr(parts), "a whole number from 1")
         cuts = micro_batches(0, rows, min(parts, rows))
-        return self.passes((_rows(batch, rows, low, high) for low, high in cuts), len(cuts))
+        return self.passes((rows_between(batch, rows, low, high) for low, high in cuts), len(cuts))
 
     def passes(self, source: Iterator[Any], count: int) -> Iterator[Any]:
         """`count` micro-batches out of a source; only the last one's backward pass reduces."""
@@ -150,7 +149,7 @@ def _unit(weight: Any, total: Any = 1.0) -> Any:
     return (weight or 1.0) if total else 0.0
 
 
-def _rows(batch: Any, rows: int, low: int, high: int) -> Any:
+def rows_between(batch: Any, rows: int, low: int, high: int) -> Any:
     """Some rows of all tensors that have as many as the batch; anything else as it is."""
 
     def cut(leaf: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from pyps.errors import InputError
 from pyps.formats import Profile
-from pyps.torch.hook import WeightedHook
+from pyps.torch.ddp_hook import DDPHook
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
@@ -43,7 +43,7 @@ class UnevenRun:
         self.profile, self.max_batch, self.rebalance = profile, max_batch, rebalance
         self.sampler: UnevenBatchSampler | None = None
         self.loader: Any = None
-        self.hook: WeightedHook | None = None
+        self.hook: DDPHook | None = None
         self.balance: Rebalancer | None = None
         self._skipped = 0, 0  # an epoch, and the rounds of it that were trained before this process
         self._connected = False
@@ -51,7 +51,7 @@ class UnevenRun:
         self._is_reduced = False  # whether there was a gradient since the last round ended
         self.read_ahead = 0  # rounds that the first pass reads and does not train
 
-    def weight(self, hook: WeightedHook) -> None:
+    def weight(self, hook: DDPHook) -> None:
         """Take the model's hook. Each loss is the mean over its micro-batch."""
         self.hook = hook
         hook.micro_batches.managed = True

@@ -6,8 +6,9 @@ compared with the results of the usual mistakes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from pyps.errors import InputError
-from pyps.torch.hook import rows_of
 from pyps.torch.norm import UnevenSyncBatchNorm, equally_weighted
 from pyps.torch.schedule import PlanLike, read_split
+from pyps.torch.weighted import unweighted
+from pyps.torch.weighting import rows_of
 
 TOLERANCE = 1e-3  # relative: well above fp32's rounding, well below the effect of any of the mistakes
 Loss = Callable[..., torch.Tensor]
@@ -64,15 +66,14 @@ def check_gradient(
 ) -> GradientCheck:
     """Compare on all ranks; gradients, buffers and random states stay as they were.
 
-    model: DistributedDataParallel, with its hook. loss: (model, *batch) -> the scalar to call backward() on.
-    batch: this rank's tensors, samples in the first dimension. plan: if given, the batches must match it.
-    Every rank needs memory for all ranks' samples. With int8 or int4 call it before training, because it
-    reduces like a step and changes the kept errors. Raises InputError for another model, or batches that are
-    not the plan's.
+    model: DistributedDataParallel or from fully_shard, with its hook. loss: (model, *batch) -> the scalar to
+    call backward() on. batch: this rank's tensors, samples in the first dimension. plan: if given, the
+    batches must match it. Every rank needs memory for all ranks' samples. With int8 or int4 call it before
+    training, because it reduces like a step and changes the kept errors. Raises InputError for another model,
+    or batches that are not the plan's.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise InputError("check_gradient", "model", type(model).__name__, "a DistributedDataParallel")
-    group, module = model.process_group, model.module
+    reductions = _reductions_of(model)
+    group, module = reductions.group, reductions.module
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, tree_map(_to("cpu"), tuple(batch)), group=group)
     batches = tuple(rows_of(one) for one in gathered)
@@ -80,19 +81,83 @@ def check_gradient(
         raise InputError("check_gradient", "batches", f"{batches}", f"the plan's {planned}")
     whole = tree_map(_to(next(module.parameters()).device), tree_map(_concatenated, *gathered))
     with _restored(model), equally_weighted(module):
-        own = _gradient(module, loss, batch)
-        right = _gradient(module, loss, whole)
-        is_sum = _is_sum(module, loss, whole)
+        right = reductions.alone(loss, whole)
+        averaged, weighted = reductions.averages(loss, batch, rows_of(batch) / sum(batches))
+        with reductions.uncounted():
+            is_sum = _is_sum(module, loss, whole)
     with _restored(model):
         reduced = _reduced(model, loss, batch)
     if is_sum:
         right = right / sum(batches)
-    sums = torch.stack([own, own * rows_of(batch)])
-    dist.all_reduce(sums, group=group)
-    candidates = _Candidates(right, sums[1] / sum(batches), sums[0] / len(batches), sums[0])
-    return GradientCheck(
-        _relative_error(reduced, right), _cause(reduced, candidates, module, is_sum), batches
-    )
+    known = _Candidates(right, weighted, averaged, averaged * len(batches), reductions.error)
+    return GradientCheck(reductions.error(reduced, right), _cause(reduced, known, module, is_sum), batches)
+
+
+class _InDDP:
+    """Reductions of a DistributedDataParallel model; gradients are whole on every rank."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.module: nn.Module = model.module
+        self.group: dist.ProcessGroup = model.process_group
+
+    def alone(self, loss: Loss, whole: Sequence[Any]) -> torch.Tensor:
+        """The gradient of all samples, without a reduction."""
+        return _gradient(self.module, loss, whole)
+
+    def averages(self, loss: Loss, batch: Sequence[Any], share: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ranks' gradients with equal weights, and with their shares of the samples."""
+        own = _gradient(self.module, loss, batch)
+        sums = torch.stack([own / dist.get_world_size(self.group), own * share])
+        dist.all_reduce(sums, group=self.group)
+        return sums[0], sums[1]
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def error(self, found: torch.Tensor, right: torch.Tensor) -> float:
+        return float((found - right).norm() / right.norm().clamp_min(1e-300))
+
+
+class _InFSDP:
+    """Reductions of an FSDP2 model, of which each rank sees its shards; ranks with the same data agree."""
+
+    def __init__(self, model: Any) -> None:
+        from pyps.torch.fsdp_shards import ShardedModules
+
+        self.module: nn.Module = model
+        self._shards = ShardedModules(model)
+        self.group = self._shards.process_group()
+
+    def alone(self, loss: Loss, whole: Sequence[Any]) -> torch.Tensor:
+        """The gradient of all samples: the average over ranks that all have them."""
+        return self._plain(loss, whole, 1.0)
+
+    def averages(self, loss: Loss, batch: Sequence[Any], share: float) -> tuple[torch.Tensor, torch.Tensor]:
+        ranks = dist.get_world_size(self.group)
+        return self._plain(loss, batch, 1.0), self._plain(loss, batch, ranks * share)
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        return unweighted()
+
+    def error(self, found: torch.Tensor, right: torch.Tensor) -> float:
+        squares = torch.stack([(found - right).square().sum(), right.square().sum()])
+        dist.all_reduce(squares, group=self.group)
+        return float((squares[0] / squares[1].clamp_min(1e-300)).sqrt())
+
+    def _plain(self, loss: Loss, batch: Sequence[Any], scale: float) -> torch.Tensor:
+        with unweighted(), self._shards.restored():
+            self._shards.divide_evenly()
+            return _reduced(self.module, lambda *given: loss(*given) * scale, batch)
+
+
+def _reductions_of(model: nn.Module) -> _InDDP | _InFSDP:
+    if isinstance(model, DistributedDataParallel):
+        return _InDDP(model)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(model, fsdp.FSDPModule):
+        return _InFSDP(model)
+    expected = "a DistributedDataParallel, or what fully_shard gives"
+    raise InputError("check_gradient", "model", type(model).__name__, expected)
 
 
 @dataclass(frozen=True)
@@ -103,22 +168,29 @@ class _Candidates:
     weighted: torch.Tensor
     averaged: torch.Tensor
     summed: torch.Tensor
+    error: Callable[[torch.Tensor, torch.Tensor], float]
 
 
 def _cause(found: torch.Tensor, known: _Candidates, module: nn.Module, is_sum: bool) -> Cause:
-    if _relative_error(found, known.right) < TOLERANCE:
+    # All ranks compute all errors, because some need a sum over the ranks.
+    near = [
+        known.error(found, other) < TOLERANCE
+        for other in (known.right, known.weighted, known.averaged, known.summed)
+    ]
+    is_right, is_weighted, is_averaged, is_summed = near
+    if is_right:
         return Cause.NONE
     if is_sum:
         return Cause.SUM_LOSS
     layers = [layer for layer in module.modules() if layer.training]
     if any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers):
         return Cause.RANDOM
-    if _relative_error(found, known.weighted) < TOLERANCE:
+    if is_weighted:
         alone = any(isinstance(x, _BatchNorm) and not isinstance(x, UnevenSyncBatchNorm) for x in layers)
         return Cause.BATCH_NORM if alone else Cause.NOT_SAMPLES
-    if _relative_error(found, known.averaged) < TOLERANCE:
+    if is_averaged:
         return Cause.EQUAL_WEIGHTS
-    return Cause.SUM if _relative_error(found, known.summed) < TOLERANCE else Cause.UNKNOWN
+    return Cause.SUM if is_summed else Cause.UNKNOWN
 
 
 def _gradient(module: nn.Module, loss: Loss, batch: Sequence[Any]) -> torch.Tensor:
@@ -167,8 +239,6 @@ def _concatenated(*leaves: Any) -> Any:
 
 
 def _flat(gradients: Iterator[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([g.detach().double().flatten() for g in gradients])
-
-
-def _relative_error(found: torch.Tensor, right: torch.Tensor) -> float:
-    return float((found - right).norm() / right.norm().clamp_min(1e-300))
+    """float64 [values], of a sharded gradient this rank's."""
+    own = (getattr(g, "_local_tensor", g) for g in gradients)
+    return torch.cat([g.detach().double().flatten() for g in own])

@@ -1,4 +1,4 @@
-"""Checkpoints of a DDP run: saved by all ranks together, loaded by as many ranks or by others.
+"""Checkpoints of a DDP or FSDP2 run: saved by all ranks together, loaded by as many ranks or by others.
 
     if (state := pyps.torch.load("checkpoints", model, optimizer, sampler, hook=hook)) is not None: ...
     ...
@@ -7,7 +7,9 @@
 The tensors are written by torch.distributed.checkpoint, as safetensors; everything else is in
 checkpoint.json. Random states, a WeightedHook's residuals and a Rebalancer's measurements belong to a rank:
 they are loaded where there are as many ranks as before. With as many ranks a run goes on bit for bit; with
-int8 and int4 from its second step on, because DDP cuts its final buckets then.
+int8 and int4 from its second step on, because DDP cuts its final buckets then. Of FSDP2's parameters
+each rank writes its own shards and reads those that it needs: other numbers of ranks, or DDP, can go on from
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.checkpoint.folder import (
@@ -38,9 +41,9 @@ from pyps.checkpoint.folder import (
 from pyps.checkpoint.tensors import sync_file, write_error
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
-from pyps.torch.hook import WeightedHook
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.rounds import Rounds
+from pyps.torch.weighted import WeightedHook
 from pyps.worker.packing import names_in, pack, unpack
 
 OF_A_RANK = (WeightedHook, Rebalancer)  # what has a state of its own on each rank
@@ -130,7 +133,8 @@ def load(
     common, ranks = manifest.state["common"], manifest.state["ranks"]
     same_ranks = len(ranks) == dist.get_world_size(group)
     own = ranks[dist.get_rank(group)] if same_ranks else {}
-    tensors = _read(path, [*names_in(common), *names_in(own)], group)
+    shards = _shards(_plain_module(model), optimizer)
+    tensors = _read(path, names_in(common) | names_in(own), shards, group)
     where = str(path)
     _load_model(where, _plain_module(model), unpack(common["model"], tensors))
     if optimizer is not None:
@@ -182,8 +186,12 @@ def _samples(sampler: Rounds | None, rounds: int | None) -> int:
 
 
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """All ranks write their tensors; the first one those that all have."""
-    flat = {name: tensor.contiguous().reshape(-1) for name, tensor in tensors.items() if tensor.numel()}
+    """All ranks write their tensors and shards; the first one those tensors that all have."""
+    flat = {
+        name: tensor if isinstance(tensor, DTensor) else tensor.contiguous().reshape(-1)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    }
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
@@ -245,16 +253,49 @@ def _find(folder: Path) -> tuple[Path, Checkpoint] | None:
     return path, manifest
 
 
-def _read(path: Path, names: Sequence[str], group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+def _shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, DTensor]:
+    """By the beginning of a tensor's name in a checkpoint, the shards that it belongs to."""
+    found: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
+    groups = [] if optimizer is None else optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    found |= {f"optimizer.state.{k}": parameter for k, parameter in enumerate(parameters)}
+    return {name: value for name, value in found.items() if isinstance(value, DTensor)}
+
+
+def _read(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    shards: Mapping[str, DTensor],
+    group: dist.ProcessGroup | None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of these names and shapes; of those that are like one of `shards`, this rank's shards."""
     reader = dcp.HuggingFaceStorageReader(str(path))
     known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    tensors = {}
-    for name in names:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
         size, dtype = (known[name].size, known[name].properties.dtype) if name in known else ((0,), None)
-        tensors[name] = torch.empty(size, dtype=dtype)
+        like = _like(name, shape, shards)
+        if like is not None and like.shape == torch.Size(size):
+            tensors[name] = torch.empty_like(like, dtype=dtype)
+        else:
+            tensors[name] = torch.empty(size, dtype=dtype)
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     dcp.load(wanted, storage_reader=reader, process_group=group)
-    return tensors
+    return {name: _as_shards(tensor, _like(name, shapes[name], shards)) for name, tensor in tensors.items()}
+
+
+def _like(name: str, shape: tuple[int, ...], shards: Mapping[str, DTensor]) -> DTensor | None:
+    """The parameter of this name, or whose optimizer state has it, if that has the shape."""
+    found = shards.get(name) if name in shards else shards.get(name.rpartition(".")[0])
+    return found if found is not None and tuple(found.shape) == shape else None
+
+
+def _as_shards(tensor: torch.Tensor, like: DTensor | None) -> torch.Tensor:
+    """A whole tensor of a DDP run as this rank's shards, where the model has such."""
+    if like is None or isinstance(tensor, DTensor):
+        return tensor
+    whole = tensor.reshape(like.shape).to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _load_model(where: str, model: torch.nn.Module, state: Mapping[str, Any]) -> None:

@@ -1,350 +1,79 @@
-"""weighted_hook: the gradient of uneven batches, exactly, in DDP's own reduction.
-
-DDP averages: 1/N for each rank, whatever its batch. The gradient of the mean loss over all samples is
-
-    g = sum_i (w_i / W) g_i,    W = sum_i w_i,    w_i the samples (or targets) behind rank i's gradient g_i
-
-The hook multiplies each bucket by w_i / W and sums. It counts w_i from the batch that the model got and sums
-W over the ranks together with the first bucket, so both are right in the epoch's last round, after a new plan
-and after ranks have come or gone. To avoid a wait for W, a bucket is multiplied with the W of the round
-before, and corrected when the new W has arrived and differs.
-"""
+"""weighted_hook: the gradient of uneven batches is that of one process with all samples."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import torch
-import torch.distributed as dist
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from pyps.errors import InputError
-from pyps.torch.accumulate import MicroBatches
-from pyps.torch.exchange import quantized_sum
-from pyps.torch.lockstep import Lockstep
-from pyps.torch.norm import UnevenSyncBatchNorm
-from pyps.torch.regroup import Regrouped
-from pyps.torch.residual import Residuals
-from pyps.torch.sampler import UnevenBatchSampler
-from pyps.torch.weighting import note_weights
-from pyps.worker.quantize import INT4, INT8
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-
-Wire = Literal["same", "bf16", "f16", "int8", "int4"]
-HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
-QUANTIZED = {"int8": INT8, "int4": INT4}
-Reduced = Future[torch.Tensor]
+from pyps.torch.ddp_hook import HALVES, QUANTIZED, DDPHook, Wire
+from pyps.torch.rounds import Rounds
+from pyps.torch.weighted import WeightedHook
 
 
-@dataclass
-class GradientBytes:
-    """Bytes that this rank has sent for gradients, and bytes that an fp32 ring all-reduce would have sent."""
+@overload
+def weighted_hook(
+    model: DistributedDataParallel,
+    sampler: Rounds | None = None,
+    *,
+    count: Callable[..., Any] | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    wire: Wire = "same",
+    scaler: Any = None,
+) -> DDPHook: ...
 
-    sent: int = 0
-    fp32: int = 0
+
+@overload
+def weighted_hook(
+    model: torch.nn.Module,
+    sampler: Rounds | None = None,
+    *,
+    count: Callable[..., Any] | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    wire: Wire = "same",
+    scaler: Any = None,
+) -> WeightedHook: ...
 
 
 def weighted_hook(
     model: torch.nn.Module,
-    sampler: UnevenBatchSampler | None = None,
+    sampler: Rounds | None = None,
     *,
     count: Callable[..., Any] | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     wire: Wire = "same",
     scaler: Any = None,
 ) -> WeightedHook:
-    """Register the weighted reduction on a DistributedDataParallel model, compiled or not.
+    """Give the gradients of a DistributedDataParallel or fully_shard model their weights, compiled or not.
 
     sampler: if given, the samples of the first round are checked against its rounds.
     count: computes w_i from forward()'s arguments; by default the length of the first tensor among them (its
         samples). For weights by targets: count=lambda inputs, targets: (targets != -100).sum(), or
         hook.set_weight(n) before each backward().
     reduction: whether the loss is the mean over those w_i, or their sum.
-    wire: the type in which gradients are sent; int8 and int4 with error feedback.
+    wire: the type in which DDP's gradients are sent; int8 and int4 with error feedback.
     scaler: the torch.amp.GradScaler in use, so that kept errors follow its scale.
-    Raises InputError for a model that is not DDP or has a hook, and for an unknown option; in forward(), on
+    Raises InputError for another model or one that has a hook, and for an unknown option; in forward(), on
     all ranks, if their data sets or their calls of Rebalancer.step() differ.
     """
-    ddp = getattr(model, "_orig_mod", model)
-    if not isinstance(ddp, DistributedDataParallel):
-        raise InputError("weighted_hook", "model", type(ddp).__name__, "a DistributedDataParallel")
-    if getattr(ddp, "_comm_hooks", None):
-        raise InputError(
-            "weighted_hook", "model", "one with a communication hook", "one without: one hook each"
-        )
     if wire != "same" and wire not in HALVES and wire not in QUANTIZED:
         raise InputError("weighted_hook", "wire", repr(wire), "same, bf16, f16, int8 or int4")
     if reduction not in ("mean", "sum"):
         raise InputError("weighted_hook", "reduction", repr(reduction), "mean or sum")
-    note_weights()
-    hook = WeightedHook(ddp, sampler, count, reduction, wire, scaler)
-    # DDP compares annotations with types; a lambda has none.
-    ddp.register_comm_hook(hook, lambda state, bucket: state.reduce(bucket))
-    return hook
+    plain = getattr(model, "_orig_mod", model)
+    if isinstance(plain, DistributedDataParallel):
+        return DDPHook(plain, sampler, count, reduction, wire, scaler)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded model has imported it
+    if fsdp is None or not isinstance(plain, fsdp.FSDPModule):
+        expected = "a DistributedDataParallel, or what fully_shard gives"
+        raise InputError("weighted_hook", "model", type(plain).__name__, expected)
+    if wire != "same":
+        expected = "same: fully_shard's MixedPrecisionPolicy(reduce_dtype=...) says what FSDP2 sends"
+        raise InputError("weighted_hook", "wire", repr(wire), expected)
+    from pyps.torch.fsdp_hook import FSDPHook
 
-
-class WeightedHook:
-    """Made by weighted_hook, which lists the parameters.
-
-    gradient_bytes: bytes sent so far. on_ready: functions called when this rank has the last gradient of a
-    round, before it is sent. on_bucket: called with each bucket before it is scaled. round_weights: w_i of
-    the round, and what its gradient is multiplied with, before 1 / W.
-    """
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        sampler: UnevenBatchSampler | None,
-        count: Callable[..., Any] | None,
-        reduction: str,
-        wire: str,
-        scaler: Any,
-    ) -> None:
-        self.wire, self.reduction, self.scaler = wire, reduction, scaler
-        self.group: dist.ProcessGroup = ddp.process_group
-        self.device: torch.device = next(ddp.parameters()).device
-        self.gradient_bytes = GradientBytes()
-        self.on_ready: list[Callable[[], None]] = []
-        self.on_bucket: list[Callable[[torch.Tensor], None]] = []
-        self.round_weights: tuple[Any, Any] = 0.0, 0.0
-        self.blocked_seconds = 0.0  # in reductions before the last bucket, in this step
-        self._ddp, self._sampler, self._count = ddp, sampler, count
-        self._residuals = Residuals(ddp.module.named_parameters())
-        self.micro_batches = MicroBatches(ddp, reduction == "sum")
-        self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
-        self._may_be_zero = True  # whether w_i may be 0, as far as the CPU knows
-        self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
-        self._total_future: Reduced | None = None  # done when `_total` holds the sum over ranks
-        self._assumed = torch.ones(())
-        self._regrouped: Regrouped | None = None  # in the first step of a run that goes on
-        self.lockstep = Lockstep(dist.get_rank(self.group), dist.get_world_size(self.group), sampler)
-        self._stream: Any = None  # on CUDA: the stream of the quantized exchange
-        ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        for module in ddp.module.modules():
-            if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
-                module.loss_weight = lambda: self.micro_batches.weight
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Those of the model."""
-        return self._ddp.parameters()
-
-    def set_weight(self, weight: Any) -> None:
-        """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
-        self.micro_batches.set_weight(weight)
-
-    def accumulate(self, batch: Any, parts: int) -> Iterator[Any]:
-        """This rank's batch in `parts` micro-batches, for the loop that calls backward() for each.
-
-        batch: tensors in tuples, lists and dicts, samples in the first dimension. Each loss is the plain mean
-        over its micro-batch, however long that is; only the last backward() reduces. Raises InputError for
-        fewer than one part.
-        """
-        return self.micro_batches.cut(batch, parts)
-
-    def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
-        """Each round's micro-batches, of a loader whose sampler accumulates; as in accumulate().
-
-        Raises InputError without a sampler, and for a round whose micro-batches were not all taken.
-        """
-        if self._sampler is None:
-            raise InputError("rounds", "sampler", "None", "weighted_hook(model, sampler)")
-        return self.micro_batches.rounds(loader, self._sampler.accumulation)
-
-    def share(self, weight: Any, total: Any) -> Any:
-        """weight / total, for the loss of a micro-batch in a loop with no_sync() of its own.
-
-        weight: the micro-batch's samples (or targets). total: those of this rank in the round. A warning says
-        if the shares of a round do not add up to 1. Raises InputError for a weight below 0 or above the
-        total.
-        """
-        return self.micro_batches.share(weight, total)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's kept errors of int8 and int4 by parameter name, in the gradient's own units; and W."""
-        total = None if self._total is None else float(self._total)
-        buckets = [list(names) for names in self._residuals.buckets]
-        return {"residuals": self._residuals.state_dict(), "total": total, "buckets": buckets}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put kept errors back. Raises InputError for parameters that the model does not have."""
-        self._residuals.load_state_dict(state["residuals"])
-        if buckets := [tuple(names) for names in state.get("buckets", ())]:
-            self._regrouped = Regrouped(buckets, self._residuals.sizes, self._exchange)
-        if (total := state.get("total")) is not None:
-            self._total = torch.tensor(total, dtype=torch.float64, device=self.device)
-
-    def reduce(self, bucket: GradBucket) -> Reduced:
-        """DDP's communication hook: the bucket's weighted sum over all ranks."""
-        buffer = bucket.buffer()
-        if bucket.is_last():
-            for observe in self.on_ready:
-                observe()
-        for watch in self.on_bucket:
-            watch(buffer)
-        elements, ranks = buffer.numel(), dist.get_world_size(self.group)
-        self.gradient_bytes.fp32 += 8 * elements * (ranks - 1) // ranks
-        if self.wire not in QUANTIZED or ranks == 1:
-            if bucket.index() == 0:
-                self._sum_weights(buffer.device, wait=False)
-            return self._reduce_plain(buffer)
-        began = time.monotonic()
-        with self._on_own_stream(buffer.device):
-            if bucket.index() == 0:
-                self._sum_weights(buffer.device, wait=True)
-            done = self._reduce_quantized(bucket)
-        if not bucket.is_last():
-            self.blocked_seconds += time.monotonic() - began
-        return done
-
-    def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or not module.training:
-            return
-        self.blocked_seconds = 0.0
-        self.lockstep.compare()
-        self.micro_batches.begin(self._count(*args, **kwargs) if self._count else rows_of((args, kwargs)))
-
-    def _sum_weights(self, device: torch.device, wait: bool) -> None:
-        """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
-        own, unit = self.round_weights = self.micro_batches.reduced(dist.get_rank(self.group))
-        message, before = self.lockstep.message(_as_float64(own, device)), self._total
-        work = dist.all_reduce(message, group=self.group, async_op=True)
-        total = message[0]
-        if before is None or wait:
-            work.wait()
-            self._total_future = None
-            if before is None:
-                self._check(float(total))
-            self._assumed = _not_zero(total)
-        else:
-            self._total_future = work.get_future()
-            self._assumed = _not_zero(before)
-        self._total = total
-        means = self.reduction == "mean"
-        self._scale = (_as_float64(unit, device) if means else 1.0) / self._assumed
-        self._may_be_zero = means and (isinstance(own, torch.Tensor) or not own)
-
-    def _check(self, total: float) -> None:
-        if self._sampler is None or self._count is not None or self.reduction == "sum":
-            return
-        if total not in (sizes := set(self._sampler.sizes())) and self._sampler.accumulation == 1:
-            found = f"{total:.0f}, by the first tensor that forward() got"
-            expected = f"one of {sorted(sizes)[-3:]}; if samples are not its first dimension, pass count="
-            raise InputError("weighted_hook", "samples of the first round", found, expected)
-
-    def _reduce_plain(self, buffer: torch.Tensor) -> Reduced:
-        half = HALVES.get(self.wire)
-        message = self._scaled(buffer) if half is None else self._scaled(buffer).to(half)
-        ranks = dist.get_world_size(self.group)
-        self.gradient_bytes.sent += 2 * message.numel() * message.element_size() * (ranks - 1) // ranks
-        done = dist.all_reduce(message, group=self.group, async_op=True).get_future()
-        assumed, total, total_future = self._assumed, self._total, self._total_future
-
-        def finish(_: object) -> torch.Tensor:
-            for reduced in futures:
-                reduced.wait()  # raises the reduction's error: a lost peer must not pass for a sum
-            if message is not buffer:
-                buffer.copy_(message)
-            if total_future is not None and total is not None:
-                _correct(buffer, assumed / _not_zero(total))
-            return buffer
-
-        futures = [done] if total_future is None else [total_future, done]
-        # On CUDA what follows a future that knows its device has a stream of its own, and the backward pass
-        # goes on; that of collect_all() knows none. Gloo's threads would wait in `finish`.
-        last = done if buffer.device.type == "cuda" else torch.futures.collect_all(futures)
-        result: Reduced = last.then(finish)
-        return result
-
-    def _scaled(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The buffer, scaled in place. A mean over no targets has a NaN gradient: weight 0 makes it zero."""
-        if buffer.device.type == "cpu":
-            factor = float(self._scale)  # three times as fast as a float64 tensor of one
-            return buffer.mul_(factor) if factor else buffer.zero_()
-        _multiply(buffer, self._scale)
-        return buffer.masked_fill_(self._scale == 0, 0) if self._may_be_zero else buffer
-
-    @contextmanager
-    def _on_own_stream(self, device: torch.device) -> Iterator[None]:
-        """On CUDA, run on another stream, parallel to the rest of the backward pass; on a CPU, at once."""
-        if device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def _reduce_quantized(self, bucket: GradBucket) -> Reduced:
-        buffer = bucket.buffer()
-        done: Reduced = Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
-        names = self._residuals.names_of(bucket.parameters())
-        if self._regrouped is None:
-            self._exchange(names, buffer)
-            done.set_result(buffer)
-            return done
-        self._regrouped.add(names, buffer, done)
-        if bucket.is_last():
-            self._regrouped.flush()
-            self._regrouped = None
-        return done
-
-    def _exchange(self, names: tuple[str, ...], buffer: torch.Tensor) -> None:
-        unit = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
-        kept = self._residuals.of(names, buffer)
-        values = self._scaled(buffer.to(torch.float32, copy=True)).add_(kept, alpha=unit)
-        total, error, sent = quantized_sum(QUANTIZED[self.wire], values, self.group)
-        if unit != 1.0:
-            error.div_(unit)
-        if total.device.type == "cpu" and torch.isfinite(total.sum()):
-            kept.copy_(error)  # the general case below takes seven passes over memory
-        else:
-            # Where the sum is not finite the old errors stay: a scaler drops this step.
-            kept.copy_(torch.where(torch.isfinite(total), error, kept))
-        self.gradient_bytes.sent += sent
-        buffer.copy_(total)
-
-
-def _not_zero(total: torch.Tensor) -> torch.Tensor:
-    """W, or 1 where no rank has a target: every weight is zero then."""
-    return torch.where(total > 0, total, 1.0)
-
-
-def _as_float64(number: Any, device: torch.device) -> torch.Tensor:
-    """A number or a tensor as float64 [] on a device; for a number the CPU does not wait for the device."""
-    if isinstance(number, torch.Tensor):
-        return number.to(device, torch.float64)
-    return torch.full((), number, dtype=torch.float64, device=device)
-
-
-def _multiply(buffer: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply in place by a factor on the same device, which half precision would round."""
-    wide = buffer.to(torch.float32) if buffer.dtype in HALVES.values() else buffer
-    torch._foreach_mul_([wide], factor.to(wide.dtype))  # a vector at a time; mul_() goes value by value
-    if wide is not buffer:
-        buffer.copy_(wide)
-
-
-def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
-    """Multiply a sum that was scaled with another W; mostly the ratio is 1."""
-    if buffer.device.type != "cpu":
-        _multiply(buffer, ratio)
-    elif (factor := float(ratio)) != 1.0:
-        buffer.mul_(factor)
-
-
-def rows_of(batch: Any) -> int:
-    """The length of the first tensor in nested tuples, lists and dicts. Raises InputError without one."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
-    found = "no tensor among forward()'s arguments"
-    raise InputError("weighted_hook", "count", found, "count=, or hook.set_weight(n)")
+    return FSDPHook(plain, sampler, count, reduction)

@@ -24,17 +24,22 @@ import torch
 import torch.distributed as dist
 
 from pyps.errors import InputError
-from pyps.torch.hook import WeightedHook
+from pyps.torch.ddp_hook import DDPHook
+from pyps.torch.weighted import WeightedHook
 
 
 class GradientNoise:
     """Averages of S and G over the steps.
 
-    hook: the model's WeightedHook, of two ranks or more. memory: the share of the past in each new average.
-    Raises InputError for one rank, and for a memory outside 0 to 1.
+    hook: a DDP model's hook, of two ranks or more. memory: the share of the past in each new average.
+    Raises InputError for another hook, for one rank, and for a memory outside 0 to 1.
     """
 
     def __init__(self, hook: WeightedHook, memory: float = 0.98) -> None:
+        if not isinstance(hook, DDPHook):
+            raise InputError(
+                "GradientNoise", "hook", type(hook).__name__, "that of a DistributedDataParallel"
+            )
         self._ranks, self._rank = dist.get_world_size(hook.group), dist.get_rank(hook.group)
         if self._ranks < 2:
             raise InputError(

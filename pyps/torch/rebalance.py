@@ -30,9 +30,9 @@ from pyps.solver.online.prior import prior_of
 from pyps.solver.online.refit import OnlineCost, Timed
 from pyps.solver.online.window import settled
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus, CostMessage
-from pyps.torch.hook import WeightedHook
 from pyps.torch.rounds import RoundIndex, Rounds
 from pyps.torch.timer import ComputeTimer
+from pyps.torch.weighted import WeightedHook
 
 UNUSED_STEPS = 20  # gradients: a loop that calls step() has called it by then
 IDLE_WINDOWS = 5  # without a possible change: by then there is a reason to name

@@ -54,6 +54,11 @@ class Rounds(ABC):
         return self._min_batches[self.rank]
 
     @property
+    def accumulations(self) -> Split:
+        """Micro-batches of every rank in a round."""
+        return self._min_batches
+
+    @property
     @abstractmethod
     def latest_split(self) -> Split:
         """The split that was decided last, current or still to come."""

@@ -67,7 +67,8 @@ def unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind is None:
         return {key: unpack(item, tensors) for key, item in packed.items()}
     if kind == TENSOR:
-        return tensors[packed["name"]].reshape(packed["shape"])
+        found = tensors[packed["name"]]
+        return found if list(found.shape) == packed["shape"] else found.reshape(packed["shape"])
     if kind == NUMBER:
         text = packed["text"]
         return int(text) if text.lstrip("-").isdigit() else float(text)
@@ -77,12 +78,9 @@ def unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return Counter(items) if kind == COUNTER else items
 
 
-def names_in(packed: Any) -> list[str]:
-    """The names of the tensors that a packed value refers to."""
-    if isinstance(packed, list):
-        return [name for item in packed for name in names_in(item)]
-    if not isinstance(packed, dict):
-        return []
-    if packed.get(MARK) == TENSOR:
-        return [packed["name"]]
-    return [name for item in packed.values() for name in names_in(item)]
+def names_in(packed: Any) -> dict[str, tuple[int, ...]]:
+    """The names of the tensors that a packed value refers to, with their shapes."""
+    if isinstance(packed, dict) and packed.get(MARK) == TENSOR:
+        return {packed["name"]: tuple(packed["shape"])}
+    items = packed if isinstance(packed, list) else packed.values() if isinstance(packed, dict) else ()
+    return {name: shape for item in items for name, shape in names_in(item).items()}

@@ -16,7 +16,7 @@ from ranks import Ranks
 from pyps.errors import InputError
 from pyps.torch import weighted_hook
 from pyps.torch.codec import decode, encode, packed_bytes
-from pyps.torch.hook import _as_float64, rows_of
+from pyps.torch.weighting import as_float64, rows_of
 from pyps.worker.quantize import INT4, INT8, BlockFormat
 
 FP32 = 1e-6  # relative: rounding of another order of summation
@@ -137,11 +137,11 @@ def test_the_samples_of_a_batch() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(InputError, match="Linear; expected a DistributedDataParallel"):
+    with pytest.raises(InputError, match="Linear; expected a DistributedDataParallel, or what"):
         weighted_hook(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("weight", [3, 2.5, torch.tensor(4), torch.tensor(1.5)])
 def test_a_weight_as_a_tensor(weight: Any) -> None:
-    found = _as_float64(weight, torch.device("cpu"))
+    found = as_float64(weight, torch.device("cpu"))
     assert (found.dtype, found.shape, float(found)) == (torch.float64, (), float(weight))

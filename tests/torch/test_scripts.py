@@ -48,8 +48,18 @@ def test_the_check_of_the_page(page: Path) -> None:
     assert after.startswith("batches 48/16: 0.00% off")
 
 
-def test_the_recipe_of_the_page(page: Path) -> None:
-    assert float(re.findall(r"loss ([\d.]+)", run_script(page / "recipe.py", 3))[0]) < 0.2
+def test_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = scripts_of("train-fsdp.md", tmp_path) / "train.py"
+    said = run_script(script, 2)
+    first, second = (float(loss) for loss in re.findall(r"loss ([\d.]+)", said))
+    assert second < first
+    a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
+    assert a + b == 64
+    script.write_text(script.read_text().replace("sampler.epoch, 2)", "sampler.epoch, 3)"))
+    again = re.findall(r"loss ([\d.]+)", run_script(script, 2))  # from its checkpoint: the third epoch
+    assert len(again) == 1
+    assert float(again[0]) < 1.0
 
 
 @pytest.mark.parametrize("script", ["before.py", "after.py", "text.py"])

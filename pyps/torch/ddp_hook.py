@@ -1,0 +1,259 @@
+"""DDPHook: the gradient of uneven batches, exactly, in DDP's own reduction.
+
+DDP averages: 1/N for each rank, whatever its batch. The gradient of the mean loss over all samples is
+
+    g = sum_i (w_i / W) g_i,    W = sum_i w_i,    w_i the samples (or targets) behind rank i's gradient g_i
+
+The hook multiplies each bucket by w_i / W and sums. It counts w_i from the batch that the model got and sums
+W over the ranks together with the first bucket, so both are right in the epoch's last round, after a new plan
+and after ranks have come or gone. To avoid a wait for W, a bucket is multiplied with the W of the round
+before, and corrected when the new W has arrived and differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from pyps.errors import InputError
+from pyps.torch.accumulate import MicroBatches
+from pyps.torch.exchange import quantized_sum
+from pyps.torch.norm import UnevenSyncBatchNorm
+from pyps.torch.regroup import Regrouped
+from pyps.torch.residual import Residuals
+from pyps.torch.rounds import Rounds
+from pyps.torch.weighted import WeightedHook
+from pyps.torch.weighting import as_float64, not_zero
+from pyps.worker.quantize import INT4, INT8
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+Wire = Literal["same", "bf16", "f16", "int8", "int4"]
+HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+QUANTIZED = {"int8": INT8, "int4": INT4}
+Reduced = Future[torch.Tensor]
+
+
+@dataclass
+class GradientBytes:
+    """Bytes that this rank has sent for gradients, and bytes that an fp32 ring all-reduce would have sent."""
+
+    sent: int = 0
+    fp32: int = 0
+
+
+class DDPHook(WeightedHook):
+    """The weights of a DistributedDataParallel model, in its communication hook.
+
+    gradient_bytes: bytes sent so far. on_bucket: called with each bucket before it is scaled. round_weights:
+    w_i of the round, and what its gradient is multiplied with, before 1 / W. wire and scaler: as in
+    weighted_hook.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        sampler: Rounds | None,
+        count: Callable[..., Any] | None,
+        reduction: str,
+        wire: str,
+        scaler: Any,
+    ) -> None:
+        if getattr(ddp, "_comm_hooks", None):
+            expected = "one without: one hook each"
+            raise InputError("weighted_hook", "model", "one with a communication hook", expected)
+        device = next(ddp.parameters()).device
+        super().__init__(ddp, ddp.process_group, device, sampler, count, reduction)
+        self.wire, self.scaler = wire, scaler
+        self.gradient_bytes = GradientBytes()
+        self.on_bucket: list[Callable[[torch.Tensor], None]] = []
+        self.round_weights: tuple[Any, Any] = 0.0, 0.0
+        self._residuals = Residuals(ddp.module.named_parameters())
+        self.micro_batches = MicroBatches(ddp, reduction == "sum")
+        self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
+        self._may_be_zero = True  # whether w_i may be 0, as far as the CPU knows
+        self._total_future: Reduced | None = None  # done when `_total` holds the sum over ranks
+        self._assumed = torch.ones(())
+        self._regrouped: Regrouped | None = None  # in the first step of a run that goes on
+        self._stream: Any = None  # on CUDA: the stream of the quantized exchange
+        for module in ddp.module.modules():
+            if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
+                module.loss_weight = lambda: self.micro_batches.weight
+        # DDP compares annotations with types; a lambda has none.
+        ddp.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
+
+    def set_weight(self, weight: Any) -> None:
+        """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
+        self.micro_batches.set_weight(weight)
+
+    def accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
+        """As in WeightedHook; only the last backward() reduces."""
+        own = parts if isinstance(parts, int) else parts[dist.get_rank(self.group)]
+        return self.micro_batches.cut(batch, own)
+
+    def _rounds(self, loader: Any, parts: Sequence[int]) -> Iterator[Iterator[Any]]:
+        return self.micro_batches.rounds(loader, parts[dist.get_rank(self.group)])
+
+    def share(self, weight: Any, total: Any) -> Any:
+        """weight / total, for the loss of a micro-batch in a loop with no_sync() of its own.
+
+        weight: the micro-batch's samples (or targets). total: those of this rank in the round. A warning says
+        if the shares of a round do not add up to 1. Raises InputError for a weight below 0 or above the
+        total.
+        """
+        return self.micro_batches.share(weight, total)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's kept errors of int8 and int4 by parameter name, in the gradient's own units; and W."""
+        total = None if self._total is None else float(self._total)
+        buckets = [list(names) for names in self._residuals.buckets]
+        return {"residuals": self._residuals.state_dict(), "total": total, "buckets": buckets}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put kept errors back. Raises InputError for parameters that the model does not have."""
+        self._residuals.load_state_dict(state["residuals"])
+        if buckets := [tuple(names) for names in state.get("buckets", ())]:
+            self._regrouped = Regrouped(buckets, self._residuals.sizes, self._exchange)
+        if (total := state.get("total")) is not None:
+            self._total = torch.tensor(total, dtype=torch.float64, device=self.device)
+
+    def reduce(self, bucket: GradBucket) -> Reduced:
+        """DDP's communication hook: the bucket's weighted sum over all ranks."""
+        buffer = bucket.buffer()
+        if bucket.is_last():
+            for observe in self.on_ready:
+                observe()
+        for watch in self.on_bucket:
+            watch(buffer)
+        elements, ranks = buffer.numel(), dist.get_world_size(self.group)
+        self.gradient_bytes.fp32 += 8 * elements * (ranks - 1) // ranks
+        if self.wire not in QUANTIZED or ranks == 1:
+            if bucket.index() == 0:
+                self._sum_weights(buffer.device, wait=False)
+            return self._reduce_plain(buffer)
+        # On CUDA the exchange runs parallel to the backward pass and blocks nothing.
+        waits = self.waiting.counted() if buffer.device.type == "cpu" else nullcontext()
+        with waits, self._on_own_stream(buffer.device):
+            if bucket.index() == 0:
+                self._sum_weights(buffer.device, wait=True)
+            return self._reduce_quantized(bucket)
+
+    def _begin(self, weight: Any) -> None:
+        self.micro_batches.begin(weight)
+
+    def _sum_weights(self, device: torch.device, wait: bool) -> None:
+        """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
+        own, unit = self.round_weights = self.micro_batches.reduced(dist.get_rank(self.group))
+        message, before = self.lockstep.message(as_float64(own, device)), self._total
+        work = dist.all_reduce(message, group=self.group, async_op=True)
+        total = message[0]
+        if before is None or wait:
+            work.wait()
+            self._total_future = None
+            if before is None:
+                self._check_first(float(total))
+            self._assumed = not_zero(total)
+        else:
+            self._total_future = work.get_future()
+            self._assumed = not_zero(before)
+        self._total = total
+        means = self.reduction == "mean"
+        self._scale = (as_float64(unit, device) if means else 1.0) / self._assumed
+        self._may_be_zero = means and (isinstance(own, torch.Tensor) or not own)
+
+    def _reduce_plain(self, buffer: torch.Tensor) -> Reduced:
+        half = HALVES.get(self.wire)
+        message = self._scaled(buffer) if half is None else self._scaled(buffer).to(half)
+        ranks = dist.get_world_size(self.group)
+        self.gradient_bytes.sent += 2 * message.numel() * message.element_size() * (ranks - 1) // ranks
+        done = dist.all_reduce(message, group=self.group, async_op=True).get_future()
+        assumed, total, total_future = self._assumed, self._total, self._total_future
+
+        def finish(_: object) -> torch.Tensor:
+            for reduced in futures:
+                reduced.wait()  # raises the reduction's error: a lost peer must not pass for a sum
+            if message is not buffer:
+                buffer.copy_(message)
+            if total_future is not None and total is not None:
+                _correct(buffer, assumed / not_zero(total))
+            return buffer
+
+        futures = [done] if total_future is None else [total_future, done]
+        # On CUDA what follows a future that knows its device has a stream of its own, and the backward pass
+        # goes on; that of collect_all() knows none. Gloo's threads would wait in `finish`.
+        last = done if buffer.device.type == "cuda" else torch.futures.collect_all(futures)
+        result: Reduced = last.then(finish)
+        return result
+
+    def _scaled(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The buffer, scaled in place. A mean over no targets has a NaN gradient: weight 0 makes it zero."""
+        if buffer.device.type == "cpu":
+            factor = float(self._scale)  # three times as fast as a float64 tensor of one
+            return buffer.mul_(factor) if factor else buffer.zero_()
+        _multiply(buffer, self._scale)
+        return buffer.masked_fill_(self._scale == 0, 0) if self._may_be_zero else buffer
+
+    @contextmanager
+    def _on_own_stream(self, device: torch.device) -> Iterator[None]:
+        """On CUDA, run on another stream, parallel to the rest of the backward pass; on a CPU, at once."""
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _reduce_quantized(self, bucket: GradBucket) -> Reduced:
+        buffer = bucket.buffer()
+        done: Reduced = Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
+        names = self._residuals.names_of(bucket.parameters())
+        if self._regrouped is None:
+            self._exchange(names, buffer)
+            done.set_result(buffer)
+            return done
+        self._regrouped.add(names, buffer, done)
+        if bucket.is_last():
+            self._regrouped.flush()
+            self._regrouped = None
+        return done
+
+    def _exchange(self, names: tuple[str, ...], buffer: torch.Tensor) -> None:
+        unit = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+        kept = self._residuals.of(names, buffer)
+        values = self._scaled(buffer.to(torch.float32, copy=True)).add_(kept, alpha=unit)
+        total, error, sent = quantized_sum(QUANTIZED[self.wire], values, self.group)
+        if unit != 1.0:
+            error.div_(unit)
+        if total.device.type == "cpu" and torch.isfinite(total.sum()):
+            kept.copy_(error)  # the general case below takes seven passes over memory
+        else:
+            # Where the sum is not finite the old errors stay: a scaler drops this step.
+            kept.copy_(torch.where(torch.isfinite(total), error, kept))
+        self.gradient_bytes.sent += sent
+        buffer.copy_(total)
+
+
+def _multiply(buffer: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply in place by a factor on the same device, which half precision would round."""
+    wide = buffer.to(torch.float32) if buffer.dtype in HALVES.values() else buffer
+    torch._foreach_mul_([wide], factor.to(wide.dtype))  # a vector at a time; mul_() goes value by value
+    if wide is not buffer:
+        buffer.copy_(wide)
+
+
+def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
+    """Multiply a sum that was scaled with another W; mostly the ratio is 1."""
+    if buffer.device.type != "cpu":
+        _multiply(buffer, ratio)
+    elif (factor := float(ratio)) != 1.0:
+        buffer.mul_(factor)

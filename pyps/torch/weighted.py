@@ -1,0 +1,120 @@
+"""WeightedHook: a model whose gradients count by samples, as Rebalancer, timer and checkpoint know it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from pyps.errors import InputError
+from pyps.torch.lockstep import Lockstep
+from pyps.torch.rounds import Rounds
+from pyps.torch.waiting import Waiting
+from pyps.torch.weighting import note_weights, rows_of
+
+_hooked: WeakSet[torch.nn.Module] = WeakSet()
+_suspended = False
+
+
+class WeightedHook(ABC):
+    """Made by weighted_hook, which lists the parameters.
+
+    group, device: of the ranks, and of the gradients. on_ready: functions called when this rank has the last
+    gradient of a round, before it is sent. waiting: the time in a step that is not this rank's own.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        sampler: Rounds | None,
+        count: Callable[..., Any] | None,
+        reduction: str,
+    ) -> None:
+        if model in _hooked:
+            raise InputError("weighted_hook", "model", "one with a hook", "one without: one hook each")
+        note_weights()
+        self.group, self.device, self.reduction = group, device, reduction
+        self.on_ready: list[Callable[[], None]] = []
+        self.waiting = Waiting(device)
+        self.lockstep = Lockstep(dist.get_rank(group), dist.get_world_size(group), sampler)
+        self._sampler, self._count, self._model = sampler, count, model
+        self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        _hooked.add(model)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Those of the model."""
+        return self._model.parameters()
+
+    @abstractmethod
+    def set_weight(self, weight: Any) -> None:
+        """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
+
+    @abstractmethod
+    def accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
+        """This rank's batch in micro-batches, for the loop that calls backward() for each.
+
+        batch: tensors in tuples, lists and dicts, samples in the first dimension. parts: how many, or how
+        many on each rank. Each loss is the plain mean over its micro-batch, however long that is. Raises
+        InputError for fewer than one part.
+        """
+
+    def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
+        """Each round's micro-batches, of a loader whose sampler accumulates; as in accumulate().
+
+        Raises InputError without a sampler, and for a round whose micro-batches were not all taken.
+        """
+        if self._sampler is None:
+            raise InputError("rounds", "sampler", "None", "weighted_hook(model, sampler)")
+        return self._rounds(loader, self._sampler.accumulations)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What the next round needs of the earlier ones, on this rank."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that."""
+
+    @abstractmethod
+    def _rounds(self, loader: Any, parts: Sequence[int]) -> Iterator[Iterator[Any]]:
+        """The passes of each round; parts: micro-batches by rank."""
+
+    @abstractmethod
+    def _begin(self, weight: Any) -> None:
+        """A forward pass of training begins."""
+
+    def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if _suspended or not torch.is_grad_enabled() or not module.training:
+            return
+        self.lockstep.compare()
+        self._begin(self._count(*args, **kwargs) if self._count else rows_of((args, kwargs)))
+
+    def _check_first(self, total: float) -> None:
+        """Raise InputError if the samples of the first round are not the sampler's."""
+        if self._sampler is None or self._count is not None or self.reduction == "sum":
+            return
+        sizes: Any = getattr(self._sampler, "sizes", None)
+        if sizes is None or self._sampler.accumulation > 1 or total in (known := set(sizes())):
+            return
+        found = f"{total:.0f}, by the first tensor that forward() got"
+        expected = f"one of {sorted(known)[-3:]}; if samples are not its first dimension, pass count="
+        raise InputError("weighted_hook", "samples of the first round", found, expected)
+
+
+@contextmanager
+def unweighted() -> Iterator[None]:
+    """Within it, no forward pass counts: the gradients of models without DDP get no weights."""
+    global _suspended
+    _suspended = True
+    try:
+        yield
+    finally:
+        _suspended = False
