@@ -1,0 +1,92 @@
+"""What the containers of a run do, without containers: from profile to report, and how it ends when one fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pyps.report.report import read_report
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "containers"
+
+
+def start(folder: Path, port: int, **more: str) -> list[subprocess.Popen[str]]:
+    """The two ranks of a run."""
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    for name in ("net.py", "train.py"):
+        found = re.search(rf"```python\n(# {name}\n.*?)```", page, re.DOTALL)
+        assert found
+        (folder / name).write_text(found[1])
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    run = {"RANKS": "2", "HOST": "127.0.0.1", "BIND": "127.0.0.1", "PORT": str(port), "PATH": path}
+    run |= {"GLOBAL_BATCH": "32", "SAMPLES": "320"}
+    run |= {"PROFILE_OPTIONS": "--threads 1 --batches 8,16,32 --repeats 3"}
+    return [
+        subprocess.Popen(
+            ["sh", EXAMPLES / "rank.sh"],
+            cwd=folder,
+            env={**os.environ, **run, "RANK": str(rank), **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+        return found
+
+
+def test_two_ranks_train_and_report(tmp_path: Path, shm: Path, port: int) -> None:
+    ranks = start(tmp_path, port)
+    said = [rank.communicate(timeout=110)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert (tmp_path / "job" / "report.html").exists()
+    reports = [read_report(tmp_path / "job" / f"rank-{rank}" / "report.json") for rank in range(2)]
+    assert sum(report.samples.trained for report in reports) == 320
+    again = start(tmp_path, port)
+    said = [rank.communicate(timeout=60)[0] for rank in again]
+    assert all("holds an earlier run" in text for text in said)
+
+
+def test_all_ranks_end_when_one_fails(tmp_path: Path, shm: Path, port: int) -> None:
+    ranks = start(tmp_path, port, NET="missing.py")
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode != 0 for rank in ranks] == [True, True]
+    assert "missing.py" in said[0]
+
+
+def test_compose_and_kubernetes_set_what_the_script_reads() -> None:
+    reads = set(re.findall(r"\$\{([A-Z_]+)", (EXAMPLES / "rank.sh").read_text()))
+    compose = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
+    assert [one["environment"]["RANK"] for one in compose.values()] == list(range(len(compose)))
+    for name, one in compose.items():
+        assert one["environment"].keys() <= reads and one["environment"]["RANKS"] == len(compose)
+        assert name.startswith("rank-"), "the script looks for the server there"
+    service, *jobs = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    first = 0
+    for job in jobs:
+        spec, template = job["spec"], job["spec"]["template"]
+        assert spec["completions"] == spec["parallelism"]
+        assert template["metadata"]["labels"] == service["spec"]["selector"]
+        assert template["spec"]["subdomain"] == service["metadata"]["name"]
+        env = {one["name"]: one["value"] for one in template["spec"]["containers"][0]["env"]}
+        assert env.keys() <= reads and env["FIRST_RANK"] == str(first)
+        assert env["HOST"] == f"{jobs[0]['metadata']['name']}-0.{service['metadata']['name']}"
+        first += spec["completions"]
+    assert {env["RANKS"]} == {str(first)}
