@@ -1,4 +1,4 @@
-"""What the containers of a run do, without containers: from profile to report, and how it ends when one fails."""
+"""What the containers of a run do, without containers: profile to report, and how it ends when one fails."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_compose_and_kubernetes_set_what_the_script_reads() -> None:
     compose = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
     assert [one["environment"]["RANK"] for one in compose.values()] == list(range(len(compose)))
     for name, one in compose.items():
-        assert one["environment"].keys() <= reads and one["environment"]["RANKS"] == len(compose)
+        assert one["environment"].keys() <= reads
+        assert one["environment"]["RANKS"] == len(compose)
         assert name.startswith("rank-"), "the script looks for the server there"
     service, *jobs = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     first = 0
@@ -86,7 +87,8 @@ def test_compose_and_kubernetes_set_what_the_script_reads() -> None:
         assert template["metadata"]["labels"] == service["spec"]["selector"]
         assert template["spec"]["subdomain"] == service["metadata"]["name"]
         env = {one["name"]: one["value"] for one in template["spec"]["containers"][0]["env"]}
-        assert env.keys() <= reads and env["FIRST_RANK"] == str(first)
+        assert env.keys() <= reads
+        assert env["FIRST_RANK"] == str(first)
         assert env["HOST"] == f"{jobs[0]['metadata']['name']}-0.{service['metadata']['name']}"
         first += spec["completions"]
     assert {env["RANKS"]} == {str(first)}
