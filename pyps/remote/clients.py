@@ -36,8 +36,7 @@ class ClientRecord:
 
     peer: str
     heard: float
-    identity: bytes = b""
-    connection: int = 0  # the number of the newest one
+    connections: list[Connection] = field(default_factory=list)  # the last ones, the newest first
     taken: int = 0
     received: int = 0
     replies: dict[int, list[Any]] = field(default_factory=dict)  # by seq
@@ -74,9 +73,9 @@ class ClientRecord:
         )
 
     def follow(self, connection: Connection) -> None:
-        """Send replies to this connection, unless there was a newer one."""
-        if connection.number >= self.connection:
-            self.connection, self.identity = connection.number, connection.identity
+        """Send replies to this connection, or to a newer one; of several to the newest that has not ended."""
+        last = [connection, *(one for one in self.connections if one is not connection)]
+        self.connections = sorted(last, key=lambda one: -one.number)[:MAX_TRIES]
 
     def expect(self, call: Call) -> Incoming:
         """A call that may begin once its numbers have come. After a connection broke, what it still had in it

@@ -31,24 +31,38 @@ ALL_HELD_BYTES = 64 << 20  # of all connections together
 BUSY_FACTOR = 16  # for both, while whole messages queue up behind a busy loop
 MAX_CONNECTIONS = 1024
 SO_COOKIE = 57  # <asm-generic/socket.h>: a number that no other socket of this machine ever has
+ROUTER_MADE = b"\0"  # how identities begin that the router gave
 BYTES_RECEIVED = 128  # tcpi_bytes_received in struct tcp_info, <linux/tcp.h>
 
 
 @dataclass(eq=False)
-class Connection:
-    """One accepted connection. `peer`: whose it is, once it `spoke` (a whole message came). `incoming`: the
-    call whose numbers come.
-    """
+class Accepted:
+    """A socket of libzmq's that was accepted. `spoke`: a whole message came on it."""
 
     descriptor: int
     cookie: bytes
     number: int = field(default_factory=itertools.count(1).__next__)  # later ones have higher numbers
-    identity: bytes = b""
-    peer: str = ""
     spoke: bool = False
     delivered: bool = False  # since the last look
     mark: int = 0  # bytes that had come at the last look that followed a whole message
+    ended_looks: int = -1  # since it ended; below 0: it has not
+
+
+@dataclass(eq=False)
+class Connection:
+    """What came of one connection. Its messages may still wait to be received when its socket has ended and
+    the next one has its descriptor, so it is known by the identity that the router gave it. `peer`: whose it
+    is. `incoming`: the call whose numbers come.
+    """
+
+    identity: bytes
+    accepted: Accepted
+    peer: str = ""
     incoming: Incoming | None = None
+
+    @property
+    def number(self) -> int:
+        return self.accepted.number
 
 
 class Connections:
@@ -59,7 +73,8 @@ class Connections:
         for name in ("AUTH", "PROTOCOL", "NO_DETAIL"):
             events |= getattr(zmq, f"EVENT_HANDSHAKE_FAILED_{name}")
         self._router, self._events = router, router.get_monitor_socket(events)
-        self._open: dict[int, Connection] = {}
+        self._open: dict[int, Accepted] = {}  # by descriptor
+        self._known: dict[bytes, Connection] = {}  # by identity, until all of their messages were received
         self.most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self.cut_off = 0  # how many were cut
 
@@ -73,17 +88,23 @@ class Connections:
     def find(self, frame: Any, identity: bytes) -> Connection | None:
         """The connection that a received frame came on. It has brought a whole message.
 
-        None: the peer speaks a protocol of ZeroMQ that is too old to say.
+        None: the peer speaks a protocol of ZeroMQ that is too old to say, or chose its identity itself, which
+        another may have had.
         """
         self._follow()  # what happened to its descriptor before came before it
         try:
             descriptor = frame.get(zmq.SRCFD)
         except zmq.ZMQError:
             return None
-        one = self._open.get(descriptor)
-        if one is None or (one.spoke and one.identity != identity):
-            one = self._open[descriptor] = Connection(descriptor, _cookie(descriptor))
-        one.identity, one.spoke, one.delivered = identity, True, True
+        if not identity.startswith(ROUTER_MADE):
+            return None
+        socket = self._open.get(descriptor)
+        if socket is not None:
+            socket.spoke = socket.delivered = True
+        one = self._known.get(identity)
+        if one is None:
+            ended = Accepted(descriptor, b"", number=0, ended_looks=0)
+            one = self._known[identity] = Connection(identity, socket or ended)
         return one
 
     def look(self, drained: bool) -> None:
@@ -92,8 +113,10 @@ class Connections:
         drained: since the last look there was a time without any message to be received.
         """
         factor = 1 if drained else BUSY_FACTOR
+        if drained:
+            self._forget_ended()
         self._follow()
-        held: list[tuple[int, Connection]] = []
+        held: list[tuple[int, Accepted]] = []
         for one in self._open.values():
             came = _read(one)
             if one.delivered:
@@ -107,16 +130,25 @@ class Connections:
         for one in [one for one in self._open.values() if not one.spoke][: max(0, len(self) - self.most)]:
             self.cut(one)
 
+    def _forget_ended(self) -> None:
+        """Forget those of which no message can come: they had ended before the last moment without any."""
+        for identity, one in list(self._known.items()):
+            if one.accepted.ended_looks > 0:
+                del self._known[identity]
+        for ended in {one.accepted for one in self._known.values() if one.accepted.ended_looks == 0}:
+            ended.ended_looks = 1
+
     def cut_all_but(self, peers: set[str]) -> None:
         """Cut the connections of peers that may not come any more."""
-        for one in list(self._open.values()):
+        for one in list(self._known.values()):
             if one.peer and one.peer not in peers:
-                self.cut(one)
+                self.cut(one.accepted)
 
-    def cut(self, one: Connection) -> None:
-        """End a connection; what it holds is freed."""
-        if self._open.get(one.descriptor) is one:
-            del self._open[one.descriptor]
+    def cut(self, one: Accepted) -> None:
+        """End a connection; what it holds is freed. One that has ended stays so."""
+        if one.ended_looks >= 0:
+            return
+        self._end(one)
         self.cut_off += 1
         with contextlib.suppress(OSError), _borrowed(one.descriptor) as end:
             if _cookie_of(end) == one.cookie:  # else it has ended, and its descriptor is another's
@@ -131,10 +163,15 @@ class Connections:
             event = recv_monitor_message(self._events)
             descriptor = event["value"]
             assert isinstance(descriptor, int)
+            if event["event"] in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED) and descriptor in self._open:
+                self._end(self._open[descriptor])
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._open[descriptor] = Connection(descriptor, _cookie(descriptor))
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self._open.pop(descriptor, None)
+                self._open[descriptor] = Accepted(descriptor, _cookie(descriptor))
+
+    def _end(self, one: Accepted) -> None:
+        one.ended_looks = 0
+        if self._open.get(one.descriptor) is one:
+            del self._open[one.descriptor]
 
 
 @contextmanager
@@ -157,7 +194,7 @@ def _cookie(descriptor: int) -> bytes:
     return b""
 
 
-def _read(one: Connection) -> int:
+def _read(one: Accepted) -> int:
     """Bytes that libzmq has read of it. Not of a unix socket, whose peers are processes of this user."""
     with contextlib.suppress(OSError, struct.error), _borrowed(one.descriptor) as end:
         if end.family != socket.AF_UNIX and _cookie_of(end) == one.cookie:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -187,6 +188,7 @@ class Server:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         router.maxmsgsize = max(MAX_HEADER_BYTES, FRAME_BYTES) + SEAL_BYTES
         router.rcvhwm = router.sndhwm = QUEUED_MESSAGES
+        router.router_mandatory = 1  # say which connections have ended
         router.copy_threshold = 0  # else a reply's last, small frame would count as sent before the others
         router.handshake_ivl = int(1000 * HANDSHAKE_SECONDS)
         if keys is not None:
@@ -276,7 +278,7 @@ class Server:
         self.counters.bytes_in += len(frame)
         peer = connection.peer = self._peer(frame) or ""
         if not peer:
-            self._connections.cut(connection)  # its key was revoked: a new handshake will say so
+            self._connections.cut(connection.accepted)  # its key was revoked: a new handshake will say so
         elif connection.incoming is not None:
             self._add(connection, connection.incoming, frame)
         else:
@@ -285,7 +287,7 @@ class Server:
     def _refuse_parts(self, connection: Connection | None, frame: Any) -> None:
         """No message of the link has several parts. Nothing else can be received before the last one."""
         if connection is not None:
-            self._connections.cut(connection)
+            self._connections.cut(connection.accepted)
         self.counters.refused += 1
         while frame.more:
             frame = self._router.recv(copy=False)
@@ -309,7 +311,7 @@ class Server:
                 self._clients.end(message.session)
         else:
             progress = (0, 0, 0) if record is None else record.progress
-            self._send(connection.identity, [encode(Pong(self._site.server, *progress))])
+            self._send([connection], [encode(Pong(self._site.server, *progress))])
 
     def _take_call(self, connection: Connection, peer: str, record: ClientRecord | None, call: Call) -> None:
         """Begin a new call, answer a repeated one again, refuse others; their numbers are dropped."""
@@ -331,7 +333,7 @@ class Server:
             self._clients.thread_of(call.session, record)
         except StoreError as error:
             self.counters.refused += 1
-            self._send(connection.identity, [failure(call.seq, error)])
+            self._send([connection], [failure(call.seq, error)])
             return
         incoming = record.expect(call)
         if call.follow:
@@ -343,7 +345,7 @@ class Server:
         """Numbers of a call that came before."""
         if not incoming.add(frame):
             self.counters.refused += 1
-            self._connections.cut(connection)
+            self._connections.cut(connection.accepted)
             return
         if not incoming.left:
             connection.incoming = None
@@ -360,7 +362,7 @@ class Server:
             thread = self._clients.thread_of(call.session, record)
         except StoreError as error:
             self.counters.refused += 1
-            self._send(record.identity, [failure(call.seq, error)])
+            self._send(record.connections, [failure(call.seq, error)])
             return
         record.taken = call.seq
         record.waiting[call.seq] = call.follow
@@ -376,17 +378,27 @@ class Server:
             self._reply(record, reply.frames)
 
     def _reply(self, record: ClientRecord, frames: list[Any]) -> None:
-        tracker = self._send(record.identity, frames)
+        tracker = self._send(record.connections, frames)
         if tracker is not None:
             self._clients.note_sent(record.peer, tracker, sum(len(frame) for frame in frames))
 
-    def _send(self, identity: bytes, frames: list[Any]) -> zmq.MessageTracker | None:
-        """Send without waiting. What is returned for a reply with numbers tells when libzmq has sent it."""
+    def _send(self, connections: Sequence[Connection], frames: list[Any]) -> zmq.MessageTracker | None:
+        """Send to the first of these that has not ended, without waiting. What is returned for a reply with
+        numbers tells when libzmq has sent it.
+        """
         self.counters.bytes_out += sum(len(frame) for frame in frames)
         track = len(frames) > 1
-        with contextlib.suppress(zmq.Again):  # the client is gone; it asks again if it returns
-            return self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False, track=track)
-        return None
+        for one in connections:
+            try:
+                return self._router.send_multipart(
+                    [one.identity, *frames], zmq.NOBLOCK, copy=False, track=track
+                )
+            except zmq.Again:
+                break  # it does not read; it asks again if it wants
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+        return None  # the client is gone; it asks again if it returns
 
 
 def _check_options(

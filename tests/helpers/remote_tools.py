@@ -7,6 +7,7 @@ import os
 import secrets
 import selectors
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -150,6 +151,64 @@ class RawClient:
     def ask(self, verb: str, *arguments: Any) -> Answer | Failure | Pong | None:
         self.send(self.message(verb, *arguments))
         return self.reply()
+
+
+class RawConnection:
+    """A connection that speaks ZMTP 3.0 without libzmq, and so may leave a message unfinished."""
+
+    def __init__(self, address: str) -> None:
+        target = parse_address(address)
+        self.end = socket.create_connection((target.host, target.port))
+        self.end.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+        ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+        self.end.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        self.end.settimeout(30)
+        self._read(64)  # its greeting
+
+    def __enter__(self) -> RawConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end.close()
+
+    def part(self, data: bytes, more: bool = True) -> None:
+        self.end.sendall(struct.pack(">BQ", 2 + more, len(data)) + data)
+
+    def receive(self) -> bytes:
+        """The next part of a message."""
+        while True:
+            flags = self._read(1)[0]
+            size = struct.unpack(">Q", self._read(8))[0] if flags & 2 else self._read(1)[0]
+            data = self._read(size)
+            if not flags & 4:  # a command
+                return data
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = self.end.recv(size - len(data))
+            if not piece:
+                raise ConnectionError("the other side ended the connection")
+            data += piece
+        return data
+
+    def send_until_cut(self, data: bytes, parts: int) -> bool:
+        """Send parts without a last one; whether the other side ended the connection."""
+        with contextlib.suppress(ConnectionError):
+            for _ in range(parts):
+                self.part(data)
+        return self.ends()
+
+    def ends(self) -> bool:
+        """Whether the other side ends the connection."""
+        try:
+            while self.end.recv(4096):
+                pass
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            return False
+        return True
 
 
 @contextmanager

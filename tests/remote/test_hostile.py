@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from remote_tools import RawClient, eventually
+from remote_tools import RawClient, RawConnection, eventually
 
 from pyps.errors import Busy, Fenced, LinkRefused
 from pyps.native import unlink
@@ -350,46 +348,6 @@ class TestShares:
                 assert isinstance(owner.ask("get_status"), Answer)
 
 
-class RawConnection:
-    """A connection that speaks ZMTP 3.0 without libzmq, and so may leave a message unfinished."""
-
-    def __init__(self, address: str) -> None:
-        target = parse_address(address)
-        self.end = socket.create_connection((target.host, target.port))
-        self.end.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
-        ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-        self.end.sendall(b"\x04" + bytes([len(ready)]) + ready)
-        self.end.settimeout(30)
-        self.end.recv(64)
-
-    def __enter__(self) -> RawConnection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end.close()
-
-    def part(self, data: bytes, more: bool = True) -> None:
-        self.end.sendall(struct.pack(">BQ", 2 + more, len(data)) + data)
-
-    def send_until_cut(self, data: bytes, parts: int) -> bool:
-        """Send parts without a last one; whether the other side ended the connection."""
-        with contextlib.suppress(ConnectionError):
-            for _ in range(parts):
-                self.part(data)
-        return self.ends()
-
-    def ends(self) -> bool:
-        """Whether the other side ends the connection."""
-        try:
-            while self.end.recv(4096):
-                pass
-        except ConnectionError:
-            pass
-        except TimeoutError:
-            return False
-        return True
-
-
 class TestParts:
     def test_unfinished_ones_are_cut_off(self, server: Server) -> None:
         with RawConnection(server.address) as wild:
@@ -585,7 +543,7 @@ def test_an_innocent_worker_waits_less_than_a_second(shm: Path, attack: Callable
 
 def test_a_connection_that_is_cut_and_one_that_takes_its_place(server: Server) -> None:
     """The new one has the descriptor of the old, and is left alone."""
-    old = connections.Connection(0, b"another")
+    old = connections.Accepted(0, b"another")
     with RawClient(server.address) as client:
         hello(client)
         (now,) = server._connections._open.values()
