@@ -89,7 +89,8 @@ enum { PYPS_CONTINUE = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 }; /* what pyps_shou
 /* Codecs: how gradients and parameters are encoded for transfer. Tensors are PYPS_F32. */
 enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, PYPS_NF4 = 5 };
 enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
-/* What an encoder does with NaN and infinities: refuse, send their block as zeros, send them as zeros. */
+/* What is done with NaN and infinities: refuse, take their block as zeros, take them as zeros. A block of PYPS_F32 is of
+ * 1024 values; to refuse costs a read more of a gradient that lies in its staging buffer. */
 enum { PYPS_NONFINITE_ERROR = 0, PYPS_NONFINITE_SKIP = 1, PYPS_NONFINITE_ZERO = 2 };
 /* Roles. A new worker's rank may be one that was not planned, below max_participants: the store then has so many ranks.
  * Such a rank rests until pyps_replan gives it samples. */
@@ -230,7 +231,7 @@ typedef struct {
     uint64_t seed;           /* of stochastic rounding; different for each push */
     uint32_t codec;          /* how it is encoded into the staging buffer */
     uint32_t rounding;       /* PYPS_NEAREST or PYPS_STOCHASTIC */
-    uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ...; as PYPS_F32 the others send values as they are */
+    uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ... */
     uint32_t error_feedback; /* 1: the encoding error is added to this rank's next gradient */
     uint32_t encoded; /* 1: pyps_staging_codes() already holds it in this codec; scale still applies, and
                                 averaged tensors are in the staging buffer */
@@ -259,8 +260,8 @@ typedef struct {
     uint32_t sources;   /* gradients that went into the ticket */
     uint32_t reserved;
     uint64_t wait_nanoseconds;     /* how long this call waited for others */
-    uint64_t nonfinite;            /* values that were NaN or infinite */
-    uint64_t blocks_skipped;       /* blocks that were sent as zeros because of them */
+    uint64_t nonfinite;            /* values that were NaN or infinite; of PYPS_F32 not counted */
+    uint64_t blocks_skipped;       /* blocks that were sent as zeros because of them; the same */
     uint64_t admitted_nanoseconds; /* when the gradient was taken, by the clock of the store's machine */
 } pyps_push_result;
 

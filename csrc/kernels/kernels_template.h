@@ -40,8 +40,14 @@ INLINE void NAME(put_ahead)(const struct step *s, size_t i, VEC x, VEC way) {
     if (s->copy) STREAM(s->copy + i, SUB(x, way));
 }
 
+/* In copies that no store can change, so that they stay in registers. */
+#define COPIES(step, constants)                                                                              \
+    const struct step_constants own_ = *(constants), *k = &own_;                                             \
+    const struct step run_ = *(step), *s = &run_
+
 /* p - lr * d */
-TARGET static void NAME(sgd)(const struct step *s, const struct step_constants *k) {
+TARGET static void NAME(sgd)(const struct step *step, const struct step_constants *constants) {
+    COPIES(step, constants);
     const float *p = s->old[0], *g = s->gradient;
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
@@ -64,7 +70,8 @@ INLINE VEC NAME(way)(VEC d, VEC m, const struct step_constants *k) {
 }
 
 /* m' = momentum * m + gain * d; p - lr * (direct * d + carried * m') */
-TARGET static void NAME(momentum)(const struct step *s, const struct step_constants *k) {
+TARGET static void NAME(momentum)(const struct step *step, const struct step_constants *constants) {
+    COPIES(step, constants);
     const VEC mu = SET(k->momentum), gain = SET(k->gain);
     const float *p = s->old[0], *m = s->old[1], *g = s->gradient;
     float *n = s->new[1];
@@ -84,7 +91,8 @@ TARGET static void NAME(momentum)(const struct step *s, const struct step_consta
 
 /* Adam and AdamW: m' = m + (1-b1)(d - m); v' = b2 v + (1-b2) c c, c = d + calm (mean m - d);
  * p shrink - lr/c1 * (direct d + carried m') / (sqrt(v')/sqrt(c2) + eps) */
-TARGET static void NAME(adam)(const struct step *s, const struct step_constants *k) {
+TARGET static void NAME(adam)(const struct step *step, const struct step_constants *constants) {
+    COPIES(step, constants);
     const VEC lr = SET(k->lr), shrink = SET(k->shrink), eps = SET(k->eps), root = SET(k->root_correction);
     const VEC one_minus_beta1 = SET(k->one_minus_beta1), beta2 = SET(k->beta2);
     const VEC one_minus_beta2 = SET(k->one_minus_beta2), mean = SET(k->mean), calm = SET(k->calm);
@@ -113,7 +121,8 @@ TARGET static void NAME(adam)(const struct step *s, const struct step_constants 
 }
 
 /* s' = s + part d d; p - lr_t * d / (sqrt(s') + eps) */
-TARGET static void NAME(adagrad)(const struct step *s, const struct step_constants *k) {
+TARGET static void NAME(adagrad)(const struct step *step, const struct step_constants *constants) {
+    COPIES(step, constants);
     const VEC lr = SET(k->lr), eps = SET(k->eps), part = SET(k->part);
     const float *p = s->old[0], *sum = s->old[1], *g = s->gradient;
     float *sums = s->new[1];

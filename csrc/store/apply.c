@@ -96,14 +96,15 @@ static void trained_step(const pyps_store *s, const struct chunk_step *c, struct
     uint32_t slot = s->ticket.slot, staging = s->ticket.staging; /* of a push */
     const struct staging_header *staged = staging_header(s, slot, staging);
     uint64_t at = (uint64_t)c->chunk * s->geometry.chunk_params;
-    uint32_t codec = round ? PYPS_F32 : staging_codec(s, slot, staging);
+    uint32_t codec = round ? PYPS_F32 : staging_codec(s, slot, staging); /* once: its owner may be hostile */
     bool corrected = !round && s->needs.needs_base_params && staged->compensation > 0;
     uint64_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : run.end - run.first;
     for (uint64_t from = run.first; from < run.end; from += at_a_time) {
         float gradient[BLOCK];
         uint32_t block = (uint32_t)(run.end - from < at_a_time ? run.end - from : at_a_time);
         struct step step = step_on(s, c->old, s->private_buffer, (uint32_t)(from - at), block);
-        step.gradient = ticket_gradient(s, from, block, gradient);
+        step.gradient = round ? ticket_gradient(s, from, block, gradient)
+                              : staging_gradient(s, slot, staging, codec, from, block, gradient);
         if (corrected)
             step.gradient =
                 compensate(staged, c->constants.scale, staging_base_params(s, slot, staging) + from, &step,

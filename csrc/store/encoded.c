@@ -10,6 +10,7 @@
  * A new worker takes a slot whose residual is still needed only if no other is free; that residual is then
  * dropped and counted.
  */
+#include <math.h>
 #include <string.h>
 
 #include "store/store.h"
@@ -29,12 +30,21 @@ float *residual_at(const pyps_store *s, uint32_t name) {
 /* Read once from shared memory, where a hostile owner may change it. */
 uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging) {
     uint32_t codec = *(volatile uint32_t *)&staging_header(s, slot, staging)->codec;
-    return codec < CODECS ? codec : PYPS_F32;
+    return codec < STAGED_FORMS ? codec : PYPS_F32;
+}
+
+/* A block that is not finite as an encoder would send it: as zeros, or with zeros in it. */
+static const float *mended(uint32_t codec, const float *gradient, size_t length, float *block) {
+    if (kernels_chosen()->finite(gradient, length)) return gradient;
+    for (size_t i = 0; i < length; i++)
+        block[i] = codec == STAGED_ZERO && isfinite(gradient[i]) ? gradient[i] : 0;
+    return block;
 }
 
 const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
                               uint64_t at, size_t length, float *block) {
     if (codec == PYPS_F32) return staging_data(s, slot, staging) + at;
+    if (codec >= CODECS) return mended(codec, staging_data(s, slot, staging) + at, length, block);
     kernels_chosen()->decode(codec, block, staging_codes(s, slot, staging) + codec_codes(codec, at),
                              staging_scales(s, slot, staging, codec) + codec_scales(codec, at), length);
     return block;

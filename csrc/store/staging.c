@@ -152,11 +152,16 @@ static int finish_fill(pyps_store *s, const pyps_push_args *a) {
     return finite_check(s, staging_data(s, s->slot, a->staging), NULL);
 }
 
+static uint32_t form(const pyps_push_args *a) {
+    if (a->codec != PYPS_F32 || a->nonfinite == PYPS_NONFINITE_ERROR) return a->codec;
+    return a->nonfinite == PYPS_NONFINITE_ZERO ? STAGED_ZERO : STAGED_SKIP;
+}
+
 int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
     struct staging_header *header = staging_header(s, s->slot, a->staging);
     int rc = check(s, a);
     if (rc) return rc;
-    header->codec = a->codec, header->scale = a->scale, header->samples = a->samples;
+    header->codec = form(a), header->scale = a->scale, header->samples = a->samples;
     header->position = a->position;
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
     header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.lambda_ : 0;

@@ -266,10 +266,10 @@ int contents_write(pyps_store *s, const pyps_config *config, const pyps_state *s
 /* encoded.c */
 float *residual_at(const pyps_store *s, uint32_t name); /* of a name within the view's bounds */
 int residual_allocate(pyps_store *s, uint32_t name);
-/* `length` floats from `at` of a staged gradient: in place, or decoded into `block`. */
+/* `length` floats from `at` of a staged gradient: in place, or unless it is PYPS_F32 maybe in `block`. */
 const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
                               uint64_t at, size_t length, float *block);
-uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging);
+uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging); /* or STAGED_SKIP ... */
 /* Encodes one chunk, whose parameters are `values`; everything else in `flat` is of the whole vector. */
 int chunk_encode(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat);
 /* Encodes args->gradient, or what is in the staging buffer, into its codes; with error_feedback `e` names the residuals

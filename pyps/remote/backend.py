@@ -22,6 +22,7 @@ from pyps import native
 from pyps.errors import InvalidArgument, NotFinite, PushRejected
 from pyps.formats.records import Span
 from pyps.formats.turns import TurnSchedule
+from pyps.native.ranges import Ranges, Visitor, elements
 from pyps.native.state import FlatState, StoreState
 from pyps.native.values import (
     Advice,
@@ -49,6 +50,7 @@ from pyps.remote.address import Address, parse_address
 from pyps.remote.client import Client
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
+from pyps.remote.parts import extents, packed, show
 from pyps.remote.wire import (
     MAX_CALL_SECONDS,
     PROTOCOL,
@@ -145,11 +147,21 @@ class RemoteBackend:
         self._compute_began = time.monotonic()
         return int(version)
 
-    def pull_ranges(self, ranges: NDArray[np.uint64], out: Flat) -> int:
-        raise InvalidArgument("pull", "ranges: the store is elsewhere; expected a pull of all parameters")
+    def pull_ranges(self, ranges: Ranges, out: Flat) -> int:
+        version, found = self.client.call("pull_ranges", len(ranges), numbers=(ranges,))
+        from_frames("pull", found, out)
+        self._compute_began = time.monotonic()
+        return int(version)
 
-    def read_ranges(self, *_: Any) -> int:
-        raise InvalidArgument("read", "the store is elsewhere; expected a pull, or a snapshot")
+    def read_ranges(self, ranges: Ranges | None, visit: Visitor, timeout: float) -> int:
+        """One version's parameters come over, and are shown then."""
+        layout = self._opened.layout
+        parts = extents(self._gaps, layout.flat_elements) if ranges is None else ranges
+        out = np.empty(elements("read", parts, layout.flat_elements), np.float32)
+        version, found = self.client.call("read_ranges", len(parts), _bounded(timeout), numbers=(parts,))
+        from_frames("read", found, out)
+        show(parts, out, self._gaps, visit, layout.chunk_params)
+        return int(version)
 
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
         version, found = self.client.call("pull_encoded", codec)
@@ -332,6 +344,8 @@ class RemoteBackend:
     def _encoded(self, request: PushRequest) -> tuple[PushHeader, tuple[NDArray[Any], ...], EncodeCounts]:
         """What is sent for a push: its header, its numbers, and what was not finite among them."""
         seconds = request.compute_seconds or time.monotonic() - self._compute_began
+        if request.ranges is not None:
+            return self._header(request, request.scale, seconds), self._of_ranges(request), EncodeCounts(0, 0)
         whole, counts, scale = self._values(request), EncodeCounts(0, 0), request.scale
         trained = self._opened.layout.trained_elements
         how = request.encoding
@@ -348,11 +362,29 @@ class RemoteBackend:
             and not np.isfinite(self._without_gaps(request)[:trained]).all()
         ):
             raise NotFinite("push", "the gradient has a value that is not finite")
+        return self._header(request, scale, seconds), numbers if request.samples else (), counts
+
+    @staticmethod
+    def _header(request: PushRequest, scale: float, seconds: float) -> PushHeader:
         timeout = None if request.timeout is None else _bounded(native.timeout_seconds(request.timeout))
-        request = replace(
-            request, scale=scale, timeout=timeout, encoding=Encoding(how.codec), compute_seconds=seconds
+        how = Encoding(request.encoding.codec, nonfinite=request.encoding.nonfinite)
+        return PushHeader.of(
+            replace(request, scale=scale, timeout=timeout, encoding=how, compute_seconds=seconds)
         )
-        return PushHeader.of(request), numbers if request.samples else (), counts
+
+    def _of_ranges(self, request: PushRequest) -> tuple[NDArray[Any], ...]:
+        """The ranges of a push, and the gradient there. Raises NotFinite, InvalidArgument."""
+        ranges, trained = request.ranges, self._opened.layout.trained_elements
+        if request.encoding.codec is not Codec.F32:
+            found = f"codec: found {request.encoding.codec.name} with ranges"
+            raise InvalidArgument("push", f"{found}; expected F32")
+        if not request.samples:
+            return ()
+        values = packed(self._values(request), ranges) if request.gradient is None else request.gradient
+        size = int(np.minimum(ranges.sum(axis=1), trained).sum() - np.minimum(ranges[:, 0], trained).sum())
+        if request.encoding.nonfinite == "error" and not np.isfinite(values[:size]).all():
+            raise NotFinite("push", "the gradient has a value that is not finite")
+        return ranges, values
 
     def _encode(self, values: Flat, how: Encoding, scale: float) -> tuple[NDArray[np.uint8], EncodeCounts]:
         """Codes of a gradient, with the residual if errors are fed back. Raises NotFinite."""

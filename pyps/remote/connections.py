@@ -37,7 +37,9 @@ BYTES_RECEIVED = 128  # tcpi_bytes_received in struct tcp_info, <linux/tcp.h>
 
 @dataclass(eq=False)
 class Accepted:
-    """A socket of libzmq's that was accepted. `spoke`: a whole message came on it."""
+    """A socket of libzmq's that was accepted. `spoke`: a whole message came on it. number: 0: it is not known
+    to be open; its end has been seen, or not yet its beginning.
+    """
 
     descriptor: int
     cookie: bytes
@@ -91,7 +93,7 @@ class Connections:
         None: the peer speaks a protocol of ZeroMQ that is too old to say, or chose its identity itself, which
         another may have had.
         """
-        self._follow()  # what happened to its descriptor before came before it
+        self._follow()
         try:
             descriptor = frame.get(zmq.SRCFD)
         except zmq.ZMQError:
@@ -103,8 +105,8 @@ class Connections:
             socket.spoke = socket.delivered = True
         one = self._known.get(identity)
         if one is None:
-            ended = Accepted(descriptor, b"", number=0, ended_looks=0)
-            one = self._known[identity] = Connection(identity, socket or ended)
+            unknown = Accepted(descriptor, b"", number=0, ended_looks=0)
+            one = self._known[identity] = Connection(identity, socket or unknown)
         return one
 
     def look(self, drained: bool) -> None:
@@ -166,7 +168,14 @@ class Connections:
             if event["event"] in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED) and descriptor in self._open:
                 self._end(self._open[descriptor])
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._open[descriptor] = Accepted(descriptor, _cookie(descriptor))
+                self._begin(Accepted(descriptor, _cookie(descriptor)))
+
+    def _begin(self, accepted: Accepted) -> None:
+        """libzmq says that it has accepted a connection, maybe after the first messages of it."""
+        self._open[accepted.descriptor] = accepted
+        for one in self._known.values():
+            if one.accepted.number == 0 and one.accepted.descriptor == accepted.descriptor:
+                one.accepted, accepted.spoke, accepted.delivered = accepted, True, True
 
     def _end(self, one: Accepted) -> None:
         one.ended_looks = 0

@@ -13,7 +13,7 @@ from pyps.errors import InputError, InvalidArgument
 from pyps.native.create import MAX_DIMENSIONS
 from pyps.native.state import VECTORS, StateHeader, StoreState
 from pyps.native.values import Config, Flat, Tensor
-from pyps.remote.framing import Frames, check_size, from_frames
+from pyps.remote.framing import Frames, check_size, from_frames, split_frames
 from pyps.remote.wire import MAX_REQUEST_BYTES, CreateRequest, decode_creation, encode_raw
 from pyps.store.creation import checked_state
 
@@ -45,7 +45,8 @@ def created_arrays(
 
     Raises InvalidArgument, and msgspec's errors for a wrong request.
     """
-    request, numbers = _request(request_bytes, numbers)
+    encoded, numbers = split_frames(numbers, request_bytes)
+    request = decode_creation(encoded)
     header, residuals = request.state, request.residuals
     trained = tuple(tensor for tensor in request.tensors if not tensor.averaged)
     vectors = 0 if header is None else len(VECTORS[header.optimizer]) + len(residuals)
@@ -56,18 +57,6 @@ def created_arrays(
     from_frames("create", numbers, *parts)
     initial = tuple(parts[: len(request.tensors)])
     return request, initial, None if header is None else _state(request, header, trained, parts)
-
-
-def _request(request_bytes: int, numbers: Frames) -> tuple[CreateRequest, Frames]:
-    """The request that goes ahead of the numbers, and the numbers."""
-    data, rest = bytearray(), [memoryview(piece).cast("B") for piece in numbers]
-    while rest and len(data) < request_bytes:
-        piece = rest.pop(0)
-        take = min(len(piece), request_bytes - len(data))
-        data += piece[:take]
-        if take < len(piece):
-            rest.insert(0, piece[take:])
-    return decode_creation(data), rest
 
 
 def _elements(tensor: Tensor) -> int:

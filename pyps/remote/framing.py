@@ -65,6 +65,18 @@ def from_frames(what: str, found: Frames, *arrays: NDArray[Any]) -> None:
                 rest.append(piece[take:])
 
 
+def split_frames(found: Frames, size: int) -> tuple[bytearray, Frames]:
+    """The first `size` bytes of what came, fewer if fewer came, and the rest."""
+    data, rest = bytearray(), [memoryview(piece).cast("B") for piece in found]
+    while rest and len(data) < size:
+        piece = rest.pop(0)
+        take = min(len(piece), size - len(data))
+        data += piece[:take]
+        if take < len(piece):
+            rest.insert(0, piece[take:])
+    return data, rest
+
+
 def check_size(what: str, found: Frames, size: int) -> None:
     """Raise InvalidArgument if it is not `size` bytes that came."""
     came = sum(len(piece) for piece in found)

@@ -32,6 +32,7 @@ from pyps.formats.mode import MAX_DEPTH
 from pyps.formats.turns import TurnSchedule
 from pyps.native import planning
 from pyps.native.create import create
+from pyps.native.ranges import Packer, elements, pull_ranges, read_ranges
 from pyps.native.state import read_state
 from pyps.native.values import (
     Advice,
@@ -53,7 +54,8 @@ from pyps.native.values import (
     Tensor,
 )
 from pyps.remote.creation import created_arrays
-from pyps.remote.framing import Frames, ReplyBuffers, from_frames
+from pyps.remote.framing import Frames, ReplyBuffers, check_size, from_frames
+from pyps.remote.parts import packed, sent_ranges
 from pyps.remote.wire import (
     PROTOCOL,
     VERBS,
@@ -237,6 +239,18 @@ class Handlers:
         self._keep_pulled(version, flat)
         return version, (flat,)
 
+    def pull_ranges(self, count: int, numbers: Frames) -> Reply:
+        parts, rest = sent_ranges("pull", count, numbers, self.layout.flat_elements)
+        check_size("pull", rest, 0)
+        out = self.replies.take(np.float32, elements("pull", parts, self.layout.flat_elements))
+        return pull_ranges(self._store, parts, out), (out,)
+
+    def read_ranges(self, count: int, timeout: float, numbers: Frames) -> Reply:
+        parts, rest = sent_ranges("read", count, numbers, self.layout.flat_elements)
+        check_size("read", rest, 0)
+        out = self.replies.take(np.float32, elements("read", parts, self.layout.flat_elements))
+        return read_ranges(self._store, parts, Packer(parts, out), timeout), (out,)
+
     def pull_encoded(self, codec: Codec) -> Reply:
         data = self.replies.take(np.uint8, encoded_vector_bytes(codec, self.layout))
         version = native.pull_encoded(self._store, codec, data)
@@ -331,13 +345,14 @@ class Handlers:
         if self._staging is None:
             self._staging = native.stage(self._store, native.timeout_seconds(header.timeout))
         codec = header.encoding.codec if header.samples else Codec.F32
-        if header.samples and not self._in_round:
-            self._fill(self._staging, codec, numbers)
         fields = {name: getattr(header, name) for name in header.__struct_fields__}
-        fields["encoding"] = Encoding(codec)
-        base_params = self._base_params(header.base_version) if header.samples else None
-        encoded = codec is not Codec.F32
-        request = PushRequest(self._staging, **fields, encoded=encoded, base_params=base_params)
+        fields |= {"encoding": Encoding(codec, nonfinite=header.encoding.nonfinite), "ranges": None}
+        fields["base_params"] = self._base_params(header.base_version) if header.samples else None
+        if header.samples and header.ranges is not None:
+            fields |= self._of_ranges(header.ranges, codec, fields["base_params"], numbers)
+        elif header.samples and not self._in_round:
+            self._fill(self._staging, codec, numbers)
+        request = PushRequest(self._staging, **fields, encoded=codec is not Codec.F32)
         try:
             result = send(request)
         except TimedOut:
@@ -348,6 +363,19 @@ class Handlers:
             raise
         self._staging, self._in_round = None, False
         return result
+
+    def _of_ranges(self, count: int, codec: Codec, base: Flat | None, numbers: Frames) -> dict[str, Any]:
+        """The fields of a push whose gradient is of ranges."""
+        if codec is not Codec.F32:
+            raise InvalidArgument("push", f"codec: found {codec.name} with ranges; expected F32")
+        parts, rest = sent_ranges("push", count, numbers, self.layout.flat_elements)
+        gradient = np.empty(elements("push", parts, self.layout.flat_elements), np.float32)
+        from_frames("push", rest, gradient)
+        return {
+            "ranges": parts,
+            "gradient": gradient,
+            "base_params": None if base is None else packed(base, parts),
+        }
 
     def _fill(self, staging: int, codec: Codec, numbers: Frames) -> None:
         flat, _ = native.staging(self._store, staging, self.layout.flat_elements)

@@ -215,7 +215,7 @@ class Server:
         self._created = True
 
     def _note_opened(self, layout: Layout) -> None:
-        self._clients.largest_gradient = 4 * layout.flat_elements
+        self._clients.largest_gradient = 5 * layout.flat_elements  # with its ranges, which the core bounds
 
     def _serve(self) -> None:
         try:

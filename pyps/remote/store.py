@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, cast
 from pyps import native
 from pyps.errors import InvalidArgument, StoreError
 from pyps.native.state import StoreState
-from pyps.native.values import Config, PushRequest
+from pyps.native.values import Config
 from pyps.remote.backend import RemoteBackend
 from pyps.remote.client import Traffic
 from pyps.store.store import Store
@@ -45,11 +45,6 @@ class RemoteStore(Store):
         begin transfers while another finishes them, in order. Raises NotFinite, having sent nothing.
         """
         return self._call(RemoteBackend.begin_transfer, replace(request, push=self._checked(request.push)))
-
-    def _checked(self, request: PushRequest) -> PushRequest:
-        if request.ranges is not None:
-            raise InvalidArgument("push", "ranges: the store is elsewhere; expected a push of all parameters")
-        return super()._checked(request)
 
     def journal(self, path: str | os.PathLike[str] | None) -> None:
         """Raises InvalidArgument: the decisions are taken where the server is."""

@@ -16,7 +16,7 @@ parts of one message would all wait in the server's memory, uncounted, until the
                         Pong(server, ...)   another server than before: it was restarted; no progress for
                                             long: a call or its reply got lost, and the call is sent again
 
-Numbers are little-endian fp32, a codec's bytes, or (steps of a snapshot) 64-bit.
+Numbers are little-endian fp32, a codec's bytes, or (steps of a snapshot, ranges) 64-bit.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """pyps.native.values.PushRequest without its arrays.
 
     The gradient is the call's numbers, encoded unless it is fp32; averaged tensors follow as fp32. There are
-    none where samples is 0. The server keeps the base parameters itself, by their version.
+    none where samples is 0. The server keeps the base parameters itself, by their version. ranges: how many
+    the gradient is of; None: it is whole. They go ahead of the numbers.
     """
 
     samples: Count
@@ -168,10 +169,12 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     position: Position = 0
     cost_seconds: float = 0.0
     data_seconds: float = 0.0
+    ranges: Count | None = None
 
     @classmethod
     def of(cls, request: PushRequest) -> PushHeader:
-        return cls(**{name: getattr(request, name) for name in cls.__struct_fields__})
+        fields = {name: getattr(request, name) for name in cls.__struct_fields__}
+        return cls(**fields | {"ranges": None if request.ranges is None else len(request.ranges)})
 
 
 class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,6 +215,8 @@ VERBS: Mapping[str, Verb] = {
     "start_ahead": Verb(tuple[()], Claim),
     "pull": Verb(tuple[()], int),
     "pull_encoded": Verb(tuple[Codec], int),
+    "pull_ranges": Verb(tuple[Count], int),
+    "read_ranges": Verb(tuple[Count, CallSeconds], int),
     "push": Verb(tuple[PushHeader], PushResult),
     "exchange": Verb(tuple[PushHeader, Codec], tuple[PushResult, int]),
     "transfer": Verb(tuple[TransferHeader], TransferReply),
@@ -232,7 +237,8 @@ VERBS: Mapping[str, Verb] = {
     "wait": Verb(tuple[Position, CallSeconds], None),
 }
 
-WITH_NUMBERS = ("push", "exchange", "transfer", "create")  # calls that numbers follow
+# calls that numbers follow
+WITH_NUMBERS = ("push", "exchange", "transfer", "create", "pull_ranges", "read_ranges")
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Call | Ping | Bye)

@@ -116,6 +116,31 @@ def test_a_late_call_does_not_take_the_replies(server: Server, monkeypatch: pyte
     assert server.counters.calls == 1
 
 
+def test_a_connection_that_is_announced_after_its_first_message(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq attaches a connection before it says so."""
+    follow, calls = server._connections._follow, iter([None])
+
+    def follow_later() -> None:
+        if next(calls, follow) is follow:
+            follow()
+
+    call = encode(Call(SESSION, 1, "create", encode_raw((PROTOCOL, "model", 100)), 0, 100))
+    with busy(server, monkeypatch):
+        before = sockets()
+        new = RawConnection(server.address)
+        (theirs,) = sockets() - before - {new.end.fileno()}
+        monkeypatch.setattr(server._connections, "_follow", follow_later)
+        for message in (call, bytes(100)):
+            new.part(message, more=False)
+        eventually(partial(arrived, theirs, len(call) + 100))
+    with new:
+        assert isinstance(decode_reply(new.receive()), Failure)
+    (known,) = server._connections._known.values()
+    assert known.accepted.number
+
+
 def test_an_identity_of_the_peers_own_choice_is_refused(server: Server) -> None:
     endpoint = parse_address(server.address).endpoint
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:

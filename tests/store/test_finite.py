@@ -52,10 +52,65 @@ def test_what_belongs_to_no_tensor_does_not_count(store: Store) -> None:
     assert store.push(staging, 4, Hyper(lr=1.0)).version == 1
 
 
-def test_a_trainer_that_has_looked_itself_can_say_so(store: Store) -> None:
-    store.start()
-    staging = store.stage()
-    staging.flat.fill(np.inf)
-    unchecked = Encoding(Codec.F32, nonfinite="skip")
-    assert store.push(staging, 4, Hyper(lr=1.0), encoding=unchecked).version == 1
-    np.testing.assert_array_equal(store.pull()[0][:SIZE], -np.inf)
+def expected(gradient: Any, nonfinite: str) -> Any:
+    """What a push takes instead, in blocks of 1024 values."""
+    gradient = gradient.copy()
+    for block in np.split(gradient, len(gradient) // 1024):
+        bad = ~np.isfinite(block)
+        block[bad | (bad.any() if nonfinite == "skip" else False)] = 0
+    return gradient
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "zero"])
+@pytest.mark.parametrize("policy", ["asp", "bsp"])
+@pytest.mark.parametrize("way", ["push", "exchange", "with a norm", "of a range"])
+def test_values_that_are_not_finite_can_count_as_zeros(
+    shm: Any, policy: str, way: str, nonfinite: Any
+) -> None:
+    initial = {"w": np.ones(SIZE, np.float32)}
+    rng = np.random.default_rng(0)
+    with Store.create("finite", initial, batches=[4], policy=policy, chunk_params=2048) as store:
+        store.join()
+        gradient = rng.standard_normal(store.layout.flat_elements).astype(np.float32)
+        gradient[[5, 1500, 1501]] = np.inf, np.nan, -np.inf
+        taken = expected(gradient, nonfinite)
+        taken[SIZE:] = 0
+        store.start()
+        staging = store.stage()
+        np.copyto(staging.flat, gradient)
+        hyper, options = Hyper(lr=1.0), {"encoding": Encoding(Codec.F32, nonfinite=nonfinite)}
+        if way == "with a norm":
+            hyper = Hyper(lr=1.0, clip_norm=1.0)
+            taken *= np.float32(1 / (np.sqrt(np.sum(np.square(taken, dtype=np.float64))) + 1e-6))
+        if way == "of a range":
+            options["ranges"] = [[0, 1024], [1024, SIZE - 1024]]
+        if way == "exchange":
+            flat = np.empty_like(gradient)
+            store.exchange(staging, 4, hyper, flat, **options)
+            np.testing.assert_allclose(flat[:SIZE], 1 - taken[:SIZE], rtol=1e-6)
+        else:
+            assert store.push(staging, 4, hyper, **options).version == 1
+        np.testing.assert_allclose(store.pull()[0][:SIZE], 1 - taken[:SIZE], rtol=1e-6)
+
+
+def test_pulls_that_look_ahead_take_the_same_gradient(shm: Any) -> None:
+    """The worker's own last gradient, by which its pulls look ahead."""
+    pulled = []
+    for bad in (False, True):
+        options: dict[str, Any] = {"optimizer": "momentum", "policy": "asp", "chunk_params": 2048}
+        with Store.create("ahead", {"w": np.ones(SIZE, np.float32)}, batches=[4, 4], **options) as store:
+            store.join(0)
+            with Store.open("ahead") as other:
+                other.join(1)
+                for one in (store, other):
+                    one.start()
+                    staging = one.stage()
+                    staging.flat.fill(0.5)
+                    if one is store:
+                        staging.flat[1024:2048] = 0
+                        staging.flat[1500] = np.nan if bad else 0
+                    encoding = Encoding(Codec.F32, nonfinite="skip")
+                    one.push(staging, 4, Hyper(lr=0.1, momentum=0.9), encoding=encoding)
+                pulled.append(store.pull()[0][:SIZE])
+    assert np.isfinite(pulled[1]).all()
+    np.testing.assert_array_equal(*pulled)
