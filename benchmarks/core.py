@@ -28,7 +28,7 @@ from pyps.store.codec import Codec, decode, encode, encoded_bytes
 
 Call = Callable[[], object]
 HYPER = Hyper(lr=1e-3, momentum=0.9)
-UNCHECKED = Encoding(Codec.F32, nonfinite="skip")  # of a trainer that has looked for NaN itself
+SKIPPING = Encoding(Codec.F32, nonfinite="skip")  # looks for NaN while it applies
 REPEATS = 5  # calls in a row when two threads work
 STATE_VECTORS = 3  # of AdamW's state: memcpy is timed on one
 
@@ -124,10 +124,10 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
         yield Operation(f"pull ahead, {name}", size, always(lambda s=peer: s.pull(flat)), threshold)
     yield Operation("pull int8", 5, always(lambda: sgd.pull_encoded(Codec.INT8, quantized)))
     yield Operation("SGD push", 12, push("sgd"), 1.6)
-    yield Operation("SGD push, no look for NaN", 12, push("sgd", UNCHECKED))
+    yield Operation("SGD push, NaN as zeros", 12, push("sgd", SKIPPING))
     yield Operation("momentum push", 20, push("momentum"))
     yield Operation("AdamW push", 28, push("adamw"), 3.2)
-    yield Operation("AdamW push, no look for NaN", 28, push("adamw", UNCHECKED))
+    yield Operation("AdamW push, NaN as zeros", 28, push("adamw", SKIPPING))
     yield Operation("Adagrad push", 20, push("adagrad"))
     yield Operation("int8 decode + SGD push", 9, coded(Codec.INT8), 1.05)
     yield Operation("int4 decode + SGD push", 8.5, coded(Codec.INT4))
@@ -160,6 +160,9 @@ def rivals(x: Any) -> Iterator[Operation]:
             optimizer = kind([parameter], lr=1e-3, **{how: True})  # type: ignore[arg-type]
             prepare = partial(stepping, optimizer, parameter.grad)
             yield Operation(f"torch {name}, {how}", size, prepare, against=f"{name} push")
+            if how == "fused":
+                looks = partial(stepping, optimizer, parameter.grad, True)
+                yield Operation(f"torch {name}, fused, and a look", size + 4, looks, against=f"{name} push")
     weights, gradient = np.zeros(x.size, np.float32), np.full(x.size, 1e-3, np.float32)
     numpy_sgd = always(lambda: np.subtract(weights, np.float32(1e-3) * gradient, out=weights))
     yield Operation("NumPy SGD", 12, numpy_sgd, against="SGD push")
@@ -176,10 +179,18 @@ def rivals(x: Any) -> Iterator[Operation]:
     yield Operation("bitsandbytes NF4, blocks of 64", 4.5625, nf4, against="encode nf4")
 
 
-def stepping(optimizer: Any, gradient: Any) -> Call:
-    """A gradient that was written just now, as for our pushes."""
+def stepping(optimizer: Any, gradient: Any, looks: bool = False) -> Call:
+    """A step with a gradient that was written just now, as for our pushes. looks: it refuses one with NaN, by
+    its norm, as torch.nn.utils.clip_grad_norm_ does.
+    """
     gradient.fill_(1e-3)
-    return optimizer.step  # type: ignore[no-any-return]
+
+    def step() -> None:
+        if looks and not gradient.norm().isfinite():
+            raise FloatingPointError
+        optimizer.step()
+
+    return step
 
 
 def numpy_int8(x: Any) -> tuple[Any, Any]:

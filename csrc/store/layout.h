@@ -91,9 +91,9 @@ enum { STAGED_SKIP = PYPS_NF4 + 1, STAGED_ZERO, STAGED_FORMS };
 struct staging_header {
     float scale;
     uint32_t samples, codec; /* or STAGED_SKIP ... */
-    float compensation; /* lambda if the policy needs base parameters, which follow the codes */
-    uint64_t position;  /* of hyper, in its schedule */
-    uint64_t ranges;    /* how many; 0: it is of the whole flat vector */
+    float compensation;      /* lambda if the policy needs base parameters, which follow the codes */
+    uint64_t position;       /* of hyper, in its schedule */
+    uint64_t ranges;         /* how many; 0: it is of the whole flat vector */
     pyps_hyper hyper[];
 };
 

@@ -345,7 +345,11 @@ class RemoteBackend:
         """What is sent for a push: its header, its numbers, and what was not finite among them."""
         seconds = request.compute_seconds or time.monotonic() - self._compute_began
         if request.ranges is not None:
-            return self._header(request, request.scale, seconds), self._of_ranges(request), EncodeCounts(0, 0)
+            return (
+                self._header(request, request.scale, seconds),
+                self._of_ranges(request, request.ranges),
+                EncodeCounts(0, 0),
+            )
         whole, counts, scale = self._values(request), EncodeCounts(0, 0), request.scale
         trained = self._opened.layout.trained_elements
         how = request.encoding
@@ -372,9 +376,9 @@ class RemoteBackend:
             replace(request, scale=scale, timeout=timeout, encoding=how, compute_seconds=seconds)
         )
 
-    def _of_ranges(self, request: PushRequest) -> tuple[NDArray[Any], ...]:
+    def _of_ranges(self, request: PushRequest, ranges: Ranges) -> tuple[NDArray[Any], ...]:
         """The ranges of a push, and the gradient there. Raises NotFinite, InvalidArgument."""
-        ranges, trained = request.ranges, self._opened.layout.trained_elements
+        trained = self._opened.layout.trained_elements
         if request.encoding.codec is not Codec.F32:
             found = f"codec: found {request.encoding.codec.name} with ranges"
             raise InvalidArgument("push", f"{found}; expected F32")

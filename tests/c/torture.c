@@ -188,6 +188,7 @@ static void push_once(pyps_store *s) {
                            .codec = parts == 2 ? PYPS_F32 : codecs[rand() % 5]};
     if (parts == 2) args.ranges = &part, args.range_count = 1;
     args.error_feedback = args.codec != PYPS_F32;
+    args.nonfinite = (uint32_t)rand() % 3; /* all values are finite */
     if (rand() % 2) {
         if (done(s, pyps_push(s, &args, &result), "push")) shared->acknowledged++;
     } else if (done(s, pyps_exchange(s, &args, flat, &result, &version), "exchange")) {
