@@ -325,11 +325,13 @@ def timed(group: dist.ProcessGroup, seconds: float, steps: int) -> list[float]:
     if dist.get_rank(group) == 0:
         for layer in model:
             layer.register_forward_hook(lambda module, args, output: Slow.apply(output, seconds))
-    timer, inputs = ComputeTimer(weighted_hook(model)), torch.ones(2, 8)
+    timer, inputs = ComputeTimer(weighted_hook(model)), torch.ones(2, 8, device=DEVICE)
     for step in range(steps):
         timer.start()
         square(model, inputs, inputs[:, :4]).backward()
         timer.finish(step)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
     finished = timer.finished()
     assert [step for step, _ in finished] == list(range(steps))
     return [seconds for _, seconds in finished]

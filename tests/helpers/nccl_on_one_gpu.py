@@ -25,6 +25,7 @@ def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
     import ddp_checkpoint_jobs as checkpoints
     import ddp_jobs
     import ddp_more_jobs as more
+    import fsdp_jobs
     import torch
 
     batches, few = BATCHES[:ranks], FEW[:ranks]
@@ -52,6 +53,13 @@ def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
         "BatchNorm": lambda: max(more.norm_errors(group, batches, "hook", 30, 0.1)),
         "loss_scale": lambda: max(more.scaled_errors(group, batches, [1] * ranks, False)),
         "FSDP2": lambda: max(more.scaled_errors(group, batches, [1] * ranks, True)),
+        "FSDP2 with the hook": lambda: max(fsdp_jobs.gradient_errors(group, batches, 1, 1)),
+        "its micro-batches": lambda: max(fsdp_jobs.gradient_errors(group, batches, 3, 1)),
+        "its micro-batches by rank": lambda: max(
+            fsdp_jobs.gradient_errors(group, batches, [3, 1, 1, 2][:ranks], 1)
+        ),
+        "its own times": lambda: fsdp_jobs.timed(group, 0.01, 5),
+        "its check": lambda: fsdp_jobs.cause_reported(group, batches, "weighted")[:2],
         "goes on bit for bit": lambda: goes_on("same"),
         "goes on bit for bit in bf16": lambda: goes_on("bf16"),
     }
