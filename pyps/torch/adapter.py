@@ -34,12 +34,18 @@ KEPT = (  # what a loader with other batches takes over
 class UnevenRun:
     """The sampler, hook and Rebalancer of a run under a library, and their state.
 
-    profile, max_batch: of this rank's device. rebalance: whether there is a Rebalancer.
+    profile, max_batch: of this rank's device. rebalance: whether there is a Rebalancer. counts_anew: whether
+    the library calls this process's first epoch 0, also where a run goes on.
     """
 
     def __init__(
-        self, profile: Profile | str | os.PathLike[str] | None, max_batch: int | None, rebalance: bool
+        self,
+        profile: Profile | str | os.PathLike[str] | None,
+        max_batch: int | None,
+        rebalance: bool,
+        counts_anew: bool = False,
     ) -> None:
+        self.counts_anew = counts_anew
         self.profile, self.max_batch, self.rebalance = profile, max_batch, rebalance
         self.sampler: UnevenBatchSampler | None = None
         self.loader: Any = None
@@ -122,7 +128,9 @@ class UnevenRun:
             return
         sampler, own = self.sampler, state["ranks"]
         sampler.seed = state["seed"]
-        sampler.set_epoch(state["epoch"])
+        sampler.set_epoch(state["epoch"] - sampler.first_epoch)
+        if self.counts_anew:
+            sampler.first_epoch = state["epoch"]
         if self.loader is not None and hasattr(self.loader, "iteration"):
             self.loader.iteration = state["epoch"]
         if len(own) != len(sampler.split) or sum(state["changes"][0][2]) != sampler.global_batch:

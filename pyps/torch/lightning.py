@@ -122,7 +122,7 @@ class UnevenFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.run = UnevenRun(profile, max_batch, rebalance)
+        self.run = UnevenRun(profile, max_batch, rebalance, counts_anew=True)
         self._accumulate, self._plan, self._count = accumulate, plan, count
 
     def setup_module(self, module: Any) -> Any:

@@ -52,6 +52,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self.length = _length_of(dataset)
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self._check()
+        self.first_epoch = 0  # the epoch that set_epoch() calls 0: some libraries count anew in each process
         self.drawn = 0  # rounds of this epoch that were handed out, counted from `position`
         self._round_samples: list[tuple[int, int]] = []  # for each of these: its samples, and this rank's
         self._round_splits: list[Split] = []
@@ -117,6 +118,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch, at its first sample; the same number again changes nothing."""
+        epoch += self.first_epoch
         if epoch != self.epoch:
             self.epoch, self.position, self.drawn = epoch, 0, 0
             self._adopt((epoch, 0))
@@ -179,7 +181,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     def read_past(self, rounds: int) -> None:
         """Passes of this epoch leave its first rounds out, but keep its length. After all, the next epoch."""
         if rounds >= self.rounds:
-            self.set_epoch(self.epoch + 1)
+            self.set_epoch(self.epoch + 1 - self.first_epoch)
         else:
             self._past = self.epoch, rounds
 

@@ -81,18 +81,23 @@ def train(resume: bool) -> tuple[lightning.Trainer, Module]:
     return trainer, module
 
 
-def train_with_fabric(plan: list[int], epochs: int) -> checks.Checks:
-    """The same loop by hand, with batches that stay."""
-    strategy = UnevenFabricStrategy(
-        process_group_backend="gloo", accumulate=PARTS, plan=plan, rebalance=False
-    )
+def train_with_fabric(plan: list[int], epochs: int, save_at: int = 0, resume: bool = False) -> checks.Checks:
+    """The same loop by hand; it stops after the round at which it saves."""
+    strategy = UnevenFabricStrategy(process_group_backend="gloo", accumulate=PARTS, plan=plan)
     fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=dist.get_world_size())
     fabric.launch()
     network = checks.model()
     found = checks.Checks(network)
-    model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9))
     loader = fabric.setup_dataloaders(DataLoader(checks.data(), batch_size=EACH, shuffle=True))
-    for _ in range(epochs):
+    path, first, done = f"{os.environ['FOLDER']}/fabric.ckpt", 0, 0
+    if resume:
+        state = fabric.load(path, {"model": model, "optimizer": optimizer})
+        strategy.run.load_state_dict(state["run"])
+        first, done = state["epoch"], state["rounds"]
+        strategy.run.skip(done)
+    strategy.run.balance._timer = checks.EmulatedTimer(fabric.global_rank)
+    for epoch in range(first, epochs):
         for number, (inputs, targets, samples) in enumerate(loader, 1):
             last = number % PARTS == 0
             with fabric.no_backward_sync(model, enabled=not last):
@@ -102,6 +107,12 @@ def train_with_fabric(plan: list[int], epochs: int) -> checks.Checks:
                 found.before_step(0.1)
                 optimizer.step()
                 optimizer.zero_grad()
+                done += 1
+            if last and len(found.rounds) == save_at:
+                state = {"model": model, "optimizer": optimizer, "epoch": epoch, "rounds": done}
+                fabric.save(path, state | {"run": strategy.run.state_dict()})
+                return found
+        done = 0
     return found
 
 
@@ -114,7 +125,9 @@ def main() -> None:
     found, resumed = module.checks, again.checks
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, module.evaluated)
-    by_hand = train_with_fabric([50, 22], epochs=2)
+    by_hand = train_with_fabric([50, 22], epochs=4)
+    stopped = train_with_fabric([50, 22], epochs=4, save_at=7)  # in the third epoch, after a change
+    went_on = train_with_fabric([50, 22], epochs=4, resume=True)
     if trainer.global_rank == 0:
         report = {
             "errors": found.errors,
@@ -127,6 +140,8 @@ def main() -> None:
             "evaluated": sorted({number for own in every for number in own}),
             "fabric_errors": by_hand.errors,
             "fabric_rounds": by_hand.rounds,
+            "fabric_resumed": checks.same(checks.state_of(by_hand.model), checks.state_of(went_on.model)),
+            "fabric_resumed_rounds": by_hand.rounds == stopped.rounds + went_on.rounds,
             "resumed": checks.same(ended, checks.state_of(again.network)),
             "resumed_rounds": resumed.rounds == found.rounds[-len(resumed.rounds) :],
         }

@@ -59,6 +59,8 @@ def test_lightning(tmp_path: Path) -> None:
     found = trained("lightning_train.py", tmp_path)
     check(found, 0.1)
     assert max(found["fabric_errors"]) < EXACT
+    assert found["fabric_resumed"]
+    assert found["fabric_resumed_rounds"]
     rounds = found["fabric_rounds"]
     first, second = ([number for numbers in rounds[k : k + 3] for number in numbers] for k in (0, 3))
     assert sorted(first) == sorted(second) == list(range(SAMPLES))
