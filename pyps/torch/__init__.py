@@ -6,6 +6,7 @@ weighted_hook(model)
 """
 
 from pyps.solver.online.decide import SplitChange
+from pyps.torch.adaptive import AdaptiveBatch
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.checkpoint import load, save
 from pyps.torch.hook import weighted_hook
@@ -20,6 +21,7 @@ from pyps.torch.stream import UnevenIterableDataset
 from pyps.torch.weighted import WeightedHook
 
 __all__ = [
+    "AdaptiveBatch",
     "Cause",
     "GradientCheck",
     "GradientNoise",

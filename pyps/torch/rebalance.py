@@ -26,6 +26,7 @@ from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile
 from pyps.solver.costs import Cost
 from pyps.solver.online.decide import SplitChange, decide, gain_worth_a_change
+from pyps.solver.online.global_batch import RankDevice
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.refit import OnlineCost, Timed
 from pyps.solver.online.window import settled
@@ -141,6 +142,7 @@ class Rebalancer:
         self.states: list[RankState] = []
         self.observers: list[Callable[[Rebalancer], None]] = []
         self.steps = 0
+        self.group = hook.group
         self._sampler = sampler
         self._device = OnlineCost(prior)
         self._lockstep = hook.lockstep
@@ -179,6 +181,12 @@ class Rebalancer:
     def restart_timer(self) -> None:
         """What this rank did since the last step() is no part of a step."""
         self._timer.start()
+
+    @property
+    def device(self) -> RankDevice:
+        """What a step costs this rank's device now, and the bounds of its batch."""
+        least = -(-self.min_batch // self.batch_multiple) * self.batch_multiple
+        return RankDevice(self._device.cost, least, self.max_batch, self.batch_multiple)
 
     def state_dict(self) -> dict[str, Any]:
         """What is known of this rank's device and of earlier changes, for a Rebalancer of as many ranks."""

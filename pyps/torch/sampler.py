@@ -18,7 +18,15 @@ from torch.utils.data import Sampler
 from pyps.errors import InputError
 from pyps.solver.online.decide import Split
 from pyps.torch.rounds import RoundIndex, Rounds
-from pyps.torch.schedule import PlanLike, check_replan, micro_batches, rank_range, round_sizes
+from pyps.torch.schedule import (
+    PlanLike,
+    check_minima,
+    check_replan,
+    micro_batches,
+    rank_range,
+    read_split,
+    round_sizes,
+)
 from pyps.torch.weighting import warn_without_weights
 from pyps.worker.sampling import MAX_SEED, permutation
 
@@ -58,6 +66,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self._round_splits: list[Split] = []
         self._passes = 0
         self._planned: list[tuple[RoundIndex, Split]] = []
+        self._next: Split | None = None  # of another B, for the next epoch
         self._past: RoundIndex = (0, 0)
         self.sizes()
 
@@ -121,6 +130,8 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         epoch += self.first_epoch
         if epoch != self.epoch:
             self.epoch, self.position, self.drawn = epoch, 0, 0
+            self._round_samples, self._round_splits = [], []  # those of the epoch before
+            self._take_next()
             self._adopt((epoch, 0))
 
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
@@ -137,6 +148,24 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self._planned = sorted([*(item for item in self._planned if item[0] < start), (start, split)])
         if start == (self.epoch, self.drawn):
             self._adopt(start)
+
+    def resize(self, plan: PlanLike, *, at_once: bool = False) -> None:
+        """Take a split of another B, from the next epoch on; at_once: before any round was handed out.
+
+        Changes of the split in force that were to come are dropped. All ranks call it with the same plan.
+        Raises InputError for other ranks, or too small batches.
+        """
+        split = read_split(plan, len(self.split))
+        check_minima(split, self._min_batches)
+        round_sizes(self.length, split, self._min_batches, self.drop_last)
+        self._planned, self._next = [], split
+        if at_once:
+            self._take_next()
+
+    @property
+    def next_batch(self) -> int:
+        """B of the next epoch."""
+        return sum(self._next or self.latest_split)
 
     def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
         """The position after `rounds` trained rounds of the epoch, counted since it began or was loaded.
@@ -195,6 +224,10 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     def sizes(self) -> list[int]:
         """The samples of each round from `position` to the epoch's end."""
         return round_sizes(self.length - self.position, self.split, self._min_batches, self.drop_last)
+
+    def _take_next(self) -> None:
+        """The split of another B that was to come."""
+        self.split, self._next = self._next or self.split, None
 
     def _order(self) -> Any:
         return permutation(self.seed, self.epoch, self.length) if self.shuffle else range(self.length)

@@ -58,10 +58,15 @@ def check_replan(plan: PlanLike, split: Split, min_batches: Split) -> Split:
     if sum(after) != sum(split):
         found = f"batches that sum to {sum(after)}"
         raise InputError("replan", "plan", found, f"{sum(split)}, the global batch")
-    for rank, (batch, least) in enumerate(zip(after, min_batches, strict=True)):
+    check_minima(after, min_batches)
+    return after
+
+
+def check_minima(split: Split, min_batches: Split) -> None:
+    """Raise InputError if a rank's batch is too small to accumulate."""
+    for rank, (batch, least) in enumerate(zip(split, min_batches, strict=True)):
         if batch < least:
             raise InputError("replan", f"batches[{rank}]", str(batch), f"at least {least}, to accumulate")
-    return after
 
 
 def check_accumulation(split: Split, rank: int, accumulate: int | Sequence[int]) -> Split:

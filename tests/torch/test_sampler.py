@@ -356,3 +356,14 @@ def test_a_state_that_is_refused_changes_nothing(change: dict[str, Any], message
     with pytest.raises(InputError, match=message):
         sampler.load_state_dict(before | change)
     assert sampler.state_dict() == before
+
+
+def test_the_changes_of_an_epoch_are_not_those_of_the_one_before() -> None:
+    """A checkpoint between set_epoch() and the epoch's first round has only its split."""
+    sampler = UnevenBatchSampler(40, [5, 3], 0)
+    for number, _ in enumerate(sampler):
+        if number == 1:
+            sampler.replan([4, 4])
+    assert len(sampler.changes(0)) == 2
+    sampler.set_epoch(1)
+    assert sampler.changes(0) == [(1, 0, (4, 4))]

@@ -1,0 +1,127 @@
+"""AdaptiveBatch: the global batch grows with the noise of the gradients, and the learning rate with it.
+
+    noise, balance = GradientNoise(hook), Rebalancer(sampler, hook)
+    adaptive = AdaptiveBatch(sampler, noise, balance, optimizer, max_batch=2048)
+    for epoch in ...:
+        for ...:
+            loss.backward(); noise.step(); optimizer.step(); balance.step()
+        adaptive.epoch()
+
+At the end of an epoch all ranks know the same noise scale, and tell each other what a step costs their
+devices now. The next epoch has the batch of the highest goodput: throughput times what a sample contributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from pyps.errors import InputError
+from pyps.solver.online.global_batch import Rule, learning_rate_factor, next_split
+from pyps.solver.systems.goodput import StatisticalEfficiency
+from pyps.torch.noise import GradientNoise
+from pyps.torch.rebalance import Rebalancer
+from pyps.torch.sampler import UnevenBatchSampler
+
+RULES = ("adascale", "square-root", "linear", "constant")
+
+
+class _State(msgspec.Struct, frozen=True):
+    """What a run goes on with: the split, the batch at first, and the factor of the learning rate."""
+
+    split: list[int]
+    base_batch: int
+    factor: float
+
+
+class AdaptiveBatch:
+    """Chooses the global batch of each epoch. Every rank makes one, with the same options.
+
+    sampler, noise, balance, optimizer: those of the run; its learning rate is that of the sampler's batch.
+    max_batch: the largest global batch.
+    rule: how the learning rate follows: adascale (for SGD), square-root (for Adam), linear or constant.
+    least_efficiency: how much a sample has to contribute at least, relative to one in the first batch; 0.95
+        bounds the samples that larger batches cost to 5 %.
+    overhead_seconds: of a round beyond the slowest rank's own step, such as reducing gradients.
+    schedulers: whose base learning rates follow too; without this, those that compute them anew forget it.
+
+    `history` has the global batch of each epoch so far. Raises InputError for another rule, or a max_batch
+    below the batch.
+    """
+
+    def __init__(
+        self,
+        sampler: UnevenBatchSampler,
+        noise: GradientNoise,
+        balance: Rebalancer,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_batch: int,
+        rule: Rule = "adascale",
+        least_efficiency: float = 0.0,
+        overhead_seconds: float = 0.0,
+        schedulers: tuple[Any, ...] = (),
+    ) -> None:
+        if rule not in RULES:
+            raise InputError("AdaptiveBatch", "rule", repr(rule), f"one of {', '.join(RULES)}")
+        if not isinstance(sampler, UnevenBatchSampler):
+            expected = "an UnevenBatchSampler: a stream's batch stays"
+            raise InputError("AdaptiveBatch", "sampler", type(sampler).__name__, expected)
+        if max_batch < sampler.global_batch:
+            expected = f"at least the global batch, {sampler.global_batch}"
+            raise InputError("AdaptiveBatch", "max_batch", str(max_batch), expected)
+        self.base_batch, self.factor = sampler.global_batch, 1.0
+        self.history = [sampler.global_batch]
+        self._sampler, self._noise, self._balance, self._optimizer = sampler, noise, balance, optimizer
+        self._most, self._rule, self._schedulers = max_batch, rule, schedulers
+        self._least_efficiency, self._overhead_seconds = least_efficiency, overhead_seconds
+
+    def epoch(self) -> int:
+        """Call at the end of an epoch, before set_epoch(), on all ranks: the next epoch's global batch."""
+        scale = self._noise.scale
+        if scale is not None:
+            every: list[Any] = [None] * len(self._sampler.split)
+            dist.all_gather_object(every, self._balance.device, group=self._balance.group)
+            split = next_split(
+                self._sampler.latest_split,
+                every,
+                StatisticalEfficiency(scale, self.base_batch),
+                self._most,
+                self._overhead_seconds,
+                self._least_efficiency,
+            )
+            if sum(split) != self._sampler.global_batch:
+                self._sampler.resize(split)
+            self._scale_rates(sum(split), scale)
+            self.history.append(sum(split))
+        return self._sampler.next_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The split and the factor of the learning rate; the optimizer's state has that rate."""
+        found: dict[str, Any] = msgspec.to_builtins(
+            _State(list(self._sampler.latest_split), self.base_batch, self.factor)
+        )
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with that. Raises InputError for another kind of state."""
+        try:
+            known = msgspec.convert(state, _State)
+        except msgspec.ValidationError as error:
+            raise InputError("AdaptiveBatch", "state", str(error), "that of an AdaptiveBatch") from None
+        self.base_batch, self.factor = known.base_batch, known.factor
+        if len(known.split) == len(self._sampler.split):
+            self._sampler.resize(known.split, at_once=True)
+
+    def _scale_rates(self, batch: int, scale: float) -> None:
+        factor = learning_rate_factor(self._rule, self.base_batch, batch, scale)
+        ratio, self.factor = factor / self.factor, factor
+        for group in self._optimizer.param_groups:
+            group["lr"] *= ratio
+            if "initial_lr" in group:
+                group["initial_lr"] *= ratio
+        for scheduler in self._schedulers:
+            scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]

@@ -1,0 +1,102 @@
+"""The global batch grows with the noise of the gradients, on all ranks at once; so does the learning rate."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import adaptive_jobs as jobs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Ranks
+
+from pyps.errors import InputError
+from pyps.solver import Line
+from pyps.solver.online.decide import round_seconds
+from pyps.solver.online.global_batch import RankDevice, Rule, learning_rate_factor, next_split
+from pyps.solver.systems.goodput import StatisticalEfficiency
+from pyps.torch import AdaptiveBatch, UnevenBatchSampler
+
+COSTS = [Line(0.02, 0.0005), Line(0.04, 0.001)]
+
+torch.set_num_threads(1)
+
+
+@given(st.integers(1, 512), st.integers(1, 64), st.floats(0, 1e6))
+def test_adascale_lies_between_constant_and_linear(base: int, times: int, noise: float) -> None:
+    found = learning_rate_factor("adascale", base, base * times, noise)
+    assert 1 - 1e-12 <= found <= times * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"), [("square-root", 2.0), ("linear", 4.0), ("constant", 1.0), ("adascale", 1.0)]
+)
+def test_rules_without_a_noise_scale(rule: Rule, factor: float) -> None:
+    assert learning_rate_factor(rule, 16, 64, None) == factor
+
+
+def test_a_batch_grows_as_far_as_it_pays() -> None:
+    devices = [RankDevice(cost, 1, 4096, 1) for cost in COSTS]
+    at: dict[float, int] = {}
+    for noise in (1.0, 100.0, 10_000.0):
+        split, efficiency = (20, 12), StatisticalEfficiency(noise, 32)
+        for _ in range(12):
+            after = next_split(split, devices, efficiency, 4096, 0.0, 0.0)
+            assert sum(after) <= 2 * sum(split)
+            split = after
+        at[noise] = sum(split)
+        goodputs = [
+            efficiency.estimate(b, round_seconds(COSTS, (b - b // 3, b // 3))).goodput
+            for b in range(32, 4096, 8)
+        ]
+        reached = efficiency.estimate(sum(split), round_seconds(COSTS, split)).goodput
+        assert reached > 0.97 * max(goodputs)
+    assert at[1.0] < at[100.0] < at[10_000.0]
+    bounded = next_split((20, 12), devices, StatisticalEfficiency(100.0, 32), 4096, 0.0, 0.95)
+    assert 32 < sum(bounded) <= (100 + 32) / 0.95 - 100
+
+
+def test_ranks_agree_and_see_every_sample_once(ranks: Ranks) -> None:
+    found = ranks.run(2, jobs.trained, COSTS, [16, 16], 4, {"max_batch": 256})
+    first, second = found
+    assert first["batches"] == second["batches"]
+    assert first["rates"] == second["rates"]
+    assert first["batches"][0] == 32
+    assert 32 < first["batches"][-1] <= 256
+    assert jobs.RATE < first["rates"][-1] < jobs.RATE * first["batches"][-1] / 32
+    for one, other in zip(first["samples"], second["samples"], strict=True):
+        assert sorted(one + other) == list(range(jobs.LENGTH))
+
+
+def test_a_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    options = {"max_batch": 256, "rule": "square-root", "overhead_seconds": 0.01}
+    whole = ranks.run(2, jobs.trained, COSTS, [16, 16], 4, options, tmp_path)
+    kept = sorted(path for path in tmp_path.iterdir() if path.name.isdigit())
+    for path in kept[2:]:
+        shutil.rmtree(path)
+    (tmp_path / "latest").unlink(missing_ok=True)
+    after = ranks.run(2, jobs.trained, COSTS, [16, 16], 4, options, kept[1], True)
+    for rank in range(2):
+        for part in ("batches", "rates", "samples"):
+            assert whole[rank][part][2:] == after[rank][part]
+        for one, other in zip(whole[rank]["model"], after[rank]["model"], strict=True):
+            assert torch.equal(one, other)
+
+
+def test_what_is_refused() -> None:
+    sampler = UnevenBatchSampler(100, [8, 8], 0, accumulate=2)
+    for options, said in (
+        ({"max_batch": 32, "rule": "cubic"}, "rule: found 'cubic'"),
+        ({"max_batch": 8}, "max_batch: found 8; expected at least the global batch, 16"),
+    ):
+        with pytest.raises(InputError, match=said):
+            AdaptiveBatch(sampler, *[cast(Any, None)] * 3, **cast(Any, options))
+    with pytest.raises(InputError, match=r"batches\[1\]: found 1; expected at least 2, to accumulate"):
+        sampler.resize([30, 1])
+    sampler.resize([30, 20])
+    assert (sampler.global_batch, sampler.next_batch) == (16, 50)
+    sampler.set_epoch(1)
+    assert (sampler.global_batch, sampler.next_batch) == (50, 50)
