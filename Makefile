@@ -70,6 +70,7 @@ bench: .venv/bench
 	$(PY) benchmarks/solver.py --docs
 	$(PY) benchmarks/ddp.py --docs
 	$(PY) benchmarks/fsdp.py --docs
+	$(PY) benchmarks/adaptive.py --docs
 	$(PY) benchmarks/simulate.py --full --docs
 	$(PY) benchmarks/learning_rate.py --docs
 	$(PY) benchmarks/checkpoint.py --docs
