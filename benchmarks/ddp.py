@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -171,7 +172,10 @@ def launch(
     **more: str,
 ) -> list[dict[str, Any]]:
     """The output of each rank of a script's job, from JSON; rank k's command begins with hosts[k]."""
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": address, "MASTER_PORT": "29571", **more}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": address, "MASTER_PORT": port, **more}
     command = [sys.executable, str(HERE / script), job, json.dumps(chosen)]
     with tempfile.TemporaryDirectory() as folder:
         running = []
