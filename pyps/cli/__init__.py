@@ -7,10 +7,12 @@ module, which is imported only when it is called: planning needs no torch, listi
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import io
 import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
 
@@ -86,9 +88,23 @@ def described(error: PypsError) -> dict[str, str | int]:
 def _overview() -> typer.Typer:
     """The command without a known subcommand: help, and the error of an unknown one."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train on devices of unequal speed.")
+    app.callback()(_options)
     for name, text in COMMANDS.items():
         app.command(name, help=text)(_caller(name))
     return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(importlib.metadata.version("pyps-train"))
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+
+
+def _options(version: Annotated[bool, VERSION] = False) -> None:
+    """Train on devices of unequal speed."""
 
 
 def _caller(name: str) -> Callable[[], None]:

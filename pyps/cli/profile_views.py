@@ -103,9 +103,9 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
             f"the times of a batch differ by up to {widest:.0%}: measure again when nothing else runs"
         )
     if (left_out or 0.0) > POOR or (fit.r2 is not None and fit.r2 < 1 - 2 * POOR):
-        lines.append("the model does not describe this device: measure again, or more and larger batches")
+        lines.append("the curve does not describe this device: measure again, or more and larger batches")
     if fit.trusted_min_batch > profile.points[0].batch:
-        lines.append(f"do not trust below b = {fit.trusted_min_batch}: the model misses it by more than 10 %")
+        lines.append(f"do not trust below b = {fit.trusted_min_batch}: the curve misses it by more than 10 %")
     lines.append(f"do not trust beyond b = {fit.trusted_max_batch}")
     if profile.max_batch is not None:
         lines.append(f"largest batch: {profile.max_batch}")

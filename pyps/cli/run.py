@@ -47,6 +47,7 @@ MICRO_BATCH_HELP = "Most samples to compute at once; in between, saps:abort=true
 CHECKPOINT_HELP = "Versions (500) or time (30s, 5m, 2h) between checkpoints; 0: only at the end."
 KEEP_HELP = "Checkpoints to keep; 0: write none."
 RESUME_HELP = "Go on from a run's newest checkpoint in its folder, or begin a new run with one checkpoint."
+MOST_COLUMNS = 120  # of a table that no terminal limits
 MIN_REPORTED_OVERRUN = 0.02  # of the compute time
 SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -90,6 +91,8 @@ def run_command(
     The run's folder then holds report.json, trace.json (for ui.perfetto.dev), model.safetensors,
     checkpoints, logs and step records. With --resume, what is not given is as it was in the resumed run.
     """
+    if resume is not None and epochs is not None and dataset_size is None:
+        dataset_size = _saved_options(resume).dataset_size or None
     wanted = _total_samples(samples, epochs, dataset_size, required=resume is None)
     options = RunOptions(
         samples=wanted,
@@ -150,6 +153,14 @@ def _given(ctx: typer.Context) -> set[str]:
     return given | ({"samples"} if "epochs" in given else set())
 
 
+def _saved_options(resume: Path) -> RunOptions:
+    """Those of the run that is resumed; of a checkpoint outside a run, none."""
+    run_dir = run_of(resume)
+    if run_dir is None:
+        return RunOptions(samples=0)
+    return options_from_json(str(run_dir / SETUP_FILE), read_setup(run_dir).options)
+
+
 def _resumed(
     resume: Path, script: Path | None, options: RunOptions, given: Set[str]
 ) -> tuple[Path | None, RunOptions]:
@@ -162,12 +173,11 @@ def _resumed(
             )
             raise InputError("--resume", "", str(resume), expected)
         return script, options
-    before = read_setup(run_dir)
-    saved = options_from_json(str(run_dir / SETUP_FILE), before.options)
+    saved = _saved_options(resume)
     names = {field.name for field in fields(options)} & given | {"run_dir", "resume"}
     names |= {"args"} if script is not None else set()
     changed = replace(saved, **{name: getattr(options, name) for name in names})
-    return script or Path(before.script), changed
+    return script or Path(read_setup(run_dir).script), changed
 
 
 def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:
@@ -245,16 +255,25 @@ def show(report: Report) -> None:
     batches = ", equal batches" if report.even else ""
     table = Table(title=f"{report.policy}{batches}{emulated}; median ms a step")
     phases = ("data", "compute", "push", "pull", "wait")
-    for heading in ("rank", "batch", "steps", "samples", *phases, "idle"):
-        table.add_column(heading, justify="left" if heading == "rank" else "right")
+    table.add_column("rank", overflow="fold")
+    for heading in ("batch", "steps", "samples", *phases, "idle"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for r in report.ranks:
-        medians = (f"{phase.median * 1e3:.1f}" for phase in (r.data, r.compute, r.push, r.pull, r.wait))
+        medians = (_milliseconds(phase.median) for phase in (r.data, r.compute, r.push, r.pull, r.wait))
         table.add_row(
             f"{r.rank} {r.name}", str(r.batch), str(r.steps), str(r.samples), *medians, f"{r.idle_share:.1%}"
         )
+    if not console.is_terminal:
+        console.width = max(console.width, MOST_COLUMNS)
+    elif console.measure(table).minimum > console.width:
+        table.padding = 0
     console.print(table)
     for line in summary(report):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds < 1.0 else f"{seconds * 1e3:.0f}"
 
 
 def summary(report: Report) -> Iterator[str]:
@@ -278,7 +297,8 @@ def summary(report: Report) -> Iterator[str]:
     yield from _overruns(report)
     yield from (f"resumed at version {version}" for version in report.resumed_at)
     s = report.samples
-    yield f"{s.trained} samples in {report.versions} versions and {report.wall_seconds:.1f} s"
+    seconds = f"{report.training_seconds:.1f} s of training, {report.wall_seconds:.1f} s in all"
+    yield f"{s.trained} samples in {report.versions} versions: {seconds}"
     if s.skipped or s.returned or s.dropped or report.restarts:
         restarts = f"{report.restarts} restart{'s' * (report.restarts != 1)}"
         returned = f"{s.returned} sample{'s' * (s.returned != 1)} returned"

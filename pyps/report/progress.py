@@ -63,7 +63,7 @@ class RunProgress:
 
 
 class Tracker:
-    """Follows one run, which began at `began` (seconds, monotonic).
+    """Follows one run, which began, or went on, at `began` (seconds, monotonic): earlier steps only count.
 
     If other hosts train too, samples are counted by the store; losses and phases are of the ranks here.
     """
@@ -80,12 +80,18 @@ class Tracker:
         self._versions = 0
 
     def update(
-        self, records: Sequence[StepRecord], state: StoreActivity | None, now: float, restarts: int = 0
+        self,
+        records: Sequence[StepRecord],
+        state: StoreActivity | None,
+        now: float,
+        restarts: int = 0,
+        *,
+        ended: bool = False,
     ) -> RunProgress:
         """How far the run is.
 
         records: those written since the last call. state: of its store, None while there is none. now:
-        seconds, monotonic. restarts: of workers, until now.
+        seconds, monotonic. restarts: of workers, until now. ended: no step follows.
         """
         all_here = state is None or len(state.ranks) == len(self._setup.ranks)
         for record in records:
@@ -95,8 +101,9 @@ class Tracker:
             self._global_batch = sum(rank.batch for rank in state.ranks) or 1
             self._count(sum(rank.samples for rank in state.ranks), None if all_here else now)
         self._forget()
-        samples, rate = max(self._counted, sum(self._samples.values())), self._rate(now)
-        requested = self._setup.samples
+        samples, requested = max(self._counted, sum(self._samples.values())), self._setup.samples
+        ended = ended or 0 < requested <= samples
+        rate = self._rate(now, ended)
         return RunProgress(
             samples=samples,
             requested=requested,
@@ -110,7 +117,7 @@ class Tracker:
             staleness=_mean([r.staleness for _, r in self._window]),
             eta_seconds=max(0, requested - samples) / rate if rate and requested else None,
             restarts=restarts,
-            stalled=self._stalled(state, now),
+            stalled="" if ended else self._stalled(state, now),
             ranks=tuple(self._rank(spec, state) for spec in self._setup.ranks),
         )
 
@@ -118,9 +125,10 @@ class Tracker:
         if record.skipped or record.rejected or not record.spans:
             return
         end = record.spans[-1][2]
-        self._window.append((end, record))
-        if all_here:
-            self._arrivals.append((end, record.samples))
+        if end >= self._began:
+            self._window.append((end, record))
+            if all_here:
+                self._arrivals.append((end, record.samples))
         self._samples[record.rank] += record.samples
         self._steps[record.rank] += 1
         self._versions = max(self._versions, record.version)
@@ -146,13 +154,13 @@ class Tracker:
         while self._window and self._window[0][0] < self._arrivals[0][0]:
             self._window.popleft()
 
-    def _rate(self, now: float) -> float | None:
-        """Samples a second over the window; while nothing arrives, it falls."""
+    def _rate(self, now: float, ended: bool) -> float | None:
+        """Samples a second over the window; while nothing arrives, it falls, until the run has ended."""
         usual = self._usual_seconds()
         if usual is None:
             return None
         last, first = max(t for t, _ in self._arrivals), min(t for t, _ in self._arrivals)
-        seconds = (now if now - last > 2.0 * usual else last) - first
+        seconds = (now if now - last > 2.0 * usual and not ended else last) - first
         return self._global_batch * (last - first) / usual / seconds
 
     def _usual_seconds(self) -> float | None:

@@ -127,6 +127,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     resumed_at: the version at which each later part of it began.
     checkpoint: the folder of the last one, in checkpoints/; "": there is none.
+    training_seconds: of the wall time, from the first step's begin to the last one's end.
     """
 
     schema: Literal["pyps.report/1.1"] = REPORT_SCHEMA
@@ -155,6 +156,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     turns: TurnsReport | None = None
     resumed_at: list[NonNegative] = []
     checkpoint: str = ""
+    training_seconds: float = 0.0
 
 
 class StoreTotals(msgspec.Struct, frozen=True):
@@ -202,6 +204,7 @@ def make_report(
         seed=setup.seed,
         global_batch=setup.global_batch,
         wall_seconds=_wall_seconds(events),
+        training_seconds=training[1] - training[0] - _paused_seconds(events, training),
         iteration_seconds=times,
         predicted_iteration_seconds=predicted,
         measured_over_predicted=measured_over_predicted,
@@ -373,6 +376,13 @@ def _wall_seconds(events: Sequence[RunEvent]) -> float:
     """From the first event to the last, without the time between two parts of the run."""
     pairs = pairwise(events)
     return sum(b.monotonic_seconds - a.monotonic_seconds for a, b in pairs if b.kind != "resumed")
+
+
+def _paused_seconds(events: Sequence[RunEvent], training: tuple[float, float]) -> float:
+    """Of the time in which a run trained, that between two parts of it."""
+    first, last = training
+    spans = [(a.monotonic_seconds, b.monotonic_seconds) for a, b in pairwise(events) if b.kind == "resumed"]
+    return sum(max(0.0, min(end, last) - max(begin, first)) for begin, end in spans)
 
 
 def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPoint]:

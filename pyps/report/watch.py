@@ -55,7 +55,7 @@ class Watch:
         now, state = time.monotonic(), self._state
         self._next = now + REFRESH_SECONDS
         restarts = sum(event.kind == "restarted" for event in self._events)
-        progress = self._tracker.update(self._records.new(), state, now, restarts)
+        progress = self._tracker.update(self._records.new(), state, now, restarts, ended=last)
         if self._on_progress is not None:
             self._on_progress(progress)
         if self._sinks and (last or now >= self._next_sink):

@@ -134,6 +134,8 @@ class Launcher:
         try:
             self._train()
         except (TrainingFailed, Interrupted) as end:
+            if isinstance(end, Interrupted):
+                self._notice(f"{end}: writing a checkpoint; a second signal ends the run without it")
             self._save_last(LAST_CHECKPOINT_SECONDS)
             if self.last_checkpoint is not None:
                 end.add_note(f"the last checkpoint is {self.last_checkpoint}: {self._resume_hint()}")

@@ -220,8 +220,11 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
     if options.micro_batch is not None and options.micro_batch < 1:
         raise InputError("pyps.run", "micro_batch", str(options.micro_batch), "at least 1")
     interval_of(options.checkpoint_every, "checkpoint_every")
-    if not Path(script).is_file():
-        raise InputError("script", "", f"no file at {script}", "a Python script that calls pyps.join()")
+    path, expected = Path(script), "a Python script that calls pyps.join()"
+    if not path.is_file():
+        raise InputError("script", "", f"no file at {script}", expected)
+    if path.suffix in (".toml", ".json"):
+        raise InputError("script", "", str(script), expected)
     store = _store_name(options.connect)
     resumed = find_resumed(options.resume) if options.resume is not None else ANEW
     check_unfinished(resumed, options.samples)

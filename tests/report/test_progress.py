@@ -48,6 +48,28 @@ COMPUTES = member(0, claim_count=7, claim_seconds=13.2, step_seconds=1.0)
 WAITS = member(1, staged=True, waits_for=WaitKind.ROUND, wait_seconds=12.0)
 
 
+def test_a_run_that_goes_on_is_measured_from_then_on() -> None:
+    """Its earlier steps count, but not the time since them."""
+    tracker = Tracker(SETUP, 500.0)
+    now = tracker.update(rounds(0, 6), None, now=505.0)
+    assert (now.samples, now.iteration_seconds, now.samples_per_second, now.loss) == (60, None, None, None)
+    assert not now.stalled
+    now = tracker.update(rounds(251, 3), None, now=508.0)
+    assert now.samples == 90
+    assert now.iteration_seconds == pytest.approx(2.0)
+
+
+def test_the_rate_of_a_run_that_has_ended_stays() -> None:
+    tracker = Tracker(SETUP, 0.0)
+    assert tracker.update(rounds(0, 6), None, now=60.0).stalled
+    stopped = tracker.update([], None, now=60.0, ended=True)
+    assert stopped.iteration_seconds == pytest.approx(2.0)
+    assert not stopped.stalled
+    done = tracker.update(rounds(6, 14), None, now=100.0)
+    assert done.samples == done.requested
+    assert done.iteration_seconds == pytest.approx(2.0)
+
+
 def test_rate_loss_and_what_is_left() -> None:
     now: RunProgress = Tracker(SETUP, 0.0).update(rounds(0, 6), None, now=12.0)
     assert (now.samples, now.requested, now.iterations, now.versions) == (60, 200, 6, 6)
@@ -61,7 +83,7 @@ def test_rate_loss_and_what_is_left() -> None:
 
 
 def test_rates_are_of_the_last_seconds() -> None:
-    tracker = Tracker(SETUP, 0.0)
+    tracker = Tracker(msgspec.structs.replace(SETUP, samples=0), 0.0)
     tracker.update(rounds(0, 40, seconds=0.5), None, now=20.0)
     late = [
         msgspec.structs.replace(
@@ -103,7 +125,7 @@ def test_samples_of_other_hosts_are_counted_by_the_store() -> None:
 
 
 def test_a_stall_lowers_the_rate_bit_by_bit() -> None:
-    tracker = Tracker(SETUP, 0.0)
+    tracker = Tracker(msgspec.structs.replace(SETUP, samples=0), 0.0)
     tracker.update(rounds(0, 40, seconds=0.5), None, now=20.0)
     rates = [tracker.update([], None, now=20.0 + k).samples_per_second or 0.0 for k in range(30)]
     assert rates == sorted(rates, reverse=True)

@@ -51,12 +51,16 @@ def plan(tmp_path: Path) -> Path:
 def test_a_run_that_has_finished_is_left_as_it_is(shm: Path, plan: Path, tmp_path: Path) -> None:
     """No process is started. More samples are trained."""
     out = tmp_path / "out"
-    options = RunOptions(samples=SAMPLES, policy="ssp", run_dir=out)
+    options = RunOptions(samples=SAMPLES, dataset_size=40, policy="ssp", run_dir=out)
     report = run(plan, script(tmp_path), options)
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     done = pyps_run("--resume", out, "--policy", "bsp")
     assert done.returncode == 2
-    assert f"samples: found {SAMPLES}: this run has finished ({SAMPLES} of {SAMPLES} samples)" in done.stderr
+    finished = f"samples: found {SAMPLES}: this run has finished ({SAMPLES} of {SAMPLES} samples)"
+    assert finished in done.stderr
+    assert finished in pyps_run("--resume", out, "--epochs", str(SAMPLES / 40)).stderr, (
+        "the data set's size is known"
+    )
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
     newest = checkpoints(out / "checkpoints")[-1]
     with pytest.raises(InputError, match="this run has finished"):
