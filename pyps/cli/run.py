@@ -265,7 +265,7 @@ def show(report: Report) -> None:
         )
     if not console.is_terminal:
         console.width = max(console.width, MOST_COLUMNS)
-    elif console.measure(table).minimum > console.width:
+    elif console.measure(table).maximum > console.width - 1:
         table.padding = 0
     console.print(table)
     for line in summary(report):
