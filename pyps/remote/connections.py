@@ -93,6 +93,10 @@ class Connections:
         None: the peer speaks a protocol of ZeroMQ that is too old to say, or chose its identity itself, which
         another may have had.
         """
+        one = self._known.get(identity)
+        if one is not None and one.accepted.number:
+            one.accepted.delivered = True
+            return one
         self._follow()
         try:
             descriptor = frame.get(zmq.SRCFD)
@@ -103,7 +107,6 @@ class Connections:
         socket = self._open.get(descriptor)
         if socket is not None:
             socket.spoke = socket.delivered = True
-        one = self._known.get(identity)
         if one is None:
             unknown = Accepted(descriptor, b"", number=0, ended_looks=0)
             one = self._known[identity] = Connection(identity, socket or unknown)

@@ -276,11 +276,12 @@ class Server:
             self._refuse_parts(connection, frame)
             return
         self.counters.bytes_in += len(frame)
+        if connection.incoming is not None:  # if its key is revoked, the connection is cut
+            self._add(connection, connection.incoming, frame)
+            return
         peer = connection.peer = self._peer(frame) or ""
         if not peer:
             self._connections.cut(connection.accepted)  # its key was revoked: a new handshake will say so
-        elif connection.incoming is not None:
-            self._add(connection, connection.incoming, frame)
         else:
             self._take(connection, peer, decode_request(frame.buffer))
 
