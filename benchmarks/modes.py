@@ -33,7 +33,7 @@ from record import machine, others_share, table, write_section
 from pyps.formats import Cluster, Pace, Profile, RunTable, read_cluster, read_plan, read_profile
 from pyps.profiler.select import fit_of
 from pyps.report.report import read_report
-from pyps.solver.milp.constrained import evaluate
+from pyps.solver.constrained import evaluate
 from pyps.solver.mode import stated_policy
 from pyps.solver.plan import make_plan, planning_problem
 from pyps.solver.ranks import planned_ranks

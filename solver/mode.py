@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pyps.errors import InputError
 from pyps.formats import Bits, Cluster
 from pyps.formats.mode import CODEC_BITS, FROM_PLAN, PLANNED_CODECS, CodecName, Pace, RunTable, WorkerMode
+from pyps.solver.constrained import ConstrainedSolution
 from pyps.solver.links import ERROR, WIRE_BYTES, LinkCost, step_seconds
-from pyps.solver.milp.constrained import ConstrainedSolution
 
 SAME = 1 + 1e-12  # relative: the rounding error allowed in a step
 PLANNED_ERROR = 0.01  # the error budget where bits are planned and the cluster file states none: 8 bits

@@ -16,8 +16,8 @@ from statistics import NormalDist, median
 import numpy as np
 
 from pyps.formats import Forecast, Point
+from pyps.solver.constrained import ConstrainedProblem, evaluate
 from pyps.solver.costs import Cost, Ints
-from pyps.solver.milp.constrained import ConstrainedProblem, evaluate
 
 FEWEST_TIMES = 3  # measured seconds without which there is no noise estimate
 NORMAL_MAD = 0.6745  # the median distance from the median of a standard normal variable

@@ -31,10 +31,11 @@ from pyps.formats import (
     SyncEstimate,
 )
 from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, evaluate
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import round_samples
-from pyps.solver.milp.constrained import ConstrainedProblem, ConstrainedSolution, evaluate, solve_constrained
+from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
 from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.mode import bits_of, mode_of, most_exact, stated_policy

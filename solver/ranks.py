@@ -18,6 +18,7 @@ import numpy as np
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
 from pyps.formats.mode import ROUND, Pace, WorkerMode
+from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
 from pyps.solver.exact.minmax import Bools, Problem
 from pyps.solver.links import (
@@ -28,7 +29,6 @@ from pyps.solver.links import (
     transfer_seconds,
 )
 from pyps.solver.local_steps import local_groups, round_samples
-from pyps.solver.milp.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.sync import Sync
 

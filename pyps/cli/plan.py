@@ -19,7 +19,7 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
 from pyps.formats.mode import CODEC_BITS
 from pyps.profiler.select import fit_of
-from pyps.solver.milp.constrained import ConstrainedProblem, Limit
+from pyps.solver.constrained import ConstrainedProblem, Limit
 from pyps.solver.plan import (
     best_global_batch,
     even_split,

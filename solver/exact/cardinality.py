@@ -76,13 +76,13 @@ def _search(
     samples that any k optional workers can take.
     """
     least, sure = sum(s.first for s in fixed), sum(s.last for s in fixed)
-    if not _meets(_loosest(classes, fixed), total):
+    if not meets(_loosest(classes, fixed), total):
         return None
     greedy = _greedy(classes, spare)
 
     def descend(place: int, taken: list[int], left: int, low: int, high: int) -> list[int] | None:
         if place == len(classes):
-            return taken if high >= total and _meets(_sets_of(classes, taken, fixed), total) else None
+            return taken if high >= total and meets(_sets_of(classes, taken, fixed), total) else None
         here = classes[place]
         for j in sorted(range(min(left, len(here.workers)) + 1), key=lambda j: abs(j - greedy[place])):
             reach = high + here.reach[j]
@@ -126,7 +126,7 @@ def _loosest(classes: list[_Class], fixed: list[Progression]) -> list[Progressio
     return fixed + [Progression(0, c.reach[-1], c.batch_multiple) for c in classes]
 
 
-def _meets(sets: list[Progression], total: int) -> bool:
+def meets(sets: list[Progression], total: int) -> bool:
     """Whether one integer from each set can sum to `total`."""
     low, high = sum(s.first for s in sets), sum(s.last for s in sets)
     if not low <= total <= high:

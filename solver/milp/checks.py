@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from pyps.errors import Infeasible, PypsError
+from pyps.solver.constrained import ConstrainedProblem, evaluate
 from pyps.solver.costs import Costs, Floats
 from pyps.solver.exact.minmax import Problem, times
-from pyps.solver.milp.constrained import ConstrainedProblem, evaluate, solve_by_milp
+from pyps.solver.milp.constrained import solve_by_milp
 from pyps.solver.milp.model import SolverName, minmax_milp, pieces, time_scale
 
 HIGHS_TOLERANCE = 1e-6  # relative; HiGHS meets constraints to 1e-6 of the scaled program

@@ -1,141 +1,33 @@
-"""The optimal split under constraints between workers, as a mixed-integer linear program (MILP) for HiGHS.
-
-To the min-max problem with synchronisation (pyps.solver.exact.subset) come the side constraints:
-
-    limits      the needs of all workers in use, price per hour or watts, sum to at most a limit
-    resources   a link shared by several workers: their transfers take turns. Each worker waits for all of
-                them, or, where they do not meet, an iteration lasts at least as long as all of them in one
-                direction. A host: it prepares a fixed number of samples a second for all its workers
-    together    sets of workers that are used all or not at all
+"""The optimal split of a constrained problem, by the exact solvers or as a mixed-integer program for HiGHS.
 
 Without side constraints the exact solver finds the optimum, and the tests show that both agree. Its optimum
-also holds where a link has time for all transfers anyway. With side constraints that bind we know no method
-faster than a MILP. HiGHS runs until it has proved the optimum, with no gap allowed.
-
-The objective is the longest step. How long an iteration takes then depends on the policy's pace
-(pyps.solver.pace).
+also holds where a link has time for all transfers anyway. With side constraints that bind, the search by
+kinds (pyps.solver.exact.kinds) finds it where many workers are alike. The rest is a mixed-integer linear
+program (MILP); HiGHS runs until it has proved the optimum, with no gap allowed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pyps.errors import Infeasible, PypsError
-from pyps.formats.mode import ROUND, Pace
-from pyps.solver.costs import Floats, Ints
-from pyps.solver.exact.minmax import Bools, Problem, solve, times
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit, evaluate
+from pyps.solver.exact.kinds import TooManyKinds, fastest, handles
+from pyps.solver.exact.minmax import solve
 from pyps.solver.exact.subset import solve_subset
 from pyps.solver.milp.model import Milp, minmax_milp
-from pyps.solver.pace import iteration
 from pyps.solver.sync import Sync
-
-
-@dataclass(frozen=True)
-class Limit:
-    """The `need` of all workers in use (one entry a worker) sums to at most at_most, in the unit of `key`."""
-
-    key: str
-    need: Floats
-    at_most: float
-
-
-@dataclass(frozen=True)
-class Resource:
-    """A link or host that `workers` share: transfer_seconds of each (0: none), samples a second of a host.
-
-    overlaps: transfers do not meet. Each worker's own is then part of its cost, not of the resource's.
-    """
-
-    name: str
-    workers: Bools
-    transfer_seconds: Floats
-    samples_per_second: float | None = None
-    overlaps: bool = False
-
-
-@dataclass(frozen=True)
-class ConstrainedProblem:
-    """A min-max problem, its synchronisation, the side constraints between workers, and the policy's pace.
-
-    link_seconds: of each worker's transfers, apart from those that resources add to its cost; None: none.
-    """
-
-    problem: Problem
-    sync: Sync
-    limits: tuple[Limit, ...] = ()
-    resources: tuple[Resource, ...] = ()
-    together: tuple[Ints, ...] = ()
-    pace: Pace = ROUND
-    link_seconds: Floats | None = None
-
-    @property
-    def has_side_constraints(self) -> bool:
-        """Whether more ties the workers than the sum of their batches and the synchronisation."""
-        return bool(self.limits or self.resources or self.together)
-
-    @property
-    def minimises_iteration(self) -> bool:
-        """Whether the objective, the longest step, is also how long an iteration takes."""
-        return self.pace.kind != "free" and not self.pace.spare
-
-    @property
-    def may_not_bind(self) -> bool:
-        """Whether the only side constraints are links that may have time for all transfers."""
-        links = all(one.overlaps and one.samples_per_second is None for one in self.resources)
-        return links and not self.limits and not self.together
-
-
-@dataclass(frozen=True)
-class ConstrainedSolution:
-    """Batches (0 = left out); compute, transfer and step seconds of each worker.
-
-    link_seconds covers a worker's own link and its shared links. step_seconds: from one step to the next, of
-    a worker that waits for no other. longest_seconds: the objective: the longest step, or a link's transfers
-    or a host's preparation if these take longer, plus sync_seconds. iteration_seconds: of a global batch at
-    the policy's pace.
-    """
-
-    batches: Ints
-    seconds: Floats
-    link_seconds: Floats
-    step_seconds: Floats
-    sync_seconds: float
-    longest_seconds: float
-    iteration_seconds: float
-
-
-def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolution:
-    """The seconds of given batches, by the definitions above."""
-    used = batches > 0
-    costs, shared = constrained.problem.costs, np.zeros(len(batches))
-    least, busy = 0.0, []
-    for resource in constrained.resources:
-        mine = used & resource.workers
-        if resource.overlaps:
-            busy.append(np.where(mine, resource.transfer_seconds, 0.0))
-            least = max(least, float(busy[-1].sum()))
-        else:
-            shared[mine] += resource.transfer_seconds[mine].sum()
-        if resource.samples_per_second is not None:
-            least = max(least, int(batches[mine].sum()) / resource.samples_per_second)
-    sync = constrained.sync.seconds(batches)
-    steps = times(costs, batches) + shared
-    longest = max(least, float(steps.max()))
-    computing = np.where(used, costs.compute(np.maximum(batches, 1)), 0.0)
-    own = constrained.link_seconds
-    links = shared if own is None else shared + used * own
-    seconds = iteration(constrained.pace, batches, steps, longest, busy) + sync
-    return ConstrainedSolution(batches, computing, links, steps, sync, longest + sync, seconds)
 
 
 def solve_constrained(
     constrained: ConstrainedProblem, time_limit: float | None = None
 ) -> ConstrainedSolution:
-    """The optimum: by the exact solver without side constraints, else by HiGHS.
+    """The optimum: by the exact solvers, else by HiGHS.
 
     time_limit: seconds for HiGHS. Raises Infeasible with the least change of one limit or of B that would
     help, and PypsError if HiGHS stops without a proof.
@@ -144,6 +36,12 @@ def solve_constrained(
         found = evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
         if not constrained.has_side_constraints or found.longest_seconds <= _longest_step(found):
             return found
+    with contextlib.suppress(TooManyKinds):
+        if handles(constrained):
+            best = fastest(constrained)
+            if best is None:
+                raise _refusal(constrained)
+            return best
     return solve_by_milp(constrained, time_limit)
 
 
@@ -246,24 +144,9 @@ def _add_sync(milp: Milp, sync: Sync, seconds: Any) -> None:
 
 def _break_symmetry(milp: Milp, constrained: ConstrainedProblem) -> None:
     """Orders interchangeable workers: the first take the larger batches."""
-    for group in _interchangeable(constrained):
+    for group in (group for group in constrained.kinds() if len(group) > 1):
         for left, right in itertools.pairwise(group):
             milp.model += milp.steps[left] >= milp.steps[right]
-
-
-def _interchangeable(constrained: ConstrainedProblem) -> list[list[int]]:
-    """Groups of workers that the problem and its side constraints do not distinguish."""
-    problem, sync = constrained.problem, constrained.sync
-    needs = [limit.need for limit in constrained.limits]
-    rows = [*problem.keys(), sync.latency_seconds, sync.message_seconds, *needs]
-    for resource in constrained.resources:
-        rows += [resource.workers, resource.transfer_seconds]
-    for group in constrained.together:
-        rows.append(np.isin(np.arange(len(problem.costs)), group))
-    found: dict[tuple[float, ...], list[int]] = {}
-    for k, key in enumerate(zip(*(np.asarray(row, float).tolist() for row in rows), strict=True)):
-        found.setdefault(key, []).append(k)
-    return [group for group in found.values() if len(group) > 1]
 
 
 def _refusal(constrained: ConstrainedProblem) -> Infeasible:

@@ -9,6 +9,7 @@ has a smaller product.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,16 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pyps.errors import Infeasible
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit
 from pyps.solver.costs import Floats
-from pyps.solver.milp.constrained import (
-    ConstrainedProblem,
-    ConstrainedSolution,
-    Limit,
-    constrained_milp,
-    solution_of,
-    solve_constrained,
-    total_need,
-)
+from pyps.solver.exact.kinds import ROUNDING, TooManyKinds, cheapest, fastest, handles
+from pyps.solver.milp.constrained import constrained_milp, solution_of, solve_constrained, total_need
 
 PRICE = "price_per_hour"
 POINTS_AT_MOST = 100
@@ -64,9 +59,20 @@ def pareto_front(
 def within_budget(constrained: ConstrainedProblem, price: Floats, budget: float) -> ConstrainedSolution:
     """The fastest solution that computes a million samples for at most `budget`.
 
-    It is the first point of the front within the budget: a faster solution within the budget would make an
-    earlier point, no worse in time and price and so in their product, lie within the budget too. Raises
-    Infeasible with the least budget for which there is a solution.
+    Raises Infeasible with the least budget for which there is a solution.
+    """
+    if constrained.minimises_iteration and handles(constrained):
+        with contextlib.suppress(TooManyKinds):
+            at_most = budget * 3600 * constrained.problem.global_batch / 1e6  # price an hour times seconds
+            found = fastest(constrained, spend=(price, at_most))
+            if found is not None:
+                return found
+    return _first_within(constrained, price, budget)
+
+
+def _first_within(constrained: ConstrainedProblem, price: Floats, budget: float) -> ConstrainedSolution:
+    """The first point of the front within the budget: a faster solution within it would make an earlier
+    point, no worse in time and price and so in their product, lie within the budget too.
     """
     cheapest = math.inf
     for point in pareto_front(constrained, price, most=MAX_POINTS):
@@ -111,7 +117,12 @@ def _cheapest(
     constrained: ConstrainedProblem, price: Floats, solution: ConstrainedSolution
 ) -> ConstrainedSolution:
     """The least price within the time of `solution`, then the least time with the workers of that one."""
-    limit = Limit(PRICE, price, float(price[solution.batches > 0].sum()))
+    hourly = float(price[solution.batches > 0].sum())
+    if handles(constrained):
+        with contextlib.suppress(TooManyKinds):
+            latest = solution.longest_seconds * (1 + ROUNDING)
+            return cheapest(constrained, price, latest, hourly * (1 - CHEAPER), CHEAPER) or solution
+    limit = Limit(PRICE, price, hourly)
     milp, seconds = constrained_milp(constrained)
     milp.model += seconds <= solution.longest_seconds / milp.scale * (1 + TIME_TOLERANCE)
     if not milp.minimise(total_need(milp, limit)):

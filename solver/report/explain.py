@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyps.formats import Plan
+from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.exact.minmax import Problem
 from pyps.solver.milp.checks import ShadowPrices, shadow_prices
-from pyps.solver.milp.constrained import ConstrainedProblem
 from pyps.solver.ranks import PlannedRank
 
 NEGLIGIBLE = 1e-3  # of the iteration: smaller prices and waits are rounding errors

@@ -21,8 +21,9 @@ from math import gcd
 
 from pyps.errors import Infeasible
 from pyps.formats import MAX_BATCH, GoodputEstimate
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution
 from pyps.solver.exact.minmax import times
-from pyps.solver.milp.constrained import ConstrainedProblem, ConstrainedSolution, solve_constrained
+from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.relaxed import subset_bound
 
 GAP = 1e-3  # relative: no batch has a goodput higher by more

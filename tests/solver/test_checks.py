@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pyps.errors import Infeasible, PypsError
+from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.costs import Cost, Costs, Line, Table
 from pyps.solver.exact.minmax import Problem, solve
 from pyps.solver.milp.checks import agreement, shadow_prices, solve_milp
-from pyps.solver.milp.constrained import ConstrainedProblem
 from pyps.solver.milp.relaxed import relaxed_seconds
 from pyps.solver.sync import Sync
 

@@ -10,17 +10,11 @@ import numpy as np
 import pytest
 
 from pyps.errors import Infeasible
+from pyps.solver.constrained import ConstrainedProblem, Limit, Resource, evaluate
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem
 from pyps.solver.exact.subset import solve_subset
-from pyps.solver.milp.constrained import (
-    ConstrainedProblem,
-    Limit,
-    Resource,
-    evaluate,
-    solve_by_milp,
-    solve_constrained,
-)
+from pyps.solver.milp.constrained import solve_by_milp, solve_constrained
 from pyps.solver.sync import Sync, SyncKind
 
 TOLERANCE = 2e-6  # of HiGHS, on a scale of about 1
@@ -159,7 +153,8 @@ def test_a_shared_link_makes_its_workers_wait_for_each_other() -> None:
     problem = Problem.of(Costs.lines([0.1] * 4, 0.01), 120, max_batch=60)
     link = Resource("rack", np.array([True, True, False, False]), np.array([0.5, 0.5, 0.0, 0.0]))
     found = solve_constrained(ConstrainedProblem(problem, Sync.of("none", 4), resources=(link,)))
-    assert found.batches.tolist() == [6, 0, 57, 57]  # 0.66 s of the first, half of it its transfer
+    assert found.batches[:2].tolist() in ([6, 0], [7, 0])  # as much time, half a second of it its transfer
+    assert found.iteration_seconds == pytest.approx(0.67)
     both = evaluate(
         ConstrainedProblem(problem, Sync.of("none", 4), resources=(link,)), np.array([30, 30, 30, 30])
     )

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from pyps.errors import Infeasible
+from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem
-from pyps.solver.milp.constrained import ConstrainedProblem, solve_constrained
+from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.sync import Sync, SyncKind
 from pyps.solver.systems.goodput import GAP, StatisticalEfficiency, best_batch
 

@@ -23,9 +23,9 @@ from pyps.formats import (
     encode,
 )
 from pyps.formats.mode import CODEC_BITS, MAX_DEPTH
+from pyps.solver.constrained import evaluate
 from pyps.solver.links import WIRE_BYTES
 from pyps.solver.milp.checks import agreement
-from pyps.solver.milp.constrained import evaluate
 from pyps.solver.mode import mode_of
 from pyps.solver.pace import iteration
 from pyps.solver.plan import even_batches, make_plan, planning_problem

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pyps.errors import Infeasible
+from pyps.solver.constrained import ConstrainedProblem, Resource, evaluate
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem
-from pyps.solver.milp.constrained import ConstrainedProblem, Resource, evaluate, solve_constrained
+from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.pareto import pareto_front, within_budget
 from pyps.solver.sync import Sync, SyncKind
 

@@ -1,0 +1,137 @@
+"""A split with all that ties its workers: the problem, what a solution takes, and which workers are alike.
+
+To the min-max problem with synchronisation (pyps.solver.exact.subset) come the side constraints:
+
+    limits      the needs of all workers in use, price per hour or watts, sum to at most a limit
+    resources   a link shared by several workers: their transfers take turns. Each worker waits for all of
+                them, or, where they do not meet, an iteration lasts at least as long as all of them in one
+                direction. A host: it prepares a fixed number of samples a second for all its workers
+    together    sets of workers that are used all or not at all
+
+The objective is the longest step. How long an iteration takes then depends on the policy's pace
+(pyps.solver.pace).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyps.formats.mode import ROUND, Pace
+from pyps.solver.costs import Floats, Ints
+from pyps.solver.exact.minmax import Bools, Problem, times
+from pyps.solver.pace import iteration
+from pyps.solver.sync import Sync
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The `need` of all workers in use (one entry a worker) sums to at most at_most, in the unit of `key`."""
+
+    key: str
+    need: Floats
+    at_most: float
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A link or host that `workers` share: transfer_seconds of each (0: none), samples a second of a host.
+
+    overlaps: transfers do not meet. Each worker's own is then part of its cost, not of the resource's.
+    """
+
+    name: str
+    workers: Bools
+    transfer_seconds: Floats
+    samples_per_second: float | None = None
+    overlaps: bool = False
+
+
+@dataclass(frozen=True)
+class ConstrainedProblem:
+    """A min-max problem, its synchronisation, the side constraints between workers, and the policy's pace.
+
+    link_seconds: of each worker's transfers, apart from those that resources add to its cost; None: none.
+    """
+
+    problem: Problem
+    sync: Sync
+    limits: tuple[Limit, ...] = ()
+    resources: tuple[Resource, ...] = ()
+    together: tuple[Ints, ...] = ()
+    pace: Pace = ROUND
+    link_seconds: Floats | None = None
+
+    @property
+    def has_side_constraints(self) -> bool:
+        """Whether more ties the workers than the sum of their batches and the synchronisation."""
+        return bool(self.limits or self.resources or self.together)
+
+    @property
+    def minimises_iteration(self) -> bool:
+        """Whether the objective, the longest step, is also how long an iteration takes."""
+        return self.pace.kind != "free" and not self.pace.spare
+
+    @property
+    def may_not_bind(self) -> bool:
+        """Whether the only side constraints are links that may have time for all transfers."""
+        links = all(one.overlaps and one.samples_per_second is None for one in self.resources)
+        return links and not self.limits and not self.together
+
+    def kinds(self) -> list[list[int]]:
+        """The workers, grouped by what the problem and its side constraints distinguish, in rank order."""
+        problem, sync = self.problem, self.sync
+        rows = [*problem.keys(), sync.latency_seconds, sync.message_seconds]
+        rows += [limit.need for limit in self.limits]
+        for resource in self.resources:
+            rows += [resource.workers, resource.transfer_seconds]
+        for group in self.together:
+            rows.append(np.isin(np.arange(len(problem.costs)), group))
+        found: dict[tuple[float, ...], list[int]] = {}
+        for k, key in enumerate(zip(*(np.asarray(row, float).tolist() for row in rows), strict=True)):
+            found.setdefault(key, []).append(k)
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class ConstrainedSolution:
+    """Batches (0 = left out); compute, transfer and step seconds of each worker.
+
+    link_seconds covers a worker's own link and its shared links. step_seconds: from one step to the next, of
+    a worker that waits for no other. longest_seconds: the objective: the longest step, or a link's transfers
+    or a host's preparation if these take longer, plus sync_seconds. iteration_seconds: of a global batch at
+    the policy's pace.
+    """
+
+    batches: Ints
+    seconds: Floats
+    link_seconds: Floats
+    step_seconds: Floats
+    sync_seconds: float
+    longest_seconds: float
+    iteration_seconds: float
+
+
+def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolution:
+    """The seconds of given batches, by the definitions above."""
+    used = batches > 0
+    costs, shared = constrained.problem.costs, np.zeros(len(batches))
+    least, busy = 0.0, []
+    for resource in constrained.resources:
+        mine = used & resource.workers
+        if resource.overlaps:
+            busy.append(np.where(mine, resource.transfer_seconds, 0.0))
+            least = max(least, float(busy[-1].sum()))
+        else:
+            shared[mine] += resource.transfer_seconds[mine].sum()
+        if resource.samples_per_second is not None:
+            least = max(least, int(batches[mine].sum()) / resource.samples_per_second)
+    sync = constrained.sync.seconds(batches)
+    steps = times(costs, batches) + shared
+    longest = max(least, float(steps.max()))
+    computing = np.where(used, costs.compute(np.maximum(batches, 1)), 0.0)
+    own = constrained.link_seconds
+    links = shared if own is None else shared + used * own
+    seconds = iteration(constrained.pace, batches, steps, longest, busy) + sync
+    return ConstrainedSolution(batches, computing, links, steps, sync, longest + sync, seconds)
