@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,13 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.formats import Plan, RunMode
+from pyps.formats import Plan, PlanWorker, RunMode
 from pyps.solver.milp.pareto import ParetoPoint
 from pyps.solver.plan import even_batches
 from pyps.solver.report.explain import Explanation
 from pyps.solver.report.whatif import PlanSummary
 
 ROWS_AT_MOST = 64  # the plan file has all rows
+LIKE_AT_LEAST = 4  # workers with the same figures, one after another, that share a row
 WORTH_SAYING = 0.98  # of the iteration: what another mode takes at most
 
 
@@ -23,8 +26,6 @@ def show_plan(plan: Plan, even_seconds: Sequence[float]) -> None:
     """Print the table of workers, then one line for each result of the plan."""
     console = Console(markup=False)
     console.print(_workers(plan, even_seconds))
-    if len(plan.workers) > ROWS_AT_MOST:
-        console.print(f"(and {len(plan.workers) - ROWS_AT_MOST} more; --json prints them all)")
     for line in _summary(plan):
         console.print(line, soft_wrap=True)
     for warning in plan.warnings:
@@ -100,19 +101,40 @@ def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:
     table.add_column("worker")
     for title in ("even", "time", "planned", "time", "weight"):
         table.add_column(title, justify="right")
+    rows = _rows(plan, even_seconds)
+    for first, last, figures in rows[:ROWS_AT_MOST]:
+        names = plan.workers[first].name, plan.workers[last].name
+        ranks = str(first) if first == last else f"{first}..{last}"
+        table.add_row(ranks, Text(" .. ".join(dict.fromkeys(names))), *figures)
+    if len(rows) > ROWS_AT_MOST:
+        table.caption = f"(and {len(rows) - ROWS_AT_MOST} more rows; --json prints all workers)"
+        table.caption_justify = "left"
+    return table
+
+
+def _rows(plan: Plan, even_seconds: Sequence[float]) -> list[tuple[int, int, tuple[str, ...]]]:
+    """The first and last rank of each row, and its figures: many like workers in a row share one."""
     even = even_batches(plan.global_batch, len(plan.workers))
-    for worker in plan.workers[:ROWS_AT_MOST]:
+
+    def figures(worker: PlanWorker) -> tuple[str, ...]:
         parts = f" ({worker.accumulation} x {worker.micro_batch})" if worker.accumulation > 1 else ""
-        table.add_row(
-            str(worker.rank),
-            Text(worker.name),
+        return (
             str(even[worker.rank]),
             ms(even_seconds[worker.rank]),
             f"{worker.batch}{parts}" if worker.batch else "out",
             ms(worker.predicted_seconds) if worker.batch else "-",
             f"{worker.weight:.4f}",
         )
-    return table
+
+    def kind(worker: PlanWorker) -> tuple[str, tuple[str, ...]]:
+        return re.sub(r"-\d+$", "", worker.name), figures(worker)
+
+    rows: list[tuple[int, int, tuple[str, ...]]] = []
+    for (_, shown), like in itertools.groupby(plan.workers, kind):
+        ranks = [worker.rank for worker in like]
+        one_row = len(ranks) >= LIKE_AT_LEAST
+        rows += [(ranks[0], ranks[-1], shown)] if one_row else [(rank, rank, shown) for rank in ranks]
+    return rows
 
 
 def show_explanation(found: Explanation, err: bool = False) -> None:

@@ -11,6 +11,8 @@ from pyps.formats.kinds import Batch, Bytes, Elapsed, Name, Seconds
 from pyps.formats.mode import RunTable, check_run_table
 from pyps.formats.simulation import Simulation
 
+MOST_WORKERS = 100_000  # in a cluster; their plan takes seconds
+
 Rate = Annotated[float, Meta(gt=0)]
 Quantile = Annotated[float, Meta(gt=0, lt=1)]
 
@@ -134,6 +136,12 @@ def check_cluster(where: str, cluster: Cluster) -> None:
             raise InputError(where, f"shared[{k}].name", found, "a unique name")
         if resource.bandwidth is None and resource.samples_per_second is None:
             raise InputError(where, f"shared[{k}]", "no limit", "bandwidth or samples_per_second")
+    workers = sum(group.count for group in cluster.worker)
+    if workers > MOST_WORKERS:
+        k = max(range(len(cluster.worker)), key=lambda k: cluster.worker[k].count)
+        raise InputError(
+            where, f"worker[{k}].count", f"{workers:,} workers in all", f"at most {MOST_WORKERS:,}"
+        )
     groups = [group.name for group in cluster.worker]
     for k, group in enumerate(cluster.worker):
         if group.name in groups[:k]:

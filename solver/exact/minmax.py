@@ -16,7 +16,7 @@ several sets must sum to B, which pyps.solver.exact.subset_sum decides exactly (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from pyps.solver.exact.subset_sum import Progression, nearest_sums, subset_sum
 
 LIST_AT_MOST = 1024  # candidate times; sorting this few is cheaper than another pass over the workers
 AIM_PAST = LIST_AT_MOST // 4
+GUESSES = 8  # how many optional workers are tried before all their choices are
 SAMPLED = 4096  # workers in the sample that gives a first estimate
 
 Bools = npt.NDArray[np.bool_]
@@ -325,29 +326,68 @@ def _split_by_sums(problem: Problem) -> Ints | None:
     total = problem.global_batch
 
     def enough(batch: Ints) -> bool:
-        return int(batch.sum()) >= total and subset_sum(_sets_of(problem, batch)[0], total) is not None
+        return int(batch.sum()) >= total and _shares(problem, batch) is not None
 
     t = earliest(problem, enough)
     if t is None:
         return None
-    sets, owners = _sets_of(problem, most_by(problem, t))
-    values = subset_sum(sets, total) or []
     batches = np.zeros(len(order), np.int64)
-    for multiple in np.unique(problem.batch_multiple):
-        picked = [
-            (owner, allowed, value)
-            for owner, allowed, value in zip(owners, sets, values, strict=True)
-            if problem.batch_multiple[owner[0]] == multiple and value
-        ]
-        if not picked:
-            continue
-        workers = np.concatenate([owner for owner, _, _ in picked])
+    for workers, held, share in _shares(problem, most_by(problem, t)) or []:
         group = at_index(problem, workers)
-        held = np.concatenate([np.full(len(owner), allowed.skip) for owner, allowed, _ in picked])
-        share = sum(value for _, _, value in picked)
         group = replace(group, global_batch=share, required=group.required | held)
         batches[order[workers]] = _split_by_order(group)
     return batches
+
+
+def _shares(problem: Problem, most: Ints) -> list[tuple[Ints, Bools, int]] | None:
+    """How B can be shared by the workers of each multiple: the workers, which of them must be used, and their
+    samples; None if no batches up to `most` sum to B.
+    """
+    sets, owners = _sets_of(problem, most)
+    total = problem.global_batch
+    optional = sorted((k for k, one in enumerate(sets) if one.skip), key=lambda k: -sets[k].last)
+    always = [k for k, one in enumerate(sets) if not one.skip]
+    whole = np.cumsum([sum(sets[k].last for k in always), *(sets[k].last for k in optional)])
+    fewest = int(np.searchsorted(whole, total))
+    for count in range(fewest, min(fewest + GUESSES, len(optional) + 1)):
+        picked = [*always, *optional[:count]]
+        joint = _joint([sets[k] for k in picked])
+        if (values := subset_sum(joint, total)) is not None:
+            shares = {one.step: value for one, value in zip(joint, values, strict=True)}
+            return _by_multiple(shares, [(owners[k], sets[k]) for k in picked])
+    if optional and fewest == len(optional) and total > int(whole[-1]) - sets[optional[-1]].last:
+        return None  # no worker can be left out, and all together do not sum to it
+    if (values := subset_sum(sets, total)) is None:
+        return None
+    used = [(owner, one, value) for owner, one, value in zip(owners, sets, values, strict=True) if value]
+    shares = {step: sum(v for _, one, v in used if one.step == step) for step in {one.step for one in sets}}
+    return _by_multiple(shares, [(owner, one) for owner, one, _ in used])
+
+
+def _joint(sets: Sequence[Progression]) -> list[Progression]:
+    """One set for each step, of the sums of one value a set without 0."""
+    return [
+        Progression(
+            sum(x.first for x in sets if x.step == step), sum(x.last for x in sets if x.step == step), step
+        )
+        for step in sorted({one.step for one in sets})
+    ]
+
+
+def _by_multiple(
+    shares: Mapping[int, int], used: Sequence[tuple[Ints, Progression]]
+) -> list[tuple[Ints, Bools, int]]:
+    """The workers of each multiple, whether each must be used, and their samples.
+
+    shares: the samples by multiple. used: the workers in use, and the set of each group of them.
+    """
+    found = []
+    for step, share in shares.items():
+        mine = [(owner, one.skip) for owner, one in used if one.step == step]
+        if mine and share:
+            held = np.concatenate([np.full(len(owner), skip) for owner, skip in mine])
+            found.append((np.concatenate([owner for owner, _ in mine]), held, share))
+    return found
 
 
 def _sets_of(problem: Problem, most: Ints) -> tuple[list[Progression], list[Ints]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,6 +67,16 @@ def _some_counts(low: int, high: int) -> list[int]:
     return sorted({min(high, max(low, round(1.6**k))) for k in range(int(math.log(high, 1.6)) + 2)})
 
 
+@dataclass(frozen=True)
+class _Box:
+    """Choices of low..high of the allowed workers, at least one of each set of slow ones among them."""
+
+    low: int
+    high: int
+    allowed: Bools
+    slow: tuple[Bools, ...]
+
+
 class _Search:
     """Branch and bound over the count of workers and the slowest link that may be used.
 
@@ -80,23 +90,75 @@ class _Search:
         self.winner: tuple[int, Ints, float] | None = None
         self.usable = bounds.max_batch > 0
         self.required = bounds.required
-        self.least_count = max(1, int(self.required.sum()))
+        self.least_held = int(self.required.sum())
+        self.least_count = max(1, self.least_held)
         self.most_count = int(self.usable.sum())
         self.least_seconds = float(times(bounds.costs, np.where(self.required, bounds.min_batch, 0)).max())
 
     def run(self) -> SubsetSolution:
         self._explore()
-        boxes = [(self.least_count, self.most_count)]
+        boxes = [_Box(self.least_count, self.most_count, self.usable, (self.usable,))]
         while boxes:
-            low, high = boxes.pop()
-            if not self._could_win(self._least_sync(low), high, self.usable):
+            box, least = self._narrowed(boxes.pop())
+            if box is None:
                 continue
-            if np.array_equal(self.sync.by_link(low), self.sync.by_link(high)):
-                self._search_links(high)  # fewer workers synchronise no sooner
+            by_link = self.sync.by_link(box.low)
+            values = np.unique(by_link[box.allowed & (by_link >= least)])
+            if len(values) > 1:
+                late = box.allowed & (by_link > values[(len(values) - 1) // 2])
+                wider = [some for some in box.slow if (late & ~some).any()]
+                boxes.append(replace(box, slow=(late, *wider)))
+                boxes.append(
+                    replace(box, allowed=box.allowed & ~late, slow=tuple(some & ~late for some in box.slow))
+                )
             else:
-                middle = (low + high) // 2
-                boxes += [(low, middle), (middle + 1, high)]
+                last = self._as_soon(box.low, box.high)
+                self._try(last, least)  # fewer workers synchronise no sooner
+                boxes.append(replace(box, low=last + 1))
         return self._answer()
+
+    def _narrowed(self, box: _Box) -> tuple[_Box | None, float]:
+        """The box without the counts that are too few to beat the best, if samples were shared freely.
+
+        The more workers, the later they synchronise, and the sooner they have to be done. None if no count
+        is left; and the least that its choices pay to synchronise.
+        """
+        possible = all(some.any() for some in box.slow) and not (self.required & ~box.allowed).any()
+        while possible and box.low <= box.high:
+            by_link = self.sync.by_link(box.low)
+            sync = max(float(by_link[some].min()) for some in box.slow)
+            sync = max(sync, self._least_sync(box.low, by_link[box.allowed]))
+            needed = self._needed(self._to_beat(sync), box.allowed)
+            if needed is None:
+                break
+            if needed <= box.low:
+                return box, sync
+            box = replace(box, low=needed)
+        return None, math.inf
+
+    def _needed(self, t: float, allowed: Bools) -> int | None:
+        """How many allowed workers it takes to do B by t, if samples were shared freely; None if too many."""
+        if t <= 0 or t < self.least_seconds:
+            return None
+        most = np.where(allowed, most_by(self.bounds, t), 0)
+        held = int(most[self.required].sum())
+        sums = held + np.cumsum(np.sort(most[~self.required])[::-1])
+        count = (
+            0
+            if held >= self.bounds.global_batch
+            else 1 + int(np.searchsorted(sums, self.bounds.global_batch))
+        )
+        return None if count > len(sums) else self.least_held + count
+
+    def _as_soon(self, low: int, high: int) -> int:
+        """The most workers, up to `high`, that synchronise as soon as `low` do over any link."""
+        now = self.sync.by_link(low)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (
+                (middle, high) if np.array_equal(self.sync.by_link(middle), now) else (low, middle - 1)
+            )
+        return low
 
     def _explore(self) -> None:
         """Good first solutions: a coarse grid of counts and links in random order, then a local search."""
@@ -121,28 +183,18 @@ class _Search:
         if not (self.least_count <= count <= self.most_count and 0 <= share <= 1):
             return best
         links = np.sort(self.sync.by_link(count)[self.usable])
-        limit = max(float(links[round(share * (len(links) - 1))]), self._least_sync(count))
+        limit = max(float(links[round(share * (len(links) - 1))]), self._least_sync(count, links))
         return (count, share) if self._try(count, limit) else best
 
-    def _search_links(self, count: int) -> None:
-        """Branch and bound for one count, over the distinct values of its synchronisation."""
-        by_link = self.sync.by_link(count)
-        values = np.unique(by_link[self.usable])
-        values = values[values >= self._least_sync(count)]
-        boxes = [(0, len(values) - 1)]
-        while boxes:
-            low, high = boxes.pop()
-            if low == high:
-                self._try(count, float(values[low]))
-            elif self._could_win(float(values[low]), count, self.usable & (by_link <= values[high])):
-                middle = (low + high) // 2
-                boxes += [(middle + 1, high), (low, middle)]
+    def _least_sync(self, count: int, by_link: Floats) -> float:
+        """The least that `count` of these workers pay: for the count-th fastest link, or a required one.
 
-    def _least_sync(self, count: int) -> float:
-        """The least that `count` workers pay: for the count-th fastest link, or the slowest required one."""
-        by_link = self.sync.by_link(count)
-        some = np.partition(by_link[self.usable], count - 1)[count - 1]
-        return float(max(some, by_link[self.required].max(initial=0.0)))
+        by_link: seconds of `count` workers, of each worker that may be used; infinite if these are too few.
+        """
+        if len(by_link) < count:
+            return math.inf
+        required = self.sync.by_link(count)[self.required].max(initial=0.0)
+        return float(max(np.partition(by_link, count - 1)[count - 1], required))
 
     def _could_win(self, sync_seconds: float, count: int, allowed: Bools) -> bool:
         """Whether at most `count` allowed workers could beat the best, if samples were shared freely."""

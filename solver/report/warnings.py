@@ -22,36 +22,40 @@ def warnings_of(
     has_side_constraints: limits or ties between workers may be the reason why one is left out.
     """
     lines: list[str] = []
-    seen: set[tuple[str, int, bool]] = set()
+    groups: dict[str, list[tuple[PlannedRank, PlanWorker]]] = {}
     for rank, worker in zip(ranks, workers, strict=True):
-        fit, name, batch = rank.fit, rank.group.name, worker.batch
-        at_once = worker.micro_batch
-        if (kind := (name, at_once, bool(batch))) in seen and batch:
-            continue
-        seen.add(kind)
-        low, high = fit.trusted_min_batch, fit.trusted_max_batch
-        if batch and not low <= at_once <= high:
-            lines.append(f"{name}: {_outside(fit, at_once)}")
-        lines += [f"{name}: {line}" for line in _overruled(rank, at_once) if batch]
-        if batch and (worker.fit_error or 0.0) > FIT_ERROR_WORTH_A_WARNING:
-            lines.append(f"{name}: the fit misses left-out points by {worker.fit_error:.1%} (median)")
+        groups.setdefault(rank.group.name, []).append((rank, worker))
+    for name, members in groups.items():
+        rank, used = members[0][0], [worker for _, worker in members if worker.batch]
+        lines += [f"{name}: {line}" for line in _of_batches(rank, sorted({w.micro_batch for w in used}))]
+        error = rank.fit.leave_one_out_error or 0.0
+        if used and error > FIT_ERROR_WORTH_A_WARNING:
+            lines.append(f"{name}: the fit misses left-out points by {error:.1%} (median)")
         if rank.bandwidth is not None and rank.link is None:
             lines.append(
                 f"{name}: its transfers are not counted: {rank.group.profile} has no model.parameters"
             )
         if rank.profile.device.emulated:
             lines.append(f"{name}: emulated, {rank.profile.device.throttle:g} times slower by a throttle")
-        if not batch:
-            reason = (
-                "the limits or ties require it"
-                if has_side_constraints
-                else "the others finish sooner without it"
-            )
-            lines.append(f"{worker.name}: left out, {reason}")
+        if out := [worker.name for _, worker in members if not worker.batch]:
+            tied = "the limits or ties require it"
+            reason = tied if has_side_constraints else "the others finish sooner without it"
+            lines.append(f"{out[0] if len(out) == 1 else f'{len(out)} of {name}'}: left out, {reason}")
     models = {rank.profile.model.name for rank in ranks}
     if len(models) > 1:
         lines.append(f"the profiles are of different models: {', '.join(sorted(models))}")
     return list(dict.fromkeys(lines))
+
+
+def _of_batches(rank: PlannedRank, batches: Sequence[int]) -> Iterator[str]:
+    """About the planned batches of a group: those farthest outside the trusted range, and contradicted ones."""
+    low, high = rank.fit.trusted_min_batch, rank.fit.trusted_max_batch
+    for batch in dict.fromkeys([*batches[:1], *batches[-1:]]):
+        outside = batch < low if batch == batches[0] else False
+        if outside or (batch > high and batch == batches[-1]):
+            yield _outside(rank.fit, batch)
+    for batch in batches:
+        yield from _overruled(rank, batch)
 
 
 def _outside(fit: Fit, batch: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from pyps.errors import Infeasible
 from pyps.solver.costs import Cost, Costs, Line, Table
+from pyps.solver.exact import subset
 from pyps.solver.exact.cardinality import within_count
 from pyps.solver.exact.minmax import Problem, at_index, solve, times
 from pyps.solver.exact.subset import solve_subset
@@ -85,6 +87,29 @@ def test_equal_to_brute_force(seed: int) -> None:
     assert subset_bound(problem, sync, found.iteration_seconds) <= min(values)
     assert tuple(found.batches) in splits(problem)
     assert found.iteration_seconds == found.seconds.max() + sync.seconds(found.batches)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exact_without_the_good_first_solutions(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    luck = np.random.default_rng(seed)
+    n = int(luck.integers(5, 9))
+    problem = Problem.of(
+        Costs.lines(luck.uniform(0.01, 0.1, n), luck.uniform(0.1, 0.5, n)),
+        40,
+        min_batch=luck.choice([1, 1, 3], n),
+        required=luck.random(n) < 0.1,
+    )
+    kind: SyncKind = "ring" if seed % 4 == 0 else "tree"
+    sync = Sync.of(kind, n, luck.uniform(0.0, 0.1, n), luck.uniform(0.0, 0.3, n))
+    best = math.inf
+    for used in map(np.array, itertools.product([False, True], repeat=n)):
+        if used.any() and not (problem.required & ~used).any():
+            chosen = at_index(problem, np.flatnonzero(used))
+            chosen = replace(chosen, required=np.ones(len(chosen.costs), bool))
+            with contextlib.suppress(Infeasible):
+                best = min(best, solve(chosen).iteration_seconds + sync.seconds(used))
+    monkeypatch.setattr(subset._Search, "_explore", lambda self: None)
+    assert solve_subset(problem, sync).iteration_seconds == pytest.approx(best, rel=1e-12)
 
 
 @thorough
