@@ -4,6 +4,10 @@ The noise is log-normal: mu is the median of log(measured / fitted seconds), sig
 mu, scaled to a standard deviation. A few outliers move neither. The q-quantile of a worker's time at any
 batch is then its fitted time multiplied by exp(mu + sigma * z_q), so a plan for a quantile solves the same
 problem with longer times.
+
+An iteration ends with its slowest worker, so a quantile of the iteration asks more of each: the probabilities
+of the workers in use, assumed independent, multiply to it. `levels` shares it out so that the same loss of
+samples buys as much probability on every worker: noisy and fast workers get less, steady and slow ones more.
 """
 
 from __future__ import annotations
@@ -16,10 +20,14 @@ from statistics import NormalDist, median
 import numpy as np
 
 from pyps.formats import Forecast, Point
-from pyps.solver.constrained import ConstrainedProblem, evaluate
-from pyps.solver.costs import Cost, Ints
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, evaluate
+from pyps.solver.costs import Cost, Floats, Ints
 
 FEWEST_TIMES = 3  # measured seconds without which there is no noise estimate
+BISECTIONS = 60
+Z_RANGE = (-6.0, 8.0)  # standard deviations from the median
+LOG_PRICES = (-20.0, 60.0)
+LEAST_WEIGHT = 1e-9  # of the most: a smaller one asks for no more certainty
 NORMAL_MAD = 0.6745  # the median distance from the median of a standard normal variable
 
 
@@ -61,25 +69,82 @@ def noise_of(points: Sequence[Point], cost: Cost) -> Noise:
     return Noise(middle, median(abs(ratio - middle) for ratio in ratios) / NORMAL_MAD)
 
 
-def forecast(
-    nominal: ConstrainedProblem, robust: ConstrainedProblem, batches: Ints, noise: Sequence[Noise]
-) -> Forecast:
-    """The seconds of a split by the fitted times and at the quantile, and its chance to finish by the latter.
+def levels(quantile: float, noise: Sequence[Noise], samples_per_second: Floats) -> list[float]:
+    """The quantile of each worker's times with which all are done with probability `quantile`.
 
-    nominal: the problem with fitted times. robust: the same problem with every time at the quantile. noise:
-    of each worker, assumed independent.
+    noise, samples_per_second: of each worker; the latter of more time for a larger batch.
     """
-    fitted, at_quantile = evaluate(nominal, batches), evaluate(robust, batches)
-    left = at_quantile.longest_seconds - at_quantile.sync_seconds
-    overlap = robust.problem.costs.overlap
-    overlapped = np.zeros(len(batches), bool) if overlap is None else overlap > 0
-    chance = 1.0
-    for k in np.flatnonzero(batches > 0).tolist():
-        added = 0.0 if overlapped[k] else float(fitted.link_seconds[k])
-        chance *= noise[k].chance((left - added) / float(fitted.seconds[k]))
+    weights = np.array([one.sigma for one in noise]) * samples_per_second
+    noisy = np.flatnonzero(weights > 0)
+    found = [quantile ** (1 / max(len(noisy), 1))] * len(noise)
+    if len(noisy) < 2:
+        return found
+    relative = np.maximum(weights[noisy] / weights[noisy].max(), LEAST_WEIGHT).tolist()
+    low, high = LOG_PRICES
+    for _ in range(BISECTIONS):
+        price = (low + high) / 2
+        shares = [_level(price - math.log(weight)) for weight in relative]
+        low, high = (price, high) if math.prod(shares) < quantile else (low, price)
+    for k, weight in zip(noisy.tolist(), relative, strict=True):
+        found[k] = _level(high - math.log(weight))
+    return found
+
+
+def _level(log_ratio: float) -> float:
+    """The probability P with P / (the normal density there) = exp(log_ratio): the more, the dearer it is."""
+    low, high = Z_RANGE
+    normal = NormalDist()
+    for _ in range(BISECTIONS):
+        z = (low + high) / 2
+        low, high = (z, high) if math.log(normal.cdf(z) / normal.pdf(z)) < log_ratio else (low, z)
+    return normal.cdf(high)
+
+
+def iteration_quantile(
+    nominal: ConstrainedProblem, batches: Ints, noise: Sequence[Noise], quantile: float
+) -> float:
+    """The seconds within which an iteration of these batches ends with probability `quantile`.
+
+    nominal: the problem with fitted times. noise: of each worker, assumed independent.
+    """
+    fitted = evaluate(nominal, batches)
+    low, high = 0.0, fitted.longest_seconds
+    while chance(nominal, fitted, noise, high) < quantile:
+        low, high = high, 2 * high
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chance(nominal, fitted, noise, middle) < quantile else (low, middle)
+    return high
+
+
+def chance(
+    nominal: ConstrainedProblem, fitted: ConstrainedSolution, noise: Sequence[Noise], seconds: float
+) -> float:
+    """The probability that an iteration of a solution ends within `seconds`.
+
+    nominal: the problem with fitted times; fitted: the solution with them. noise: of each worker.
+    """
+    overlap = nominal.problem.costs.overlap
+    left, found = seconds - fitted.sync_seconds, 1.0
+    for k in np.flatnonzero(fitted.batches > 0).tolist():
+        overlapped = overlap is not None and overlap[k] > 0
+        added = 0.0 if overlapped else float(fitted.link_seconds[k])
+        found *= noise[k].chance((left - added) / float(fitted.seconds[k]))
+    return found
+
+
+def forecast(
+    nominal: ConstrainedProblem, batches: Ints, noise: Sequence[Noise], quantile: float, by: float
+) -> Forecast:
+    """The seconds of a split by the fitted times and at the iteration's quantile, and its chance to end by
+    `by`.
+
+    nominal: the problem with fitted times. noise: of each worker, assumed independent.
+    """
+    fitted = evaluate(nominal, batches)
     return Forecast(
         batches=batches.tolist(),
         seconds=fitted.iteration_seconds,
-        quantile_seconds=at_quantile.iteration_seconds,
-        chance=chance,
+        quantile_seconds=iteration_quantile(nominal, batches, noise, quantile),
+        chance=chance(nominal, fitted, noise, by),
     )

@@ -32,6 +32,7 @@ from pyps.formats import (
 )
 from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, evaluate
+from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import round_samples
@@ -39,7 +40,7 @@ from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
 from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.mode import bits_of, mode_of, most_exact, stated_policy
-from pyps.solver.noise import Noise, forecast, noise_of, too_few
+from pyps.solver.noise import Noise, forecast, iteration_quantile, levels, noise_of, too_few
 from pyps.solver.ranks import (
     PlannedRank,
     constrained_problem_of,
@@ -54,6 +55,7 @@ from pyps.solver.systems.goodput import StatisticalEfficiency, best_batch
 from pyps.solver.systems.hps import hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
 
+QUANTILE_ROUNDS = 4
 MAX_REPEATS = 1000  # micro-batches that may be proposed
 
 
@@ -82,12 +84,13 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None =
     cluster: what is planned. profiles: one with a fit for each group of the cluster. pace: of the policy that
     [run] names (pyps.store.policies.Policy.pace); rounds if it names none.
 
-    If the job names a quantile, all times are at this quantile, and `noise` holds the fitted ones. Raises
+    If the job names a quantile, all times are those at the iteration's quantile, and `noise` holds the fitted
+    ones. Raises
     Infeasible, InputError, PypsError.
     """
     if pace is None and cluster.run.policy is not None:
         raise InputError("make_plan", "pace", "nothing", f"the pace of the policy {cluster.run.policy!r}")
-    ranks = planned_ranks(cluster, profiles)
+    ranks = at_quantile(cluster, planned_ranks(cluster, profiles), pace or ROUND)
     return plan_ranks(cluster, ranks, planning_problem(cluster, ranks, pace or ROUND))
 
 
@@ -101,13 +104,19 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
     modes = _modes(cluster, ranks, pace, solution)
     constrained = planning_problem(cluster, ranks, pace, modes)
     plan = plan_of(cluster, ranks, constrained, evaluate(constrained, solution.batches), modes)
-    quantile = cluster.job.quantile
-    if quantile is None:
-        return plan
+    return plan if cluster.job.quantile is None else _with_noise(cluster, ranks, plan, pace, modes)
+
+
+def _with_noise(
+    cluster: Cluster, ranks: Sequence[PlannedRank], plan: Plan, pace: Pace, modes: Sequence[WorkerMode]
+) -> Plan:
+    """The plan with the forecasts of its split and of the one for the fitted times."""
     fitted, noise = constrained_problem_of(cluster, ranks, (), pace, modes), _noise(ranks)
+    quantile, planned = cluster.job.quantile or 0.5, np.array([worker.batch for worker in plan.workers])
+    by = iteration_quantile(fitted, planned, noise, quantile)
     nominal, robust = (
-        forecast(fitted, constrained, batches, noise)
-        for batches in (solve_within_limits(cluster, ranks, fitted).batches, solution.batches)
+        forecast(fitted, batches, noise, quantile, by)
+        for batches in (solve_within_limits(cluster, ranks, fitted).batches, planned)
     )
     quiet = [r.group.name for r in ranks if too_few(r.profile.points)]
     unknown = [f"{name}: too few timings to estimate its noise" for name in dict.fromkeys(quiet)]
@@ -116,6 +125,40 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
         warnings=plan.warnings + unknown,
         noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=robust),
     )
+
+
+def at_quantile(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace = ROUND) -> list[PlannedRank]:
+    """The ranks with the quantile of each one's times with which an iteration ends at the job's quantile.
+
+    Which workers are used, and how much each loses by being slow, follows from the split, and the split from
+    the quantiles: so a few rounds, of which the soonest quantile of the iteration is kept. Raises as
+    make_plan.
+    """
+    quantile, noise = cluster.job.quantile, _noise(ranks)
+    if quantile is None or not planning_problem(cluster, ranks, pace).minimises_iteration:
+        return list(ranks)
+    fitted = constrained_problem_of(cluster, ranks, (), pace)
+    found: list[tuple[float, list[PlannedRank]]] = []
+    trial = [replace(rank, quantile=quantile ** (1 / len(ranks))) for rank in ranks]
+    for _ in range(QUANTILE_ROUNDS):
+        batches = solve_within_limits(cluster, trial, planning_problem(cluster, trial, pace)).batches
+        found.append((iteration_quantile(fitted, batches, noise, quantile), trial))
+        used = batches > 0
+        speeds = np.where(used, _marginal_speeds(fitted.problem, batches), 0.0)
+        shares = levels(quantile, noise, speeds)
+        following = [replace(rank, quantile=share) for rank, share in zip(ranks, shares, strict=True)]
+        if following == trial:
+            break
+        trial = following
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _marginal_speeds(problem: Problem, batches: Ints) -> Floats:
+    """How many samples a second more time adds to each worker's batch."""
+    more = np.maximum(batches, 1) + np.maximum(1, batches // 10)
+    rise = problem.costs.compute(more) - problem.costs.compute(np.maximum(batches, 1))
+    flat = problem.costs.compute(np.maximum(batches, 1)) / np.maximum(batches, 1) * (more - batches)
+    return (more - batches) / np.where(np.isfinite(rise) & (rise > 0), rise, flat)
 
 
 def _fastest_solution(
@@ -184,12 +227,16 @@ def planning_problem(
     pace: Pace = ROUND,
     modes: Sequence[WorkerMode] | None = None,
 ) -> ConstrainedProblem:
-    """The problem that a cluster's plan solves: with the fitted times, or with the job's quantile of them.
+    """The problem that a cluster's plan solves: with the fitted times, or each rank's or the job's quantile.
 
     cluster, ranks, pace, modes: as in pyps.solver.ranks.constrained_problem_of.
     """
-    quantile = cluster.job.quantile
-    factors = [] if quantile is None else [noise.factor(quantile) for noise in _noise(ranks)]
+    factors = []
+    if cluster.job.quantile is not None:
+        factors = [
+            noise.factor(rank.quantile or cluster.job.quantile)
+            for rank, noise in zip(ranks, _noise(ranks), strict=True)
+        ]
     return constrained_problem_of(cluster, ranks, factors, pace, modes)
 
 

@@ -38,12 +38,16 @@ TURNS = "turns"  # the name of the server's link, which one worker at a time use
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """A rank to plan: its name, its group in the cluster file, its profile, and the fit in that profile."""
+    """A rank to plan: its name, its group in the cluster file, its profile, and the fit in that profile.
+
+    quantile: plan for this quantile of its times; None: for the job's, if that names one.
+    """
 
     name: str
     group: WorkerGroup
     profile: Profile
     fit: Fit
+    quantile: float | None = None
 
     @property
     def link(self) -> LinkCost | None:

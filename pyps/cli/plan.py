@@ -21,6 +21,7 @@ from pyps.formats.mode import CODEC_BITS
 from pyps.profiler.select import fit_of
 from pyps.solver.constrained import ConstrainedProblem, Limit
 from pyps.solver.plan import (
+    at_quantile,
     best_global_batch,
     even_split,
     plan_ranks,
@@ -84,7 +85,7 @@ def plan_command(
     ] = None,
     quantile: Annotated[
         float | None,
-        typer.Option(metavar="Q", help="Plan for this quantile of the measured step times, as 0.95."),
+        typer.Option(metavar="Q", help="Plan for this quantile of the time of an iteration, as 0.95."),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Plan for this policy, as in pyps run.")] = None,
     codec: Annotated[str | None, typer.Option(help=f"Encoding of gradients: {CODECS}, both ways.")] = None,
@@ -208,6 +209,7 @@ def pareto(
         raise InputError(str(cluster), field, "nothing", "a price for each group")
     with working("computing the front") as progress:
         points = []
+        ranks = at_quantile(read, ranks, pace_of(read))
         for point in pareto_front(planning_problem(read, ranks, pace_of(read)), price):
             points.append(point)
             progress(f"computing the front: {len(points)} points")
@@ -274,6 +276,7 @@ def _with_options(
 def _planned(path: Path, cluster: Cluster, ranks: list[PlannedRank]) -> _Planned:
     """The plan of a cluster file. Raises Infeasible, naming the file."""
     try:
+        ranks = at_quantile(cluster, ranks, pace_of(cluster))
         problem = planning_problem(cluster, ranks, pace_of(cluster))
         return _Planned(cluster, ranks, problem, plan_ranks(cluster, ranks, problem))
     except Infeasible as error:

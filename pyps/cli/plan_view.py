@@ -56,8 +56,9 @@ def _summary(plan: Plan) -> list[str]:
     if noise := plan.noise:
         for name, made in (("nominal", noise.nominal), ("robust", noise.robust)):
             lines.append(
-                f"{name:<10} {ms(made.seconds)} as fitted, {ms(made.quantile_seconds)} with each worker at "
-                f"its {noise.quantile:g} quantile; all are done by then with probability {made.chance:.3f}"
+                f"{name:<10} {ms(made.seconds)} as fitted, {ms(made.quantile_seconds)} at the "
+                f"{noise.quantile:g} quantile; done by {ms(noise.robust.quantile_seconds)} with probability "
+                f"{made.chance:.3f}"
             )
     if good := plan.goodput:
         lines.append(

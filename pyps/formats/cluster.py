@@ -18,7 +18,7 @@ Quantile = Annotated[float, Meta(gt=0, lt=1)]
 
 
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The samples of one iteration. quantile: plan for this quantile of each worker's step times."""
+    """The samples of one iteration. quantile: plan for this quantile of an iteration's time."""
 
     global_batch: Batch
     quantile: Quantile | None = None

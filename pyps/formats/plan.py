@@ -125,7 +125,9 @@ class CostEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One split: its time as fitted, at the quantile, and the probability that all workers finish by then."""
+    """One split: its time as fitted, and at the iteration's quantile; chance: the probability that all its
+    workers finish by the robust split's quantile.
+    """
 
     batches: list[Share]
     seconds: Seconds
@@ -134,7 +136,7 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class NoiseForecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The split for the fitted times, and the split for this quantile of the times."""
+    """The split for the fitted times, and the split for this quantile of the time of an iteration."""
 
     quantile: Annotated[float, Meta(gt=0, lt=1)]
     nominal: Forecast

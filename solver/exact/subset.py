@@ -35,6 +35,7 @@ from pyps.solver.exact.minmax import (
 )
 from pyps.solver.sync import Sync
 
+ROUNDING = 1e-9  # relative, and in samples
 LINKS_TO_EXPLORE = 9  # links for each count in the first, coarse search
 
 
@@ -140,7 +141,7 @@ class _Search:
         """How many allowed workers it takes to do B by t, if samples were shared freely; None if too many."""
         if t <= 0 or t < self.least_seconds:
             return None
-        most = np.where(allowed, most_by(self.bounds, t), 0)
+        most = np.where(allowed, self._most_at_most(t), 0)
         held = int(most[self.required].sum())
         sums = held + np.cumsum(np.sort(most[~self.required])[::-1])
         count = (
@@ -149,6 +150,14 @@ class _Search:
             else 1 + int(np.searchsorted(sums, self.bounds.global_batch))
         )
         return None if count > len(sums) else self.least_held + count
+
+    def _most_at_most(self, t: float) -> Ints:
+        """most_by(t), or one batch more where rounding could hide it: a third of the time."""
+        bounds = self.bounds
+        real = bounds.costs.real_batch(t, bounds.max_batch) * (1 + ROUNDING) + ROUNDING
+        step = bounds.batch_multiple
+        most = np.minimum(np.floor(real / step) * step, bounds.max_batch).astype(np.int64)
+        return np.where(most < bounds.min_batch, np.where(bounds.required, bounds.min_batch, 0), most)
 
     def _as_soon(self, low: int, high: int) -> int:
         """The most workers, up to `high`, that synchronise as soon as `low` do over any link."""

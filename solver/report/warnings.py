@@ -48,7 +48,7 @@ def warnings_of(
 
 
 def _of_batches(rank: PlannedRank, batches: Sequence[int]) -> Iterator[str]:
-    """About the planned batches of a group: those farthest outside the trusted range, and contradicted ones."""
+    """About a group's planned batches: those farthest outside the trusted range, and contradicted ones."""
     low, high = rank.fit.trusted_min_batch, rank.fit.trusted_max_batch
     for batch in dict.fromkeys([*batches[:1], *batches[-1:]]):
         outside = batch < low if batch == batches[0] else False

@@ -258,7 +258,10 @@ def test_a_quantile_plan_also_gives_the_fitted_times() -> None:
     assert made.noise is not None
     assert made.noise.nominal.batches == [100, 100]
     assert made.workers[0].batch > 100 > made.workers[1].batch
-    assert made.noise.robust.quantile_seconds == made.iteration_seconds < made.noise.nominal.quantile_seconds
+    robust = made.noise.robust.quantile_seconds
+    assert (
+        made.iteration_seconds * 0.99 < robust <= made.iteration_seconds < made.noise.nominal.quantile_seconds
+    )
     assert made.noise.nominal.seconds < made.noise.robust.seconds
     assert made.noise.robust.chance >= 0.95 - 1e-9
     single = make_plan(msgspec.convert(raw, Cluster), [profiles[0], profile(0.001)])
