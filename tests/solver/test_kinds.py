@@ -89,7 +89,7 @@ def test_equal_to_brute_force(seed: int) -> None:
     best = min(seconds for seconds, _ in every)
     assert (found := kinds.fastest(constrained)) is not None
     assert found.longest_seconds == pytest.approx(best, rel=EXACT)
-    latest = best * 1.2
+    latest = best * 1.2137
     least = min(float(price[b > 0].sum()) for seconds, b in every if seconds <= latest)
     cheap = kinds.cheapest(constrained, price, latest * (1 + EXACT))
     assert cheap is not None
