@@ -29,7 +29,7 @@ from pyps.solver.exact.subset_sum import Progression
 
 MOST_BOXES = 20_000
 LATEST = 1e300  # seconds: later than any split
-FIRST_GUESSES = (1 + 1e-9, 1.05, 1.5, 10.0)  # of the time without side constraints: where to look first
+FIRST_GUESSES = (1.05, 1.5, 10.0)  # of the time without side constraints: where to look first
 ROUNDING = 1e-12  # relative: a better time is better by more than this
 WITHIN = 1 + 1e-9  # relative: the rounding error allowed in a sum of needs
 SAMPLE = 1e-6  # samples: the rounding error allowed in a sum of parts
@@ -75,26 +75,29 @@ def handles(constrained: ConstrainedProblem) -> bool:
 
 
 def fastest(
-    constrained: ConstrainedProblem, spend: tuple[Floats, float] | None = None
+    constrained: ConstrainedProblem,
+    spend: tuple[Floats, float] | None = None,
+    not_before: float | None = None,
 ) -> ConstrainedSolution | None:
     """The solution with the shortest longest step; None if the side constraints allow none.
 
-    spend: a need of each worker, and what need times seconds must not exceed. Raises Infeasible if no split
-    exists even without side constraints, TooManyKinds.
+    spend: a need of each worker, and what need times seconds must not exceed. not_before: seconds that no
+    solution is below; None: those without side constraints. Raises Infeasible if no split exists even without
+    side constraints, TooManyKinds.
     """
-    free = evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
-    lower = float(free.step_seconds.max() + free.sync_seconds)
-    bare = replace(constrained, resources=())
-    lower = min(lower, evaluate(bare, free.batches).longest_seconds)
-    if free.longest_seconds <= lower and spend is None and _allowed(constrained, free.batches):
-        return free
+    if not_before is None:
+        free = _without_ties(constrained)
+        bare = replace(constrained, resources=())
+        not_before = evaluate(bare, free.batches).longest_seconds
+        if free.longest_seconds <= not_before and spend is None and _allowed(constrained, free.batches):
+            return free
     search = _Search(constrained)
     if spend is not None:
         need, at_most = spend
         search.spend = Room(search.of_kinds(need), at_most)
-        search.rooms.append(Room(search.spend.need, at_most / lower))
+        search.rooms.append(Room(search.spend.need, at_most / not_before))
     for factor in (*FIRST_GUESSES, LATEST):
-        search.target = min(lower * factor, LATEST)
+        search.target = min(not_before * factor, LATEST)
         if search.run():
             break
     return search.winner
@@ -114,6 +117,10 @@ def cheapest(
     search.step = step
     search.run()
     return search.winner
+
+
+def _without_ties(constrained: ConstrainedProblem) -> ConstrainedSolution:
+    return evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
 
 
 def _allowed(constrained: ConstrainedProblem, batches: Ints) -> bool:

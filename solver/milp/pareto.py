@@ -53,7 +53,8 @@ def pareto_front(
             return
         point = _point(_cheapest(constrained, price, solution), price)
         yield point
-        solution = _fastest(constrained, price, point.price_per_hour * (1 - CHEAPER))
+        budget, earlier = point.price_per_hour * (1 - CHEAPER), solution.longest_seconds
+        solution = _fastest(constrained, price, budget, earlier * (1 - TIME_TOLERANCE))
 
 
 def within_budget(constrained: ConstrainedProblem, price: Floats, budget: float) -> ConstrainedSolution:
@@ -102,13 +103,18 @@ def price_per_million(solution: ConstrainedSolution, price_per_hour: float) -> f
     return 1e6 * price_per_hour / samples_per_hour
 
 
-def _fastest(constrained: ConstrainedProblem, price: Floats, budget: float) -> ConstrainedSolution | None:
+def _fastest(
+    constrained: ConstrainedProblem, price: Floats, budget: float, not_before: float
+) -> ConstrainedSolution | None:
+    """The fastest solution within a price an hour; not_before: seconds that none is below."""
     if budget <= 0:
         return None
+    limited = replace(constrained, limits=(*constrained.limits, Limit(PRICE, price, budget)))
+    if handles(limited):
+        with contextlib.suppress(TooManyKinds):
+            return fastest(limited, not_before=not_before)
     try:
-        return solve_constrained(
-            replace(constrained, limits=(*constrained.limits, Limit(PRICE, price, budget)))
-        )
+        return solve_constrained(limited)
     except Infeasible:
         return None
 
