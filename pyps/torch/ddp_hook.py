@@ -6,8 +6,9 @@ DDP averages: 1/N for each rank, whatever its batch. The gradient of the mean lo
 
 The hook multiplies each bucket by w_i / W and sums. It counts w_i from the batch that the model got and sums
 W over the ranks together with the first bucket, so both are right in the epoch's last round, after a new plan
-and after ranks have come or gone. To avoid a wait for W, a bucket is multiplied with the W of the round
-before, and corrected when the new W has arrived and differs.
+and after ranks have come or gone. With NCCL a stream of its own waits for W: no longer than the sum of the
+bucket would. Elsewhere a thread would wait, so a bucket is multiplied with the W of the round before,
+and corrected when the new W has arrived and differs.
 """
 
 from __future__ import annotations
@@ -79,11 +80,13 @@ class DDPHook(WeightedHook):
         self._residuals = Residuals(ddp.module.named_parameters())
         self.micro_batches = MicroBatches(ddp, reduction == "sum")
         self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
+        self._factors: dict[torch.dtype, torch.Tensor] = {}  # the same, by type of gradient
         self._may_be_zero = True  # whether w_i may be 0, as far as the CPU knows
         self._total_future: Reduced | None = None  # done when `_total` holds the sum over ranks
         self._assumed = torch.ones(())
         self._regrouped: Regrouped | None = None  # in the first step of a run that goes on
-        self._stream: Any = None  # on CUDA: the stream of the quantized exchange
+        self._stream: Any = None  # on CUDA: the stream of what waits for W
+        self._on_nccl = device.type == "cuda" and dist.get_backend(self.group) == "nccl"
         for module in ddp.module.modules():
             if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
                 module.loss_weight = lambda: self.micro_batches.weight
@@ -136,9 +139,10 @@ class DDPHook(WeightedHook):
         elements, ranks = buffer.numel(), dist.get_world_size(self.group)
         self.gradient_bytes.fp32 += 8 * elements * (ranks - 1) // ranks
         if self.wire not in QUANTIZED or ranks == 1:
-            if bucket.index() == 0:
-                self._sum_weights(buffer.device, wait=False)
-            return self._reduce_plain(buffer)
+            with self._on_own_stream(buffer.device) if self._on_nccl else nullcontext():
+                if bucket.index() == 0:
+                    self._sum_weights(buffer.device, wait=self._on_nccl)
+                return self._reduce_plain(buffer)
         # On CUDA the exchange runs parallel to the backward pass and blocks nothing.
         waits = self.waiting.counted() if buffer.device.type == "cpu" else nullcontext()
         with waits, self._on_own_stream(buffer.device):
@@ -167,6 +171,7 @@ class DDPHook(WeightedHook):
         self._total = total
         means = self.reduction == "mean"
         self._scale = (as_float64(unit, device) if means else 1.0) / self._assumed
+        self._factors.clear()
         self._may_be_zero = means and (isinstance(own, torch.Tensor) or not own)
 
     def _reduce_plain(self, buffer: torch.Tensor) -> Reduced:
@@ -178,11 +183,11 @@ class DDPHook(WeightedHook):
         assumed, total, total_future = self._assumed, self._total, self._total_future
 
         def finish(_: object) -> torch.Tensor:
-            for reduced in futures:
-                reduced.wait()  # raises the reduction's error: a lost peer must not pass for a sum
+            done.value()  # raises the reduction's error: a lost peer must not pass for a sum
             if message is not buffer:
                 buffer.copy_(message)
             if total_future is not None and total is not None:
+                total_future.wait()
                 _correct(buffer, assumed / not_zero(total))
             return buffer
 
@@ -198,7 +203,7 @@ class DDPHook(WeightedHook):
         if buffer.device.type == "cpu":
             factor = float(self._scale)  # three times as fast as a float64 tensor of one
             return buffer.mul_(factor) if factor else buffer.zero_()
-        _multiply(buffer, self._scale)
+        _multiply(buffer, self._factors, self._scale)
         return buffer.masked_fill_(self._scale == 0, 0) if self._may_be_zero else buffer
 
     @contextmanager
@@ -243,10 +248,12 @@ class DDPHook(WeightedHook):
         buffer.copy_(total)
 
 
-def _multiply(buffer: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply in place by a factor on the same device, which half precision would round."""
+def _multiply(buffer: torch.Tensor, factors: dict[torch.dtype, torch.Tensor], exact: torch.Tensor) -> None:
+    """Multiply in place by a factor on the same device, which half precision would round. factors: filled."""
     wide = buffer.to(torch.float32) if buffer.dtype in HALVES.values() else buffer
-    torch._foreach_mul_([wide], factor.to(wide.dtype))  # a vector at a time; mul_() goes value by value
+    if wide.dtype not in factors:
+        factors[wide.dtype] = exact.to(wide.dtype)
+    torch._foreach_mul_([wide], factors[wide.dtype])  # a vector at a time; mul_() goes value by value
     if wide is not buffer:
         buffer.copy_(wide)
 
@@ -254,6 +261,6 @@ def _multiply(buffer: torch.Tensor, factor: torch.Tensor) -> None:
 def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
     """Multiply a sum that was scaled with another W; mostly the ratio is 1."""
     if buffer.device.type != "cpu":
-        _multiply(buffer, ratio)
+        _multiply(buffer, {}, ratio)
     elif (factor := float(ratio)) != 1.0:
         buffer.mul_(factor)

@@ -35,12 +35,12 @@ class ShardedModules:
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         states: list[Any] = [module._get_fsdp_state() for module in modules]
         self._states = list(dict.fromkeys(states))
-        self._groups: list[Any] = [
-            group for state in self._states for group in getattr(state, "_fsdp_param_groups", ())
-        ]
+        self._groups: list[Any] = [group for state in self._states for group in _groups_of(state)]
         known = all(hasattr(group, name) for group in self._groups for name in (*COLLECTIVE, *KEPT))
         if not self._groups or not known:
-            raise InputError("weighted_hook", "torch", torch.__version__, "one whose FSDP2 is that of 2.13")
+            raise InputError(
+                "weighted_hook", "torch", torch.__version__, "one whose FSDP2 is that of 2.11 to 2.13"
+            )
         meshes = {group.mesh_info.mesh for group in self._groups}
         if len(meshes) > 1:
             found = ", ".join(map(str, meshes))
@@ -101,6 +101,13 @@ class ShardedModules:
         for group in self._groups:
             for name in COLLECTIVE:
                 setattr(group, name, _counted(getattr(group, name), waiting))
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """A module's groups. Before 2.13, torch had one or none for each."""
+    if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def _counted(method: Callable[..., Any], waiting: Waiting) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ class Lockstep:
         self.sampler = sampler
         self._rank, self._ranks = rank, ranks
         self._data_set: list[float] = []
+        self._tables: dict[float, torch.Tensor] = {}  # by calls: a GPU has those of most rounds already
         self._summed: torch.Tensor | None = None  # the latest round's
         self._copy: torch.Tensor | None = None  # of an earlier one, on its way from a GPU
         self._copied: Any = None  # the event after which it is there
@@ -36,24 +37,26 @@ class Lockstep:
         if not self._data_set:
             found = (getattr(self.sampler, "length", None), getattr(self.sampler, "rounds", None))
             self._data_set = [UNKNOWN if x is None else float(x) for x in found]
-        row = [UNKNOWN if self.calls is None else float(self.calls), *self._data_set]
+        calls = UNKNOWN if self.calls is None else float(self.calls)
         if self.calls is not None:
             self.calls = 0
-        before = COLUMNS * self._rank
-        table = [0.0] * before + row + [0.0] * (COLUMNS * self._ranks - before - COLUMNS)
-        own = torch.tensor(table, dtype=torch.float64).to(weight.device, non_blocking=True)
-        message = torch.cat([weight.view(1), own])
+        if calls not in self._tables:
+            before = COLUMNS * self._rank
+            row = [0.0] * before + [calls, *self._data_set]
+            row += [0.0] * (COLUMNS * self._ranks - len(row))
+            self._tables[calls] = torch.tensor(row, dtype=torch.float64).to(weight.device)
+        message = torch.cat([weight.view(1), self._tables[calls]])
         self._summed = message[1:]
         return message
 
     def compare(self) -> None:
         """Raise InputError where ranks differ, after the round is over; on a GPU some rounds later."""
         table, self._summed = self._summed, None
-        if table is not None and table.device.type == "cuda":
-            table = self._from_gpu(table)
         if table is None:
             return
-        rows = table.view(-1, COLUMNS).tolist()
+        rows = self._from_gpu(table) if table.device.type == "cuda" else table.view(-1, COLUMNS).tolist()
+        if not rows:
+            return
         _same("samples of the data set", [row[1] for row in rows], "as many on every rank")
         _same("rounds of an epoch", [row[2] for row in rows], "as many on every rank")
         calls = [row[0] for row in rows]
@@ -64,15 +67,19 @@ class Lockstep:
                 "Rebalancer", "step", f"{max(calls):.0f} calls since the last gradient", expected
             )
 
-    def _from_gpu(self, table: torch.Tensor) -> torch.Tensor | None:
-        """The table of an earlier round once it is there; nothing waits for it."""
-        found = self._copy if self._copy is not None and self._copied.query() else None
-        if self._copy is None or found is not None:
+    def _from_gpu(self, table: torch.Tensor) -> list[list[float]]:
+        """The rows of an earlier round once they are there; nothing waits for them."""
+        rows: list[list[float]] = []
+        if self._copy is None:
             self._copy = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            self._copy.copy_(table, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
-        return found
+        elif not self._copied.query():
+            return rows
+        else:
+            rows = self._copy.view(-1, COLUMNS).tolist()
+        self._copy.copy_(table, non_blocking=True)
+        self._copied.record()
+        return rows
 
 
 def _same(field: str, numbers: Sequence[float], expected: str) -> None:

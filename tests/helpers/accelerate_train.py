@@ -22,7 +22,7 @@ class Script:
 
     def __init__(self) -> None:
         torch.manual_seed(3)
-        self.accelerator = UnevenAccelerator(cpu=True, gradient_accumulation_steps=PARTS)
+        self.accelerator = UnevenAccelerator(cpu=checks.ON_CPU, gradient_accumulation_steps=PARTS)
         model = checks.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         loader = DataLoader(checks.data(), batch_size=BATCH, shuffle=True)
@@ -73,7 +73,7 @@ def main() -> None:
         evaluated += script.accelerator.gather_for_metrics(samples).tolist()
     script.model.train()
     rank = script.accelerator.process_index
-    inputs, targets, _ = checks.data()[rank * 40 : rank * 40 + 11 * (rank + 1)]
+    inputs, targets, _ = checks.on_device(checks.data()[rank * 40 : rank * 40 + 11 * (rank + 1)])
     checked = check_gradient(script.model, lambda m, x, y: checks.loss_of(m(x), y), (inputs, targets))
 
     again = Script()

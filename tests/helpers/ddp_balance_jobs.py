@@ -122,13 +122,15 @@ def timed(group: dist.ProcessGroup, slow_seconds: float, steps: int) -> list[flo
     """What the timer gives for each step; rank 0 is slow before its last gradient."""
     ddp = DistributedDataParallel(net(), process_group=group)
     hook = weighted_hook(ddp)
-    timer, inputs = ComputeTimer(hook), torch.ones(2, 8)
+    timer, inputs = ComputeTimer(hook), torch.ones(2, 8, device=DEVICE)
     for step in range(steps):
         timer.start()
         loss = square(ddp, inputs, inputs[:, :4])
         time.sleep(slow_seconds if dist.get_rank(group) == 0 else 0.0)
         loss.backward()
         timer.finish(step)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
     finished = timer.finished()
     assert [step for step, _ in finished] == list(range(steps))
     assert timer.finished() == []
@@ -148,7 +150,7 @@ def forgets(group: dist.ProcessGroup, weighs: bool, balances: bool, split: list[
         warnings.simplefilter("always")
         for _ in range(2):
             for rows in sampler:
-                inputs = torch.tensor(rows)[:, None].float().expand(-1, 8)
+                inputs = torch.tensor(rows, device=DEVICE)[:, None].float().expand(-1, 8)
                 square(ddp, inputs, inputs[:, :4]).backward()
     return [str(one.message) for one in seen]
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyps.torch
 from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, loss_scale, weighted_hook
-from pyps.torch import hook as hook_module
+from pyps.torch import ddp_hook as hook_module
 from pyps.torch.timer import ComputeTimer
 
 GPU = torch.device("cuda")
@@ -104,25 +104,25 @@ def waits(group: dist.ProcessGroup, wire: Any) -> str:
 
 
 def goes_on(group: dist.ProcessGroup) -> bool:
-    """Whether what follows a bucket's reduction has a stream of its own, so that backward does not wait."""
+    """Whether a bucket is weighed on a stream of its own, so that backward does not wait for W."""
     alone = nccl()
     ddp = on_gpu(alone)
     hook = weighted_hook(ddp)
     streams: dict[str, Any] = {}
     hook.on_ready.append(lambda: streams.update(backward=torch.cuda.current_stream()))
-    corrected = hook_module._correct
+    multiplied = hook_module._multiply
 
-    def correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
-        streams["after"] = torch.cuda.current_stream()
-        corrected(buffer, ratio)
+    def multiply(*arguments: Any) -> None:
+        streams["weighed"] = torch.cuda.current_stream()
+        multiplied(*arguments)
 
-    hook_module._correct = correct
+    hook_module._multiply = multiply
     try:
         for _ in range(2):
             square(ddp, *part(0, [8], alone)).backward()
     finally:
-        hook_module._correct = corrected
-    return bool(streams["after"] != streams["backward"])
+        hook_module._multiply = multiplied
+    return bool(streams["weighed"] != streams["backward"])
 
 
 def timed(group: dist.ProcessGroup) -> tuple[list[float], float, list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_jobs import net, square
+from device import DEVICE
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import PypsError
@@ -52,7 +53,7 @@ class Training:
     def run(self, step: Callable[[], Any], rounds: int = 8) -> None:
         """Train some rounds; what step() does ends each."""
         for rows in list(self.sampler)[:rounds]:
-            inputs = torch.tensor(rows)[:, None].float().expand(-1, 8)
+            inputs = torch.tensor(rows, device=DEVICE)[:, None].float().expand(-1, 8)
             square(self.ddp, inputs, inputs[:, :4]).backward()
             step()
 

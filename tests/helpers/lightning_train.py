@@ -17,6 +17,8 @@ from pyps.torch.lightning import UnevenFabricStrategy, UnevenStrategy
 
 PARTS, EACH, EPOCHS = 3, 12, 8  # two ranks: 72 samples a round, as in the other tests
 SAVED = 13
+RANKS = int(os.environ["WORLD_SIZE"])  # Lightning removes it
+BACKEND = "gloo" if checks.ON_CPU else "nccl"
 
 
 class Module(lightning.LightningModule):
@@ -56,14 +58,20 @@ class Emulated(Callback):
             balance._timer = checks.EmulatedTimer(trainer.global_rank)
 
 
+def where() -> dict[str, Any]:
+    """The Trainer's and Fabric's ranks: as many nodes where they share a GPU."""
+    if checks.ON_CPU:
+        return {"accelerator": "cpu", "devices": RANKS}
+    return {"accelerator": "gpu", "devices": 1, "num_nodes": RANKS}
+
+
 def train(resume: bool) -> tuple[lightning.Trainer, Module]:
     folder = os.environ["FOLDER"]
     module = Module()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     trainer = lightning.Trainer(
-        strategy=UnevenStrategy(process_group_backend="gloo"),
-        accelerator="cpu",
-        devices=dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]),
+        strategy=UnevenStrategy(process_group_backend=BACKEND),
+        **where(),
         max_epochs=EPOCHS,
         accumulate_grad_batches=PARTS,
         num_sanity_val_steps=0,
@@ -83,8 +91,8 @@ def train(resume: bool) -> tuple[lightning.Trainer, Module]:
 
 def train_with_fabric(plan: list[int], epochs: int, save_at: int = 0, resume: bool = False) -> checks.Checks:
     """The same loop by hand; it stops after the round at which it saves."""
-    strategy = UnevenFabricStrategy(process_group_backend="gloo", accumulate=PARTS, plan=plan)
-    fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=dist.get_world_size())
+    strategy = UnevenFabricStrategy(process_group_backend=BACKEND, accumulate=PARTS, plan=plan)
+    fabric = lightning.Fabric(strategy=strategy, **where())
     fabric.launch()
     network = checks.model()
     found = checks.Checks(network)

@@ -22,16 +22,27 @@ FEW = [20, 3, 9, 4]
 
 def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
     """By name; those that give errors give their largest."""
+    import ddp_accumulate_jobs as accumulating
     import ddp_checkpoint_jobs as checkpoints
     import ddp_jobs
     import ddp_more_jobs as more
     import fsdp_jobs
     import torch
 
-    batches, few = BATCHES[:ranks], FEW[:ranks]
+    batches, few, parts = BATCHES[:ranks], FEW[:ranks], [4, 3, 1, 2][:ranks]
 
     def off(*options: Any) -> float:
         return max(ddp_jobs.gradient_errors(group, batches, *options)[0])
+
+    def noise(scaled: bool) -> float:
+        measured, exact = accumulating.noise_scales(group, [b + 10 for b in few], 2, scaled, 100)
+        assert measured is not None
+        return measured / exact - 1
+
+    def fastest(seconds: list[float]) -> list[float]:
+        every: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(every, min(seconds))
+        return every
 
     def goes_on(wire: str) -> bool:
         place, split = folder / wire, [5, 3, 4, 2][:ranks]
@@ -44,6 +55,16 @@ def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
         "gradient": lambda: off({}),
         "in bf16": lambda: off({"wire": "bf16"}),
         "micro-batches": lambda: off({}, [2, 1, 1, 1][:ranks]),
+        "accumulate": lambda: max(accumulating.accumulated_errors(group, batches, parts)),
+        "accumulate, clipped and scaled": lambda: max(
+            accumulating.accumulated_errors(group, batches, parts, True, True)
+        ),
+        "rounds of a loader": lambda: max(accumulating.rounds_errors(group, batches, parts)),
+        "accumulate by targets": lambda: max(accumulating.token_rounds_errors(group, batches, 3, False)),
+        "the same, said": lambda: max(accumulating.token_rounds_errors(group, batches, 3, True)),
+        "accumulate with BatchNorm": lambda: accumulating.norm_rounds_error(group, batches, 3),
+        "noise scale, off by": lambda: noise(False),
+        "noise scale with a scaler, off by": lambda: noise(True),
         "small buckets": lambda: off({}, None, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
         "100 steps in fp64": lambda: ddp_jobs.trained_apart(group, batches, 100),
         "int8: sent + kept, sent alone, bytes": lambda: ddp_jobs.feedback_left(group, few, "int8", False),
@@ -58,7 +79,7 @@ def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
         "its micro-batches by rank": lambda: max(
             fsdp_jobs.gradient_errors(group, batches, [3, 1, 1, 2][:ranks], 1)
         ),
-        "its own times": lambda: fsdp_jobs.timed(group, 0.01, 5),
+        "its own times": lambda: fastest(fsdp_jobs.timed(group, 0.01, 5)),
         "its check": lambda: fsdp_jobs.cause_reported(group, batches, "weighted")[:2],
         "goes on bit for bit": lambda: goes_on("same"),
         "goes on bit for bit in bf16": lambda: goes_on("bf16"),

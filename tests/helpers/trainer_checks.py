@@ -1,13 +1,18 @@
-"""What the tests of the adapters train: a small fp64 model on numbered rows, checked at each step."""
+"""What the tests of the adapters train: a small fp64 model on numbered rows, checked at each step.
+
+With PYPS_TEST_DEVICE=cuda the ranks share the first GPU, over NCCL: for that each calls itself a host.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -15,6 +20,11 @@ from pyps.solver import Line
 
 SAMPLES = 160
 SPEEDS = (1.0, 3.0)  # seconds of the emulated devices, relative
+ON_CPU = DEVICE.type == "cpu"
+if not ON_CPU:  # before a library reads them
+    rank = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "NODE_RANK": rank}
+    os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def model() -> nn.Module:
@@ -29,6 +39,10 @@ def data(samples: int = SAMPLES) -> TensorDataset:
     targets = torch.randn(samples, 3, generator=draws, dtype=torch.float64)
     targets += torch.linspace(-2, 2, samples)[:, None]
     return TensorDataset(inputs, targets, torch.arange(samples))
+
+
+def on_device(batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [values.to(DEVICE) for values in batch]
 
 
 def loss_of(found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -63,7 +77,7 @@ class Checks:
 
     def __init__(self, trained: nn.Module) -> None:
         self.model = trained
-        self.alone = copy.deepcopy(trained)
+        self.alone = copy.deepcopy(trained).to(DEVICE)
         self.errors: list[float] = []
         self.rates: list[float] = []
         self.rounds: list[list[int]] = []  # samples of all ranks
@@ -81,7 +95,7 @@ class Checks:
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, self._own)
         samples = [number for own in every for number in own]
-        inputs, targets, _ = data()[samples]
+        inputs, targets, _ = on_device(data()[samples])
         self.alone.load_state_dict(self.model.state_dict())
         self.alone.zero_grad()
         loss_of(self.whole(self.alone, inputs, targets), targets).backward()

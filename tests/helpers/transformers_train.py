@@ -84,7 +84,7 @@ def train(kind: type[Mean], resume: str | None) -> Observed:
     folder = os.environ["FOLDER"] + "/" + kind.__name__
     arguments = TrainingArguments(
         output_dir=folder,
-        use_cpu=True,
+        use_cpu=checks.ON_CPU,
         per_device_train_batch_size=EACH,
         per_device_eval_batch_size=7,
         gradient_accumulation_steps=PARTS,
@@ -114,7 +114,7 @@ def report_of(kind: type[Mean]) -> dict[str, Any]:
     found, resumed = trainer.checks, again.checks
     rank = trainer.args.process_index
     first, count = rank * 40, 11 * (rank + 1)
-    inputs, targets, samples = checks.data()[first : first + count]
+    inputs, targets, samples = checks.on_device(checks.data()[first : first + count])
     checked = 0.0
     if kind is Mean:
         trainer.model_wrapped.train()

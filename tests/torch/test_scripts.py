@@ -108,6 +108,6 @@ def test_lightning(tmp_path: Path, script: str) -> None:
     pytest.importorskip("lightning")
     folder = EXAMPLES if script == "with_lightning.py" else scripts_of("train-lightning.md", tmp_path)
     command = [sys.executable, str(folder / script)]
-    environment = {**os.environ, "EPOCHS": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "EPOCHS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert re.search(r"accuracy|loss 0\.[0-2]\d+ batches \(\d+, \d+\)", done.stdout), done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from device import DEVICE
 from ranks import run_script
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
@@ -37,7 +38,8 @@ def check(found: dict[str, Any], rate: float) -> None:
 
 
 def trained(script: str, tmp_path: Path) -> dict[str, Any]:
-    said = run_script(HELPERS / script, 2, FOLDER=str(tmp_path), OMP_NUM_THREADS="1")
+    seen = {} if DEVICE.type == "cpu" else {"CUDA_VISIBLE_DEVICES": "0"}
+    said = run_script(HELPERS / script, 2, FOLDER=str(tmp_path), OMP_NUM_THREADS="1", **seen)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from device import DEVICE
 from torch import nn
 from worker_tools import (
     RELATIVE,
@@ -186,7 +187,9 @@ def test_every_policy_trains_each_sample_once(policy: str) -> None:
 def test_averaged_buffers_move_as_by_each_local_step(momentum: float | None) -> None:
     def normed() -> nn.Sequential:
         torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 2))
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 2)).to(
+            DEVICE
+        )
 
     model, rival = normed(), normed()
     with alone(10) as worker:

@@ -297,3 +297,96 @@ def test_a_worker_by_free_gpu_memory(worker: Worker) -> None:
             trained.step()
     assert sum(sizes) == SAMPLES
     assert max(sizes) in (fits, fits - 1), "other processes may use the GPU, too"
+
+
+INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+}
+
+
+def outer(model: nn.Module) -> torch.optim.Optimizer:
+    """Takes a pseudo-gradient as it is."""
+    return sgd(model, 1.0)
+
+
+@pytest.mark.parametrize("kind", INNER)
+def test_local_steps_are_plain_torchs(kind: str) -> None:
+    model, rival = model_of().to(GPU), model_of()
+    with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5) as worker:
+        worker.attach(model, INNER[kind](model), local_steps=3, outer=outer(model))
+        train(worker, model)
+        assert worker.steps == 6, "pushes"
+    alone(rival, INNER[kind](rival), 10)
+    assert distance(model.cpu(), rival) < 10 * NEAR
+
+
+@pytest.mark.parametrize("codec", ["f32", "int8"])
+@pytest.mark.parametrize("pipeline", [False, 2])
+def test_local_steps_of_all_policies_kinds(codec: str, pipeline: int | bool) -> None:
+    """As on the CPU: codes, a pipeline, clipping, BatchNorm's averages."""
+    found = []
+    for device in ("cpu", GPU):
+        model = model_of(nn.BatchNorm1d(100), width=100).to(device)
+        options: dict[str, Any] = {"codec": codec, "pipeline": pipeline, "policy": "asp"}
+        with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5, **options) as worker:
+            worker.attach(model, INNER["momentum"](model), local_steps=3, clip_norm=0.5)
+            for x, y in worker.batches((X.to(device), Y.to(device))):
+                backward(loss_of(model, x, y))
+                worker.step()
+            found.append(worker.store.pull()[0].copy())
+    error = np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0])
+    assert error < (1e-4 if codec == "f32" else HALF)
+
+
+@pytest.mark.parametrize("kind", INNER)
+def test_a_worker_with_local_steps_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    """The inner optimizer's state lies on the GPU and is kept in the run's folder."""
+    ends = []
+    for stop in (None, 7):
+        folder, dropping = tmp_path / str(stop), nn.Dropout(0.5)
+        folder.mkdir()
+        kept = {"batches": [10], "samples": 3 * SAMPLES, "seed": 5, "run_dir": folder}
+        model = model_of(dropping).to(GPU)
+        with join("first", 0, **kept) as worker:
+            worker.attach(model, INNER[kind](model), local_steps=2, outer=outer(model))
+            for number, (x, y) in enumerate(worker.batches((X, Y))):
+                if number == stop:
+                    break
+                backward(loss_of(model, x.to(GPU), y.to(GPU)))
+                worker.step()
+            if stop is None:
+                ends.append(worker.store.pull()[0].copy())
+                continue
+            save(worker.store.state(), folder / "checkpoint", policy="bsp", seed=5)
+        model = model_of(dropping).to(GPU)
+        with join("second", 0, **kept) as worker:
+            worker.attach(
+                model, INNER[kind](model), local_steps=2, outer=outer(model), resume=folder / "checkpoint"
+            )
+            train(worker, model)
+            ends.append(worker.store.pull()[0].copy())
+    np.testing.assert_array_equal(*ends)
+
+
+@pytest.mark.parametrize(
+    "policy", ["asp", "saps", "r2sp", "ssp:bound=2", "dynsgd", "dcasgd", "asp:lookahead=false"]
+)
+@pytest.mark.parametrize("kind", ["nesterov", "adamw"])
+def test_policies_that_do_not_wait(policy: str, kind: str) -> None:
+    """One worker, serial and then pipelined: as on the CPU, with what it looks ahead by its last gradient."""
+    for pipeline in (False, 2):
+        if pipeline and policy in ("ssp:bound=2", "r2sp"):
+            continue
+        found = []
+        for device in ("cpu", GPU):
+            model = model_of(width=50).to(device)
+            options: dict[str, Any] = {"pipeline": pipeline, "policy": policy}
+            with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5, **options) as worker:
+                worker.attach(model, OPTIMIZERS[kind](model))
+                for x, y in worker.batches((X.to(device), Y.to(device))):
+                    backward(loss_of(model, x, y))
+                    worker.step()
+                found.append(worker.store.pull()[0].copy())
+        assert np.linalg.norm(found[1] - found[0]) < 1e-3 * np.linalg.norm(found[0])
