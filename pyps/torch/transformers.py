@@ -95,7 +95,7 @@ class UnevenTraining:
         ddp = getattr(model, "_orig_mod", model)
         if not isinstance(ddp, DistributedDataParallel):
             raise InputError("UnevenTrainer", "model", type(ddp).__name__, "DistributedDataParallel")
-        by_targets = getattr(self, "loss_is_scaled_for_ga", None)  # not in transformers before 5.18
+        by_targets = getattr(self, "loss_is_scaled_for_ga", None)  # newer than transformers 5.17
         if by_targets is None:
             has_count = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             by_targets = has_count or self.compute_loss_func is not None
