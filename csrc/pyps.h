@@ -175,6 +175,7 @@ typedef struct {
     uint32_t resizes_batches;              /* claims follow measured speed, up to pyps_set_max_samples */
     uint32_t allows_pipeline;              /* pyps_start_ahead works: steps may overlap */
     uint32_t waits_for_rounds;             /* a step takes the gradients of all workers */
+    uint32_t starts_at_once; /* no start waits for others: pyps_exchange in place of a push and a pull */
 } pyps_policy_needs;
 
 typedef struct {
@@ -218,6 +219,7 @@ typedef struct {
     uint64_t round;            /* the round of this claim (synchronous policies), else the member's clock */
     uint64_t plan;             /* how many times the plan has changed */
     uint64_t wait_nanoseconds; /* how long this call waited */
+    uint64_t version;          /* the store's, when this call returned the claim */
 } pyps_claim;
 
 typedef struct {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmark_tools import record
 from tuning import (
+    TANH,
     Budget,
     Competitor,
     TuningResult,
@@ -195,6 +196,7 @@ def _table(scenario: TuningScenario, found: list[TuningResult], with_ceiling: bo
     rows += [_row(s) for s in sorted(found, key=lambda s: s.median)]
     trials, seeds = sum(s.trials for s in found), len(found[0].runs)
     named = f"`{scenario.cluster}`{'' if scenario.link else ', transfers taking no time'}"
+    named += "" if scenario.learner is TANH else f", {scenario.learner.title}"
     gain = f", H = {ceiling(cluster_of(scenario, planned=False)):.1f}" if with_ceiling else ""
     title = f"**{named}**{gain}: loss {scenario.target:g}, {seeds} seeds, {trials} trials to tune."
     return f"{title}\n\n{record.table(rows)}"
@@ -208,7 +210,8 @@ def _row(s: TuningResult) -> list[str]:
     late, dropped = s.median_of("staleness_mean"), s.median_of("rejected")
     peak = f"{s.median_of('peak_transfers'):.0f}" if s.scenario.link else "-"
     figures = [f"{iteration:.0f}", f"{idle:.0%}", f"{late:.1f}", f"{dropped:.0f}", peak]
-    return [s.competitor.title, f"`{s.policy}`", f"{s.lr:.3g}", *times, *figures]
+    step_size = s.lr * s.scenario.learner.hyper.lr
+    return [s.competitor.title, f"`{s.policy}`", f"{step_size:.3g}", *times, *figures]
 
 
 def _seconds(value: float) -> str:
@@ -216,8 +219,8 @@ def _seconds(value: float) -> str:
 
 
 def panels(found: list[TuningResult]) -> dict[str, list[TuningResult]]:
-    """Results by the scenario's name."""
+    """Results by the scenario's title."""
     named: dict[str, list[TuningResult]] = {}
     for s in found:
-        named.setdefault(s.scenario.cluster + ("" if s.scenario.link else ", no link"), []).append(s)
+        named.setdefault(s.scenario.title, []).append(s)
     return named

@@ -22,6 +22,7 @@ import papers_plot
 from acceptance import boa, hps, r2sp
 from benchmark_tools import record
 from papers_agreement import agreement
+from papers_deep import deep
 from papers_real import real
 from papers_saps import processes, saps
 from papers_straggler import straggler
@@ -32,6 +33,7 @@ PAGE = "papers.md"
 PARTS = {
     "boa": boa,
     "saps": saps,
+    "deep": deep,
     "processes": processes,
     "ringmaster": ringmaster,
     "r2sp": r2sp,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from digits_mlp import Digits
 
+from pyps import Hyper
 from pyps.formats import Jitter
-from pyps.simulate import Result, Scenario, SimWorker, scenario_of, simulate
+from pyps.simulate import Objective, Result, Scenario, SimWorker, scenario_of, simulate
 
 ROOT64 = "root64"
 CLUSTERS = Path(__file__).resolve().parents[1] / "clusters"
@@ -39,17 +40,41 @@ STUDENT = {
 
 
 @dataclass(frozen=True)
+class Learner:
+    """What is trained, and how: the rate of `hyper` is the unit of step sizes. objective: by seed."""
+
+    title: str
+    objective: Callable[[int], Objective]
+    hyper: Hyper
+    optimizer: str
+
+
+@cache
+def digits(seed: int) -> Digits:
+    return Digits(seed)
+
+
+TANH = Learner("a tanh network, SGD", digits, Hyper(lr=1.0), "sgd")
+
+
+@dataclass(frozen=True)
 class TuningScenario:
     """Where competitors are compared: a cluster file, and the loss to reach.
 
     max_batches: global batches after which a training counts as never reaching the loss. link: whether
-    transfers take time.
+    transfers take time. learner: what learns there.
     """
 
     cluster: str
     target: float = 0.1
     max_batches: int = 300
     link: bool = True
+    learner: Learner = TANH
+
+    @property
+    def title(self) -> str:
+        learner = "" if self.learner is TANH else f", {self.learner.title}"
+        return f"{self.cluster}{learner}{'' if self.link else ', no link'}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +101,9 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class TuningResult:
-    """A competitor's chosen variant and step size, the number of trials for them, and its runs by seed."""
+    """A competitor's chosen variant and step size (in the learner's unit), the number of trials for them, and
+    its runs by seed.
+    """
 
     scenario: TuningScenario
     competitor: Competitor
@@ -128,11 +155,6 @@ def ratio_interval(other: TuningResult, one: TuningResult) -> tuple[float, float
     return float(np.exp(ratios.mean() - half)), float(np.exp(ratios.mean() + half))
 
 
-@cache
-def digits(seed: int) -> Digits:
-    return Digits(seed)
-
-
 def cluster_of(scenario: TuningScenario, *, planned: bool) -> Scenario:
     """The simulated cluster, with the plan's batches or equal ones."""
     if scenario.cluster == ROOT64:
@@ -174,12 +196,15 @@ class Trial:
 
     def run(self, lr: float, seed: int, limit: float = math.inf) -> Result:
         """Train once, and stop after `limit` seconds."""
-        options = {"iterations": self.scenario.max_batches, "seed": seed, "lr": lr, "seconds": limit}
+        options = {"iterations": self.scenario.max_batches, "seed": seed, "seconds": limit}
+        learner = self.scenario.learner
         with np.errstate(all="ignore"):  # a step size that is too large overflows
             return simulate(
                 self.cluster,
                 self.policy,
-                objective=digits(seed),
+                objective=learner.objective(seed),
+                lr=replace(learner.hyper, lr=learner.hyper.lr * lr),
+                optimizer=learner.optimizer,
                 target_loss=self.scenario.target,
                 measure_every=min(MEASURE_EVERY, self.cluster.global_batch),
                 **options,
@@ -225,7 +250,7 @@ class Tuner:
 def tune(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> TuningResult:
     """Choose a competitor's variant and step size, then train with them once for each seed."""
     if budget.quick:
-        scenario = replace(scenario, max_batches=8, target=2.3)
+        scenario = replace(scenario, max_batches=8, target=2.2)
         competitor = replace(competitor, variants=competitor.variants[:1])
     cluster = cluster_of(scenario, planned=competitor.planned)
     chosen, lr, best, trials = Trial(scenario, cluster, competitor.variants[0]), GRID[0], math.inf, 0

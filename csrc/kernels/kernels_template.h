@@ -146,7 +146,9 @@ INLINE void NAME(place)(const struct look *l, size_t i, VEC x) {
 /* The way of element i and those after it, without Adam's root. */
 INLINE VEC NAME(look_on)(const struct look *l, size_t i) {
     const VEC m = LOAD(l->from[1] + i);
+    PREFETCH(l->from[1] + i);
     if (!l->gradient) return MUL(SET(l->ahead.carried), m);
+    PREFETCH(l->gradient + i);
     return NAME(onward)(&l->ahead, m, NAME(clamped)(l->gradient + i, l->scale, l->clip));
 }
 
@@ -154,7 +156,10 @@ INLINE VEC NAME(look_on)(const struct look *l, size_t i) {
 TARGET static void NAME(look_momentum)(const struct look *l) {
     const float *p = l->from[0];
     size_t i = 0;
-    for (; i + WIDTH <= l->length; i += WIDTH) NAME(place)(l, i, SUB(LOAD(p + i), NAME(look_on)(l, i)));
+    for (; i + WIDTH <= l->length; i += WIDTH) {
+        PREFETCH(p + i);
+        NAME(place)(l, i, SUB(LOAD(p + i), NAME(look_on)(l, i)));
+    }
     LOOK_TAIL(look[PYPS_MOMENTUM]);
 }
 
@@ -164,7 +169,9 @@ TARGET static void NAME(look_adam)(const struct look *l) {
     const VEC eps = SET(l->ahead.eps);
     size_t i = 0;
     for (; i + WIDTH <= l->length; i += WIDTH) {
+        PREFETCH(p + i);
         VEC below = ADD(SQRT(LOAD(v + i)), eps);
+        PREFETCH(v + i);
         NAME(place)(l, i, SUB(LOAD(p + i), DIV(NAME(look_on)(l, i), below)));
     }
     LOOK_TAIL(look[PYPS_ADAM]);

@@ -44,11 +44,14 @@ static int check_dcasgd(const pyps_policy_params *params) {
 
 static bool corrects(const pyps_policy_params *params) { return !params || params->lambda_ > 0; }
 
-const struct policy policy_asp = {.name = "asp", .on_push = admit};
-const struct policy policy_dynsgd = {.name = "dynsgd", .on_push = admit_by_staleness};
-const struct policy policy_consgd = {.name = "consgd", .on_push = admit_by_share};
-const struct policy policy_dcasgd = {
-    .name = "dcasgd", .needs_base_params = corrects, .check_params = check_dcasgd, .on_push = admit};
+const struct policy policy_asp = {.name = "asp", .starts_at_once = true, .on_push = admit};
+const struct policy policy_dynsgd = {.name = "dynsgd", .starts_at_once = true, .on_push = admit_by_staleness};
+const struct policy policy_consgd = {.name = "consgd", .starts_at_once = true, .on_push = admit_by_share};
+const struct policy policy_dcasgd = {.name = "dcasgd",
+                                     .starts_at_once = true,
+                                     .needs_base_params = corrects,
+                                     .check_params = check_dcasgd,
+                                     .on_push = admit};
 
 static const struct policy *const policies[] = {
     [PYPS_BSP] = &policy_bsp,           [PYPS_ASP] = &policy_asp,       [PYPS_BACKUP] = &policy_backup,
@@ -90,6 +93,7 @@ int pyps_get_policy_needs(uint32_t number, const pyps_policy_params *params, pyp
                                .needs_grad_norm = p->needs_grad_norm && p->needs_grad_norm(params),
                                .resizes_batches = p->resizes_batches,
                                .allows_pipeline = !p->waits_for_round || p->overlaps_rounds,
-                               .waits_for_rounds = p->waits_for_round};
+                               .waits_for_rounds = p->waits_for_round,
+                               .starts_at_once = p->starts_at_once};
     return PYPS_OK;
 }

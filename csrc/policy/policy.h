@@ -22,6 +22,7 @@ struct policy {
     bool overlaps_rounds; /* with waits_for_round: the next step may be computed meanwhile */
     bool drops_late;      /* a round that closes without a worker takes the worker's samples back */
     bool uses_turns;      /* a pull follows each push, and the turn passes with it */
+    bool starts_at_once; /* no start waits for others: what a worker pulls at its push serves its next step */
     bool resizes_batches; /* claims follow the measured speed of each rank */
     /* What workers must send along. NULL: not needed under any parameters. `params` NULL: any parameters. */
     bool (*needs_base_params)(const pyps_policy_params *params);

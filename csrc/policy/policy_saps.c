@@ -205,6 +205,7 @@ static int check_params(const pyps_policy_params *params) {
 }
 
 const struct policy policy_saps = {.name = "saps",
+                                   .starts_at_once = true,
                                    .needs_grad_norm = fits_noise,
                                    .check_params = check_params,
                                    .on_start = on_start,

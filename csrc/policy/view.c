@@ -182,6 +182,7 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     out->claim = (pyps_claim){.first = m->claim_first, .count = m->claim_count, .plan = v->plan};
     out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
     out->claim.round = policy->assigns_rounds ? v->round : m->clock;
+    out->claim.version = v->version;
     return verdict;
 }
 
@@ -204,6 +205,7 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
     }
     out->claim = (pyps_claim){.batch = view_rank(v, (uint32_t)m->rank)->total.batch, .plan = v->plan};
     out->claim.round = 1 + m->ahead_started + (policy->assigns_rounds ? v->round : m->clock);
+    out->claim.version = v->version;
     if (m->ahead_started == m->ahead) return changed ? STEP_COMMIT : STEP_UNCHANGED;
     const struct range *claim = &view_ahead(v, e->slot)[m->ahead_started++];
     out->claim.first = claim->first, out->claim.count = (uint32_t)claim->count;

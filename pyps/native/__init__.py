@@ -173,13 +173,13 @@ def reap(store: Pointer) -> int:
 def start(store: Pointer, timeout: float) -> Claim:
     c = ffi.new("pyps_claim *")
     check("start", lib.pyps_start(store, timeout, c))
-    return Claim(c.first, c.count, c.batch, c.round, c.plan, c.wait_nanoseconds * NANOSECOND)
+    return Claim(c.first, c.count, c.batch, c.round, c.plan, c.wait_nanoseconds * NANOSECOND, c.version)
 
 
 def start_ahead(store: Pointer) -> Claim:
     c = ffi.new("pyps_claim *")
     check("start_ahead", lib.pyps_start_ahead(store, c))
-    return Claim(c.first, c.count, c.batch, c.round, c.plan, 0.0)
+    return Claim(c.first, c.count, c.batch, c.round, c.plan, 0.0, c.version)
 
 
 def pull(store: Pointer, flat: Flat) -> int:

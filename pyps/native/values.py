@@ -196,7 +196,8 @@ class PolicyNeeds:
     `checks_between_micro_batches`: call should_continue between micro-batches. `needs_base_params`,
     `needs_grad_norm`: a push carries these. `resizes_batches`: claims follow measured speed, up to
     set_max_samples. `allows_pipeline`: steps may overlap (start_ahead works). `waits_for_rounds`: one
-    step takes the gradients of all workers.
+    step takes the gradients of all workers. `starts_at_once`: no start waits for others, so an exchange
+    serves in place of a push and the pull before the next step.
     """
 
     uses_turns: bool
@@ -206,6 +207,7 @@ class PolicyNeeds:
     resizes_batches: bool
     allows_pipeline: bool
     waits_for_rounds: bool
+    starts_at_once: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +338,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`count` sample positions from `first` on, in the endless sequence of epochs, to be learnt from now."""
+    """`count` sample positions from `first` on, in the endless sequence of epochs, to be learnt from now.
+
+    version: the store's, when it was returned.
+    """
 
     first: int
     count: int
@@ -344,6 +349,7 @@ class Claim:
     round: int
     plan: int
     wait_seconds: float
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ class RemoteBackend:
         call = TransferHeader(
             push=header,
             codec=codec,
-            turn=request.turn,
+            exchange=request.exchange,
             claims=request.claims,
             max_samples=request.max_samples,
         )

@@ -312,7 +312,7 @@ class Handlers:
         if header.max_samples is not None:
             native.set_max_samples(self._store, header.max_samples)
         with contextlib.suppress(PushRejected):
-            if header.turn and header.codec is Codec.F32:
+            if header.exchange and header.codec is Codec.F32:
                 (result, version), frames = self.exchange(header.push, header.codec, numbers)
                 pulled = version, frames
             else:
@@ -320,7 +320,7 @@ class Handlers:
         pushed = time.monotonic() - began
         claims: list[Claim] = []
         try:
-            if pulled is None and header.turn:
+            if pulled is None and header.exchange:
                 pulled = self._pull_as(header.codec)
             while len(claims) < header.claims and (claim := native.start_ahead(self._store)).count:
                 claims.append(claim)

@@ -182,7 +182,7 @@ class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     push: PushHeader
     codec: Codec
-    turn: bool
+    exchange: bool
     claims: Annotated[int, Meta(ge=0, le=MAX_IN_FLIGHT)]
     max_samples: Count | None
 

@@ -15,15 +15,15 @@ from pyps.native.values import Claim, Codec, Flat, PushRequest, PushResult
 
 @dataclass(frozen=True)
 class TransferRequest:
-    """push: of a step whose samples are claimed. codec: of the pulled parameters. turn: the pull belongs to
-    the push's turn, and comes before the claims; else the claims come first, so that parameters are no older
-    than a bounded policy allows. claims: steps to claim ahead, as far as the policy allows. max_samples: as
-    for Store.set_max_samples; None: unchanged.
+    """push: of a step whose samples are claimed. codec: of the pulled parameters. exchange: the
+    pull comes with the push; else after the claims, so that parameters are no older than a bounded policy
+    allows. claims: steps to claim ahead, as far as the policy allows. max_samples: as for
+    Store.set_max_samples; None: unchanged.
     """
 
     push: PushRequest
     codec: Codec = Codec.F32
-    turn: bool = False
+    exchange: bool = False
     claims: int = 0
     max_samples: int | None = None
 

@@ -64,7 +64,7 @@ def attached(
     client = StoreClient(
         store,
         settings.pull_codec,
-        uses_turns=needs.uses_turns,
+        needs=needs,
         budget=budget,
         links=settings.make_links(),
     )

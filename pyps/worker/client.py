@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pyps.errors import Fenced, NotFinite, PushRejected, TimedOut
 from pyps.formats.records import Span
-from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest
+from pyps.native.values import Claim, Codec, DataSet, Flat, PolicyNeeds, PushRequest
 from pyps.remote.store import RemoteStore
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.staging import StagingBuffer
@@ -46,10 +46,10 @@ class StoreClient:
     """One thread at a time may use it, not always the same one; begin_transfer() may be called meanwhile.
 
     `fenced` counts how often it had to rejoin.
-    pull: the codec of pulled parameters. uses_turns: a push and the pull after it are one turn. budget:
-    announced before each claim; None: the policy does not resize batches. links: emulated ones, which pushes
-    and pulls cross. `ahead`: the claims of later steps, and of the current one until it is taken from there;
-    after_claim_ahead gets each of them when it is known, in the thread that learns of it.
+    pull: the codec of pulled parameters. needs: of the policy. budget: announced before each claim; None: the
+    policy does not resize batches. links: emulated ones, which pushes and pulls cross. `ahead`: the claims of
+    later steps, and of the current one until it is taken from there; after_claim_ahead gets each of them when
+    it is known, in the thread that learns of it.
     """
 
     def __init__(
@@ -57,14 +57,15 @@ class StoreClient:
         store: Store,
         pull: Codec,
         *,
-        uses_turns: bool,
+        needs: PolicyNeeds,
         budget: AnnouncedBudget | None,
         links: EmulatedLinks | None = None,
     ) -> None:
         self.store = store
         self._links = links or EmulatedLinks()
         self.fenced = 0
-        self._codec, self._uses_turns, self._budget = pull, uses_turns, budget
+        self._codec, self._needs, self._budget = pull, needs, budget
+        self._exchanges = needs.uses_turns or needs.starts_at_once  # a push brings the next step's parameters
         self._codes: NDArray[np.uint8] | None = None
         self.ahead: deque[Claim] = deque()
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
@@ -136,7 +137,7 @@ class StoreClient:
         if not isinstance(self.store, RemoteStore):
             return partial(self._transfer, request, claims)
         most = None if self._budget is None else self._budget.change()
-        whole = TransferRequest(request, self._codec, self._uses_turns, claims, most)
+        whole = TransferRequest(request, self._codec, self._exchanges, claims, most)
         try:
             return partial(self._finish, request.samples > 0, False, self.store.begin_transfer(whole))
         except NotFinite:
@@ -210,6 +211,12 @@ class StoreClient:
             outcome.version, staging = None, []
         return Transfer(outcome, list(done.claims), staging)
 
+    def is_old(self, version: int, claim: Claim) -> bool:
+        """Whether parameters that a push brought back should be pulled again before this step: others have
+        pushed more than once each since then, while the script evaluated the model, say. Never in a turn.
+        """
+        return self._needs.starts_at_once and claim.version - version > self.store.layout.ranks
+
     def pull(self, out: Flat) -> int:
         """Fetch the parameters, each chunk whole, from the store's fp32 ones; the version."""
         version = self._pull(out)
@@ -226,7 +233,7 @@ class StoreClient:
         return version
 
     def push(self, request: PushRequest, out: Flat) -> Outcome:
-        """Send a gradient; under a policy of turns fetch the parameters into `out` too.
+        """Send a gradient; in an exchange fetch the parameters into `out` too.
 
         A fenced worker has rejoined when this returns.
         """
@@ -266,11 +273,11 @@ class StoreClient:
         return encoded_vector_bytes(codec, self.store.layout)
 
     def _send(self, request: PushRequest, out: Flat, outcome: Outcome) -> None:
-        if self._uses_turns and self._codec is Codec.F32:
+        if self._exchanges and self._codec is Codec.F32:
             outcome.result, outcome.version = self.store.send_and_pull(request, out)
             return
         outcome.result = self.store.send(request)
-        if self._uses_turns:
+        if self._exchanges:
             outcome.version = self._pull(out)
 
     def close(self) -> None:

@@ -77,7 +77,8 @@ class SerialTransport(Transport):
                 claim, staging = self._client.claim(), self._client.store.stage()
                 ready = time.monotonic()
                 version = self._prefetched_version
-                if version is None:  # while the last gradient is still in its staging buffer
+                if version is None or self._client.is_old(version, claim):
+                    # while the last gradient is still in its staging buffer
                     version = self._client.pull(self._binding.flat)
                 self._binding.attach_grads(staging)
                 break

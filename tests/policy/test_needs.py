@@ -19,6 +19,7 @@ NEEDS = {
     "resizes_batches": {"hps"},
     "allows_pipeline": set(Policy.known) - {"bsp", "backup"},
     "waits_for_rounds": {"bsp", "backup", "hps"},
+    "starts_at_once": {"asp", "dynsgd", "consgd", "dcasgd", "saps"},
 }
 
 

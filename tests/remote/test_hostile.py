@@ -293,7 +293,7 @@ class TestSizes:
         push = PushHeader(0, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
         with RawClient(server.address) as client:
             hello(client)
-            header = {"push": push, "codec": 0, "turn": False, "claims": 1 << 31, "max_samples": None}
+            header = {"push": push, "codec": 0, "exchange": False, "claims": 1 << 31, "max_samples": None}
             refused = client.ask("transfer", header)
             assert isinstance(refused, Failure)
             assert "claims" in refused.message

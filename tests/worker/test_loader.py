@@ -118,7 +118,7 @@ def test_waits_for_groups_of_batches_are_shared_and_those_of_a_re_plan_do_not_co
 
 
 def claim(first: int, count: int, number: int, batch: int | None = None) -> Claim:
-    return Claim(first, count, batch or count, number, 0, 0.0)
+    return Claim(first, count, batch or count, number, 0, 0.0, 0)
 
 
 def test_a_forecast_follows_rounds_and_stops_when_it_is_wrong() -> None:
