@@ -196,7 +196,7 @@ def _table(scenario: TuningScenario, found: list[TuningResult], with_ceiling: bo
     rows += [_row(s) for s in sorted(found, key=lambda s: s.median)]
     trials, seeds = sum(s.trials for s in found), len(found[0].runs)
     named = f"`{scenario.cluster}`{'' if scenario.link else ', transfers taking no time'}"
-    named += "" if scenario.learner is TANH else f", {scenario.learner.title}"
+    named += "" if scenario.learner == TANH else f", {scenario.learner.title}"
     gain = f", H = {ceiling(cluster_of(scenario, planned=False)):.1f}" if with_ceiling else ""
     title = f"**{named}**{gain}: loss {scenario.target:g}, {seeds} seeds, {trials} trials to tune."
     return f"{title}\n\n{record.table(rows)}"

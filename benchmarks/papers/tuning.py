@@ -73,7 +73,7 @@ class TuningScenario:
 
     @property
     def title(self) -> str:
-        learner = "" if self.learner is TANH else f", {self.learner.title}"
+        learner = "" if self.learner == TANH else f", {self.learner.title}"
         return f"{self.cluster}{learner}{'' if self.link else ', no link'}"
 
 
