@@ -165,10 +165,11 @@ def _fastest_solution(
     cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
 ) -> ConstrainedSolution:
     """The solution with the shortest longest step. Where workers do not wait for the slowest, the even split,
-    or the one for serial rounds at 32 bits, instead, if samples pass faster with it.
+    or the one for serial rounds at 32 bits, instead, if samples pass faster with it; not with local steps,
+    which learn the less the later the slowest worker's are.
     """
     joint = solve_within_limits(cluster, ranks, constrained)
-    if constrained.minimises_iteration:
+    if constrained.minimises_iteration or cluster.run.local_steps is not None:
         return joint
     found, serial = [joint], msgspec.structs.replace(cluster, run=RunTable())
     with contextlib.suppress(Infeasible):

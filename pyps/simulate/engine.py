@@ -7,7 +7,7 @@ core decides which worker waits, and for how long, with the code that serves a r
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from pyps.errors import Busy, Ended, Fenced, PushRejected, PypsError
@@ -22,7 +22,7 @@ from pyps.simulate.pipelined import PipelinedWorker, Pulled
 from pyps.simulate.problem import Model
 from pyps.simulate.scenario import Fault, Scenario
 from pyps.store.policies import Policy, register_policy
-from pyps.worker.sampling import even_steps
+from pyps.worker.sampling import even_steps, merges_after
 
 WAIT_VERDICT = 2
 DOWN, UP = range(2)
@@ -91,6 +91,8 @@ class Engine:
         self._staging_buffers = [0] * len(self.workers)  # bit k: staging buffer k waits in the open round
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
         self._own: dict[int, Vector] = {}  # each worker's gradient that was applied last
+        # What each worker pulled last between two pushes, and the samples of the local steps before.
+        self._merged: dict[int, tuple[Pulled, int]] = {}
         self._idle_checks = self._events_checked = 0
         self._sizes = (scenario.down_bytes, scenario.up_bytes)
         self._warm_at = scenario.global_batch  # samples: the peak counts after a first step of all at once
@@ -132,11 +134,14 @@ class Engine:
                 claimed = self.clock.now
                 if pulled is None:
                     pulled = yield from self.pull(k, k)
-                done = yield from self.compute(k, count, checks=self.needs.checks_between_micro_batches)
+                checks = self.needs.checks_between_micro_batches
+                done = yield from self.compute(k, count, checks=checks, merge=self._merging(k, first, pulled))
+                pulled, taken = self._merged.pop(k, (pulled, 0))
                 if done:
-                    pulled = yield from self.push(k, k, first, done, pulled, claimed)
+                    pulled = yield from self.push(k, k, first, done, pulled, claimed, taken=taken)
                 else:
                     pulled = None
+                    self.model.forget(k)
                     self.metrics.aborted += 1
             except Ended:
                 break
@@ -150,7 +155,7 @@ class Engine:
 
     def join(self, k: int) -> StepProcess:
         """Join as rank k. Waits while a predecessor's gradient is still in the open round."""
-        self._own.pop(k, None)
+        self._forget(k)
         while True:
             try:
                 self._note(self.core.step(EventKind.JOIN, k, self.clock.now, rank=k))
@@ -166,9 +171,15 @@ class Engine:
         self._left -= 1
 
     def rejoin(self, k: int) -> None:
-        self._own.pop(k, None)
+        self._forget(k)
         self.metrics.fenced += 1
         self._note(self.core.step(EventKind.REJOIN, k, self.clock.now))
+
+    def _forget(self, k: int) -> None:
+        """A worker begins anew: what it computed and did not push is gone."""
+        self._own.pop(k, None)
+        self._merged.pop(k, None)
+        self.model.forget(k)
 
     def rejected(self, k: int) -> None:
         self._own.pop(k, None)
@@ -218,7 +229,22 @@ class Engine:
         self._note(self.core.pull(k, self.clock.now, version))
         self.metrics.add(channel, PULL, began, self.clock.now, version)
 
-    def compute(self, k: int, count: int, *, checks: bool) -> Generator[int | None, None, int]:
+    def _merging(self, k: int, first: int, pulled: Pulled) -> Callable[[int], StepProcess] | None:
+        """How a worker merges after so many samples of a step; None: it does not."""
+        if not self.scenario.merges or self.needs.waits_for_rounds or self.needs.uses_turns:
+            return None
+
+        def merge(done: int) -> StepProcess:
+            (w, _), taken = self._merged.get(k, (pulled, 0))
+            self.model.advance(w, first + taken, done - taken, k, self.workers[k].micro_batch)
+            newest = yield from self.pull(k, k)
+            self._merged[k] = newest, done
+
+        return merge
+
+    def compute(
+        self, k: int, count: int, *, checks: bool, merge: Callable[[int], StepProcess] | None = None
+    ) -> Generator[int | None, None, int]:
         """Compute a step; returns the samples that its gradient covers, 0 if it was given up."""
         began, device, done = self.clock.now, self.devices[k], 0
         limit = self.workers[k].micro_batch or count
@@ -233,6 +259,10 @@ class Engine:
                     break
             yield self.clock.now + _ns(device.seconds(part, self.clock.now * 1e-9))
             done += part
+            if merge is not None and merges_after(done - part, done, count, self.scenario.merges):
+                self.metrics.add(k, COMPUTE, began, self.clock.now, self.version)
+                yield from merge(done)
+                began = self.clock.now
         self.metrics.add(k, COMPUTE, began, self.clock.now, self.version)
         return done
 
@@ -246,17 +276,18 @@ class Engine:
         claimed: int,
         base_version: int = 0,
         travelled: bool = False,
+        taken: int = 0,
     ) -> Generator[int | None, None, Pulled | None]:
         """Push a gradient; returns the parameters of the turn's pull, None under policies without turns.
 
         k: the worker. channel: the process that transfers. first, done: the samples. pulled: the parameters
         that the gradient is computed on. claimed: the time at which the step began. base_version: of a
         pipelined push, 1 + the version of `pulled`; 0: the last pull's. travelled: the gradient is at the
-        store already.
+        store already. taken: samples whose local steps were taken before it merged.
         """
         clock, began = self.clock, self.clock.now
         compute_nanoseconds = clock.now - claimed
-        gradient = self.model.gradient(pulled[0], first, done, k, self.workers[k].micro_batch)
+        gradient = self.model.gradient(pulled[0], first + taken, done - taken, k, self.workers[k].micro_batch)
         norm = float(gradient[0] @ gradient[0]) if gradient else 0.0
         while self.needs.uses_turns:
             d = self.core.step(EventKind.GATE, k, clock.now)

@@ -135,6 +135,16 @@ class Model:
             return self._local.gradient(worker, w, first, count, most)
         return self._objective.gradient(w, first, count) if self._objective else None
 
+    def advance(self, w: Vector, first: int, count: int, worker: int, most: int) -> None:
+        """A worker takes these local steps now, and will push them with later ones."""
+        if self._local is not None:
+            self._local.advance(worker, w, first, count, most)
+
+    def forget(self, worker: int) -> None:
+        """Drop a worker's local steps since its last push."""
+        if self._local is not None:
+            self._local.forget(worker)
+
     def step(self, sources: Sequence[tuple[Vector, Vector, int, float]], part: float) -> None:
         """Make a version by a part of a step; a source is (gradient, pulled parameters, samples, scale), in
         summation order.

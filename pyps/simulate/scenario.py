@@ -77,7 +77,8 @@ class Fault:
 class Scenario:
     """A cluster in virtual time. `down_bytes` and `up_bytes` are one pull and one push of one worker.
     `schedule`: the planned turns, for policies that take turns; None: in the order of ranks. `local`: each
-    micro-batch of a worker is a local step.
+    micro-batch of a worker is a local step. `merges`: so many times between two pushes a worker pulls, and
+    goes on from there; not where workers wait for rounds, take turns, or have a pipeline.
     """
 
     workers: tuple[SimWorker, ...]
@@ -88,6 +89,7 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     schedule: TurnSchedule | None = None
     local: bool = False
+    merges: int = 0
 
     def __post_init__(self) -> None:
         if not self.workers:

@@ -38,6 +38,12 @@ class Attached:
     global_batch: int
     local: LocalSteps | None
 
+    def pull_parameters(self) -> int:
+        """Bring the newest parameters into the model, without buffers; their version. Raises Fenced."""
+        version = self.client.pull(self.binding.flat)
+        self.binding.refresh_parameters()
+        return version
+
 
 def attached(
     model: nn.Module,

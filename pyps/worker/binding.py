@@ -78,10 +78,18 @@ class Binding:
 
     def refresh(self) -> None:
         """After a pull into `flat`: update the parameters that are copies, and the averaged buffers."""
+        self.refresh_parameters()
+        self.buffers.load(self._local)
+        self._synchronize()
+
+    def refresh_parameters(self) -> None:
+        """After a pull into `flat`: update the parameters that are copies."""
         with torch.no_grad():
             for p, _, view in self._copied:
                 p.copy_(view, non_blocking=True)
-        self.buffers.load(self._local)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         if self.on_gpu:
             for device in {p.device for p, _, _ in self._copied}:
                 torch.cuda.synchronize(device)  # `flat` may change now

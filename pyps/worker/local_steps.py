@@ -4,10 +4,12 @@
 
 Each micro-batch of a claim is a local step. The pseudo-gradient then takes the place of the gradients, and
 the store's optimizer, the outer one, steps with it: with SGD of rate 1 the store goes to where one worker is.
+In between a worker may merge: it pulls, and goes on from there with the steps that it has taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,12 +17,14 @@ import torch
 from torch import nn
 
 from pyps.errors import InputError
+from pyps.native.values import PolicyNeeds
 from pyps.worker.local_state import LocalState
 from pyps.worker.optimizer import OptimizerSteps
+from pyps.worker.sampling import merges_after
 from pyps.worker.settings import Settings
 
 LocalStepsArgument = int | Literal["plan"]
-ROUND_LR, LATE_LR, OUTER_MOMENTUM = 1.0, 0.7, 0.5  # by measurement: docs/results/local-steps.md
+OUTER_LR = 1.0  # without momentum, by measurement: docs/results/local-steps.md
 
 
 class LocalSteps:
@@ -28,7 +32,7 @@ class LocalSteps:
 
     optimizer: any of torch's; the training script must not call its step(). clip_norm: the bound of each
     local step's gradient, as in torch's clip_grad_norm_; 0: none. state: where the optimizer's is kept.
-    pushes: admitted ones of the rank until now.
+    pushes: admitted ones of the rank until now. merges: between two pushes, evenly spaced.
     """
 
     def __init__(
@@ -38,7 +42,9 @@ class LocalSteps:
         clip_norm: float,
         state: LocalState,
         pushes: int,
+        merges: int = 0,
     ) -> None:
+        self._merges = merges
         self.optimizer = optimizer
         self._steps = OptimizerSteps(optimizer)
         self._parameters, self._clip_norm = parameters, clip_norm
@@ -67,6 +73,24 @@ class LocalSteps:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self._steps.call(scaler)
         self.optimizer.zero_grad(set_to_none=True)
+
+    def merges_now(self, before: int, done: int, count: int) -> bool:
+        """Whether to merge when `done` samples of a claim have had their steps, `before` of them earlier."""
+        return merges_after(before, done, count, self._merges)
+
+    @torch.no_grad()
+    def merge(self, pull: Callable[[], int]) -> int:
+        """Go on from newer parameters with the steps taken so far; their version, that `pull` returns when it
+        has put them into the model. Raises what it raises.
+        """
+        for start, p in zip(self._start, self._parameters, strict=True):
+            start.sub_(p)  # the way back
+        version = pull()
+        for way, p in zip(self._start, self._parameters, strict=True):
+            newest = p.clone()
+            p.sub_(way)
+            way.copy_(newest)
+        return version
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -103,10 +127,20 @@ def with_local_steps(settings: Settings, wanted: LocalStepsArgument) -> Settings
     )
 
 
+def merges_of(wanted: int, needs: PolicyNeeds, depth: int) -> int:
+    """How often a worker merges between two pushes, which it does in serial steps that wait for no others.
+
+    Raises InputError for what is not a number of times.
+    """
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
+        raise InputError("attach", "merges", repr(wanted), "a number of times")
+    return 0 if needs.waits_for_rounds or needs.uses_turns or depth > 1 else wanted
+
+
 def stored_optimizer(
     optimizer: torch.optim.Optimizer, outer: torch.optim.Optimizer | None, settings: Settings
 ) -> torch.optim.Optimizer:
-    """The optimizer whose steps the store takes: with local steps `outer`, or its default for the policy.
+    """The optimizer whose steps the store takes: with local steps `outer`, or SGD.
 
     Raises InputError for an outer one without local steps.
     """
@@ -117,5 +151,4 @@ def stored_optimizer(
     if outer is not None:
         return outer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    lr = ROUND_LR if settings.policy.needs.waits_for_rounds else LATE_LR
-    return torch.optim.SGD(parameters, lr=lr, momentum=OUTER_MOMENTUM, nesterov=True)
+    return torch.optim.SGD(parameters, lr=OUTER_LR)

@@ -42,6 +42,7 @@ from pyps.worker.local_state import LocalState
 from pyps.worker.local_steps import (
     LocalSteps,
     LocalStepsArgument,
+    merges_of,
     stored_optimizer,
     with_local_steps,
 )
@@ -157,6 +158,7 @@ class Worker:
         clip_norm: float | None = None,
         local_steps: LocalStepsArgument = "plan",
         outer: torch.optim.Optimizer | None = None,
+        merges: int = 0,
         resume: str | Path | None = None,
         timeout: float = ATTACH_TIMEOUT_SECONDS,
     ) -> None:
@@ -171,7 +173,9 @@ class Worker:
         their mean over the global batch; elsewhere of each by itself; with local steps, of each of these.
         local_steps: steps of `optimizer`, then any of torch's, between two pushes of the difference that they
         made; "plan": as planned, by default none. outer: the store's optimizer for these differences; None:
-        SGD with Nesterov momentum 0.5 and lr 1, or 0.7 where no rounds are collected. resume: a checkpoint,
+        SGD with lr 1, so that the store gets the mean of the workers' parameters. merges: so many times
+        between two pushes the worker pulls, and goes on from there with the local steps that it has taken;
+        without effect where workers wait for rounds, take turns, or have a pipeline. resume: a checkpoint,
         or a folder of which the newest is taken, that a new store goes on from in place of the model's
         parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for
         a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the
@@ -207,7 +211,8 @@ class Worker:
             ranks, parameters = store.ranks(), [entry.parameter for entry in attachment.entries]
             pushes = ranks[self.rank].pushes if self.rank < len(ranks) else 0
             state = LocalState(settings, chosen)
-            local = LocalSteps(chosen, parameters, clip_norm or 0.0, state, pushes)
+            merges = merges_of(merges, store.policy_needs(), settings.depth)
+            local = LocalSteps(chosen, parameters, clip_norm or 0.0, state, pushes, merges)
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
         if is_local or not schedule:
             version = store.status().version
@@ -339,11 +344,19 @@ class Worker:
         return attached.transport.send(step, self._request(step, attached))
 
     def _advice(self, step: Step, attached: Attached) -> Advice:
-        """Between two micro-batches: whether the next one is worth computing."""
-        if not attached.needs.checks_between_micro_batches:
-            return Advice.CONTINUE
+        """Between two micro-batches: whether the next one is worth computing. A worker with local steps may
+        merge before it.
+        """
+        advice, local = Advice.CONTINUE, attached.local
         try:
-            advice = attached.transport.should_continue(step.done, self._at_once(step.left))
+            if attached.needs.checks_between_micro_batches:
+                advice = attached.transport.should_continue(step.done, self._at_once(step.left))
+            if local is not None and advice is Advice.CONTINUE:
+                before, count = step.done - step.micro, step.done + step.left
+                if local.merges_now(before, step.done, count):
+                    began = time.monotonic()
+                    step.version = local.merge(attached.pull_parameters)
+                    step.spans.append(("pull", began, time.monotonic()))
         except Fenced:
             attached.client.rejoin()
             return Advice.ABORT

@@ -50,3 +50,11 @@ def _parts(first: int, count: int, length: int, seed: int) -> Iterator[NDArray[n
 def even_steps(samples: int, most: int) -> int:
     """The samples of the next local step if so many are left, at most so many in one: all are alike."""
     return -(-samples // -(-samples // most))
+
+
+def merges_after(before: int, done: int, count: int, merges: int) -> bool:
+    """Whether a worker merges when `done` samples of a claim of `count` have had their local steps.
+
+    before: samples at the last step. merges: in all, evenly spaced; never after the last step.
+    """
+    return done < count and done * (merges + 1) // count > before * (merges + 1) // count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from worker_tools import X, Y, backward, loss_of, make_model, run_threads
 
 from pyps import Hyper
 from pyps.errors import InputError
-from pyps.simulate import LocalOptimizer, Logistic, Scenario, SimWorker, TorchObjective, simulate
+from pyps.simulate import Fault, LocalOptimizer, Logistic, Scenario, SimWorker, TorchObjective, simulate
+from pyps.simulate.optimizer import Vector
 from pyps.tasks import TrainingTask
 from pyps.worker.loop import join
 
@@ -63,6 +66,49 @@ def test_as_in_the_runtime(shm: object, outer: Hyper) -> None:
     assert float(loss_of(models[0], X, Y).detach()) == pytest.approx(found.loss, rel=1e-4)
     for worker in workers:
         worker.close()
+
+
+@pytest.mark.parametrize("merges", [0, 1])
+def test_merging_by_hand(merges: int) -> None:
+    """The slow worker takes in what the fast one pushed when half of its steps are over."""
+    objective, start = Logistic(), Logistic().start()
+    chosen = replace(scenario((8, 4), (1, 4)), merges=merges)
+    inner = LocalOptimizer(lr=0.2)
+    found = simulate(chosen, "asp", iterations=1, objective=objective, lr=1.0, local=inner)
+
+    def step(w: Vector, first: int) -> Vector:
+        return w - 0.2 * objective.gradient(w, first, SIZE)[0]
+
+    newest = start - (start - step(start, 0)) * 4 / 12
+    base = newest if merges else start
+    at = step(base - (start - step(start, 4)), 8)
+    assert found.loss == pytest.approx(objective.loss(newest - (base - at) * 8 / 12), rel=1e-6)
+    assert found.staleness == ({0: 2} if merges else {0: 1, 1: 1})
+
+
+@pytest.mark.parametrize("policy", ["bsp", "r2sp"])
+def test_workers_that_wait_do_not_merge(policy: str) -> None:
+    plain, merging = (
+        simulate(
+            replace(scenario(), merges=merges),
+            policy,
+            iterations=5,
+            objective=Logistic(),
+            lr=1.0,
+            local=LocalOptimizer(),
+        )
+        for merges in (0, 2)
+    )
+    assert merging == plain
+
+
+def test_a_killed_worker_leaves_nothing_of_a_merge_behind() -> None:
+    """Its successor begins with the parameters as they are."""
+    fault = Fault(rank=0, at=5.0, kind="kill", seconds=1.0)
+    chosen = replace(scenario((8, 4), (1, 4)), merges=1, faults=(fault,))
+    found = simulate(chosen, "asp", iterations=4, objective=Logistic(), lr=1.0, local=LocalOptimizer(lr=0.2))
+    assert found.samples == 48
+    assert found.loss < Logistic().loss(Logistic().start())
 
 
 def test_planned_local_steps_wait_for_nobody() -> None:

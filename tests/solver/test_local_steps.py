@@ -13,10 +13,13 @@ from planning_tools import profile
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Plan, Profile, RunTable, WorkerGroup
-from pyps.formats.cluster import Job
+from pyps.formats.cluster import Job, Shared
+from pyps.formats.mode import Pace
 from pyps.formats.plan import check_plan
 from pyps.run.ranks import even_plan, with_split
 from pyps.solver.plan import make_plan
+
+SPEEDS = (1, 2, 3, 4)
 
 
 def planned(profiles: list[Profile], global_batch: int, steps: int, **group: Any) -> Plan:
@@ -36,6 +39,24 @@ def test_all_arrive_together() -> None:
     assert plan.run.local_steps == 10
     assert plan.speedup_over_even == pytest.approx(2.5)
     assert {round(w.predicted_seconds, 9) for w in plan.workers} == {0.64}
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_workers_that_do_not_wait_also_arrive_together(pipeline: bool) -> None:
+    """All samples of a round are planned, and the numbers of steps are those of rounds."""
+    groups = [
+        WorkerGroup(name=f"w{speed}", profile="p", shares=["link"] if speed in (2, 3) else [])
+        for speed in SPEEDS
+    ]
+    run = RunTable(policy="asp", local_steps=10, codec="int8", pipeline=pipeline)
+    cluster = Cluster(
+        job=Job(global_batch=16), worker=groups, run=run, shared=[Shared(name="link", bandwidth=5e6)]
+    )
+    plan = make_plan(cluster, [profile(0.04 / speed, 0.0) for speed in SPEEDS], Pace("free"))
+    check_plan("plan.json", plan)
+    assert plan.global_batch == sum(w.batch for w in plan.workers) == 160
+    seconds = [w.predicted_seconds for w in plan.workers]
+    assert max(seconds) < 1.2 * min(seconds)
 
 
 def test_one_transfer_for_all_steps_of_a_round() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from worker_tools import (
     train_alone,
 )
 
+from pyps import Hyper, Store
 from pyps.errors import Diverged, InputError
 from pyps.store.policies import Policy, policy_named
 from pyps.worker.local_steps import with_local_steps
@@ -83,7 +85,7 @@ class Reference:
     def __init__(self, batches: list[int], steps: int, lr: float, momentum: float) -> None:
         self.batches, self.steps = batches, steps
         self.model = make_model()
-        self.outer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum, nesterov=True)
+        self.outer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
         self.locals = [make_model() for _ in batches]
         self.inner = [INNER["adamw"](model) for model in self.locals]
 
@@ -125,12 +127,56 @@ def test_unequal_workers_are_the_rounds_of_the_reference() -> None:
         train(workers[rank], models[rank])
 
     run_threads(len(split), body)
-    reference = Reference(split, steps, 1.0, 0.5)
+    reference = Reference(split, steps, 1.0, 0.0)
     reference.train()
     for model, worker in zip(models, workers, strict=True):
         assert distance(model, reference.model) < 10 * RELATIVE
         assert worker.steps == 3 * SAMPLES / (steps * sum(split))
         worker.close()
+
+
+def test_a_worker_that_merges_goes_on_from_what_others_made() -> None:
+    """After two of four local steps: from the newest parameters, less the way of the two steps."""
+    model, rival = make_model(), make_model()
+    inner = INNER["adamw"](rival)
+
+    def step(first: int) -> None:
+        index = torch.from_numpy(indices(first, 5, SAMPLES, SEED))
+        inner.zero_grad()
+        backward(loss_of(rival, X[index], Y[index]))
+        inner.step()
+
+    with join("r", 0, batches=[5, 5], samples=40, seed=SEED, policy="asp") as worker, ExitStack() as stack:
+        worker.attach(model, INNER["adamw"](model), local_steps=4, outer=whole(model), merges=1)
+        other = stack.enter_context(Store.open("r"))
+        other.join(1)
+        claim = other.start()
+        for number, (x, y) in enumerate(worker.batches((X, Y))):
+            if number == 1:  # before the second step ends
+                area = other.stage()
+                area.flat[:] = 0.1
+                other.push(area, claim.count, Hyper(lr=1.0))
+            backward(loss_of(model, x, y))
+            worker.step()
+        newest = [p - 0.05 for p in make_model().parameters()]  # half of the samples
+        step(20)
+        step(25)
+        with torch.no_grad():
+            for p, s, n in zip(rival.parameters(), make_model().parameters(), newest, strict=True):
+                p.copy_(n - (s - p))
+        step(30)
+        step(35)
+        with torch.no_grad():
+            for p, n in zip(rival.parameters(), newest, strict=True):
+                p.copy_(n - 0.5 * (n - p))
+        assert distance(model, rival) < 10 * RELATIVE
+
+
+@pytest.mark.parametrize("merges", [-1, 1.5, True])
+def test_wrong_merges_are_refused(merges: Any) -> None:
+    model = make_model()
+    with alone(policy="asp") as worker, pytest.raises(InputError, match="merges: found"):
+        worker.attach(model, local_steps=2, merges=merges)
 
 
 def test_a_pipeline_pushes_what_began_a_step_earlier() -> None:

@@ -1,0 +1,329 @@
+"""Local steps against uneven int8 DDP on a real link: python benchmarks/local_link.py [--seeds 3] [--docs].
+
+Two hosts (network namespaces, so root), and between them a link that tc tbf shapes. Four processes of speeds
+1 to 4, two on each host, train the model of examples/local_steps: as ranks of DDP with uneven batches, int8
+with error feedback and a step each time; and with planned local steps, of which a store on the first host
+takes the differences. Compared are the seconds to the same loss on text that was held out. Devices are
+emulated and slow, so that four of them fit a few cores; the link is slow in proportion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from record import machine, others_share, table, write_section
+from shaped import DEVICE, SERVER, Shaped, missing, shaped
+
+from pyps.errors import NotReady, SegmentNotFound
+from pyps.formats.records import read_run
+from pyps.store.store import Store
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "local_steps"))
+from text import CONTEXT, load
+from train import Transformer, loss_of
+
+HERE = Path(__file__).resolve().parent
+Curve = list[tuple[float, int, float]]  # seconds, samples, held-out loss
+SPEEDS, HOSTS = (1, 2, 3, 4), (0, 1, 1, 0)  # of each rank
+UNEVEN = (2, 4, 6, 8)
+PORTS, STORE = (5555, 29572), "local-link"
+LEAST, SHARE = 2.2, 0.6  # times as fast, where a step of DDP is so much on the link
+HEADERS = 0.95  # of a shaped link's rate is left for what it carries
+LOOK_SECONDS, DEADLINE_SECONDS = 0.2, 1500.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """Local steps: how many on average, the policy, whether transfers overlap with compute."""
+
+    title: str
+    steps: int
+    policy: str
+    pipeline: bool = False
+
+
+WAYS = (
+    Way("10 local steps, in rounds", 10, "bsp"),
+    Way("10 local steps, asynchronous", 10, "asp"),
+    Way("10 local steps, asynchronous, pipeline", 10, "asp", pipeline=True),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run: its curve, the bytes that crossed the link, and the seconds that a step took."""
+
+    curve: Curve
+    crossed: int
+    step_seconds: float
+
+
+def sample_seconds(options: argparse.Namespace) -> list[float]:
+    return [options.sample_seconds / speed for speed in SPEEDS]
+
+
+def every_step(pair: Shaped, options: argparse.Namespace, seed: int) -> Found:
+    """Uneven int8 DDP."""
+    chosen = {
+        "batches": UNEVEN,
+        "sample_seconds": sample_seconds(options),
+        "samples": options.samples,
+        "every": options.every,
+        "seed": seed,
+    }
+    before = crossed(pair)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ranks = []
+        for rank, host in enumerate(HOSTS):
+            more = {"RANK": str(rank), "WORLD_SIZE": str(len(HOSTS)), "MASTER_ADDR": SERVER}
+            more |= {"MASTER_PORT": "29572", "GLOO_SOCKET_IFNAME": DEVICE}
+            command = [sys.executable, str(HERE / "local_link_worker.py"), json.dumps(chosen)]
+            said = stack.enter_context((folder / f"{rank}").open("wb"))
+            ranks.append(start(stack, pair, host, command, environment(options, seed) | more, said))
+        wait_for(ranks)
+        report = json.loads((folder / "0").read_text().splitlines()[-1])
+    return Found([tuple(point) for point in report["curve"]], crossed(pair) - before, report["step_seconds"])
+
+
+def local_steps(pair: Shaped, options: argparse.Namespace, way: Way, seed: int) -> Found:
+    """A run with local steps, each host's ranks by a `pyps run` of its own."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        plan = planned(folder, options, way)
+        address = stack.enter_context(served(pair, folder))
+        before, runs = crossed(pair), []
+        for host in (0, 1):
+            ranks = ",".join(str(rank) for rank, at in enumerate(HOSTS) if at == host)
+            command = [program("pyps"), "run", "--plan", str(plan), "--samples", str(options.samples)]
+            command += ["--throttle-from", str(folder / "devices.toml"), "--connect", address]
+            command += ["--ranks", ranks, "--run-dir", str(folder / f"run{host}"), "--json"]
+            command += ["--seed", str(seed), str(HERE / "local_link_worker.py")]
+            said = stack.enter_context((folder / f"out{host}").open("wb"))
+            runs.append(start(stack, pair, host, command, environment(options, seed), said))
+        versions = watched(runs, options.every)
+        wait_for(runs)
+        sent = crossed(pair) - before
+        records = [
+            r for host in (0, 1) for r in read_run(folder / f"run{host}") if r.samples and not r.rejected
+        ]
+    began = min(begin for r in records for kind, begin, _ in r.spans if kind == "compute")
+    curve: Curve = []
+    held_out, model = load()[1], Transformer()
+    for version, tensors in versions:
+        made = [r for r in records if r.version <= version]
+        if made:
+            model.load_state_dict({name: torch.from_numpy(values) for name, values in tensors.items()})
+            with torch.no_grad():
+                loss = float(loss_of(model, held_out))
+            curve.append((max(r.admitted_at for r in made) - began, sum(r.samples for r in made), loss))
+    lasted = max(r.admitted_at for r in records) - began
+    return Found(curve, sent, lasted * sum(UNEVEN) / options.samples)
+
+
+def planned(folder: Path, options: argparse.Namespace, way: Way) -> Path:
+    """The plan of a way, by pyps-plan; beside it devices.toml, in which links are not emulated."""
+    parameters = sum(p.numel() for p in Transformer().parameters())
+    text = f'[job]\nglobal_batch = {sum(UNEVEN)}\n[run]\npolicy = "{way.policy}"\nlocal_steps = {way.steps}\n'
+    text += f'codec = "int8"\npull_codec = "int8"\npipeline = {str(way.pipeline).lower()}\n'
+    text += f'[[shared]]\nname = "link"\nbandwidth = {options.mbit * 1e6 / 8 * HEADERS}\n'
+    for rank, seconds in enumerate(sample_seconds(options)):
+        profile = {
+            "schema": "pyps.profile/1",
+            "device": {"name": f"w{rank}"},
+            "model": {"name": "characters", "parameters": parameters},
+            "points": [{"batch": b, "seconds": seconds * b} for b in (1, 4, 16, 64)],
+        }
+        (folder / f"w{rank}.json").write_bytes(msgspec.json.encode(profile))
+        text += f'[[worker]]\nname = "w{rank}"\nprofile = "w{rank}.json"\n'
+        text += 'shares = ["link"]\n' if HOSTS[rank] else ""
+    (folder / "cluster.toml").write_text(text)
+    (folder / "devices.toml").write_text(text.replace('shares = ["link"]\n', ""))
+    plan = folder / "plan.json"
+    subprocess.run(
+        [program("pyps-plan"), str(folder / "cluster.toml"), "-o", str(plan)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return plan
+
+
+def watched(
+    runs: Sequence[subprocess.Popen[bytes]], every: int
+) -> list[tuple[int, dict[str, NDArray[np.float32]]]]:
+    """Versions of the store while it is trained, about every so many samples, and the last."""
+    found: list[tuple[int, dict[str, NDArray[np.float32]]]] = []
+    while is_running(runs):
+        time.sleep(LOOK_SECONDS)
+        try:
+            store = Store.open(STORE)
+        except (SegmentNotFound, NotReady):
+            continue
+        with store:
+            seen = 0
+            while is_running(runs):
+                time.sleep(LOOK_SECONDS)
+                trained = sum(rank.samples for rank in store.ranks())
+                if trained >= seen + every:
+                    seen = trained
+                    snapshot = store.snapshot()
+                    found.append((snapshot.version, snapshot.tensors))
+            last = store.snapshot()
+            found.append((last.version, last.tensors))
+    return found
+
+
+def is_running(runs: Sequence[subprocess.Popen[bytes]]) -> bool:
+    return any(run.poll() is None for run in runs)
+
+
+def wait_for(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended. Ends this process if one failed."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while is_running(running):
+        if any(process.poll() for process in running) or time.monotonic() > deadline:
+            break
+        time.sleep(LOOK_SECONDS)
+    if codes := [process.poll() for process in running if process.poll() != 0]:
+        sys.exit(f"a process failed, or took too long: {codes}")
+
+
+def start(
+    stack: ExitStack,
+    pair: Shaped,
+    host: int,
+    command: Sequence[str],
+    environment: dict[str, str],
+    said: IO[bytes],
+) -> subprocess.Popen[bytes]:
+    """Start a process on a host; it ends with the stack. said: gets its output."""
+    inside = pair.command((pair.server, pair.client)[host])
+    process = subprocess.Popen([*inside, *command], stdout=said, env=environment)
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+    return process
+
+
+def environment(options: argparse.Namespace, seed: int) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "LR": str(options.lr), "MODEL_SEED": str(seed)}
+
+
+def program(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+@contextmanager
+def served(pair: Shaped, folder: Path) -> Iterator[str]:
+    """`pyps serve` on the first host; the address of its store for both."""
+    keys = folder / "keys"
+    listen = ["serve", STORE, "--bind", f"tcp://{SERVER}:{PORTS[0]}", "--keys", str(keys)]
+    command = [*pair.command(pair.server), program("pyps"), *listen]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        server.stdout.readline()
+        yield f"tcp://{SERVER}:{PORTS[0]}/{STORE}?keys={keys / 'client.key'}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def crossed(pair: Shaped) -> int:
+    """Bytes that have crossed the link, both ways."""
+    return sum(pair.wire_bytes())
+
+
+def until(curve: Curve, loss: float) -> tuple[float, float]:
+    """Seconds and samples to a loss, between two measurements in proportion; infinite if it never is."""
+    for (t0, n0, a), (t1, n1, b) in pairwise(curve):
+        if b <= loss:
+            part = (a - loss) / (a - b) if a > b else 1.0
+            return t0 + part * (t1 - t0), n0 + part * (n1 - n0)
+    return float("inf"), float("inf")
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median and the range."""
+    middle, low, high = (f"{f(values):{form}}" for f in (statistics.median, min, max))
+    return f"{middle} ({low} to {high})" if len(values) > 1 else middle
+
+
+def compare(options: argparse.Namespace) -> tuple[bool, str]:
+    """The table, and whether one way of local steps was fast enough."""
+    titles = ["every step, int8", *(way.title for way in WAYS)]
+    found: dict[str, list[Found]] = {title: [] for title in titles}
+    with shaped(f"{options.mbit:g}mbit") as pair:
+        for seed in range(options.seeds):
+            found[titles[0]].append(every_step(pair, options, seed))
+            for way in WAYS:
+                found[way.title].append(local_steps(pair, options, way, seed))
+            print(f"seed {seed} done", file=sys.stderr, flush=True)
+    goals = [1.005 * max(found[title][s].curve[-1][2] for title in titles) for s in range(options.seeds)]
+    compute = UNEVEN[0] * options.sample_seconds / SPEEDS[0]
+    share = statistics.median(1 - compute / one.step_seconds for one in found[titles[0]])
+    heading = ["loss in the end", "seconds of a global batch", "samples to the target", "seconds to it"]
+    rows = [["", *heading, "times as fast", "bytes per token"]]
+    best = 0.0
+    for title, runs in found.items():
+        reached = [until(run.curve, goal) for run, goal in zip(runs, goals, strict=True)]
+        every = [until(run.curve, goal)[0] for run, goal in zip(found[titles[0]], goals, strict=True)]
+        faster = [slow / seconds for slow, (seconds, _) in zip(every, reached, strict=True)]
+        best = max(best, statistics.median(faster))
+        cells = [
+            spread([run.curve[-1][2] for run in runs], ".3f"),
+            spread([run.step_seconds for run in runs], ".3f"),
+            spread([samples for _, samples in reached], ".0f"),
+            spread([seconds for seconds, _ in reached], ".0f"),
+            spread(faster, ".2f"),
+            f"{statistics.median(run.crossed for run in runs) / options.samples / CONTEXT:.1f}",
+        ]
+        rows.append([title, *cells])
+    well = best >= LEAST and share >= SHARE
+    text = (
+        f"{table(rows)}\n\n{options.mbit:g} Mbit/s; a step of int8 DDP is {share:.0%} on the link "
+        f"(threshold: {SHARE:.0%}). Best: {best:.2f} times as fast to the same loss (threshold: {LEAST:g})."
+    )
+    return well, text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=18_000, help="of a run")
+    parser.add_argument("--every", type=int, default=600, help="samples between two measurements")
+    parser.add_argument("--sample-seconds", type=float, default=0.05, help="at speed 1")
+    parser.add_argument("--mbit", type=float, default=10.0, help="of the link")
+    parser.add_argument("--lr", type=float, default=0.008)
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    if why := missing():
+        print(f"no shaped link: {why}", file=sys.stderr)
+        return 2
+    with others_share() as others:
+        well, text = compare(options)
+    print(text)
+    if options.docs:
+        meanwhile = f"Others kept {others[0]:.0%} of it busy meanwhile."
+        write_section("real-link", f"{text}\n\n{machine()}. {meanwhile}", "local-steps.md")
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
