@@ -154,7 +154,7 @@ DDP = Case("every step, uneven batches", planned(1), outer=None)
 SYNC = Case("planned local steps", PLANNED)
 EVEN = Case("equal local steps", EQUAL)
 FREE = Case("planned, asynchronous", PLANNED, "asp")
-MERGED = replace(FREE, title="planned, asynchronous, merged once", merges=1)
+MERGED = replace(FREE, title="planned, asynchronous, merged 3 times", merges=3)
 CASES = (
     DDP,
     EVEN,
@@ -164,9 +164,9 @@ CASES = (
     FREE,
     MERGED,
     replace(SYNC, title="planned, jitter", jitter=JITTER),
-    replace(MERGED, title="planned, asynchronous, merged once, jitter", jitter=JITTER),
+    replace(MERGED, title="planned, asynchronous, merged 3 times, jitter", jitter=JITTER),
     replace(SYNC, title="planned, a worker stands still", faults=STALLS),
-    replace(MERGED, title="planned, asynchronous, merged once, a worker stands still", faults=STALLS),
+    replace(MERGED, title="planned, asynchronous, merged 3 times, a worker stands still", faults=STALLS),
 )
 
 
