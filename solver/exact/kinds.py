@@ -29,7 +29,7 @@ from pyps.solver.exact.subset_sum import Progression
 
 MOST_BOXES = 20_000
 LATEST = 1e300  # seconds: later than any split
-FIRST_GUESSES = (1.05, 1.5, 10.0)  # of the time without side constraints: where to look first
+FIRST_GUESS = 10.0  # of the time without side constraints: far enough to find a first solution soon
 ROUNDING = 1e-12  # relative: a better time is better by more than this
 WITHIN = 1 + 1e-9  # relative: the rounding error allowed in a sum of needs
 SAMPLE = 1e-6  # samples: the rounding error allowed in a sum of parts
@@ -96,7 +96,7 @@ def fastest(
         need, at_most = spend
         search.spend = Room(search.of_kinds(need), at_most)
         search.rooms.append(Room(search.spend.need, at_most / not_before))
-    for factor in (*FIRST_GUESSES, LATEST):
+    for factor in (FIRST_GUESS, LATEST):
         search.target = min(not_before * factor, LATEST)
         if search.run():
             break
