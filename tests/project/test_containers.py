@@ -14,7 +14,7 @@ import yaml
 
 from pyps.report.report import read_report
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "containers"
@@ -54,19 +54,19 @@ def port() -> int:
 
 def test_two_ranks_train_and_report(tmp_path: Path, shm: Path, port: int) -> None:
     ranks = start(tmp_path, port)
-    said = [rank.communicate(timeout=110)[0] for rank in ranks]
+    said = [rank.communicate(timeout=250)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert (tmp_path / "job" / "report.html").exists()
     reports = [read_report(tmp_path / "job" / f"rank-{rank}" / "report.json") for rank in range(2)]
     assert sum(report.samples.trained for report in reports) == 320
     again = start(tmp_path, port)
-    said = [rank.communicate(timeout=60)[0] for rank in again]
+    said = [rank.communicate(timeout=120)[0] for rank in again]
     assert all("holds an earlier run" in text for text in said)
 
 
 def test_all_ranks_end_when_one_fails(tmp_path: Path, shm: Path, port: int) -> None:
     ranks = start(tmp_path, port, NET="missing.py")
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode != 0 for rank in ranks] == [True, True]
     assert "missing.py" in said[0]
 
