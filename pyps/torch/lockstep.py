@@ -54,9 +54,9 @@ class Lockstep:
         table, self._summed = self._summed, None
         if table is None:
             return
-        rows = self._from_gpu(table) if table.device.type == "cuda" else table.view(-1, COLUMNS).tolist()
-        if not rows:
+        if table.device.type == "cuda" and (table := self._from_gpu(table)) is None:
             return
+        rows = table.view(-1, COLUMNS).tolist()
         _same("samples of the data set", [row[1] for row in rows], "as many on every rank")
         _same("rounds of an epoch", [row[2] for row in rows], "as many on every rank")
         calls = [row[0] for row in rows]
@@ -67,19 +67,15 @@ class Lockstep:
                 "Rebalancer", "step", f"{max(calls):.0f} calls since the last gradient", expected
             )
 
-    def _from_gpu(self, table: torch.Tensor) -> list[list[float]]:
-        """The rows of an earlier round once they are there; nothing waits for them."""
-        rows: list[list[float]] = []
-        if self._copy is None:
+    def _from_gpu(self, table: torch.Tensor) -> torch.Tensor | None:
+        """The table of an earlier round once it is there; nothing waits for it."""
+        found = self._copy if self._copy is not None and self._copied.query() else None
+        if self._copy is None or found is not None:
             self._copy = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._copy.copy_(table, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        elif not self._copied.query():
-            return rows
-        else:
-            rows = self._copy.view(-1, COLUMNS).tolist()
-        self._copy.copy_(table, non_blocking=True)
-        self._copied.record()
-        return rows
+            self._copied.record()  # torch.compile traces this, and takes no event of an earlier call
+        return found
 
 
 def _same(field: str, numbers: Sequence[float], expected: str) -> None:
