@@ -78,9 +78,10 @@ static struct ticket weighed(struct view *v, struct ticket ticket) {
 
 static void measure_lag(struct view *v, struct rank *rank, uint64_t staleness) {
     uint64_t base = v->version - staleness;
-    const struct ticket *then = view_ticket(v, base); /* may have left the ring */
+    const struct ticket *then = view_ticket(v, base);  /* may have left the ring */
+    double others = v->active ? (double)v->active : 1; /* a journal may say that none is there */
     double lag =
-        then->number == base ? v->steps - (then->before + (double)then->part) : (double)staleness / v->active;
+        then->number == base ? v->steps - (then->before + (double)then->part) : (double)staleness / others;
     if (rank->lags < UINT32_MAX) rank->lags++;
     policy_average(&rank->lag, lag, rank->lags, LAG_WINDOW);
 }
