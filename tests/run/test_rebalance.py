@@ -193,7 +193,7 @@ def test_a_slow_loader_gives_samples_away_though_it_never_shows_as_a_wait(
 
 def test_what_loading_adds_to_the_cost_of_a_step() -> None:
     def step(late: float, loader: float) -> Step:
-        made = Step(Claim(0, 4, 4, 0, 0, 0.0), None, 0, [("data", 0.0, 0.9), ("compute", 0.9, 1.0)])  # type: ignore[arg-type]
+        made = Step(Claim(0, 4, 4, 0, 0, 0.0, 0), None, 0, [("data", 0.0, 0.9), ("compute", 0.9, 1.0)])  # type: ignore[arg-type]
         made.late_seconds, made.loader_seconds = late, loader
         return made
 
