@@ -139,7 +139,7 @@ def local_steps(pair: Shaped, options: argparse.Namespace, way: Way, seed: int) 
 
 
 def planned(folder: Path, options: argparse.Namespace, way: Way) -> Path:
-    """The plan of a way, by pyps-plan; beside it devices.toml, in which links are not emulated."""
+    """The plan of a way, by pyps-plan, and devices.toml next to it, in which links are not emulated."""
     parameters = sum(p.numel() for p in Transformer().parameters())
     text = f'[job]\nglobal_batch = {sum(UNEVEN)}\n[run]\npolicy = "{way.policy}"\nlocal_steps = {way.steps}\n'
     text += f'codec = "int8"\npull_codec = "int8"\npipeline = {str(way.pipeline).lower()}\n'

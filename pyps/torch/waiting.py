@@ -1,4 +1,4 @@
-"""Waiting: how long a rank waits for others within its steps, so that its own time can be told from it.
+"""Waiting: how long a rank waits for others within its steps. The rest is its own time.
 
 Some collectives lie inside the forward and backward passes: FSDP2 gathers each layer's parameters there, and
 a slow rank holds up all others in the middle of their work. On a CPU the time of such a call is a clock's; on
