@@ -13,7 +13,7 @@ devices now. The next epoch has the batch of the highest goodput: throughput tim
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ from pyps.torch.noise import GradientNoise
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
 
-RULES = ("adascale", "square-root", "linear", "constant")
+RULES = get_args(Rule)
 
 
 class _State(msgspec.Struct, frozen=True):
