@@ -68,7 +68,7 @@ def missing() -> str:
 @contextmanager
 def shaped(rate: str) -> Iterator[Shaped]:
     """The two namespaces, gone at the end. rate: as tc writes it, such as 100mbit."""
-    mark = uuid.uuid4().hex[:8]
+    mark = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     pair = Shaped(f"pyps-s-{mark}", f"pyps-c-{mark}")
     made: list[str] = []
     try:

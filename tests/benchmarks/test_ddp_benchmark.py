@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import ddp
@@ -24,4 +25,4 @@ def test_the_link(capfd: pytest.CaptureFixture[str]) -> None:
     said = capfd.readouterr().out
     assert "2000 Mbit/s between two hosts" in said
     assert float(said.partition("sends ")[2].split()[0]) < ddp.WIRE_BYTES
-    assert not list(Path("/var/run/netns").glob("pyps-*"))
+    assert not list(Path("/var/run/netns").glob(f"pyps-?-{os.getpid()}-*"))

@@ -52,8 +52,9 @@ def test_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = scripts_of("train-fsdp.md", tmp_path) / "train.py"
     said = run_script(script, 2)
-    first, second = (float(loss) for loss in re.findall(r"loss ([\d.]+)", said))
-    assert second < first
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
+    assert len(losses) == 2
+    assert max(losses) < 1.0  # 16 before training; which is less depends on the splits, so on the machine
     a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
     assert a + b == 64
     script.write_text(script.read_text().replace("sampler.epoch, 2)", "sampler.epoch, 3)"))
