@@ -260,6 +260,8 @@ def best_global_batch(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace
 
 
 def _efficiency(info: GoodputInfo) -> StatisticalEfficiency:
+    assert info.noise_scale is not None
+    assert info.base_batch is not None
     return StatisticalEfficiency(info.noise_scale, info.base_batch)
 
 

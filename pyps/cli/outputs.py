@@ -26,8 +26,9 @@ def not_an_input(option: str, output: Path | None, inputs: Iterable[Path | None]
 
 
 def inputs_of(path: Path, cluster: Cluster) -> list[Path]:
-    """A cluster file and the profiles that it names."""
-    return [path, *(Path(group.profile) for group in cluster.worker)]
+    """A cluster file, and the profiles and the noise that it names."""
+    noise = cluster.goodput.noise if cluster.goodput is not None else None
+    return [path, *(Path(group.profile) for group in cluster.worker), *([Path(noise)] if noise else [])]
 
 
 def check_picture(option: str, output: Path | None) -> None:

@@ -264,7 +264,9 @@ def _with_options(
         if read.run.local_steps is not None:
             raise InputError("--global-batch", "", "auto, with local steps", "a number of samples")
         if read.goodput is None:
-            raise InputError(str(path), "goodput", "nothing", "noise_scale and base_batch, for auto")
+            raise InputError(
+                str(path), "goodput", "nothing", "noise, a file of a run; or noise_scale and base_batch"
+            )
         job = msgspec.structs.replace(job, global_batch=best_global_batch(read, ranks, pace_of(read)))
     elif global_batch is not None:
         if not re.fullmatch(r"[1-9]\d{0,8}", global_batch):

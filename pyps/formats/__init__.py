@@ -3,6 +3,7 @@
 profile.json  (pyps.profile/1)  one device: its measurements, and the cost model fitted to them
 cluster.toml                    the devices, what they share, and the global batch
 plan.json     (pyps.plan/1)     each worker's batch, and what follows from it
+noise.json    (pyps.noise/1)    the gradient noise scale of a run
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pyps.formats.cluster import (
 from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_toml, typed, write_json
 from pyps.formats.kinds import MAX_BATCH, Bits
 from pyps.formats.mode import Pace, RunMode, RunTable, WorkerMode
+from pyps.formats.noise import NOISE_SCHEMA, GradientNoiseRecord
 from pyps.formats.plan import (
     PLAN_SCHEMA,
     CostEstimate,
@@ -77,6 +79,7 @@ __all__ = [
     "Forecast",
     "GoodputEstimate",
     "GoodputInfo",
+    "GradientNoiseRecord",
     "Host",
     "HpsEstimate",
     "HpsWorker",
@@ -107,6 +110,7 @@ __all__ = [
     "check_cluster",
     "encode",
     "read_cluster",
+    "read_noise",
     "read_plan",
     "read_profile",
     "schema",
@@ -118,6 +122,7 @@ FORMATS: dict[str, type[Struct]] = {
     "cluster": Cluster,
     "plan": Plan,
     "checkpoint": Checkpoint,
+    "noise": GradientNoiseRecord,
 }
 
 
@@ -133,9 +138,16 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     return typed(str(path), raw, Plan, check_plan)
 
 
+def read_noise(path: str | os.PathLike[str]) -> GradientNoiseRecord:
+    """Reads a pyps.noise/1 file. Raises InputError."""
+    raw = read_json(path, NOISE_SCHEMA)
+    return typed(str(path), raw, GradientNoiseRecord, lambda _, __: None)
+
+
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Reads and checks a cluster file (TOML), and resolves the paths of its profiles, which must exist.
 
+    Of a goodput table that names a run's noise, the numbers are that run's, unless the table has its own.
     Raises InputError.
     """
     where = str(path)
@@ -147,11 +159,28 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
         if not profile.is_file():
             raise InputError(where, f"worker[{k}].profile", f"no file at {profile}", "the path of a profile")
         groups.append(msgspec.structs.replace(group, profile=str(profile)))
-    return msgspec.structs.replace(cluster, worker=groups)
+    return msgspec.structs.replace(cluster, worker=groups, goodput=_with_noise(path, cluster.goodput))
+
+
+def _with_noise(path: str | os.PathLike[str], goodput: GoodputInfo | None) -> GoodputInfo | None:
+    """The goodput table of a cluster file, with what the file of its `noise` says."""
+    if goodput is None or goodput.noise is None:
+        return goodput
+    file = Path(path).parent / goodput.noise
+    if not file.is_file():
+        expected = "what GradientNoise writes: pyps.torch.save(..., noise=noise), or noise.save(file)"
+        raise InputError(str(path), "goodput.noise", f"no file at {file}", expected)
+    found = read_noise(file)
+    return msgspec.structs.replace(
+        goodput,
+        noise=str(file),
+        noise_scale=goodput.noise_scale or found.noise_scale,
+        base_batch=goodput.base_batch or found.base_batch,
+    )
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of "profile", "cluster", "plan" or "checkpoint"; the files are in schemas/."""
+    """The JSON schema of "profile", "cluster", "plan", "checkpoint" or "noise"; the files are in schemas/."""
     if name not in FORMATS:
         raise InputError("schema", "name", repr(name), f"one of {', '.join(FORMATS)}")
     return msgspec.json.schema(FORMATS[name])

@@ -7,7 +7,7 @@ from pathlib import Path
 from pyps.formats import schema, write_json
 
 FOLDER = Path(__file__).parent / "schemas"
-PUBLISHED = ("checkpoint", "cluster", "plan", "profile")
+PUBLISHED = ("checkpoint", "cluster", "plan", "profile", "noise")
 
 
 def schema_file(name: str) -> Path:

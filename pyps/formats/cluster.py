@@ -87,10 +87,14 @@ class Shared(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GoodputInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How useful a larger batch is: the gradient noise scale in samples, and the batch to compare with."""
+    """How useful a larger batch is: the gradient noise scale in samples, and the batch to compare with.
 
-    noise_scale: Seconds
-    base_batch: Batch
+    noise: a file with both, as GradientNoise writes it, relative to the cluster file's folder.
+    """
+
+    noise: Name | None = None
+    noise_scale: Seconds | None = None
+    base_batch: Batch | None = None
     max_batch: Batch | None = None
 
 
@@ -153,6 +157,11 @@ def check_cluster(where: str, cluster: Cluster) -> None:
             names.add(name)
         _check_group(where, f"worker[{k}]", group, shared)
     check_run_table(where, cluster.run)
+    if (goodput := cluster.goodput) is not None and goodput.noise is None:
+        for key in ("noise_scale", "base_batch"):
+            if getattr(goodput, key) is None:
+                expected = "a number of samples, or noise: a file that GradientNoise has written"
+                raise InputError(where, f"goodput.{key}", "nothing", expected)
     _check_limits(where, cluster)
     _check_simulation(where, cluster)
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from pyps.errors import InputError
+from pyps.torch.peers import parameters_of
 from pyps.torch.schedule import micro_batches
 from pyps.torch.weighting import rows_of
 
@@ -116,7 +117,7 @@ class MicroBatches:
         old, new = _unit(before), _unit(now)
         if not isinstance(old, torch.Tensor) and not isinstance(new, torch.Tensor) and old == new:
             return
-        gradients = [p.grad for p in self._ddp.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(self._ddp) if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, old / new)
 

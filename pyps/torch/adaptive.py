@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pyps.errors import InputError
-from pyps.solver.online.global_batch import Rule, learning_rate_factor, next_split
+from pyps.solver.online.global_batch import RankDevice, Rule, learning_rate_factor, next_split
 from pyps.solver.systems.goodput import StatisticalEfficiency
 from pyps.torch.noise import GradientNoise
 from pyps.torch.rebalance import Rebalancer
@@ -83,11 +83,9 @@ class AdaptiveBatch:
         """Call at the end of an epoch, before set_epoch(), on all ranks: the next epoch's global batch."""
         scale = self._noise.scale
         if scale is not None:
-            every: list[Any] = [None] * len(self._sampler.split)
-            dist.all_gather_object(every, self._balance.device, group=self._balance.group)
             split = next_split(
                 self._sampler.latest_split,
-                every,
+                self._devices(),
                 StatisticalEfficiency(scale, self.base_batch),
                 self._most,
                 self._overhead_seconds,
@@ -98,6 +96,15 @@ class AdaptiveBatch:
             self._scale_rates(sum(split), scale)
             self.history.append(sum(split))
         return self._sampler.next_batch
+
+    def _devices(self) -> list[RankDevice]:
+        """Of all ranks with samples of their own, in each group of such ranks the same."""
+        hook = self._balance.hook
+        every: list[Any] = [None] * len(self._sampler.split)
+        dist.all_gather_object(every, self._balance.device, group=hook.group)
+        if hook.peers is not None:
+            dist.broadcast_object_list(every, src=dist.get_global_rank(hook.peers, 0), group=hook.peers)
+        return every
 
     def state_dict(self) -> dict[str, Any]:
         """The split and the factor of the learning rate; the optimizer's state has that rate."""

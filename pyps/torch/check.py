@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from pyps.errors import InputError
 from pyps.torch.norm import UnevenSyncBatchNorm, equally_weighted
+from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.schedule import PlanLike, read_split
 from pyps.torch.weighted import unweighted
 from pyps.torch.weighting import rows_of
@@ -80,13 +81,13 @@ def check_gradient(
     if plan is not None and (planned := read_split(plan)) != batches:
         raise InputError("check_gradient", "batches", f"{batches}", f"the plan's {planned}")
     whole = tree_map(_to(next(module.parameters()).device), tree_map(_concatenated, *gathered))
-    with _restored(model), equally_weighted(module):
+    with _restored(model, reductions.parameters), equally_weighted(module):
         right = reductions.alone(loss, whole)
         averaged, weighted = reductions.averages(loss, batch, rows_of(batch) / sum(batches))
         with reductions.uncounted():
             is_sum = _is_sum(module, loss, whole)
-    with _restored(model):
-        reduced = _reduced(model, loss, batch)
+    with _restored(model, reductions.parameters):
+        reduced = _reduced(model, loss, batch, reductions.parameters)
     if is_sum:
         right = right / sum(batches)
     known = _Candidates(right, weighted, averaged, averaged * len(batches), reductions.error)
@@ -99,14 +100,16 @@ class _InDDP:
     def __init__(self, model: DistributedDataParallel) -> None:
         self.module: nn.Module = model.module
         self.group: dist.ProcessGroup = model.process_group
+        self.parameters = [p for p in parameters_of(model) if p.requires_grad]
+        self._distance = _Distance(self.parameters, self.group)
 
     def alone(self, loss: Loss, whole: Sequence[Any]) -> torch.Tensor:
         """The gradient of all samples, without a reduction."""
-        return _gradient(self.module, loss, whole)
+        return self._gradient(loss, whole)
 
     def averages(self, loss: Loss, batch: Sequence[Any], share: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The ranks' gradients with equal weights, and with their shares of the samples."""
-        own = _gradient(self.module, loss, batch)
+        own = self._gradient(loss, batch)
         sums = torch.stack([own / dist.get_world_size(self.group), own * share])
         dist.all_reduce(sums, group=self.group)
         return sums[0], sums[1]
@@ -115,7 +118,13 @@ class _InDDP:
         return nullcontext()
 
     def error(self, found: torch.Tensor, right: torch.Tensor) -> float:
-        return float((found - right).norm() / right.norm().clamp_min(1e-300))
+        return self._distance(found, right)
+
+    def _gradient(self, loss: Loss, batch: Sequence[Any]) -> torch.Tensor:
+        """Without reduction, float64 [parameters]; .grad, which DDP hooks into, does not change."""
+        found = torch.autograd.grad(loss(self.module, *batch), self.parameters, allow_unused=True)
+        both = zip(self.parameters, found, strict=True)
+        return _flat(torch.zeros_like(p) if g is None else g for p, g in both)
 
 
 class _InFSDP:
@@ -127,6 +136,8 @@ class _InFSDP:
         self.module: nn.Module = model
         self._shards = ShardedModules(model)
         self.group = self._shards.process_group()
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._distance = _Distance(self.parameters, self.group)
 
     def alone(self, loss: Loss, whole: Sequence[Any]) -> torch.Tensor:
         """The gradient of all samples: the average over ranks that all have them."""
@@ -140,14 +151,12 @@ class _InFSDP:
         return unweighted()
 
     def error(self, found: torch.Tensor, right: torch.Tensor) -> float:
-        squares = torch.stack([(found - right).square().sum(), right.square().sum()])
-        dist.all_reduce(squares, group=self.group)
-        return float((squares[0] / squares[1].clamp_min(1e-300)).sqrt())
+        return self._distance(found, right)
 
     def _plain(self, loss: Loss, batch: Sequence[Any], scale: float) -> torch.Tensor:
         with unweighted(), self._shards.restored():
             self._shards.divide_evenly()
-            return _reduced(self.module, lambda *given: loss(*given) * scale, batch)
+            return _reduced(self.module, lambda *given: loss(*given) * scale, batch, self.parameters)
 
 
 def _reductions_of(model: nn.Module) -> _InDDP | _InFSDP:
@@ -193,18 +202,32 @@ def _cause(found: torch.Tensor, known: _Candidates, module: nn.Module, is_sum: b
     return Cause.SUM if is_summed else Cause.UNKNOWN
 
 
-def _gradient(module: nn.Module, loss: Loss, batch: Sequence[Any]) -> torch.Tensor:
-    """The gradient without reduction, float64 [parameters]; .grad, which DDP hooks into, does not change."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss(module, *batch), trained, allow_unused=True)
-    return _flat(torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True))
+class _Distance:
+    """Relative distances of gradients, float64 [this rank's values], over all parts of a model."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group, self._peers = group, peers_of(parameters, group)
+        ranks = dist.get_world_size(group)
+        ranks *= dist.get_world_size(self._peers) if self._peers is not None else 1
+        counted = ((getattr(p, "_local_tensor", p).numel(), 1 / all_copies(p, ranks)) for p in parameters)
+        self._shares = torch.cat([torch.full((n,), share, dtype=torch.float64) for n, share in counted])
+
+    def __call__(self, found: torch.Tensor, right: torch.Tensor) -> float:
+        shares = self._shares.to(right.device)
+        squares = torch.stack([(shares * x.square()).sum() for x in (found - right, right)])
+        for group in (self._group, self._peers):
+            if group is not None:
+                dist.all_reduce(squares, group=group)
+        return float((squares[0] / squares[1].clamp_min(1e-300)).sqrt())
 
 
-def _reduced(model: nn.Module, loss: Loss, batch: Sequence[Any]) -> torch.Tensor:
+def _reduced(
+    model: nn.Module, loss: Loss, batch: Sequence[Any], trained: Sequence[nn.Parameter]
+) -> torch.Tensor:
     """The gradient as a training step reduces it: float64 [parameters]."""
-    model.zero_grad(set_to_none=True)
+    for parameter in trained:
+        parameter.grad = None
     loss(model, *batch).backward()  # type: ignore[no-untyped-call]
-    trained = [p for p in model.parameters() if p.requires_grad]
     return _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
 
 
@@ -217,9 +240,9 @@ def _is_sum(module: nn.Module, loss: Loss, batch: Sequence[Any]) -> bool:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def _restored(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Puts gradients, buffers and the random state back at the end."""
-    gradients = [(p, p.grad) for p in model.parameters()]
+    gradients = [(p, p.grad) for p in parameters]
     buffers = [(b, b.clone()) for b in model.buffers()]
     with torch.random.fork_rng():
         yield

@@ -41,11 +41,14 @@ from pyps.checkpoint.folder import (
 from pyps.checkpoint.tensors import sync_file, write_error
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
+from pyps.torch.noise import GradientNoise
+from pyps.torch.peers import is_divided, parameters_of
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.rounds import Rounds
 from pyps.torch.weighted import WeightedHook
 from pyps.worker.packing import names_in, pack, unpack
 
+NOISE = "noise.json"  # beside the checkpoints
 OF_A_RANK = (WeightedHook, Rebalancer)  # what has a state of its own on each rank
 TORCH = "2.9"
 dcp: Any = torch.distributed.checkpoint  # its types name none of what is used here
@@ -71,10 +74,13 @@ def save(
     this epoch that were trained; by default those that were handed out, which is wrong where DataLoader
     workers fetch ahead. step: the checkpoint's number, rising; by default the samples trained. group: of the
     ranks; by default all. state: more to save by name: objects with state_dict() (a WeightedHook, a
-    Rebalancer, a scheduler, a GradScaler), or numbers, text, lists and dicts of them. Raises InputError on
-    all ranks if it cannot be written; the last one stays.
+    Rebalancer, a scheduler, a GradScaler), or numbers, text, lists and dicts of them; a GradientNoise also
+    writes noise.json into the folder, for pyps-plan. Raises InputError on all ranks if it cannot be written;
+    the last one stays. Raises it for a tensor-parallel model in DistributedDataParallel, of whose parameters
+    each rank has a part without a name.
     """
     _check_torch()
+    _refuse_divided(model)
     number = step if step is not None else _samples(sampler, rounds)
     tensors: dict[str, torch.Tensor] = {}
     common: dict[str, Any] = {
@@ -106,7 +112,14 @@ def save(
             files={path.name: sync_file(path) for path in sorted(temporary.iterdir())},
         )
 
-    return _first_rank(lambda: fill_folder(Path(folder), number, fill, keep), tensors, group)
+    def write() -> Path:
+        written = fill_folder(Path(folder), number, fill, keep)
+        for value in state.values():
+            if isinstance(value, GradientNoise):
+                value.save(Path(folder) / NOISE)
+        return written
+
+    return _first_rank(write, tensors, group)
 
 
 def load(
@@ -159,6 +172,15 @@ def load(
 def _check_torch() -> None:
     if not hasattr(dcp, "HuggingFaceStorageWriter"):
         raise InputError("pyps.torch.save", "torch", torch.__version__, f"torch {TORCH} or newer")
+
+
+def _refuse_divided(model: torch.nn.Module) -> None:
+    """Raise InputError where DDP has parts of parameters, which have the same name on each of the ranks."""
+    while (inner := getattr(model, "_orig_mod", None)) is not None:
+        model = inner
+    if any(is_divided(parameter) for parameter in parameters_of(model)):
+        found = "a tensor-parallel one in DistributedDataParallel"
+        raise InputError("pyps.torch.save", "model", found, "one that went through fully_shard")
 
 
 def _plain_module(model: torch.nn.Module) -> torch.nn.Module:

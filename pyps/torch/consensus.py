@@ -58,7 +58,9 @@ class Consensus:
     """Numbered decisions of the ranks of a group.
 
     All ranks construct it together: it begins with a broadcast. purpose: the call that needs it, for
-    messages. timeout: seconds to wait for other ranks. Raises InputError that names those that do not come.
+    messages. timeout: seconds to wait for other ranks. peers: the ranks that share a batch, of which the
+    first one reports for all; the decision is the same in all of their groups. Raises InputError that names
+    those that do not come.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Consensus:
         group: dist.ProcessGroup | None = None,
         store: Any = None,
         timeout: float = DEADLINE_SECONDS,
+        peers: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._peers, self._speaks = peers, peers is None or dist.get_rank(peers) == 0
         self._purpose, self._timeout = purpose, timeout
         base = store or dist.distributed_c10d._get_default_store()
         of_group = "" if group is None else group.group_name
@@ -81,13 +85,24 @@ class Consensus:
         work = dist.broadcast(name, src=first, group=group, async_op=True)
         self._wait(work.is_completed, lambda rank: present.add(str(rank), 0) < came)
         work.wait()
+        if peers is not None:
+            dist.broadcast(name, src=dist.get_global_rank(peers, 0), group=peers)
         self._store = PrefixStore(f"pyps/{purpose}/{int(name)}", base)
+
+    @property
+    def decides(self) -> bool:
+        """Whether this rank makes the decisions."""
+        return self.rank == 0 and self._speaks
 
     def agree(self, error: InputError | None) -> None:
         """Every rank calls it with what it refuses, if anything: all raise the first rank's that refuses."""
         own = None if error is None else (error.where, error.field, error.found, error.expected)
+        if self._peers is not None:
+            refusals: list[Any] = [None] * dist.get_world_size(self._peers)
+            dist.all_gather_object(refusals, own, group=self._peers)
+            own = next((refusal for refusal in refusals if refusal is not None), None)
         self.report(-1, _Refusal(own))
-        if self.rank == 0:
+        if self.decides:
             reports = enumerate(self.reports(-1, _Refusal))
             self.decide(-1, _Refusals([(k, report.error) for k, report in reports if report.error]))
         refused = self.decision(-1, _Refusals).found
@@ -98,7 +113,8 @@ class Consensus:
 
     def report(self, number: int, message: msgspec.Struct) -> None:
         """Send what this rank knows for decision `number`."""
-        self._store.set(f"{number}/{self.rank}", msgspec.json.encode(message).decode())
+        if self._speaks:
+            self._store.set(f"{number}/{self.rank}", msgspec.json.encode(message).decode())
 
     def reports(self, number: int, kind: type[Message]) -> list[Message]:
         """The reports of all ranks, in their order; waits for those that have not reported yet."""

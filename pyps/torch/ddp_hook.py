@@ -27,10 +27,11 @@ from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
 from pyps.torch.exchange import quantized_sum
 from pyps.torch.norm import UnevenSyncBatchNorm
+from pyps.torch.peers import own_copies
 from pyps.torch.regroup import Regrouped
 from pyps.torch.residual import Residuals
 from pyps.torch.rounds import Rounds
-from pyps.torch.weighted import WeightedHook
+from pyps.torch.weighted import OwnGradients, WeightedHook
 from pyps.torch.weighting import as_float64, not_zero
 from pyps.worker.quantize import INT4, INT8
 
@@ -54,9 +55,7 @@ class GradientBytes:
 class DDPHook(WeightedHook):
     """The weights of a DistributedDataParallel model, in its communication hook.
 
-    gradient_bytes: bytes sent so far. on_bucket: called with each bucket before it is scaled. round_weights:
-    w_i of the round, and what its gradient is multiplied with, before 1 / W. wire and scaler: as in
-    weighted_hook.
+    gradient_bytes: bytes sent so far. wire and scaler: as in weighted_hook.
     """
 
     def __init__(
@@ -72,11 +71,11 @@ class DDPHook(WeightedHook):
             expected = "one without: one hook each"
             raise InputError("weighted_hook", "model", "one with a communication hook", expected)
         device = next(ddp.parameters()).device
-        super().__init__(ddp, ddp.process_group, device, sampler, count, reduction)
-        self.wire, self.scaler = wire, scaler
+        super().__init__(ddp, ddp.process_group, device, sampler, count, reduction, scaler)
+        self.wire = wire
         self.gradient_bytes = GradientBytes()
-        self.on_bucket: list[Callable[[torch.Tensor], None]] = []
-        self.round_weights: tuple[Any, Any] = 0.0, 0.0
+        self._squares: torch.Tensor | None = None  # of this rank's gradient, in its unit; None: not asked for
+        self._round_weights: tuple[Any, Any] = 0.0, 0.0  # w_i, and the factor of its gradient before 1 / W
         self._residuals = Residuals(ddp.module.named_parameters())
         self.micro_batches = MicroBatches(ddp, reduction == "sum")
         self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
@@ -134,8 +133,10 @@ class DDPHook(WeightedHook):
         if bucket.is_last():
             for observe in self.on_ready:
                 observe()
-        for watch in self.on_bucket:
-            watch(buffer)
+        if self._squares is not None:
+            if bucket.index() == 0:
+                self._squares.zero_()
+            self._squares += self._square_of(bucket)
         elements, ranks = buffer.numel(), dist.get_world_size(self.group)
         self.gradient_bytes.fp32 += 8 * elements * (ranks - 1) // ranks
         if self.wire not in QUANTIZED or ranks == 1:
@@ -150,12 +151,33 @@ class DDPHook(WeightedHook):
                 self._sum_weights(buffer.device, wait=True)
             return self._reduce_quantized(bucket)
 
+    def watch_gradients(self) -> None:
+        """From now on keep the square norm of this rank's gradient."""
+        self._squares = torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def own_gradients(self) -> OwnGradients:
+        """This rank's gradient of the round."""
+        assert self._squares is not None
+        if self.peers is not None:
+            dist.all_reduce(self._squares, group=self.peers)
+        own, unit = (float(x) for x in self._round_weights)
+        square = float(self._squares)
+        return OwnGradients(own, square * unit**2 / own, 1) if own else OwnGradients(0.0, 0.0, 0)
+
+    def _square_of(self, bucket: GradBucket) -> torch.Tensor:
+        """The square norm of a bucket; of what several peers have, this rank's share."""
+        if self.peers is None:
+            return bucket.buffer().double().square().sum()
+        both = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        return torch.stack([g.double().square().sum() / own_copies(p, self.peers) for p, g in both]).sum()
+
     def _begin(self, weight: Any) -> None:
         self.micro_batches.begin(weight)
 
     def _sum_weights(self, device: torch.device, wait: bool) -> None:
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
-        own, unit = self.round_weights = self.micro_batches.reduced(dist.get_rank(self.group))
+        own, unit = self.micro_batches.reduced(dist.get_rank(self.group))
+        self._round_weights = own, unit if self.reduction == "mean" else 1.0
         message, before = self.lockstep.message(as_float64(own, device)), self._total
         work = dist.all_reduce(message, group=self.group, async_op=True)
         total = message[0]

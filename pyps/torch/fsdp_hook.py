@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyps.errors import InputError
 from pyps.torch.accumulate import rows_between
 from pyps.torch.fsdp_shards import ShardedModules
+from pyps.torch.peers import own_copies
 from pyps.torch.rounds import Rounds
 from pyps.torch.schedule import micro_batches
-from pyps.torch.weighted import WeightedHook
+from pyps.torch.weighted import OwnGradients, WeightedHook
 from pyps.torch.weighting import as_float64, not_zero, rows_of
 
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -48,6 +49,41 @@ class _Round:
         self.last = False  # whether the pass that comes next is
         self.is_empty = False  # whether that has no samples of its own
         self.assumed: torch.Tensor | None = None
+
+
+class _Reduced:
+    """What is reduced at once, of a pass or of a round.
+
+    weight: its samples. assumed: the W that it counts in. square: of this rank's gradient of the
+    parameters that were seen.
+    """
+
+    def __init__(self) -> None:
+        self.weight: Any = 0.0
+        self.assumed: Any = 1.0
+        self.square: Any = 0.0
+        self.seen: set[int] = set()
+
+
+class _Squares:
+    """Square norms of this rank's gradients by reduction, and those under way."""
+
+    def __init__(self) -> None:
+        self.done: list[_Reduced] = []  # of this round
+        self.current: _Reduced | None = None
+
+    def add(self, weight: Any, assumed: Any, first: bool) -> None:
+        """A pass goes into the reduction under way. first: of its round."""
+        if first:
+            self.done, self.current = [], None
+        self.current = self.current or _Reduced()
+        self.current.weight, self.current.assumed = self.current.weight + weight, assumed
+
+    def reduced(self) -> None:
+        """It is over."""
+        if self.current is not None:
+            self.done.append(self.current)
+        self.current = None
 
 
 class _Watched(torch.autograd.Function):
@@ -81,16 +117,19 @@ class FSDPHook(WeightedHook):
         sampler: Rounds | None,
         count: Callable[..., Any] | None,
         reduction: str,
+        scaler: Any = None,
     ) -> None:
         assert isinstance(model, torch.nn.Module)
         self._shards = ShardedModules(model)
-        super().__init__(model, self._shards.process_group(), self._shards.device, sampler, count, reduction)
+        group, device = self._shards.process_group(), self._shards.device
+        super().__init__(model, group, device, sampler, count, reduction, scaler)
         self._ranks = dist.get_world_size(self.group)
         self._pass: _Pass | None = None  # in forward()
         self._latest: _Pass | None = None
         self._round: _Round | None = None
         self._running = False  # whether a backward pass is
         self._summed: Any = None  # the work after which `_total` is the sum over ranks
+        self._squares: _Squares | None = None  # of this rank's gradients; None: not asked for
         self._shards.count_waits(self.waiting)
         model.register_forward_hook(self._after_forward)
 
@@ -111,6 +150,41 @@ class FSDPHook(WeightedHook):
         cuts = micro_batches(0, rows, own)
         source = (rows_between(batch, rows, *(cut if cut[0] < cut[1] else (0, 1))) for cut in cuts)
         return self._passes(source, own, not isinstance(parts, int), min(rows, own))
+
+    def watch_gradients(self) -> None:
+        """From now on keep the square norms of this rank's gradients: one for each pass that reduces."""
+        self._squares = _Squares()
+        self._shards.on_gradients(self._reducing)
+
+    def own_gradients(self) -> OwnGradients:
+        """This rank's gradients of the round: one, or where each micro-batch is reduced at once, those."""
+        assert self._squares is not None
+        done = self._squares.done
+        found = torch.zeros(max(1, len(done)), dtype=torch.float64, device=self.device)
+        for number, one in enumerate(done):
+            found[number] = one.square
+        if self.peers is not None:
+            dist.all_reduce(found, group=self.peers)
+        samples, total, count = 0.0, 0.0, 0
+        for one, square in zip(done, found.tolist(), strict=False):
+            if weight := float(one.weight):
+                # What flowed back was N / A times the sum over samples.
+                unit = self._ranks / float(one.assumed)
+                samples, total, count = samples + weight, total + square / unit**2 / weight, count + 1
+        return OwnGradients(samples, total, count)
+
+    def _reducing(self, gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """A group of parameters has its gradients of the passes since the last reduction."""
+        latest = self._squares.current if self._squares is not None else None
+        if latest is None:
+            return  # a pass without weights
+        for parameter, gradient in gradients:
+            if id(parameter) in latest.seen:
+                found = "a module that computes twice in a pass"
+                raise InputError("GradientNoise", "gradients", found, "each once, to tell its square norm")
+            latest.seen.add(id(parameter))
+            square = gradient.double().square().sum()
+            latest.square = latest.square + square / own_copies(parameter, self.peers)
 
     def state_dict(self) -> dict[str, Any]:
         """W of the latest round."""
@@ -209,6 +283,8 @@ class FSDPHook(WeightedHook):
             self._round.weights.append(begun.weight)
             if begun.last:
                 self._total = self._send(sum(self._round.weights))
+        if self._squares is not None:
+            self._squares.add(begun.weight, known, self._round is None or len(self._round.weights) == 1)
         unit: Any = as_float64(begun.weight, self.device) if self.reduction == "mean" else 1.0
         scale: torch.Tensor = self._ranks * unit / known
         return scale
@@ -226,6 +302,8 @@ class FSDPHook(WeightedHook):
     def _own_part_done(self, last: bool) -> None:
         """The backward pass is over on this rank; FSDP2 has still to wait for its reductions."""
         self._running = False
+        if self._squares is not None and self._shards.reduces_any:
+            _engine.queue_callback(self._squares.reduced)  # after FSDP2's own
         if not last:
             return
         for observe in self.on_ready:
@@ -242,6 +320,6 @@ class FSDPHook(WeightedHook):
         ratio = self._round.assumed / not_zero(self._total)
         if self.device.type == "cpu" and float(ratio) == 1.0:
             return
-        gradients: Any = [p.grad for p in self._model.parameters() if p.grad is not None]
+        gradients: Any = [p.grad for p in self._parameters if p.grad is not None]
         shards = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
         torch._foreach_mul_(shards, float(ratio) if self.device.type == "cpu" else ratio)

@@ -60,6 +60,11 @@ class ShardedModules:
         last = self._states[0]._state_ctx.is_last_backward
         return bool(last and all(group.reduce_grads for group in self._groups))
 
+    @property
+    def reduces_any(self) -> bool:
+        """Whether the next backward pass reduces gradients."""
+        return any(group.reduce_grads for group in self._groups)
+
     def reduce_last(self, last: bool) -> None:
         """Whether the next backward pass is the last one of a round; each of them reduces."""
         self._model.set_is_last_backward(last)
@@ -96,6 +101,11 @@ class ShardedModules:
             for state, value in zip(self._states, last, strict=True):
                 state._state_ctx.is_last_backward = value
 
+    def on_gradients(self, watch: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None]) -> None:
+        """Call it with parameters and this rank's own gradients of them, before each reduction."""
+        for group in self._groups:
+            group.post_backward = _watched(group, group.post_backward, watch)
+
     def count_waits(self, waiting: Waiting) -> None:
         """From now on what the groups do in the midst of a pass counts as waiting."""
         for group in self._groups:
@@ -108,6 +118,28 @@ def _groups_of(state: Any) -> list[Any]:
     if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
         groups = [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
+
+
+def _watched(group: Any, method: Callable[..., Any], watch: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def watched(*arguments: Any, **named: Any) -> Any:
+        if group.reduce_grads:
+            watch(list(_own_gradients(group)))
+        return method(*arguments, **named)
+
+    return watched
+
+
+def _own_gradients(group: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A group's parameters and this rank's gradients of them, as they are reduced next."""
+    for parameter in group.fsdp_params:
+        if not hasattr(parameter, "_unsharded_param"):
+            continue
+        parameter.accumulate_unsharded_grad_if_needed()
+        if parameter.unsharded_accumulated_grad is not None:
+            yield parameter.sharded_param, parameter.unsharded_accumulated_grad_data
+        elif parameter.unsharded_param.grad is not None:
+            yield parameter.sharded_param, parameter.unsharded_grad_data
 
 
 def _counted(method: Callable[..., Any], waiting: Waiting) -> Callable[..., Any]:

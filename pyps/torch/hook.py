@@ -56,7 +56,7 @@ def weighted_hook(
         hook.set_weight(n) before each backward().
     reduction: whether the loss is the mean over those w_i, or their sum.
     wire: the type in which DDP's gradients are sent; int8 and int4 with error feedback.
-    scaler: the torch.amp.GradScaler in use, so that kept errors follow its scale.
+    scaler: the torch.amp.GradScaler in use, so that kept errors and GradientNoise follow its scale.
     Raises InputError for another model or one that has a hook, and for an unknown option; in forward(), on
     all ranks, if their data sets or their calls of Rebalancer.step() differ.
     """
@@ -76,4 +76,4 @@ def weighted_hook(
         raise InputError("weighted_hook", "wire", repr(wire), expected)
     from pyps.torch.fsdp_hook import FSDPHook
 
-    return FSDPHook(plain, sampler, count, reduction)
+    return FSDPHook(plain, sampler, count, reduction, scaler)

@@ -46,6 +46,7 @@ def agreed_split(
     max_batch: int | None = None,
     accumulate: int = 1,
     group: dist.ProcessGroup | None = None,
+    peers: dist.ProcessGroup | None = None,
     timeout: float = DEADLINE_SECONDS,
 ) -> Split:
     """The split of B with the shortest round, by all ranks' profiles; all ranks of the group call this.
@@ -54,12 +55,14 @@ def agreed_split(
     profile: of this rank's device. If no rank has one, the batches are equal, for a Rebalancer to improve.
     max_batch: the largest batch that fits this rank.
     accumulate: this rank's micro-batches, each of at least one sample.
+    group, peers: the ranks with different samples, by default all; and those that share this rank's, as in a
+        tensor-parallel group, of which the first one's arguments count.
     timeout: seconds to wait for ranks that do not call this.
     Raises on all ranks InputError if a rank does not come, has a wrong argument or a profile that cannot be
     read, if only some have a profile or they disagree on B; Infeasible if B is too large or too small for the
     ranks.
     """
-    consensus = Consensus("agreed_split", group, timeout=timeout)
+    consensus = Consensus("agreed_split", group, timeout=timeout, peers=peers)
     report, error = None, None
     try:
         report = _report(global_batch, profile, max_batch, accumulate)
@@ -68,7 +71,7 @@ def agreed_split(
     consensus.agree(error)
     assert report is not None
     consensus.report(0, report)
-    if consensus.rank == 0:
+    if consensus.decides:
         consensus.decide(0, _decide(consensus.reports(0, _Report)))
     agreed = consensus.decision(0, _Decision)
     if agreed.input_error:

@@ -134,7 +134,7 @@ class Rebalancer:
         timeout: float = DEADLINE_SECONDS,
     ) -> None:
         _check_types(sampler, hook, window)
-        self._consensus = Consensus("Rebalancer", hook.group, store, timeout)
+        self._consensus = Consensus("Rebalancer", hook.group, store, timeout, hook.peers)
         self.min_batch, self.batch_multiple = max(sampler.accumulation, min_batch), batch_multiple
         prior, self.max_batch = self._agreed_prior(sampler, profile, max_batch)
         self.window, self.deadband = window, deadband
@@ -142,7 +142,7 @@ class Rebalancer:
         self.states: list[RankState] = []
         self.observers: list[Callable[[Rebalancer], None]] = []
         self.steps = 0
-        self.group = hook.group
+        self.hook = hook
         self._sampler = sampler
         self._device = OnlineCost(prior)
         self._lockstep = hook.lockstep
@@ -166,7 +166,7 @@ class Rebalancer:
         number, step = divmod(self.steps, self.window)
         if step == 0:
             self._consensus.report(number, self._window_ended())
-        elif step == 1 and number and self._consensus.rank == 0:
+        elif step == 1 and number and self._consensus.decides:
             self._consensus.decide(number, self._decide(self._consensus.reports(number, _Report)))
         elif step == 2 and number:
             self._adopt(self._consensus.decision(number, _Decision))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.torch.lockstep import Lockstep
+from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.rounds import Rounds
 from pyps.torch.waiting import Waiting
 from pyps.torch.weighting import note_weights, rows_of
@@ -21,11 +22,21 @@ _hooked: WeakSet[torch.nn.Module] = WeakSet()
 _suspended = False
 
 
+class OwnGradients(NamedTuple):
+    """A rank's mean gradients g of b samples: the sum of b, the sum of b |g|^2, and how many they are."""
+
+    samples: float
+    squares: float
+    gradients: int
+
+
 class WeightedHook(ABC):
     """Made by weighted_hook, which lists the parameters.
 
-    group, device: of the ranks, and of the gradients. on_ready: functions called when this rank has the last
-    gradient of a round, before it is sent. waiting: the time in a step that is not this rank's own.
+    group, device: of the ranks with samples of their own, and of the gradients. peers: the ranks with the
+    same samples, such as a tensor-parallel group; None if there are none. on_ready: functions called when
+    this rank has the last gradient of a round, before it is sent. waiting: the time in a step that is not
+    this rank's own. scaler: the GradScaler in use.
     """
 
     def __init__(
@@ -36,11 +47,14 @@ class WeightedHook(ABC):
         sampler: Rounds | None,
         count: Callable[..., Any] | None,
         reduction: str,
+        scaler: Any,
     ) -> None:
         if model in _hooked:
             raise InputError("weighted_hook", "model", "one with a hook", "one without: one hook each")
         note_weights()
-        self.group, self.device, self.reduction = group, device, reduction
+        self.group, self.device, self.reduction, self.scaler = group, device, reduction, scaler
+        self._parameters = parameters_of(model)
+        self.peers, self._compared = peers_of(self._parameters, group), False
         self.on_ready: list[Callable[[], None]] = []
         self.waiting = Waiting(device)
         self.lockstep = Lockstep(dist.get_rank(group), dist.get_world_size(group), sampler)
@@ -51,7 +65,7 @@ class WeightedHook(ABC):
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Those of the model."""
-        return self._model.parameters()
+        return iter(self._parameters)
 
     @abstractmethod
     def set_weight(self, weight: Any) -> None:
@@ -76,6 +90,27 @@ class WeightedHook(ABC):
         return self._rounds(loader, self._sampler.accumulations)
 
     @abstractmethod
+    def watch_gradients(self) -> None:
+        """From now on keep what own_gradients() gives."""
+
+    @abstractmethod
+    def own_gradients(self) -> OwnGradients:
+        """Those of this rank since the last call, before they were reduced."""
+
+    def square_norm(self) -> float:
+        """Of the reduced gradient, over all of the model's parts; all ranks call this."""
+        ranks = dist.get_world_size(self.group) * (dist.get_world_size(self.peers) if self.peers else 1)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                own: Any = getattr(parameter.grad, "_local_tensor", parameter.grad)
+                total += own.double().square().sum() / all_copies(parameter, ranks)
+        dist.all_reduce(total, group=self.group)
+        if self.peers is not None:
+            dist.all_reduce(total, group=self.peers)
+        return float(total)
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What the next round needs of the earlier ones, on this rank."""
 
@@ -95,7 +130,20 @@ class WeightedHook(ABC):
         if _suspended or not torch.is_grad_enabled() or not module.training:
             return
         self.lockstep.compare()
-        self._begin(self._count(*args, **kwargs) if self._count else rows_of((args, kwargs)))
+        weight = self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
+        if self.peers is not None and not self._compared:
+            self._compare(float(weight))
+        self._begin(weight)
+
+    def _compare(self, weight: float) -> None:
+        """Raise InputError if the peers' first batches differ, before they wait for each other."""
+        self._compared = True
+        weights: list[Any] = [None] * dist.get_world_size(self.peers)
+        dist.all_gather_object(weights, weight, group=self.peers)
+        if len(set(weights)) > 1:
+            listed = ", ".join(f"{one:.0f}" for one in weights)
+            expected = "the same batch on all ranks of a tensor-parallel group"
+            raise InputError("weighted_hook", "samples of the first batch", f"{listed} on peers", expected)
 
     def _check_first(self, total: float) -> None:
         """Raise InputError if the samples of the first round are not the sampler's."""

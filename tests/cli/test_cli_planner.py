@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from pyps.cli import main_plan
-from pyps.formats import Device, ModelInfo, Point, Profile, read_plan, write_json
+from pyps.formats import Device, GradientNoiseRecord, ModelInfo, Point, Profile, read_plan, write_json
 
 CLUSTER = """
 [job]
@@ -119,6 +119,26 @@ def test_the_global_batch_may_be_chosen(shell: Shell) -> None:
     done = shell("cluster.toml", "--global-batch", "auto", text=plain)
     assert done.code == 2
     assert "goodput" in done.err
+
+
+def test_the_noise_may_come_from_a_run(shell: Shell) -> None:
+    """From the file that GradientNoise has written; the table's own numbers come before."""
+    Path("run").mkdir()
+    write_json("run/noise.json", GradientNoiseRecord(noise_scale=1000.0, base_batch=64, steps=500))
+    numbers = "noise_scale = 1000.0\nbase_batch = 64\n"
+    assert shell("cluster.toml", "--global-batch", "auto", "-o", "own.json").code == 0
+    for table in ('noise = "run/noise.json"\n', 'noise = "run/noise.json"\nbase_batch = 64\n'):
+        text = CLUSTER.replace(numbers, table)
+        assert shell("cluster.toml", "--global-batch", "auto", "-o", "measured.json", text=text).code == 0
+        assert read_plan("measured.json") == read_plan("own.json")
+    text = CLUSTER.replace(numbers, 'noise = "run/noise.json"\n')
+    for path, said in (("fast.json", "pyps.noise/1"), ("no.json", "no file at no.json")):
+        done = shell("cluster.toml", text=text.replace("run/noise.json", path))
+        assert done.code == 2
+        assert said in done.err
+    done = shell("cluster.toml", text=CLUSTER.replace(numbers, "base_batch = 64\n"))
+    assert done.code == 2
+    assert "goodput.noise_scale: found nothing" in done.err
 
 
 def test_what_if_says_gain_or_loss(shell: Shell) -> None:

@@ -12,7 +12,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from pyps.formats import Cluster, Fit, Profile, encode, schema
+from pyps.formats import Cluster, Fit, GradientNoiseRecord, Profile, encode, schema
 from pyps.formats.__main__ import PUBLISHED, schema_file
 from pyps.formats.checkpoint import Checkpoint, TensorFile, signed
 from pyps.solver.plan import make_plan
@@ -54,7 +54,7 @@ price_per_hour = 1.0
 def whole() -> tuple[dict[str, Any], ...]:
     """A cluster file that uses every table, its plan, and the profile of both groups, as plain data.
 
-    Before them a checkpoint of a run by the plan.
+    Before them a checkpoint of a run by the plan; after them what a run has measured of its gradients' noise.
     """
     raw = tomllib.loads(CLUSTER)
     fit = Fit(kind="affine", per_sample_seconds=0.001, trusted_min_batch=1, trusted_max_batch=99)
@@ -68,7 +68,8 @@ def whole() -> tuple[dict[str, Any], ...]:
     checkpoint = Checkpoint(
         made_with="1", unix_seconds=1.0, version=3, plan=plan, state={"round": 1}, files={"a": file}
     )
-    return signed(checkpoint), raw, json.loads(encode(plan)), json.loads(encode(profile))
+    noise = json.loads(encode(GradientNoiseRecord(noise_scale=1000.0, base_batch=64, steps=10)))
+    return signed(checkpoint), raw, json.loads(encode(plan)), json.loads(encode(profile)), noise
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

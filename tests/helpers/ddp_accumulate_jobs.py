@@ -180,7 +180,7 @@ def misused(group: dist.ProcessGroup) -> list[str]:
 
 
 def noise_scales(
-    group: dist.ProcessGroup, batches: list[int], parts: int, scaled: bool, steps: int
+    group: dist.ProcessGroup, batches: list[int], parts: int, scaled: bool, sums: bool, steps: int
 ) -> tuple[float | None, float]:
     """The measured noise scale of random batches at fixed parameters, and the exact one."""
     inputs, targets = numbers(3, 400, torch.float64)
@@ -193,14 +193,14 @@ def noise_scales(
     exact = float(samples.var(0, correction=0).sum() / samples.mean(0).square().sum())
     ddp = DistributedDataParallel(model, process_group=group)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=scaled, init_scale=2.0**10)
-    hook = weighted_hook(ddp, scaler=scaler)
+    hook = weighted_hook(ddp, scaler=scaler, reduction="sum" if sums else "mean")
     noise = GradientNoise(hook, memory=0.999)
     draws = torch.Generator().manual_seed(7)
     for _ in range(steps):
         rows = torch.randint(400, (sum(batches),), generator=draws)[mine(batches, group)]
         ddp.zero_grad()
         for x, y in hook.accumulate([inputs[rows], targets[rows]], parts):
-            scaler.scale(square(ddp, x, y)).backward()
+            scaler.scale(square(ddp, x, y) * (len(x) if sums else 1)).backward()
         noise.step()
     state = noise.state_dict()
     noise.load_state_dict(state)

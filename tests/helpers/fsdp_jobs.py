@@ -29,6 +29,7 @@ from pyps.torch import (
     check_gradient,
     weighted_hook,
 )
+from pyps.torch.schedule import micro_batches
 from pyps.torch.timer import ComputeTimer
 
 LENGTH = 46  # of the data set of the runs that stop and go on: the last round of an epoch is short
@@ -202,7 +203,7 @@ def misused(group: dist.ProcessGroup) -> list[str]:
     mute = fully_shard(Mute(), mesh=mesh)
     weighted_hook(mute)
     said.append(said_by(lambda: mute(batch[0])))
-    said.append(said_by(lambda: GradientNoise(hook)))
+    said.append(said_by(lambda: GradientNoise(model)))
     return said
 
 
@@ -335,3 +336,52 @@ def timed(group: dist.ProcessGroup, seconds: float, steps: int) -> list[float]:
     finished = timer.finished()
     assert [step for step, _ in finished] == list(range(steps))
     return [seconds for _, seconds in finished]
+
+
+def noise_found(group: dist.ProcessGroup, batches: list[int], parts: int | list[int], replicas: int) -> Any:
+    """Noise and signal by hooks of DDP and of FSDP2 in the same rounds, and those of the micro-batches."""
+    alone = net(torch.float64)
+    count = dist.get_world_size(group)
+    models: list[Any] = [
+        DistributedDataParallel(copy.deepcopy(alone), process_group=group),
+        sharded(copy.deepcopy(alone), mesh_of(group, replicas)),
+    ]
+    hooks = [weighted_hook(model) for model in models]
+    noises = [GradientNoise(hook, 0.5) for hook in hooks]
+    own_parts = parts if isinstance(parts, int) else parts[dist.get_rank(group)]
+    for number in range(4):
+        whole = numbers(number, sum(batches), torch.float64)
+        batch = [x[mine(batches, group)] for x in whole]
+        for model, hook, noise, cut in zip(models, hooks, noises, (own_parts, parts), strict=True):
+            model.zero_grad()
+            if number == 2:  # a check in between leaves no trace
+                check_gradient(model, square, batch)
+            for micro in [batch] if parts == 1 else hook.accumulate(batch, cut):
+                square(model, *micro).backward()
+            noise.step()
+    pieces = [
+        (low, high)
+        for rank in range(count)
+        for low, high in micro_batches(
+            sum(batches[:rank]), sum(batches[: rank + 1]), parts if isinstance(parts, int) else 1
+        )
+    ]
+    averaged = [noise.state_dict()["sums"][:2] for noise in noises]
+    return averaged, pooled(alone, sum(batches), pieces, 4), noises[1].batch
+
+
+def pooled(alone: Any, count: int, pieces: list[tuple[int, int]], rounds: int) -> list[float]:
+    """Noise and signal by their definition: from the gradients of these pieces of each round."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for number in range(rounds):
+        inputs, targets = numbers(number, count, torch.float64)
+        parameters = list(alone.parameters())
+        whole = flat(torch.autograd.grad(square(alone, inputs, targets), parameters))
+        spread = 0.0
+        for low, high in pieces:
+            one = flat(torch.autograd.grad(square(alone, inputs[low:high], targets[low:high]), parameters))
+            spread += (high - low) * float((one - whole).square().sum())
+        noise = spread / (len(pieces) - 1)
+        signal = float(whole.square().sum()) - noise / count
+        sums = 0.5 * sums + 0.5 * torch.tensor([noise, signal], dtype=torch.float64)
+    return sums.tolist()  # type: ignore[no-any-return]

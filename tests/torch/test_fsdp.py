@@ -129,4 +129,22 @@ def test_misuse(ranks: Ranks) -> None:
         assert "accumulate: parts: found 0" in said[3]
         assert "rounds: sampler: found None" in said[4]
         assert "output of forward(): found Tensor without a tensor that has a gradient" in said[5]
-        assert "GradientNoise: hook: found FSDPHook" in said[6]
+        assert (
+            "GradientNoise: hook: found FSDPSequential; expected what weighted_hook(model) gives" in said[6]
+        )
+
+
+@pytest.mark.parametrize(
+    ("batches", "parts", "replicas"),
+    [([20, 7], 1, 1), ([5, 30, 2, 8], 1, 2), ([12, 9], 3, 1), ([20, 9, 6], [4, 3, 1], 1)],
+)
+def test_the_noise_scale_is_that_of_the_gradients(
+    ranks: Ranks, batches: list[int], parts: int | list[int], replicas: int
+) -> None:
+    """Where all cut alike, each micro-batch is reduced at once, and counts as a gradient of its own."""
+    for (by_ddp, by_fsdp), expected, batch in ranks.run(
+        len(batches), jobs.noise_found, batches, parts, replicas
+    ):
+        assert by_fsdp == pytest.approx(expected, rel=1e-9)
+        assert parts == 3 or by_ddp == pytest.approx(expected, rel=1e-9)
+        assert batch == sum(batches)

@@ -19,7 +19,7 @@ from pyps.solver import Cost, Line
 from pyps.solver.online.decide import Split, best_split, decide, gain_worth_a_change, round_seconds
 from pyps.solver.online.refit import OnlineCost, stretched
 from pyps.solver.online.window import settled
-from pyps.torch import Rebalancer, SplitChange, to_sink
+from pyps.torch import GradientNoise, Rebalancer, SplitChange, to_sink
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
@@ -212,3 +212,7 @@ def test_an_observer_writes_to_a_sink() -> None:
     observe(balance), observe(balance)
     assert sink.readings == {("replans", None): 1.0, ("batch", 0): 10.0, ("batch", 1): 6.0}
     assert sink.notes == [(5, str(Balanced.history[0]))]
+    noise = GradientNoise.__new__(GradientNoise)
+    noise.load_state_dict({"sums": [6.0, 0.5, 1.0]})
+    to_sink(sink, noise)(balance)
+    assert sink.readings["noise_scale", None] == 12.0
