@@ -1,9 +1,8 @@
-"""A script for torchrun that can be stopped at any step: argv is the folder for the checkpoint and the notes,
-and the number of ranks that may finish.
+"""A script for torchrun that can be stopped at any step: argv is the folder for the checkpoint and the notes.
 
-Each rank notes the samples of every step before it computes them: a step that counts has all its notes. The
-ranks of the first start, and of one with another number of ranks, never end: after HOLD_STEPS they wait until
-torchrun starts them again.
+Each rank notes the samples of every step before it computes them: a step that counts has all its notes. Ranks
+finish if they start when the folder holds a file `last`; others take HOLD_STEPS, then wait until torchrun
+starts them again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyps.torch import UnevenBatchSampler, agreed_split, weighted_hook
 
 B, SAMPLES, EVERY = 24, 24 * 40 + 7, 4
-HOLD_STEPS, STEP_SECONDS = 30, 0.05  # of a start that does not finish
+HOLD_STEPS, STEP_SECONDS = 9, 0.05  # of a start that does not finish
 
 
 def wait_for_restart() -> NoReturn:
@@ -34,12 +33,13 @@ def wait_for_restart() -> NoReturn:
         time.sleep(STEP_SECONDS)
 
 
-def main(folder: Path, last_ranks: int) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    started = torch.tensor([time.time()], dtype=torch.float64)
-    dist.broadcast(started, 0)
+    said = torch.tensor([time.time(), (folder / "last").exists()], dtype=torch.float64)
+    dist.broadcast(said, 0)
+    started, finishes = said[0].item(), bool(said[1])
     sampler = UnevenBatchSampler(SAMPLES, agreed_split(B, max_batch=20))
     model = DistributedDataParallel(nn.Linear(1, 1))
     weighted_hook(model)
@@ -50,12 +50,11 @@ def main(folder: Path, last_ranks: int) -> None:
         model.load_state_dict(state["model"])
         sampler.load_state_dict(state["sampler"])
         done = state["steps"]
-    finishes = done > 0 and ranks == last_ranks
     notes = (folder / f"notes-{os.getpid()}.jsonl").open("a")
     loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_sampler=sampler)
     for number, (rows,) in enumerate(loader, done):
         note = {
-            "started": started.item(),
+            "started": started,
             "step": number,
             "ranks": ranks,
             "rows": rows.tolist(),
@@ -72,10 +71,10 @@ def main(folder: Path, last_ranks: int) -> None:
             (folder / "new.pt").rename(checkpoint)
         if not finishes:
             time.sleep(STEP_SECONDS)
-            if number + 1 >= HOLD_STEPS:
+            if number + 1 >= done + HOLD_STEPS:
                 wait_for_restart()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]))
     dist.destroy_process_group()
