@@ -3,7 +3,7 @@
 Trains the model of examples/local_steps on four workers of speeds 1 to 4, in virtual time (so the machine's
 speed does not matter): every gradient, decision and outer step is real. Compares uneven synchronous steps
 with rounds of local steps: equal and planned numbers, synchronous and not, with jitter, with a worker that
-stands still, and over a slow link. Then 64 workers on wide-area links, times alone.
+stands still, and over a slow link.
 """
 
 from __future__ import annotations
@@ -253,32 +253,6 @@ def on_a_link() -> str:
     return table(rows)
 
 
-def wide_area() -> str:
-    """64 workers of speeds 1 to 4, each on its own link of 25 MB/s and 40 ms, 100 million parameters."""
-    rows = [["local steps", "planned, seconds a round", "equal", "planned is faster by"]]
-    speeds = [SPEEDS[k % 4] for k in range(64)]
-    for steps in (1, 10, 50, 250):
-        found = []
-        for counts in ([4 * steps * s // 10 for s in speeds], [steps] * 64):
-            workers = tuple(
-                SimWorker(
-                    f"w{k}",
-                    LOCAL * max(1, count),
-                    lambda n, speed=speed: ONCE * n / speed,
-                    Jitter(sigma=0.1),
-                    bandwidth=25e6,
-                    latency=0.04,
-                    micro_batch=LOCAL,
-                )
-                for k, (count, speed) in enumerate(zip(counts, speeds, strict=True))
-            )
-            scenario = Scenario(workers, up_bytes=1e8, down_bytes=1e8, local=True)
-            result = simulate(scenario, "bsp", iterations=20)
-            found.append(result.seconds / result.samples * LOCAL * 64 * steps)
-        rows.append([str(steps), f"{found[0]:.1f}", f"{found[1]:.1f}", f"{found[1] / found[0]:.2f}x"])
-    return table(rows)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
@@ -295,7 +269,6 @@ def main() -> int:
     sections = {
         "losses": losses(curves, cases, seeds, options.target),
         "link": on_a_link(),
-        "wide": wide_area(),
     }
     for text in sections.values():
         print(text, end="\n\n")

@@ -35,7 +35,7 @@ from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, eva
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.links import LinkCost, in_series
-from pyps.solver.local_steps import round_samples
+from pyps.solver.local_steps import idle_warning, round_samples
 from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
 from pyps.solver.milp.relaxed import subset_bound
@@ -308,6 +308,8 @@ def plan_of(
     if in_rounds and (found := r2sp.remedies) is not None:
         r2sp = msgspec.structs.replace(r2sp, remedies=msgspec.structs.replace(found, global_batch=None))
     warnings = warnings_of(ranks, workers, constrained.has_side_constraints)
+    if constrained.minimises_iteration:
+        warnings += idle_warning(cluster, workers, seconds)
     if len(used) < len(workers) and not in_rounds and (least := all_used_from(constrained)) is not None:
         warnings.append(f"from a global batch of {least:,} on, all workers would be used")
     if constrained.pace.kind == "turns" or not cluster.run.is_stated:

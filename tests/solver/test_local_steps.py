@@ -77,20 +77,41 @@ def test_one_transfer_for_all_steps_of_a_round() -> None:
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_brute_force(data: st.DataObject) -> None:
-    """No numbers of local steps, of as many in all, let the slowest end earlier."""
+    """No samples of workers, of as many in all, let the slowest end earlier."""
     count = data.draw(st.integers(1, 3))
     fits = [(data.draw(st.integers(1, 9)), data.draw(st.integers(0, 9))) for _ in range(count)]
-    size, steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    size, steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     plan = planned([profile(0.01 * a, 0.01 * c) for a, c in fits], size * count, steps)
-    seconds = [0.01 * (a * size + c) for a, c in fits]
+    samples = size * count * steps
     best = min(
-        max(n * s for n, s in zip(split, seconds, strict=True))
-        for split in itertools.product(range(steps * count + 1), repeat=count)
-        if sum(split) == steps * count
+        max(0.01 * (a * n - c * (-n // size)) for n, (a, c) in zip(split, fits, strict=True))
+        for split in itertools.product(range(samples + 1), repeat=count)
+        if sum(split) == samples
     )
     assert plan.iteration_seconds == pytest.approx(best)
-    assert sum(w.accumulation for w in plan.workers if w.batch) == steps * count
-    assert all(w.micro_batch == size for w in plan.workers if w.batch)
+    assert all(w.micro_batch == min(w.batch, size) for w in plan.workers if w.batch)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_few_local_steps_end_together(steps: int) -> None:
+    """Speeds of which no small numbers of whole steps are in proportion."""
+    speeds = (1.0, 1.7, 2.9)
+    plan = planned([profile(0.01 / speed, 0.0) for speed in speeds], 150, steps)
+    assert plan.iteration_seconds < 1.02 * 0.01 * 150 * steps / sum(speeds)
+    assert not [line for line in plan.warnings if "idle" in line]
+
+
+def test_steps_that_must_be_whole_are_and_idle_workers_are_said() -> None:
+    """With a batch_multiple all steps are alike; the plan says what that costs, and what would help."""
+    speeds = (1.0, 1.7, 2.9)
+    profiles = [profile(0.01 / speed, 0.0) for speed in speeds]
+    plan = planned(profiles, 150, 2, batch_multiple=10)
+    assert [w.batch for w in plan.workers] == [50, 100, 150]
+    idle = 1 - plan.workers[0].predicted_seconds / plan.iteration_seconds
+    assert plan.warnings == [
+        f"w0: idle for {idle:.1%} of a round, which has 2 local steps of 50 samples on average: "
+        "more of them, or a smaller global_batch, would fit better"
+    ]
 
 
 def test_what_memory_holds_is_a_local_step() -> None:
