@@ -51,12 +51,13 @@ LOOK_SECONDS, DEADLINE_SECONDS = 0.2, 1500.0
 
 @dataclass(frozen=True)
 class Way:
-    """Local steps: how many on average, the policy, whether transfers overlap with compute."""
+    """Local steps: how many on average, the policy, whether transfers overlap with compute; both codecs."""
 
     title: str
     steps: int
     policy: str
     pipeline: bool = False
+    codec: str = "int8"
 
 
 WAYS = (
@@ -111,13 +112,9 @@ def local_steps(pair: Shaped, options: argparse.Namespace, way: Way, seed: int) 
         address = stack.enter_context(served(pair, folder))
         before, runs = crossed(pair), []
         for host in (0, 1):
-            ranks = ",".join(str(rank) for rank, at in enumerate(HOSTS) if at == host)
-            command = [program("pyps"), "run", "--plan", str(plan), "--samples", str(options.samples)]
-            command += ["--throttle-from", str(folder / "devices.toml"), "--connect", address]
-            command += ["--ranks", ranks, "--run-dir", str(folder / f"run{host}"), "--json"]
-            command += ["--seed", str(seed), str(HERE / "local_link_worker.py")]
+            words = new_run(folder, options, host, plan, address, seed)
             said = stack.enter_context((folder / f"out{host}").open("wb"))
-            runs.append(start(stack, pair, host, command, environment(options, seed), said))
+            runs.append(start(stack, pair, host, words, environment(options, seed), said))
         versions = watched(runs, options.every)
         wait_for(runs)
         sent = crossed(pair) - before
@@ -138,11 +135,25 @@ def local_steps(pair: Shaped, options: argparse.Namespace, way: Way, seed: int) 
     return Found(curve, sent, lasted * sum(UNEVEN) / options.samples)
 
 
+def new_run(
+    folder: Path, options: argparse.Namespace, host: int, plan: Path, address: str, seed: int
+) -> list[str]:
+    """The command of a host's `pyps run`, in folder/run0 or run1.
+
+    options: of this benchmark. plan, address: of the run and its store. seed: of the samples' order.
+    """
+    ranks = ",".join(str(rank) for rank, at in enumerate(HOSTS) if at == host)
+    command = [program("pyps"), "run", "--plan", str(plan), "--samples", str(options.samples)]
+    command += ["--throttle-from", str(folder / "devices.toml"), "--connect", address]
+    command += ["--ranks", ranks, "--run-dir", str(folder / f"run{host}"), "--json"]
+    return [*command, "--seed", str(seed), str(HERE / "local_link_worker.py")]
+
+
 def planned(folder: Path, options: argparse.Namespace, way: Way) -> Path:
     """The plan of a way, by pyps-plan, and devices.toml next to it, in which links are not emulated."""
     parameters = sum(p.numel() for p in Transformer().parameters())
     text = f'[job]\nglobal_batch = {sum(UNEVEN)}\n[run]\npolicy = "{way.policy}"\nlocal_steps = {way.steps}\n'
-    text += f'codec = "int8"\npull_codec = "int8"\npipeline = {str(way.pipeline).lower()}\n'
+    text += f'codec = "{way.codec}"\npull_codec = "{way.codec}"\npipeline = {str(way.pipeline).lower()}\n'
     text += f'[[shared]]\nname = "link"\nbandwidth = {options.mbit * 1e6 / 8 * HEADERS}\n'
     for rank, seconds in enumerate(sample_seconds(options)):
         profile = {
@@ -152,7 +163,7 @@ def planned(folder: Path, options: argparse.Namespace, way: Way) -> Path:
             "points": [{"batch": b, "seconds": seconds * b} for b in (1, 4, 16, 64)],
         }
         (folder / f"w{rank}.json").write_bytes(msgspec.json.encode(profile))
-        text += f'[[worker]]\nname = "w{rank}"\nprofile = "w{rank}.json"\n'
+        text += f'[[worker]]\nname = "w{rank}"\nprofile = "w{rank}.json"\nrequired = true\n'
         text += 'shares = ["link"]\n' if HOSTS[rank] else ""
     (folder / "cluster.toml").write_text(text)
     (folder / "devices.toml").write_text(text.replace('shares = ["link"]\n', ""))

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from record import DOCS, table
+from record import table, write_section
 from torch import nn
 
 from pyps import Hyper
@@ -36,13 +36,15 @@ from train import Transformer, loss_of
 
 Vector = NDArray[np.float64]
 Curve = list[tuple[float, int, float]]  # seconds, samples, held-out loss
-PAGE = DOCS / "results" / "local-steps.md"
+PAGE = "local-steps.md"
 SPEEDS = (1, 2, 3, 4)
 LOCAL, STEPS = 5, 10  # samples of a local step; local steps on average
 ONCE = 0.1  # seconds of a sample at speed 1
 SAMPLES = 18_000  # 1.15 million tokens
 INNER = Hyper(lr=0.008, weight_decay=0.01)  # the best of 0.003, 0.005, 0.008 and 0.012, each step or not
+FEW, FEW_INNER = 2, Hyper(lr=0.006, weight_decay=0.01)  # samples of a smaller local step
 OUTER = Hyper(lr=1.0)  # the default
+AHEAD = Hyper(lr=0.75, momentum=0.3, nesterov=True)  # what a worker pulls is ahead by it
 EQUAL = (STEPS * LOCAL,) * len(SPEEDS)
 NO_JITTER, JITTER = Jitter(), Jitter(sigma=0.5)
 STALLS = tuple(
@@ -50,9 +52,12 @@ STALLS = tuple(
 )
 
 
-def planned(steps: int) -> tuple[int, ...]:
-    """Samples of a round of so many local steps on average, by worker, so that all end together."""
-    return tuple(steps * LOCAL * len(SPEEDS) * speed // sum(SPEEDS) for speed in SPEEDS)
+def planned(steps: int, local: int = LOCAL) -> tuple[int, ...]:
+    """Samples of a round of so many local steps on average, by worker, so that all end together.
+
+    local: samples of a step.
+    """
+    return tuple(steps * local * len(SPEEDS) * speed // sum(SPEEDS) for speed in SPEEDS)
 
 
 PLANNED = planned(STEPS)
@@ -94,7 +99,10 @@ class Characters:
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train. batches: of a step or a round, by worker. outer: None: AdamW takes each step itself."""
+    """A way to train. batches: of a step or a round, by worker. outer: None: AdamW takes each step itself.
+
+    local: samples of a local step. inner: AdamW's constants.
+    """
 
     title: str
     batches: tuple[int, ...]
@@ -103,6 +111,8 @@ class Case:
     merges: int = 0
     jitter: Jitter = NO_JITTER
     faults: tuple[Fault, ...] = ()
+    local: int = LOCAL
+    inner: Hyper = INNER
 
     def scenario(self) -> Scenario:
         workers = tuple(
@@ -111,7 +121,7 @@ class Case:
                 batch,
                 lambda n, speed=speed: ONCE * n / speed,
                 self.jitter,
-                micro_batch=LOCAL if self.outer else 0,
+                micro_batch=self.local if self.outer else 0,
             )
             for k, (batch, speed) in enumerate(zip(self.batches, SPEEDS, strict=True))
         )
@@ -142,9 +152,9 @@ class Case:
             iterations=SAMPLES // scenario.global_batch,
             seed=seed,
             objective=Characters(seed),
-            lr=outer or INNER,
-            optimizer="adamw" if outer is None else "sgd",
-            local=LocalOptimizer("adamw", INNER) if outer is not None else None,
+            lr=outer or self.inner,
+            optimizer="adamw" if outer is None else "momentum" if outer.momentum else "sgd",
+            local=LocalOptimizer("adamw", self.inner) if outer is not None else None,
             measure_every=1000,
         )
         return list(result.curve)
@@ -162,7 +172,12 @@ CASES = (
     Case("planned, 3 local steps", planned(3)),
     Case("planned, 1 local step", planned(1)),
     FREE,
+    replace(FREE, title="planned, asynchronous, momentum 0.3 outside", outer=AHEAD),
     MERGED,
+    Case("every step, global batch of 8", (1, 2, 2, 3), outer=None, inner=FEW_INNER),
+    Case("planned local steps, global batch of 8", planned(STEPS, FEW), local=FEW, inner=FEW_INNER),
+)
+DELAYED = (
     replace(SYNC, title="planned, jitter", jitter=JITTER),
     replace(MERGED, title="planned, asynchronous, merged 3 times, jitter", jitter=JITTER),
     replace(SYNC, title="planned, a worker stands still", faults=STALLS),
@@ -184,32 +199,55 @@ def trained(work: tuple[Case, int]) -> Curve:
     return case.train(seed)
 
 
-def losses(
-    curves: dict[tuple[Case, int], Curve], cases: Sequence[Case], seeds: Sequence[int], target: float | None
-) -> str:
-    """Of each case the loss in the end, and seconds and samples to a target; by default one that the
-    synchronous cases reach.
-    """
+def losses(curves: dict[tuple[Case, int], Curve], cases: Sequence[Case], seeds: Sequence[int]) -> str:
+    """Of each case the loss in the end, and seconds and samples to a target that those in rounds reach."""
     heading = ["held-out loss", "over every step", "over planned", "seconds to the target", "samples to it"]
-    rows = [["", *heading]]
-    worst = {s: max(curves[c, s][-1][2] for c in (DDP, EVEN, SYNC) if c in cases) for s in seeds}
-    goal = {s: target or 1.005 * worst[s] for s in seeds}
+    rows = [["", *heading, "over every step's"]]
+    goal = {s: 1.005 * max(curves[c, s][-1][2] for c in (DDP, EVEN, SYNC) if c in cases) for s in seeds}
     for case in cases:
         ends = [curves[case, s][-1][2] for s in seeds]
         over = [
             [curves[case, s][-1][2] / curves[other, s][-1][2] for s in seeds]
             for other in (DDP, SYNC if SYNC in cases else DDP)
         ]
-        found = [until(curves[case, s], goal[s]) for s in seeds]
-        reached = [f for f in found if f is not None]
         row = [spread(ends, ".3f"), *(spread(ratios, ".3f") for ratios in over)]
-        if len(reached) == len(found):
-            row += [spread([f[which] for f in reached], ".0f") for which in (0, 1)]
-        else:
-            row += [f"{len(found) - len(reached)} of {len(found)} never", ""]
-        rows.append([case.title, *row])
-    note = f"Targets: {', '.join(f'{goal[s]:.3f}' for s in seeds)}, by seed."
-    return f"{table(rows)}\n\n{note}"
+        rows.append([case.title, *row, *reached(curves, case, DDP, goal)])
+    return f"{table(rows)}\n\n{targets(goal)}"
+
+
+def delays(curves: dict[tuple[Case, int], Curve], seeds: Sequence[int]) -> str:
+    """Seconds to a loss that all cases with delays reach, for each pair of rounds and none."""
+    goal = {s: 1.005 * max(curves[c, s][-1][2] for c in DELAYED) for s in seeds}
+    rows = [["", "held-out loss", "seconds to the target", "times as fast"]]
+    for rounds, free in (DELAYED[:2], DELAYED[2:]):
+        for case in (rounds, free):
+            ends = spread([curves[case, s][-1][2] for s in seeds], ".3f")
+            seconds = [_seconds(curves[case, s], goal[s]) for s in seeds]
+            faster = [_seconds(curves[rounds, s], goal[s]) / t for s, t in zip(seeds, seconds, strict=True)]
+            rows.append([case.title, ends, spread(seconds, ".0f"), spread(faster, ".2f")])
+    return f"{table(rows)}\n\n{targets(goal)}"
+
+
+def _seconds(curve: Curve, loss: float) -> float:
+    found = until(curve, loss)
+    return found[0] if found else float("inf")
+
+
+def reached(
+    curves: dict[tuple[Case, int], Curve], case: Case, other: Case, goal: dict[int, float]
+) -> list[str]:
+    """Seconds and samples of a case to each seed's goal, and the samples over another case's."""
+    found = [until(curves[case, s], loss) for s, loss in goal.items()]
+    all_found = [f for f in found if f is not None]
+    if len(all_found) < len(found):
+        return [f"{len(found) - len(all_found)} of {len(found)} never", "", ""]
+    others = [until(curves[other, s], loss) for s, loss in goal.items()]
+    over = [f[1] / o[1] for f, o in zip(all_found, others, strict=True) if o]
+    return [*(spread([f[k] for f in all_found], ".0f") for k in (0, 1)), spread(over, ".3f")]
+
+
+def targets(goal: dict[int, float]) -> str:
+    return f"Targets: {', '.join(f'{loss:.3f}' for loss in goal.values())}, by seed."
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -256,29 +294,19 @@ def on_a_link() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--target", type=float, help="a held-out loss, to be timed")
-    parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE.name}")
+    parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
     options = parser.parse_args()
-    cases, seeds = CASES[: options.cases], range(options.seeds)
+    cases, seeds = (*CASES, *DELAYED), range(options.seeds)
     work = list(dict.fromkeys((case.learned, seed) for seed in seeds for case in cases))
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         learned = dict(zip(work, pool.map(trained, work, chunksize=1), strict=True))
     curves = {(c, s): c.curve(learned[c.learned, s], s) for s in seeds for c in cases}
-    sections = {
-        "losses": losses(curves, cases, seeds, options.target),
-        "link": on_a_link(),
-    }
-    for text in sections.values():
+    sections = {"losses": losses(curves, CASES, seeds), "delays": delays(curves, seeds), "link": on_a_link()}
+    for name, text in sections.items():
         print(text, end="\n\n")
-    if options.docs:
-        page = PAGE.read_text()
-        for name, text in sections.items():
-            head, _, rest = page.partition(f"<!-- {name}: begin -->\n")
-            tail = rest.partition(f"<!-- {name}: end -->")[2]
-            page = f"{head}<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->{tail}"
-        PAGE.write_text(page)
+        if options.docs:
+            write_section(name, text, PAGE)
     return 0
 
 
