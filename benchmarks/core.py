@@ -67,12 +67,16 @@ def codecs(x: Any) -> Iterator[Operation]:
 
 @contextmanager
 def stores(n: int) -> Iterator[dict[str, Store]]:
-    """One store for each optimizer, joined, and "ahead, ..." for a peer whose pulls look ahead."""
+    """One store for each optimizer, joined; "ahead, ..." for a peer whose pulls look ahead. Of a name with
+    bf16 the master is bf16.
+    """
     initial, made = {"w": np.zeros(n, np.float32)}, {}
     try:
-        for name in ("sgd", "momentum", "adamw", "adagrad"):
-            options = {"batches": [1, 1], "optimizer": name, "policy": "asp", "max_participants": 2}
-            store = Store.create(f"bench-{os.getpid()}-{name}", initial, **options)
+        for name in ("sgd", "momentum", "adamw", "adagrad", "sgd, bf16", "adamw, bf16"):
+            optimizer, _, kept = name.partition(", ")
+            options = {"batches": [1, 1], "optimizer": optimizer, "master": kept or "f32"}
+            options |= {"policy": "asp", "max_participants": 2}
+            store = Store.create(f"bench-{os.getpid()}-{optimizer}{kept}", initial, **options)
             made[name], made[f"ahead, {name}"] = store, Store.open(store.name)
             store.join(0)
             made[f"ahead, {name}"].join(1)
@@ -129,6 +133,9 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
     yield Operation("AdamW push", 28, push("adamw"), 3.2)
     yield Operation("AdamW push, NaN as zeros", 28, push("adamw", SKIPPING))
     yield Operation("Adagrad push", 20, push("adagrad"))
+    yield Operation("pull, bf16 master", 6, always(lambda: made["sgd, bf16"].pull(flat)))
+    yield Operation("SGD push, bf16 master", 8, push("sgd, bf16"))
+    yield Operation("AdamW push, bf16 master", 24, push("adamw, bf16"))
     yield Operation("int8 decode + SGD push", 9, coded(Codec.INT8), 1.05)
     yield Operation("int4 decode + SGD push", 8.5, coded(Codec.INT4))
     yield Operation(

@@ -198,6 +198,10 @@ typedef struct {
     pyps_policy_params policy_params; /* zeros if `size` ends before it */
     uint64_t plan; /* a digest of the plan that all workers must have; 0: not said. The store only keeps it */
     uint64_t seed; /* of the order of samples, which all workers must have too, if `plan` is said */
+    uint32_t
+        master; /* how trained parameters are kept: PYPS_F32, or PYPS_BF16: rounded at random after each step, by
+                        `seed`, version and place. States, averaged tensors and all that travels stay fp32 */
+    uint32_t reserved;
 } pyps_config;
 
 typedef struct {
@@ -206,10 +210,10 @@ typedef struct {
     uint64_t parameters;    /* elements of all tensors */
     uint32_t chunks, chunk_params, max_participants, staging_buffers, groups, tensors, ranks;
     uint32_t optimizer, policy, states; /* states: state vectors of the optimizer, 0 to 2 */
-    uint32_t reserved;
-    uint64_t averaged_elements; /* the end of the flat vector, of averaged tensors */
-    uint64_t samples;           /* sample positions to assign in all; 0: without end */
-    uint64_t plan, seed;        /* as in pyps_config */
+    uint32_t master;                    /* as in pyps_config */
+    uint64_t averaged_elements;         /* the end of the flat vector, of averaged tensors */
+    uint64_t samples;                   /* sample positions to assign in all; 0: without end */
+    uint64_t plan, seed;                /* as in pyps_config */
 } pyps_layout;
 
 typedef struct {
@@ -469,8 +473,8 @@ PYPS_API int pyps_set_cost_model(pyps_store *store, const pyps_cost_model *model
  * cancels one that has lasted for the round timeout. */
 PYPS_API int pyps_snapshot(pyps_store *store, float *flat, float *const *state, double *steps,
                            double timeout_seconds, uint64_t *version_out);
-/* Shows `visit` the parameters of one version where they are, without a copy, in ascending order and in pieces of at
- * most a chunk; `ranges` as in pyps_pull_ranges, NULL: all. It must not call this handle; the values are the
+/* Shows `visit` the parameters of one version where they are, without a copy unless they are kept as PYPS_BF16, in
+ * ascending order and in pieces of at most a chunk; `ranges` as in pyps_pull_ranges, NULL: all. It must not call this handle; the values are the
  * reader's only until it returns. What it returns, if not 0, ends the read, which returns it too. */
 typedef int (*pyps_visitor)(void *context, uint64_t first, const float *values, uint64_t count);
 PYPS_API int pyps_read(pyps_store *store, const pyps_range *ranges, uint64_t count, pyps_visitor visit,
@@ -646,6 +650,9 @@ typedef struct {
     /* Of averaged tensors these are not read. */
     const float *const *vectors;   /* [states * tensors] vector k of tensor t is at k * tensors + t */
     const float *const *residuals; /* [ranks * tensors] of each rank that has one; NULL: none has */
+    uint64_t rounding_seed;        /* of a PYPS_BF16 master: goes on in the restored store */
+    uint32_t master;               /* as configured; a restore ignores it */
+    uint32_t reserved;
 } pyps_state;
 
 /* Reads a state while pushes go on, as pyps_snapshot does. Begin fills all but the last four fields; its

@@ -4,6 +4,7 @@
  *     IVEC, ISET, LANES             32-bit lanes, broadcast, {0, 1, 2, ...}
  *     IAND, IOR, IXOR, IADD, ISUB   bits, wrapping sums and differences
  *     IMAX                          of magnitudes' bits, so positive
+ *     IMIN, UMIN                    of signed, of unsigned numbers
  *     ISHL, ISHR, ISAR              shifts by a constant: left, right filling with zeros, with signs
  *     MULHILO(hi, lo, a, m)         the 64-bit products of a's lanes with the constant m
  *     BITS, FROM_BITS               the same lanes as IVEC, as VEC
@@ -16,7 +17,9 @@
  *
  * The noise of stochastic rounding is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011) with the seed as
  * key: of the 64 values from index 64 g on, value l + 16 j takes word j of counter 16 g + l. It depends on
- * seed and index alone.
+ * seed and index alone. Parameters that are kept as bf16 take half a word each, of seven rounds (the fewest that pass
+ * the paper's tests) and counters with the version above: of the 128 from index 128 g on, value l + 16 j takes the lower
+ * half, and the one 64 later the upper half.
  */
 #include "kernels/codec.h"
 
@@ -57,24 +60,70 @@ INLINE uint32_t NAME(scale_and_add)(float *v, const float *x, const float *r, fl
     return NAME(largest)(top);
 }
 
+/* The four words of each of the counters {counter + lane, above}; `counter` is a multiple of WIDTH. */
+INLINE void NAME(philox)(IVEC words[4], int rounds, uint64_t counter, uint64_t above, uint64_t key) {
+    IVEC c0 = IADD(ISET((uint32_t)counter), LANES), c1 = ISET((uint32_t)(counter >> 32));
+    IVEC c2 = ISET((uint32_t)above), c3 = ISET((uint32_t)(above >> 32)), high0, low0, high1, low1;
+    uint32_t key0 = (uint32_t)key, key1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < rounds; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
+        MULHILO(high0, low0, c0, 0xD2511F53u);
+        MULHILO(high1, low1, c2, 0xCD9E8D57u);
+        c0 = IXOR(IXOR(high1, c1), ISET(key0)), c1 = low1;
+        c2 = IXOR(IXOR(high0, c3), ISET(key1)), c3 = low0;
+    }
+    words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+}
+
 /* 64 numbers from 0 up to, but not including, 1. `at` is a multiple of 64. */
 INLINE void NAME(noise)(float *u, uint64_t seed, uint64_t at) {
-    uint64_t counter = at / 4;
+    const VEC unit = SET(0x1p-24f);
     for (int lane = 0; lane < 16; lane += WIDTH) {
-        IVEC c0 = IADD(ISET((uint32_t)counter + (uint32_t)lane), LANES), c1 = ISET((uint32_t)(counter >> 32));
-        IVEC c2 = ISET(0), c3 = ISET(0), high0, low0, high1, low1;
-        uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-        for (int round = 0; round < 10; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
-            MULHILO(high0, low0, c0, 0xD2511F53u);
-            MULHILO(high1, low1, c2, 0xCD9E8D57u);
-            c0 = IXOR(IXOR(high1, c1), ISET(key0)), c1 = low1;
-            c2 = IXOR(IXOR(high0, c3), ISET(key1)), c3 = low0;
+        IVEC words[4];
+        NAME(philox)(words, 10, at / 4 + (uint64_t)lane, 0, seed);
+        for (int j = 0; j < 4; j++) STORE(u + 16 * j + lane, MUL(TO_FLOAT(ISHR(words[j], 8)), unit));
+    }
+}
+
+/* bf16: the upper half of a sum with 16 bits of noise. Infinities stay so. NaN, of which the bits may be all ones, must
+ * not become a number by a carry. */
+INLINE IVEC NAME(upper_half)(VEC x, IVEC noise) {
+    IVEC bits = UMIN(IMIN(BITS(x), ISET(0x7fff0000)), ISET(0xffff0000));
+    return ISHR(IADD(bits, noise), 16);
+}
+
+INLINE IVEC NAME(nearest_half)(VEC x) {
+    return NAME(upper_half)(x, IADD(ISET(0x7fff), IAND(ISHR(BITS(x), 16), ISET(1))));
+}
+
+/* The 128 values from index 128 `group` on; `how` NULL: to nearest. */
+INLINE void NAME(narrow_group)(uint8_t *to, const float *x, uint64_t group, const struct rounding *how) {
+    for (int lane = 0; lane < 16; lane += WIDTH) {
+        IVEC words[4];
+        if (how) NAME(philox)(words, 7, 16 * group + (uint64_t)lane, how->version, how->seed);
+        for (int i = lane, j = 0; j < 4; i += 16, j++) {
+            VEC low = LOAD(x + i), high = LOAD(x + 64 + i);
+            PUT_SHORTS(to + 2 * i,
+                       how ? NAME(upper_half)(low, IAND(words[j], ISET(0xffff))) : NAME(nearest_half)(low));
+            PUT_SHORTS(to + 128 + 2 * i,
+                       how ? NAME(upper_half)(high, ISHR(words[j], 16)) : NAME(nearest_half)(high));
         }
-        const VEC unit = SET(0x1p-24f);
-        STORE(u + lane, MUL(TO_FLOAT(ISHR(c0, 8)), unit));
-        STORE(u + 16 + lane, MUL(TO_FLOAT(ISHR(c1, 8)), unit));
-        STORE(u + 32 + lane, MUL(TO_FLOAT(ISHR(c2, 8)), unit));
-        STORE(u + 48 + lane, MUL(TO_FLOAT(ISHR(c3, 8)), unit));
+    }
+}
+
+TARGET static void NAME(narrow)(uint8_t *to, const float *from, size_t length, const struct rounding *how) {
+    for (size_t done = 0, count; done < length; done += count) {
+        uint64_t at = (how ? how->first : 0) + done;
+        size_t before = at % 128;
+        count = length - done < 128 - before ? length - done : 128 - before;
+        if (count == 128) {
+            NAME(narrow_group)(to + 2 * done, from + done, at / 128, how);
+            continue;
+        }
+        float x[128] = {0};
+        uint8_t halves[256];
+        memcpy(x + before, from + done, count * sizeof *x);
+        NAME(narrow_group)(halves, x, at / 128, how);
+        memcpy(to + 2 * done, halves + 2 * before, 2 * count);
     }
 }
 

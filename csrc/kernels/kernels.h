@@ -61,6 +61,12 @@ struct look {
     bool streams;      /* past the caches; `to` is a multiple of 16 */
 };
 
+/* Stochastic rounding: a value goes up with the chance that makes its mean the value itself. The noise depends on these,
+ * and on the value's index, alone. */
+struct rounding {
+    uint64_t seed, version, first; /* index of the first value */
+};
+
 struct kernels {
     const char *name;
     void (*update[OPTIMIZERS])(const struct step *step,
@@ -79,6 +85,8 @@ struct kernels {
     void (*copied)(void);
     bool (*encode)(struct encoding *e); /* false: stopped at a value that is not finite */
     void (*decode)(uint32_t codec, float *out, const uint8_t *codes, const float *scales, size_t count);
+    /* To bf16 without saturation; `how` NULL: to nearest. */
+    void (*narrow)(uint8_t *to, const float *from, size_t length, const struct rounding *how);
 };
 
 extern const struct kernels kernels_scalar;

@@ -27,6 +27,8 @@
 #define IADD(a, b)        _mm256_add_epi32(a, b)
 #define ISUB(a, b)        _mm256_sub_epi32(a, b)
 #define IMAX(a, b)        _mm256_max_epi32(a, b)
+#define IMIN(a, b)        _mm256_min_epi32(a, b)
+#define UMIN(a, b)        _mm256_min_epu32(a, b)
 #define ISHL(a, n)        _mm256_slli_epi32(a, n)
 #define ISHR(a, n)        _mm256_srli_epi32(a, n)
 #define ISAR(a, n)        _mm256_srai_epi32(a, n)

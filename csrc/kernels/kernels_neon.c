@@ -28,6 +28,8 @@
 #define IADD(a, b)        vaddq_u32(a, b)
 #define ISUB(a, b)        vsubq_u32(a, b)
 #define IMAX(a, b)        vmaxq_u32(a, b)
+#define IMIN(a, b)        vreinterpretq_u32_s32(vminq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b)))
+#define UMIN(a, b)        vminq_u32(a, b)
 #define ISHL(a, n)        vshlq_n_u32(a, n)
 #define ISHR(a, n)        vshrq_n_u32(a, n)
 #define ISAR(a, n)        vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a), n))

@@ -55,6 +55,8 @@ static inline float half_to_float(uint32_t half) {
 #define IADD(a, b)            ((a) + (b))
 #define ISUB(a, b)            ((a) - (b))
 #define IMAX(a, b)            ((a) > (b) ? (a) : (b))
+#define IMIN(a, b)            ((int32_t)(a) < (int32_t)(b) ? (a) : (b))
+#define UMIN(a, b)            ((a) < (b) ? (a) : (b))
 #define ISHL(a, n)            ((a) << (n))
 #define ISHR(a, n)            ((a) >> (n))
 #define ISAR(a, n)            ((uint32_t)((int32_t)(a) >> (n)))

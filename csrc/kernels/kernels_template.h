@@ -271,4 +271,5 @@ const struct kernels TABLE = {
     .copied = NAME(copied),
     .encode = NAME(encode),
     .decode = NAME(decode),
+    .narrow = NAME(narrow),
 };

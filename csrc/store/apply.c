@@ -73,22 +73,36 @@ const struct staging_header *ticket_constants(const pyps_store *s) {
     return lead;
 }
 
-static struct step step_on(const pyps_store *s, uint32_t old, uint32_t new, uint32_t from, uint32_t length) {
-    struct step step = {.length = length};
-    for (uint32_t vector = 0; vector <= s->layout.states; vector++) {
-        step.old[vector] = buffer_floats(s, old, vector) + from;
-        step.new[vector] = buffer_floats(s, new, vector) + from;
-    }
-    return step;
-}
-
 /* What a ticket does to a chunk, the same on all of its runs. */
 struct chunk_step {
     uint32_t chunk, old;
     const pyps_hyper *hyper; /* of its group */
     struct step_constants constants;
-    bool streams; /* new parameters go to an exchange's copy too */
+    bool exchanged; /* new parameters go to an exchange's copy too: */
+    bool streams;   /* by the step itself */
 };
+
+static struct step step_on(const pyps_store *s, const struct chunk_step *c, uint32_t from, uint32_t length) {
+    struct step step = {.length = length};
+    for (uint32_t vector = 0; vector <= chunk_states(s, c->chunk); vector++) {
+        step.old[vector] = buffer_floats(s, c->old, vector) + from;
+        step.new[vector] = buffer_floats(s, s->private_buffer, vector) + from;
+    }
+    return step;
+}
+
+/* The optimizer's step. Parameters that lie as bf16 take it as floats and are rounded after it. */
+static void take_step(const pyps_store *s, const struct chunk_step *c, struct step *step, uint64_t at,
+                      uint32_t from) {
+    float new[BLOCK];
+    bool halves = chunk_has_halves(s, c->chunk);
+    if (halves) step->new[0] = new;
+    kernels_chosen()->update[s->geometry.optimizer](step, &c->constants);
+    const struct rounding how = {s->geometry.rounding_seed, s->ticket.number, at};
+    if (halves)
+        kernels_chosen()->narrow(buffer_halves(s, s->private_buffer) + 2 * (size_t)from, new, step->length,
+                                 &how);
+}
 
 /* The optimizer's step on a run of a trained chunk. */
 static void trained_step(const pyps_store *s, const struct chunk_step *c, struct run run) {
@@ -98,11 +112,13 @@ static void trained_step(const pyps_store *s, const struct chunk_step *c, struct
     uint64_t at = (uint64_t)c->chunk * s->geometry.chunk_params;
     uint32_t codec = round ? PYPS_F32 : staging_codec(s, slot, staging); /* once: its owner may be hostile */
     bool corrected = !round && s->needs.needs_base_params && staged->compensation > 0;
-    uint64_t at_a_time = round || corrected || codec != PYPS_F32 ? BLOCK : run.end - run.first;
+    bool halves = chunk_has_halves(s, c->chunk);
+    uint64_t at_a_time = round || corrected || halves || codec != PYPS_F32 ? BLOCK : run.end - run.first;
     for (uint64_t from = run.first; from < run.end; from += at_a_time) {
-        float gradient[BLOCK];
+        float gradient[BLOCK], params[BLOCK];
         uint32_t block = (uint32_t)(run.end - from < at_a_time ? run.end - from : at_a_time);
-        struct step step = step_on(s, c->old, s->private_buffer, (uint32_t)(from - at), block);
+        struct step step = step_on(s, c, (uint32_t)(from - at), block);
+        if (halves) step.old[0] = buffer_params(s, c->chunk, c->old, (uint32_t)(from - at), block, params);
         step.gradient = round ? ticket_gradient(s, from, block, gradient)
                               : staging_gradient(s, slot, staging, codec, from, block, gradient);
         if (corrected)
@@ -110,7 +126,7 @@ static void trained_step(const pyps_store *s, const struct chunk_step *c, struct
                 compensate(staged, c->constants.scale, staging_base_params(s, slot, staging) + from, &step,
                            step.gradient, gradient);
         step.copy = c->streams ? s->stream_to + from : NULL;
-        kernels_chosen()->update[s->geometry.optimizer](&step, &c->constants);
+        take_step(s, c, &step, from, (uint32_t)(from - at));
     }
 }
 
@@ -120,7 +136,7 @@ static void step_run(const pyps_store *s, const struct chunk_step *c, struct run
         trained_step(s, c, run);
         return;
     }
-    struct step step = step_on(s, c->old, s->private_buffer, (uint32_t)from, (uint32_t)(run.end - run.first));
+    struct step step = step_on(s, c, (uint32_t)from, (uint32_t)(run.end - run.first));
     step.copy = c->streams ? s->stream_to + run.first : NULL;
     averaged_step(s, &step, c->hyper->lr, run.first);
 }
@@ -128,9 +144,14 @@ static void step_run(const pyps_store *s, const struct chunk_step *c, struct run
 /* What is in no run of the ticket stays as it is. */
 static void keep(const pyps_store *s, const struct chunk_step *c, uint64_t first, uint64_t end) {
     uint64_t from = first - (uint64_t)c->chunk * s->geometry.chunk_params;
-    struct step step = step_on(s, c->old, s->private_buffer, (uint32_t)from, (uint32_t)(end - first));
-    for (uint32_t vector = 0; vector <= s->layout.states && first < end; vector++)
-        memcpy(step.new[vector], step.old[vector], step.length * sizeof *step.new[vector]);
+    size_t length = first < end ? (size_t)(end - first) : 0;
+    bool halves = chunk_has_halves(s, c->chunk);
+    if (halves)
+        memcpy(buffer_halves(s, s->private_buffer) + 2 * from, buffer_halves(s, c->old) + 2 * from,
+               2 * length);
+    for (uint32_t vector = halves; vector <= chunk_states(s, c->chunk); vector++)
+        memcpy(buffer_floats(s, s->private_buffer, vector) + from, buffer_floats(s, c->old, vector) + from,
+               4 * length);
 }
 
 static struct chunk_step chunk_step(const pyps_store *s, uint32_t chunk, uint32_t old,
@@ -140,7 +161,8 @@ static struct chunk_step chunk_step(const pyps_store *s, uint32_t chunk, uint32_
     struct chunk_step c = {.chunk = chunk, .old = old, .hyper = &staged->hyper[s->chunks[chunk].group]};
     float scale = ticket->kind == TICKET_ROUND ? 1.0f : staged->scale * ticket->scale;
     if (next->hyper.clip_norm > 0) scale *= norm_factor(s->norm, next->hyper.clip_norm);
-    c.streams = s->stream_to && ticket->number == s->stream_ticket && !ticket_is_ranged(s);
+    c.exchanged = s->stream_to && ticket->number == s->stream_ticket && !ticket_is_ranged(s);
+    c.streams = c.exchanged && !chunk_has_halves(s, chunk);
     c.constants = kernels_constants(s->geometry.optimizer, &next->hyper, scale, next->before + ticket->before,
                                     ticket->part);
     if (c.streams)
@@ -167,8 +189,9 @@ static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
     }
     keep(s, &c, done, at + length);
     *buffer_header(s, s->private_buffer) = next;
-    if (!c.streams) return;
-    memset(s->stream_to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream_to);
+    if (!c.exchanged) return;
+    if (!c.streams) chunk_look(s, chunk, s->private_buffer, s->stream_to);
+    else memset(s->stream_to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream_to);
     s->streamed[chunk] = ticket->number;
 }
 

@@ -37,6 +37,5 @@ void averaged_step(const pyps_store *s, const struct step *step, float lr, uint6
     if (count > 1) kernels_chosen()->divide(out, (float)ticket->samples, step->length);
     for (size_t i = 0; i < step->length; i++) out[i] = x[i] - part * out[i];
     if (count == 1 && part == 1.0f) memcpy(out, first, bytes);
-    for (uint32_t vector = 1; vector <= s->layout.states; vector++) memset(step->new[vector], 0, bytes);
     if (step->copy) memcpy(step->copy, out, bytes);
 }

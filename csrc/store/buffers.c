@@ -18,10 +18,21 @@
 /* Two view buffers are free at any moment, but other ones by the time that a scan reaches them. */
 #define VIEW_SCANS 1000u
 
+uint8_t *buffer_halves(const pyps_store *s, uint32_t buffer) {
+    return s->base + s->layout.buffers + buffer * s->layout.buffer_stride + sizeof(struct chunk_header);
+}
+
 float *buffer_floats(const pyps_store *s, uint32_t buffer, uint32_t vector) {
-    uint8_t *start =
-        s->base + s->layout.buffers + buffer * s->layout.buffer_stride + sizeof(struct chunk_header);
-    return (float *)(void *)start + (size_t)vector * s->geometry.chunk_params;
+    uint8_t *start = buffer_halves(s, buffer);
+    if (vector) start += s->layout.buffer_states + (vector - 1) * 4 * (size_t)s->geometry.chunk_params;
+    return (float *)(void *)start;
+}
+
+const float *buffer_params(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t first,
+                           size_t length, float *block) {
+    if (!chunk_has_halves(s, chunk)) return buffer_floats(s, buffer, 0) + first;
+    kernels_chosen()->decode(PYPS_BF16, block, buffer_halves(s, buffer) + 2 * (size_t)first, NULL, length);
+    return block;
 }
 
 struct chunk_header *buffer_header(const pyps_store *s, uint32_t buffer) {

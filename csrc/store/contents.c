@@ -11,32 +11,47 @@
 #define ROUNDING        0x1p-40 /* of steps that were summed in another order */
 #define MIN_WRITE_BYTES 16384u
 
-typedef float *place_in(const pyps_store *s, uint32_t chunk, uint32_t which);
-
-static float *place_in_chunk(const pyps_store *s, uint32_t chunk, uint32_t vector) {
-    return buffer_floats(s, chunk, vector);
-}
-
-static float *place_in_residual(const pyps_store *s, uint32_t chunk, uint32_t name) {
-    return residual_at(s, name) + (uint64_t)chunk * s->geometry.chunk_params;
-}
-
 /* Into memory that the file has already. Through the mapping, each new page would cost a page fault, which takes
  * longer than to write it through the file. */
-static void put(const pyps_store *s, float *to, const float *from, size_t bytes) {
+static void put(const pyps_store *s, void *to, const void *from, size_t bytes) {
     ssize_t written = bytes < MIN_WRITE_BYTES ? 0 : pwrite(s->fd, from, bytes, (uint8_t *)to - s->base);
     size_t done = written > 0 ? (size_t)written : 0;
     memcpy((char *)to + done, (const char *)from + done, bytes - done);
 }
 
+typedef void put_run(const pyps_store *s, uint32_t chunk, uint64_t first, const float *from, uint64_t count,
+                     uint32_t which);
+
+/* A vector of the chunk's buffer; parameters that lie there as bf16 are rounded to nearest. */
+static void put_in_chunk(const pyps_store *s, uint32_t chunk, uint64_t first, const float *from,
+                         uint64_t count, uint32_t vector) {
+    uint8_t halves[MIN_WRITE_BYTES];
+    uint64_t piece = sizeof halves / 2;
+    if (vector || !chunk_has_halves(s, chunk)) {
+        put(s, buffer_floats(s, chunk, vector) + first, from, count * sizeof *from);
+        return;
+    }
+    for (uint64_t done = 0; done < count; done += piece) {
+        if (count - done < piece) piece = count - done;
+        kernels_chosen()->narrow(halves, from + done, piece, NULL);
+        put(s, buffer_halves(s, chunk) + 2 * (first + done), halves, 2 * piece);
+    }
+}
+
+static void put_in_residual(const pyps_store *s, uint32_t chunk, uint64_t first, const float *from,
+                            uint64_t count, uint32_t name) {
+    put(s, residual_at(s, name) + (uint64_t)chunk * s->geometry.chunk_params + first, from,
+        count * sizeof *from);
+}
+
 /* In pieces that do not cross a chunk. */
-static void put_tensor(const pyps_store *s, const pyps_tensor *t, const float *from, place_in *place,
+static void put_tensor(const pyps_store *s, const pyps_tensor *t, const float *from, put_run *run_to,
                        uint32_t which) {
     uint64_t whole = s->geometry.chunk_params;
     for (uint64_t done = 0; done < t->elements;) {
         uint64_t at = t->offset + done, left = t->elements - done;
         uint64_t room = whole - at % whole, run = left < room ? left : room;
-        put(s, place(s, (uint32_t)(at / whole), which) + at % whole, from + done, run * sizeof *from);
+        run_to(s, (uint32_t)(at / whole), at % whole, from + done, run, which);
         done += run;
     }
 }
@@ -103,7 +118,7 @@ static int put_residual(pyps_store *s, const pyps_state *state, uint32_t rank, c
         const float *from = state->residuals ? state->residuals[rank * count + t] : NULL;
         if (!tensors[t].elements || tensors[t].kind == PYPS_AVERAGED) continue;
         if (!from) return missing("residual", &tensors[t]);
-        put_tensor(s, &tensors[t], from, place_in_residual, name);
+        put_tensor(s, &tensors[t], from, put_in_residual, name);
     }
     view_rank(v, rank)->residual = view_rank(v, rank)->version_residual = name;
     return rc;
@@ -117,9 +132,9 @@ int contents_write(pyps_store *s, const pyps_config *config, const pyps_state *s
     for (uint32_t c = 0; c < s->geometry.chunks; c++) store_relaxed(&s->words[c], word_make(v->version, c));
     for (uint32_t t = 0; t < count; t++) {
         if (config->initial && config->initial[t])
-            put_tensor(s, &tensors[t], config->initial[t], place_in_chunk, 0);
+            put_tensor(s, &tensors[t], config->initial[t], put_in_chunk, 0);
         for (uint32_t k = 0; state && k < s->layout.states && tensors[t].kind != PYPS_AVERAGED; k++)
-            put_tensor(s, &tensors[t], state->vectors[k * count + t], place_in_chunk, 1 + k);
+            put_tensor(s, &tensors[t], state->vectors[k * count + t], put_in_chunk, 1 + k);
     }
     for (uint32_t r = 0; state && r < state->ranks && r < s->geometry.ranks && !rc; r++)
         if (state->rank[r].has_residual) rc = put_residual(s, state, r, tensors, v);

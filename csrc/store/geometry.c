@@ -83,6 +83,7 @@ static int place(struct geometry *g, pyps_tensor *tensors, struct group *groups)
             return fail(PYPS_EINVAL, "chunk_params: %u is too small", g->chunk_params);
     }
     g->chunks = (uint32_t)chunk;
+    g->averaged = groups[g->groups - 1].kind == PYPS_AVERAGED;
     return chunk ? PYPS_OK : fail(PYPS_EINVAL, "tensors: all are empty");
 }
 
@@ -112,7 +113,9 @@ int geometry_from_config(const pyps_config *given, struct geometry *g, pyps_tens
                            .round_timeout_nanoseconds = config_round_timeout(c),
                            .policy_params = c->policy_params,
                            .plan = c->plan,
-                           .seed = c->seed};
+                           .seed = c->seed,
+                           .rounding_seed = c->seed,
+                           .master = c->master};
     *tensors = malloc(c->tensors * sizeof **tensors);
     *groups = calloc(c->groups, sizeof **groups);
     if (!*tensors || !*groups) rc = fail(PYPS_ENOSPC, "out of memory for %u tensors", c->tensors);
@@ -144,6 +147,7 @@ int geometry_tables_valid(const struct geometry *g, const pyps_tensor *tensors, 
         if (groups[i].kind > PYPS_AVERAGED || (i && groups[i].kind < groups[i - 1].kind)) return 0;
         chunk += groups[i].chunks;
     }
+    if (g->averaged != (groups[g->groups - 1].kind == PYPS_AVERAGED)) return 0;
     for (uint32_t t = 0; t < g->tensors; t++)
         if (tensors[t].ndim > 8 || tensors[t].offset > flat ||
             tensors[t].elements > flat - tensors[t].offset ||

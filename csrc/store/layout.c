@@ -29,6 +29,8 @@ static int check(const struct geometry *g) {
         {"snapshot_spares", g->snapshot_spares, 1, 1u << 20},
         {"staging_buffers", g->staging_buffers, 1, MAX_STAGING_BUFFERS},
         {"optimizer", g->optimizer, PYPS_SGD, PYPS_ADAGRAD},
+        {"master", g->master, PYPS_F32, PYPS_BF16},
+        {"averaged", g->averaged, 0, 1},
         {"ranks", g->ranks, 1, g->max_participants},
         {"groups", g->groups, 1, 4096},
         {"tensors", g->tensors, 1, 1u << 20},
@@ -57,10 +59,13 @@ int layout_compute(const struct geometry *g, struct layout *l) {
 
     pyps_policy_needs needs;
     if ((rc = pyps_get_policy_needs(g->policy, &g->policy_params, &needs))) return rc;
-    uint64_t floats = (uint64_t)g->chunk_params * (1 + l->states);
+    uint64_t floats = 4 * (uint64_t)g->chunk_params;
+    l->buffer_states = g->master == PYPS_BF16 ? floats / 2 : floats;
+    uint64_t buffer = l->buffer_states + l->states * floats;
+    if (g->averaged && buffer < floats) buffer = floats; /* averaged chunks are floats, and have no states */
     /* An odd number of cache lines. Buffers a power of two apart would compete for the same cache sets, and a
      * load from one would seem to depend on a store to another (both compare the low 12 address bits). */
-    l->buffer_stride = round_up(sizeof(struct chunk_header) + 4 * floats, PAGE) + 5 * 64;
+    l->buffer_stride = round_up(sizeof(struct chunk_header) + buffer, PAGE) + 5 * 64;
     l->view_stride = round_up(view_bytes(g->max_participants, g->staging_buffers), 64);
     l->staging_sums = round_up(sizeof(struct staging_header) + g->groups * sizeof(pyps_hyper), 64);
     l->staging_data = l->staging_sums + round_up(8 * (uint64_t)g->chunks, 64) + 3 * 64;

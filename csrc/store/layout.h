@@ -30,6 +30,9 @@ struct geometry {
     uint64_t round_timeout_nanoseconds;
     pyps_policy_params policy_params;
     uint64_t plan, seed;
+    uint64_t rounding_seed;
+    uint32_t master;   /* PYPS_F32 or PYPS_BF16 */
+    uint32_t averaged; /* 1: the last group is of averaged tensors */
 };
 
 _Static_assert(sizeof(pyps_policy_params) == 10 * 4 + 6 * 8, "no padding");
@@ -100,8 +103,8 @@ struct staging_header {
 struct layout {
     uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
         bytes;
-    uint64_t view_stride, buffer_stride, staging_stride, staging_sums, staging_data, staging_codes,
-        staging_base_params, staging_ranges, residual_stride;
+    uint64_t view_stride, buffer_stride, buffer_states, staging_stride, staging_sums, staging_data,
+        staging_codes, staging_base_params, staging_ranges, residual_stride;
     uint64_t most_ranges;                                      /* of a gradient */
     uint32_t buffer_count, view_count, states, common_buffers; /* common: of no slot */
 };

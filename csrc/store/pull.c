@@ -8,17 +8,48 @@
 #define STREAM_BYTES (UINT64_C(16) << 20) /* a copy too large for the cache of one core bypasses it */
 #define BLOCK        1024u                /* floats of a gradient that are decoded at a time, as in apply.c */
 
-/* The unused end of a group's last chunk reads as zeros. */
-void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat) {
-    uint32_t length = s->chunks[chunk].length;
-    flat += (uint64_t)chunk * s->geometry.chunk_params;
-    if (store_elements(s) * sizeof *flat < STREAM_BYTES) memcpy(flat, from, length * sizeof *flat);
-    else kernels_chosen()->stream(flat, from, length);
+static bool copies_stream(const pyps_store *s) { return store_elements(s) * sizeof(float) >= STREAM_BYTES; }
+
+/* `flat` from the chunk on: its unused end reads as zeros. */
+static void put_end(const pyps_store *s, uint32_t length, float *flat) {
     memset(flat + length, 0, (s->geometry.chunk_params - length) * sizeof *flat);
 }
 
+void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat) {
+    uint32_t length = s->chunks[chunk].length;
+    flat += (uint64_t)chunk * s->geometry.chunk_params;
+    if (copies_stream(s)) kernels_chosen()->stream(flat, from, length);
+    else memcpy(flat, from, length * sizeof *flat);
+    put_end(s, length, flat);
+}
+
+static void widen(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat) {
+    uint32_t length = s->chunks[chunk].length;
+    flat += (uint64_t)chunk * s->geometry.chunk_params;
+    if (!copies_stream(s)) buffer_params(s, chunk, buffer, 0, length, flat);
+    for (uint32_t at = 0, count; at < length && copies_stream(s); at += count) {
+        float block[BLOCK];
+        count = length - at < BLOCK ? length - at : BLOCK;
+        kernels_chosen()->stream(flat + at, buffer_params(s, chunk, buffer, at, count, block), count);
+    }
+    put_end(s, length, flat);
+}
+
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
-    chunk_put(s, chunk, buffer_floats(s, buffer, vector), flat);
+    if (vector > chunk_states(s, chunk)) put_end(s, 0, flat + (uint64_t)chunk * s->geometry.chunk_params);
+    else if (!vector && chunk_has_halves(s, chunk)) widen(s, chunk, buffer, flat);
+    else chunk_put(s, chunk, buffer_floats(s, buffer, vector), flat);
+}
+
+static bool has_scratch(pyps_store *s) {
+    if (!s->chunk_floats) s->chunk_floats = malloc(s->geometry.chunk_params * sizeof *s->chunk_floats);
+    if (!s->chunk_floats) fail(PYPS_ENOSPC, "out of memory for %u parameters", s->geometry.chunk_params);
+    return s->chunk_floats;
+}
+
+const float *chunk_params(pyps_store *s, uint32_t chunk, uint32_t buffer) {
+    if (chunk_has_halves(s, chunk) && !has_scratch(s)) return NULL;
+    return buffer_params(s, chunk, buffer, 0, s->chunks[chunk].length, s->chunk_floats);
 }
 
 int lookahead_set(pyps_store *s) {
@@ -40,30 +71,32 @@ static bool look_at(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct
     if (!(s->lookahead > 0) || s->chunks[chunk].averaged) return false;
     *l = (struct look){.length = s->chunks[chunk].length};
     l->ahead = kernels_ahead(optimizer, &header->hyper, header->steps, s->lookahead);
-    for (uint32_t vector = 0; vector <= s->layout.states; vector++)
+    for (uint32_t vector = 1; vector <= s->layout.states; vector++)
         l->from[vector] = buffer_floats(s, buffer, vector);
     return l->ahead.carried > 0;
 }
 
-/* With the worker's own last gradient from `at` of the flat vector, decoded from the beginning of a block, and a block
- * at a time. */
-static void look_along(const pyps_store *s, uint32_t chunk, uint64_t at, struct look l) {
+/* With the worker's own last gradient from `at` of the flat vector. A gradient is decoded, and parameters are widened,
+ * from the beginning of a block and a block at a time. */
+static void look_along(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint64_t at, struct look l) {
     uint32_t staging = s->own.staging, codec = s->own.ticket ? staging_codec(s, s->slot, staging) : PYPS_F32;
+    uint32_t first = (uint32_t)(at % s->geometry.chunk_params);
+    bool whole = codec == PYPS_F32 && !chunk_has_halves(s, chunk);
     size_t length = l.length;
     const pyps_hyper *pushed = &staging_header(s, s->slot, staging)->hyper[s->chunks[chunk].group];
     l.scale = s->own.scale, l.clip = pushed->clip > 0 ? pushed->clip : INFINITY;
     if (pushed->clip_norm > 0) l.scale *= norm_factor(s->own.norm, pushed->clip_norm);
     for (size_t from = 0; from < length; from += l.length) {
-        float block[BLOCK];
-        size_t before = codec == PYPS_F32 ? 0 : (at + from) % BLOCK;
-        size_t at_a_time = codec == PYPS_F32 ? length : BLOCK - before;
+        float block[BLOCK], params[BLOCK];
+        size_t before = whole ? 0 : (at + from) % BLOCK, at_a_time = whole ? length : BLOCK - before;
         l.length = length - from < at_a_time ? length - from : at_a_time;
+        l.from[0] = buffer_params(s, chunk, buffer, first + (uint32_t)from, l.length, params);
         if (s->own.ticket)
             l.gradient = before + staging_gradient(s, s->slot, staging, codec, at + from - before,
                                                    before + l.length, block);
         kernels_chosen()->look[s->geometry.optimizer](&l);
         l.to += l.length;
-        for (uint32_t vector = 0; vector <= s->layout.states; vector++) l.from[vector] += l.length;
+        for (uint32_t vector = 1; vector <= s->layout.states; vector++) l.from[vector] += l.length;
     }
 }
 
@@ -74,20 +107,22 @@ void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *fla
         return;
     }
     l.to = flat + (uint64_t)chunk * s->geometry.chunk_params;
-    l.streams = store_elements(s) * sizeof *flat >= STREAM_BYTES && (uintptr_t)l.to % 16 == 0;
-    look_along(s, chunk, (uint64_t)chunk * s->geometry.chunk_params, l);
-    memset(l.to + l.length, 0, (s->geometry.chunk_params - l.length) * sizeof *flat);
+    l.streams = copies_stream(s) && (uintptr_t)l.to % 16 == 0;
+    look_along(s, chunk, buffer, (uint64_t)chunk * s->geometry.chunk_params, l);
+    put_end(s, s->chunks[chunk].length, l.to);
 }
 
 /* Encodes a chunk as it will be. */
 static int encode_ahead(pyps_store *s, uint32_t chunk, uint32_t buffer, struct encoding *flat) {
     struct look l;
-    if (!look_at(s, chunk, buffer, &l)) return chunk_encode(s, chunk, buffer_floats(s, buffer, 0), flat);
-    if (!s->ahead) s->ahead = malloc(s->geometry.chunk_params * sizeof *s->ahead);
-    if (!s->ahead) return fail(PYPS_ENOSPC, "out of memory for %u parameters", s->geometry.chunk_params);
-    l.to = s->ahead;
-    look_along(s, chunk, (uint64_t)chunk * s->geometry.chunk_params, l);
-    return chunk_encode(s, chunk, s->ahead, flat);
+    if (!look_at(s, chunk, buffer, &l)) {
+        const float *params = chunk_params(s, chunk, buffer);
+        return params ? chunk_encode(s, chunk, params, flat) : PYPS_ENOSPC;
+    }
+    if (!has_scratch(s)) return PYPS_ENOSPC;
+    l.to = s->chunk_floats;
+    look_along(s, chunk, buffer, (uint64_t)chunk * s->geometry.chunk_params, l);
+    return chunk_encode(s, chunk, s->chunk_floats, flat);
 }
 
 int pull_record(pyps_store *s, uint64_t version) {
@@ -138,12 +173,13 @@ static void look_run(const pyps_store *s, uint32_t chunk, uint32_t buffer, struc
     struct look l;
     memset(to + used, 0, (run.end - run.first - used) * sizeof *to);
     if (!look_at(s, chunk, buffer, &l)) {
-        memcpy(to, buffer_floats(s, buffer, 0) + (run.first - at), used * sizeof *to);
+        const float *from = buffer_params(s, chunk, buffer, (uint32_t)(run.first - at), used, to);
+        if (from != to) memcpy(to, from, used * sizeof *to);
         return;
     }
-    for (uint32_t vector = 0; vector <= s->layout.states; vector++) l.from[vector] += run.first - at;
+    for (uint32_t vector = 1; vector <= s->layout.states; vector++) l.from[vector] += run.first - at;
     l.to = to, l.length = used;
-    look_along(s, chunk, run.first, l);
+    look_along(s, chunk, buffer, run.first, l);
 }
 
 /* Values of one chunk are of one version: it stays pinned from its first range to its last. */

@@ -173,8 +173,8 @@ static void destroy(pyps_store *s) {
     if (s->fd >= 0) close(s->fd);
     journal_close(s);
     reading_drop(s);
-    free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->ahead), free(s->sources),
-        free(s->expected), free(s);
+    free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->chunk_floats),
+        free(s->sources), free(s->expected), free(s);
 }
 
 static bool is_open(const pyps_store *s) {
@@ -255,6 +255,7 @@ static int create(const char *name, const pyps_config *config, const pyps_state 
         segment_release_forks();
     }
     if (!rc) {
+        if (state) geometry.rounding_seed = state->rounding_seed;
         s->geometry = geometry, s->layout = layout, s->path = strdup(path);
         rc = build(s, config, state, path, tensors, groups);
     }

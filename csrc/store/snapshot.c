@@ -46,25 +46,25 @@ static bool next_shown(const pyps_store *s, uint32_t chunk, uint64_t at, const s
     return at < end;
 }
 
-static void show_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct show *show) {
+static int show_chunk(pyps_store *s, uint32_t chunk, uint32_t buffer, struct show *show) {
     uint64_t first = (uint64_t)chunk * s->geometry.chunk_params, at = first;
+    const float *params = chunk_params(s, chunk, buffer);
+    if (!params) return PYPS_ENOSPC;
     for (struct run run; !show->said && next_shown(s, chunk, at, show, &run); at = run.end)
-        show->said = show->visit(show->context, run.first, buffer_floats(s, buffer, 0) + (run.first - first),
-                                 run.end - run.first);
+        show->said = show->visit(show->context, run.first, params + (run.first - first), run.end - run.first);
+    FAILPOINT("snapshot.shown");
+    return PYPS_OK;
 }
 
-static void copy_chunk(const pyps_store *s, uint32_t chunk, uint32_t buffer, const struct target *to) {
-    if (to->show) {
-        show_chunk(s, chunk, buffer, to->show);
-        FAILPOINT("snapshot.shown");
-        return;
-    }
+static int copy_chunk(pyps_store *s, uint32_t chunk, uint32_t buffer, const struct target *to) {
+    if (to->show) return show_chunk(s, chunk, buffer, to->show);
     chunk_copy(s, chunk, buffer, 0, to->flat);
     for (uint32_t vector = 1; to->state && vector <= s->layout.states; vector++)
         chunk_copy(s, chunk, buffer, vector, to->state[vector - 1]);
     if (to->steps) to->steps[chunk] = buffer_header(s, buffer)->before + to->taken;
     if (to->hyper) to->hyper[s->chunks[chunk].group] = buffer_header(s, buffer)->hyper;
     FAILPOINT("snapshot.copied");
+    return PYPS_OK;
 }
 
 /* Copies the buffer that a pusher saved. It is pinned first, and then the snapshot is seen to be still alive:
@@ -82,7 +82,7 @@ static int copy_saved(pyps_store *s, uint32_t chunk, const struct target *to) {
         rc = fail(PYPS_ESTALE,
                   "snapshot at version %llu: cancelled, because it delayed pushes or another snapshot",
                   (unsigned long long)to->version);
-    if (!rc) copy_chunk(s, chunk, buffer, to);
+    if (!rc) rc = copy_chunk(s, chunk, buffer, to);
     chunk_unpin(s);
     return rc;
 }
@@ -92,9 +92,9 @@ static int copy_present(pyps_store *s, uint32_t chunk, const struct target *to, 
     int rc = chunk_advance(s, chunk, to->version);
     if (rc || (rc = chunk_pin(s, chunk, &word))) return rc;
     *done = word_version(word) == to->version;
-    if (*done) copy_chunk(s, chunk, word_buffer(word), to);
+    if (*done) rc = copy_chunk(s, chunk, word_buffer(word), to);
     chunk_unpin(s);
-    return PYPS_OK;
+    return rc;
 }
 
 static bool chunk_needed(const pyps_store *s, uint32_t chunk, const struct target *to) {
@@ -206,6 +206,7 @@ static int begin_reading(pyps_store *s, double timeout_seconds, struct view *beg
     if ((rc = view_capture(begun, out, r->ranks, r->ranges))) end(s, EVENT_SNAPSHOT_END, r->snapshot);
     out->optimizer = s->geometry.optimizer;
     out->chunk_params = s->geometry.chunk_params;
+    out->master = s->geometry.master, out->rounding_seed = s->geometry.rounding_seed;
     out->round_timeout_seconds = (double)s->geometry.round_timeout_nanoseconds / 1e9;
     return rc;
 }

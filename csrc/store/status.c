@@ -22,6 +22,7 @@ int pyps_get_layout(pyps_store *s, pyps_layout *out) {
                          .optimizer = g->optimizer,
                          .policy = g->policy,
                          .states = s->layout.states,
+                         .master = g->master,
                          .averaged_elements = store_elements(s) - s->trained,
                          .samples = g->samples == UINT64_MAX ? 0 : g->samples,
                          .plan = g->plan,

@@ -104,8 +104,9 @@ struct pyps_store {
         float scale;
         double norm; /* of the one staged last, if it is clipped by its norm */
     } own;
-    float *ahead;       /* [chunk_params] a chunk that is about to be encoded; NULL: not needed yet */
-    float *stream_to;   /* during an exchange: the caller's copy of the parameters */
+    float
+        *chunk_floats; /* [chunk_params] parameters that lie otherwise in their chunk; NULL: not needed yet */
+    float *stream_to;  /* during an exchange: the caller's copy of the parameters */
     uint64_t *streamed; /* [chunks] the ticket with which a chunk was copied there */
     uint64_t stream_ticket;
     bool in_round; /* round_staging is staged into `round`, and no push has returned its outcome yet */
@@ -150,6 +151,13 @@ static inline uint32_t pinned_ranks(const pyps_store *s, const struct view *v) {
 }
 static inline const struct rank *pinned_rank(const pyps_store *s, const struct view *v, uint32_t rank) {
     return part_of_view(s, v, view_rank(s->expected, rank));
+}
+
+static inline bool chunk_has_halves(const pyps_store *s, uint32_t chunk) {
+    return s->geometry.master == PYPS_BF16 && !s->chunks[chunk].averaged;
+}
+static inline uint32_t chunk_states(const pyps_store *s, uint32_t chunk) {
+    return s->chunks[chunk].averaged ? 0 : s->layout.states;
 }
 
 static inline uint32_t holder_of(const pyps_store *s) { return s->slot + 1; }
@@ -226,7 +234,12 @@ void journal_event(pyps_store *s, const struct event *e, const struct outcome *o
 void journal_close(pyps_store *s);
 
 /* buffers.c */
-float *buffer_floats(const pyps_store *s, uint32_t buffer, uint32_t vector); /* 0: parameters, 1..: states */
+/* 0: parameters, if they are floats, 1..: states. Averaged chunks have none. */
+float *buffer_floats(const pyps_store *s, uint32_t buffer, uint32_t vector);
+uint8_t *buffer_halves(const pyps_store *s, uint32_t buffer); /* parameters, if they are bf16 */
+/* `length` parameters from `first` of the chunk: in place, or if they are bf16 in `block`. */
+const float *buffer_params(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t first,
+                           size_t length, float *block);
 struct chunk_header *buffer_header(const pyps_store *s, uint32_t buffer);
 int buffer_claim(pyps_store *s, uint32_t chunk); /* into s->private_buffer */
 void buffer_published(pyps_store *s, uint32_t displaced);
@@ -248,7 +261,10 @@ void staging_abandon(pyps_store *s);
 /* pull.c */
 /* A chunk's values to their place in a flat vector. */
 void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat);
+/* The same of a vector of its buffer; zeros if it has no such one. */
 void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);
+/* All its parameters, in place or in s->chunk_floats. NULL: PYPS_ENOSPC, message set. */
+const float *chunk_params(pyps_store *s, uint32_t chunk, uint32_t buffer);
 /* The same of its parameters, s->lookahead further on. */
 void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat);
 int lookahead_set(pyps_store *s);                 /* from the present view */

@@ -140,7 +140,7 @@ def get_layout(store: Pointer) -> Layout:
     c = ffi.new("pyps_layout *")
     check("layout", lib.pyps_get_layout(store, c))
     values = struct_values(Layout, c)
-    return Layout(**{**values, "optimizer": Optimizer(c.optimizer)})
+    return Layout(**{**values, "optimizer": Optimizer(c.optimizer), "master": Codec(c.master)})
 
 
 def get_tensor(store: Pointer, index: int) -> Tensor:

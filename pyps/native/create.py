@@ -53,7 +53,7 @@ def _config_struct(what: str, config: Config) -> tuple[Any, Any]:
     c.size = ffi.sizeof("pyps_config")
     for field in ("chunk_params", "max_participants", "snapshot_spares", "staging_buffers", "groups"):
         setattr(c, field, unsigned(what, field, getattr(config, field), 32))
-    c.optimizer, c.policy = int(config.optimizer), config.policy
+    c.optimizer, c.master, c.policy = int(config.optimizer), int(config.master), config.policy
     fill_policy_params(c.policy_params, config.policy_params)
     c.ranks, c.tensors = len(config.batches), len(config.tensors)
     c.samples = unsigned(what, "samples", config.samples, 64)

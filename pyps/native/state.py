@@ -10,7 +10,17 @@ import numpy as np
 
 from pyps._native import ffi, lib
 from pyps.native import Pointer, check, hyper_values
-from pyps.native.values import DataSet, Flat, Hyper, Layout, Optimizer, PolicyParams, RankCounters, Tensor
+from pyps.native.values import (
+    Codec,
+    DataSet,
+    Flat,
+    Hyper,
+    Layout,
+    Optimizer,
+    PolicyParams,
+    RankCounters,
+    Tensor,
+)
 
 # The optimizer's vectors of one number for each parameter, named as torch.optim names them.
 VECTORS: Mapping[Optimizer, tuple[str, ...]] = {
@@ -29,6 +39,7 @@ COUNTERS = (  # of a state, 64 bits each
     "samples_dropped",
     "slowest",
     "fastest",
+    "rounding_seed",
 )
 
 
@@ -68,7 +79,8 @@ class StateHeader:
     skipped or dropped, or is in `ranges`: (first, count), in the order in which they will be assigned.
     `samples`: positions in all; 0: without end. `slowest`, `fastest`: clocks. `policy`: its number;
     `policy_state`: 16 words of its own. `steps`: optimizer steps that each tensor has taken, in global
-    batches. `hyper`: the constants in force, by group.
+    batches. `hyper`: the constants in force, by group. `master`: how trained parameters are kept;
+    `rounding_seed`: of the noise by which a bf16 master is rounded.
     """
 
     version: int
@@ -90,6 +102,8 @@ class StateHeader:
     tensors: tuple[Tensor, ...]
     steps: tuple[float, ...]
     hyper: tuple[Hyper | None, ...]
+    master: Codec = Codec.F32
+    rounding_seed: int = 0
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
@@ -181,6 +195,7 @@ def _header(
     return StateHeader(
         **{field: getattr(c, field) for field in plain},
         optimizer=Optimizer(c.optimizer),
+        master=Codec(c.master),
         ranges=tuple((c.range[k].first, c.range[k].count) for k in range(c.ranges)),
         policy_params=PolicyParams(**params),
         policy_state=tuple(c.policy_state),

@@ -303,6 +303,7 @@ class Config:
     staging_buffers: int
     policy_params: PolicyParams = PolicyParams()
     agreement: Agreement = Agreement()
+    master: Codec = Codec.F32
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +311,7 @@ class Layout:
     """The store's fixed sizes. flat_elements is the length of the flat vector, chunk padding included.
 
     The last averaged_elements of it are of averaged tensors, and travel as fp32 under every codec.
+    master: how trained parameters are kept.
     """
 
     segment_bytes: int
@@ -329,6 +331,7 @@ class Layout:
     samples: int = 0
     plan: int = 0
     seed: int = 0
+    master: Codec = Codec.F32
 
     @property
     def trained_elements(self) -> int:

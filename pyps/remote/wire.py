@@ -137,6 +137,7 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_buffers: int
     policy_params: PolicyParams
     agreement: Agreement
+    master: Codec = Codec.F32
     state: StateHeader | None = None
     residuals: tuple[Count, ...] = ()
 

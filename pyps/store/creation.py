@@ -8,8 +8,10 @@ from typing import Any
 
 from pyps.errors import InputError
 from pyps.native.state import VECTORS, StoreState
-from pyps.native.values import Agreement, Config, Flat, Optimizer, Tensor, as_f32
+from pyps.native.values import Agreement, Codec, Config, Flat, Optimizer, Tensor, as_f32
 from pyps.store.policies import DEFAULT_POLICY, Policy, policy_named, register_policy
+
+MASTERS = (Codec.F32, Codec.BF16)  # how a store can keep parameters
 
 
 def store_config(
@@ -23,6 +25,7 @@ def store_config(
     groups: Mapping[str, int] | None,
     averaged: Collection[str],
     samples: int | None,
+    master: Codec | str | None,
     agreement: Agreement,
     chunk_params: int,
     **sizes: Any,
@@ -49,6 +52,7 @@ def store_config(
         batches=tuple(batches),
         groups=max((tensor.group for tensor in given), default=0) + 1,
         optimizer=_optimizer(where, optimizer, state),
+        master=kept_as(where, master, state),
         samples=samples or 0,
         agreement=agreement,
         chunk_params=chunk_params,
@@ -65,6 +69,16 @@ def _optimizer(where: str, given: Optimizer | str | None, state: StoreState | No
         expected = f"{state.header.optimizer.name.lower()}, the state's"
         raise InputError(where, "optimizer", Optimizer.of(given).name.lower(), expected)
     return state.header.optimizer
+
+
+def kept_as(where: str, given: Codec | str | None, state: StoreState | None = None) -> Codec:
+    """How a store keeps parameters: as `given`, else as the state's. Raises InputError."""
+    if given is None:
+        return Codec.F32 if state is None else state.header.master
+    kept = {codec.name.lower(): codec for codec in MASTERS}
+    if (named := given.name.lower() if isinstance(given, Codec) else given) not in kept:
+        raise InputError(where, "master", repr(named), " or ".join(kept))
+    return kept[named]
 
 
 def _policy_fields(given: Policy | str | None, state: StoreState | None) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class Store(StoreHandle):
         groups: Mapping[str, int] | None = None,
         averaged: Collection[str] = (),
         samples: int | None = None,
+        master: Codec | str | None = None,
         state: StoreState | None = None,
         agreement: Agreement = UNSAID,
         chunk_params: int = 0,
@@ -92,6 +93,8 @@ class Store(StoreHandle):
         policy: a pyps.BSP, ASP, ..., or its text ("ssp:bound=4"). groups: name -> index of its parameter
         group (default: all 0). averaged: names of tensors, in groups after all others, of which a push
         brings values to average, not gradients. samples: sample positions to assign in all; 0: without end.
+        master: how trained parameters are kept: "f32" (the default), or "bf16", in half the memory: rounded
+        at random after each step, so that steps too small for bf16 count on average. All else stays fp32.
         state: what another store's `state()` gave, to go on from bit for bit; whatever is None is as there.
         Tensors, groups and optimizer must be those of the state; all else may differ. agreement: kept for
         the workers to compare. chunk_params (0: the
@@ -109,6 +112,7 @@ class Store(StoreHandle):
             groups=groups,
             averaged=averaged,
             samples=samples,
+            master=master,
             agreement=agreement,
             chunk_params=chunk_params,
             max_participants=max_participants,

@@ -24,6 +24,7 @@ from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
 from pyps.formats.turns import TurnSchedule
 from pyps.native.values import Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
+from pyps.store.creation import kept_as
 from pyps.store.store import Store
 from pyps.worker.agreement import agreement_of
 from pyps.worker.averages import DTYPES, AveragedBuffer, find_buffers, put
@@ -59,6 +60,7 @@ class Attachment:
     optimizer: torch.optim.Optimizer
     buffers: tuple[tuple[AveragedBuffer, ...], ...] = ()  # groups after those
     clip_norm: float = 0.0  # 0: no clipping
+    master: str | None = None  # how a new store keeps parameters; None: as its state says
 
     def tensors(self) -> dict[str, tuple[Tensor, torch.Tensor]]:
         """What the store holds, in its order: name -> (its description, its values)."""
@@ -199,6 +201,9 @@ def check_same(store: Store, attachment: Attachment) -> None:
     if attachment.kind is not store.layout.optimizer:
         found, expected = attachment.kind.name.lower(), store.layout.optimizer.name.lower()
         raise InputError(where, "optimizer", found, f"{expected}, as in the store")
+    if attachment.master is not None and kept_as("attach", attachment.master) is not store.layout.master:
+        expected = f"{store.layout.master.name.lower()}, as in the store"
+        raise InputError(where, "master", attachment.master, expected)
 
 
 def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -> Store:
@@ -243,6 +248,7 @@ def _create(settings: Settings, attachment: Attachment) -> Store:
         policy=settings.policy,
         groups={name: tensor.group for name, (tensor, _) in tensors.items()},
         averaged=[name for name, (tensor, _) in tensors.items() if tensor.averaged],
+        master=attachment.master,
         samples=settings.samples if settings.launched or settings.samples else None,
         staging_buffers=settings.staging_buffers,
         keep=settings.launched,

@@ -159,6 +159,7 @@ class Worker:
         local_steps: LocalStepsArgument = "plan",
         outer: torch.optim.Optimizer | None = None,
         merges: int = 0,
+        master: str | None = None,
         resume: str | Path | None = None,
         timeout: float = ATTACH_TIMEOUT_SECONDS,
     ) -> None:
@@ -175,11 +176,12 @@ class Worker:
         made; "plan": as planned, by default none. outer: the store's optimizer for these differences; None:
         SGD with lr 1, so that the store gets the mean of the workers' parameters. merges: so many times
         between two pushes the worker pulls, and goes on from there with the local steps that it has taken;
-        without effect where workers wait for rounds, take turns, or have a pipeline. resume: a checkpoint,
-        or a folder of which the newest is taken, that a new store goes on from in place of the model's
-        parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for
-        a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the
-        store.
+        without effect where workers wait for rounds, take turns, or have a pipeline. master: how a new store
+        keeps the parameters, "f32" or "bf16" (as in Store.create); None: as the checkpoint says, else "f32".
+        resume: a checkpoint, or a folder of which the newest is taken, that a new store goes on from in place
+        of the model's parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises
+        InputError for a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does not
+        create the store.
 
         A parameter without a gradient in a step counts as having a gradient of zero (it decays, its momentum
         goes on). Persistent floating-point buffers (BatchNorm's statistics) become the mean of the workers'.
@@ -191,7 +193,7 @@ class Worker:
         self.settings = with_local_steps(self.settings, local_steps)
         is_local = self.settings.local_steps > 0
         stored = stored_optimizer(chosen, outer, self.settings)
-        attachment = inspect(model, stored, None if is_local else clip_norm)
+        attachment = replace(inspect(model, stored, None if is_local else clip_norm), master=master)
         register_policy(self.settings.policy)
         settings = self.settings if resume is None else replace(self.settings, resume=Path(resume))
         self._store = store = open_or_create(settings, attachment, timeout)

@@ -21,6 +21,13 @@ def test_core(shm: Path) -> None:
     assert not list(shm.iterdir())
 
 
+def test_master(shm: Path) -> None:
+    text = output("master.py", "--seeds", "1", "--epochs", "1")
+    for row in ("sgd, 0.05", "adamw, 0.001", "momentum"):
+        assert f"| {row} " in text
+    assert not list(shm.iterdir())
+
+
 def test_pulls(shm: Path) -> None:
     text = output("pulls.py", "--pulls", "5000")
     row = next(line for line in text.splitlines() if "writers push" in line)

@@ -335,6 +335,34 @@ static void needless_lambda(void) {
     must(pyps_close(s), "close");
 }
 
+/* How parameters are kept gives the size of a buffer: what the header says of it is checked like all else. */
+static void false_master(void) {
+    static const uint32_t batches[] = {4};
+    pyps_tensor tensors[] = {{.name = "w", .ndim = 1, .shape = {PARAMETERS}},
+                             {.name = "v", .ndim = 1, .shape = {3}, .group = 1, .kind = PYPS_AVERAGED}};
+    pyps_config config = small_config(tensors, batches, 1, PYPS_ASP);
+    config.tensors = config.groups = 2, config.master = PYPS_F16;
+    pyps_store *s, *opened;
+    expect(pyps_create("edges", &config, &s), PYPS_EINVAL, "create");
+    config.master = PYPS_BF16;
+    must(pyps_create("edges", &config, &s), "create");
+    struct geometry *g = &s->header->geometry, good = *g;
+    const struct {
+        uint32_t master, averaged;
+    } bad[] = {{PYPS_INT8, 1}, {PYPS_BF16, 0}, {PYPS_BF16, 2}, {PYPS_F32, 0}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        g->master = bad[i].master, g->averaged = bad[i].averaged;
+        s->header->checksum =
+            geometry_checksum(g, (void *)(s->base + s->layout.tensors), (void *)(s->base + s->layout.groups));
+        struct layout layout;
+        if (!layout_compute(g, &layout)) s->header->bytes = layout.bytes;
+        must(ftruncate(s->fd, (off_t)s->header->bytes), "size");
+        expect(pyps_open("edges", &opened), PYPS_ECORRUPT, "open");
+    }
+    *g = good;
+    must(pyps_close(s), "close");
+}
+
 static uint64_t core_time; /* nanoseconds */
 
 static void step_core(pyps_core *core, uint32_t kind, pyps_decision *out) {
@@ -410,6 +438,7 @@ static void schedule(void) {
 static const struct test_case tests[] = {
     {"huge-round", huge_round},
     {"needless-lambda", needless_lambda},
+    {"false-master", false_master},
     {"many-deaths", many_deaths},
     {"full-house", full_house},
     {"out-of-descriptors", out_of_descriptors},

@@ -73,6 +73,7 @@ static void make_good(struct good *g) {
     pyps_config config = small_config(&tensor, batches, g->ranks, g->policy);
     config.max_participants = g->ranks + 2, config.snapshot_spares = 1, config.samples = 100;
     config.staging_buffers = g->ranks == 1 ? 1 : 2;
+    config.master = g->policy == PYPS_R2SP ? PYPS_BF16 : PYPS_F32;
     config.round_timeout_seconds = SECONDS;
     pyps_store *stores[3];
     must(pyps_create("fuzz", &config, &stores[0]), "create");

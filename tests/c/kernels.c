@@ -134,6 +134,31 @@ static int noisy_codes_differ(const struct kernels *chosen) {
     return 0;
 }
 
+/* Rounding to bf16, at random and to nearest: the same bits from wherever in the flat vector a run begins. */
+static int narrow_differs(const struct kernels *chosen, size_t length) {
+    static const uint32_t odd[] = {0x7f800000, 0xff800000, 0x7fffffff, 0xffffffff, 0x7fc00000, 0x7f7fffff};
+    static float x[RUN + 4];
+    static uint8_t halves[2][2 * RUN];
+    size_t at = (size_t)rand() % 4;
+    fill(x, RUN + 4, rand() % 6);
+    for (size_t i = 0; i < RUN + 4; i += 1 + (size_t)rand() % 60) memcpy(&x[i], &odd[rand() % 6], sizeof *x);
+    struct rounding how = {(uint64_t)rand() << 32 | 5, (uint64_t)rand() << 20, (uint64_t)rand() << 12};
+    kernels_scalar.narrow(halves[0], x + at, length, &how);
+    size_t cut = length ? (size_t)rand() % length : 0; /* in two runs, of which the second begins anywhere */
+    struct rounding rest = {how.seed, how.version, how.first + cut};
+    chosen->narrow(halves[1], x + at, cut, &how);
+    chosen->narrow(halves[1] + 2 * cut, x + at + cut, length - cut, &rest);
+    if (memcmp(halves[0], halves[1], 2 * length)) return 1;
+    for (size_t i = 0; i < length; i++) {
+        float rounded;
+        kernels_scalar.decode(PYPS_BF16, &rounded, halves[0] + 2 * i, NULL, 1);
+        if (isnan(x[at + i]) != isnan(rounded) || (isinf(x[at + i]) && x[at + i] != rounded)) return 1;
+    }
+    kernels_scalar.narrow(halves[0], x + at, length, NULL);
+    chosen->narrow(halves[1], x + at, length, NULL);
+    return memcmp(halves[0], halves[1], 2 * length);
+}
+
 int main(void) {
     const struct kernels *chosen = kernels_chosen();
     srand(1);
@@ -158,6 +183,8 @@ int main(void) {
             if (misjudges(&kernels_scalar, length, at) || misjudges(chosen, length, at))
                 return printf("finite: length %zu, offset %zu\n", length, at);
     if (noisy_codes_differ(chosen)) return 1;
+    for (size_t length = 0; length < RUN; length += 1 + length / 300)
+        if (narrow_differs(chosen, length)) return printf("narrow: length %zu\n", length);
     printf("%s\n", chosen->name);
     return 0;
 }

@@ -69,6 +69,7 @@ EDGES = (
     "full-house",
     "huge-round",
     "needless-lambda",
+    "false-master",
     "many-deaths",
     "out-of-descriptors",
     "first-thread-ends",

@@ -24,6 +24,7 @@ CASES = [
     torture.Case("asp", "adamw"),
     torture.Case("asp", "sgd", chunks=1, buffers=1),
     torture.Case("asp", "sgd", parts=2),
+    torture.Case("asp", "adamw", bf16=True),
     torture.Case("bsp", "sgd"),
     torture.Case("bsp", "momentum", chunks=1, buffers=1, clip_norm=torture.CLIP_NORM),
     torture.Case("backup", "adamw", clip_norm=torture.CLIP_NORM),

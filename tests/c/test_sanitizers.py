@@ -64,10 +64,10 @@ def test_kernels_and_codecs_are_clean(folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("policy", "optimizer"), [("asp", "momentum"), ("bsp", "adamw")])
-def test_torture_is_clean(folder: Path, policy: str, optimizer: str) -> None:
+@pytest.mark.parametrize(("policy", "optimizer", "bf16"), [("asp", "momentum", "0"), ("bsp", "adamw", "1")])
+def test_torture_is_clean(folder: Path, policy: str, optimizer: str, bf16: str) -> None:
     program = programs.build(folder, "torture", "address")
-    done = programs.run(program, policy, optimizer, "40", "7", "4", "2", "100", "1")
+    done = programs.run(program, policy, optimizer, "40", "7", "4", "2", "100", "1", bf16)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,8 +1,8 @@
 /* torture.c: processes that are killed and stopped at every failpoint of the store, and the parameters that
  * must come out.
  *
- * Usage: torture POLICY OPTIMIZER FAULTS SEED CHUNKS BUFFERS CLIP_NORM PARTS: so many chunks, and staging buffers a
- * worker. Three workers push, an observer joins and leaves, and a reaper without a slot looks for the dead. Every
+ * Usage: torture POLICY OPTIMIZER FAULTS SEED CHUNKS BUFFERS CLIP_NORM PARTS MASTER: so many chunks, and staging
+ * buffers a worker; MASTER is 0, or 1: parameters are kept as bf16. Three workers push, an observer joins and leaves, and a reaper without a slot looks for the dead. Every
  * push has the same gradient, so the parameters at version V are those after V optimizer steps, whichever worker
  * died and wherever: a push lost, doubled or torn, or a norm of other chunks than all, would show in their bits.
  * `expected` takes those steps with the scalar kernels alone. Every codec carries the
@@ -25,6 +25,8 @@
 #define WORKERS               3
 #define CHILDREN              5 /* after the workers: the observer and the reaper */
 #define CHUNK                 1024
+#define ROUNDED_CHUNKS        4 /* at most, of parameters kept as bf16 */
+#define SEED                  7
 #define UNUSED                96 /* at the end of the last chunk */
 #define PERIOD                7  /* of gradients over the parameters */
 #define POINTS                64
@@ -43,6 +45,7 @@ static struct shared {
 static const float pattern[PERIOD] = {889, -889, 0, 889, 0, -889, 889};
 
 static unsigned optimizer;
+static uint32_t master;
 static int parameters, parts; /* parts: 1, or 2 */
 static float *flat;           /* [parameters + UNUSED] */
 static pyps_hyper hypers[] = {
@@ -89,18 +92,29 @@ static float clip_factor(void) {
     return bound > 0 ? (float)(bound / (sqrt(sum) + 1e-6)) : 1.0f;
 }
 
-/* The first PERIOD parameters after `version` steps; goes on from the version it was last asked for. */
+/* Parameters after which they repeat. Where they are rounded, each by its own noise, they never do. */
+static int period(void) { return master ? parameters : PERIOD; }
+
+static void round_as_kept(float *params, uint64_t version) {
+    static uint8_t halves[2 * CHUNK * ROUNDED_CHUNKS];
+    kernels_scalar.narrow(halves, params, (size_t)parameters, &(struct rounding){SEED, version, 0});
+    kernels_scalar.decode(PYPS_BF16, params, halves, NULL, (size_t)parameters);
+}
+
+/* The first parameters after `version` steps, period() of them; goes on from the version it was last asked for. */
 static const float *expected(uint64_t version) {
-    static float vectors[2][1 + MAX_STATES][PERIOD];
+    static float vectors[2][1 + MAX_STATES][CHUNK * ROUNDED_CHUNKS], gradient[CHUNK * ROUNDED_CHUNKS];
     static uint64_t at;
+    for (int i = 0; i < CHUNK * ROUNDED_CHUNKS; i++) gradient[i] = pattern[i % PERIOD];
     if (version < at) memset(vectors, 0, sizeof vectors), at = 0;
     for (; at < version; at++) {
-        struct step step = {.gradient = pattern, .length = PERIOD};
+        struct step step = {.gradient = gradient, .length = (size_t)period()};
         for (unsigned v = 0; v <= MAX_STATES; v++)
             step.old[v] = vectors[at % 2][v], step.new[v] = vectors[(at + 1) % 2][v];
         struct step_constants constants =
             kernels_constants(optimizer, &hypers[optimizer], clip_factor(), (double)at, 1);
         kernels_scalar.update[optimizer](&step, &constants);
+        if (master) round_as_kept(step.new[0], at + 1);
     }
     return vectors[at % 2][0];
 }
@@ -136,15 +150,19 @@ static void check(uint64_t version) {
     }
     const float *right = expected(version);
     for (int i = 0; i < parameters; i++)
-        if (memcmp(&flat[i], &right[i % PERIOD], sizeof *flat)) {
+        if (memcmp(&flat[i], &right[i % period()], sizeof *flat)) {
             fprintf(stderr, "snapshot of version %llu: parameter %d: found %.9g; expected %.9g\n",
-                    (unsigned long long)version, i, (double)flat[i], (double)right[i % PERIOD]);
+                    (unsigned long long)version, i, (double)flat[i], (double)right[i % period()]);
             exit(1);
         }
 }
 
-/* Every chunk of a pull or an exchange is of one version, whichever that is. */
-static void check_whole(void) {
+/* Every chunk of a pull or an exchange is of one version, whichever that is: of one chunk, the one that it has. */
+static void check_whole(uint64_t version) {
+    if (master) {
+        if (parameters < CHUNK) check(version);
+        return;
+    }
     int half = parts == 2 ? parameters / 2 : 0;
     for (int i = PERIOD; i < parameters; i++)
         if (i % CHUNK >= PERIOD && (i < half || i >= half + PERIOD) &&
@@ -173,7 +191,7 @@ static void push_once(pyps_store *s) {
     int rc = pyps_start(s, 1, &claim);
     if (rc == PYPS_ETIMEDOUT || !done(s, rc, "start")) return;
     if (!done(s, pyps_pull(s, flat, &version), "pull")) return;
-    check_whole();
+    check_whole(version);
     must(pyps_stage(s, 20, &staging), "stage");
     pyps_range part = part_of(rand() % 2);
     float *gradient = parts == 2 ? pyps_staging_range(s, staging, part) : pyps_staging(s, staging);
@@ -193,7 +211,7 @@ static void push_once(pyps_store *s) {
         if (done(s, pyps_push(s, &args, &result), "push")) shared->acknowledged++;
     } else if (done(s, pyps_exchange(s, &args, flat, &result, &version), "exchange")) {
         shared->acknowledged++;
-        check_whole();
+        check_whole(version);
     }
 }
 
@@ -225,7 +243,7 @@ static void observe(pyps_store *s) {
     while (!shared->finish) {
         must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "join as an observer");
         must(pyps_pull(s, flat, &version), "an observer's pull");
-        check_whole();
+        check_whole(version);
         if (rand() % 8 == 0) snapshot_once(s);
         must(pyps_leave(s), "an observer's leave");
     }
@@ -353,7 +371,7 @@ static pyps_store *created(const char *policy, unsigned staging_buffers) {
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {(uint64_t)parameters}};
     pyps_config config = small_config(&tensor, batches, WORKERS, policy_numbered(policy));
     config.max_participants = 10, config.staging_buffers = staging_buffers;
-    config.optimizer = optimizer;
+    config.optimizer = optimizer, config.master = master, config.seed = SEED;
     config.policy_params.bound = 1;
     config.round_timeout_seconds = ROUND_TIMEOUT_SECONDS;
     pyps_store *s;
@@ -362,7 +380,7 @@ static pyps_store *created(const char *policy, unsigned staging_buffers) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 9) return 2;
+    if (argc != 10) return 2;
     while (strcmp(optimizers[optimizer], argv[2]))
         if (++optimizer == sizeof optimizers / sizeof *optimizers) return 2;
     int faults = atoi(argv[3]), chunks = atoi(argv[5]);
@@ -370,6 +388,8 @@ int main(int argc, char **argv) {
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     parameters = chunks * CHUNK - UNUSED, flat = calloc((size_t)chunks, CHUNK * sizeof *flat);
     hypers[optimizer].clip_norm = (float)atof(argv[7]), parts = atoi(argv[8]);
+    master = atoi(argv[9]) ? PYPS_BF16 : PYPS_F32;
+    if (master && chunks > ROUNDED_CHUNKS) return 2;
     pyps_store *s = created(argv[1], (unsigned)atoi(argv[6]));
     unsigned kills = torment(faults, (unsigned)atoi(argv[4]));
     verify(s, faults, kills);

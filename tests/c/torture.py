@@ -24,8 +24,8 @@ def build(folder: Path) -> Path:
 
 
 class Case(NamedTuple):
-    """What a store is tormented with: its policy and optimizer, chunks, staging buffers of a worker, and the
-    parts of the parameters of which each push has one.
+    """What a store is tormented with: its policy and optimizer, chunks, staging buffers of a worker, the
+    parts of the parameters of which each push has one, and whether they are kept as bf16.
     """
 
     policy: str
@@ -34,19 +34,25 @@ class Case(NamedTuple):
     buffers: int = 2
     clip_norm: float = 0.0
     parts: int = 1
+    bf16: bool = False
 
 
 HALVES = tuple(Case("asp", "sgd", chunks, parts=2) for chunks in (1, 4, 64))
-CASES = HALVES + tuple(
+ROUNDED = tuple(
+    Case(policy, optimizer, chunks, bf16=True)
+    for policy, optimizer, chunks in (("asp", "sgd", 1), ("bsp", "momentum", 4), ("asp", "adamw", 4))
+)
+WHOLE = tuple(
     Case(policy, optimizer, chunks, buffers, clip_norm)
     for policy, optimizer in itertools.product(("asp", "bsp"), ("sgd", "momentum", "adamw"))
     for chunks, buffers, clip_norm in ((4, 2, 0.0), (1, 1, CLIP_NORM), (64, 2, CLIP_NORM), (4096, 1, 0.0))
 )
+CASES = (*HALVES, *ROUNDED, *WHOLE)
 
 
 def torture(program: Path, case: Case, faults: int, seed: int) -> subprocess.CompletedProcess[str]:
     """Run one torture in a segment folder of its own, which must be empty afterwards."""
-    sizes = str(case.chunks), str(case.buffers), str(case.clip_norm), str(case.parts)
+    sizes = str(case.chunks), str(case.buffers), str(case.clip_norm), str(case.parts), str(int(case.bf16))
     return programs.run(program, case.policy, case.optimizer, str(faults), str(seed), *sizes)
 
 

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from pyps.errors import Ended, PushRejected, TimedOut
 from pyps.formats.turns import TurnSchedule
 from pyps.native.state import StoreState
-from pyps.native.values import Codec, Encoding, Hyper, Optimizer
+from pyps.native.values import Agreement, Codec, Encoding, Hyper, Optimizer
 from pyps.store import Store
+from pyps.store.creation import MASTERS
 from pyps.store.policies import policy_named
 
 pytestmark = pytest.mark.usefixtures("shm")
@@ -195,10 +196,13 @@ def kept(state: StoreState, times: bool) -> Any:
         for outer, values in nested.items():
             arrays |= {(kind, outer, name): value.tobytes() for name, value in values.items()}
     header = (h.version, h.round, h.samples_assigned, h.ranges, h.slowest, h.fastest, h.steps, h.hyper)
+    header += (h.master, h.rounding_seed)
     return header, ranks, arrays, () if times else h.policy_state
 
 
-def drive_both(policy: str, optimizer: Optimizer, before: Sequence[Turn], after: Sequence[Turn]) -> None:
+def drive_both(
+    policy: str, optimizer: Optimizer, master: Codec, before: Sequence[Turn], after: Sequence[Turn]
+) -> None:
     values = np.random.default_rng(1)
     tensors = {tensor: values.standard_normal(shape) for tensor, shape in SHAPES.items()}
     chosen = policy_named(policy, ROUND_TIMEOUT_SECONDS)
@@ -214,6 +218,8 @@ def drive_both(policy: str, optimizer: Optimizer, before: Sequence[Turn], after:
                 samples=160,
                 policy=chosen,
                 optimizer=optimizer,
+                master=master,
+                agreement=Agreement(seed=3),
                 chunk_params=1024,
                 staging_buffers=STAGING_BUFFERS,
             )
@@ -241,8 +247,8 @@ def drive_both(policy: str, optimizer: Optimizer, before: Sequence[Turn], after:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(optimizer=st.sampled_from(Optimizer), before=TURNS, after=TURNS)
+@given(optimizer=st.sampled_from(Optimizer), master=st.sampled_from(MASTERS), before=TURNS, after=TURNS)
 def test_goes_on_as_if_nothing_had_happened(
-    policy: str, optimizer: Optimizer, before: list[Turn], after: list[Turn]
+    policy: str, optimizer: Optimizer, master: Codec, before: list[Turn], after: list[Turn]
 ) -> None:
-    drive_both(policy, optimizer, before, after)
+    drive_both(policy, optimizer, master, before, after)
