@@ -87,6 +87,7 @@ static int path_of(const char *name, char *path, size_t capacity) {
 
 int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes) {
     int error;
+    if (s->base) mapping_use_huge_pages(s, offset, bytes);
     do error = posix_fallocate(s->fd, (off_t)offset, (off_t)bytes);
     while (error == EINTR);
     if (!error) return PYPS_OK;
@@ -225,8 +226,9 @@ static int build(pyps_store *s, const pyps_config *config, const pyps_state *sta
     uint64_t fixed = s->layout.buffers + s->layout.common_buffers * s->layout.buffer_stride;
     int rc;
     if (ftruncate(s->fd, (off_t)s->layout.bytes)) return map_failed("sizing the segment");
-    if ((rc = segment_allocate(s, 0, fixed)) || (rc = segment_lock_byte(s->fd, F_RDLCK, ATTACHED_BYTE)) ||
-        (rc = map_segment(s, tensors, groups)) || (rc = write_segment(s, config, state, tensors, groups)))
+    if ((rc = map_segment(s, tensors, groups)) || (rc = mapping_spread(s, s->layout.staging)) ||
+        (rc = segment_allocate(s, 0, fixed)) || (rc = segment_lock_byte(s->fd, F_RDLCK, ATTACHED_BYTE)) ||
+        (rc = write_segment(s, config, state, tensors, groups)))
         return rc;
     snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", s->fd);
     if (linkat(AT_FDCWD, unnamed, AT_FDCWD, path, AT_SYMLINK_FOLLOW) == 0) return PYPS_OK;

@@ -179,6 +179,10 @@ int mapping_make(pyps_store *s);
 int mapping_detach_staging(pyps_store *s);
 int mapping_renew(pyps_store *s); /* before the handle joins again */
 void mapping_end(pyps_store *s);
+/* Gives whole huge pages of a part of the file memory, as far as the system has such ones. */
+void mapping_use_huge_pages(const pyps_store *s, uint64_t offset, uint64_t bytes);
+/* Says on which nodes the first `bytes` of the file get their memory, if PYPS_NUMA does. */
+int mapping_spread(const pyps_store *s, uint64_t bytes);
 
 /* segment.c */
 /* Gives a hole of the file memory; PYPS_ENOSPC. */

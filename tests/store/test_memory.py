@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 
 from pyps import Hyper, Store, native
-from pyps.errors import InvalidArgument
+from pyps.errors import InvalidArgument, SystemCallFailed
 from pyps.native.values import Codec
 from pyps.store.codec import encoded_bytes
 
@@ -48,6 +51,55 @@ def test_a_worker_has_what_it_uses(store: Store, shm: Path) -> None:
     assert 15 < blocks(shm) - coded < 18
     store.leave()
     assert blocks(shm) - joined < 1
+
+
+def huge_mib() -> int:
+    """MiB of this process's shared memory that are mapped as huge pages."""
+    found = re.search(
+        r"ShmemPmdMapped: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+    )
+    return int(found[1]) // 1024 if found else 0
+
+
+def has_huge_pages() -> bool:
+    """Whether the system makes huge pages of shared memory when it is asked to (Linux 6.1)."""
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+    return release >= (6, 1) and enabled.exists() and "[deny]" not in enabled.read_text(encoding="utf-8")
+
+
+def test_memory_comes_as_huge_pages_and_no_more_of_it(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, initial = {}, {"w": np.arange(SIZE, dtype=np.float32)}
+    for wanted in ("0", "1"):
+        monkeypatch.setenv("PYPS_HUGE_PAGES", wanted)
+        before = huge_mib()
+        with Store.create("memory", initial, batches=[4], policy="asp", max_participants=2) as store:
+            store.join()
+            store.start()
+            gradient = np.ones(store.layout.flat_elements, np.float32)
+            store.push(None, 4, Hyper(lr=1.0), gradient=gradient)
+            assert np.array_equal(store.views(store.pull()[0])["w"], initial["w"] - 1)
+            sizes[wanted] = blocks(shm)
+            huge = huge_mib() - before
+            if wanted == "0":
+                assert huge == 0
+    assert sizes["0"] == sizes["1"]
+    if not has_huge_pages():
+        pytest.skip("the system gives shared memory no huge pages")
+    assert huge > 0  # how many depends on how much of its memory is in pieces
+
+
+def test_parameters_are_spread_over_the_nodes_of_memory(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("the kernel knows of no nodes")
+    monkeypatch.setenv("PYPS_NUMA", "everywhere")
+    with pytest.raises(InvalidArgument, match="PYPS_NUMA: found 'everywhere'; expected 'interleave'"):
+        Store.create("memory", {"w": np.zeros(3)}, batches=[4])
+    monkeypatch.setenv("PYPS_NUMA", "interleave")
+    forbidden = contextlib.suppress(SystemCallFailed)  # as a container may do
+    with forbidden, Store.create("memory", {"w": np.zeros(3)}, batches=[4]):
+        maps = Path("/proc/self/numa_maps").read_text(encoding="utf-8")
+        assert re.search(r" interleave:\d.*file=", maps)
 
 
 def test_a_view_that_was_left_reads_zeros_of_its_own(store: Store, shm: Path) -> None:
