@@ -11,6 +11,7 @@
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: a night)
+#   make ray       runs on a Ray cluster of this machine; installs ray
 #   make site      README.md and docs/ as a web site, into build/site
 #   make fuzz-input  5,000 hostile input files through the commands, and 200 through the real one
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-fast test-gpu lint bench papers soak kills torture fuzz fuzz-input sanitize site clean
+.PHONY: demo test test-fast test-gpu lint bench papers soak kills ray torture fuzz fuzz-input sanitize site clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -42,7 +43,7 @@ test: lint
 	  wait $$fast; fast=$$?; cat build/test-fast.log; exit $$((core + fast))
 	@$(PY) -m pytest -m slow $(LANE_1) > build/test-lane-1.log 2>&1 & one=$$!; \
 	  $(PY) -m pytest -m slow $(LANE_2) > build/test-lane-2.log 2>&1 & two=$$!; \
-	  $(PY) -m pytest -m slow --ignore=tests/c $(patsubst %,--ignore=%,$(LANE_1) $(LANE_2)); rest=$$?; \
+	  $(PY) -m pytest -m slow --ignore=tests/c --ignore=tests/ray $(patsubst %,--ignore=%,$(LANE_1) $(LANE_2)); rest=$$?; \
 	  wait $$one; one=$$?; wait $$two; two=$$?; cat build/test-lane-1.log build/test-lane-2.log; \
 	  exit $$((rest + one + two))
 
@@ -95,6 +96,10 @@ soak: .venv/core
 
 kills: .venv/core
 	$(PY) tests/helpers/kill_and_resume.py --kills 200
+
+ray: .venv/core
+	$(PIP) ray
+	$(PY) -m pytest tests/ray
 
 torture: .venv/core
 	$(PY) tests/c/torture.py --faults $(FAULTS)

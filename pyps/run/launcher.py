@@ -38,7 +38,8 @@ from pyps.report.report import StoreTotals
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.guard import Guard
 from pyps.run.membership import present_ranks
-from pyps.run.process import WorkerProcess, end_processes
+from pyps.run.process import RankProcess, WorkerProcess, end_processes
+from pyps.run.ranks import RankSpec
 from pyps.run.rebalance import RunRebalancer
 from pyps.run.restarts import Restarts
 from pyps.run.spec import RunSpec
@@ -49,12 +50,14 @@ from pyps.worker.agreement import check_agreed
 TICK_SECONDS = 0.05
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host
 REAP_INTERVAL_SECONDS = 1.0  # how often the store is asked to reap members that the launcher did not start
+LOST_PLACE_SECONDS = 1.0  # before a rank whose place was lost asks for another one
 GRACE_SECONDS = 5.0  # between the first signal, SIGTERM and SIGKILL
 LAST_CHECKPOINT_SECONDS = 20.0  # that the last checkpoint of a run that was stopped may take
 
 OnLine = Callable[[int, str, bool], None]  # (rank, line, is_stderr)
 OnTick = Callable[[StoreActivity | None], None]
 OnNotice = Callable[[str], None]  # a sentence
+Start = Callable[[RunSpec, RankSpec], RankProcess]
 
 
 class TrainingFailed(PypsError):
@@ -75,6 +78,12 @@ class Interrupted(PypsError):
         super().__init__(f"interrupted by {signal.Signals(number).name}")
 
 
+def start_here(spec: RunSpec, rank: RankSpec) -> WorkerProcess:
+    """Start a rank's process on this machine."""
+    log = spec.run_dir / f"worker-{rank.rank}.log"
+    return WorkerProcess(rank.rank, spec.command, spec.environment(rank), log, spec.folder)
+
+
 class Launcher:
     """The processes of one run; a context manager that ends all of them, whatever happens inside."""
 
@@ -85,12 +94,15 @@ class Launcher:
         on_line: OnLine | None = None,
         on_tick: OnTick | None = None,
         on_notice: OnNotice | None = None,
+        start: Start = start_here,
     ) -> None:
         """spec: what to run; log: of events; on_line, on_notice: as in pyps.run.run.
 
         on_tick: called about 20 times a second with the store's state, None before the store is there.
+        start: starts the process of a rank.
         """
         self.spec, self.log = spec, log
+        self._start_process = start
         self.totals = StoreTotals()
         self._ranks = {rank.rank: rank for rank in spec.ranks}
         self._is_remote = is_address(spec.store)
@@ -100,7 +112,7 @@ class Launcher:
         )
         self._on_line, self._on_tick, self._on_notice = on_line, on_tick, on_notice
         self._selector = selectors.DefaultSelector()
-        self._processes: dict[int, WorkerProcess] = {}
+        self._processes: dict[int, RankProcess] = {}
         self._restart_at: dict[int, tuple[float, str]] = {}  # by rank: when, and what to say then
         self._restarts = Restarts(spec.options.max_restarts, len(spec.ranks))
         self._store: Store | None = None
@@ -108,6 +120,7 @@ class Launcher:
         self._previous_handlers: dict[int, object] = {}
         self._checkpoints = Checkpointer(spec, self._note_checkpoint, self._note_failed_checkpoint)
         self._next_reap = self._next_poll = 0.0
+        self._has_finished = False  # some process, and with it the run's samples
 
     def __enter__(self) -> Self:
         self._previous_handlers = _catch_signals(self._on_signal)
@@ -155,6 +168,7 @@ class Launcher:
             self._wait_for_output()
             self._poll_store()
             self._reap_children()
+            self._give_up_waiting()
             for rank in [r for r, (when, _) in self._restart_at.items() if when <= time.monotonic()]:
                 self._notice(self._restart_at.pop(rank)[1])
                 self._start(rank, "restarted")
@@ -170,16 +184,13 @@ class Launcher:
         write_whole(self.spec.run_dir / MODEL, self._store.snapshot().tensors)
 
     def _start(self, rank: int, event: Literal["started", "restarted"]) -> None:
-        log = self.spec.run_dir / f"worker-{rank}.log"
-        process = WorkerProcess(
-            rank, self.spec.command, self.spec.environment(self._ranks[rank]), log, self.spec.folder
-        )
-        self._guard.add(process.pid)
-        self._processes[rank] = process
+        process = self._processes[rank] = self._start_process(self.spec, self._ranks[rank])
+        if process.is_here:
+            self._guard.add(process.pid)
+            self._selector.register(process.pidfd, selectors.EVENT_READ)
         for stream in process.streams():
             self._selector.register(stream, selectors.EVENT_READ, (process, stream))
-        self._selector.register(process.pidfd, selectors.EVENT_READ)
-        self.log.write(event, rank=rank, pid=process.pid)
+        self.log.write(event, rank=rank, pid=process.pid or None)
 
     def _wait_for_output(self) -> None:
         """Sleep for at most a tick; return earlier if a worker prints something or ends."""
@@ -187,7 +198,7 @@ class Launcher:
             if key.data is not None:
                 self._read(*key.data)
 
-    def _read(self, process: WorkerProcess, stream: IO[bytes]) -> None:
+    def _read(self, process: RankProcess, stream: IO[bytes]) -> None:
         is_stderr, fd = process.is_stderr(stream), stream.fileno()
         for line in process.read(stream):
             if self._on_line is not None:
@@ -203,12 +214,14 @@ class Launcher:
                 continue
             self._read_remaining_output(process)
             del self._processes[rank]
-            self._guard.remove(process.pid)
+            if process.is_here:
+                self._guard.remove(process.pid)
             if self._store is not None:
                 self._detect_joins(look(self._store), process)  # it may have joined since the last look
             joined = process.joined or self._has_record(process)
             if code == 0 and joined:
                 self.log.write("finished", rank=rank, pid=process.pid)
+                self._has_finished = True
                 continue
             self.log.write("died", rank=rank, pid=process.pid, detail=process.exit_reason())
             if self._store is not None:
@@ -217,17 +230,34 @@ class Launcher:
                 continue
             self._restart_or_fail(process, joined)
 
-    def _restart_or_fail(self, process: WorkerProcess, joined: bool) -> None:
+    def _give_up_waiting(self) -> None:
+        """A process that has no place yet comes too late once all others have ended well."""
+        if not self._has_finished or self._restart_at or any(p.pid for p in self._processes.values()):
+            return
+        end_processes(self._processes.values(), signal.SIGTERM, GRACE_SECONDS)
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
+
+    def _restart_or_fail(self, process: RankProcess, joined: bool) -> None:
         """Start the rank again later. Raises TrainingFailed where that would not help."""
+        if process.is_lost and not process.pid:
+            self._restart_at[process.rank] = (
+                time.monotonic() + LOST_PLACE_SECONDS,
+                self._lost_message(process),
+            )
+            return
         path = record_path(self.spec.run_dir, process.rank, process.pid)
         has_steps = path.exists() and path.stat().st_size > 0
-        refusal = self._restarts.refusal(process, has_steps) if joined else " before it had joined the run"
+        refusal: str | None = " before it had joined the run"
+        if joined or process.is_lost:
+            refusal = self._restarts.refusal(process, has_steps)
         if refusal is not None:
             raise TrainingFailed(self._exit_message(process, refusal), process.error)
         when = time.monotonic() + self._restarts.count(process.rank)
         self._restart_at[process.rank] = when, self._restart_message(process)
 
-    def _read_remaining_output(self, process: WorkerProcess) -> None:
+    def _read_remaining_output(self, process: RankProcess) -> None:
         """Read what a dead process has printed last, then close its descriptors."""
         for stream in process.streams():
             while not stream.closed:
@@ -236,17 +266,21 @@ class Launcher:
                 if not stream.closed and len(process.stderr_tail) == before:
                     self._selector.unregister(stream)
                     stream.close()  # a process outside its group holds the other end
-        self._selector.unregister(process.pidfd)
+        if process.is_here:
+            self._selector.unregister(process.pidfd)
         process.close()
 
-    def _restart_message(self, process: WorkerProcess) -> str:
+    def _restart_message(self, process: RankProcess) -> str:
         nth = f"{self._restarts.counts[process.rank]} of {self.spec.options.max_restarts}"
         return f"{self._place(process)}: {process.exit_reason()}; restarting ({nth})"
 
-    def _place(self, process: WorkerProcess) -> str:
+    def _lost_message(self, process: RankProcess) -> str:
+        return f"{self._place(process)}: {process.exit_reason()} before it had a place; asking for another"
+
+    def _place(self, process: RankProcess) -> str:
         return f"rank {process.rank} ({self._ranks[process.rank].name})"
 
-    def _exit_message(self, process: WorkerProcess, refusal: str) -> str:
+    def _exit_message(self, process: RankProcess, refusal: str) -> str:
         hint = " (the script has to call pyps.join() and worker.attach())" if process.exit_code == 0 else ""
         line = f" at {process.error_line}" if process.error_line else ""
         return f"{self._place(process)}: {process.exit_reason()}{line}{refusal}{hint}"
@@ -271,21 +305,22 @@ class Launcher:
         if self._on_tick is not None:
             self._on_tick(state)
 
-    def _detect_joins(self, state: StoreActivity, *processes: WorkerProcess) -> None:
-        """A local worker has joined when it is a member or its rank has pushed; a remote one, when it has a
-        record. The slot of a dead worker may be another's by now.
+    def _detect_joins(self, state: StoreActivity, *processes: RankProcess) -> None:
+        """A worker has joined when it has a record; one here also when it is a member or its rank has pushed.
+        The slot of a dead worker may be another's by now.
         """
         pids = set() if self._is_remote else {member.pid for member in state.members}
         for process in processes:
             if process.joined:
                 continue
-            first = not (self._is_remote or self.spec.resumed.path or self._restarts.counts[process.rank])
+            again = self.spec.resumed.path or self._restarts.counts[process.rank]
+            first = process.is_here and not (self._is_remote or again)
             pushed = first and process.rank < len(state.ranks) and state.ranks[process.rank].pushes > 0
-            if pushed or process.pid in pids or (self._is_remote and self._has_record(process)):
+            if pushed or process.pid in pids or self._has_record(process):
                 process.joined = True
                 self.log.write("joined", rank=process.rank, pid=process.pid)
 
-    def _has_record(self, process: WorkerProcess) -> bool:
+    def _has_record(self, process: RankProcess) -> bool:
         return record_path(self.spec.run_dir, process.rank, process.pid).exists()
 
     def _open_store(self) -> Store | None:

@@ -17,8 +17,8 @@ from pyps.metrics import Sink, open_sink
 from pyps.report.report import REPORT, Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
 from pyps.report.watch import OnProgress, Watch
-from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice
-from pyps.run.spec import RunOptions, StrPath, prepare, write_setup
+from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice, Start, start_here
+from pyps.run.spec import RunOptions, RunSpec, StrPath, prepare, write_setup
 
 
 def run(
@@ -47,6 +47,20 @@ def run(
     holds a report too.
     """
     spec = prepare(plan, script, options)
+    return run_prepared(spec, on_line=on_line, on_progress=on_progress, on_notice=on_notice, sinks=sinks)
+
+
+def run_prepared(
+    spec: RunSpec,
+    *,
+    on_line: OnLine | None = None,
+    on_progress: OnProgress | None = None,
+    on_notice: OnNotice | None = None,
+    sinks: Sequence[Sink] = (),
+    start: Start = start_here,
+) -> Report:
+    """As `run`, of a run that is prepared. start: starts the process of a rank."""
+    options = spec.options
     if spec.departures and on_notice is not None:
         on_notice(
             f"{spec.plan_path}: its predictions do not hold for this run ({'; '.join(spec.departures)})"
@@ -60,7 +74,7 @@ def run(
             log.write("resumed", version=spec.resumed.version, detail=str(spec.resumed.path or ""))
         watch = Watch(spec.setup, spec.run_dir, log.events, on_progress, [*own, *sinks])
         stack.callback(watch.finish)
-        return _launch(Launcher(spec, log, on_line, watch.tick, on_notice))
+        return _launch(Launcher(spec, log, on_line, watch.tick, on_notice, start))
 
 
 def _launch(launcher: Launcher) -> Report:

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,92 +33,44 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-class WorkerProcess:
-    """A started worker. `stderr_tail` holds the last lines of its stderr; a log file holds all its output."""
+class RankProcess(ABC):
+    """A rank's process, here or on another machine. `stderr_tail` holds the last lines of its stderr."""
 
-    def __init__(
-        self, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path, folder: str | None = None
-    ) -> None:
-        """rank; command; env: of the process; log: its file; folder: where it starts, by default here."""
-        self.rank = rank
-        self._script = os.path.join(folder or os.getcwd(), command[1]) if len(command) > 1 else ""
+    is_here = True  # its pid is one of this machine, and it prints into pipes
+    pid = 0  # 0: it waits for a place elsewhere
+    pidfd = -1  # of a process here
+    is_lost = False  # it ended with its node, or was killed there
+
+    def __init__(self, rank: int, script: str) -> None:
+        """script: the file whose lines errors name."""
+        self.rank, self._script = rank, script
         self.stderr_tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.exit_code: int | None = None
         self.joined = False
-        self._log = log.open("ab", buffering=0)
-        self._popen = subprocess.Popen(
-            command,
-            env=dict(env),
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        self.pid = self._popen.pid
         self._started = time.monotonic()
-        self.pidfd = os.pidfd_open(self.pid)
-        self._partial_lines = {stream.fileno(): bytearray() for stream in self.streams()}
-        for fd in self._partial_lines:
-            os.set_blocking(fd, False)
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """The exit code once the process is dead (negative: the signal), None before."""
+
+    @abstractmethod
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and everything it started; nothing if it is dead."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what the launcher holds of a dead process."""
 
     def streams(self) -> list[IO[bytes]]:
         """The open pipes: stdout and stderr, in this order, until each has ended."""
-        pipes = (self._popen.stdout, self._popen.stderr)
-        return [pipe for pipe in pipes if pipe is not None and not pipe.closed]
+        return []
 
     def is_stderr(self, stream: IO[bytes]) -> bool:
-        return stream is self._popen.stderr
+        return False
 
     def read(self, stream: IO[bytes]) -> list[str]:
         """The lines completed by now; at the stream's end its last line too, and the stream is closed."""
-        fd = stream.fileno()
-        try:
-            data = os.read(fd, READ_BYTES)
-        except BlockingIOError:
-            return []
-        if data:
-            self._log.write(data)
-        partial = self._partial_lines[fd]
-        *ended, rest = data.split(b"\n")
-        lines = [bytes(partial + ended[0]), *ended[1:]] if ended else []
-        if ended:
-            partial.clear()
-        partial += rest
-        if partial and (not data or len(partial) >= MAX_LINE_BYTES):
-            lines.append(bytes(partial))
-            partial.clear()
-        if not data:
-            stream.close()
-        text = [line.decode(errors="replace").rstrip("\r") for line in lines]
-        if self.is_stderr(stream):
-            self.stderr_tail.extend(text)
-        return text
-
-    def poll(self) -> int | None:
-        """The exit code once the process is dead (negative: the signal), None before.
-
-        Its process group is killed before the process is reaped, while no other can have its id.
-        """
-        if self.exit_code is None:
-            options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-            if os.waitid(os.P_PID, self.pid, options) is not None:
-                _signal_group(self.pid, signal.SIGKILL)
-                self.exit_code = self._popen.wait()
-        return self.exit_code
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process and everything it started; nothing if it is dead."""
-        if self.poll() is None:
-            _signal_group(self.pid, number)
-
-    def close(self) -> None:
-        """Close the pipes and the log of a dead process."""
-        for stream in self.streams():
-            stream.close()
-        self._log.close()
-        os.close(self.pidfd)
+        return []
 
     @property
     def error(self) -> str:
@@ -146,6 +99,82 @@ class WorkerProcess:
             return f"killed by signal {-self.exit_code}"
 
 
+class WorkerProcess(RankProcess):
+    """A worker started on this machine. A log file holds all its output."""
+
+    def __init__(
+        self, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path, folder: str | None = None
+    ) -> None:
+        """rank; command; env: of the process; log: its file; folder: where it starts, by default here."""
+        super().__init__(rank, os.path.join(folder or os.getcwd(), command[1]) if len(command) > 1 else "")
+        self._log = log.open("ab", buffering=0)
+        self._popen = subprocess.Popen(
+            command,
+            env=dict(env),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        self.pid = self._popen.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self._partial_lines = {stream.fileno(): bytearray() for stream in self.streams()}
+        for fd in self._partial_lines:
+            os.set_blocking(fd, False)
+
+    def streams(self) -> list[IO[bytes]]:
+        pipes = (self._popen.stdout, self._popen.stderr)
+        return [pipe for pipe in pipes if pipe is not None and not pipe.closed]
+
+    def is_stderr(self, stream: IO[bytes]) -> bool:
+        return stream is self._popen.stderr
+
+    def read(self, stream: IO[bytes]) -> list[str]:
+        fd = stream.fileno()
+        try:
+            data = os.read(fd, READ_BYTES)
+        except BlockingIOError:
+            return []
+        if data:
+            self._log.write(data)
+        partial = self._partial_lines[fd]
+        *ended, rest = data.split(b"\n")
+        lines = [bytes(partial + ended[0]), *ended[1:]] if ended else []
+        if ended:
+            partial.clear()
+        partial += rest
+        if partial and (not data or len(partial) >= MAX_LINE_BYTES):
+            lines.append(bytes(partial))
+            partial.clear()
+        if not data:
+            stream.close()
+        text = [line.decode(errors="replace").rstrip("\r") for line in lines]
+        if self.is_stderr(stream):
+            self.stderr_tail.extend(text)
+        return text
+
+    def poll(self) -> int | None:
+        """Its process group is killed before the process is reaped, while no other can have its id."""
+        if self.exit_code is None:
+            options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            if os.waitid(os.P_PID, self.pid, options) is not None:
+                _signal_group(self.pid, signal.SIGKILL)
+                self.exit_code = self._popen.wait()
+        return self.exit_code
+
+    def signal(self, number: int) -> None:
+        if self.poll() is None:
+            _signal_group(self.pid, number)
+
+    def close(self) -> None:
+        for stream in self.streams():
+            stream.close()
+        self._log.close()
+        os.close(self.pidfd)
+
+
 def last_error(lines: Sequence[str]) -> str:
     """The line that names the exception of the last traceback; without one, the last line with words; or "".
 
@@ -166,7 +195,7 @@ def line_in(script: str, lines: Iterable[str]) -> str:
     return f"{Path(script).name}:{numbers[-1]}" if numbers else ""
 
 
-def end_processes(processes: Iterable[WorkerProcess], first: int, grace_seconds: float) -> None:
+def end_processes(processes: Iterable[RankProcess], first: int, grace_seconds: float) -> None:
     """End every process and return when all are dead.
 
     Each gets the signal `first`, then SIGTERM, then SIGKILL, with the grace between. SIGCONT goes with each:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pyps.errors import Diverged, InputError, InvalidArgument, OtherABI, UnknownPolicy
-from pyps.run.process import WorkerProcess
+from pyps.errors import Diverged, InputError, InvalidArgument, LinkLost, OtherABI, UnknownPolicy
+from pyps.run.process import RankProcess
 
 BACKOFF_SECONDS = 0.2  # before the first restart of a rank; doubled for each further one
 MAX_BACKOFF_SECONDS = 5.0
@@ -18,6 +18,7 @@ STARTUP_BACKOFF_SECONDS = 1.0  # after an error before the first step: meanwhile
 MAX_STARTUP_FAILURES = 1  # of a rank in a row: the next one ends the run
 SOON_SECONDS = 60.0  # an error that comes back later than this after the start may be another one
 OWN_ERRORS = "pyps.errors."
+LINK_LOST = f"{LinkLost.__module__}.{LinkLost.__qualname__}"  # of its server, which may come back
 FINAL_ERRORS = frozenset(
     f"{kind.__module__}.{kind.__qualname__}"
     for kind in (InputError, Diverged, InvalidArgument, UnknownPolicy, OtherABI)
@@ -34,7 +35,7 @@ class Restarts:
         self._startup_failures: Counter[int] = Counter()
         self._last_error: dict[int, str] = {}
 
-    def refusal(self, process: WorkerProcess, has_steps: bool) -> str | None:
+    def refusal(self, process: RankProcess, has_steps: bool) -> str | None:
         """Why the rank of a dead process is not started again, as the end of a sentence; None: it is.
 
         has_steps: the process has reported a step.
@@ -45,7 +46,7 @@ class Restarts:
         if (process.exit_code or 0) > 0:
             if error.partition(":")[0] in FINAL_ERRORS:
                 return after
-            again = bool(error) and error == self._last_error.get(rank)
+            again = error == self._last_error.get(rank) and error.partition(":")[0] not in ("", LINK_LOST)
             self._last_error[rank] = error
             if again and process.lived_seconds < SOON_SECONDS:
                 return f"{after}, with the same error"

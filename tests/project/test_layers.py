@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.checkpoint"}),
     frozenset({"pyps.worker", "pyps.report"}),
     frozenset({"pyps.run", "pyps.simulate", "pyps.torch"}),
+    frozenset({"pyps.ray"}),
     frozenset({"pyps.cli"}),
     frozenset({"pyps.__main__"}),
     frozenset({"pyps"}),  # the front: names loaded when first used

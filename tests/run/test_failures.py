@@ -151,6 +151,12 @@ def test_ranks_that_fail_otherwise_are_started_again(errors: list[str], steps: b
     assert [restarts.refusal(Died(k, error), steps) for k, error in enumerate(errors)] == [None, None]
 
 
+def test_a_link_may_be_lost_twice() -> None:
+    restarts = Restarts(3, ranks=2)
+    lost = [restarts.refusal(Died(0, "pyps.errors.LinkLost: gone"), True) for _ in range(2)]
+    assert lost == [None, None]
+
+
 def test_a_script_that_fails_on_all_ranks_is_not_tried_again(
     shm: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

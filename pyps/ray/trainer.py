@@ -1,0 +1,147 @@
+"""Trainer: a run whose ranks are actors of a Ray cluster, wherever it has the resources that each one takes.
+
+The launcher of `pyps run` (pyps.run) runs here, where `fit` is called, and the store is in this node's shared
+memory. So a run on Ray has the same events, restarts, re-planning, checkpoints and report.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from pyps.errors import InputError
+from pyps.ray.actors import RankActor, StoreActor, Work, node_id
+from pyps.ray.cluster import Resources, actor_options, check_resources, connected_ray
+from pyps.ray.metrics import RaySink
+from pyps.ray.processes import RayProcess
+from pyps.report.report import Report
+from pyps.run.launcher import OnNotice
+from pyps.run.main import run_prepared
+from pyps.run.ranks import RankSpec
+from pyps.run.spec import RunOptions, RunSpec, StrPath, prepare
+
+ONE_CPU: Resources = {"CPU": 1}
+CLIENT_TIMEOUT_SECONDS = 10.0
+PLACEMENT_SECONDS = 60.0
+NOT_HERE = ("connect", "ranks", "profile", "journal")  # options of runs without Ray
+
+
+class Trainer:
+    """A run on a Ray cluster.
+
+    train: a function that calls pyps.join() and trains, or the path of such a script. plan: path of its
+    pyps.plan/1 file; None: the resumed run's. resources: what a worker of the plan takes, by its name or its
+    group's, as ray.cluster_resources() names them; {"CPU": 1} for those not named. strategy: of Ray's
+    placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD. client_timeout: a worker on another node that
+    is silent for so many seconds is dead. placement_timeout: seconds to wait for the resources. options:
+    fields of pyps.run.RunOptions; `run_dir` is a folder that all nodes share.
+
+    Raises InputError for a wrong plan, option or amount.
+    """
+
+    def __init__(
+        self,
+        train: Callable[[], object] | StrPath,
+        plan: StrPath | None,
+        resources: Mapping[str, Resources] | None = None,
+        *,
+        strategy: str = "PACK",
+        client_timeout: float = CLIENT_TIMEOUT_SECONDS,
+        placement_timeout: float = PLACEMENT_SECONDS,
+        **options: Any,
+    ) -> None:
+        fields = set(inspect.signature(RunOptions).parameters) - set(NOT_HERE)
+        if unknown := options.keys() - fields:
+            raise InputError(
+                "pyps.ray", min(unknown), "no such option", f"one of {', '.join(sorted(fields))}"
+            )
+        if "samples" not in options:
+            raise InputError("pyps.ray", "samples", "nothing", "the samples of the run")
+        self._train, self._plan, self._options = train, plan, RunOptions(**options)
+        self._resources = dict(resources or {})
+        for name, amounts in self._resources.items():
+            check_resources(f"resources[{name!r}]", amounts)
+        self._strategy = strategy
+        self._client_timeout, self._placement_timeout = client_timeout, placement_timeout
+
+    def fit(self, on_notice: OnNotice = print) -> Report:
+        """Train, and report. Connects to a cluster that runs, if this process is not connected.
+
+        on_notice: called with a sentence for each worker that is started again, and other news. Raises
+        InputError if the cluster has not the resources, TrainingFailed and Interrupted as pyps.run.run.
+        """
+        ray = connected_ray()
+        spec = prepare(self._plan, _file_of(self._train), self._options)
+        bundles = [dict(self._resources_of(rank)) for rank in spec.ranks]
+        with self._placed(ray, bundles) as group, self._served(ray, spec) as server:
+
+            def start(spec: RunSpec, rank: RankSpec) -> RayProcess:
+                index = spec.ranks.index(rank)
+                strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
+                options = actor_options(bundles[index])
+                actor = ray.remote(RankActor).options(scheduling_strategy=strategy, **options).remote()
+                return RayProcess(actor, self._work(spec, rank, server), spec.command[1])
+
+            return run_prepared(spec, on_notice=on_notice, sinks=[RaySink()], start=start)
+
+    def _resources_of(self, rank: RankSpec) -> Resources:
+        group = rank.name.rpartition("-")[0]
+        return self._resources.get(rank.name, self._resources.get(group, ONE_CPU))
+
+    def _work(self, spec: RunSpec, rank: RankSpec, server: Any) -> Work:
+        settings = spec.settings(rank).to_env() | {
+            "LOCAL_RANK": "0"
+        }  # Ray shows a process its own GPUs alone
+        train = self._train if callable(self._train) else os.path.abspath(self._train)
+        return Work(train, spec.options.args, spec.folder, settings | _environment(), node_id(), server)
+
+    @contextmanager
+    def _placed(self, ray: Any, bundles: list[dict[str, float]]) -> Iterator[Any]:
+        """A placement group with a bundle for each rank."""
+        try:
+            group = ray.util.placement_group(bundles, strategy=self._strategy)
+        except ValueError as error:
+            raise InputError("pyps.ray", "strategy, resources", str(error), "what Ray can place") from None
+        try:
+            if not group.wait(self._placement_timeout):
+                found = f"{bundles}, which the cluster has not had for {self._placement_timeout:g} s"
+                expected = f"no more than it has: {_amounts(ray.cluster_resources())}"
+                raise InputError("pyps.ray", "resources", found, expected)
+            yield group
+        finally:
+            ray.util.remove_placement_group(group)
+
+    @contextmanager
+    def _served(self, ray: Any, spec: RunSpec) -> Iterator[Any]:
+        """An actor on this node that serves the store, and that Ray starts again whenever it dies."""
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id(), soft=False)
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+        given = spec.store, str(spec.run_dir), _environment(), self._client_timeout
+        server = ray.remote(StoreActor).options(**options).remote(*given)
+        try:
+            yield server
+        finally:
+            ray.kill(server)
+
+
+def _file_of(train: Callable[[], object] | StrPath) -> StrPath:
+    """The file that reports and errors name: the script, or that of the function."""
+    if not callable(train):
+        return train
+    function = train.func if isinstance(train, partial) else train
+    found = getattr(getattr(function, "__code__", None), "co_filename", "")
+    return found if os.path.isfile(found) else __file__
+
+
+def _environment() -> dict[str, str]:
+    """Where this node's segments are, for a process that did not inherit it."""
+    return {name: os.environ[name] for name in ("PYPS_SHM_DIR",) if name in os.environ}
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    named = {name: amount for name, amount in resources.items() if not ("_group_" in name or ":" in name)}
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(named.items()))

@@ -1,0 +1,42 @@
+"""What the ranks of tests/ray train: a parameter that each sample changes by the same exact amount.
+
+A process takes its first steps slowly, so that it can be killed among them, and then waits for the file `go`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+import pyps
+
+SLOW_STEPS, SLOW_SECONDS = 200, 0.02
+
+
+def train() -> None:
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    with pyps.join() as worker:
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for step, (x,) in enumerate(worker.batches((torch.ones(64, 1),))):
+            loss = model(x).mean()
+            loss.backward()
+            pace(step)
+            worker.step(loss)
+
+
+def pace(step: int) -> None:
+    go = Path(os.environ["PYPS_RUN_DIR"]) / "go"
+    if step < SLOW_STEPS and not go.exists():
+        time.sleep(SLOW_SECONDS)
+    while step >= SLOW_STEPS and not go.exists():
+        time.sleep(0.01)
+
+
+def fail() -> None:
+    train()
+    raise ValueError("of my own")
