@@ -1,4 +1,4 @@
-"""Two network namespaces and a link of a known rate between them: veth, shaped by tc tbf both ways."""
+"""Network namespaces and links of a known rate between them: veth, shaped by tc tbf both ways."""
 
 from __future__ import annotations
 
@@ -83,6 +83,48 @@ def shaped(rate: str) -> Iterator[Shaped]:
             _run("ip", "-n", name, "link", "set", DEVICE, "up")
             _run("ip", "netns", "exec", name, *_shape(DEVICE, rate))
         yield pair
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@dataclass(frozen=True)
+class Star:
+    """Hosts on one switch, each by its own link; their names, and their addresses in order."""
+
+    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def command(self, host: int, *words: str) -> list[str]:
+        """What runs a command on a host."""
+        return ["ip", "netns", "exec", self.hosts[host], *words]
+
+
+@contextmanager
+def star(rate: str, count: int) -> Iterator[Star]:
+    """`count` namespaces on a bridge, gone at the end; each link has this rate both ways, as tc writes it."""
+    mark = uuid.uuid4().hex[:6]
+    switch = f"pyps-b-{mark}"
+    found = Star(
+        tuple(f"pyps-h{k}-{mark}" for k in range(count)), tuple(f"10.231.78.{k + 1}" for k in range(count))
+    )
+    made: list[str] = []
+    try:
+        for name in (switch, *found.hosts):
+            _run("ip", "netns", "add", name)
+            made.append(name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for k, (host, address) in enumerate(zip(found.hosts, found.addresses, strict=True)):
+            ends = (DEVICE, "type", "veth", "peer", "name", f"port{k}", "netns", switch)
+            _run("ip", "-n", host, "link", "add", *ends)
+            _run("ip", "-n", switch, "link", "set", f"port{k}", "master", "bridge", "up")
+            _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", DEVICE)
+            _run("ip", "-n", host, "link", "set", DEVICE, "up")
+            _run(*found.command(k, *_shape(DEVICE, rate)))
+            _run("ip", "netns", "exec", switch, *_shape(f"port{k}", rate))
+        yield found
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)

@@ -100,8 +100,8 @@ class ConstrainedSolution:
 
     link_seconds covers a worker's own link and its shared links. step_seconds: from one step to the next, of
     a worker that waits for no other. longest_seconds: the objective: the longest step, or a link's transfers
-    or a host's preparation if these take longer, plus sync_seconds. iteration_seconds: of a global batch at
-    the policy's pace.
+    or a host's preparation if these take longer, plus sync_seconds, which the synchronisation adds to it.
+    iteration_seconds: of a global batch at the policy's pace.
     """
 
     batches: Ints
@@ -133,5 +133,6 @@ def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
     computing = np.where(used, costs.compute(np.maximum(batches, 1)), 0.0)
     own = constrained.link_seconds
     links = shared if own is None else shared + used * own
-    seconds = iteration(constrained.pace, batches, steps, longest, busy) + sync
-    return ConstrainedSolution(batches, computing, links, steps, sync, longest + sync, seconds)
+    exposed = constrained.sync.exposed(longest, sync)
+    seconds = iteration(constrained.pace, batches, steps, longest, busy) + exposed
+    return ConstrainedSolution(batches, computing, links, steps, exposed, longest + exposed, seconds)

@@ -125,7 +125,7 @@ def chance(
     nominal: the problem with fitted times; fitted: the solution with them. noise: of each worker.
     """
     overlap = nominal.problem.costs.overlap
-    left, found = seconds - fitted.sync_seconds, 1.0
+    left, found = nominal.sync.compute_by(seconds, nominal.sync.seconds(fitted.batches)), 1.0
     for k in np.flatnonzero(fitted.batches > 0).tolist():
         overlapped = overlap is not None and overlap[k] > 0
         added = 0.0 if overlapped else float(fitted.link_seconds[k])

@@ -187,7 +187,7 @@ def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[Work
         latency.append(rank.latency if rank.latency is not None else given.latency)
         bytes_each_way = sum(WIRE_BYTES[bits] for bits in bits_of(mode)) / 2
         message.append(bytes_each_way * _parameters(rank) / bandwidth)
-    return Sync.of(given.kind, len(ranks), latency, message)
+    return Sync.of(given.kind, len(ranks), latency, message, overlap=given.overlap, tail=given.tail)
 
 
 def _parameters(rank: PlannedRank) -> int:

@@ -9,10 +9,19 @@ For k workers, each with a one-way message of the whole model in x_i = bytes / b
 
 for the slowest link in use, in the usual latency-bandwidth model (Thakur, Rabenseifner, Gropp, Int. J. High
 Perform. Comput. Appl. 19, 2005, section 2, for ring and tree). Each is nondecreasing in k, in l and in x.
+
+Gradients may travel while others are still computed. If the first of them are ready with a share o of the
+compute to go, and a share e of the synchronisation is left to do after the last one, t seconds of compute and
+s of synchronisation end after
+
+    max(t + e s, (1 - o) t + s)
+
+o = 0 and e = 1 is t + s: nothing overlaps. The end is nondecreasing in t and in s.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,19 +35,62 @@ SyncKind = Literal["none", "ring", "tree", "server"]
 
 @dataclass(frozen=True)
 class Sync:
-    """How workers synchronise; latency_seconds and message_seconds (the model one way) of each worker."""
+    """How workers synchronise; latency_seconds and message_seconds (the model one way) of each worker.
+
+    overlap: the share o of the compute above. tail: the share e of the synchronisation.
+    """
 
     kind: SyncKind
     latency_seconds: Floats
     message_seconds: Floats
+    overlap: float = 0.0
+    tail: float = 1.0
 
     @staticmethod
-    def of(kind: SyncKind, count: int, latency: npt.ArrayLike = 0.0, message: npt.ArrayLike = 0.0) -> Sync:
-        """A Sync of `count` workers; a scalar applies to all. Raises ValueError if negative or not finite."""
+    def of(
+        kind: SyncKind,
+        count: int,
+        latency: npt.ArrayLike = 0.0,
+        message: npt.ArrayLike = 0.0,
+        *,
+        overlap: float = 0.0,
+        tail: float = 1.0,
+    ) -> Sync:
+        """A Sync of workers. Raises ValueError if a time is negative or not finite, or a share not in 0..1.
+
+        kind: how they synchronise. count: how many there are. latency, message: seconds; a scalar applies to
+        all. overlap, tail: shares, as above.
+        """
+        if not (0 <= overlap <= 1 and 0 <= tail <= 1):
+            raise ValueError("overlap and tail must be shares, from 0 to 1")
         links = [np.broadcast_to(np.asarray(x, float), count) for x in (latency, message)]
         if any((~np.isfinite(x) | (x < 0)).any() for x in links):
             raise ValueError("latency and message seconds must be finite and not negative")
-        return Sync(kind, links[0], links[1])
+        return Sync(kind, links[0], links[1], overlap, tail)
+
+    def end(self, compute_seconds: float, sync_seconds: float) -> float:
+        """When a step of so much compute and synchronisation ends."""
+        if self.overlap == 0:
+            return compute_seconds + sync_seconds
+        exposed = compute_seconds + self.tail * sync_seconds
+        return max(exposed, (1 - self.overlap) * compute_seconds + sync_seconds)
+
+    def exposed(self, compute_seconds: float, sync_seconds: float) -> float:
+        """What the synchronisation adds to so much compute."""
+        if self.overlap == 0:
+            return sync_seconds
+        return self.end(compute_seconds, sync_seconds) - compute_seconds
+
+    def compute_by(self, end: float, sync_seconds: float) -> float:
+        """The most seconds of compute with which a step ends by `end`; negative if there are none."""
+        if self.overlap == 0:
+            return end - sync_seconds
+        left = end - sync_seconds
+        if self.overlap < 1:
+            left /= 1 - self.overlap
+        elif left >= 0:
+            left = math.inf
+        return min(end - self.tail * sync_seconds, left)
 
     def by_link(self, count: int) -> Floats:
         """Seconds of one synchronisation of `count` >= 1 workers if worker i's link is the slowest."""

@@ -14,6 +14,7 @@ from pyps.formats.simulation import Simulation
 MOST_WORKERS = 100_000  # in a cluster; their plan takes seconds
 
 Rate = Annotated[float, Meta(gt=0)]
+Part = Annotated[float, Meta(ge=0, le=1)]
 Quantile = Annotated[float, Meta(gt=0, lt=1)]
 
 
@@ -57,12 +58,15 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class SyncCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How gradients are synchronised once an iteration; bandwidth and latency of workers that state none.
 
-    none: at no cost, as when transfers overlap with the steps.
+    none: at no cost. overlap: the share of a step's compute that is left when the first gradients can travel.
+    tail: the share of the synchronisation that is left when the last are ready.
     """
 
     kind: Literal["none", "ring", "tree", "server"]
     bandwidth: Rate | None = None
     latency: Elapsed = 0.0
+    overlap: Part = 0.0
+    tail: Part = 1.0
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

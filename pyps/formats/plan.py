@@ -110,7 +110,9 @@ class HpsEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class SyncEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds in which the workers in use synchronise their gradients, part of iteration_seconds."""
+    """Seconds that the synchronisation of the workers in use adds to their compute, part of
+    iteration_seconds; where it overlaps with the compute, it takes longer.
+    """
 
     kind: str
     seconds: Elapsed

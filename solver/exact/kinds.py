@@ -230,6 +230,10 @@ class _Search:
         spent = _sum(self.spend.need, counts)
         return min(self.target, self.spend.at_most / spent) if spent > 0 else self.target
 
+    def _left(self, counts: Sequence[int], sync_seconds: float) -> float:
+        """The seconds of compute that these workers have, at most."""
+        return self.constrained.sync.compute_by(self._to_beat(counts), sync_seconds)
+
     def _sync(self, count: int, counts: Sequence[int]) -> float:
         """The synchronisation of `count` workers, at least, with these among them."""
         if self.constrained.sync.kind == "none":
@@ -265,7 +269,7 @@ class _Search:
         first, last = max(box.first, sum(counts)), min(box.last, sum(self._counts(box.high)))
         if first > last:
             return None
-        left = self._to_beat(counts) - self._sync(first, counts)
+        left = self._left(counts, self._sync(first, counts))
         rooms = [Room(x.need, x.at_most - _sum(x.need, counts)) for x in self._rooms(left, last)]
         batches = self._largest(left, counts)
         late = any(n and not b for n, b in zip(counts, batches, strict=True))
@@ -310,7 +314,7 @@ class _Search:
         count = sum(counts)
         if not count:
             return False
-        left = self._to_beat(counts) - self._sync(count, counts)
+        left = self._left(counts, self._sync(count, counts))
         if any(_sum(x.need, counts) > x.at_most for x in self._rooms(left, count)):
             return False
         batches = self._largest(left, counts)

@@ -2,12 +2,12 @@
 
     min over S, b   max_{i in S} T_i(b_i) + sync(S),    sum b_i = B,  min_i <= b_i <= max_i,  q_i divides b_i
 
-with sync(S) the largest F_k(i) over i in S, k = |S|, and F nondecreasing in k (pyps.solver.sync). More
-workers finish computing sooner and synchronise longer, so the objective is not monotone in S. But for every
-count k and every bound w on F_k it is the min-max program with at most k workers whose links are within w,
-and the optimum is the least of these. Branch and bound over boxes of (k, w) discards a box if its best
-workers, with their largest batches added up, cannot do B in less time than the best solution so far. What
-remains is solved exactly.
+with sync(S) the largest F_k(i) over i in S, k = |S|, and F nondecreasing in k, or, where the two overlap, the
+end that pyps.solver.sync states instead of the sum. More workers finish computing sooner and synchronise
+longer, so the objective is not monotone in S. But for every count k and every bound w on F_k it is the
+min-max program with at most k workers whose links are within w, and the optimum is the least of these. Branch
+and bound over boxes of (k, w) discards a box if its best workers, with their largest batches added up, cannot
+do B in less time than the best solution so far. What remains is solved exactly.
 
 The search over subsets is in the BOA authors' thesis; the objective and this solution method are ours.
 """
@@ -41,7 +41,7 @@ LINKS_TO_EXPLORE = 9  # links for each count in the first, coarse search
 
 @dataclass(frozen=True)
 class SubsetSolution:
-    """Batches (0 = left out), compute seconds by worker; iteration = slowest compute + sync, in seconds."""
+    """Batches (0 = left out), compute seconds by worker; iteration = slowest compute + sync_seconds."""
 
     batches: Ints
     seconds: Floats
@@ -59,8 +59,8 @@ def solve_subset(problem: Problem, sync: Sync) -> SubsetSolution:
 
 def _valued(problem: Problem, sync: Sync, batches: Ints) -> SubsetSolution:
     seconds = times(problem.costs, batches)
-    sync_seconds = sync.seconds(batches)
-    return SubsetSolution(batches, seconds, sync_seconds, float(seconds.max()) + sync_seconds)
+    slowest, whole = float(seconds.max()), sync.seconds(batches)
+    return SubsetSolution(batches, seconds, sync.exposed(slowest, whole), sync.end(slowest, whole))
 
 
 def _some_counts(low: int, high: int) -> list[int]:
@@ -218,7 +218,7 @@ class _Search:
         return int(held.sum() + (free.sum() if spare > 0 else 0)) >= self.bounds.global_batch
 
     def _to_beat(self, sync_seconds: float) -> float:
-        return math.nextafter(self.best_seconds - sync_seconds, -math.inf)
+        return math.nextafter(self.sync.compute_by(self.best_seconds, sync_seconds), -math.inf)
 
     def _try(self, count: int, limit: float) -> bool:
         """Whether `count` workers whose synchronisation is within `limit` seconds beat the best so far."""
@@ -231,9 +231,10 @@ class _Search:
         if t is None:
             return False
         t = max(t, self.least_seconds)
-        if t + limit >= self.best_seconds:
+        end = self.sync.end(t, limit)
+        if end >= self.best_seconds:
             return False
-        self.best_seconds, self.winner = t + limit, (count, workers, t)
+        self.best_seconds, self.winner = end, (count, workers, t)
         return True
 
     def _answer(self) -> SubsetSolution:

@@ -90,7 +90,13 @@ def constrained_milp(
         return milp, milp.t + 0
     sync = model.add_variable("sync", lowBound=0)
     _add_sync(milp, constrained.sync, sync)
-    return milp, pulp.lpSum([milp.t, sync])
+    given = constrained.sync
+    if given.overlap == 0:
+        return milp, pulp.lpSum([milp.t, sync])
+    end = model.add_variable("end", lowBound=0)
+    model += end >= milp.t + given.tail * sync
+    model += end >= (1 - given.overlap) * milp.t + sync
+    return milp, end + 0
 
 
 def total_need(milp: Milp, limit: Limit, unit: float = 1.0) -> Any:

@@ -58,7 +58,7 @@ def subset_bound(problem: Problem, sync: Sync, iteration_seconds: float) -> floa
                     sync.by_link(first)[problem.required].max(initial=0),
                 )
             )
-            heapq.heappush(boxes, (_sooner(problem, last, iteration_seconds) + wait, first, last))
+            heapq.heappush(boxes, (sync.end(_sooner(problem, last, iteration_seconds), wait), first, last))
 
 
 def _sooner(problem: Problem, count: int, high: float) -> float:

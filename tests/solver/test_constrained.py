@@ -36,7 +36,9 @@ def random_constrained(seed: int, *, ties: bool = True) -> ConstrainedProblem:
         batch_multiple=luck.choice([1, 1, 2], n),
         required=luck.random(n) < 0.15,
     )
-    sync = Sync.of(KINDS[seed % 4], n, luck.choice([0.0, 0.1], n), luck.choice([0.05, 0.3], n))
+    latency, message = luck.choice([0.0, 0.1], n), luck.choice([0.05, 0.3], n)
+    shares = {"overlap": (0.0, 0.5, 1.0)[seed % 3], "tail": (1.0, 0.2)[seed % 2]}
+    sync = Sync.of(KINDS[seed % 4], n, latency, message, **shares)
     if not ties:
         return ConstrainedProblem(problem, sync)
     price = luck.choice([0.5, 1.0, 2.0, 3.0], n)
@@ -84,7 +86,11 @@ def brute_force(constrained: ConstrainedProblem) -> float:
         for r in constrained.resources:
             if r.samples_per_second:
                 slowest = max(slowest, batches[r.workers].sum() / r.samples_per_second)
-        best = min(best, slowest + constrained.sync.seconds(batches))
+        given, seconds = constrained.sync, constrained.sync.seconds(batches)
+        if given.overlap == 0:
+            best = min(best, slowest + seconds)
+        else:
+            best = min(best, max(slowest + given.tail * seconds, (1 - given.overlap) * slowest + seconds))
     return best
 
 

@@ -42,7 +42,9 @@ def random_kinds(seed: int) -> tuple[ConstrainedProblem, Floats]:
         batch_multiple=luck.choice([1, 1, 2], 3)[like],
         required=(luck.random(3) < 0.15)[like],
     )
-    sync = Sync.of(SYNCS[seed % 4], n, luck.choice([0.0, 0.1], 3)[like], luck.choice([0.05, 0.3], 3)[like])
+    latency, message = luck.choice([0.0, 0.1], 3)[like], luck.choice([0.05, 0.3], 3)[like]
+    shares = {"overlap": float(luck.choice([0.0, 0.6, 1.0])), "tail": float(luck.choice([0.0, 0.2, 1.0]))}
+    sync = Sync.of(SYNCS[seed % 4], n, latency, message, **shares)
     price = luck.choice([0.0, 0.5, 1.0, 2.0, 3.0], 3)[like]
     limits = [Limit("price_per_hour", price, float(luck.uniform(1, 8)))] * bool(luck.random() < 0.6)
     limits += [Limit("watts", luck.choice([100.0, 250.0], n), 600)] * bool(luck.random() < 0.3)

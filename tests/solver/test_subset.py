@@ -100,14 +100,15 @@ def test_exact_without_the_good_first_solutions(seed: int, monkeypatch: pytest.M
         required=luck.random(n) < 0.1,
     )
     kind: SyncKind = "ring" if seed % 4 == 0 else "tree"
-    sync = Sync.of(kind, n, luck.uniform(0.0, 0.1, n), luck.uniform(0.0, 0.3, n))
+    shares = {"overlap": 0.6, "tail": 0.2} if seed % 3 == 0 else {}
+    sync = Sync.of(kind, n, luck.uniform(0.0, 0.1, n), luck.uniform(0.0, 0.3, n), **shares)
     best = math.inf
     for used in map(np.array, itertools.product([False, True], repeat=n)):
         if used.any() and not (problem.required & ~used).any():
             chosen = at_index(problem, np.flatnonzero(used))
             chosen = replace(chosen, required=np.ones(len(chosen.costs), bool))
             with contextlib.suppress(Infeasible):
-                best = min(best, solve(chosen).iteration_seconds + sync.seconds(used))
+                best = min(best, sync.end(solve(chosen).iteration_seconds, sync.seconds(used)))
     monkeypatch.setattr(subset._Search, "_explore", lambda self: None)
     assert solve_subset(problem, sync).iteration_seconds == pytest.approx(best, rel=1e-12)
 
