@@ -21,8 +21,9 @@ from itertools import count
 import numpy as np
 
 from pyps.errors import InputError
-from pyps.formats import MAX_BATCH, Device, Memory, ModelInfo, Parts, Point, Profile
+from pyps.formats import MAX_BATCH, Device, ModelInfo, Parts, Point, Profile
 from pyps.profiler.clocks import gpu_clocks
+from pyps.profiler.lines import memory_model
 from pyps.profiler.select import select_fit
 from pyps.profiler.statistics import median_and_error
 from pyps.profiler.stepper import (
@@ -114,7 +115,7 @@ def profile_model(
         model=_model_info(where, task, options),
         points=points,
         max_batch=_largest(max_batch, sizes, probes),
-        memory=memory_model(probes, stepper.budget_bytes),
+        memory=memory_model([(p.batch, p.peak_bytes) for p in probes], stepper.budget_bytes),
         fit=select_fit(points),
         clocks=clocks or None,
     )
@@ -232,23 +233,6 @@ def time_parts(stepper: Stepper, batch: int) -> Parts:
     """The median seconds of a step's parts; measured in separate steps, because it slows a step down."""
     runs = [stepper.parts(batch) for _ in range(PARTS_REPEATS)]
     return Parts(**{part: float(np.median([run[part] for run in runs])) for part in PARTS})
-
-
-def memory_model(probes: Sequence[Probe], budget_bytes: int) -> Memory | None:
-    """The memory model fixed + per sample * b, an upper bound of every measured peak; None if memory is
-    constant.
-
-    The slope is the median over pairs of sizes, the intercept the least with which no point lies above the
-    line.
-    """
-    b = np.array([p.batch for p in probes], float)
-    peak = np.array([p.peak_bytes for p in probes], float)
-    i, j = np.triu_indices(len(b), 1)
-    slope = float(np.median((peak[j] - peak[i]) / (b[j] - b[i])))
-    if slope <= 0:
-        return None
-    fixed = max(0, math.ceil(float(np.max(peak - slope * b))))
-    return Memory(fixed_bytes=fixed, bytes_per_sample=slope, budget_bytes=budget_bytes)
 
 
 def _probe(stepper: Stepper, batch: int) -> Probe | None:

@@ -53,6 +53,7 @@ class ConstrainedProblem:
     """A min-max problem, its synchronisation, the side constraints between workers, and the policy's pace.
 
     link_seconds: of each worker's transfers, apart from those that resources add to its cost; None: none.
+    ranks_each: among which each worker's batch is divided equally; None: each is one rank.
     """
 
     problem: Problem
@@ -62,6 +63,7 @@ class ConstrainedProblem:
     together: tuple[Ints, ...] = ()
     pace: Pace = ROUND
     link_seconds: Floats | None = None
+    ranks_each: Ints | None = None
 
     @property
     def has_side_constraints(self) -> bool:

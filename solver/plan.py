@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,8 @@ from pyps.formats import (
     Cluster,
     CostEstimate,
     EvenSplit,
+    Fit,
+    GoodputEstimate,
     GoodputInfo,
     NoiseForecast,
     Plan,
@@ -29,6 +32,8 @@ from pyps.formats import (
     R2spSchedule,
     RunTable,
     SyncEstimate,
+    TargetEstimate,
+    WorkerGroup,
 )
 from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, evaluate
@@ -54,6 +59,7 @@ from pyps.solver.report.warnings import link_warnings, warnings_of
 from pyps.solver.systems.goodput import StatisticalEfficiency, best_batch
 from pyps.solver.systems.hps import hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
+from pyps.solver.units import by_rank
 
 QUANTILE_ROUNDS = 4
 MAX_REPEATS = 1000  # micro-batches that may be proposed
@@ -64,10 +70,19 @@ def even_batches(global_batch: int, count: int) -> list[int]:
     return [global_batch // count + (k < global_batch % count) for k in range(count)]
 
 
+def even_units(constrained: ConstrainedProblem) -> Ints:
+    """The even split over all ranks, as the batches of the problem's workers."""
+    each, total = constrained.ranks_each, constrained.problem.global_batch
+    if each is None or (each == 1).all():
+        return np.array(even_batches(total, len(constrained.problem.costs)), np.int64)
+    ranks = np.array(even_batches(total, int(each.sum())), np.int64)
+    return np.add.reduceat(ranks, np.cumsum(each) - each)
+
+
 def even_split(constrained: ConstrainedProblem) -> tuple[EvenSplit, list[float]]:
     """Whether an even split keeps every bound, its iteration time, and each worker's seconds."""
     problem = constrained.problem
-    batch = np.array(even_batches(problem.global_batch, len(problem.costs)), np.int64)
+    batch = even_units(constrained)
     within = (np.maximum(problem.min_batch, 1) <= batch) & (batch % problem.batch_multiple == 0)
     within &= batch <= problem.costs.last_batch(problem.max_batch)
     solution = evaluate(constrained, batch)
@@ -91,11 +106,13 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None =
     if pace is None and cluster.run.policy is not None:
         raise InputError("make_plan", "pace", "nothing", f"the pace of the policy {cluster.run.policy!r}")
     ranks = at_quantile(cluster, planned_ranks(cluster, profiles), pace or ROUND)
-    return plan_ranks(cluster, ranks, planning_problem(cluster, ranks, pace or ROUND))
+    return each_rank(plan_ranks(cluster, ranks, planning_problem(cluster, ranks, pace or ROUND)), ranks)
 
 
 def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> Plan:
-    """`make_plan` for the ranks and the planning problem that were made of the cluster and its profiles."""
+    """`make_plan` for the ranks and the planning problem that were made of the cluster and its profiles; a
+    node is one worker of this plan.
+    """
     pace = constrained.pace
     try:
         solution = _fastest_solution(cluster, ranks, constrained)
@@ -176,8 +193,7 @@ def _fastest_solution(
         batches = solve_within_limits(serial, ranks, planning_problem(serial, ranks)).batches
         found.append(evaluate(constrained, batches))
     if even_split(constrained)[0].feasible:
-        batches = np.array(even_batches(constrained.problem.global_batch, len(ranks)), np.int64)
-        found.append(evaluate(constrained, batches))
+        found.append(evaluate(constrained, even_units(constrained)))
     return min(found, key=lambda solution: solution.iteration_seconds)
 
 
@@ -252,11 +268,14 @@ def _noise(ranks: Sequence[PlannedRank]) -> list[Noise]:
 
 def best_global_batch(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace = ROUND) -> int:
     """The global batch of highest goodput, by the cluster's noise scale. Raises InputError without one."""
-    if cluster.goodput is None:
+    info = cluster.goodput
+    if info is None:
         raise InputError("the cluster file", "goodput", "nothing", "noise_scale and base_batch, in samples")
-    most = cluster.goodput.max_batch or MAX_BATCH
+    most = info.max_batch or MAX_BATCH
     solve = partial(solve_within_limits, cluster, ranks)
-    return best_batch(planning_problem(cluster, ranks, pace), _efficiency(cluster.goodput), most, solve)[0]
+    job = msgspec.structs.replace(cluster.job, global_batch=most)  # micro-batches suffice for all of them
+    cluster = msgspec.structs.replace(cluster, job=job)
+    return best_batch(planning_problem(cluster, ranks, pace), _efficiency(info), most, solve)[0]
 
 
 def _efficiency(info: GoodputInfo) -> StatisticalEfficiency:
@@ -312,10 +331,16 @@ def plan_of(
         warnings += idle_warning(cluster, workers, seconds)
     if len(used) < len(workers) and not in_rounds and (least := all_used_from(constrained)) is not None:
         warnings.append(f"from a global batch of {least:,} on, all workers would be used")
-    if constrained.pace.kind == "turns" or not cluster.run.is_stated:
+    if constrained.pace.kind == "turns" or not (cluster.run.is_stated or cluster.sync):
         warnings += link_warnings(r2sp, slowest_alone(compute, links, here))
-    goodput, steps = _efficiency(cluster.goodput) if cluster.goodput else None, cluster.run.local_steps or 1
+    efficiency, steps = (
+        _efficiency(cluster.goodput) if cluster.goodput else None,
+        cluster.run.local_steps or 1,
+    )
+    goodput = efficiency.estimate(cluster.job.global_batch, seconds / steps) if efficiency else None
+    cost = cost_estimate(ranks, solution)
     return Plan(
+        unit=cluster.job.unit,
         global_batch=problem.global_batch,
         iteration_seconds=seconds,
         lower_bound_seconds=_lower_bound(constrained, seconds),
@@ -329,8 +354,29 @@ def plan_of(
         sync=SyncEstimate(kind=constrained.sync.kind, seconds=solution.sync_seconds)
         if cluster.sync
         else None,
-        cost=cost_estimate(ranks, solution),
-        goodput=goodput.estimate(cluster.job.global_batch, seconds / steps) if goodput else None,
+        cost=cost,
+        goodput=goodput,
+        target=_target(cluster.job.target, problem.global_batch / seconds, cost, goodput),
+    )
+
+
+def _target(
+    samples: float | None, rate: float, cost: CostEstimate | None, goodput: GoodputEstimate | None
+) -> TargetEstimate | None:
+    """How long so many samples take, at what price.
+
+    samples: to train; None: not stated. rate: samples a second. cost, goodput: of the plan; with a goodput
+    the samples are those of batches of base_batch.
+    """
+    if samples is None:
+        return None
+    seconds = samples / (goodput.goodput if goodput else rate)
+    hourly = cost.price_per_hour if cost else None
+    return TargetEstimate(
+        samples=samples,
+        seconds=seconds,
+        price=None if hourly is None else hourly * seconds / 3600,
+        base_batch=goodput.base_batch if goodput else None,
     )
 
 
@@ -400,6 +446,35 @@ def cost_estimate(ranks: Sequence[PlannedRank], solution: ConstrainedSolution) -
     )
 
 
+def each_rank(plan: Plan, ranks: Sequence[PlannedRank]) -> Plan:
+    """The plan with all ranks of its nodes. ranks: those that it was made for."""
+    found = []
+    for worker, rank in zip(plan.workers, ranks, strict=True):
+        n = rank.group.ranks_each
+        group, profile = rank.one or (rank.group, rank.profile)
+        one = msgspec.structs.replace(
+            worker,
+            batch=worker.batch // n,
+            micro_batch=worker.micro_batch // n,
+            weight=worker.batch // n / plan.global_batch,
+            **_bounds(group, profile, profile.fit or rank.fit),
+        )
+        names = [f"{worker.name}-{k}" for k in range(n)] if n > 1 else [worker.name]
+        found.append([msgspec.structs.replace(one, name=name) for name in names])
+    return by_rank(plan, found)
+
+
+def _bounds(group: WorkerGroup, profile: Profile, fit: Fit) -> dict[str, Any]:
+    """The fields of a plan's worker with which a run can change its batch."""
+    return {
+        "max_batch": min(max_batch_of(group, profile), MAX_BATCH) or None,
+        "fit": msgspec.structs.replace(fit, band=None),
+        "memory": profile.memory,
+        "min_batch": group.min_batch or 1,
+        "batch_multiple": group.batch_multiple,
+    }
+
+
 def _plan_worker(k: int, rank: PlannedRank, solution: ConstrainedSolution, problem: Problem) -> PlanWorker:
     batch = int(solution.batches[k])
     micro = batch if problem.costs.micro is None else min(batch, int(problem.costs.micro[k]))
@@ -414,11 +489,7 @@ def _plan_worker(k: int, rank: PlannedRank, solution: ConstrainedSolution, probl
         link_seconds=float(solution.link_seconds[k]),
         fit_error=rank.fit.leave_one_out_error,
         throttle=rank.profile.device.throttle,
-        max_batch=min(max_batch_of(rank.group, rank.profile), MAX_BATCH) or None,
         max_accumulation=rank.group.max_accumulation,
-        fit=msgspec.structs.replace(rank.fit, band=None),
-        memory=rank.profile.memory,
         required=rank.group.required,
-        min_batch=rank.group.min_batch or 1,
-        batch_multiple=rank.group.batch_multiple,
+        **_bounds(rank.group, rank.profile, rank.fit),
     )

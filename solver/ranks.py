@@ -9,7 +9,7 @@ paces do not, and pushes leave pulls their bandwidth. With [sync] the transfers 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -22,6 +22,7 @@ from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
 from pyps.solver.exact.minmax import Bools, Problem
 from pyps.solver.links import (
+    BYTES_PER_PARAMETER,
     WIRE_BYTES,
     LinkCost,
     link_cost,
@@ -31,8 +32,10 @@ from pyps.solver.links import (
 from pyps.solver.local_steps import local_groups, round_samples
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.sync import Sync
+from pyps.solver.units import ALL_REDUCE, inside_seconds, of_node, of_one_rank, passes_of
 
 STORE = "store"  # how a link was measured that is a store on the worker's own machine
+FASTER = 0.01  # relative: how much faster a sample of a smaller micro-batch has to be
 TURNS = "turns"  # the name of the server's link, which one worker at a time uses
 
 
@@ -40,7 +43,9 @@ TURNS = "turns"  # the name of the server's link, which one worker at a time use
 class PlannedRank:
     """A rank to plan: its name, its group in the cluster file, its profile, and the fit in that profile.
 
-    quantile: plan for this quantile of its times; None: for the job's, if that names one.
+    A node is planned as one rank, with the group and profile of the whole (pyps.solver.units); `one` has
+    those of a rank of it. quantile: plan for this quantile of its times; None: for the job's, if that names
+    one. inside_seconds: in which a node's devices reduce their gradients among themselves.
     """
 
     name: str
@@ -48,6 +53,13 @@ class PlannedRank:
     profile: Profile
     fit: Fit
     quantile: float | None = None
+    one: tuple[WorkerGroup, Profile] | None = None
+    inside_seconds: float = 0.0
+
+    @property
+    def one_profile(self) -> Profile:
+        """The profile of the rank, or of a rank of the node."""
+        return self.profile if self.one is None else self.one[1]
 
     @property
     def link(self) -> LinkCost | None:
@@ -70,15 +82,35 @@ class PlannedRank:
 
 
 def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[PlannedRank]:
-    """The ranks of a cluster in file order. profiles: one a group. Raises InputError if a fit is missing."""
+    """The ranks of a cluster in file order, a node as one.
+
+    profiles: one a group. Raises InputError if a fit is missing, or what the job's unit or sharding needs.
+    """
     ranks = []
     parts = cluster.run.accumulation or 1
-    at_once = [max_batch_of(group, p) for group, p in zip(cluster.worker, profiles, strict=True)]
-    for group, profile in zip(local_groups(cluster, at_once), profiles, strict=True):
+    pairs = zip(cluster.worker, profiles, strict=True)
+    of_ranks = [of_one_rank(cluster, group, profile) for group, profile in pairs]
+    at_once = [max_batch_of(group, profile) for group, profile in of_ranks]
+    if cluster.job.unit == "tokens":  # micro-batches have whole samples, too
+        tokens = [profile.model.tokens_per_sample or 1 for _, profile in of_ranks]
+        at_once = [most // each * each for most, each in zip(at_once, tokens, strict=True)]
+        bounded = [
+            msgspec.structs.replace(group, max_batch=most)
+            for (group, _), most in zip(of_ranks, at_once, strict=True)
+        ]
+        of_ranks = [(group, profile) for group, (_, profile) in zip(bounded, of_ranks, strict=True)]
+    cluster = msgspec.structs.replace(cluster, worker=[group for group, _ in of_ranks])
+    for group, (_, profile), most in zip(local_groups(cluster, at_once), of_ranks, at_once, strict=True):
         if profile.fit is None:
             raise InputError(group.profile, "fit", "nothing", "a fitted cost model")
         group = msgspec.structs.replace(group, max_accumulation=max(parts, group.max_accumulation))
-        ranks += [PlannedRank(name, group, profile, profile.fit) for name in group.worker_names()]
+        node, whole = of_node(group, profile, most // group.batch_multiple * group.batch_multiple)
+        assert whole.fit is not None
+        rank = PlannedRank(group.name, node, whole, whole.fit, one=(group, profile))
+        if group.ranks_each > 1 and group.inside_bandwidth is not None:
+            size = float(BYTES_PER_PARAMETER * _parameters(rank))
+            rank = replace(rank, inside_seconds=inside_seconds(cluster, group, size))
+        ranks += [replace(rank, name=name) for name in group.unit_names()]
     return ranks
 
 
@@ -124,9 +156,13 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
     repeats = np.array([rank.group.max_accumulation for rank in ranks], np.int64)
     most = at_once
     if (repeats > 1).any():
-        costs = costs.accumulated(np.maximum(at_once, 1))
-        micro = at_once if costs.micro is None else np.minimum(costs.micro, at_once)
+        chosen = np.array(_micro_batches(cluster, ranks, at_once.tolist()), np.int64)
+        costs = costs.accumulated(np.maximum(chosen, 1))
+        micro = chosen if costs.micro is None else np.minimum(costs.micro, chosen)
         most = np.minimum(micro * repeats, MAX_BATCH)
+    inside = np.array([rank.inside_seconds for rank in ranks])
+    if inside.any():
+        costs = replace(costs, transfer=inside)
     return Problem.of(
         costs,
         round_samples(cluster),
@@ -135,6 +171,36 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
         batch_multiple=[rank.group.batch_multiple for rank in ranks],
         required=[rank.group.required for rank in ranks],
     )
+
+
+def _micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], at_once: Sequence[int]) -> list[int]:
+    """The largest micro-batch of each rank: the most at once, or a measured batch with a faster sample.
+
+    It is large enough for the rank to compute the global batch, or all that its memory allows, in the
+    micro-batches that it may use. at_once: the most samples of each rank at once.
+    """
+    if cluster.run.local_steps is not None:
+        return list(at_once)
+    found: dict[tuple[int, int, int, int], int] = {}
+    keys = []
+    for rank, most in zip(ranks, at_once, strict=True):
+        repeats, multiple = rank.group.max_accumulation, rank.group.batch_multiple
+        keys.append((id(rank.fit), most, repeats, multiple))
+        if keys[-1] not in found:
+            least = max(1, -(-min(most * repeats, round_samples(cluster)) // repeats))
+            measured = {batch // multiple * multiple for batch, _ in rank.fit.table or ()}
+            found[keys[-1]] = _fastest_sample(cost_of(rank.fit), least, most, measured)
+    return [found[key] for key in keys]
+
+
+def _fastest_sample(cost: Cost, least: int, most: int, measured: Collection[int]) -> int:
+    """The measured batch from `least` on with the fastest sample; `most` unless that is clearly slower."""
+    if most < least or isinstance(cost, Line):
+        return most
+    a_sample = {batch: cost.seconds(batch) / batch for batch in measured if least <= batch < most}
+    best = min(a_sample, key=lambda batch: (a_sample[batch], -batch), default=most)
+    worth_it = best != most and a_sample[best] < cost.seconds(most) / most * (1 - FASTER)
+    return best if worth_it else most
 
 
 def links_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[list[LinkCost]]:
@@ -187,7 +253,17 @@ def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[Work
         latency.append(rank.latency if rank.latency is not None else given.latency)
         bytes_each_way = sum(WIRE_BYTES[bits] for bits in bits_of(mode)) / 2
         message.append(bytes_each_way * _parameters(rank) / bandwidth)
-    return Sync.of(given.kind, len(ranks), latency, message, overlap=given.overlap, tail=given.tail)
+    flat = ranks[0].group.ranks_each == 1  # otherwise the shards are inside each node
+    return Sync.of(
+        given.kind,
+        len(ranks),
+        latency,
+        message,
+        overlap=given.overlap,
+        tail=given.tail,
+        passes=passes_of(cluster.sharding) if flat else ALL_REDUCE,
+        replicas=cluster.sharding.replicas if cluster.sharding is not None and flat else 1,
+    )
 
 
 def _parameters(rank: PlannedRank) -> int:
@@ -218,12 +294,15 @@ def constrained_problem_of(
     ]
     labels = dict.fromkeys(rank.group.together for rank in ranks if rank.group.together is not None)
     together = [np.flatnonzero([rank.group.together == label for rank in ranks]) for label in labels]
+    problem = problem_of(cluster, ranks, factors)
     constrained = ConstrainedProblem(
-        problem_of(cluster, ranks, factors),
+        problem,
         sync_of(cluster, ranks, modes),
         tuple(limits),
         together=tuple(group for group in together if len(group) > 1),
         pace=pace,
+        link_seconds=problem.costs.transfer,
+        ranks_each=np.array([rank.group.ranks_each for rank in ranks], np.int64),
     )
     return _with_transfers(constrained, cluster, ranks, modes)
 

@@ -10,13 +10,19 @@ For k workers, each with a one-way message of the whole model in x_i = bytes / b
 for the slowest link in use, in the usual latency-bandwidth model (Thakur, Rabenseifner, Gropp, Int. J. High
 Perform. Comput. Appl. 19, 2005, section 2, for ring and tree). Each is nondecreasing in k, in l and in x.
 
+A sharded model (FSDP) is gathered and reduced in p passes, each around a ring: p = 3 if parameters are
+gathered forward and backward, p = 2 if once. In r replicas of n = k / r ranks each (HSDP), every rank then
+reduces its n-th of the model with the same rank of the other replicas:
+
+    p (n-1) l + p (n-1)/n x + 2 (r-1) l + 2 (r-1)/r x/n
+
 Gradients may travel while others are still computed. If the first of them are ready with a share o of the
 compute to go, and a share e of the synchronisation is left to do after the last one, t seconds of compute and
 s of synchronisation end after
 
     max(t + e s, (1 - o) t + s)
 
-o = 0 and e = 1 is t + s: nothing overlaps. The end is nondecreasing in t and in s.
+With o = 0 this is t + s: nothing overlaps. The end is nondecreasing in t and in s.
 """
 
 from __future__ import annotations
@@ -37,14 +43,17 @@ SyncKind = Literal["none", "ring", "tree", "server"]
 class Sync:
     """How workers synchronise; latency_seconds and message_seconds (the model one way) of each worker.
 
-    overlap: the share o of the compute above. tail: the share e of the synchronisation.
+    overlap: the share o of the compute above. tail: the share e of the synchronisation. passes, replicas: p
+    and r above, of a ring.
     """
 
     kind: SyncKind
     latency_seconds: Floats
     message_seconds: Floats
     overlap: float = 0.0
-    tail: float = 1.0
+    tail: float = 0.0
+    passes: int = 2
+    replicas: int = 1
 
     @staticmethod
     def of(
@@ -54,49 +63,51 @@ class Sync:
         message: npt.ArrayLike = 0.0,
         *,
         overlap: float = 0.0,
-        tail: float = 1.0,
+        tail: float = 0.0,
+        passes: int = 2,
+        replicas: int = 1,
     ) -> Sync:
         """A Sync of workers. Raises ValueError if a time is negative or not finite, or a share not in 0..1.
 
         kind: how they synchronise. count: how many there are. latency, message: seconds; a scalar applies to
-        all. overlap, tail: shares, as above.
+        all. overlap, tail: shares, as above. passes, replicas: of a sharded model, as above.
         """
         if not (0 <= overlap <= 1 and 0 <= tail <= 1):
             raise ValueError("overlap and tail must be shares, from 0 to 1")
         links = [np.broadcast_to(np.asarray(x, float), count) for x in (latency, message)]
         if any((~np.isfinite(x) | (x < 0)).any() for x in links):
             raise ValueError("latency and message seconds must be finite and not negative")
-        return Sync(kind, links[0], links[1], overlap, tail)
-
-    def end(self, compute_seconds: float, sync_seconds: float) -> float:
-        """When a step of so much compute and synchronisation ends."""
-        if self.overlap == 0:
-            return compute_seconds + sync_seconds
-        exposed = compute_seconds + self.tail * sync_seconds
-        return max(exposed, (1 - self.overlap) * compute_seconds + sync_seconds)
+        return Sync(kind, links[0], links[1], overlap, tail, passes, replicas)
 
     def exposed(self, compute_seconds: float, sync_seconds: float) -> float:
         """What the synchronisation adds to so much compute."""
-        if self.overlap == 0:
-            return sync_seconds
-        return self.end(compute_seconds, sync_seconds) - compute_seconds
+        return max(self._after(sync_seconds), sync_seconds - self.overlap * compute_seconds)
+
+    def _after(self, sync_seconds: float) -> float:
+        """What is left of the synchronisation after the compute; also of an infinite one."""
+        return self.tail * sync_seconds if self.tail else 0.0
+
+    def end(self, compute_seconds: float, sync_seconds: float) -> float:
+        """When a step of so much compute and synchronisation ends."""
+        return compute_seconds + self.exposed(compute_seconds, sync_seconds)
 
     def compute_by(self, end: float, sync_seconds: float) -> float:
         """The most seconds of compute with which a step ends by `end`; negative if there are none."""
-        if self.overlap == 0:
-            return end - sync_seconds
         left = end - sync_seconds
         if self.overlap < 1:
             left /= 1 - self.overlap
         elif left >= 0:
             left = math.inf
-        return min(end - self.tail * sync_seconds, left)
+        return min(end - self._after(sync_seconds), left)
 
     def by_link(self, count: int) -> Floats:
         """Seconds of one synchronisation of `count` >= 1 workers if worker i's link is the slowest."""
         latency, message = self.latency_seconds, self.message_seconds
         if self.kind == "ring":
-            return 2 * (count - 1) * latency + 2 * ((count - 1) / count) * message
+            shards, replicas = max(1.0, count / self.replicas), min(self.replicas, count)
+            steps = self.passes * (shards - 1) + 2 * (replicas - 1)
+            parts = self.passes * ((shards - 1) / shards) + 2 * ((replicas - 1) / replicas) / shards
+            return steps * latency + parts * message
         if self.kind == "tree":
             return 2 * (count - 1).bit_length() * (latency + message)
         return (2 * count if self.kind == "server" else 0) * (latency + message)

@@ -23,6 +23,7 @@ from pyps.solver.constrained import ConstrainedProblem, Limit
 from pyps.solver.plan import (
     at_quantile,
     best_global_batch,
+    each_rank,
     even_split,
     plan_ranks,
     planning_problem,
@@ -55,17 +56,27 @@ ClusterFile = Annotated[
     Path, typer.Argument(metavar="CLUSTER", show_default=False, help="The cluster file, in TOML.")
 ]
 CODECS = f"{', '.join(CODEC_BITS)}; plan: the planner chooses"
+MOST_SAMPLES = 1e12  # of a target, as in the cluster file
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A plan and what it was made of."""
+    """A plan and what it was made of; a node is one worker there. `shown` has the ranks of all nodes."""
 
     cluster: Cluster
     ranks: list[PlannedRank]
     problem: ConstrainedProblem
     plan: Plan
+
+    @property
+    def shown(self) -> Plan:
+        return each_rank(self.plan, self.ranks)
+
+    def even_seconds(self) -> list[float]:
+        """Of each rank, in the even split."""
+        pairs = zip(even_split(self.problem)[1], self.ranks, strict=True)
+        return [seconds for seconds, rank in pairs for _ in range(rank.group.ranks_each)]
 
 
 @app.command("plan", cls=_Plan)
@@ -86,6 +97,10 @@ def plan_command(
     quantile: Annotated[
         float | None,
         typer.Option(metavar="Q", help="Plan for this quantile of the time of an iteration, as 0.95."),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Say how long so many samples (or tokens) take, and their price."),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Plan for this policy, as in pyps run.")] = None,
     codec: Annotated[str | None, typer.Option(help=f"Encoding of gradients: {CODECS}, both ways.")] = None,
@@ -134,7 +149,7 @@ def plan_command(
         not_an_input(option, path, inputs_of(cluster, read))
     read = with_mode(read, policy, codec, pull_codec, pipeline, depth, accumulation, local_steps)
     profiles = _fitted_profiles(read)
-    read = _with_options(read, planned_ranks(read, profiles), cluster, global_batch, quantile)
+    read = _with_options(read, planned_ranks(read, profiles), cluster, global_batch, quantile, target)
     ranks = planned_ranks(read, profiles)
     with working("solving"):
         planned = _planned(cluster, read, ranks)
@@ -143,9 +158,9 @@ def plan_command(
         with working("checking with HiGHS"):
             notes.append(_checked(planned))
     if output is not None:
-        write_json(output, planned.plan)
+        write_json(output, planned.shown)
     _draw(planned, timeline, ring)
-    drawn = _draw_curves(read, profiles, planned.plan, curves) if curves is not None else []
+    drawn = _draw_curves(ranks, planned.shown, curves) if curves is not None else []
     notes += [f"wrote {path}" for path in (output, timeline, ring, *drawn) if path is not None]
     _print(planned, explain, as_json)
     for line in notes:
@@ -178,13 +193,13 @@ def what_if(
     known = {name: count or 1 for name, count in more.items() if name not in {g.profile for g in new}}
     other = changed(read, known, dict(_counted("--drop", text) for text in drop or ()), new)
     before, after = (
-        summary_of(_planned(cluster, c, planned_ranks(c, _fitted_profiles(c))).plan) for c in (read, other)
+        summary_of(_planned(cluster, c, planned_ranks(c, _fitted_profiles(c))).shown) for c in (read, other)
     )
     sentence = verdict(before, after)
     if as_json:
         sys.stdout.write(encode({"before": before, "after": after, "verdict": sentence}).decode())
     else:
-        show_change(before, after, sentence)
+        show_change(before, after, sentence, read.job.unit)
 
 
 @app.command("pareto")
@@ -224,13 +239,17 @@ def pareto(
                 "iteration_seconds": point.solution.iteration_seconds,
                 "price_per_hour": point.price_per_hour,
                 "price_per_million_samples": point.price_per_million_samples,
-                "batches": point.solution.batches.tolist(),
+                "batches": [
+                    batch // rank.group.ranks_each
+                    for batch, rank in zip(point.solution.batches.tolist(), ranks, strict=True)
+                    for _ in range(rank.group.ranks_each)
+                ],
             }
             for point in points
         ]
         sys.stdout.write(encode(rows).decode())
     else:
-        show_pareto(points, [rank.group.name for rank in ranks])
+        show_pareto(points, [rank.group.name for rank in ranks], read.job.unit)
 
 
 def _fitted_profiles(cluster: Cluster) -> list[Profile]:
@@ -248,14 +267,23 @@ def _fitted(path: str) -> Profile:
 
 
 def _with_options(
-    read: Cluster, ranks: list[PlannedRank], path: Path, global_batch: str | None, quantile: float | None
+    read: Cluster,
+    ranks: list[PlannedRank],
+    path: Path,
+    global_batch: str | None,
+    quantile: float | None,
+    target: float | None,
 ) -> Cluster:
     """The cluster with the values of the command line.
 
-    read: the cluster as read from `path`, with its ranks. global_batch, quantile: the options; None: not
-    given.
+    read: the cluster as read from `path`, with its ranks. global_batch, quantile, target: the options; None:
+    not given.
     """
     job = read.job
+    if target is not None:
+        if not 0 < target <= MOST_SAMPLES:
+            raise InputError("--target", "", f"{target:g}", f"a number above 0, at most {MOST_SAMPLES:g}")
+        job = msgspec.structs.replace(job, target=target)
     if quantile is not None:
         if not 0 < quantile < 1:
             raise InputError("--quantile", "", f"{quantile:g}", "a number between 0 and 1, as 0.95")
@@ -307,12 +335,12 @@ def _draw(planned: _Planned, timeline: Path | None, ring: Path | None) -> None:
     from pyps.solver.report.plots import draw_ring, draw_timeline
 
     if timeline is not None:
-        draw_timeline(planned.plan, even_split(planned.problem)[1], timeline)
+        draw_timeline(planned.shown, planned.even_seconds(), timeline)
     if ring is not None:
-        draw_ring(planned.plan, ring)
+        draw_ring(planned.shown, ring)
 
 
-def _draw_curves(cluster: Cluster, profiles: list[Profile], plan: Plan, folder: Path) -> list[Path]:
+def _draw_curves(ranks: list[PlannedRank], plan: Plan, folder: Path) -> list[Path]:
     """A picture of every group's profile, with the batches that the plan gives its workers."""
     from pyps.profiler.plot import plot_profile
 
@@ -320,12 +348,14 @@ def _draw_curves(cluster: Cluster, profiles: list[Profile], plan: Plan, folder: 
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError("--curves", "", error.strerror or str(error), "a folder to write to") from None
-    names = iter(plan.workers)
+    workers, batches = iter(plan.workers), dict[str, set[int]]()
+    for rank in ranks:
+        mine = [next(workers).micro_batch for _ in range(rank.group.ranks_each)]
+        batches.setdefault(rank.group.name, set()).update(batch for batch in mine if batch)
     drawn = []
-    for group, profile in zip(cluster.worker, profiles, strict=True):
-        mine = [next(names).micro_batch for _ in range(group.count)]
+    for group, profile in {r.group.name: (r.one or (r.group, r.profile)) for r in ranks}.values():
         drawn.append(folder / f"{Path(group.name).name}.png")
-        plot_profile(profile, drawn[-1], sorted({batch for batch in mine if batch}))
+        plot_profile(profile, drawn[-1], sorted(batches[group.name]))
     return drawn
 
 
@@ -334,9 +364,9 @@ def _print(planned: _Planned, explain: bool, as_json: bool) -> None:
     from pyps.cli.plan_view import show_explanation, show_plan
 
     if as_json:
-        sys.stdout.write(encode(planned.plan).decode())
+        sys.stdout.write(encode(planned.shown).decode())
     else:
-        show_plan(planned.plan, even_split(planned.problem)[1])
+        show_plan(planned.shown, planned.even_seconds())
     if explain:
         from pyps.solver.report.explain import explain as explained
 

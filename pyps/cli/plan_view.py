@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.formats import Plan, PlanWorker, RunMode
+from pyps.formats import Plan, PlanWorker, RunMode, Unit
 from pyps.solver.milp.pareto import ParetoPoint
 from pyps.solver.plan import even_batches
 from pyps.solver.report.explain import Explanation
@@ -38,7 +38,7 @@ def _summary(plan: Plan) -> list[str]:
     lines = [f"iteration  {ms(plan.iteration_seconds)}{below}"]
     if plan.run:
         lines.append(f"mode       {mode_text(plan.run, [w.rank for w in plan.workers if w.batch])}")
-    else:
+    elif plan.sync is None:
         lines += _other_modes(plan)
     if plan.sync:
         lines.append(f"of it      {ms(plan.sync.seconds)} to synchronise ({plan.sync.kind})")
@@ -49,7 +49,7 @@ def _summary(plan: Plan) -> list[str]:
         lines.append("even split not feasible: it breaks a minimum, a maximum, a batch multiple or a limit")
     if cost := plan.cost:
         if cost.price_per_hour is not None:
-            million = f", {cost.price_per_million_samples:.4g} a million samples"
+            million = f", {cost.price_per_million_samples:.4g} a million {plan.unit}"
             lines.append(f"price      {cost.price_per_hour:g} an hour{million}")
         if cost.watts is not None:
             lines.append(f"power      {cost.watts:g} W")
@@ -62,10 +62,18 @@ def _summary(plan: Plan) -> list[str]:
             )
     if good := plan.goodput:
         lines.append(
-            f"goodput    {good.goodput:.4g}: {good.samples_per_second:.4g} samples a second, each worth "
+            f"goodput    {good.goodput:.4g}: {good.samples_per_second:.4g} {plan.unit} a second, each worth "
             f"{good.efficiency:.3f} of one in a batch of {good.base_batch}"
         )
+    if target := plan.target:
+        price = "" if target.price is None else f", for {target.price:.4g}"
+        like = "" if target.base_batch is None else f" worth those of batches of {target.base_batch}"
+        lines.append(f"target     {target.samples:g} {plan.unit}{like}: {_hours(target.seconds)}{price}")
     return lines
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.4g} hours"
 
 
 def _other_modes(plan: Plan) -> list[str]:
@@ -155,26 +163,29 @@ def show_explanation(found: Explanation, err: bool = False) -> None:
     console.print(Text(found.verdict))
 
 
-def show_change(before: PlanSummary, after: PlanSummary, sentence: str) -> None:
-    """Print the figures before and after in two columns, then a sentence."""
+def show_change(before: PlanSummary, after: PlanSummary, sentence: str, unit: Unit) -> None:
+    """Print the figures before and after in two columns, then a sentence. unit: what batches count."""
     table = Table(box=None, header_style="bold")
     for title in ("", "now", "then"):
         table.add_column(title, justify="right" if title else "left")
     table.add_row("iteration", ms(before.iteration_seconds), ms(after.iteration_seconds))
-    table.add_row("samples/s", f"{before.samples_per_second:.4g}", f"{after.samples_per_second:.4g}")
+    table.add_row(f"{unit}/s", f"{before.samples_per_second:.4g}", f"{after.samples_per_second:.4g}")
     table.add_row("utilisation", f"{before.utilisation:.1%}", f"{after.utilisation:.1%}")
     table.add_row("price/hour", _or_dash(before.price_per_hour), _or_dash(after.price_per_hour))
     million = before.price_per_million_samples, after.price_per_million_samples
-    table.add_row("price/million samples", _or_dash(million[0]), _or_dash(million[1]))
+    table.add_row(f"price/million {unit}", _or_dash(million[0]), _or_dash(million[1]))
     console = Console(markup=False)
     console.print(table)
     console.print(Text(sentence))
 
 
-def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str]) -> None:
-    """Print one row a point, fastest first, with the number of workers in use by group."""
+def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str], unit: Unit) -> None:
+    """Print one row a point, fastest first, with the number of workers in use by group.
+
+    names: of each worker's group. unit: what batches count.
+    """
     table = Table(box=None, header_style="bold")
-    for title in ("iteration", "price/hour", "price/million samples"):
+    for title in ("iteration", "price/hour", f"price/million {unit}"):
         table.add_column(title, justify="right")
     table.add_column("workers")
     for point in points:

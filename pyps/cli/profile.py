@@ -152,16 +152,36 @@ def import_csv(
         int | None,
         typer.Option(help="The model's number of parameters; without it a plan ignores transfers."),
     ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="The optimizer, as AdamW, for plans of sharded models.")
+    ] = None,
+    tokens_per_sample: Annotated[
+        int | None, typer.Option(help="For plans in tokens; 1: the file's batches count tokens.")
+    ] = None,
+    memory_budget: BudgetGib = None,
     output: Output = None,
     plot: Plot = None,
     no_plot: NoPlot = False,
     as_json: JsonProfile = False,
 ) -> None:
-    """Make a profile from a CSV file with the columns batch,seconds."""
+    """Make a profile from a CSV file with the columns batch,seconds.
+
+    Three more columns are read if they are there: peak_bytes, a step's most memory, and link_bytes and
+    link_seconds, a message's way to the store or to a peer.
+    """
     files = _output_files(output, plot, no_plot, as_json)
     for option, path in zip(("--output", "--plot"), files, strict=True):
         not_an_input(option, path, [csv_file])
-    profile = import_points(csv_file, max_batch=max_batch, name=name, model=model, parameters=parameters)
+    profile = import_points(
+        csv_file,
+        max_batch=max_batch,
+        name=name,
+        model=model,
+        parameters=parameters,
+        optimizer=optimizer,
+        tokens_per_sample=tokens_per_sample,
+        budget_bytes=_budget_bytes(memory_budget),
+    )
     _finish(profile, *files, as_json)
 
 

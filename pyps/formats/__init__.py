@@ -23,13 +23,14 @@ from pyps.formats.cluster import (
     Job,
     Limits,
     Quantization,
+    Sharding,
     Shared,
     SyncCost,
     WorkerGroup,
     check_cluster,
 )
 from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_toml, typed, write_json
-from pyps.formats.kinds import MAX_BATCH, Bits
+from pyps.formats.kinds import MAX_BATCH, Bits, Unit
 from pyps.formats.mode import Pace, RunMode, RunTable, WorkerMode
 from pyps.formats.noise import NOISE_SCHEMA, GradientNoiseRecord
 from pyps.formats.plan import (
@@ -46,6 +47,7 @@ from pyps.formats.plan import (
     R2spRemedies,
     R2spSchedule,
     SyncEstimate,
+    TargetEstimate,
     check_plan,
 )
 from pyps.formats.profile import (
@@ -101,10 +103,13 @@ __all__ = [
     "R2spSchedule",
     "RunMode",
     "RunTable",
+    "Sharding",
     "Shared",
     "Simulation",
     "SyncCost",
     "SyncEstimate",
+    "TargetEstimate",
+    "Unit",
     "WorkerGroup",
     "WorkerMode",
     "check_cluster",
@@ -132,10 +137,13 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     return typed(str(path), raw, Profile, check_profile)
 
 
-def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Reads and checks a pyps.plan/1 file. Raises InputError."""
+def read_plan(path: str | os.PathLike[str], unit: Unit = "samples") -> Plan:
+    """Reads and checks a pyps.plan/1 file. unit: what the reader's batches count. Raises InputError."""
     raw = read_json(path, PLAN_SCHEMA)
-    return typed(str(path), raw, Plan, check_plan)
+    plan = typed(str(path), raw, Plan, check_plan)
+    if plan.unit != unit:
+        raise InputError(str(path), "unit", repr(plan.unit), f"a plan in {unit}")
+    return plan
 
 
 def read_noise(path: str | os.PathLike[str]) -> GradientNoiseRecord:

@@ -7,22 +7,28 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from pyps.errors import InputError
-from pyps.formats.kinds import Batch, Bytes, Elapsed, Name, Seconds
+from pyps.formats.kinds import MAX_BATCH, Batch, Bytes, Elapsed, Fraction, Name, Seconds, Unit
 from pyps.formats.mode import RunTable, check_run_table
 from pyps.formats.simulation import Simulation
 
 MOST_WORKERS = 100_000  # in a cluster; their plan takes seconds
 
 Rate = Annotated[float, Meta(gt=0)]
-Part = Annotated[float, Meta(ge=0, le=1)]
 Quantile = Annotated[float, Meta(gt=0, lt=1)]
 
 
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The samples of one iteration. quantile: plan for this quantile of an iteration's time."""
+    """The samples of one iteration. quantile: plan for this quantile of an iteration's time.
+
+    unit: what all batches of this file count. In tokens, a profile's batches are multiplied by its
+    model.tokens_per_sample. target: how many samples to train; the plan says how long they take, and their
+    price.
+    """
 
     global_batch: Batch
     quantile: Quantile | None = None
+    unit: Unit = "samples"
+    target: Seconds | None = None
 
 
 class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,8 +36,14 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     min_batch binds only if the worker is used; `required` workers may not be left out. Batches are multiples
     of batch_multiple. A batch may be computed in up to max_accumulation micro-batches, each within max_batch.
-    price_per_hour and watts are those of one worker. free_bytes, measured now, replaces the profile's memory
+    price_per_hour and watts are those of one device. free_bytes, measured now, replaces the profile's memory
     budget. `shares` names [[shared]] tables. Groups with the same `together` are used all or not at all.
+
+    devices: of which each worker consists. parallel "model": they compute a batch together (tensor or
+    pipeline parallel), as the profile has measured. "data": the worker is a node, used whole or not at all.
+    Each of its devices is a rank with an equal batch; bounds and profile are those of one. They share the
+    node's `bandwidth`, and reduce their gradients among themselves first, over inside_bandwidth and
+    inside_latency.
     """
 
     name: Name
@@ -49,10 +61,25 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     required: bool = False
     shares: list[Name] = []
     together: Name | None = None
+    devices: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    parallel: Literal["model", "data"] = "model"
+    inside_bandwidth: Rate | None = None
+    inside_latency: Elapsed = 0.0
+
+    @property
+    def ranks_each(self) -> int:
+        """The ranks of one worker: the devices of a node, or 1."""
+        return self.devices if self.parallel == "data" else 1
+
+    def unit_names(self) -> list[str]:
+        """The names of the group's workers: v100-0 .. v100-3, or the plain name of a group of one."""
+        return [self.name] if self.count == 1 else [f"{self.name}-{k}" for k in range(self.count)]
 
     def worker_names(self) -> list[str]:
-        """The names of the group's ranks: v100-0 .. v100-3, or the plain name of a group of one."""
-        return [self.name] if self.count == 1 else [f"{self.name}-{k}" for k in range(self.count)]
+        """The names of the group's ranks: those of its workers, or, of nodes, dgx-0-0 .. dgx-1-7."""
+        if self.ranks_each == 1:
+            return self.unit_names()
+        return [f"{name}-{k}" for name in self.unit_names() for k in range(self.devices)]
 
 
 class SyncCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,8 +92,23 @@ class SyncCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: Literal["none", "ring", "tree", "server"]
     bandwidth: Rate | None = None
     latency: Elapsed = 0.0
-    overlap: Part = 0.0
-    tail: Part = 1.0
+    overlap: Fraction = 0.0
+    tail: Fraction = 0.0
+
+
+class Sharding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model whose state is sharded over ranks (ZeRO, FSDP), all of which are used.
+
+    stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too (fully_shard). replicas: copies
+    of the sharded model (HSDP), each over as many ranks; where workers are nodes, each node has a copy.
+    optimizer_bytes: of its state, for each parameter; by default as the profile's model.optimizer says.
+    whole: the share of the parameters, with their gradients, that stage 3 holds whole at a time.
+    """
+
+    stage: Literal[1, 2, 3]
+    replicas: Batch = 1
+    optimizer_bytes: Elapsed | None = None
+    whole: Fraction = 0.1
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,6 +159,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker: Annotated[list[WorkerGroup], Meta(min_length=1)]
     run: RunTable = RunTable()
     sync: SyncCost | None = None
+    sharding: Sharding | None = None
     limits: Limits = Limits()
     shared: list[Shared] = []
     goodput: GoodputInfo | None = None
@@ -136,7 +179,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def check_cluster(where: str, cluster: Cluster) -> None:
     """Raises InputError, naming the file `where`, if names or limits of the cluster do not fit together."""
-    names: set[str] = set()
+    groups, names = cluster.worker, set[str]()
     shared = {resource.name for resource in cluster.shared}
     for k, resource in enumerate(cluster.shared):
         if resource.name in {other.name for other in cluster.shared[:k]}:
@@ -144,15 +187,14 @@ def check_cluster(where: str, cluster: Cluster) -> None:
             raise InputError(where, f"shared[{k}].name", found, "a unique name")
         if resource.bandwidth is None and resource.samples_per_second is None:
             raise InputError(where, f"shared[{k}]", "no limit", "bandwidth or samples_per_second")
-    workers = sum(group.count for group in cluster.worker)
+    workers = sum(group.count * group.ranks_each for group in cluster.worker)
     if workers > MOST_WORKERS:
-        k = max(range(len(cluster.worker)), key=lambda k: cluster.worker[k].count)
+        k = max(range(len(groups)), key=lambda k: groups[k].count * groups[k].ranks_each)
         raise InputError(
             where, f"worker[{k}].count", f"{workers:,} workers in all", f"at most {MOST_WORKERS:,}"
         )
-    groups = [group.name for group in cluster.worker]
-    for k, group in enumerate(cluster.worker):
-        if group.name in groups[:k]:
+    for k, group in enumerate(groups):
+        if group.name in {other.name for other in groups[:k]}:
             found = f"{group.name!r} a second time"
             raise InputError(where, f"worker[{k}].name", found, "a unique name, or a higher count")
         for name in group.worker_names():
@@ -160,6 +202,8 @@ def check_cluster(where: str, cluster: Cluster) -> None:
                 raise InputError(where, f"worker[{k}].name", f"{name!r} a second time", "a unique name")
             names.add(name)
         _check_group(where, f"worker[{k}]", group, shared)
+        _check_node(where, f"worker[{k}]", group, cluster)
+    _check_sharding(where, cluster)
     check_run_table(where, cluster.run)
     if (goodput := cluster.goodput) is not None and goodput.noise is None:
         for key in ("noise_scale", "base_batch"):
@@ -181,6 +225,48 @@ def _check_group(where: str, field: str, group: WorkerGroup, shared: set[str]) -
         if name not in shared:
             expected = f"the name of a [[shared]] table: {', '.join(sorted(shared)) or 'there is none'}"
             raise InputError(where, f"{field}.shares", repr(name), expected)
+
+
+def _check_node(where: str, field: str, group: WorkerGroup, cluster: Cluster) -> None:
+    """What only nodes have, and what they need."""
+    node = group.parallel == "data"
+    if group.inside_bandwidth is not None and not node:
+        raise InputError(where, f"{field}.inside_bandwidth", "a number", 'nothing without parallel = "data"')
+    if not node:
+        return
+    if cluster.sync is None:
+        raise InputError(where, "sync", "nothing", f'a table, as {field}.parallel is "data"')
+    if cluster.run.local_steps is not None:
+        raise InputError(where, f"{field}.parallel", '"data"', '"model" with run.local_steps')
+    if group.inside_bandwidth is None and group.devices > 1 and cluster.sync.kind != "none":
+        raise InputError(where, f"{field}.inside_bandwidth", "nothing", "bytes a second between the devices")
+    for key in ("max_batch", "min_batch", "batch_multiple"):
+        value = getattr(group, key)
+        if value is not None and value * group.devices > MAX_BATCH:
+            found, most = f"{value} on each of {group.devices} devices", f"at most {MAX_BATCH} on all"
+            raise InputError(where, f"{field}.{key}", found, most)
+
+
+def _check_sharding(where: str, cluster: Cluster) -> None:
+    given, groups = cluster.sharding, cluster.worker
+    if given is None:
+        return
+    if cluster.sync is not None and cluster.sync.kind not in ("none", "ring"):
+        raise InputError(where, "sync.kind", repr(cluster.sync.kind), '"ring" or "none" with [sharding]')
+    if cluster.run.local_steps is not None:
+        raise InputError(where, "run.local_steps", str(cluster.run.local_steps), "nothing with [sharding]")
+    ranks = {group.ranks_each for group in groups}
+    if len(ranks) > 1:
+        found = " and ".join(map(str, sorted(ranks)))
+        raise InputError(
+            where, "sharding", f"workers of {found} ranks", "nodes of equally many devices, or none"
+        )
+    workers = sum(group.count for group in groups)
+    if max(ranks) > 1 and given.replicas > 1:
+        raise InputError(where, "sharding.replicas", str(given.replicas), "1: each node has a copy")
+    if workers % given.replicas:
+        found = f"{given.replicas}, of {workers} workers"
+        raise InputError(where, "sharding.replicas", found, "a number that divides the workers")
 
 
 def _check_limits(where: str, cluster: Cluster) -> None:

@@ -15,4 +15,6 @@ Elapsed = Annotated[float, Meta(ge=0, le=1e12)]
 Bytes = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Factor = Annotated[float, Meta(ge=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Unit = Literal["samples", "tokens"]  # that a batch counts
 Bits = Literal[4, 8, 16, 32]  # of one number on the wire

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from pyps.errors import InputError
-from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Name, Seconds, Share
+from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Name, Seconds, Share, Unit
 from pyps.formats.mode import RunMode
 from pyps.formats.profile import Fit, Memory
 
@@ -155,14 +155,27 @@ class GoodputEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     goodput: Seconds
 
 
+class TargetEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long `samples` take with this plan, and their price; null if a worker in use states none.
+
+    base_batch: the samples count as those of batches of this size, as in `goodput`; null: all count alike.
+    """
+
+    samples: Seconds
+    seconds: Annotated[float, Meta(gt=0)]
+    price: Annotated[float, Meta(ge=0)] | None = None
+    base_batch: Batch | None = None
+
+
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer of the planner.
 
     run: the mode that it was made for; null if none was stated: then bsp, without a pipeline, at 32 bits.
     With local steps an iteration is a round of them, and all batches are those of a round.
     iteration_seconds: of a global batch in this mode, with the synchronisation. lower_bound_seconds: the
-    optimum with fractional batches and no minima; 0 if none is known. cost, sync, noise and goodput are null
-    if the cluster does not state what they need.
+    optimum with fractional batches and no minima; 0 if none is known. cost, sync, noise, goodput and target
+    are null if the cluster does not state what they need. unit: what batches, and all that are called samples
+    here, count.
     """
 
     schema: Literal["pyps.plan/1"] = "pyps.plan/1"
@@ -180,6 +193,8 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cost: CostEstimate | None = None
     noise: NoiseForecast | None = None
     goodput: GoodputEstimate | None = None
+    target: TargetEstimate | None = None
+    unit: Unit = "samples"
 
 
 def check_plan(where: str, plan: Plan) -> None:

@@ -23,7 +23,10 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model that was trained while timing; optimizer: in words, such as "SGD with momentum 0.9"."""
+    """The model that was trained while timing; optimizer: in words, such as "SGD with momentum 0.9".
+
+    tokens_per_sample: for plans in tokens; 1: the profile's batches count tokens.
+    """
 
     name: Name
     parameters: Annotated[int, Meta(ge=1)] | None = None
@@ -31,6 +34,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     accumulate: Batch = 1
     compiled: bool = False
     optimizer: str | None = None
+    tokens_per_sample: Batch | None = None
 
 
 class Parts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -130,6 +130,10 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     cluster; None: plan it. Raises InputError, Infeasible.
     """
     cluster = read_cluster(path)
+    if cluster.job.unit != "samples":
+        raise InputError(
+            str(path), "job.unit", repr(cluster.job.unit), '"samples": a simulation counts those'
+        )
     profiles = {group.name: _profile(group) for group in cluster.worker}
     plan = _plan(cluster, profiles, plan_path)
     names = [w.name for w in plan.workers]

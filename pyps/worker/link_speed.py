@@ -20,7 +20,7 @@ import numpy as np
 from pyps.errors import InputError
 from pyps.formats import Link
 from pyps.native.values import Hyper
-from pyps.profiler.fit import fit_points
+from pyps.profiler.lines import link_model
 from pyps.store.store import Store
 
 SIZES_BYTES = tuple(1 << k for k in range(12, 26))  # 4 KiB to 32 MiB
@@ -33,7 +33,7 @@ T = TypeVar("T")
 def probe_store(sizes: Sequence[int] = SIZES_BYTES, repeats: int = REPEATS) -> Link:
     """The way to a store on this machine. sizes in bytes. Raises StoreError, as OutOfSpace."""
     seconds = {size: _store_seconds(size, repeats) for size in sizes}
-    return _fitted("store", seconds)
+    return link_model("store", seconds)
 
 
 def _store_seconds(size: int, repeats: int) -> list[float]:
@@ -61,12 +61,12 @@ def probe_group(
     loopback. Raises InputError if no peer answers within a minute.
     """
     if address is not None:
-        return _fitted("gloo", _in_group(address, 1, lambda: _ask(sizes, repeats)))
+        return link_model("gloo", _in_group(address, 1, lambda: _ask(sizes, repeats)))
     here = f"127.0.0.1:{_free_port()}"
     peer = multiprocessing.get_context("spawn").Process(target=answer, args=(here,), daemon=True)
     peer.start()
     try:
-        return _fitted("gloo", _in_group(here, 1, lambda: _ask(sizes, repeats)))
+        return link_model("gloo", _in_group(here, 1, lambda: _ask(sizes, repeats)))
     finally:
         peer.join(TIMEOUT_SECONDS)
         peer.kill()
@@ -129,15 +129,6 @@ def _echo() -> None:
         for _ in range(repeats):
             dist.recv(message, src=1)
             dist.send(message, dst=1)
-
-
-def _fitted(via: str, seconds: dict[int, list[float]]) -> Link:
-    fit = fit_points([(size, value) for size, values in seconds.items() for value in values])
-    largest = max(seconds)
-    at_least = largest / float(np.median(seconds[largest]))  # where the slope is lost in the noise
-    per_byte = fit.per_sample_seconds or 1 / at_least
-    latency = fit.fixed_seconds or float(np.median(seconds[min(seconds)]))  # of a line through 0
-    return Link(via=via, latency_seconds=latency, bytes_per_second=1 / per_byte)
 
 
 def _free_port() -> int:

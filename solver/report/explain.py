@@ -106,6 +106,7 @@ def _verdict(
     plan: Plan, groups: Sequence[GroupExplanation], priced: ShadowPrices, constrained: ConstrainedProblem
 ) -> str:
     """The explanation in one paragraph."""
+    one = plan.unit.removesuffix("s")
     sentences = [_time_sentence(plan)]
     holders = [group for group in groups if group.binds == "holds the others up"]
     if holders:
@@ -114,10 +115,10 @@ def _verdict(
     for group in groups:
         if group.binds == "at its maximum":
             saved = group.seconds_saved_per_sample
-            gain = f"; one more sample of room would save {_ms(saved)}" if saved else ""
-            sentences.append(f"{_names([group])} cannot take more than {group.batch} samples{gain}.")
+            gain = f"; one more {one} of room would save {_ms(saved)}" if saved else ""
+            sentences.append(f"{_names([group])} cannot take more than {group.batch} {plan.unit}{gain}.")
         if group.binds == "at its minimum":
-            sentences.append(f"{_names([group])} may not take fewer than {group.batch} samples.")
+            sentences.append(f"{_names([group])} may not take fewer than {group.batch} {plan.unit}.")
     out = [group for group in groups if group.binds == "left out"]
     if out:
         tied = constrained.has_side_constraints
@@ -127,14 +128,14 @@ def _verdict(
         used = float(limit.need[[worker.batch > 0 for worker in plan.workers]].sum())
         sentences.append(f"Of {limit.key} {limit.at_most:g}, {used:g} is used.")
     if priced.per_sample > 0:
-        sentences.append(f"One more sample in the global batch costs {_ms(priced.per_sample)}.")
+        sentences.append(f"One more {one} in the global batch costs {_ms(priced.per_sample)}.")
     sentences.append(_bound_sentence(plan))
     return " ".join(sentences)
 
 
 def _time_sentence(plan: Plan) -> str:
     sync = f", {_ms(plan.sync.seconds)} of it to synchronise" if plan.sync and plan.sync.seconds else ""
-    text = f"An iteration of {plan.global_batch} samples takes {_ms(plan.iteration_seconds)}{sync}"
+    text = f"An iteration of {plan.global_batch} {plan.unit} takes {_ms(plan.iteration_seconds)}{sync}"
     if plan.speedup_over_even is None:
         return f"{text}; an even split would break a bound."
     return f"{text}, {plan.speedup_over_even:.2f} times as fast as an even split."
@@ -142,13 +143,15 @@ def _time_sentence(plan: Plan) -> str:
 
 def _bound_sentence(plan: Plan) -> str:
     if not plan.lower_bound_seconds:
-        return "Workers do not wait for the slowest, so a split with longer steps may pass more samples."
+        return f"Workers do not wait for the slowest, so a split with longer steps may pass more {plan.unit}."
     gain = 1 - plan.lower_bound_seconds / plan.iteration_seconds
     if plan.sync:
         return "No choice of workers and batches within the bounds is faster."
     if gain < NEGLIGIBLE:
-        return "No split can be faster, even if samples could be divided."
-    return f"No split is faster; with divisible samples and no minima, the gain would be at most {gain:.1%}."
+        return f"No split can be faster, even if {plan.unit} could be divided."
+    return (
+        f"No split is faster; with divisible {plan.unit} and no minima, the gain would be at most {gain:.1%}."
+    )
 
 
 def _names(groups: Sequence[GroupExplanation]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from pyps.formats import Fit, PlanWorker, Point, R2spSchedule
+from pyps.formats import Fit, PlanWorker, Point, Profile, R2spSchedule
 from pyps.solver.ranks import PlannedRank, cost_of
 
 FIT_ERROR_WORTH_A_WARNING = 0.05
@@ -27,7 +27,8 @@ def warnings_of(
         groups.setdefault(rank.group.name, []).append((rank, worker))
     for name, members in groups.items():
         rank, used = members[0][0], [worker for _, worker in members if worker.batch]
-        lines += [f"{name}: {line}" for line in _of_batches(rank, sorted({w.micro_batch for w in used}))]
+        batches = sorted({worker.micro_batch // rank.group.ranks_each for worker in used})
+        lines += [f"{name}: {line}" for line in _of_batches(rank.one_profile, batches)]
         error = rank.fit.leave_one_out_error or 0.0
         if used and error > FIT_ERROR_WORTH_A_WARNING:
             lines.append(f"{name}: the fit misses left-out points by {error:.1%} (median)")
@@ -47,15 +48,17 @@ def warnings_of(
     return list(dict.fromkeys(lines))
 
 
-def _of_batches(rank: PlannedRank, batches: Sequence[int]) -> Iterator[str]:
+def _of_batches(profile: Profile, batches: Sequence[int]) -> Iterator[str]:
     """About a group's planned batches: those farthest outside the trusted range, and contradicted ones."""
-    low, high = rank.fit.trusted_min_batch, rank.fit.trusted_max_batch
+    if (fit := profile.fit) is None:
+        return
+    low, high = fit.trusted_min_batch, fit.trusted_max_batch
     for batch in dict.fromkeys([*batches[:1], *batches[-1:]]):
         outside = batch < low if batch == batches[0] else False
         if outside or (batch > high and batch == batches[-1]):
-            yield _outside(rank.fit, batch)
+            yield _outside(fit, batch)
     for batch in batches:
-        yield from _overruled(rank, batch)
+        yield from _overruled(fit, profile.points, batch)
 
 
 def _outside(fit: Fit, batch: int) -> str:
@@ -69,11 +72,10 @@ def _outside(fit: Fit, batch: int) -> str:
     return line
 
 
-def _overruled(rank: PlannedRank, batch: int) -> Iterator[str]:
+def _overruled(fit: Fit, points: Sequence[Point], batch: int) -> Iterator[str]:
     """The measured batches on either side of this one whose times the fit contradicts."""
-    cost = cost_of(rank.fit)
-    points = sorted((p.batch, _median(p)) for p in rank.profile.points)
-    around = [p for p in points if p[0] <= batch][-1:] + [p for p in points if p[0] >= batch][:1]
+    cost, sizes = cost_of(fit), sorted((p.batch, _median(p)) for p in points)
+    around = [p for p in sizes if p[0] <= batch][-1:] + [p for p in sizes if p[0] >= batch][:1]
     for at, measured in dict.fromkeys(p for p in around if batch <= NEAR * p[0] and p[0] <= NEAR * batch):
         fitted = cost.seconds(at)
         if abs(fitted / measured - 1) > MISSED_WORTH_A_WARNING:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats import Cluster, Plan, WorkerGroup, check_cluster
+from pyps.formats import Cluster, Plan, Unit, WorkerGroup, check_cluster
 
 
 @dataclass(frozen=True)
 class PlanSummary:
     """The main figures of a plan. utilisation: the share of the iteration in which the workers compute.
 
-    Prices are None if a worker in use states none.
+    Prices are None if a worker in use states none. unit: what all that are called samples here count.
     """
 
     iteration_seconds: float
@@ -23,6 +23,7 @@ class PlanSummary:
     utilisation: float
     price_per_hour: float | None
     price_per_million_samples: float | None
+    unit: Unit = "samples"
 
 
 def summary_of(plan: Plan) -> PlanSummary:
@@ -34,6 +35,7 @@ def summary_of(plan: Plan) -> PlanSummary:
         utilisation=busy / (len(plan.workers) * plan.iteration_seconds),
         price_per_hour=plan.cost.price_per_hour if plan.cost else None,
         price_per_million_samples=plan.cost.price_per_million_samples if plan.cost else None,
+        unit=plan.unit,
     )
 
 
@@ -73,7 +75,7 @@ def verdict(before: PlanSummary, after: PlanSummary) -> str:
         parts = ["an iteration takes as long"]
     old, new = before.price_per_million_samples, after.price_per_million_samples
     if old and new is not None:
-        parts.append(f"a million samples cost {new:.4g} instead of {old:.4g}")
+        parts.append(f"a million {after.unit} cost {new:.4g} instead of {old:.4g}")
     busy = [f"{x.utilisation:.1%}" for x in (after, before)]
     if busy[0] != busy[1]:
         parts.append(f"workers compute {busy[0]} of the time instead of {busy[1]}")

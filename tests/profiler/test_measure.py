@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pyps.errors import InputError
 from pyps.profiler import profile_model
 from pyps.profiler.fit import point_seconds
-from pyps.profiler.measure import LADDER_MAX, Probe, climb, ladder, memory_model, time_in_rounds
+from pyps.profiler.lines import memory_model
+from pyps.profiler.measure import LADDER_MAX, climb, ladder, time_in_rounds
 from pyps.profiler.stepper import OutOfMemoryError, StepOptions, is_out_of_memory, resolve_device
 from pyps.tasks import TrainingTask
 from pyps.tasks.builtin import digits_mlp
@@ -125,18 +126,18 @@ def test_rounds_are_interleaved_and_keep_every_second() -> None:
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(0, 10**9), min_size=3, max_size=8))
 def test_the_memory_model_lies_above_every_peak(noise: list[int]) -> None:
-    probes = [Probe(2**k, 1.0, 10**6 * 2**k + n) for k, n in enumerate(noise)]
-    memory = memory_model(probes, 10**12)
+    peaks = [(2**k, 10**6 * 2**k + n) for k, n in enumerate(noise)]
+    memory = memory_model(peaks, 10**12)
     if memory is not None:
-        need = [memory.fixed_bytes + memory.bytes_per_sample * p.batch for p in probes]
-        assert all(n >= p.peak_bytes - 1e-3 for n, p in zip(need, probes, strict=True))
+        need = [memory.fixed_bytes + memory.bytes_per_sample * batch for batch, _ in peaks]
+        assert all(n >= peak - 1e-3 for n, (_, peak) in zip(need, peaks, strict=True))
 
 
 def test_the_memory_model_is_exact_on_a_line_and_silent_without_growth() -> None:
-    line = memory_model([Probe(b, 1.0, 1000 + 24 * b) for b in (1, 2, 8)], 10**6)
+    line = memory_model([(b, 1000 + 24 * b) for b in (1, 2, 8)], 10**6)
     assert line is not None
     assert (line.fixed_bytes, line.bytes_per_sample, line.budget_bytes) == (1000, 24.0, 10**6)
-    assert memory_model([Probe(b, 1.0, 1000) for b in (1, 2, 8)], 10**6) is None
+    assert memory_model([(b, 1000) for b in (1, 2, 8)], 10**6) is None
 
 
 def test_a_real_profile_of_the_cpu() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pyps.errors import InputError
+from pyps.formats import Profile
 from pyps.profiler import import_points
 
 
@@ -72,3 +73,39 @@ def test_refuses_what_is_no_file(tmp_path: Path) -> None:
             import_points(path)
     with pytest.raises(InputError, match="max_batch: found 0"):
         import_points(write(tmp_path, "batch,seconds\n1,1\n2,2\n"), max_batch=0)
+
+
+def test_memory_and_traffic_come_from_their_columns(tmp_path: Path) -> None:
+    rows = ["1,0.01,1000,,", "2,0.02,1100,4000,0.005", "4,0.04,1300,8000,0.009", "4,0.041,1290,,"]
+    profile = imported(tmp_path, "batch,seconds,peak_bytes,link_bytes,link_seconds\n" + "\n".join(rows))
+    assert profile.memory is not None
+    assert profile.memory.bytes_per_sample == pytest.approx(100)
+    assert (profile.memory.fixed_bytes, profile.memory.budget_bytes) == (900, 1300)
+    assert [point.peak_bytes for point in profile.points] == [1000, 1100, 1300]
+    assert profile.link is not None
+    assert profile.link.latency_seconds == pytest.approx(0.001)
+    assert profile.link.bytes_per_second == pytest.approx(1e6)
+    once = imported(tmp_path, "batch,seconds,link_bytes,link_seconds\n1,1,500,0.5\n2,2,500,0.5\n")
+    assert once.link is not None
+    assert (once.link.latency_seconds, once.link.bytes_per_second) == (0.0, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "said"),
+    [
+        ("batch,seconds,link_bytes", "1,1,5", "both link_bytes and link_seconds, or neither"),
+        ("batch,seconds,link_bytes,link_seconds", "1,1,5,", "line 2: found one of link_bytes"),
+        ("batch,seconds,peak_bytes", "1,1,-5", "line 2: peak_bytes: found '-5'"),
+        ("batch,seconds,peak_bytes,peak_bytes", "1,1,5,6", "at most one column peak_bytes"),
+        ("batch,seconds,link_seconds,link_bytes", "1,1,nan,6", "line 2: link_seconds: found 'nan'"),
+    ],
+)
+def test_a_wrong_column_is_named(tmp_path: Path, header: str, row: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        imported(tmp_path, f"{header}\n{row}\n2,2,7,8\n")
+
+
+def imported(tmp_path: Path, text: str) -> Profile:
+    path = tmp_path / "points.csv"
+    path.write_text(text)
+    return import_points(path)

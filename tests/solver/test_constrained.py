@@ -87,10 +87,7 @@ def brute_force(constrained: ConstrainedProblem) -> float:
             if r.samples_per_second:
                 slowest = max(slowest, batches[r.workers].sum() / r.samples_per_second)
         given, seconds = constrained.sync, constrained.sync.seconds(batches)
-        if given.overlap == 0:
-            best = min(best, slowest + seconds)
-        else:
-            best = min(best, max(slowest + given.tail * seconds, (1 - given.overlap) * slowest + seconds))
+        best = min(best, max(slowest + given.tail * seconds, (1 - given.overlap) * slowest + seconds))
     return best
 
 

@@ -26,9 +26,11 @@ from pyps.formats import (
     R2spSchedule,
     RunMode,
     RunTable,
+    Sharding,
     Shared,
     SyncCost,
     SyncEstimate,
+    TargetEstimate,
     WorkerGroup,
     WorkerMode,
 )
@@ -38,7 +40,7 @@ IDEAS, TASK = DOCS / "concepts" / "planning.md", DOCS / "how-to" / "plan.md"
 
 
 KINDS = (
-    *(WorkerGroup, RunTable, SyncCost, Limits, Shared, GoodputInfo, Quantization),
+    *(WorkerGroup, RunTable, SyncCost, Sharding, Limits, Shared, GoodputInfo, Quantization),
     *(
         Plan,
         PlanWorker,
@@ -51,7 +53,7 @@ KINDS = (
         SyncEstimate,
         CostEstimate,
     ),
-    *(NoiseForecast, Forecast, GoodputEstimate),
+    *(NoiseForecast, Forecast, GoodputEstimate, TargetEstimate),
 )
 
 

@@ -1,0 +1,203 @@
+"""What a group and its profile are to the solver: batches in the plan's unit, a shard's memory, whole nodes.
+
+A batch of s times as many units takes the same time and memory: T'(b) = T(b / s). So a profile in samples of
+s tokens becomes one in tokens, and the profile of one of a node's s devices, which have equal batches, that
+of the node. The node's batches are multiples of s, and each iteration also takes what its devices need to
+reduce their gradients among themselves.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+import msgspec
+
+from pyps.errors import InputError
+from pyps.formats import (
+    Cluster,
+    Fit,
+    Forecast,
+    Memory,
+    NoiseForecast,
+    Plan,
+    PlanWorker,
+    Profile,
+    R2spSchedule,
+    Sharding,
+    WorkerGroup,
+)
+from pyps.formats.mode import RunMode
+
+BYTES = 4  # of a parameter, and of its gradient
+STATE_BYTES = {"SGD": 0, "SGD with momentum": 4, "Adam": 8, "AdamW": 8, "NAdam": 8, "RAdam": 8, "Adamax": 8}
+ALL_REDUCE, GATHERED = 2, 3  # passes of the model over a ring; those of stage 3, which gathers twice
+
+
+def scaled(profile: Profile, factor: int) -> Profile:
+    """The same device, where a batch counts `factor` times as many."""
+    if factor == 1:
+        return profile
+    points = [msgspec.structs.replace(point, batch=point.batch * factor) for point in profile.points]
+    memory, fit = profile.memory, profile.fit
+    if memory is not None:
+        memory = msgspec.structs.replace(memory, bytes_per_sample=memory.bytes_per_sample / factor)
+    return msgspec.structs.replace(
+        profile,
+        points=points,
+        memory=memory,
+        max_batch=None if profile.max_batch is None else profile.max_batch * factor,
+        fit=None if fit is None else _scaled_fit(fit, factor),
+    )
+
+
+def _scaled_fit(fit: Fit, factor: int) -> Fit:
+    return msgspec.structs.replace(
+        fit,
+        per_sample_seconds=fit.per_sample_seconds / factor,
+        trusted_min_batch=fit.trusted_min_batch * factor,
+        trusted_max_batch=fit.trusted_max_batch * factor,
+        table=None if fit.table is None else [(batch * factor, s) for batch, s in fit.table],
+        band=None if fit.band is None else [(batch * factor, low, high) for batch, low, high in fit.band],
+    )
+
+
+def of_one_rank(cluster: Cluster, group: WorkerGroup, profile: Profile) -> tuple[WorkerGroup, Profile]:
+    """The group and the profile of one of its ranks, in the job's unit, with the memory of a shard.
+
+    Raises InputError where the profile lacks what that needs.
+    """
+    if cluster.sharding is not None:
+        profile = msgspec.structs.replace(profile, memory=_sharded(cluster, group, profile))
+        group = msgspec.structs.replace(group, required=True)
+    if group.parallel == "model" and group.devices > 1:
+        group = _priced(group)
+    if cluster.job.unit == "samples":
+        return group, profile
+    tokens = profile.model.tokens_per_sample
+    if tokens is None:
+        expected = 'the tokens of a sample, as job.unit is "tokens" (1: its batches count tokens)'
+        raise InputError(group.profile, "model.tokens_per_sample", "nothing", expected)
+    multiple = lcm(group.batch_multiple, tokens)
+    return msgspec.structs.replace(group, batch_multiple=multiple), scaled(profile, tokens)
+
+
+def _priced(group: WorkerGroup) -> WorkerGroup:
+    """The group with the price and power of all devices of a worker."""
+    price, watts = (None if x is None else x * group.devices for x in (group.price_per_hour, group.watts))
+    return msgspec.structs.replace(group, price_per_hour=price, watts=watts)
+
+
+def of_node(group: WorkerGroup, profile: Profile, at_once: int) -> tuple[WorkerGroup, Profile]:
+    """A node's group and profile. group, profile: of one of its ranks. at_once: its most samples at once."""
+    n = group.ranks_each
+    if n == 1:
+        return group, profile
+    group = msgspec.structs.replace(
+        _priced(group),
+        max_batch=at_once * n,
+        min_batch=(group.min_batch or 1) * n,
+        batch_multiple=group.batch_multiple * n,
+        free_bytes=None,
+    )
+    return group, msgspec.structs.replace(scaled(profile, n), memory=None)
+
+
+def passes_of(sharding: Sharding | None) -> int:
+    """How often the model travels around a ring of the ranks that share or shard it."""
+    return GATHERED if sharding is not None and sharding.stage == GATHERED else ALL_REDUCE
+
+
+def inside_seconds(cluster: Cluster, group: WorkerGroup, model_bytes: float) -> float:
+    """Seconds in which a node's devices reduce so many bytes of gradients over a ring among themselves."""
+    n = group.ranks_each
+    if n == 1 or group.inside_bandwidth is None:
+        return 0.0
+    a_step = group.inside_latency + model_bytes / n / group.inside_bandwidth
+    return passes_of(cluster.sharding) * (n - 1) * a_step
+
+
+def _sharded(cluster: Cluster, group: WorkerGroup, profile: Profile) -> Memory | None:
+    """The memory model of one rank of a sharded model. profile: of the whole model."""
+    memory, given = profile.memory, cluster.sharding
+    if memory is None or given is None:
+        return memory
+    parameters = profile.model.parameters
+    if parameters is None:
+        expected = "the model's number of parameters, for [sharding]"
+        raise InputError(group.profile, "model.parameters", "nothing", expected)
+    ranks = group.ranks_each
+    if ranks == 1:
+        ranks = sum(other.count for other in cluster.worker) // given.replicas
+    each: float = _state_bytes(given, group, profile)
+    each += BYTES if given.stage > 1 else 0
+    each += BYTES - 2 * BYTES * given.whole if given.stage == GATHERED else 0
+    saved = int(parameters * each * (1 - 1 / ranks))
+    return msgspec.structs.replace(memory, fixed_bytes=max(0, memory.fixed_bytes - saved))
+
+
+def _state_bytes(given: Sharding, group: WorkerGroup, profile: Profile) -> float:
+    """Bytes of the optimizer's state for each parameter."""
+    if given.optimizer_bytes is not None:
+        return given.optimizer_bytes
+    words = profile.model.optimizer or ""
+    name = words if words in STATE_BYTES else words.rpartition(" ")[0]
+    if name not in STATE_BYTES:
+        found = f"{words or 'nothing'} in {group.profile}"
+        expected = "sharding.optimizer_bytes, the bytes of its state for each parameter"
+        raise InputError("the cluster file", "model.optimizer", found, expected)
+    return STATE_BYTES[name]
+
+
+def by_rank(plan: Plan, workers: list[list[PlanWorker]]) -> Plan:
+    """The plan with the ranks of each worker in its place. workers: these ranks, not yet numbered."""
+    if all(len(ranks) == 1 for ranks in workers):
+        return plan
+    first = [0]
+    for ranks in workers:
+        first.append(first[-1] + len(ranks))
+    numbered = [one for ranks in workers for one in ranks]
+    pipelines = [msgspec.structs.replace(one, rank=first[one.rank]) for one in plan.hps.workers]
+    return msgspec.structs.replace(
+        plan,
+        workers=[msgspec.structs.replace(one, rank=k) for k, one in enumerate(numbered)],
+        noise=None if plan.noise is None else _noise_by_rank(plan.noise, workers),
+        run=None if plan.run is None else _modes_by_rank(plan.run, workers),
+        r2sp=_turns_by_rank(plan.r2sp, first),
+        hps=msgspec.structs.replace(plan.hps, workers=pipelines),
+    )
+
+
+def _noise_by_rank(noise: NoiseForecast, workers: list[list[PlanWorker]]) -> NoiseForecast:
+    def expanded(forecast: Forecast) -> Forecast:
+        pairs = zip(forecast.batches, workers, strict=True)
+        batches = [batch // len(ranks) for batch, ranks in pairs for _ in ranks]
+        return msgspec.structs.replace(forecast, batches=batches)
+
+    nominal, robust = expanded(noise.nominal), expanded(noise.robust)
+    return msgspec.structs.replace(noise, nominal=nominal, robust=robust)
+
+
+def _modes_by_rank(run: RunMode, workers: list[list[PlanWorker]]) -> RunMode:
+    modes = [mode for mode, ranks in zip(run.workers, workers, strict=True) for _ in ranks]
+    return msgspec.structs.replace(
+        run, workers=[msgspec.structs.replace(mode, rank=k) for k, mode in enumerate(modes)]
+    )
+
+
+def _turns_by_rank(ring: R2spSchedule, first: list[int]) -> R2spSchedule:
+    """The ring in which the ranks of a worker share its turn. first: of each worker, its first rank."""
+    order, offsets, turns = [], [], []
+    ends = [*ring.offsets_seconds[1:], ring.period_seconds]
+    seconds = ring.turn_seconds or [0.0] * len(ring.order)
+    for worker, begin, end, turn in zip(ring.order, ring.offsets_seconds, ends, seconds, strict=True):
+        ranks = range(first[worker], first[worker + 1])
+        order += list(ranks)
+        offsets += [begin + (end - begin) * k / len(ranks) for k in range(len(ranks))]
+        turns += [turn / len(ranks)] * len(ranks)
+    return msgspec.structs.replace(
+        ring,
+        order=order,
+        offsets_seconds=offsets,
+        turn_seconds=turns if ring.turn_seconds else [],
+        gap_seconds=ring.period_seconds / max(len(order), 1),
+    )
