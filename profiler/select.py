@@ -165,9 +165,9 @@ def _with_band(fit: Fit, model: _Model, points: Sequence[Point]) -> Fit:
     if all(len(seconds) == 1 for seconds in groups.values()):
         return fit
     luck, batches, curves = np.random.default_rng(0), np.array(list(groups), float), []
-    for _ in range(RESAMPLES):
-        again = [float(np.median(luck.choice(seconds, len(seconds)))) for seconds in groups.values()]
-        few, medians = _bunched(batches, np.array(again))
+    resampled = [luck.choice(seconds, (RESAMPLES, len(seconds))) for seconds in groups.values()]
+    for again in np.column_stack([np.median(drawn, axis=1) for drawn in resampled]):
+        few, medians = _bunched(batches, again)
         curves.append(np.interp(batches, few, model.curve(few, medians)))
     low, high = np.quantile(curves, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     band = [(b, float(lo), float(hi)) for b, lo, hi in zip(groups, low, high, strict=True)]
