@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK_START = str(ROOT / "tests" / "helpers" / "quick_start")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small matrices, several lanes: threads wait for each other
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for small matrices, threads only wait
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
 
 TIMED_RERUNS = 3  # what is right but for a stall passes one of four; what is wrong fails all
