@@ -37,7 +37,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments and arguments[0] in COMMANDS:
         _call(arguments[0], f"pyps {arguments[0]}", arguments[1:])
-    _overview()(args=arguments, prog_name="pyps")
+    _invoke(_overview(), "pyps", arguments)
 
 
 def main_plan() -> None:
@@ -57,7 +57,7 @@ def _call(name: str, program: str, arguments: Sequence[str]) -> None:
             stream.reconfigure(errors="replace")  # a terminal that lacks a sign shows another one
     try:
         app: typer.Typer = importlib.import_module(f"pyps.cli.{name}").app
-        app(args=arguments, prog_name=program)
+        _invoke(app, program, arguments)
     except PypsError as error:
         if "--json" in arguments:
             print(json.dumps({"error": described(error)}))
@@ -74,6 +74,27 @@ def _call(name: str, program: str, arguments: Sequence[str]) -> None:
     except OSError as error:  # from outside the program: a full disk, a closed terminal
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(PypsError.exit_code)
+
+
+def _invoke(app: typer.Typer, program: str, arguments: Sequence[str]) -> None:
+    """Run a command and exit. With --json, wrong use is JSON on stdout, too; typer itself has only a panel.
+
+    typer's errors have no public base class: they are known by their `format_message`.
+    """
+    if "--json" not in arguments:
+        app(args=arguments, prog_name=program)
+    try:
+        code = app(args=arguments, prog_name=program, standalone_mode=False)
+    except typer.Abort:
+        sys.exit(1)
+    except Exception as error:
+        if (message := getattr(error, "format_message", None)) is None:
+            raise
+        code = getattr(error, "exit_code", PypsError.exit_code)
+        found = {"kind": "UsageError", "exit_code": code, "message": " ".join(message().split())}
+        print(json.dumps({"error": found}))
+        print(f"{program}: {found['message']}", file=sys.stderr)
+    sys.exit(code or 0)
 
 
 def described(error: PypsError) -> dict[str, str | int]:

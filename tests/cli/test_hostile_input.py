@@ -90,6 +90,27 @@ def test_no_split_is_json_too(command: Command) -> None:
     assert done.code == json.loads(done.out)["error"]["exit_code"] == 3
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan --json --nosuch c.toml",
+        "plan --json",
+        "plan --json c.toml --quantile x",
+        "plan pareto --json --nosuch",
+        "profile show --json",
+        "simulate --json c.toml --iterations many",
+        "shm ls --json --nosuch",
+    ],
+)
+def test_wrong_use_is_json_too(command: Command, line: str) -> None:
+    name, *arguments = line.split()
+    done = command(name, *arguments)
+    error = json.loads(done.out)["error"]
+    assert done.code == error["exit_code"] == 2
+    assert error["kind"] == "UsageError"
+    assert error["message"] in done.err
+
+
 def test_names_are_shown_as_they_are(command: Command) -> None:
     Path("c.toml").write_text(CLUSTER.replace('"a"', '"[/x]"'))
     assert "[/x]" in command("plan", "c.toml").out

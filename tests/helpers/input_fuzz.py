@@ -62,7 +62,7 @@ KEYS = ["price", "quantum", "batch", "x" * 5000, "global_batch", "", "name", "[/
 PROFILE = {
     "schema": "pyps.profile/1",
     "device": {"name": "gpu"},
-    "model": {"name": "m", "parameters": 1000},
+    "model": {"name": "m", "parameters": 1000, "tokens_per_sample": 16},
     "points": [{"batch": b, "seconds": 0.01 + 0.001 * b} for b in (1, 2, 4, 8, 16)],
     "max_batch": 32,
 }
@@ -80,7 +80,43 @@ profile = "q.json"
 min_batch = 2
 price_per_hour = 0.5
 """
+NODES = """
+[job]
+global_batch = 2048
+unit = "tokens"
+target = 1e6
+[[worker]]
+name = "a"
+count = 2
+profile = "p.json"
+devices = 2
+parallel = "data"
+bandwidth = 1e9
+inside_bandwidth = 1e10
+price_per_hour = 1.0
+[[worker]]
+name = "b"
+profile = "q.json"
+devices = 2
+parallel = "data"
+bandwidth = 1e9
+inside_bandwidth = 1e10
+inside_latency = 1e-6
+max_accumulation = 3
+price_per_hour = 0.5
+[sync]
+kind = "ring"
+overlap = 0.6
+tail = 0.1
+[sharding]
+stage = 3
+optimizer_bytes = 8
+whole = 0.2
+"""
 CSV = "batch,seconds\n1,0.01\n2,0.012\n8,0.02\n"
+WIDE_CSV = (
+    "batch,seconds,peak_bytes,link_bytes,link_seconds\n1,0.01,99,,\n2,0.012,120,5,0.1\n8,0.02,200,9,0.2\n"
+)
 COMMANDS: list[tuple[str, list[str]]] = [
     ("plan", ["c.toml", "-o", "plan.json"]),
     ("plan", ["c.toml", "--explain", "--json"]),
@@ -90,6 +126,9 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("plan", ["what-if", "c.toml", "--add", "a*2"]),
     ("plan", ["pareto", "c.toml"]),
     ("plan", ["c.toml", "--timeline", "t.xyz"]),
+    ("plan", ["c.toml", "--target", "1e9", "--json"]),
+    ("plan", ["c.toml", "--target", "nan"]),
+    ("plan", ["c.toml", "--json", "--nosuch"]),
     ("profile", ["show", "p.json"]),
     ("profile", ["show", "p.json", "--plot", "p.json"]),
     ("profile", ["compare", "p.json", "q.json"]),
@@ -152,10 +191,10 @@ def mutated(text: str, luck: random.Random) -> str:
 def prepared(folder: Path, luck: random.Random) -> tuple[str, list[str], dict[Path, bytes]]:
     """A command, its arguments and the inputs that it finds in the folder."""
     texts = {
-        "c.toml": CLUSTER,
+        "c.toml": luck.choice([CLUSTER, NODES]),
         "p.json": json.dumps(PROFILE),
         "q.json": json.dumps(PROFILE, indent=1),
-        "m.csv": CSV,
+        "m.csv": luck.choice([CSV, WIDE_CSV]),
     }
     command, arguments = luck.choice(COMMANDS)
     touched = [name for name in texts if any(name in argument for argument in arguments)] or ["p.json"]
@@ -223,7 +262,7 @@ def faults(outcome: Outcome, arguments: list[str], files: dict[Path, bytes], fol
     messages = [line for line in outcome.err.splitlines() if line.startswith("pyps ")]
     if outcome.code and len(messages) != 1 and "Usage:" not in outcome.err:
         yield f"{len(messages)} messages"
-    if "--json" in arguments and "Usage:" not in outcome.err:
+    if "--json" in arguments:
         try:
             json.loads(outcome.out)
         except ValueError:
