@@ -229,13 +229,20 @@ def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pa
 
 
 def solve_within_limits(
-    cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
+    cluster: Cluster,
+    ranks: Sequence[PlannedRank],
+    constrained: ConstrainedProblem,
+    name_least: bool = True,
 ) -> ConstrainedSolution:
-    """The fastest solution within every limit, including the price of samples. Raises Infeasible."""
+    """The fastest solution within every limit, including the price of samples.
+
+    cluster, ranks: what is planned. constrained: their problem. name_least: a refusal names the least price
+    of samples, which takes longer. Raises Infeasible.
+    """
     budget, price = cluster.limits.price_per_million_samples, needs(ranks, PRICE)
     if budget is None or price is None:
         return solve_constrained(constrained)
-    return within_budget(constrained, price, budget)
+    return within_budget(constrained, price, budget, name_least)
 
 
 def planning_problem(
@@ -272,10 +279,39 @@ def best_global_batch(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace
     if info is None:
         raise InputError("the cluster file", "goodput", "nothing", "noise_scale and base_batch, in samples")
     most = info.max_batch or MAX_BATCH
-    solve = partial(solve_within_limits, cluster, ranks)
+    solve = partial(solve_within_limits, cluster, ranks, name_least=False)
     job = msgspec.structs.replace(cluster.job, global_batch=most)  # micro-batches suffice for all of them
     cluster = msgspec.structs.replace(cluster, job=job)
-    return best_batch(planning_problem(cluster, ranks, pace), _efficiency(info), most, solve)[0]
+    problem, price = planning_problem(cluster, ranks, pace), needs(ranks, PRICE)
+    budget = cluster.limits.price_per_million_samples
+    least = 0 if budget is None or price is None else _least_affordable(problem, price, budget)
+    return best_batch(problem, _efficiency(info), most, solve, least)[0]
+
+
+def _least_affordable(constrained: ConstrainedProblem, price: Floats, budget: float) -> int:
+    """A global batch below which every sample costs more than the budget allows.
+
+    In a batch of B no worker has more than B samples, nor is any sample cheaper than on the cheapest worker
+    with as many as make it cheapest. Raises Infeasible if none is cheap enough.
+    """
+    problem = constrained.problem
+    most, batch = problem.costs.last_batch(problem.max_batch), 1
+    cheapest = math.inf
+    while True:
+        tried = np.minimum(most, batch)
+        seconds = np.where(tried > 0, problem.costs.compute(np.maximum(tried, 1)), np.inf)
+        # A batch between two powers of two takes no less time than the lower one.
+        below = np.minimum(most, 2 * batch)
+        bound = float((1e6 / 3600 * price * seconds / np.maximum(below, 1)).min())
+        cheapest = min(cheapest, bound)
+        if cheapest <= budget:
+            return batch
+        if (most <= batch).all():
+            raise Infeasible(
+                f"no workers compute a million samples for {budget:g}, whatever the global batch",
+                f"raise limits.price_per_million_samples above {cheapest:.4g}",
+            )
+        batch *= 2
 
 
 def _efficiency(info: GoodputInfo) -> StatisticalEfficiency:
@@ -326,7 +362,8 @@ def plan_of(
     r2sp = _turns(constrained, used, compute, links, here)
     if in_rounds and (found := r2sp.remedies) is not None:
         r2sp = msgspec.structs.replace(r2sp, remedies=msgspec.structs.replace(found, global_batch=None))
-    warnings = warnings_of(ranks, workers, constrained.has_side_constraints)
+    tied = constrained.has_side_constraints or cluster.limits.price_per_million_samples is not None
+    warnings = warnings_of(ranks, workers, tied)
     if constrained.minimises_iteration:
         warnings += idle_warning(cluster, workers, seconds)
     if len(used) < len(workers) and not in_rounds and (least := all_used_from(constrained)) is not None:

@@ -57,10 +57,12 @@ def pareto_front(
         solution = _fastest(constrained, price, budget, earlier * (1 - TIME_TOLERANCE))
 
 
-def within_budget(constrained: ConstrainedProblem, price: Floats, budget: float) -> ConstrainedSolution:
+def within_budget(
+    constrained: ConstrainedProblem, price: Floats, budget: float, name_least: bool = True
+) -> ConstrainedSolution:
     """The fastest solution that computes a million samples for at most `budget`.
 
-    Raises Infeasible with the least budget for which there is a solution.
+    Raises Infeasible with the least budget for which there is a solution, if name_least; that takes a front.
     """
     if constrained.minimises_iteration and handles(constrained):
         with contextlib.suppress(TooManyKinds):
@@ -68,6 +70,8 @@ def within_budget(constrained: ConstrainedProblem, price: Floats, budget: float)
             found = fastest(constrained, spend=(price, at_most))
             if found is not None:
                 return found
+            if not name_least:
+                raise Infeasible(f"no workers compute a million samples for {budget:g}")
     return _first_within(constrained, price, budget)
 
 

@@ -56,11 +56,15 @@ def best_batch(
     statistical: StatisticalEfficiency,
     most: int = MAX_BATCH,
     solved: Callable[[ConstrainedProblem], ConstrainedSolution] = solve_constrained,
+    least: int = 0,
 ) -> tuple[int, ConstrainedSolution]:
     """The global batch of highest goodput up to `most`, to within GAP, and its solution by `solved`.
 
-    Ignores constrained.problem.global_batch. Tries only multiples of the greatest common divisor of the batch
-    multiples. Raises Infeasible if no batch has a solution.
+    constrained: the problem; its own global batch is ignored. statistical: of a sample in a larger batch.
+    most: samples. solved: with a global batch. least: samples, below which none has a solution.
+
+    Tries only multiples of the greatest common divisor of the batch multiples. Raises Infeasible if no batch
+    has a solution.
     """
     step = gcd(*constrained.problem.batch_multiple.tolist())
     last = min(most, int(constrained.problem.max_batch.sum()), MAX_BATCH) // step
@@ -72,7 +76,10 @@ def best_batch(
         """An upper bound of the goodput of low .. high steps, negative for the heap."""
         return -high * step / bound(low * step) * statistical.efficiency(high * step), low, high
 
-    ends = [min(2**k, last) for k in range(last.bit_length() + 1)]
+    first = min(max(1, -(-least // step)), last)
+    ends = [first, *(end for k in range(last.bit_length() + 1) if (end := min(2**k, last)) > first)]
+    if len(ends) == 1:
+        ends *= 2
     boxes = [box(low, high) for low, high in itertools.pairwise(ends)]
     heapq.heapify(boxes)
     while boxes:
@@ -93,7 +100,8 @@ def best_batch(
                 heapq.heappush(boxes, box(first, final))
     if best is None:
         raise Infeasible(
-            f"no global batch up to {most} has a split", "raise the workers' maxima, or lower their minima"
+            f"no global batch up to {most} has a split",
+            "raise the workers' maxima or the limits, or lower their minima",
         )
     return best[1], best[2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from typing import Any
@@ -15,7 +16,9 @@ from pyps.formats import (
     Cluster,
     Device,
     Fit,
+    GoodputInfo,
     Job,
+    Limits,
     Memory,
     ModelInfo,
     Plan,
@@ -27,7 +30,7 @@ from pyps.formats import (
     check_cluster,
 )
 from pyps.formats.plan import check_plan
-from pyps.solver.plan import make_plan
+from pyps.solver.plan import best_global_batch, make_plan
 from pyps.solver.ranks import cost_of, max_batch_of, planned_ranks
 
 PARAMETERS = 1_000_000
@@ -259,3 +262,31 @@ def test_an_optimizer_of_unknown_state_has_to_be_stated() -> None:
     with pytest.raises(InputError, match="optimizer_bytes"):
         planned_ranks(given, [odd])
     assert max_batch_of(group, odd) > 0
+
+
+@pytest.mark.parametrize("budget", [0.28, 0.30, 0.4, 1.0])
+def test_the_best_global_batch_within_a_price_is_that_of_brute_force(budget: float) -> None:
+    groups = [
+        WorkerGroup(name="a", profile="p.json", count=2, max_batch=40, price_per_hour=2.0),
+        WorkerGroup(name="b", profile="p.json", max_batch=24, price_per_hour=0.5),
+    ]
+    profiles = [profile(0.0004, 0.004), profile(0.0018, 0.004)]
+    more = {
+        "limits": Limits(price_per_million_samples=budget),
+        "goodput": GoodputInfo(noise_scale=60.0, base_batch=8),
+    }
+    best = 0.0
+    for B in range(1, 105):
+        with contextlib.suppress(Infeasible):
+            made = make_plan(cluster(B, *groups, **more), profiles)
+            assert made.goodput is not None
+            best = max(best, made.goodput.goodput)
+    given = cluster(1, *groups, **more)
+    if not best:
+        with pytest.raises(Infeasible, match="limits"):
+            best_global_batch(given, planned_ranks(given, profiles))
+        return
+    found = best_global_batch(given, planned_ranks(given, profiles))
+    made = make_plan(cluster(found, *groups, **more), profiles)
+    assert made.goodput is not None
+    assert made.goodput.goodput >= best * (1 - 1.1e-3)
