@@ -51,19 +51,25 @@ LOOK_SECONDS, DEADLINE_SECONDS = 0.2, 1500.0
 
 @dataclass(frozen=True)
 class Way:
-    """Local steps: how many on average, the policy, whether transfers overlap with compute; both codecs."""
+    """Local steps: how many on average, the policy, whether transfers overlap with compute; both codecs.
+
+    global_batch, lr: of the local steps, where they are not those of a step each time.
+    """
 
     title: str
     steps: int
     policy: str
     pipeline: bool = False
     codec: str = "int8"
+    global_batch: int = sum(UNEVEN)
+    lr: float | None = None
 
 
 WAYS = (
     Way("10 local steps, in rounds", 10, "bsp"),
     Way("10 local steps, asynchronous", 10, "asp"),
     Way("10 local steps, asynchronous, pipeline", 10, "asp", pipeline=True),
+    Way("20 local steps, in rounds, global batch of 8", 20, "bsp", global_batch=8, lr=0.006),
 )
 
 
@@ -114,7 +120,7 @@ def local_steps(pair: Shaped, options: argparse.Namespace, way: Way, seed: int) 
         for host in (0, 1):
             words = new_run(folder, options, host, plan, address, seed)
             said = stack.enter_context((folder / f"out{host}").open("wb"))
-            runs.append(start(stack, pair, host, words, environment(options, seed), said))
+            runs.append(start(stack, pair, host, words, environment(options, seed, way.lr), said))
         versions = watched(runs, options.every)
         wait_for(runs)
         sent = crossed(pair) - before
@@ -152,7 +158,8 @@ def new_run(
 def planned(folder: Path, options: argparse.Namespace, way: Way) -> Path:
     """The plan of a way, by pyps-plan, and devices.toml next to it, in which links are not emulated."""
     parameters = sum(p.numel() for p in Transformer().parameters())
-    text = f'[job]\nglobal_batch = {sum(UNEVEN)}\n[run]\npolicy = "{way.policy}"\nlocal_steps = {way.steps}\n'
+    text = f"[job]\nglobal_batch = {way.global_batch}\n[run]\nlocal_steps = {way.steps}\n"
+    text += f'policy = "{way.policy}"\n'
     text += f'codec = "{way.codec}"\npull_codec = "{way.codec}"\npipeline = {str(way.pipeline).lower()}\n'
     text += f'[[shared]]\nname = "link"\nbandwidth = {options.mbit * 1e6 / 8 * HEADERS}\n'
     for rank, seconds in enumerate(sample_seconds(options)):
@@ -232,8 +239,8 @@ def start(
     return process
 
 
-def environment(options: argparse.Namespace, seed: int) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "LR": str(options.lr), "MODEL_SEED": str(seed)}
+def environment(options: argparse.Namespace, seed: int, lr: float | None = None) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "LR": str(lr or options.lr), "MODEL_SEED": str(seed)}
 
 
 def program(name: str) -> str:

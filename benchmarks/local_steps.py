@@ -44,7 +44,6 @@ SAMPLES = 18_000  # 1.15 million tokens
 INNER = Hyper(lr=0.008, weight_decay=0.01)  # the best of 0.003, 0.005, 0.008 and 0.012, each step or not
 FEW, FEW_INNER = 2, Hyper(lr=0.006, weight_decay=0.01)  # samples of a smaller local step
 OUTER = Hyper(lr=1.0)  # the default
-AHEAD = Hyper(lr=0.75, momentum=0.3, nesterov=True)  # what a worker pulls is ahead by it
 EQUAL = (STEPS * LOCAL,) * len(SPEEDS)
 NO_JITTER, JITTER = Jitter(), Jitter(sigma=0.5)
 STALLS = tuple(
@@ -153,7 +152,7 @@ class Case:
             seed=seed,
             objective=Characters(seed),
             lr=outer or self.inner,
-            optimizer="adamw" if outer is None else "momentum" if outer.momentum else "sgd",
+            optimizer="adamw" if outer is None else "sgd",
             local=LocalOptimizer("adamw", self.inner) if outer is not None else None,
             measure_every=1000,
         )
@@ -165,17 +164,16 @@ SYNC = Case("planned local steps", PLANNED)
 EVEN = Case("equal local steps", EQUAL)
 FREE = Case("planned, asynchronous", PLANNED, "asp")
 MERGED = replace(FREE, title="planned, asynchronous, merged 3 times", merges=3)
+FEWER = Case("planned local steps, global batch of 8", planned(STEPS, FEW), local=FEW, inner=FEW_INNER)
 CASES = (
     DDP,
     EVEN,
     SYNC,
-    Case("planned, 3 local steps", planned(3)),
-    Case("planned, 1 local step", planned(1)),
     FREE,
-    replace(FREE, title="planned, asynchronous, momentum 0.3 outside", outer=AHEAD),
     MERGED,
     Case("every step, global batch of 8", (1, 2, 2, 3), outer=None, inner=FEW_INNER),
-    Case("planned local steps, global batch of 8", planned(STEPS, FEW), local=FEW, inner=FEW_INNER),
+    FEWER,
+    replace(FEWER, title="the same, asynchronous", policy="asp"),
 )
 DELAYED = (
     replace(SYNC, title="planned, jitter", jitter=JITTER),
