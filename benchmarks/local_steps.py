@@ -165,7 +165,8 @@ EVEN = Case("equal local steps", EQUAL)
 FREE = Case("planned, asynchronous", PLANNED, "asp")
 MERGED = replace(FREE, title="planned, asynchronous, merged 3 times", merges=3)
 FEWER = Case("planned local steps, global batch of 8", planned(STEPS, FEW), local=FEW, inner=FEW_INNER)
-CASES = (
+CASES = (DDP, SYNC, MERGED, FEWER)
+ONE_SEED = (
     DDP,
     EVEN,
     SYNC,
@@ -295,12 +296,19 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
     options = parser.parse_args()
-    cases, seeds = (*CASES, *DELAYED), range(options.seeds)
-    work = list(dict.fromkeys((case.learned, seed) for seed in seeds for case in cases))
+    seeds = range(options.seeds)
+    wanted = [(case, seed) for seed in seeds for case in (*CASES, *DELAYED)]
+    wanted += [(case, 0) for case in ONE_SEED]
+    work = list(dict.fromkeys((case.learned, seed) for case, seed in wanted))
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         learned = dict(zip(work, pool.map(trained, work, chunksize=1), strict=True))
-    curves = {(c, s): c.curve(learned[c.learned, s], s) for s in seeds for c in cases}
-    sections = {"losses": losses(curves, CASES, seeds), "delays": delays(curves, seeds), "link": on_a_link()}
+    curves = {(c, s): c.curve(learned[c.learned, s], s) for c, s in wanted}
+    sections = {
+        "losses": losses(curves, CASES, seeds),
+        "losses-one": losses(curves, ONE_SEED, [0]),
+        "delays": delays(curves, seeds),
+        "link": on_a_link(),
+    }
     for name, text in sections.items():
         print(text, end="\n\n")
         if options.docs:
