@@ -14,7 +14,8 @@ Resources = Mapping[str, float]  # as ray.cluster_resources() names them: CPU, G
 def connected_ray() -> Any:
     """The ray module, connected to this process's cluster, or to RAY_ADDRESS's, or to this machine's.
 
-    Starts none: its ports would be open to the network. Raises InputError without ray or a cluster.
+    Starts none: its ports would be open to the network. Raises InputError without ray or a cluster, and
+    outside its nodes.
     """
     try:
         ray = importlib.import_module("ray")
@@ -26,6 +27,9 @@ def connected_ray() -> Any:
         except ConnectionError:
             expected = "a cluster: ray.init() starts one on this machine, `ray start` one of several"
             raise InputError("ray", "", "no cluster to connect to", expected) from None
+    if importlib.import_module("ray.util.client").ray.is_connected():
+        expected = "a process on a node of the cluster, as `ray job submit` starts"
+        raise InputError("ray", "", "a connection of Ray Client (ray://)", expected)
     return ray
 
 

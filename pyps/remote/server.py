@@ -26,7 +26,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from pyps import native
 from pyps.errors import InputError, LinkLost, SegmentNotFound, StoreError
 from pyps.native.values import Layout
-from pyps.profiler.host_memory import cpu_free_bytes
+from pyps.profiler.host_memory import cpu_free_bytes, disable_malloc_trim
 from pyps.remote.address import Address, check_store_name, endpoint_parts, is_loopback
 from pyps.remote.clients import (
     FORGET_SECONDS,
@@ -103,6 +103,7 @@ class Server:
         sessions_per_client: int = SESSIONS_PER_PEER,
     ) -> None:
         check_byte_order()
+        disable_malloc_trim()  # the frames of one gradient are the next one's memory
         check_store_name("serve", store)
         _check_options(bind, keys, insecure, client_timeout_seconds, sessions_per_client)
         self.counters = Counters()

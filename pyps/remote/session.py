@@ -16,6 +16,7 @@ import msgspec
 
 from pyps.errors import InvalidArgument, PypsError, StoreError, WaitInterrupted
 from pyps.native import interrupt
+from pyps.profiler.host_memory import trim_malloc
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.handlers import Handlers, Place, Site
 from pyps.remote.outbox import Outbox
@@ -67,7 +68,10 @@ class SessionThread(threading.Thread):
             while (item := self._work.get()) is not None:
                 call, numbers = item
                 self._outbox.put(SessionReply(self._session, call.seq, self._frames(handlers, call, numbers)))
+                made = call.verb == "create"
                 del item, call, numbers  # a gradient is not kept until the next one
+                if made:
+                    trim_malloc()  # as much as a whole store, once
         finally:
             self.place = handlers.place
             handlers.close()
