@@ -384,7 +384,7 @@ PYPS_API int pyps_encode(const pyps_encode_args *args, const float *values, uint
 PYPS_API int pyps_decode(uint32_t codec, const void *data, uint64_t bytes, float *out, uint64_t count);
 
 /* Segments. A name is 1 to 200 letters, digits, '.', '_' or '-'; the file is PYPS_SHM_DIR (default /dev/shm)
- * "/pyps-" name. PYPS_HUGE_PAGES=0: it asks for no huge pages. PYPS_NUMA=interleave, where it is created: its parameters
+ * "/pyps-" name. PYPS_HUGE_PAGES=1: its memory comes as huge pages. PYPS_NUMA=interleave, where it is created: its parameters
  * are spread over the nodes of memory; a gradient's memory is on its worker's. Create makes a ready store or nothing. Unlink refuses (PYPS_EBUSY) while any process has the
  * segment open; with `force` it removes the name even then. */
 PYPS_API int pyps_create(const char *name, const pyps_config *config, pyps_store **out);

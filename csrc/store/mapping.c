@@ -4,8 +4,8 @@
  * part of the mapping becomes private memory: what is written there reaches no other process. If the handle joins
  * again it maps the file anew, elsewhere, and the private part stays until the handle is closed.
  *
- * The mapping begins where a huge page would. What is about to get memory gets it as huge pages where the system has
- * them, unless PYPS_HUGE_PAGES=0: whole ones alone, so that no more gets memory than was asked for. What lies before the
+ * The mapping begins where a huge page would. If PYPS_HUGE_PAGES=1, what is about to get memory gets it as huge pages,
+ * where the system has them: whole ones alone, so that no more gets memory than was asked for. What lies before the
  * staging buffers is spread over the nodes of the machine's memory if PYPS_NUMA=interleave; a staging buffer gets its
  * memory from its worker, and so on its worker's node.
  */
@@ -87,7 +87,7 @@ void mapping_use_huge_pages(const pyps_store *s, uint64_t offset, uint64_t bytes
     const char *wanted = getenv("PYPS_HUGE_PAGES");
     uint64_t from = (offset + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     unsigned refused = 0;
-    if (wanted && !strcmp(wanted, "0")) return;
+    if (!wanted || strcmp(wanted, "1")) return;
     for (; from + HUGE_PAGE <= offset + bytes && refused < MOST_REFUSED; from += HUGE_PAGE)
         refused = make_huge_page(s, from) ? 0 : refused + 1;
 }
