@@ -70,6 +70,7 @@ lint: .venv/core
 bench: .venv/bench
 	$(PY) benchmarks/core.py --docs
 	$(PY) benchmarks/master.py --docs
+	$(PY) benchmarks/pages.py --docs
 	$(PY) benchmarks/peers.py --docs
 	$(PY) benchmarks/pulls.py --docs
 	$(PY) benchmarks/remote.py --docs

@@ -1,11 +1,11 @@
 """Parameters kept as bf16: what they cost in memory, and whether training is the same.
 
-    python benchmarks/master.py [--seeds 5] [--epochs 40] [--docs]
+    python benchmarks/master.py [--seeds 5] [--epochs 40] [--parameters 4000000] [--docs]
 
 Trains digits with stores that keep fp32, and bf16 rounded at random, and with torch's optimizers whose
 parameters are rounded to the nearest bf16 after each step. Each optimizer, two rates; the rate falls to
 zero along a cosine. Prints the training loss at the end; every seed has its own weights and order of samples,
-the same for all three.
+the same for all three. Memory is that of stores of so many parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from pyps.native.values import Agreement
 BATCH = 48
 RATES = {"sgd": (0.05, 0.2), "momentum": (0.005, 0.02), "adamw": (1e-4, 1e-3)}
 KEPT = ("f32", "bf16", "nearest")
-PARAMETERS = 4_000_000  # of the stores whose memory is measured
 WIDTHS = (64, 256, 256, 10)
 
 
@@ -121,7 +120,7 @@ def ratio(found: list[float], to: list[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
 
 
-def memory() -> list[list[str]]:
+def memory(parameters: int) -> list[list[str]]:
     """Bytes a parameter of a segment whose one worker has pushed: chunks, spares and a gradient."""
     rows = [["bytes a parameter", "f32", "bf16"]]
     name, folder = f"bench-{os.getpid()}", os.environ.get("PYPS_SHM_DIR", "/dev/shm")
@@ -130,12 +129,12 @@ def memory() -> list[list[str]]:
         rows.append([optimizer])
         for master in KEPT[:2]:
             options = {"batches": [1], "policy": "asp", "optimizer": optimizer, "master": master} | sizes
-            with Store.create(name, {"w": np.zeros(PARAMETERS, np.float32)}, **options) as store:
+            with Store.create(name, {"w": np.zeros(parameters, np.float32)}, **options) as store:
                 store.join()
                 store.start()
                 store.push(store.stage(), 1, Hyper(lr=0.0))
                 used = os.stat(f"{folder}/pyps-{name}").st_blocks * 512
-                rows[-1].append(f"{used / PARAMETERS:.2f}")
+                rows[-1].append(f"{used / parameters:.2f}")
     return rows
 
 
@@ -144,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--parameters", type=int, default=4_000_000)
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -156,7 +156,7 @@ def main() -> None:
             rows.append([f"{optimizer}, {rate:g}", middle, *ratios])
             print(*rows[-1], sep="  ", flush=True)
     how = f"{options.seeds} seeds, {options.epochs} epochs"
-    text = f"{machine()}; {how}.\n\n{table(rows)}\n\n{table(memory())}"
+    text = f"{machine()}; {how}.\n\n{table(rows)}\n\n{table(memory(options.parameters))}"
     print(text)
     if options.docs:
         write_section("master", text)

@@ -22,7 +22,7 @@ def test_core(shm: Path) -> None:
 
 
 def test_master(shm: Path) -> None:
-    text = output("master.py", "--seeds", "1", "--epochs", "1")
+    text = output("master.py", "--seeds", "1", "--epochs", "1", "--parameters", "50000")
     for row in ("sgd, 0.05", "adamw, 0.001", "momentum"):
         assert f"| {row} " in text
     assert not list(shm.iterdir())
@@ -39,6 +39,13 @@ def test_ranges(shm: Path) -> None:
     small = ("--parameters", "200000", "--large", "4000000", "--rounds", "1")
     text = output("ranges.py", *small, "--folder", str(shm))
     for row in ("pull, 1 %, rows", "push, 1 %, one piece", "int8 codes of all", "leave"):
+        assert f"| {row} " in text
+    assert not list(shm.iterdir())
+
+
+def test_pages(shm: Path) -> None:
+    text = output("pages.py", "--parameters", "50000", "--table", "64000", "--rounds", "1")
+    for row in ("push, sgd", "pull, adamw", "pull, 100 rows of 0 MB"):
         assert f"| {row} " in text
     assert not list(shm.iterdir())
 
