@@ -3,12 +3,14 @@
 The gradient goes over, the SGD step is taken there, the parameters come back; a server process and this one,
 on loopback, where nothing but the work itself costs time. The bare socket moves the same bytes and does
 nothing with them. Rounds are interleaved; medians with range. Bytes are those of a step, both ways, with all
-headers but TCP's.
+headers but TCP's. --rate 1gbit: between two hosts (network namespaces, so root) with a link that tc tbf
+shapes; without gloo.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 import secrets
@@ -17,6 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from typing import Any
 import numpy as np
 from peers import LR, gloo
 from record import machine, milliseconds, seconds_of, table, write_section
+from shaped import SERVER, shaped
 
 from pyps import Hyper, Store
 from pyps.remote.keys import make_keys
@@ -34,6 +38,7 @@ from pyps.store.codec import Codec, Encoding, fed_back
 HYPER = Hyper(lr=LR)
 Turn = Callable[[], tuple[float, int]]  # seconds and bytes of one step
 SPAWN = multiprocessing.get_context("spawn")
+CLONE_NEWNET = 0x40000000
 
 
 def receive(connection: socket.socket, buffer: memoryview) -> None:
@@ -41,10 +46,28 @@ def receive(connection: socket.socket, buffer: memoryview) -> None:
         buffer = buffer[connection.recv_into(buffer) :]
 
 
-def echo(n: int, pipe: Connection) -> None:
+@dataclass(frozen=True)
+class Host:
+    """Where the server is. namespace: of its network; empty: this one's."""
+
+    address: str = "127.0.0.1"
+    namespace: str = ""
+
+
+def enter(namespace: str) -> None:
+    """Make it this process's network, before it has threads."""
+    if not namespace:
+        return
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+
+
+def echo(n: int, host: Host, pipe: Connection) -> None:
     """Takes as many numbers as it gives back, until the other side hangs up."""
+    enter(host.namespace)
     data = np.zeros(n, np.float32)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((host.address, 0)) as listener:
         pipe.send(listener.getsockname())
         connection, _ = listener.accept()
         with connection:
@@ -55,9 +78,9 @@ def echo(n: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def bare(n: int) -> Iterator[dict[str, Turn]]:
+def bare(n: int, host: Host) -> Iterator[dict[str, Turn]]:
     mine, theirs = SPAWN.Pipe()
-    server = SPAWN.Process(target=echo, args=(n, theirs))
+    server = SPAWN.Process(target=echo, args=(n, host, theirs))
     server.start()
     gradient, weights = np.full(n, 1e-3, np.float32), np.zeros(n, np.float32)
     with socket.create_connection(mine.recv()) as connection:
@@ -75,21 +98,22 @@ def bare(n: int) -> Iterator[dict[str, Turn]]:
     server.join(30)
 
 
-def serve(n: int, keys: str | None, pipe: Connection) -> None:
+def serve(n: int, host: Host, keys: str | None, pipe: Connection) -> None:
+    enter(host.namespace)
     name = f"remote-{secrets.token_hex(4)}"
     zeros = {"w": np.zeros(n, np.float32)}
     with (
         Store.create(name, zeros, batches=[1], policy="asp", max_participants=8),
-        Server(name, "tcp://127.0.0.1:*", keys=keys, insecure=keys is None) as server,
+        Server(name, f"tcp://{host.address}:*", keys=keys, insecure=keys is None) as server,
     ):
         pipe.send(server.address)
         pipe.recv()
 
 
 @contextmanager
-def served(n: int, keys: str | None) -> Iterator[str]:
+def served(n: int, host: Host, keys: str | None) -> Iterator[str]:
     mine, theirs = SPAWN.Pipe()
-    server = SPAWN.Process(target=serve, args=(n, keys, theirs))
+    server = SPAWN.Process(target=serve, args=(n, host, keys, theirs))
     server.start()
     address = mine.recv()
     yield f"{address}?keys={keys}/client.key" if keys else address
@@ -99,10 +123,10 @@ def served(n: int, keys: str | None) -> Iterator[str]:
 
 @contextmanager
 def ours(
-    n: int, label: str, codec: Codec, pull: Codec, keys: str | None, whole: bool
+    n: int, host: Host, label: str, codec: Codec, pull: Codec, keys: str | None, whole: bool
 ) -> Iterator[dict[str, Turn]]:
     """whole: by exchange, else by a push and a pull."""
-    with served(n, keys) as address:
+    with served(n, host, keys) as address:
         option = f"{'&' if '?' in address else '?'}pull={pull.name.lower()}"
         with RemoteStore.open(address + option) as store:
             store.join()
@@ -137,20 +161,26 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--docs", action="store_true", help="write the table to docs/results/benchmarks.md")
+    parser.add_argument("--rate", help="of a link between two hosts, as tc writes it: 1gbit")
     options = parser.parse_args()
     n = options.parameters
     f32, int8, int4 = Codec.F32, Codec.INT8, Codec.INT4
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        host = Host()
+        if options.rate:
+            pair = stack.enter_context(shaped(options.rate))
+            enter(pair.client)
+            host = Host(SERVER, pair.server)
         make_keys(keys := str(Path(folder) / "keys"))
         rivals = [
-            bare(n),
-            by_gloo(n),
-            ours(n, "pyps push + pull", f32, f32, None, False),
-            ours(n, "pyps exchange", f32, f32, None, True),
-            ours(n, "pyps exchange, encrypted", f32, f32, keys, True),
-            ours(n, "pyps exchange, int8 both ways", int8, int8, None, True),
-            ours(n, "pyps exchange, int4 and int8", int4, int8, None, True),
-            ours(n, "the same, encrypted", int4, int8, keys, True),
+            bare(n, host),
+            *([] if options.rate else [by_gloo(n)]),
+            ours(n, host, "pyps push + pull", f32, f32, None, False),
+            ours(n, host, "pyps exchange", f32, f32, None, True),
+            ours(n, host, "pyps exchange, encrypted", f32, f32, keys, True),
+            ours(n, host, "pyps exchange, int8 both ways", int8, int8, None, True),
+            ours(n, host, "pyps exchange, int4 and int8", int4, int8, None, True),
+            ours(n, host, "the same, encrypted", int4, int8, keys, True),
         ]
         turns: dict[str, Turn] = {}
         for rival in rivals:
@@ -161,12 +191,12 @@ def main() -> None:
                 result = turn()
                 if k:
                     found[name].append(result)
-    report(n, found, options.docs)
+    report(n, found, options.rate, options.docs)
 
 
-def report(n: int, found: dict[str, list[tuple[float, int]]], docs: bool) -> None:
+def report(n: int, found: dict[str, list[tuple[float, int]]], rate: str | None, docs: bool) -> None:
     socket_ms = statistics.median(seconds for seconds, _ in found["bare socket"])
-    rows = [["a step over TCP, loopback", "ms (range)", "x bare socket", "bytes a parameter"]]
+    rows = [[f"a step over TCP, {rate or 'loopback'}", "ms (range)", "x bare socket", "bytes a parameter"]]
     for name, results in found.items():
         times = [seconds for seconds, _ in results]
         ratio = statistics.median(times) / socket_ms
@@ -174,7 +204,7 @@ def report(n: int, found: dict[str, list[tuple[float, int]]], docs: bool) -> Non
     text = f"{machine()}; {n:,} fp32 parameters.\n\n{table(rows)}"
     print(text)
     if docs:
-        write_section("remote", text)
+        write_section("remote-shaped" if rate else "remote", text)
 
 
 if __name__ == "__main__":
