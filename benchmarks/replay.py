@@ -134,7 +134,8 @@ def replay(schedule: Schedule, kind: str, noise: float, seed: int) -> Run:
             device.observe(batch, settled(times[-schedule.window :], around))
         seen = [[] for _ in learned]
         least = gain_worth_a_change(schedule.deadband, max(device.error for device in learned))
-        move = decide(split, [d.cost for d in learned], [1.0] * 4, *FREE, least, step)
+        unsure = [device.unsure for device in learned]
+        move = decide(split, [d.cost for d in learned], [1.0] * 4, *FREE, least, step, unsure=unsure)
         run.slopes += [slope(one.cost) / slope(true) for one, true in zip(learned, costs, strict=True)]
         if move is not None:
             coming = step + 1 + schedule.lag, move.after

@@ -248,7 +248,8 @@ class RunRebalancer:
         caps = [most if batch else 0 for most, batch in zip(self.costs.max_batches, split, strict=True)]
         needed = [rank in required for rank in range(len(split))]
         least, multiples = self.costs.min_batches, self.costs.batch_multiples
-        return decide(split, costs, paces, least, caps, deadband, step, needed, multiples)
+        unsure = self.costs.unsure
+        return decide(split, costs, paces, least, caps, deadband, step, needed, multiples, unsure)
 
     def _left_out_reasons(self, change: SplitChange) -> list[str]:
         reasons = []

@@ -74,6 +74,11 @@ class StepCosts:
         return [device.of_step(device.estimate.proportional) for device in self._devices]
 
     @property
+    def unsure(self) -> list[bool]:
+        """Whether only one batch was timed since the rank's cost has changed."""
+        return [device.estimate.unsure for device in self._devices]
+
+    @property
     def max_batches(self) -> list[int]:
         return [device.max_batch for device in self._devices]
 

@@ -56,6 +56,7 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
     trained: int  # rounds of this pass that were trained
     max_drawn: int  # the most rounds of this pass that may have been handed out
     rounds: int | None  # of the pass, if known
+    unsure: bool  # only one batch was timed since the device has changed
     changing: bool  # another split than the measured one is to come
 
 
@@ -300,6 +301,7 @@ class Rebalancer:
             trained=self._trained,
             max_drawn=sampler.max_drawn(self._trained),
             rounds=sampler.rounds,
+            unsure=self._device.unsure,
             changing=batch != sampler.latest_split[sampler.rank],
         )
 
@@ -324,6 +326,7 @@ class Rebalancer:
             self.steps - 1,
             True,
             [report.batch_multiple for report in reports],
+            [report.unsure for report in reports],
         )
         if change is None:
             full = [rank for rank, report in enumerate(reports) if report.batch >= report.max_batch]

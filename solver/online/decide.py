@@ -2,23 +2,27 @@
 
 The new split is the exact one for the current cost estimates, within the bounds of each rank. It replaces
 the split in force only if it makes the round clearly shorter, so that noise does not move samples back and
-forth.
+forth. Two slow steps may be a stall, not a slower device, and one batch does not tell whether a change takes
+time once a step or for every sample: until another batch is timed, a rank's own changes by a factor at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pyps.errors import Infeasible
 from pyps.solver.costs import Cost, Costs
 from pyps.solver.exact.minmax import Problem, solve
 
+T = TypeVar("T", bool, int)
 Split = tuple[int, ...]  # samples a round, by rank
 
 MIN_GAIN = 2.0  # in standard errors of the times: a smaller gain may be none
 CERTAIN_GAIN = 4.0  # in standard errors: a larger gain is real, however small
 LEAST_GAIN = 0.005  # relative: a smaller gain is not worth a change
+MOST_UNSURE = 3  # times: how far a batch moves at once while its rank's cost is unsure
 WORTH_NAMING = 0.05  # relative: a smaller change of a rank's pace is not given as a reason
 
 
@@ -85,14 +89,26 @@ def decide(
     step: int,
     required: Sequence[bool] | bool = True,
     batch_multiples: Sequence[int] | int = 1,
+    unsure: Sequence[bool] = (),
 ) -> SplitChange | None:
     """The change of the split that is worth making, or None.
 
     split: samples a round in force, by rank. costs: of each rank, as estimated now. paces: how many times
     longer each rank takes than at the last change. min_batches, max_batches: bounds of each rank, in samples.
     least_gain: the relative gain below which nothing changes. step: the step at which this is decided.
-    required, batch_multiples: as of best_split.
+    required, batch_multiples: as of best_split. unsure: by rank, whether only one batch was timed since its
+    cost has changed; no rank by default. Such a rank keeps samples, and its batch changes by MOST_UNSURE at
+    most.
     """
+    min_batches, max_batches, required = list(min_batches), list(max_batches), _each(required, split)
+    batch_multiples = _each(batch_multiples, split)
+    for rank, batch in enumerate(split):
+        if batch and unsure and unsure[rank]:
+            multiple = batch_multiples[rank]
+            least = -(-batch // (MOST_UNSURE * multiple)) * multiple
+            min_batches[rank] = max(min_batches[rank], least)
+            max_batches[rank] = min(max_batches[rank], MOST_UNSURE * batch)
+            required[rank] = True
     try:
         after = best_split(sum(split), costs, min_batches, max_batches, required, batch_multiples)
     except Infeasible:
@@ -101,6 +117,11 @@ def decide(
     if after == split or will > was * (1 - least_gain):
         return None
     return SplitChange(step, split, after, was, will, _reasons(split, after, paces, step))
+
+
+def _each(value: T | Sequence[T], split: Split) -> list[T]:
+    """A value for each rank."""
+    return list(value) if isinstance(value, Sequence) else [value] * len(split)
 
 
 def round_seconds(costs: Sequence[Cost], split: Split) -> float:

@@ -10,7 +10,8 @@ not. If the difference is more than noise, the device has changed, and all earli
 cannot tell whether the change takes time once a step (d) or for every sample (f), so f is known to lie
 between its old value and one that has changed as much as the time. Until another batch is timed, the
 estimate takes the middle of these on a log scale: at most the root of the change away from either. A time
-that fits the cost before all changes means that the disturbance is over.
+that fits the cost before all changes means that the disturbance is over. A second batch tells which it is,
+even where the bounds were wrong.
 
 f never leaves 0.5 to 2 times the profile's shape at the level that was measured.
 """
@@ -122,7 +123,7 @@ class OnlineCost:
             found = min(MEDIAN_EFFICIENCY * robust_sigma(times, middle) / middle, MOST_SCATTER)
             self.scatter = math.hypot(math.sqrt(share) * found, math.sqrt(1 - share) * self.scatter)
         timed = Timed(middle, len(times), self.scatter)
-        if self.known and self._differs(batch, timed):
+        if self.known and self._differs(batch, timed) and not self._resolves(batch, timed):
             self._change(batch, timed)
         else:
             before = self.known.pop(batch, None)
@@ -177,6 +178,23 @@ class OnlineCost:
         low, high = self.expects(batch)
         allowed = max(CHANGE, ERRORS * timed.error)
         return not low * math.exp(-allowed) <= timed.seconds <= high * math.exp(allowed)
+
+    def _resolves(self, batch: int, timed: Timed) -> bool:
+        """Whether it is no further change, but tells what the last one was: once a step, or for each sample.
+
+        f may have been wrong before the change, and so the bounds that it has since; these give way.
+        """
+        if not self.unsure or batch in self.known or self.slopes is None:
+            return False
+        ((before, then),) = self.known.items()
+        shape, allowed = self.prior.seconds(batch) / self.prior.seconds(before), 1 + CHANGE
+        ratio, rise = timed.seconds / then.seconds, self.prior.seconds(batch) - self.prior.seconds(before)
+        if not rise or not min(1.0, shape) / allowed <= ratio <= max(1.0, shape) * allowed:
+            return False
+        least = UNKNOWN_LOW * timed.seconds / self.prior.seconds(batch)
+        f = max(least, (timed.seconds - then.seconds) / rise)
+        self.slopes = min(self.slopes[0], f), max(self.slopes[1], f)
+        return True
 
     def _change(self, batch: int, timed: Timed) -> None:
         """The device has become another one."""

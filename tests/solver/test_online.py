@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps.solver import Cost, Line, Table
-from pyps.solver.online.decide import LEAST_GAIN, best_split, decide, gain_worth_a_change
+from pyps.solver.online.decide import LEAST_GAIN, best_split, decide, gain_worth_a_change, round_seconds
 from pyps.solver.online.refit import OnlineCost, refit, stretched
 from pyps.solver.online.window import settled, tells
 
@@ -141,6 +141,32 @@ def test_any_times_give_a_cost(observed: list[tuple[int, float]]) -> None:
             assert device.error >= 0
             low, high = device.expects(batch)
             assert low <= high
+
+
+def test_a_wrong_slope_before_a_change_is_mended_after_it() -> None:
+    """A rank went back and forth between 1 and 160 samples: each time looked like another change."""
+    prior = Line(0.02, 0.0016)
+    device, now = OnlineCost(prior), stretched(prior, 0.0, 1.9)
+    for batch, seconds in (
+        (97, 0.1844),
+        (123, 0.2166),
+        (115, 0.2010),
+    ):  # which tell of a slope that is too low
+        device.observe(batch, [seconds] * 30)
+    device.observe(115, [now.seconds(115)] * 2)
+    assert device.unsure
+    others = [Line(0.0, 0.0008), Line(0.0, 0.0012), Line(0.0, 0.0027)]
+    split, sizes, taken = (115, 151, 171, 75), ([1] * 4, [512] * 4), []
+    for _ in range(4):
+        unsure = [device.unsure, *[False] * 3]
+        move = decide(split, [device.cost, *others], [1.0] * 4, *sizes, 0.03, 0, unsure=unsure)
+        split = move.after if move else split
+        taken.append(split[0])
+        device.observe(split[0], [now.seconds(split[0])] * 2)
+    truth = [now, *others]
+    assert min(taken) >= 115 // 3
+    assert taken[-1] == taken[-2]
+    assert round_seconds(truth, split) < 1.05 * round_seconds(truth, best_split(512, truth, *sizes))
 
 
 def test_less_gain_is_worth_a_change_as_evidence_grows() -> None:

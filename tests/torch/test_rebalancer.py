@@ -62,12 +62,30 @@ def simulate(
                 believed = [device.cost for device in learned]
                 paces = [device.level / then for device, then in zip(learned, planned_at, strict=True)]
                 least = gain_worth_a_change(DEADBAND, max(device.error for device in learned))
-                move = decide(split, believed, paces, [1] * 4, [256] * 4, least, step)
+                unsure = [device.unsure for device in learned]
+                move = decide(split, believed, paces, [1] * 4, [256] * 4, least, step, unsure=unsure)
                 if move:
                     planned_at = [device.level for device in learned]
                     coming = step + LAG, move.after
             seen = [[] for _ in range(4)]
     return changes, over
+
+
+@pytest.mark.parametrize("first", range(100, 105))
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_stall_does_not_take_a_rank_s_samples(first: int, length: int) -> None:
+    """Some steps that take 40 times as long are no device of that speed; soon all is as before."""
+
+    def at(step: int) -> list[Line]:
+        stalled = 40.0 if first <= step < first + length else 1.0
+        costs = devices(0)
+        return [Line(costs[0].fixed_seconds * stalled, costs[0].per_sample_seconds * stalled), *costs[1:]]
+
+    usual = best_split(256, devices(0), [1] * 4, [256] * 4)
+    changes, over = simulate([*devices(0)], 160, 0.01, 0, at)
+    assert all(3 * split[0] >= usual[0] for _, split in changes)
+    assert len(changes) <= 2
+    assert max(over[first + 20 :]) < NEAR
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
