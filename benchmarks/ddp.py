@@ -7,7 +7,7 @@ models); a round is one step each with
 plain DDP, with torch's own averaging hook and with the weighted one, in turn. DDP divides while it copies a
 gradient into its bucket; behind a hook the scaling is a pass of its own, so it weighs most where a parameter
 has little work to do (mlp). The median of the rounds' ratios with its 95 % interval by bootstrap. link: two
-hosts (network namespaces, so root) on a shaped link; both wires train to the same loss, bytes are the
+hosts (network namespaces, so root) on a shaped link; all wires train to the same loss, bytes are the
 interface's own count. devices: examples/ddp/demo.py. With --docs the tables go to docs/results/benchmarks.md.
 """
 
@@ -124,22 +124,28 @@ def link(options: argparse.Namespace) -> tuple[bool, str]:
     with shaped(f"{options.mbit:g}mbit") as pair:
         hosts = [pair.command(host) for host in (pair.server, pair.client)]
         reported = launch("link", chosen, hosts, SERVER, GLOO_SOCKET_IFNAME=DEVICE)[0]
-    rows = [["seed", "final loss, f32", "final loss, int8", "s to it, f32", "s to it, int8", "times as fast"]]
-    faster = []
-    for seed, (plain, few) in enumerate(zip(reported["same"], reported["int8"], strict=True)):
-        losses = [smooth(run["losses"])[-1] for run in (plain, few)]
-        took = [reached(run, losses[0] * 1.02) for run in (plain, few)]
-        faster.append(took[0] / took[1])
-        cells = [*(f"{x:.4f}" for x in losses), *(f"{x:.1f}" for x in took), f"{faster[-1]:.2f}"]
-        rows.append([str(seed), *cells])
-    ratio = sum(run["bytes"] for run in reported["int8"]) / sum(run["bytes"] for run in reported["same"])
+    names, heading = {"same": "f32", "int8": "int8", "int4": "int4"}, ["seed"]
+    heading += [f"final loss, {name}" for name in names.values()] + [
+        f"s to it, {name}" for name in names.values()
+    ]
+    rows, faster = [[*heading, "int8, times as fast", "int4"]], {"int8": [], "int4": []}
+    for seed, runs in enumerate(zip(*(reported[wire] for wire in names), strict=True)):
+        losses = [smooth(run["losses"])[-1] for run in runs]
+        took = [reached(run, losses[0] * 1.02) for run in runs]
+        for wire, seconds in zip(faster, took[1:], strict=True):
+            faster[wire].append(took[0] / seconds)
+        ratios = [f"{found[-1]:.2f}" for found in faster.values()]
+        rows.append([str(seed), *(f"{x:.4f}" for x in losses), *(f"{x:.1f}" for x in took), *ratios])
+    sent = {wire: sum(run["bytes"] for run in reported[wire]) for wire in names}
+    ratio = sent["int8"] / sent["same"]
     setting = f"{options.mbit:g} Mbit/s between two hosts, batches 12 and 4, {options.steps} steps"
     text = (
         f"{record.table(rows)}\n\n4.7 M parameters, {setting}. int8 with error feedback sends {ratio:.3f} "
-        f"of f32's bytes (threshold: {WIRE_BYTES}) and is {median(faster):.2f} times as fast to f32's final "
-        f"loss (threshold: {SPEEDUP:g}). Torch's int8 hook on gloo: `{reported['torch']}`."
+        f"of f32's bytes (threshold: {WIRE_BYTES}) and is {median(faster['int8']):.2f} times as fast to its "
+        f"final loss (threshold: {SPEEDUP:g}); int4 sends {sent['int4'] / sent['same']:.3f} and is "
+        f"{median(faster['int4']):.2f} times as fast. Torch's int8 hook on gloo: `{reported['torch']}`."
     )
-    return ratio <= WIRE_BYTES and median(faster) >= SPEEDUP, text
+    return ratio <= WIRE_BYTES and median(faster["int8"]) >= SPEEDUP, text
 
 
 def devices(options: argparse.Namespace) -> tuple[bool, str]:

@@ -89,7 +89,7 @@ def hook(chosen: argparse.Namespace) -> dict[str, Any]:
 def link(chosen: argparse.Namespace) -> dict[str, Any]:
     """By wire, for each seed: the loss after each step, the seconds when, and bytes that left this host."""
     reported: dict[str, Any] = {}
-    for wire in ("same", "int8"):
+    for wire in ("same", "int8", "int4"):
         reported[wire] = [trained(chosen.steps, wire, seed) for seed in range(chosen.seeds)]
     return reported | {"torch": torchs_own()}
 

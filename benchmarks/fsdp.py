@@ -4,10 +4,10 @@
 
 Four gloo ranks whose blocks take 1, 1.4, 2 and 2.9 times as long, with FSDP2's collectives between them. In
 two runs the first device becomes twice as slow; 30 steps later its steps count. Each run is compared with its
-plan: the exact split for the devices' profiles, plus the seconds of the collectives. Those are measured
-first, as the time of a step beyond the device's own part when all devices are equal. "own time" is how far
-what the Rebalancer measures of a rank is from what its device takes. With --docs the table goes to
-docs/results/benchmarks.md.
+plan: the exact split for the devices' profiles, plus the seconds of its collectives. Those are measured
+first, of FSDP2 and of HSDP, as the time of a step beyond the device's own part when all devices are equal.
+"own time" is how far what the Rebalancer measures of a rank is from what its device takes. With --docs the
+table goes to docs/results/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -46,35 +47,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> tuple[bool, str]:
-    """Measure the collectives, plan, and run them all."""
-    scale, steps = options.scale, options.steps
-    alike = run(options, ALIKE, rebalance=False, steps=steps // 4)
-    sync_seconds = max(0.0, median(alike["seconds"][3:]) - scale * own_seconds(ALIKE[0], GLOBAL_BATCH // 4))
-    paces = [scale * pace for pace in PACES]
-    plan, slowed = planned(paces, sync_seconds), planned([2 * paces[0], *paces[1:]], sync_seconds)
-    even = run(options, PACES, rebalance=False, steps=steps // 3)
-    before = median(even["seconds"][3:])
+    """Measure the collectives of both, plan, and run them all."""
     rows = [["run", "batches", "step, ms", "planned, ms", "off", "own time off"]]
-    even_planned = plan.even_split.seconds or 0.0
-    rows.append(row("even", even, before, even_planned))
-    off, speedups, history = [], [], []
+    off, speedups, history, collectives = [], [], [], []
     for name, replicas in (("FSDP2", 1), ("HSDP, 2 x 2", 2)):
-        found = run(options, PACES, rebalance=True, replicas=replicas)
-        took = median(found["seconds"][steps // 2 :])
-        rows.append(row(name, found, took, plan.iteration_seconds))
-        changed = run(options, PACES, rebalance=True, replicas=replicas, slows_at=SLOWS_AT)
-        then = median(changed["seconds"][SLOWS_AT + SOON :])
-        rows.append(row(f"{name}, the first slows", changed, then, slowed.iteration_seconds))
-        off += [took / plan.iteration_seconds - 1, then / slowed.iteration_seconds - 1]
-        speedups.append(before / took)
-        history += [f"{name}: {change}" for change in changed["history"]]
+        found = of_kind(options, name, replicas)
+        rows += found.rows
+        off += found.off
+        speedups.append(found.speedup)
+        collectives.append(f"{found.sync_seconds * 1e3:.1f} ms a step under {name.partition(',')[0]}")
+        history += found.history
     text = (
-        f"{record.table(rows)}\n\nCollectives take {sync_seconds * 1e3:.1f} ms a step, measured before. "
+        f"{record.table(rows)}\n\nCollectives take {' and '.join(collectives)}, measured before. "
         f"{min(speedups):.2f} times as fast as equal batches (threshold: {LEAST_SPEEDUP}), off the plan by "
         f"{max(map(abs, off)):.1%} (threshold: {NEAR:.0%}), {SOON} steps after the first device slowed at "
         f"step {SLOWS_AT}, too.\n\n" + "\n".join(f"- {change}" for change in history)
     )
     return min(speedups) >= LEAST_SPEEDUP and max(map(abs, off)) <= NEAR, text
+
+
+@dataclass(frozen=True)
+class Found:
+    """The runs of FSDP2 or of HSDP. off: of the plan, by rebalanced run. sync_seconds: of the collectives."""
+
+    rows: list[list[str]]
+    off: list[float]
+    speedup: float
+    sync_seconds: float
+    history: list[str]
+
+
+def of_kind(options: argparse.Namespace, name: str, replicas: int) -> Found:
+    """Its collectives, its plan, and its runs: even, rebalanced, and with a device that slows."""
+    scale, steps = options.scale, options.steps
+    kind = {"replicas": replicas}
+    alike = run(options, ALIKE, rebalance=False, steps=steps // 4, **kind)
+    sync_seconds = max(0.0, median(alike["seconds"][3:]) - scale * own_seconds(ALIKE[0], GLOBAL_BATCH // 4))
+    paces = [scale * pace for pace in PACES]
+    plan, slowed = planned(paces, sync_seconds), planned([2 * paces[0], *paces[1:]], sync_seconds)
+    even = run(options, PACES, rebalance=False, steps=steps // 3, **kind)
+    before = median(even["seconds"][3:])
+    found = run(options, PACES, rebalance=True, **kind)
+    took = median(found["seconds"][steps // 2 :])
+    changed = run(options, PACES, rebalance=True, slows_at=SLOWS_AT, **kind)
+    then = median(changed["seconds"][SLOWS_AT + SOON :])
+    rows = [
+        row(f"{name}, even", even, before, plan.even_split.seconds or 0.0),
+        row(name, found, took, plan.iteration_seconds),
+        row(f"{name}, the first slows", changed, then, slowed.iteration_seconds),
+    ]
+    off = [took / plan.iteration_seconds - 1, then / slowed.iteration_seconds - 1]
+    history = [f"{name}: {change}" for change in changed["history"]]
+    return Found(rows, off, before / took, sync_seconds, history)
 
 
 def run(options: argparse.Namespace, paces: Sequence[float], rebalance: bool, **more: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import fsdp_jobs as jobs
 import pytest
 import torch
+from device import DEVICE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
@@ -15,6 +16,11 @@ EXACT = 1e-12
 NEAR, IN_STEPS = 1.07, 30  # of the best split's time, so many steps after a device has slowed
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
 
+# On a GPU FSDP2 orders its collectives by CUDA's streams, as NCCL's are, and fails over these tests' gloo.
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cuda",
+    reason="FSDP2 on a GPU needs NCCL: tests/helpers/nccl_on_one_gpu.py runs these jobs",
+)
 torch.set_num_threads(1)
 
 

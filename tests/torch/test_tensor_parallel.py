@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tensor_parallel_jobs as jobs
 import torch
+from device import DEVICE
 from ranks import Ranks
 
 from pyps.solver import Line
@@ -14,6 +15,7 @@ from pyps.solver import Line
 EXACT = 1e-12
 KINDS = ["FSDP2", "DDP"]
 
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="one GPU is not four")
 torch.set_num_threads(1)
 
 
