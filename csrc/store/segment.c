@@ -353,7 +353,7 @@ static int attach(pyps_store *s, uint64_t size) {
 }
 
 int pyps_open(const char *name, pyps_store **out) {
-    int fd;
+    int fd = -1;
     struct stat status;
     char path[4096];
     pyps_store *s = NULL;
