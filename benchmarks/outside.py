@@ -11,8 +11,8 @@ Families: `gavel`, the throughput table of Gavel (Narayanan and others, OSDI 202
 between its points on straight lines and below the smallest one at its time, as nothing faster was measured;
 and curves that this file generates, valued without the noise of their points:
 
-    noisy     48 batches, 5 % noise: a line with an efficiency that wanders by some 5 %
-    stepped   48 batches, 1 % noise: work comes in tiles of 8, or of up to 32 samples on larger devices
+    noisy     32 batches, 5 % noise: a line with an efficiency that wanders by some 5 %
+    stepped   32 batches, 1 % noise: work comes in tiles of 8, 16 or 32 samples
     kneed     32 batches, 3 % noise: small batches do not fill the device
     tails     32 batches, 2 % noise: above some batch the memory slows every further sample
     sparse    5 batches, each twice the one before, 3 % noise: a knee or a tail, and a wandering efficiency
@@ -40,8 +40,8 @@ GAVEL = Path(__file__).resolve().parent / "curves" / "gavel.csv"
 CLUSTERS = 10  # a seed
 OFF = 0.20  # relative: a prediction further off is counted
 POINTS_AND_NOISE = {
-    "noisy": (48, 0.05),
-    "stepped": (48, 0.01),
+    "noisy": (32, 0.05),
+    "stepped": (32, 0.01),
     "kneed": (32, 0.03),
     "tails": (32, 0.02),
     "sparse": (5, 0.03),
@@ -140,7 +140,7 @@ def generated(family: str, luck: np.random.Generator) -> Curve:
     count, noise = POINTS_AND_NOISE[family]
     kind = luck.choice(["kneed", "tails"]) if family == "sparse" else family
     if kind == "stepped":
-        tile = int(luck.choice([8, 16, 32])) if largest >= 256 else 8
+        tile = int(luck.choice([8, 16, 32]))
         seconds = fixed + slope * tile * np.ceil(batch / tile)
     if kind == "kneed":
         seconds = np.maximum(seconds, seconds[int(largest * luck.uniform(0.1, 0.5))])
