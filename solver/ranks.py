@@ -107,7 +107,8 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
         node, whole = of_node(group, profile, most // group.batch_multiple * group.batch_multiple)
         assert whole.fit is not None
         rank = PlannedRank(group.name, node, whole, whole.fit, one=(group, profile))
-        if group.ranks_each > 1 and group.inside_bandwidth is not None:
+        synchronised = cluster.sync is not None and cluster.sync.kind != "none"
+        if group.ranks_each > 1 and synchronised and group.inside_bandwidth is not None:
             size = float(BYTES_PER_PARAMETER * _parameters(rank))
             rank = replace(rank, inside_seconds=inside_seconds(cluster, group, size))
         ranks += [replace(rank, name=name) for name in group.unit_names()]
