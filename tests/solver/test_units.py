@@ -290,3 +290,10 @@ def test_the_best_global_batch_within_a_price_is_that_of_brute_force(budget: flo
     made = make_plan(cluster(found, *groups, **more), profiles)
     assert made.goodput is not None
     assert made.goodput.goodput >= best * (1 - 1.1e-3)
+
+
+def test_without_a_cost_of_synchronisation_a_node_needs_no_parameters() -> None:
+    bare = profile(0.001)
+    bare = msgspec.structs.replace(bare, model=ModelInfo(name="mlp"))
+    made = make_plan(cluster(16, node("a", 4), sync=SyncCost(kind="none")), [bare])
+    assert [(w.batch, w.link_seconds) for w in made.workers] == [(4, 0.0)] * 4
