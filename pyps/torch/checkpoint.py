@@ -51,6 +51,7 @@ from pyps.worker.packing import names_in, pack, unpack
 NOISE = "noise.json"  # beside the checkpoints
 OF_A_RANK = (WeightedHook, Rebalancer)  # what has a state of its own on each rank
 TORCH = "2.9"
+AFTER_COLLECTIVES_SECONDS = 0.01
 dcp: Any = torch.distributed.checkpoint  # its types name none of what is used here
 T = TypeVar("T")
 
@@ -119,7 +120,11 @@ def save(
                 value.save(Path(folder) / NOISE)
         return written
 
-    return _first_rank(write, tensors, group)
+    written = _first_rank(write, tensors, group)
+    # Gloo's threads drop the last collective's tensors, for which they need the GIL. If the script ends just
+    # then, they cannot have it, and abort the process (torch 2.13).
+    time.sleep(AFTER_COLLECTIVES_SECONDS)
+    return written
 
 
 def load(
