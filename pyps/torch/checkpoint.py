@@ -48,7 +48,7 @@ from pyps.torch.rounds import Rounds
 from pyps.torch.weighted import WeightedHook
 from pyps.worker.packing import names_in, pack, unpack
 
-NOISE = "noise.json"  # beside the checkpoints
+NOISE = "noise.json"  # in the folder of all checkpoints
 OF_A_RANK = (WeightedHook, Rebalancer)  # what has a state of its own on each rank
 TORCH = "2.9"
 AFTER_COLLECTIVES_SECONDS = 0.01
