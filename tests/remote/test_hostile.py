@@ -207,7 +207,7 @@ class TestSizes:
         """A connection broke within a gradient: what came of it is not mixed with what comes again."""
         push = PushHeader(4, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
         ones = np.ones(store.layout.flat_elements, np.float32)
-        with RawClient(server.address) as first, RawClient(server.address) as second:
+        with RawClient(server.address) as first:
             hello(first)
             first.ask("join", Role.WORKER, 0)
             store.join(1)
@@ -215,10 +215,11 @@ class TestSizes:
             message = first.message("push", push, follow=ones.nbytes)
             first.send(message, -ones[:100])
             eventually(lambda: server._clients.sessions[first.session].incoming)
-            second.send(message, ones)
-            assert isinstance(second.reply(), Answer)
-            first.socket.send(-ones[100:])
-            first.session = second.session
+            with RawClient(server.address) as second:  # replies go to the connection that is accepted last
+                second.send(message, ones)
+                assert isinstance(second.reply(), Answer)
+                first.socket.send(-ones[100:])
+                first.session = second.session
         assert answers(server)
         assert store.status().version == 1
         assert set(store.snapshot().tensors["w"].tolist()) == {-1.0}
@@ -228,24 +229,25 @@ class TestSizes:
     ) -> None:
         push = PushHeader(4, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
         ones = np.ones(store.layout.flat_elements, np.float32)
-        with RawClient(server.address) as old, RawClient(server.address) as new:
+        with RawClient(server.address) as old:
             hello(old)
             old.ask("join", Role.WORKER, 0)
             store.join(1)
             old.ask("start", 5.0)
-            hello(new)
-            new.session, message = old.session, old.message("push", push, follow=ones.nbytes)
-            new.socket.send(message)
-            record = server._clients.sessions[old.session]
-            eventually(lambda: len(record.incoming) == 1)
-            old.socket.send(message)
-            eventually(lambda: len(record.incoming) == 2)
-            new.socket.send(ones)
-            assert isinstance(reply := new.reply(), Answer)
-            assert reply.seq == old.seq
-            old.socket.send(ones)
-            new.seq = old.seq
-            assert isinstance(new.ask("get_status"), Answer)
+            with RawClient(server.address) as new:
+                hello(new)
+                new.session, message = old.session, old.message("push", push, follow=ones.nbytes)
+                new.socket.send(message)
+                record = server._clients.sessions[old.session]
+                eventually(lambda: len(record.incoming) == 1)
+                old.socket.send(message)
+                eventually(lambda: len(record.incoming) == 2)
+                new.socket.send(ones)
+                assert isinstance(reply := new.reply(), Answer)
+                assert reply.seq == old.seq
+                old.socket.send(ones)
+                new.seq = old.seq
+                assert isinstance(new.ask("get_status"), Answer)
         assert store.status().version == 1
 
     def test_what_a_client_lets_lie_is_bounded(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
