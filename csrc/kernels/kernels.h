@@ -69,9 +69,9 @@ struct rounding {
 
 struct kernels {
     const char *name;
-    void (*update[OPTIMIZERS])(const struct step *step,
-                               const struct step_constants *constants); /* by optimizer */
-    void (*look[OPTIMIZERS])(const struct look *look);                  /* NULL: it has no momentum */
+    /* By optimizer; false: a gradient was not finite, and so is what was written. */
+    bool (*update[OPTIMIZERS])(const struct step *step, const struct step_constants *constants);
+    void (*look[OPTIMIZERS])(const struct look *look); /* NULL: it has no momentum */
     /* sum[i] = weight * x[i], or += for the second */
     void (*multiply)(float *sum, const float *x, float weight, size_t length);
     void (*multiply_add)(float *sum, const float *x, float weight, size_t length);

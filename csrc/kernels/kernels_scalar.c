@@ -77,7 +77,7 @@ static inline float half_to_float(uint32_t half) {
 #define NAME(x)               scalar_##x
 #define TABLE                 kernels_scalar
 #define TABLE_NAME            "scalar"
-#define TAIL(member)          (void)0
+#define TAIL(member, sound)   return sound
 #define LOOK_TAIL(member)     (void)0
 
 #include "kernels/kernels_template.h"

@@ -1,12 +1,12 @@
 /* kernels_tail.h: the rest of a step or of a look, from element i on, for the scalar kernel. */
-#define TAIL(member)                                                                                         \
+#define TAIL(member, sound)                                                                                  \
     do {                                                                                                     \
         struct step rest = *s;                                                                               \
         rest.gradient += i, rest.length -= i;                                                                \
         if (rest.copy) rest.copy += i;                                                                       \
         for (int t = 0; t < 1 + MAX_STATES; t++)                                                             \
             if (rest.new[t]) rest.new[t] += i, rest.old[t] += i;                                             \
-        if (rest.length) kernels_scalar.member(&rest, k);                                                    \
+        return (!rest.length || kernels_scalar.member(&rest, k)) && (sound);                                 \
     } while (0)
 
 #define LOOK_TAIL(member)                                                                                    \

@@ -6,7 +6,9 @@
  *     LOWER(a, b), UPPER(a, b)     a < b ? a : b, a > b ? a : b; so b if either is NaN
  *     STREAM, STREAM_END           a store past the caches, to a multiple of 16; a fence after the last
  *     NAME(x), TABLE, TABLE_NAME   the names of its functions and its table
- *     TAIL(call), LOOK_TAIL(call)  run the scalar function on what is left; empty for scalar itself
+ *     TAIL(call, sound)            run the scalar function on what is left (scalar itself: nothing), and return whether
+ *                                  it was finite, and `sound`
+ *     LOOK_TAIL(call)              the same, without a result
  *
  * and the integer operations of codec_template.h, then includes this file. Each line is one rounding; their
  * order is part of the specification.
@@ -23,10 +25,19 @@ INLINE VEC NAME(clamped)(const float *g, float scale, float clip) {
     return LOWER(SET(clip), UPPER(SET(-clip), MUL(SET(scale), LOAD(g))));
 }
 
-/* the same + decay * x */
-INLINE VEC NAME(gradient)(const float *g, VEC x, const struct step_constants *k) {
+/* the same + decay * x. `odd` stays 0 while all gradients are finite: g - g is 0, or NaN. */
+INLINE VEC NAME(gradient)(const float *g, VEC x, const struct step_constants *k, VEC *odd) {
     PREFETCH(g);
+    *odd = ADD(*odd, SUB(LOAD(g), LOAD(g)));
     return ADD(NAME(clamped)(g, k->scale, k->clip), MUL(SET(k->weight_decay), x));
+}
+
+/* Whether all lanes are 0. */
+INLINE bool NAME(none)(VEC odd) {
+    float lanes[WIDTH], sum = 0;
+    STORE(lanes, odd);
+    for (int lane = 0; lane < WIDTH; lane++) sum += lanes[lane];
+    return sum == 0;
 }
 
 INLINE void NAME(put)(const struct step *s, size_t i, VEC x) {
@@ -46,16 +57,17 @@ INLINE void NAME(put_ahead)(const struct step *s, size_t i, VEC x, VEC way) {
     const struct step run_ = *(step), *s = &run_
 
 /* p - lr * d */
-TARGET static void NAME(sgd)(const struct step *step, const struct step_constants *constants) {
+TARGET static bool NAME(sgd)(const struct step *step, const struct step_constants *constants) {
     COPIES(step, constants);
+    VEC odd = SET(0.0f);
     const float *p = s->old[0], *g = s->gradient;
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
         VEC x = LOAD(p + i);
-        NAME(put)(s, i, SUB(x, MUL(SET(k->lr), NAME(gradient)(g + i, x, k))));
+        NAME(put)(s, i, SUB(x, MUL(SET(k->lr), NAME(gradient)(g + i, x, k, &odd))));
     }
-    TAIL(update[PYPS_SGD]);
+    TAIL(update[PYPS_SGD], NAME(none)(odd));
 }
 
 /* carried * m + direct * g */
@@ -70,15 +82,16 @@ INLINE VEC NAME(way)(VEC d, VEC m, const struct step_constants *k) {
 }
 
 /* m' = momentum * m + gain * d; p - lr * (direct * d + carried * m') */
-TARGET static void NAME(momentum)(const struct step *step, const struct step_constants *constants) {
+TARGET static bool NAME(momentum)(const struct step *step, const struct step_constants *constants) {
     COPIES(step, constants);
+    VEC odd = SET(0.0f);
     const VEC mu = SET(k->momentum), gain = SET(k->gain);
     const float *p = s->old[0], *m = s->old[1], *g = s->gradient;
     float *n = s->new[1];
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
-        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k);
+        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k, &odd);
         PREFETCH(m + i);
         VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(gain, d));
         STORE(n + i, v);
@@ -86,13 +99,14 @@ TARGET static void NAME(momentum)(const struct step *step, const struct step_con
         if (k->ahead.carried == 0.0f) NAME(put)(s, i, x);
         else NAME(put_ahead)(s, i, x, NAME(onward)(&k->ahead, v, NAME(clamped)(g + i, k->scale, k->clip)));
     }
-    TAIL(update[PYPS_MOMENTUM]);
+    TAIL(update[PYPS_MOMENTUM], NAME(none)(odd));
 }
 
 /* Adam and AdamW: m' = m + (1-b1)(d - m); v' = b2 v + (1-b2) c c, c = d + calm (mean m - d);
  * p shrink - lr/c1 * (direct d + carried m') / (sqrt(v')/sqrt(c2) + eps) */
-TARGET static void NAME(adam)(const struct step *step, const struct step_constants *constants) {
+TARGET static bool NAME(adam)(const struct step *step, const struct step_constants *constants) {
     COPIES(step, constants);
+    VEC odd = SET(0.0f);
     const VEC lr = SET(k->lr), shrink = SET(k->shrink), eps = SET(k->eps), root = SET(k->root_correction);
     const VEC one_minus_beta1 = SET(k->one_minus_beta1), beta2 = SET(k->beta2);
     const VEC one_minus_beta2 = SET(k->one_minus_beta2), mean = SET(k->mean), calm = SET(k->calm);
@@ -101,7 +115,7 @@ TARGET static void NAME(adam)(const struct step *step, const struct step_constan
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
-        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k), m1 = LOAD(m + i);
+        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k, &odd), m1 = LOAD(m + i);
         PREFETCH(m + i), PREFETCH(v + i);
         VEC c = k->calm != 0.0f ? ADD(d, MUL(calm, SUB(MUL(mean, m1), d))) : d;
         m1 = ADD(m1, MUL(one_minus_beta1, SUB(d, m1)));
@@ -117,25 +131,26 @@ TARGET static void NAME(adam)(const struct step *step, const struct step_constan
         VEC on = NAME(onward)(&k->ahead, m1, NAME(clamped)(g + i, k->scale, k->clip));
         NAME(put_ahead)(s, i, x, DIV(on, ADD(v_root, SET(k->ahead.eps))));
     }
-    TAIL(update[PYPS_ADAM]);
+    TAIL(update[PYPS_ADAM], NAME(none)(odd));
 }
 
 /* s' = s + part d d; p - lr_t * d / (sqrt(s') + eps) */
-TARGET static void NAME(adagrad)(const struct step *step, const struct step_constants *constants) {
+TARGET static bool NAME(adagrad)(const struct step *step, const struct step_constants *constants) {
     COPIES(step, constants);
+    VEC odd = SET(0.0f);
     const VEC lr = SET(k->lr), eps = SET(k->eps), part = SET(k->part);
     const float *p = s->old[0], *sum = s->old[1], *g = s->gradient;
     float *sums = s->new[1];
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
-        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k);
+        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k, &odd);
         PREFETCH(sum + i);
         VEC s1 = ADD(LOAD(sum + i), MUL(part, MUL(d, d)));
         STORE(sums + i, s1);
         NAME(put)(s, i, SUB(x, DIV(MUL(lr, d), ADD(SQRT(s1), eps))));
     }
-    TAIL(update[PYPS_ADAGRAD]);
+    TAIL(update[PYPS_ADAGRAD], NAME(none)(odd));
 }
 
 INLINE void NAME(place)(const struct look *l, size_t i, VEC x) {

@@ -7,7 +7,8 @@
 
 #include "store/store.h"
 
-#define BLOCK 1024u /* floats at a time: what is decoded or reduced stays in the first-level cache */
+#define BLOCK 1024u         /* floats at a time: what is decoded or reduced stays in the first-level cache */
+#define SPAN  (16u * BLOCK) /* what is done again where a value is to be mended */
 
 static uint8_t *staging_start(const pyps_store *s, uint32_t slot, uint32_t staging) {
     return s->base + s->layout.staging +
@@ -91,42 +92,60 @@ static struct step step_on(const pyps_store *s, const struct chunk_step *c, uint
     return step;
 }
 
-/* The optimizer's step. Parameters that lie as bf16 take it as floats and are rounded after it. */
-static void take_step(const pyps_store *s, const struct chunk_step *c, struct step *step, uint64_t at,
+/* The optimizer's step; false: a value of the gradient was not finite. Parameters that lie as bf16 take it as floats
+ * and are rounded after it. */
+static bool take_step(const pyps_store *s, const struct chunk_step *c, struct step *step, uint64_t at,
                       uint32_t from) {
     float new[BLOCK];
     bool halves = chunk_has_halves(s, c->chunk);
     if (halves) step->new[0] = new;
-    kernels_chosen()->update[s->geometry.optimizer](step, &c->constants);
+    bool sound = kernels_chosen()->update[s->geometry.optimizer](step, &c->constants);
     const struct rounding how = {s->geometry.rounding_seed, s->ticket.number, at};
     if (halves)
         kernels_chosen()->narrow(buffer_halves(s, s->private_buffer) + 2 * (size_t)from, new, step->length,
                                  &how);
+    return sound;
 }
 
-/* The optimizer's step on a run of a trained chunk. */
+static bool is_corrected(const pyps_store *s) {
+    return s->ticket.kind != TICKET_ROUND && s->needs.needs_base_params &&
+           staging_header(s, s->ticket.slot, s->ticket.staging)->compensation > 0;
+}
+
+/* The optimizer's step on [from, end): at most a block, unless nothing of it goes through one. */
+static bool step_block(const pyps_store *s, const struct chunk_step *c, uint32_t codec, uint64_t from,
+                       uint64_t end) {
+    float gradient[BLOCK], params[BLOCK];
+    uint32_t slot = s->ticket.slot, staging = s->ticket.staging; /* of a push */
+    uint32_t offset = (uint32_t)(from - (uint64_t)c->chunk * s->geometry.chunk_params);
+    struct step step = step_on(s, c, offset, (uint32_t)(end - from));
+    if (chunk_has_halves(s, c->chunk))
+        step.old[0] = buffer_params(s, c->chunk, c->old, offset, (uint32_t)(end - from), params);
+    step.gradient = s->ticket.kind == TICKET_ROUND
+                        ? ticket_gradient(s, from, step.length, gradient)
+                        : staging_gradient(s, slot, staging, codec, from, step.length, gradient);
+    if (is_corrected(s))
+        step.gradient =
+            compensate(staging_header(s, slot, staging), c->constants.scale,
+                       staging_base_params(s, slot, staging) + from, &step, step.gradient, gradient);
+    step.copy = c->streams ? s->stream_to + from : NULL;
+    return take_step(s, c, &step, from, offset);
+}
+
+/* The optimizer's step on a run of a trained chunk. Of a gradient that may have to be mended, a span takes the step as
+ * it is, and takes it again in mended blocks if the step found values that are not finite. */
 static void trained_step(const pyps_store *s, const struct chunk_step *c, struct run run) {
     bool round = s->ticket.kind == TICKET_ROUND;
-    uint32_t slot = s->ticket.slot, staging = s->ticket.staging; /* of a push */
-    const struct staging_header *staged = staging_header(s, slot, staging);
-    uint64_t at = (uint64_t)c->chunk * s->geometry.chunk_params;
-    uint32_t codec = round ? PYPS_F32 : staging_codec(s, slot, staging); /* once: its owner may be hostile */
-    bool corrected = !round && s->needs.needs_base_params && staged->compensation > 0;
-    bool halves = chunk_has_halves(s, c->chunk);
-    uint64_t at_a_time = round || corrected || halves || codec != PYPS_F32 ? BLOCK : run.end - run.first;
-    for (uint64_t from = run.first; from < run.end; from += at_a_time) {
-        float gradient[BLOCK], params[BLOCK];
-        uint32_t block = (uint32_t)(run.end - from < at_a_time ? run.end - from : at_a_time);
-        struct step step = step_on(s, c, (uint32_t)(from - at), block);
-        if (halves) step.old[0] = buffer_params(s, c->chunk, c->old, (uint32_t)(from - at), block, params);
-        step.gradient = round ? ticket_gradient(s, from, block, gradient)
-                              : staging_gradient(s, slot, staging, codec, from, block, gradient);
-        if (corrected)
-            step.gradient =
-                compensate(staged, c->constants.scale, staging_base_params(s, slot, staging) + from, &step,
-                           step.gradient, gradient);
-        step.copy = c->streams ? s->stream_to + from : NULL;
-        take_step(s, c, &step, from, (uint32_t)(from - at));
+    /* read once: its owner may be hostile */
+    uint32_t codec = round ? PYPS_F32 : staging_codec(s, s->ticket.slot, s->ticket.staging);
+    bool whole = !round && !is_corrected(s) && !chunk_has_halves(s, c->chunk);
+    bool mends = whole && codec >= CODECS;
+    uint64_t longest = mends ? SPAN : whole && codec == PYPS_F32 ? run.end - run.first : BLOCK;
+    for (uint64_t from = run.first, end; from < run.end; from = end) {
+        end = run.end - from < longest ? run.end : from + longest;
+        if (step_block(s, c, mends ? PYPS_F32 : codec, from, end) || !mends) continue;
+        for (uint64_t at = from; at < end; at += BLOCK)
+            step_block(s, c, codec, at, end - at < BLOCK ? end : at + BLOCK);
     }
 }
 

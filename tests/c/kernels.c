@@ -63,15 +63,30 @@ static int differ(const struct kernels *a, const struct kernels *b, unsigned opt
     return memcmp(new[0], new[1], sizeof new[0]) || memcmp(copies[0], copies[1], sizeof copies[0]);
 }
 
+/* Does every optimizer's step say whether its gradient is finite? Also where it is clipped, which takes infinities. */
+static bool steps_find(const struct kernels *a, const float *gradient, size_t length, bool finite) {
+    static float vectors[2][3][LONGEST + 4];
+    pyps_hyper hyper = {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.99f, .eps = 1e-8f, .clip = 2.0f};
+    for (unsigned optimizer = 0; optimizer < OPTIMIZERS; optimizer++) {
+        struct step_constants constants = kernels_constants(optimizer, &hyper, 1.0f, 0, 1.0f);
+        struct step step = {.gradient = gradient, .length = length};
+        for (unsigned v = 0; v <= kernels_states(optimizer); v++)
+            step.old[v] = vectors[0][v], step.new[v] = vectors[1][v];
+        if (a->update[optimizer](&step, &constants) != finite) return false;
+    }
+    return true;
+}
+
 /* One value anywhere that is not finite is found, and no other. */
 static int misjudges(const struct kernels *a, size_t length, size_t at) {
     static const float bad[] = {NAN, -NAN, INFINITY, -INFINITY};
     float x[LONGEST + 4];
     for (size_t i = 0; i < LONGEST + 4; i++) x[i] = number();
-    if (!a->finite(x + at, length)) return 1;
+    if (!a->finite(x + at, length) || !steps_find(a, x + at, length, true)) return 1;
     size_t place = (size_t)rand() % (LONGEST + 4);
     x[place] = bad[rand() % 4];
-    return a->finite(x + at, length) == (place >= at && place < at + length);
+    bool finite = place < at || place >= at + length;
+    return a->finite(x + at, length) != finite || !steps_find(a, x + at, length, finite);
 }
 
 static void fill(float *x, size_t length, int kind) {

@@ -50,6 +50,13 @@ WHOLE = tuple(
 CASES = (*HALVES, *ROUNDED, *WHOLE)
 
 
+def faults_of(case: Case, faults: int) -> int:
+    """How many of `faults` one store gets. With each come a few pushes, which add up to 889 to a parameter: of more
+    faults the sums would leave the whole numbers up to 2^24 that a float holds.
+    """
+    return max(8, 1000 // case.chunks if case.chunks > 4 else min(1000, faults // 20))
+
+
 def torture(program: Path, case: Case, faults: int, seed: int) -> subprocess.CompletedProcess[str]:
     """Run one torture in a segment folder of its own, which must be empty afterwards."""
     sizes = str(case.chunks), str(case.buffers), str(case.clip_norm), str(case.parts), str(int(case.bf16))
@@ -67,7 +74,7 @@ def main() -> int:
         program = build(Path(folder))
         while survived < options.faults:
             case = CASES[turn % len(CASES)]
-            faults = max(8, 1000 // case.chunks if case.chunks > 4 else options.faults // 20)
+            faults = faults_of(case, options.faults)
             done = torture(program, case, faults, options.seed + turn)
             print(done.stdout, done.stderr, sep="", end="", flush=True)
             if done.returncode:

@@ -93,6 +93,24 @@ def test_values_that_are_not_finite_can_count_as_zeros(
         np.testing.assert_allclose(store.pull()[0][:SIZE], 1 - taken[:SIZE], rtol=1e-6)
 
 
+@pytest.mark.parametrize("nonfinite", ["skip", "zero"])
+def test_what_is_mended_far_into_a_chunk_leaves_the_rest(shm: Any, nonfinite: Any) -> None:
+    """A step takes a long chunk span by span, and takes again the spans that hold such values."""
+    size, chunk = 60_000, 65_536
+    gradient = np.random.default_rng(0).standard_normal(chunk).astype(np.float32)
+    gradient[[16_383, 40_000, size - 1]] = np.nan, np.inf, -np.inf
+    with Store.create("finite", {"w": np.ones(size)}, batches=[4], policy="asp", chunk_params=chunk) as store:
+        store.join()
+        store.start()
+        staging, flat = store.stage(), np.empty(chunk, np.float32)
+        np.copyto(staging.flat[:size], gradient[:size])
+        encoding = Encoding(Codec.F32, nonfinite=nonfinite)
+        store.exchange(staging, 4, Hyper(lr=1.0, clip=2.0), flat, encoding=encoding)
+        taken = np.clip(expected(gradient, nonfinite), -2, 2)[:size]
+        np.testing.assert_array_equal(flat[:size], 1 - taken)
+        np.testing.assert_array_equal(store.pull()[0][:size], 1 - taken)
+
+
 def test_pulls_that_look_ahead_take_the_same_gradient(shm: Any) -> None:
     """The worker's own last gradient, by which its pulls look ahead."""
     pulled = []
