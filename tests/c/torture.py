@@ -51,8 +51,8 @@ CASES = (*HALVES, *ROUNDED, *WHOLE)
 
 
 def faults_of(case: Case, faults: int) -> int:
-    """How many of `faults` one store gets. With each come a few pushes, which add up to 889 to a parameter: of more
-    faults the sums would leave the whole numbers up to 2^24 that a float holds.
+    """How many of `faults` one store gets. With each come a few pushes, which add up to 889 to a parameter;
+    the sums must stay whole numbers up to 2^24, which a float holds.
     """
     return max(8, 1000 // case.chunks if case.chunks > 4 else min(1000, faults // 20))
 
