@@ -10,7 +10,7 @@
 #   make papers    what the four systems promise, measured against tuned rivals, into docs/results/papers.md
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
-#   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: a night)
+#   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: 2 hours)
 #   make ray       runs on a Ray cluster of this machine; installs ray
 #   make site      README.md and docs/ as a web site, into build/site
 #   make fuzz-input  5,000 hostile input files through the commands, and 200 through the real one
