@@ -1,6 +1,6 @@
 """How long the exact split takes, how that grows with the workers, and HiGHS and CBC on the same ones.
 
-    python benchmarks/solver.py [--runs 9] [--rival-limit 20] [--docs]
+    python benchmarks/solver.py [--runs 9] [--rival-limit 20] [--most-workers 100000] [--docs]
 
 Random clusters, 64 samples a worker: interleaved runs of every case, then each rival once a size by PuLP
 with no gap allowed, until it passes the limit in seconds (0: none). With --docs all goes to docs/.
@@ -65,20 +65,34 @@ def tables(n: int) -> Problem:
     return Problem.of(costs, SAMPLES_A_WORKER * n)
 
 
-def links(kind: SyncKind, n: int) -> Sync:
-    """10 to 100 us of latency, 0.1 to 1 ms for the model."""
+def links(kind: SyncKind, n: int, slower: float = 1.0) -> Sync:
+    """10 to 100 us of latency, 0.1 to 1 ms for the model, or `slower` times that."""
     luck = np.random.default_rng(n + 1)
-    return Sync.of(kind, n, luck.uniform(1e-5, 1e-4, n), luck.uniform(1e-4, 1e-3, n))
+    return Sync.of(kind, n, luck.uniform(1e-5, 1e-4, n), slower * luck.uniform(1e-4, 1e-3, n))
 
 
 def split(name: str, n: int, problem: Problem, bar: float | None = None) -> Case:
     return Case(name, n, lambda: solve(problem), bar)
 
 
-def subset(kind: SyncKind, n: int, bar: float | None = None) -> Case:
+def subset(kind: SyncKind, n: int, bar: float | None = None, slower: float = 1.0) -> Case:
     """Quanta of 1, 8 and 16, and a choice of workers."""
-    problem, sync = quanta(n, (1, 8, 16)), links(kind, n)
-    return Case(f"quanta and a {kind}", n, lambda: solve_subset(problem, sync), bar)
+    problem, sync = quanta(n, (1, 8, 16)), links(kind, n, slower)
+    name = f"quanta and a {kind}" + (f", links {slower:g} times slower" if slower != 1 else "")
+    return Case(name, n, lambda: solve_subset(problem, sync), bar)
+
+
+def with_minima(n: int, bar: float) -> Case:
+    """Quanta of 1, 8 and 16, and a quarter of the workers with a minimum of 32."""
+    base = quanta(n, (1, 8, 16))
+    problem = Problem.of(
+        base.costs,
+        base.global_batch,
+        min_batch=np.resize([1, 1, 1, 32], n),
+        max_batch=base.max_batch,
+        batch_multiple=base.batch_multiple,
+    )
+    return Case("quanta and minima", n, lambda: solve(problem), bar)
 
 
 def cases() -> list[Case]:
@@ -89,6 +103,9 @@ def cases() -> list[Case]:
         split("quanta 1 and 8", 256, quanta(256)),
         split("tables", 256, tables(256)),
         *(subset(kind, 1000, 1000.0) for kind in ("ring", "tree", "server")),
+        *(subset(kind, 10_000, 5000.0) for kind in ("ring", "tree", "server")),
+        subset("ring", 10_000, 5000.0, slower=100.0),
+        with_minima(10_000, 5000.0),
         split("lines", 100_000, lines(100_000), 100.0),
         split("knees", 100_000, lines(100_000, knee=True), 100.0),
     ]  # fmt: skip
@@ -105,10 +122,10 @@ def measure(some: list[Case], runs: int) -> list[tuple[list[float], list[float]]
     return times
 
 
-def growth(runs: int, limit: float) -> dict[str, list[tuple[int, float]]]:
+def growth(runs: int, limit: float, sizes: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
     """Seconds by the number of workers: ours, the choice of workers with a ring, and the rivals."""
-    exact = [split("lines", n, lines(n)) for n in SIZES]
-    ring = [subset("ring", n) for n in SIZES if n <= 1000]
+    exact = [split("lines", n, lines(n)) for n in sizes]
+    ring = [subset("ring", n) for n in sizes if n <= 10_000]
     found = {
         name: [
             (c.workers, statistics.median(wall))
@@ -118,7 +135,7 @@ def growth(runs: int, limit: float) -> dict[str, list[tuple[int, float]]]:
     }
     for rival in RIVALS if limit else ():
         found[rival] = []
-        for n in SIZES:
+        for n in sizes:
             seconds = seconds_of(lambda rival=rival, n=n: _by_rival(lines(n), rival, limit))
             found[rival].append((n, seconds))
             if seconds >= limit:
@@ -140,7 +157,7 @@ def _by_rival(problem: Problem, rival: SolverName, limit: float) -> None:
 def growth_rows(found: dict[str, list[tuple[int, float]]]) -> list[list[str]]:
     """One row a size, a column a solver."""
     rows = [["workers", *(f"{name}, ms" for name in found)]]
-    for n in SIZES:
+    for n, _ in found["exact"]:
         times = [dict(points).get(n) for points in found.values()]
         rows.append([f"{n:,}", *("" if t is None else f"{1e3 * t:,.1f}" for t in times)])
     return rows
@@ -172,16 +189,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--rival-limit", type=float, default=20.0, help="seconds; 0: no rivals")
+    parser.add_argument("--most-workers", type=int, default=SIZES[-1], help="leave out larger cases")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
-    some = cases()
+    some = [case for case in cases() if case.workers <= options.most_workers]
     rows = [["case", "workers", "ms (range)", "CPU ms", "bar, ms"]]
     for case, (wall, cpu) in zip(some, measure(some, options.runs), strict=True):
         bar = f"< {case.bar:g}" if case.bar else ""
         rows.append(
             [case.name, f"{case.workers:,}", milliseconds(wall), f"{1e3 * statistics.median(cpu):.1f}", bar]
         )
-    found = growth(options.runs, options.rival_limit)
+    sizes = [n for n in SIZES if n <= options.most_workers]
+    found = growth(options.runs, options.rival_limit, sizes)
     text = f"{machine()}.\n\n{table(rows)}\n\n{table(growth_rows(found))}"
     print(text)
     if options.docs:

@@ -6,8 +6,9 @@ with sync(S) the largest F_k(i) over i in S, k = |S|, and F nondecreasing in k, 
 end that pyps.solver.sync states instead of the sum. More workers finish computing sooner and synchronise
 longer, so the objective is not monotone in S. But for every count k and every bound w on F_k it is the
 min-max program with at most k workers whose links are within w, and the optimum is the least of these. Branch
-and bound over boxes of (k, w) discards a box if its best workers, with their largest batches added up, cannot
-do B in less time than the best solution so far. What remains is solved exactly.
+and bound over boxes of (k, w) takes a box's greatest k, and all links that its greatest w allows to its least
+k. If these workers' largest batches cannot sum to B in the time that its least w leaves of the best solution
+so far, the box is discarded. What remains is solved exactly.
 
 The search over subsets is in the BOA authors' thesis; the objective and this solution method are ours.
 """
@@ -70,12 +71,25 @@ def _some_counts(low: int, high: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Box:
-    """Choices of low..high of the allowed workers, at least one of each set of slow ones among them."""
+    """Counts low..high of workers that synchronise in `least` to `most` seconds, both ends included."""
 
     low: int
     high: int
-    allowed: Bools
-    slow: tuple[Bools, ...]
+    least: float
+    most: float
+
+
+def _cut(box: _Box, seconds: float) -> list[_Box]:
+    """What synchronises later than `seconds`, and the rest."""
+    return [replace(box, least=math.nextafter(seconds, math.inf)), replace(box, most=seconds)]
+
+
+def _most_at_most(bounds: Problem, t: float) -> Ints:
+    """most_by(t), or one batch more where rounding could hide it: a third of the time."""
+    real = bounds.costs.real_batch(t, bounds.max_batch) * (1 + ROUNDING) + ROUNDING
+    step = bounds.batch_multiple
+    most = np.minimum(np.floor(real / step) * step, bounds.max_batch).astype(np.int64)
+    return np.where(most < bounds.min_batch, np.where(bounds.required, bounds.min_batch, 0), most)
 
 
 class _Search:
@@ -98,76 +112,61 @@ class _Search:
 
     def run(self) -> SubsetSolution:
         self._explore()
-        boxes = [_Box(self.least_count, self.most_count, self.usable, (self.usable,))]
+        boxes = [_Box(self.least_count, self.most_count, 0.0, math.inf)]
         while boxes:
-            box, least = self._narrowed(boxes.pop())
-            if box is None:
-                continue
-            by_link = self.sync.by_link(box.low)
-            values = np.unique(by_link[box.allowed & (by_link >= least)])
-            if len(values) > 1:
-                late = box.allowed & (by_link > values[(len(values) - 1) // 2])
-                wider = [some for some in box.slow if (late & ~some).any()]
-                boxes.append(replace(box, slow=(late, *wider)))
-                boxes.append(
-                    replace(box, allowed=box.allowed & ~late, slow=tuple(some & ~late for some in box.slow))
-                )
-            else:
-                last = self._as_soon(box.low, box.high)
-                self._try(last, least)  # fewer workers synchronise no sooner
-                boxes.append(replace(box, low=last + 1))
+            boxes += self._halves(boxes.pop())
         return self._answer()
 
-    def _narrowed(self, box: _Box) -> tuple[_Box | None, float]:
-        """The box without the counts that are too few to beat the best, if samples were shared freely.
+    def _halves(self, box: _Box) -> list[_Box]:
+        """The box in two parts, the better one last; none if it cannot beat the best, or holds one choice.
 
-        The more workers, the later they synchronise, and the sooner they have to be done. None if no count
-        is left; and the least that its choices pay to synchronise.
+        It is cut where its bound is looser: the samples that the greatest count can take more than the
+        least, as a share of B, against the seconds between its links, as a share of the compute.
         """
-        possible = all(some.any() for some in box.slow) and not (self.required & ~box.allowed).any()
-        while possible and box.low <= box.high:
+        while True:
             by_link = self.sync.by_link(box.low)
-            sync = max(float(by_link[some].min()) for some in box.slow)
-            sync = max(sync, self._least_sync(box.low, by_link[box.allowed]))
-            needed = self._needed(self._to_beat(sync), box.allowed)
-            if needed is None:
-                break
+            allowed = self.usable & (by_link <= box.most)
+            links = by_link[allowed]
+            box = replace(box, least=max(box.least, self._least_sync(box.low, links)))
+            t = self._to_beat(box.least)
+            sums = self._sums_by(t, allowed)
+            if sums is None or sums[min(box.high, len(sums) - 1)] < self.bounds.global_batch:
+                return []
+            needed = int(np.searchsorted(sums, self.bounds.global_batch))
             if needed <= box.low:
-                return box, sync
-            box = replace(box, low=needed)
-        return None, math.inf
+                break
+            box = replace(box, low=needed)  # fewer are too few, and more synchronise later
+        if np.array_equal(by_link, self.sync.by_link(box.high)):
+            return self._by_link(box, links)
+        last = float(links.max())
+        samples = int(sums[min(box.high, len(sums) - 1)] - sums[box.low])
+        seconds, count = (box.least + last) / 2, (box.low + box.high) // 2
+        if seconds < last and (last - box.least) * self.bounds.global_batch > samples * t:
+            return _cut(box, seconds)
+        return [replace(box, low=count + 1), replace(box, high=count)]
 
-    def _needed(self, t: float, allowed: Bools) -> int | None:
-        """How many allowed workers it takes to do B by t, if samples were shared freely; None if too many."""
-        if t <= 0 or t < self.least_seconds:
+    def _by_link(self, box: _Box, links: Floats) -> list[_Box]:
+        """The parts of a box whose counts synchronise alike: cut between its links, and tried at the last."""
+        values = np.unique(links[links >= box.least])
+        if len(values) > 1:
+            return _cut(box, float(values[(len(values) - 1) // 2]))
+        if len(values):
+            self._try(box.high, float(values[0]))
+        return []
+
+    def _sums_by(self, t: float, allowed: Bools) -> Ints | None:
+        """The most samples that 0, 1, 2... allowed workers can do by t, if samples were shared freely.
+
+        0 for fewer workers than the required ones; None if a required worker is late or not allowed.
+        """
+        if t <= 0 or t < self.least_seconds or (self.required & ~allowed).any():
             return None
-        most = np.where(allowed, self._most_at_most(t), 0)
-        held = int(most[self.required].sum())
-        sums = held + np.cumsum(np.sort(most[~self.required])[::-1])
-        count = (
-            0
-            if held >= self.bounds.global_batch
-            else 1 + int(np.searchsorted(sums, self.bounds.global_batch))
-        )
-        return None if count > len(sums) else self.least_held + count
-
-    def _most_at_most(self, t: float) -> Ints:
-        """most_by(t), or one batch more where rounding could hide it: a third of the time."""
-        bounds = self.bounds
-        real = bounds.costs.real_batch(t, bounds.max_batch) * (1 + ROUNDING) + ROUNDING
-        step = bounds.batch_multiple
-        most = np.minimum(np.floor(real / step) * step, bounds.max_batch).astype(np.int64)
-        return np.where(most < bounds.min_batch, np.where(bounds.required, bounds.min_batch, 0), most)
-
-    def _as_soon(self, low: int, high: int) -> int:
-        """The most workers, up to `high`, that synchronise as soon as `low` do over any link."""
-        now = self.sync.by_link(low)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high) if np.array_equal(self.sync.by_link(middle), now) else (low, middle - 1)
-            )
-        return low
+        bounds = at_index(self.bounds, np.flatnonzero(allowed))
+        most = _most_at_most(bounds, t)
+        sums = np.zeros(len(most) + 1, np.int64)
+        sums[self.least_held :] = int(most[bounds.required].sum())
+        sums[self.least_held + 1 :] += np.cumsum(np.sort(most[~bounds.required])[::-1])
+        return sums
 
     def _explore(self) -> None:
         """Good first solutions: a coarse grid of counts and links in random order, then a local search."""
