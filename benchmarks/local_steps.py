@@ -1,4 +1,4 @@
-"""Local steps on a character-level transformer: python benchmarks/local_steps.py [--seeds 3] [--docs].
+"""Local steps on a character-level transformer: python benchmarks/local_steps.py [--only TABLE] [--docs].
 
 Trains the model of examples/local_steps on four workers of speeds 1 to 4, in virtual time (so the machine's
 speed does not matter): every gradient, decision and outer step is real. Compares uneven synchronous steps
@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -37,6 +38,7 @@ from train import Transformer, loss_of
 Vector = NDArray[np.float64]
 Curve = list[tuple[float, int, float]]  # seconds, samples, held-out loss
 PAGE = "local-steps.md"
+TABLES = ("losses", "losses-one", "delays", "link")
 SPEEDS = (1, 2, 3, 4)
 LOCAL, STEPS = 5, 10  # samples of a local step; local steps on average
 ONCE = 0.1  # seconds of a sample at speed 1
@@ -290,26 +292,46 @@ def on_a_link() -> str:
     return table(rows)
 
 
+def trained_by(processes: int, work: Sequence[tuple[Case, int]]) -> dict[tuple[Case, int], Curve]:
+    """Train cases by seed, several at once; the curve of each, however late it comes."""
+    learned: dict[tuple[Case, int], Curve] = {}
+    began = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for pair, curve in zip(work, pool.imap(trained, work), strict=True):
+            learned[pair] = curve
+            done = f"{len(learned)} of {len(work)} trained in {time.monotonic() - began:.0f} s"
+            print(done, file=sys.stderr, flush=True)
+    return learned
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", choices=TABLES, nargs="+", default=TABLES, help="tables")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
     options = parser.parse_args()
     seeds = range(options.seeds)
-    wanted = [(case, seed) for seed in seeds for case in (*CASES, *DELAYED)]
-    wanted += [(case, 0) for case in ONE_SEED]
-    work = list(dict.fromkeys((case.learned, seed) for case, seed in wanted))
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        learned = dict(zip(work, pool.map(trained, work, chunksize=1), strict=True))
+    cases = {"losses": (CASES, seeds), "losses-one": (ONE_SEED, [0]), "delays": (DELAYED, seeds)}
+    wanted = [
+        (case, seed)
+        for name, (some, several) in cases.items()
+        if name in options.only
+        for seed in several
+        for case in some
+    ]
+    learned = trained_by(
+        options.processes, list(dict.fromkeys((case.learned, seed) for case, seed in wanted))
+    )
     curves = {(c, s): c.curve(learned[c.learned, s], s) for c, s in wanted}
-    sections = {
-        "losses": losses(curves, CASES, seeds),
-        "losses-one": losses(curves, ONE_SEED, [0]),
-        "delays": delays(curves, seeds),
-        "link": on_a_link(),
+    tables = {
+        "losses": lambda: losses(curves, CASES, seeds),
+        "losses-one": lambda: losses(curves, ONE_SEED, [0]),
+        "delays": lambda: delays(curves, seeds),
+        "link": on_a_link,
     }
-    for name, text in sections.items():
+    for name in options.only:
+        text = tables[name]()
         print(text, end="\n\n")
         if options.docs:
             write_section(name, text, PAGE)

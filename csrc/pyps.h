@@ -269,6 +269,8 @@ typedef struct {
     uint64_t nonfinite;            /* values that were NaN or infinite; of PYPS_F32 not counted */
     uint64_t blocks_skipped;       /* blocks that were sent as zeros because of them; the same */
     uint64_t admitted_nanoseconds; /* when the gradient was taken, by the clock of the store's machine */
+    uint64_t rank_pushes;          /* of this worker's rank that were admitted, with this one */
+    uint64_t saved_pushes;         /* of these, those in the last state that was read, or begun from */
 } pyps_push_result;
 
 /* The seconds of a step of b samples: fixed + b * sample, at least `least`. */

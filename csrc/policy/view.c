@@ -239,6 +239,15 @@ static enum verdict tick(struct view *v, const struct event *e) {
     return verdict;
 }
 
+/* A state's reader comes: in it, gradients that wait for their round have not been pushed. */
+static void note_saved(struct view *v) {
+    for (uint32_t r = 0; r < v->ranks; r++) view_rank(v, r)->saved_pushes = view_rank(v, r)->total.pushes;
+    for (uint32_t k = 0; k < v->staged; k++) {
+        const struct source *from = &view_pending(v)[k];
+        if (from->samples) view_rank(v, (uint32_t)view_member(v, from->slot)->rank)->saved_pushes--;
+    }
+}
+
 /* One at a time. One that has lasted for the round timeout, as its reader may be stopped, ends for the next.
  */
 static enum verdict snapshot_begin(struct view *v, const struct event *e, struct outcome *out) {
@@ -248,6 +257,7 @@ static enum verdict snapshot_begin(struct view *v, const struct event *e, struct
     v->snapshot_version = v->version, v->snapshot_slot = e->slot, v->snapshot_since = e->now;
     for (uint32_t r = 0; r < v->ranks; r++)
         view_rank(v, r)->held_residual = e->holds_residuals ? view_rank(v, r)->version_residual : 0;
+    if (e->holds_residuals) note_saved(v);
     out->snapshot = v->snapshot, out->version = v->version, out->steps = v->steps;
     return STEP_COMMIT;
 }

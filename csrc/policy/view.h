@@ -153,6 +153,7 @@ struct rank {
                                   * planned batch: moving averages */
     double staleness_per_sample; /* saps: of a claim, a moving average */
     double claim_seconds;        /* saps: as the bound was last set by */
+    uint64_t saved_pushes;       /* of its pushes, those in the last state */
     uint32_t by_speed;           /* saps: the rank that was at place `this index` then */
     uint32_t rejected;           /* saps: of its gradients, in a row */
     pyps_data_set data_set;      /* that its workers read; size 0: not known */

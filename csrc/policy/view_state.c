@@ -251,6 +251,7 @@ static void restore_rank(struct rank *rank, const pyps_rank_state *from, bool sa
     uint32_t batch = rank->total.batch;
     rank->total = from->total;
     rank->total.batch = batch, rank->total.reserved = 0;
+    rank->saved_pushes = from->total.pushes;
     rank->clock = from->clock, rank->interval = from->interval;
     rank->step_seconds = from->step_seconds, rank->sample_seconds = from->sample_seconds;
     rank->max_samples = from->max_samples;

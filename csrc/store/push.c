@@ -305,7 +305,7 @@ static uint64_t bytes_of_gradient(const pyps_store *s, const pyps_push_args *arg
     return pyps_encoded_bytes(args->codec, floats);
 }
 
-int pyps_push(pyps_store *s, const pyps_push_args *given_args, pyps_push_result *out) {
+static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_result *out) {
     pyps_push_args copy;
     const pyps_push_args *args = &copy;
     int rc = store_check_worker(s);
@@ -338,6 +338,17 @@ int pyps_push(pyps_store *s, const pyps_push_args *given_args, pyps_push_result 
     rc = chunks_follow(s, outcome.ticket, outcome.ticket);
     return rc == PYPS_EFULL ? PYPS_OK
                             : rc; /* it is admitted: a participant that finds a buffer completes it */
+}
+
+int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) {
+    int rc = push(s, args, out);
+    uint64_t word;
+    const struct view *v = rc ? NULL : view_pin(s, &word);
+    if (!v) return rc;
+    const volatile struct rank *rank = pinned_rank(s, v, (uint32_t)s->rank);
+    out->rank_pushes = rank->total.pushes, out->saved_pushes = rank->saved_pushes;
+    view_unpin(s);
+    return rc;
 }
 
 int pyps_should_continue(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {

@@ -2,7 +2,8 @@
 
 A worker writes its state before each push, under the number that the push will have among the rank's admitted
 ones. So the file whose number is the store's count of a rank's pushes is the state to go on with, in a new
-process of the rank as in a checkpoint.
+process of the rank as in a checkpoint. A worker that encodes its pushes for a link also writes what the codes
+of each do not carry.
 """
 
 from __future__ import annotations
@@ -27,8 +28,18 @@ def checkpoint_file(rank: int) -> str:
     return f"local-{rank}.safetensors"
 
 
+def residual_file(run_dir: Path, rank: int, pushes: int) -> Path:
+    """The file of what the codes of a rank's last push have not carried, after so many admitted ones."""
+    return run_dir / FOLDER / f"residual-{rank}-{pushes:09d}.safetensors"
+
+
+def checkpoint_residual(rank: int) -> str:
+    """The name of that file in a checkpoint."""
+    return f"local-{rank}-residual.safetensors"
+
+
 def is_local(name: str) -> bool:
-    """Whether a checkpoint's file is the state of a worker's own optimizer."""
+    """Whether a checkpoint's file is a worker's own."""
     return name.startswith("local-")
 
 
@@ -38,6 +49,8 @@ def open_states(run_dir: Path, pushes: Sequence[int]) -> dict[str, IO[bytes]]:
     """
     opened: dict[str, IO[bytes]] = {}
     for rank, count in enumerate(pushes):
+        with contextlib.suppress(OSError):
+            opened[checkpoint_residual(rank)] = residual_file(run_dir, rank, count).open("rb")
         before = [number for number in states_of(run_dir, rank) if number <= count]
         for number in sorted(before, reverse=True):
             with contextlib.suppress(OSError):  # it was the oldest, and its worker is faster

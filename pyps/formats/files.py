@@ -14,7 +14,7 @@ import re
 import select
 import stat
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +45,13 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     if isinstance(value, Struct):
         typed(str(path), msgspec.json.decode(data), type(value), lambda _, __: None)
     write_bytes(path, data)
+
+
+def write_lines(path: Path, values: Iterable[Struct]) -> None:
+    """Write values as JSON, one a line, entirely or not at all. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+    os.replace(temporary, path)
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:

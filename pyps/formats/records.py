@@ -14,6 +14,7 @@ from typing import Literal, Self, TypeVar
 import msgspec
 
 from pyps.errors import InputError
+from pyps.formats.files import write_lines
 
 SpanKind = Literal["wait", "pull", "data", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
@@ -38,6 +39,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         each does its part.
     loader_workers: loader processes; 0: the training thread loads, and all of it is in the data span.
     admitted_at: when the store took the gradient, in seconds of its machine's CLOCK_MONOTONIC; 0: it did not.
+    pushes: gradients of the rank that the store has taken, with this one; 0: it did not take it.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     loader_workers: int = 0
     lr: float | None = None
     admitted_at: float = 0.0
+    pushes: int = 0
 
     def seconds(self, kind: SpanKind) -> float:
         """The sum of the step's spans of one kind."""
@@ -78,6 +81,17 @@ def split_spans(record: StepRecord) -> tuple[list[Span], list[Span]]:
 def record_path(run_dir: Path, rank: int, pid: int) -> Path:
     """The file of one worker process; a restarted worker has a new pid and so a new file."""
     return run_dir / f"worker-{rank}-{pid}.jsonl"
+
+
+def drop_undone(run_dir: Path, rank: int, pushes: int) -> None:
+    """Drop a rank's records from the first step on that is not among its `pushes` in the store, which has
+    begun anew from an earlier state. No process of the rank may be alive.
+    """
+    for path in run_dir.glob(f"worker-{rank}-*.jsonl"):
+        records = read_records(path)
+        kept = next((k for k, record in enumerate(records) if record.pushes > pushes), len(records))
+        if kept < len(records):
+            write_lines(path, records[:kept])
 
 
 class RecordWriter:

@@ -270,7 +270,18 @@ def exchange(store: Pointer, request: PushRequest, flat: Flat) -> tuple[PushResu
 def _push_result(r: Any) -> PushResult:
     wait = r.wait_nanoseconds * NANOSECOND
     at = r.admitted_nanoseconds * NANOSECOND
-    return PushResult(r.version, r.staleness, r.sources, r.samples, wait, r.nonfinite, r.blocks_skipped, at)
+    return PushResult(
+        r.version,
+        r.staleness,
+        r.sources,
+        r.samples,
+        wait,
+        r.nonfinite,
+        r.blocks_skipped,
+        at,
+        r.rank_pushes,
+        r.saved_pushes,
+    )
 
 
 def _push_args(what: str, store: Pointer, push: PushRequest) -> tuple[Any, Any]:

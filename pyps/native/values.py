@@ -409,6 +409,9 @@ class PushResult:
     """Which version the push became (0: all workers skipped, or softsync still collects), how stale it was,
     what went into the version, how many values were not finite, and when the gradient was taken: seconds of
     the monotonic clock of the store's machine.
+
+    rank_pushes: of this worker's rank that were admitted, with this one. saved_pushes: of these, how many are
+    in the last state that was read, or that the store began from.
     """
 
     version: int
@@ -419,6 +422,8 @@ class PushResult:
     nonfinite: int = 0
     blocks_skipped: int = 0
     admitted_at: float = 0.0
+    rank_pushes: int = 0
+    saved_pushes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

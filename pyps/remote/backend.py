@@ -2,14 +2,14 @@
 
 Staging buffers are this process's own memory. What is encoded is encoded here, and what the code does not
 carry (error feedback) is kept here too, for this process's next gradient: another process that inherits the
-rank begins without it.
+rank begins without it, unless it is given to it (keep_residual).
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -90,6 +90,7 @@ class RemoteBackend:
         self._staging_buffers: dict[int, Flat] = {}
         self._back = np.empty(0, np.uint8)
         self._residual: Residual[Flat] = Residual(lambda: np.empty(trained, np.float32))
+        self._keep_residual: Callable[[Flat], None] | None = None
         self._compute_began = time.monotonic()  # when the last claim or pull had come
         self._staging_taken: set[int] = set()
 
@@ -334,6 +335,15 @@ class RemoteBackend:
         from_frames(what, found, self._back)
         decode_vector(self._back, codec, self._opened.layout, flat)
 
+    def keep_residual(self, start: Flat | None, keep: Callable[[Flat], None]) -> None:
+        """Begin with a residual, and give that of each push to `keep` before it is sent."""
+        trained = self._opened.layout.trained_elements
+        if start is not None and start.shape != (trained,):
+            found = f"{list(start.shape)}; expected [{trained}]"
+            raise InvalidArgument("residual", f"shape: found {found}")
+        self._residual.begin_with(start)
+        self._keep_residual = keep
+
     @staticmethod
     def _begins_residual(request: PushRequest) -> bool:
         """Whether a residual of this push is kept here."""
@@ -396,10 +406,13 @@ class RemoteBackend:
             return encode(values, how, scale=scale)
         old, new = self._residual.begin()
         try:
-            return encode(values, how, scale=scale, residual=old, residual_out=new)
+            codes = encode(values, how, scale=scale, residual=old, residual_out=new)
         except BaseException:
             self._residual.cancel()
             raise
+        if self._keep_residual is not None:
+            self._keep_residual(new)
+        return codes
 
     def _values(self, request: PushRequest) -> NDArray[Any]:
         """The push's fp32 numbers; of an encoded gradient only the averaged ones count."""

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, cast
 from pyps import native
 from pyps.errors import InvalidArgument, StoreError
 from pyps.native.state import StoreState
-from pyps.native.values import Config
+from pyps.native.values import Config, Flat
 from pyps.remote.backend import RemoteBackend
 from pyps.remote.client import Traffic
 from pyps.store.store import Store
@@ -45,6 +45,14 @@ class RemoteStore(Store):
         begin transfers while another finishes them, in order. Raises NotFinite, having sent nothing.
         """
         return self._call(RemoteBackend.begin_transfer, replace(request, push=self._checked(request.push)))
+
+    def keep_residual(self, start: Flat | None, keep: Callable[[Flat], None]) -> None:
+        """What the codes of a push do not carry is this process's alone.
+
+        start: float32, to begin with; None: nothing. keep: gets that of each push before it is sent. Raises
+        InvalidArgument for a residual of another size.
+        """
+        self._call(RemoteBackend.keep_residual, start, keep)
 
     def journal(self, path: str | os.PathLike[str] | None) -> None:
         """Raises InvalidArgument: the decisions are taken where the server is."""

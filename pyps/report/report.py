@@ -230,9 +230,18 @@ def make_report(
             *prediction_advice(measured_over_predicted, ranks),
         ],
         turns=_turns(setup, applied),
-        resumed_at=[e.version or 0 for e in events if e.kind == "resumed"],
+        resumed_at=_resumed_at(events, applied),
         checkpoint=next((e.detail for e in reversed(events) if e.kind == "checkpoint"), ""),
     )
+
+
+def _resumed_at(events: Sequence[RunEvent], applied: Sequence[StepRecord]) -> list[int]:
+    """The version of each event, or, where that was not known, of the last step before it."""
+    found = []
+    for event in (e for e in events if e.kind == "resumed"):
+        before = [r.version for r in applied if r.spans and r.spans[-1][2] <= event.monotonic_seconds]
+        found.append(max(before, default=0) if event.version is None else event.version)
+    return found
 
 
 def _turns(setup: RunSetup, applied: Sequence[StepRecord]) -> TurnsReport | None:

@@ -71,7 +71,7 @@ def run_prepared(
         log = stack.enter_context(EventLog(spec.run_dir / EVENTS))
         write_setup(spec)
         if options.resume is not None:
-            log.write("resumed", version=spec.resumed.version, detail=str(spec.resumed.path or ""))
+            log.write("resumed", version=spec.resumed_version, detail=str(spec.resumed.path or ""))
         watch = Watch(spec.setup, spec.run_dir, log.events, on_progress, [*own, *sinks])
         stack.callback(watch.finish)
         return _launch(Launcher(spec, log, on_line, watch.tick, on_notice, start))

@@ -20,6 +20,7 @@ from pyps.checkpoint.folder import find_checkpoint, newest_checkpoint, verify_fo
 from pyps.errors import Busy, InputError, SegmentNotFound
 from pyps.formats.checkpoint import Checkpoint
 from pyps.formats.events import RunEvent, read_events
+from pyps.formats.files import write_lines
 from pyps.formats.records import StepRecord, read_records
 from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.remote.address import is_address
@@ -85,20 +86,21 @@ def run_of(resume: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def continue_folder(run_dir: Path, version: int, events: Path) -> None:
+def continue_folder(run_dir: Path, version: int | None, events: Path) -> None:
     """Make a run's folder ready to go on from a version; whatever stops this, it can be done again.
 
-    events: the event log. Raises InputError for a damaged file, Busy if workers of the run do not end.
+    version: None: what the store has; then the workers drop what is undone. events: the event log. Raises
+    InputError for a damaged file, Busy if workers of the run do not end.
     """
     _remove_segment(read_setup(run_dir).store)
     before = read_events(events) if events.exists() else []
     shift = _shift(before)
     for path in run_dir.glob("worker-*.jsonl"):
-        records = [record for record in read_records(path) if record.version <= version]
-        _rewrite(path, [_moved(record, shift) for record in records])
+        records = [r for r in read_records(path) if version is None or r.version <= version]
+        write_lines(path, (_moved(record, shift) for record in records))
     if shift:
         moved = [msgspec.structs.replace(e, monotonic_seconds=e.monotonic_seconds + shift) for e in before]
-        _rewrite(events, moved)
+        write_lines(events, moved)
 
 
 def _remove_segment(store: str) -> None:
@@ -126,9 +128,3 @@ def _shift(events: Sequence[RunEvent]) -> float:
 def _moved(record: StepRecord, shift: float) -> StepRecord:
     spans = [(kind, begin + shift, end + shift) for kind, begin, end in record.spans]
     return msgspec.structs.replace(record, spans=spans) if shift else record
-
-
-def _rewrite(path: Path, values: Sequence[msgspec.Struct]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
-    os.replace(temporary, path)

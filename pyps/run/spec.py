@@ -22,7 +22,7 @@ from pyps.formats.mode import FROM_PLAN
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
 from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec, CostModel
-from pyps.remote.address import parse_address
+from pyps.remote.address import is_address, parse_address
 from pyps.run.interval import interval_of
 from pyps.run.ranks import (
     RankSpec,
@@ -148,6 +148,11 @@ class RunSpec:
     def turns(self) -> TurnSchedule | None:
         """The planned turns of all ranks, where the policy takes turns."""
         return plan_turns(self.plan, str(self.plan_path)) if self.policy.needs.uses_turns else None
+
+    @property
+    def resumed_version(self) -> int | None:
+        """The version that the run goes on from; None: what the store has, which may live on elsewhere."""
+        return None if is_address(self.store) else self.resumed.version
 
     @property
     def setup(self) -> RunSetup:
@@ -276,7 +281,7 @@ def _folder(script: StrPath, resume: StrPath | None) -> str:
 def write_setup(spec: RunSpec) -> None:
     """Make the run's folder ready: what earlier parts of the run left, plan.json and run.json."""
     if spec.resumed.run_dir is not None:
-        continue_folder(spec.run_dir, spec.resumed.version, spec.run_dir / EVENTS)
+        continue_folder(spec.run_dir, spec.resumed_version, spec.run_dir / EVENTS)
     write_json(spec.plan_path, spec.plan)
     write_json(spec.run_dir / SETUP_FILE, spec.setup)
 

@@ -152,6 +152,11 @@ class Residual(Generic[A]):
             self._pending.append((old, new))
             return old, new
 
+    def begin_with(self, current: A | None) -> None:
+        """The residual of an earlier process's last gradient."""
+        with self._lock:
+            self._current = current
+
     def cancel(self) -> None:
         """The gradient that began last is not sent."""
         with self._lock:

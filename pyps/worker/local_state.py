@@ -1,33 +1,42 @@
 """Keeps the state of a worker's own optimizer, such as Adam's moments, for the rank's next process.
 
 Where the run has a folder, each push has its file there (pyps.checkpoint.local_states); elsewhere nothing is
-kept. A file appears whole or not at all. It is not synced: what a crash of the machine takes, the last
-checkpoint has.
+kept. The store says which pushes are in its last saved states: their files stay, so a worker on another host
+than the checkpoints goes on from any of them. A file appears whole or not at all. It is not synced: what a
+crash of the machine takes, the last checkpoint has.
 """
 
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pyps.checkpoint.folder import find_checkpoint
-from pyps.checkpoint.local_states import FOLDER, checkpoint_file, state_file, states_of
+from pyps.checkpoint.local_states import (
+    FOLDER,
+    checkpoint_file,
+    checkpoint_residual,
+    residual_file,
+    state_file,
+    states_of,
+)
 from pyps.errors import InputError
+from pyps.native.values import Flat
 from pyps.worker.packing import pack, unpack
 from pyps.worker.settings import Settings
 
-KEEP_SECONDS = 2.0  # a checkpoint takes the file of its version at once, but not before it has the version
-KEEP_FILES = 2
-STATE = "state"
+KEEP_FILES = 2  # the newest, and one more for each step under way
+KEEP_SAVED = 2  # the checkpoint being written may not become whole
+STATE, RESIDUAL = "state", "residual"
 
 
 class LocalState:
@@ -38,8 +47,9 @@ class LocalState:
 
     def __init__(self, settings: Settings, optimizer: torch.optim.Optimizer) -> None:
         self._settings, self._optimizer = settings, optimizer
-        self._written: deque[tuple[float, Path]] = deque()
+        self._saved: deque[int] = deque(maxlen=KEEP_SAVED)  # pushes in the last saved states, if known
         self._failed = False
+        self._newest = KEEP_FILES + settings.depth
 
     def load(self, pushes: int) -> None:
         """Go on from the state after so many pushes of this rank, in the run's folder or in the checkpoint
@@ -49,22 +59,43 @@ class LocalState:
         found: dict[int, Path] = {}
         if run_dir is not None:
             found = states_of(run_dir, rank)
-            for left in (run_dir / FOLDER).glob(f".rank-{rank}-*.tmp"):  # by a process that was killed
+            for left in (run_dir / FOLDER).glob(f".*-{rank}-*.tmp"):  # by a process that was killed
                 left.unlink(missing_ok=True)
-        self._written.extend((0.0, path) for number, path in sorted(found.items()) if number != pushes)
+        older = (number for number in found if number <= pushes - self._newest)
+        self._saved.extend(sorted(older))  # nothing else of so long ago was kept
         if pushes == 0:
             return
-        path = found.get(pushes) or self._in_checkpoint()
+        path = found.get(pushes) or self._in_checkpoint(checkpoint_file(rank))
         if path is None:
-            where = f"rank {rank}, after {pushes} pushes"
-            warnings.warn(f"{where}: its optimizer begins anew: no file of its state", stacklevel=4)
+            self._warn(pushes, "its optimizer begins anew: no file of its state")
             return
         self._put(path)
 
-    def _in_checkpoint(self) -> Path | None:
+    def residual(self, pushes: int) -> Flat | None:
+        """What the codes of so many pushes of this rank have not carried, from where load() looks; warns if
+        there is nothing.
+        """
+        run_dir, rank = self._settings.run_dir, self._settings.rank
+        path = residual_file(run_dir, rank, pushes) if run_dir is not None else None
+        if path is None or not path.exists():
+            path = self._in_checkpoint(checkpoint_residual(rank))
+        if pushes == 0 or path is None:
+            if pushes:
+                self._warn(pushes, "its error feedback begins anew: no file of its residual")
+            return None
+        try:
+            with safe_open(path, "np") as file:
+                return np.array(file.get_tensor(RESIDUAL), np.float32)
+        except (OSError, SafetensorError) as error:
+            raise InputError(str(path), "", str(error).lower(), "a residual") from None
+
+    def _warn(self, pushes: int, what: str) -> None:
+        warnings.warn(f"rank {self._settings.rank}, after {pushes} pushes: {what}", stacklevel=5)
+
+    def _in_checkpoint(self, name: str) -> Path | None:
         if self._settings.resume is None:
             return None
-        path = find_checkpoint(self._settings.resume) / checkpoint_file(self._settings.rank)
+        path = find_checkpoint(self._settings.resume) / name
         return path if path.exists() else None
 
     def _put(self, path: Path) -> None:
@@ -82,32 +113,46 @@ class LocalState:
 
     def save(self, pushes: int) -> None:
         """Write the state for the push that will be the rank's so many-th; warns once if that fails."""
-        run_dir = self._settings.run_dir
-        if run_dir is None:
-            return
-        path = state_file(run_dir, self._settings.rank, pushes)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         tensors: dict[str, torch.Tensor] = {}
         kept = {"kind": type(self._optimizer).__name__, "state": self._optimizer.state_dict()["state"]}
         packed = pack(kept, "s", tensors)
         whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        run_dir, rank = self._settings.run_dir, self._settings.rank
+        if run_dir is not None:
+            described = {STATE: msgspec.json.encode(packed).decode()}
+            self._write(state_file(run_dir, rank, pushes), whole, described)
+
+    def save_residual(self, pushes: int, values: Flat) -> None:
+        """Write what the codes of that push do not carry; warns as save()."""
+        run_dir, rank = self._settings.run_dir, self._settings.rank
+        if run_dir is not None:
+            self._write(residual_file(run_dir, rank, pushes), {RESIDUAL: torch.from_numpy(values)})
+
+    def _write(
+        self, path: Path, tensors: dict[str, torch.Tensor], described: dict[str, str] | None = None
+    ) -> None:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(exist_ok=True)
-            save_file(whole, temporary, {STATE: msgspec.json.encode(packed).decode()})
+            save_file(tensors, temporary, described)
             os.replace(temporary, path)
         except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
             if not self._failed:
                 self._failed = True
-                warnings.warn(f"{path}: the optimizer's state is not kept: {error}", stacklevel=4)
-            return
-        self._written.append((time.monotonic(), path))
-        self._remove_old(path)
+                warnings.warn(f"{path}: the worker's state is not kept: {error}", stacklevel=5)
 
-    def _remove_old(self, newest: Path) -> None:
-        """All but the newest files, as soon as they are old enough."""
-        least = KEEP_FILES + self._settings.depth
-        while len(self._written) > least and self._written[0][0] < time.monotonic() - KEEP_SECONDS:
-            _, path = self._written.popleft()
-            if path != newest and all(path != other for _, other in self._written):
+    def remove_old(self, pushes: int, saved: int) -> None:
+        """Remove the files that nothing will ask for.
+
+        pushes: of the rank that were admitted. saved: of these, those in the store's last saved state.
+        """
+        run_dir, rank = self._settings.run_dir, self._settings.rank
+        if run_dir is None:
+            return
+        if saved not in self._saved:
+            self._saved.append(saved)
+        for number, path in states_of(run_dir, rank).items():
+            if number <= pushes - self._newest and number not in self._saved:
                 path.unlink(missing_ok=True)
+                residual_file(run_dir, rank, number).unlink(missing_ok=True)

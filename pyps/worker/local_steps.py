@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from pyps.errors import InputError
-from pyps.native.values import PolicyNeeds
+from pyps.native.values import Codec, Flat, PolicyNeeds, PushResult
+from pyps.remote.store import RemoteStore
+from pyps.store.store import Store
 from pyps.worker.local_state import LocalState
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.sampling import merges_after
@@ -101,9 +103,22 @@ class LocalSteps:
         self._pushes += 1
         self._state.save(self._pushes)
 
-    def dropped(self) -> None:
-        """A push was not admitted."""
-        self._pushes -= 1
+    def keep_residual(self, store: Store, codec: Codec) -> None:
+        """Where this worker encodes its pushes, for a link: go on with what the codes of the rank's last one
+        did not carry, and keep that of each from now on.
+        """
+        if isinstance(store, RemoteStore) and codec is not Codec.F32:
+            store.keep_residual(self._state.residual(self._pushes), self._save_residual)
+
+    def _save_residual(self, values: Flat) -> None:
+        self._state.save_residual(self._pushes, values)
+
+    def pushed(self, result: PushResult | None) -> None:
+        """A push was admitted; None: it was not."""
+        if result is None:
+            self._pushes -= 1
+        else:
+            self._state.remove_old(result.rank_pushes, result.saved_pushes)
 
 
 def with_local_steps(settings: Settings, wanted: LocalStepsArgument) -> Settings:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from pyps.errors import Fenced, InputError
-from pyps.formats.records import RecordWriter, record_path
+from pyps.formats.records import RecordWriter, drop_undone, record_path
 from pyps.native.values import Advice, Claim, Codec, Encoding, PushRequest, PushResult
 from pyps.profiler.host_memory import disable_malloc_trim
 from pyps.store.policies import Policy, register_policy
@@ -208,13 +208,15 @@ class Worker:
         store.join(self.rank, "new_worker" if is_new else "worker")
         if self.settings.cost_model is not None:
             store.set_cost_model(self.settings.cost_model)
-        local = None
+        ranks, local = store.ranks(), None
+        pushes = ranks[self.rank].pushes if self.rank < len(ranks) else 0
+        if self.settings.run_dir is not None and self.settings.launched:
+            drop_undone(self.settings.run_dir, self.rank, pushes)
         if is_local:
-            ranks, parameters = store.ranks(), [entry.parameter for entry in attachment.entries]
-            pushes = ranks[self.rank].pushes if self.rank < len(ranks) else 0
-            state = LocalState(settings, chosen)
+            state, parameters = LocalState(settings, chosen), [e.parameter for e in attachment.entries]
             merges = merges_of(merges, store.policy_needs(), settings.depth)
             local = LocalSteps(chosen, parameters, clip_norm or 0.0, state, pushes, merges)
+            local.keep_residual(store, settings.encoding.codec)
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
         if is_local or not schedule:
             version = store.status().version
@@ -479,8 +481,8 @@ class Worker:
         self.steps += outcome.result is not None and step.finite
         self.rejected += outcome.rejected
         self.skipped += outcome.unencodable or not step.finite
-        if outcome.result is None and (local := self._require().local) is not None:
-            local.dropped()
+        if (local := self._require().local) is not None:
+            local.pushed(outcome.result)
         if self._records is not None:
             depth = self._require().transport.depth
             self._records.write(step.record(self.rank, self._count, outcome, depth))

@@ -105,6 +105,7 @@ class Step:
             loader_workers=self.loader_workers,
             lr=self.lr,
             admitted_at=result.admitted_at if result else 0.0,
+            pushes=result.rank_pushes if result else 0,
         )
 
 

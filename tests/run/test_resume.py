@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import kill_and_resume
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import EventLog, read_events
 from pyps.formats.plan import check_plan
-from pyps.formats.records import RecordWriter, read_run
+from pyps.formats.records import RecordWriter, drop_undone, read_run
 from pyps.native.values import Status
 from pyps.run import run
 from pyps.run.checkpoints import Checkpointer
@@ -189,6 +190,21 @@ def test_a_folder_goes_on_on_one_clock_and_without_undone_steps(tmp_path: Path, 
         assert read_run(spec.run_dir)[0].spans[0][1] == pytest.approx(501.0, abs=1.0)
         (event,) = read_events(spec.run_dir / "run.jsonl")
         assert event.monotonic_seconds == pytest.approx(500.0, abs=1.0)
+
+
+def test_a_rank_drops_what_its_store_does_not_have(tmp_path: Path) -> None:
+    """From the first undone step on, also those that were never admitted; other ranks' are left."""
+    for name, pushes in (("0-11", (1, 2, 0)), ("0-12", (3, 0, 4, 0)), ("1-13", (9,))):
+        with RecordWriter(tmp_path / f"worker-{name}.jsonl") as writer:
+            for number in pushes:
+                record = make_record(int(name[0]), 1, 5, [("compute", float(number), 9.0)])
+                writer.write(msgspec.structs.replace(record, pushes=number, rejected=not number))
+    drop_undone(tmp_path, 0, 4)
+    assert [r.pushes for r in read_run(tmp_path)] == [0, 0, 0, 1, 2, 3, 4, 9]
+    drop_undone(tmp_path, 0, 3)
+    assert [r.pushes for r in read_run(tmp_path)] == [0, 0, 1, 2, 3, 9]
+    drop_undone(tmp_path, 0, 0)
+    assert [r.pushes for r in read_run(tmp_path)] == [9]
 
 
 def test_a_line_that_was_cut_is_not_continued(tmp_path: Path) -> None:

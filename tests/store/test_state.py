@@ -105,6 +105,23 @@ def test_goes_on_bit_for_bit(shm: Path, optimizer: Optimizer, policy: str, how: 
         assert_same(again.state(), end)
 
 
+def test_a_push_says_how_many_of_its_rank_are_in_the_last_state(shm: Path) -> None:
+    """Not one that waited for its round meanwhile; a snapshot without residuals is no state."""
+
+    def pushed(worker: Store) -> tuple[int, int]:
+        claim = worker.start()
+        result = worker.push(worker.stage(), claim.count, HYPER)
+        return result.rank_pushes, result.saved_pushes
+
+    with made("a", policy="softsync:n=1") as store, workers("a") as (first, second):
+        assert (pushed(first), pushed(second), pushed(first)) == ((1, 0), (1, 0), (2, 0))
+        store.snapshot()
+        state = store.state()  # with the second push of `first` still to be admitted
+        assert (pushed(second), pushed(first)) == ((2, 1), (3, 1))
+    with Store.create("b", state=state), workers("b") as (first, second):
+        assert (pushed(first), pushed(second)) == ((2, 1), (2, 1))
+
+
 def test_over_the_link_too(shm: Path) -> None:
     with made("a", optimizer="adamw", policy="asp", samples=500) as store, workers("a") as joined:
         steps(joined, INT4, 3, together=False)

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from worker_tools import X, Y, backward, loss_of, make_model
@@ -97,21 +98,43 @@ def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert states_of(tmp_path, 0) == {}
 
 
-def test_old_files_go_but_those_that_may_be_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two, one for each step under way, and all of the last seconds; a checkpoint takes its own."""
-    clock = [0.0]
-    monkeypatch.setattr(local_state.time, "monotonic", lambda: clock[0])
+def test_old_files_go_but_those_that_may_be_needed(tmp_path: Path) -> None:
+    """The newest, one more for each step under way, and those in the store's last two saved states."""
     state = LocalState(settings_of(tmp_path, depth=2), stepped())
-    for pushes in range(1, 11):
-        clock[0] += 1.0
+    for pushes in range(1, 21):
         state.save(pushes)
-    assert sorted(states_of(tmp_path, 0)) == [7, 8, 9, 10]
-    for pushes in range(11, 21):
-        state.save(pushes)
-    assert sorted(states_of(tmp_path, 0)) == list(range(10, 21)) or len(states_of(tmp_path, 0)) > 10
-    opened = open_states(tmp_path, [15, 3])
+        state.save_residual(pushes, np.zeros(3, np.float32))
+        state.remove_old(pushes, pushes // 6 * 6)
+    assert sorted(states_of(tmp_path, 0)) == [12, 17, 18, 19, 20]  # 18 is the last saved one
+    assert len(list((tmp_path / "local").iterdir())) == 2 * 5
+    opened = open_states(tmp_path, [19, 3])
     assert {name: Path(file.name).name for name, file in opened.items()} == {
-        "local-0.safetensors": "rank-0-000000015.safetensors"
+        "local-0.safetensors": "rank-0-000000019.safetensors",
+        "local-0-residual.safetensors": "residual-0-000000019.safetensors",
     }
     for file in opened.values():
         file.close()
+
+
+def test_the_next_process_keeps_what_was_saved(tmp_path: Path) -> None:
+    """Until it knows better: of what is older than the newest files only the saved ones are there."""
+    before = LocalState(settings_of(tmp_path), stepped())
+    for pushes in range(1, 11):
+        before.save(pushes)
+        before.remove_old(pushes, 3 if pushes < 7 else 6)
+    after = LocalState(settings_of(tmp_path), stepped(0))
+    after.load(10)
+    after.save(11)
+    after.remove_old(11, 6)
+    assert sorted(states_of(tmp_path, 0)) == [3, 6, 9, 10, 11]
+
+
+def test_a_residual_of_exactly_so_many_pushes(tmp_path: Path) -> None:
+    state, values = LocalState(settings_of(tmp_path), stepped()), np.arange(4, dtype=np.float32)
+    state.save_residual(3, values)
+    assert np.array_equal(LocalState(settings_of(tmp_path), stepped()).residual(3), values)
+    with pytest.warns(UserWarning, match="after 2 pushes: its error feedback begins anew"):
+        assert LocalState(settings_of(tmp_path), stepped()).residual(2) is None
+    (tmp_path / "local" / "residual-0-000000003.safetensors").write_bytes(b"half")
+    with pytest.raises(InputError, match="expected a residual"):
+        state.residual(3)
