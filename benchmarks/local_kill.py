@@ -1,6 +1,6 @@
 """kill -9 under local steps on a shaped link, and resume: python benchmarks/local_kill.py.
 
-The hosts, devices and model of local_link.py, in rounds at 32 bits. Three runs of the same samples: one left
+The hosts, devices and model of local_link.py, in rounds. Three runs of the same samples: one left
 alone; one of which a worker on the far host is killed, which its launcher starts again; one that is killed
 whole, with both launchers, all workers, the server and its memory, and resumed. Each must end with all
 samples trained once, and near the loss of the run left alone on text that was held out.
@@ -45,7 +45,7 @@ from pyps.checkpoint.folder import newest_checkpoint
 from pyps.errors import InputError
 from pyps.formats.records import read_run
 
-WAY = Way("local steps in rounds", 10, "bsp", codec="f32")
+WAY = Way("10 local steps", 10)
 FAR = 1  # the host
 NEAR = 0.02  # of the loss
 
@@ -72,7 +72,7 @@ class Hosts:
         runs = []
         for host in (0, 1):
             command = new_run(self.folder, self.options, host, self.plan, address, 0)
-            command[-1:-1] = ["--checkpoint-every", "1", "--round-timeout", "60"]
+            command[-1:-1] = ["--checkpoint-every", "3", "--round-timeout", "60"]
             if resume:
                 run = str(self.folder / f"run{host}")
                 command = [program("pyps"), "run", "--resume", run, "--connect", address, "--json"]
@@ -151,6 +151,7 @@ def main() -> int:
     parser.add_argument("--mbit", type=float, default=100.0, help="of the link")
     parser.add_argument("--lr", type=float, default=0.008)
     options = parser.parse_args()
+    options.local_samples = options.samples
     if why := missing():
         print(f"no shaped link: {why}", file=sys.stderr)
         return 2

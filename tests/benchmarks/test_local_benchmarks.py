@@ -41,7 +41,7 @@ def test_the_plan_and_the_table_of_a_real_link(tmp_path: Path, monkeypatch: pyte
     well, text = local_link.compare(options)
     assert not well
     assert "a step of int8 DDP is 90% on the link (threshold: 60%). Best: 2.00 times" in text
-    assert text.count(" local steps, ") == len(local_link.WAYS)
+    assert text.count(" local steps") == len(local_link.WAYS)
 
 
 def test_tables_of_virtual_time() -> None:
