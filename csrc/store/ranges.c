@@ -72,8 +72,8 @@ bool staging_has(const pyps_store *s, uint32_t slot, uint32_t staging, uint64_t 
 bool ticket_is_ranged(const pyps_store *s) {
     if (s->ticket.kind != TICKET_ROUND) return count_of(s, s->ticket.slot, s->ticket.staging);
     for (uint32_t i = 0; i < s->source_count; i++)
-        if (!count_of(s, s->sources[i].slot, s->sources[i].staging)) return false;
-    return true; /* each is, or one of them would be of all */
+        if (count_of(s, s->sources[i].slot, s->sources[i].staging)) return true;
+    return false;
 }
 
 /* First where the run begins, then where one of the gradients begins or ends after that. */

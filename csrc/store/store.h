@@ -324,8 +324,8 @@ int ranges_place(pyps_store *s, float *part, const float *values, const pyps_ran
 /* Says in a staging buffer of which ranges its gradient is; none: of all. */
 int ranges_stage(pyps_store *s, uint32_t staging, const pyps_range *ranges, uint64_t count);
 bool staging_has(const pyps_store *s, uint32_t slot, uint32_t staging, uint64_t at); /* this float */
-/* Of the ticket that was loaded last: whether it leaves some parameters as they are, and the next floats that the same
- * of its gradients have, as in ranges_next. */
+/* Of the ticket that was loaded last: whether one of its gradients is of ranges, so that runs begin anywhere, and the
+ * next floats that the same of its gradients have, as in ranges_next. */
 bool ticket_is_ranged(const pyps_store *s);
 bool ticket_next_run(const pyps_store *s, uint64_t at, uint64_t end, struct run *run);
 

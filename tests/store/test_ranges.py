@@ -206,6 +206,29 @@ def test_a_round_takes_the_mean_over_all_samples(name: str, stores: list[Store],
     np.testing.assert_allclose(found, before - F(0.5) * (factor * mean), rtol=0 if not clip_norm else 1e-6)
 
 
+@pytest.mark.parametrize("optimizer", sorted(HYPERS))
+@pytest.mark.parametrize("kept", ["f32", "bf16"])
+def test_an_exchange_in_a_round_with_ranges(name: str, stores: list[Store], optimizer: str, kept: str) -> None:
+    """One worker has all of the gradient, one has parts that begin at odd places."""
+    lead = made(name, batches=[1, 1], policy="bsp", optimizer=optimizer, master=kept)
+    other = Store.open(name)
+    stores += [lead, other]
+    other.join()
+    ranges = np.array([[5, 10], [1027, 1], [2049, 3]])
+    copy, hyper = np.zeros(lead.layout.flat_elements, np.float32), HYPERS[optimizer]
+    parts: dict[str, Any] = {"ranges": ranges, "gradient": np.ones(14, np.float32), "timeout": 60}
+    for version in (1, 2):
+        lead.start()
+        staging = lead.stage()
+        staging.flat[:] = 0.5
+        other.start()
+        thread = threading.Thread(target=other.push, args=(None, 1, hyper), kwargs=parts)
+        thread.start()
+        assert lead.exchange(staging, 1, hyper, copy, timeout=60)[1] == version
+        thread.join()
+        np.testing.assert_array_equal(copy, lead.pull()[0])
+
+
 @pytest.mark.parametrize(
     "policy", ["ssp:bound=1", "softsync:n=1", "dcasgd:lambda=0.5", "dynsgd", "backup:k=0"]
 )
