@@ -55,7 +55,7 @@ from pyps.solver.ranks import (
     needs,
     planned_ranks,
 )
-from pyps.solver.report.warnings import link_warnings, warnings_of
+from pyps.solver.report.warnings import doubtful_links, link_warnings, warnings_of
 from pyps.solver.systems.goodput import StatisticalEfficiency, best_batch
 from pyps.solver.systems.hps import hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
@@ -363,7 +363,7 @@ def plan_of(
     if in_rounds and (found := r2sp.remedies) is not None:
         r2sp = msgspec.structs.replace(r2sp, remedies=msgspec.structs.replace(found, global_batch=None))
     tied = constrained.has_side_constraints or cluster.limits.price_per_million_samples is not None
-    warnings = warnings_of(ranks, workers, tied)
+    warnings = warnings_of(ranks, workers, problem, tied) + doubtful_links(cluster, ranks)
     if constrained.minimises_iteration:
         warnings += idle_warning(cluster, workers, seconds)
     if len(used) < len(workers) and not in_rounds and (least := all_used_from(constrained)) is not None:

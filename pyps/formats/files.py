@@ -195,7 +195,7 @@ def _explain(where: str, raw: Any, kind: type[Struct], message: str) -> InputErr
         return InputError(where, field, "nothing", "a value: this field is required")
     expected = problem.partition(", got ")[0].replace("`", "").removeprefix("Expected ")
     if problem.startswith("Invalid enum value"):
-        expected = "a value that the format allows"
+        expected = f"one of {', '.join(map(str, _type_at(kind, place).values))}"
     return InputError(where, place, _shown(_at(raw, place)), expected)
 
 
@@ -221,12 +221,17 @@ def _nearest(key: str, fields: list[str]) -> list[str]:
 
 def _fields_at(kind: type[Struct], place: str) -> list[str]:
     """The field names of the struct at a place such as `worker[2]` of a format."""
+    return [field.name for field in _type_at(kind, place).fields]
+
+
+def _type_at(kind: type[Struct], place: str) -> Any:
+    """The type at a place of a format; of an optional one what it is if it is given."""
     node: Any = msgspec.inspect.type_info(kind)
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", place):
         node = node.item_type if index else next(field.type for field in node.fields if field.name == name)
         if isinstance(node, msgspec.inspect.UnionType):
             node = next(t for t in node.types if not isinstance(t, msgspec.inspect.NoneType))
-    return [field.name for field in node.fields]
+    return node
 
 
 def _at(raw: Any, place: str) -> Any:

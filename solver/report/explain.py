@@ -17,6 +17,7 @@ from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.exact.minmax import Problem
 from pyps.solver.milp.checks import ShadowPrices, shadow_prices
 from pyps.solver.ranks import PlannedRank
+from pyps.solver.report.warnings import barred
 
 NEGLIGIBLE = 1e-3  # of the iteration: smaller prices and waits are rounding errors
 NAMED_AT_MOST = 4
@@ -27,10 +28,10 @@ PRICED_AT_MOST = 5000  # workers; beyond, a linear program of this size takes mi
 class GroupExplanation:
     """Workers of one group with the same batch: what binds them, and what a change would save, in seconds.
 
-    binds: "holds the others up", "at its maximum", "at its minimum", "waits" or "left out". waits_seconds:
-    how long each worker waits for the slowest, every iteration. share: how much the workers determine the
-    iteration time, from 0 to 1. seconds_saved_per_sample: what a bound that is looser by one sample would
-    save.
+    binds: "holds the others up", "at its maximum", "at its minimum", "waits", "left out" or "no batch fits".
+    waits_seconds: how long each worker waits for the slowest, every iteration. share: how much the workers
+    determine the iteration time, from 0 to 1. seconds_saved_per_sample: what a bound that is looser by one
+    sample would save.
     """
 
     name: str
@@ -94,7 +95,7 @@ def _binds(problem: Problem, k: int, batch: int, delays: bool) -> str:
     most = problem.costs.take(np.array([k])).last_batch(problem.max_batch[[k]])[0]
     step, least = int(problem.batch_multiple[k]), max(int(problem.min_batch[k]), 1)
     if not batch:
-        return "left out"
+        return "no batch fits" if barred(problem, k) else "left out"
     if batch + step > most:
         return "at its maximum"
     if batch - step < least and least > step:
@@ -124,6 +125,8 @@ def _verdict(
         tied = constrained.has_side_constraints
         why = "the limits or ties require it" if tied else "the others finish sooner without"
         sentences.append(f"{_names(out)} should stay out: {why}.")
+    if unfit := [group for group in groups if group.binds == "no batch fits"]:
+        sentences.append(f"{_names(unfit)} cannot take part: no batch fits.")
     for limit in constrained.limits:
         used = float(limit.need[[worker.batch > 0 for worker in plan.workers]].sum())
         sentences.append(f"Of {limit.key} {limit.at_most:g}, {used:g} is used.")

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from pyps.formats import Fit, PlanWorker, Point, Profile, R2spSchedule
+from pyps.formats import Cluster, Fit, PlanWorker, Point, Profile, R2spSchedule
+from pyps.solver.exact.minmax import Problem, rounded
 from pyps.solver.ranks import PlannedRank, cost_of
 
 FIT_ERROR_WORTH_A_WARNING = 0.05
 MISSED_WORTH_A_WARNING = 0.10
 NEAR = 2  # a measured batch within this factor of the planned one says something of it
+SLOW_LINK = 1e5  # bytes a second: less may be meant in larger units
+LONG_LATENCY = 1.0  # seconds: more may be meant in milliseconds
 CONFIDENCE_FACTOR = 1.645  # from a standard error to the bound that 90 % are within
 
 
 def warnings_of(
-    ranks: Sequence[PlannedRank], workers: Sequence[PlanWorker], has_side_constraints: bool
+    ranks: Sequence[PlannedRank], workers: Sequence[PlanWorker], problem: Problem, has_side_constraints: bool
 ) -> list[str]:
     """Warnings about fits and about workers that are left out.
 
-    has_side_constraints: limits or ties between workers may be the reason why one is left out.
+    ranks, workers, problem: what was planned, in rank order. has_side_constraints: limits or ties between
+    workers may be the reason why one is left out.
     """
     lines: list[str] = []
     groups: dict[str, list[tuple[PlannedRank, PlanWorker]]] = {}
@@ -40,11 +44,37 @@ def warnings_of(
             lines.append(f"{name}: emulated, {rank.profile.device.throttle:g} times slower by a throttle")
         if out := [worker.name for _, worker in members if not worker.batch]:
             tied = "the limits or ties require it"
-            reason = tied if has_side_constraints else "the others finish sooner without it"
+            sooner = tied if has_side_constraints else "the others finish sooner without it"
+            reason = barred(problem, members[0][1].rank) or sooner
             lines.append(f"{out[0] if len(out) == 1 else f'{len(out)} of {name}'}: left out, {reason}")
     models = {rank.profile.model.name for rank in ranks}
     if len(models) > 1:
         lines.append(f"the profiles are of different models: {', '.join(sorted(models))}")
+    return list(dict.fromkeys(lines))
+
+
+def barred(problem: Problem, k: int) -> str:
+    """Why worker k can take no batch whatever the others do; empty if it can."""
+    bounds = rounded(problem)
+    least = f"no batch fits: its smallest is {bounds.min_batch[k]}"
+    if not bounds.max_batch[k]:
+        return f"{least}, max_batch and memory allow {problem.max_batch[k]}"
+    above = bounds.min_batch[k] > problem.global_batch
+    return f"{least}, the global batch is {problem.global_batch}" if above else ""
+
+
+def doubtful_links(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[str]:
+    """Warnings about stated links that count for nothing, or that are perhaps stated in other units."""
+    lines = []
+    for rank in ranks:
+        group, name = rank.group, rank.group.name
+        if group.latency and rank.bandwidth is None and cluster.sync is None:
+            lines.append(f"{name}: its latency is not counted: state its bandwidth, too")
+        if group.bandwidth is not None and group.bandwidth < SLOW_LINK:
+            unit = "bandwidth is in bytes a second (1 Gbit/s is 1.25e8)"
+            lines.append(f"{name}: bandwidth {group.bandwidth:g}: {unit}")
+        if group.latency is not None and group.latency > LONG_LATENCY:
+            lines.append(f"{name}: latency {group.latency:g}: latency is in seconds")
     return list(dict.fromkeys(lines))
 
 

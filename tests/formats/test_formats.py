@@ -122,7 +122,7 @@ BAD_PROFILES: list[tuple[str, Change, str, str, str]] = [
     ("version", lambda p: p.update(schema="pyps.profile/2"), "schema", "pyps.profile/2", "pyps.profile/1"),
     ("other", lambda p: p.update(schema="pyps.plan/1"), "schema", "pyps.plan/1", "pyps.profile/1"),
     ("no schema", lambda p: p.pop("schema"), "schema", "nothing", "pyps.profile/1"),
-    ("kind", lambda p: p["fit"].update(kind="cubic"), "fit.kind", "'cubic'", "the format allows"),
+    ("kind", lambda p: p["fit"].update(kind="cubic"), "fit.kind", "'cubic'", "one of affine, "),
     (
         "falling",
         lambda p: p["fit"].update(table=[[1, 2.0], [2, 1.0]]),

@@ -57,6 +57,13 @@ def test_what_binds_is_named_and_priced() -> None:
         assert words in found.verdict
 
 
+def test_a_worker_that_no_batch_fits_is_named() -> None:
+    groups = [{"name": "fast"}, {"name": "wide", "min_batch": 300}]
+    _, found = explained(case(200, groups), profile(0.1), profile(0.1))
+    assert [g.binds for g in found.groups] == ["holds the others up", "no batch fits"]
+    assert "wide cannot take part: no batch fits." in found.verdict
+
+
 def test_a_minimum_that_binds_is_named() -> None:
     groups = [{"name": "fast"}, {"name": "slow", "min_batch": 50, "required": True}]
     _, found = explained(case(200, groups), profile(0.001), profile(0.02))

@@ -96,6 +96,36 @@ def test_a_profile_without_a_fit_is_refused() -> None:
         plan(10, ({}, profile(0.1, fit=None)))
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"min_batch": 300}, "no batch fits: its smallest is 300, the global batch is 200"),
+        (
+            {"batch_multiple": 8, "max_batch": 5},
+            "no batch fits: its smallest is 8, max_batch and memory allow 5",
+        ),
+        ({"free_bytes": 16}, "no batch fits: its smallest is 1, max_batch and memory allow 0"),
+        ({"bandwidth": 1.0, "latency": 1.0}, "the others finish sooner without it"),
+    ],
+)
+def test_a_worker_that_is_left_out_has_the_true_reason(given: dict[str, Any], reason: str) -> None:
+    memory = Memory(fixed_bytes=10, bytes_per_sample=10.0, budget_bytes=10**9)
+    one = profile(0.1, memory=memory)
+    assert f"w1: left out, {reason}" in plan(200, ({}, one), (given, one)).warnings
+
+
+def test_links_in_other_units_are_doubted() -> None:
+    """Gigabytes for bytes, milliseconds for seconds, and a latency that nothing counts."""
+    one, measured = profile(0.1), Link(via="gloo", latency_seconds=1e-3, bytes_per_second=1e9)
+    made = plan(200, ({"latency": 50.0}, one), ({"bandwidth": 1.25, "latency": 0.1}, one))
+    assert [line for line in made.warnings if "latency" in line or "bandwidth" in line] == [
+        "w0: its latency is not counted: state its bandwidth, too",
+        "w0: latency 50: latency is in seconds",
+        "w1: bandwidth 1.25: bandwidth is in bytes a second (1 Gbit/s is 1.25e8)",
+    ]
+    assert not plan(200, ({"latency": 0.1}, profile(0.1, link=measured))).warnings
+
+
 def test_warnings_say_what_not_to_trust() -> None:
     fit = Fit(
         kind="affine",

@@ -208,7 +208,9 @@ def test_a_round_takes_the_mean_over_all_samples(name: str, stores: list[Store],
 
 @pytest.mark.parametrize("optimizer", sorted(HYPERS))
 @pytest.mark.parametrize("kept", ["f32", "bf16"])
-def test_an_exchange_in_a_round_with_ranges(name: str, stores: list[Store], optimizer: str, kept: str) -> None:
+def test_an_exchange_in_a_round_with_ranges(
+    name: str, stores: list[Store], optimizer: str, kept: str
+) -> None:
     """One worker has all of the gradient, one has parts that begin at odd places."""
     lead = made(name, batches=[1, 1], policy="bsp", optimizer=optimizer, master=kept)
     other = Store.open(name)
