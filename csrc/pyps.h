@@ -175,7 +175,8 @@ typedef struct {
     uint32_t resizes_batches;              /* claims follow measured speed, up to pyps_set_max_samples */
     uint32_t allows_pipeline;              /* pyps_start_ahead works: steps may overlap */
     uint32_t waits_for_rounds;             /* a step takes the gradients of all workers */
-    uint32_t starts_at_once; /* no start waits for others: pyps_exchange in place of a push and a pull */
+    uint32_t starts_at_once;  /* no start waits for others: pyps_exchange in place of a push and a pull */
+    uint32_t collects_pushes; /* a version may take the gradients of several pushes */
 } pyps_policy_needs;
 
 typedef struct {
@@ -226,6 +227,17 @@ typedef struct {
     uint64_t version;          /* the store's, when this call returned the claim */
 } pyps_claim;
 
+/* An admitted push that became a version by itself. */
+typedef struct pyps_ticket {
+    uint64_t version;
+    uint64_t tag[2];  /* as in pyps_push_args */
+    uint64_t samples; /* of its gradient */
+    float scale;      /* the policy's, of the gradient */
+    float share;      /* of averaged tensors' way from the store's values to the gradient's */
+    float part;       /* of an optimizer step, that it takes */
+    uint32_t reserved;
+} pyps_ticket;
+
 typedef struct {
     uint32_t size;
     uint32_t staging; /* the staging buffer that holds the mean gradient of the samples */
@@ -257,6 +269,10 @@ typedef struct {
                                   ascending order and apart, as PYPS_F32; `gradient` and `base_params` hold their
                                   values one after the other. NULL: of all of it */
     uint64_t range_count;
+    uint64_t tag[2]; /* the caller's own name of this push: pyps_get_ticket tells it again */
+    const struct pyps_ticket
+        *as; /* of a part of a model whose decisions another store takes: what that store's
+                                     ticket of this gradient was given, in place of this store's; NULL: none */
 } pyps_push_args;
 
 typedef struct {
@@ -491,6 +507,9 @@ PYPS_API int pyps_get_costs(pyps_store *store, pyps_rank_cost *out, uint32_t cap
 /* The constants in force: of the last step of each group, [capacity]; zeros where there was none, and for averaged
  * groups. */
 PYPS_API int pyps_get_hyper(pyps_store *store, pyps_hyper *out, uint32_t capacity);
+/* What the push that became a version was given. Kept of the last max_participants * staging_buffers versions;
+ * PYPS_EINVAL: it is older, or to come, or a round of several pushes. */
+PYPS_API int pyps_get_ticket(pyps_store *store, uint64_t version, pyps_ticket *out);
 /* Plans the batch of each of `count` ranks anew; one of 0 lets a rank rest. `plan`: of the status that this was decided
  * on, PYPS_EPLAN if there has been another re-plan since; PYPS_ANY_PLAN. */
 PYPS_API int pyps_replan(pyps_store *store, const uint32_t *batches, uint32_t count, uint64_t plan);

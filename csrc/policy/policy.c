@@ -94,6 +94,7 @@ int pyps_get_policy_needs(uint32_t number, const pyps_policy_params *params, pyp
                                .resizes_batches = p->resizes_batches,
                                .allows_pipeline = !p->waits_for_round || p->overlaps_rounds,
                                .waits_for_rounds = p->waits_for_round,
-                               .starts_at_once = p->starts_at_once};
+                               .starts_at_once = p->starts_at_once,
+                               .collects_pushes = p->stages};
     return PYPS_OK;
 }

@@ -86,6 +86,9 @@ struct event {
     const pyps_turn *turns; /* schedule: [count] */
     double period_seconds;  /* schedule */
     uint64_t sent;          /* push in virtual time: nanoseconds since its turn began */
+    uint64_t tag[2];        /* push */
+    uint32_t given;         /* push: 1: the next three are given, not decided */
+    float scale, share, part;
 };
 
 /* The result of a step. WAIT: nothing changed, ask again after another event. REFUSED: see outcome.code. */
@@ -172,6 +175,7 @@ struct ticket {
     float share;   /* of averaged tensors' way from the store's values to the workers' */
     float part;    /* of an optimizer step, that it takes */
     uint32_t reserved;
+    uint64_t tag[2]; /* push: the event's */
 };
 
 struct source {

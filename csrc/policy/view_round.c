@@ -67,10 +67,11 @@ static float share_of(const struct view *v, uint64_t samples) {
 }
 
 /* Averaged tensors go at most all the way to the values of a ticket. */
-static struct ticket weighed(struct view *v, struct ticket ticket) {
+static struct ticket weighed(struct view *v, const struct event *e, struct ticket ticket) {
     float share = share_of(v, ticket.samples);
     ticket.share = share < 1 ? share : 1;
     ticket.part = v->policy_params.scaling == PYPS_SCALE_NONE ? 1 : share;
+    if (e && e->given) ticket.scale = e->scale, ticket.share = e->share, ticket.part = e->part;
     ticket.before = v->steps;
     v->steps += (double)ticket.part;
     return ticket;
@@ -102,12 +103,14 @@ static void admit(struct view *v, const struct event *e, struct outcome *out) {
     finish_claim(v, e, out->staleness);
     if (!e->samples) return;
     out->ticket = ++v->version;
-    *view_ticket(v, v->version) = weighed(v, (struct ticket){.number = v->version,
-                                                             .slot = e->slot,
-                                                             .staging = (uint16_t)e->staging,
-                                                             .kind = TICKET_PUSH,
-                                                             .samples = e->samples,
-                                                             .scale = out->scale});
+    *view_ticket(v, v->version) = weighed(v, e,
+                                          (struct ticket){.number = v->version,
+                                                          .slot = e->slot,
+                                                          .staging = (uint16_t)e->staging,
+                                                          .kind = TICKET_PUSH,
+                                                          .samples = e->samples,
+                                                          .scale = out->scale,
+                                                          .tag = {e->tag[0], e->tag[1]}});
     m->ticket = m->staging_ticket[e->staging] = v->version;
 }
 
@@ -235,8 +238,9 @@ static void close_round(struct view *v) {
     v->round_ticket = v->round_sources ? ++v->version : 0;
     if (v->round_ticket)
         *view_ticket(v, v->version) = weighed(
-            v, (struct ticket){
-                   .number = v->version, .kind = TICKET_ROUND, .samples = v->round_samples, .scale = 1.0f});
+            v, NULL,
+            (struct ticket){
+                .number = v->version, .kind = TICKET_ROUND, .samples = v->round_samples, .scale = 1.0f});
     for (uint32_t k = 0; k < v->staged; k++) {
         const struct source *from = &view_pending(v)[k];
         struct member *m = view_member(v, from->slot);

@@ -178,6 +178,10 @@ static int check_args(const pyps_store *s, const pyps_push_args *a) {
                     a->staging, s->round_staging);
     if (!isfinite(a->scale))
         return fail(PYPS_EINVAL, "push: scale: found %g; expected a finite number", (double)a->scale);
+    if (a->as &&
+        !(isfinite(a->as->scale) && isfinite(a->as->share) && a->as->part >= 0 && isfinite(a->as->part)))
+        return fail(PYPS_EINVAL, "push: as: found scale %g, share %g, part %g; expected those of a ticket",
+                    (double)a->as->scale, (double)a->as->share, (double)a->as->part);
     if (!a->hyper)
         return fail(PYPS_EINVAL, "push: hyper: found NULL; expected one for each of %u groups",
                     s->geometry.groups);
@@ -271,6 +275,9 @@ static int admit(pyps_store *s, const pyps_push_args *args, uint64_t deadline, s
         e.base_version = args->base_version, e.compute_nanoseconds = compute_nanoseconds,
         e.grad_norm_squared = args->grad_norm_squared, e.cost_nanoseconds = args->cost_nanoseconds;
         e.data_nanoseconds = args->data_nanoseconds;
+        e.tag[0] = args->tag[0], e.tag[1] = args->tag[1];
+        if (args->as)
+            e.given = 1, e.scale = args->as->scale, e.share = args->as->share, e.part = args->as->part;
         int rc = staging_fill(s, args, &e, out);
         FAILPOINT("push.staged");
         if (!rc) rc = admit_staged(s, &e, deadline, outcome, out);

@@ -202,3 +202,24 @@ int pyps_wait(pyps_store *s, uint64_t sequence, double timeout_seconds) {
         if ((rc = store_check_interrupt())) return rc;
     }
 }
+
+int pyps_get_ticket(pyps_store *s, uint64_t version, pyps_ticket *out) {
+    struct view *v;
+    int rc = given(out);
+    if (rc || (rc = copy_view(s, &v))) return rc;
+    const struct ticket *t = view_ticket(v, version);
+    if (!version || version > v->version || t->number != version)
+        rc = fail(PYPS_EINVAL, "ticket: found %llu; expected one of the last %u versions up to %llu",
+                  (unsigned long long)version, v->tickets, (unsigned long long)v->version);
+    else if (t->kind != TICKET_PUSH)
+        rc = fail(PYPS_EINVAL, "ticket: found %llu, a round; expected one push", (unsigned long long)version);
+    else
+        *out = (pyps_ticket){.version = version,
+                             .tag = {t->tag[0], t->tag[1]},
+                             .samples = t->samples,
+                             .scale = t->scale,
+                             .share = t->share,
+                             .part = t->part};
+    free(v);
+    return rc;
+}

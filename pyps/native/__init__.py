@@ -43,6 +43,7 @@ from pyps.native.values import (
     Rounding,
     Status,
     Tensor,
+    Ticket,
     WaitKind,
 )
 
@@ -315,10 +316,19 @@ def _push_args(what: str, store: Pointer, push: PushRequest) -> tuple[Any, Any]:
     if push.ranges is not None:
         ranges, c.range_count = ffi.from_buffer("pyps_range[]", push.ranges), len(push.ranges)
     c.ranges = ranges
+    c.tag = [unsigned(what, "tag", word, 64) for word in push.tag]
+    given = ffi.NULL if push.given is None else _ticket_struct(push.given)
+    setattr(c, "as", given)
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
-    return c, (constants, gradient, base_params, ranges)
+    return c, (constants, gradient, base_params, ranges, given)
+
+
+def _ticket_struct(ticket: Ticket) -> Any:
+    c = ffi.new("pyps_ticket *")
+    c.scale, c.share, c.part = ticket.scale, ticket.share, ticket.part
+    return c
 
 
 def hyper_array(hyper: Sequence[Hyper | None]) -> Any:
@@ -388,6 +398,13 @@ def snapshot(
     c_flat, c_steps = ffi.from_buffer("float[]", flat), ffi.from_buffer("double[]", steps)
     check("snapshot", lib.pyps_snapshot(store, c_flat, states, c_steps, timeout, version))
     return int(version[0])
+
+
+def get_ticket(store: Pointer, version: int) -> Ticket:
+    """What a push of the last versions was given. Raises InvalidArgument for others, and for rounds."""
+    c = ffi.new("pyps_ticket *")
+    check("ticket", lib.pyps_get_ticket(store, unsigned("ticket", "version", version, 64), c))
+    return Ticket(c.version, (c.tag[0], c.tag[1]), c.samples, c.scale, c.share, c.part)
 
 
 def get_status(store: Pointer) -> Status:

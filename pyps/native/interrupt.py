@@ -35,6 +35,12 @@ def end_waits_on(event: threading.Event) -> None:
     _interrupt.ended = event
 
 
+def check_waits() -> None:
+    """For a wait of this thread that is not in the C core: raise WaitInterrupted once the event is set."""
+    if _interrupt.ended is not None and _interrupt.ended.is_set():
+        raise WaitInterrupted("wait", "the session has ended")
+
+
 def reason() -> BaseException | None:
     """What ended this thread's last wait; None: nothing that was raised here. It is forgotten."""
     error, _interrupt.error = _interrupt.error, None

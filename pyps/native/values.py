@@ -197,7 +197,8 @@ class PolicyNeeds:
     `needs_grad_norm`: a push carries these. `resizes_batches`: claims follow measured speed, up to
     set_max_samples. `allows_pipeline`: steps may overlap (start_ahead works). `waits_for_rounds`: one
     step takes the gradients of all workers. `starts_at_once`: no start waits for others, so an exchange
-    serves in place of a push and the pull before the next step.
+    serves in place of a push and the pull before the next step. `collects_pushes`: a version may take the
+    gradients of several pushes.
     """
 
     uses_turns: bool
@@ -208,6 +209,7 @@ class PolicyNeeds:
     allows_pipeline: bool
     waits_for_rounds: bool
     starts_at_once: bool
+    collects_pushes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +371,24 @@ class DataSet:
     tolerance: float = 0.0
 
 
+Tag = tuple[int, int]  # a push's name, given by its sender: two 64-bit numbers
+NO_TAG: Tag = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a push that became `version` was given: its factor, the share that averaged tensors go of the way
+    to its values, and the part of an optimizer step that it takes. tag: of its request.
+    """
+
+    version: int
+    tag: Tag
+    samples: int
+    scale: float
+    share: float
+    part: float
+
+
 @dataclass(frozen=True, slots=True)
 class PushRequest:
     """One push: a gradient, and everything that the store needs to apply it, from the worker to the core.
@@ -383,7 +403,9 @@ class PushRequest:
     its schedule; a round takes the constants of the greatest one. cost_seconds: what the step cost this
     worker, compute and data; 0: compute_seconds. data_seconds: of these, for data. ranges: the parts of the
     flat vector that the gradient is of (pyps.native.ranges), in fp32; `gradient` and `base_params` hold their
-    values one after the other. None: all of it.
+    values one after the other. None: all of it. tag: the sender's name of this push, which its ticket tells.
+    given: of a store that holds a part of a model: the ticket that the store which decides gave this
+    gradient; its scale, share and part are taken.
     """
 
     staging: int
@@ -402,6 +424,8 @@ class PushRequest:
     cost_seconds: float = 0.0
     data_seconds: float = 0.0
     ranges: NDArray[np.uint64] | None = None
+    tag: Tag = NO_TAG
+    given: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ static void null_results(pyps_store *s) {
     REFUSED(pyps_get_members(s, NULL, 8, NULL));
     REFUSED(pyps_get_ranks(s, NULL, 1));
     REFUSED(pyps_get_hyper(s, NULL, 1));
+    REFUSED(pyps_get_ticket(s, 1, NULL));
     REFUSED(pyps_get_policy_params(s, NULL));
     REFUSED(pyps_state_begin(s, 1, NULL));
 }

@@ -20,6 +20,7 @@ NEEDS = {
     "allows_pipeline": set(Policy.known) - {"bsp", "backup"},
     "waits_for_rounds": {"bsp", "backup", "hps"},
     "starts_at_once": {"asp", "dynsgd", "consgd", "dcasgd", "saps"},
+    "collects_pushes": {"bsp", "backup", "hps", "softsync"},
 }
 
 
