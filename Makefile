@@ -74,6 +74,7 @@ bench: .venv/bench
 	$(PY) benchmarks/peers.py --docs
 	$(PY) benchmarks/pulls.py --docs
 	$(PY) benchmarks/remote.py --docs
+	$(PY) benchmarks/shards.py --docs
 	$(PY) benchmarks/solver.py --docs
 	$(PY) benchmarks/ddp.py --docs
 	$(PY) benchmarks/fsdp.py --docs

@@ -40,6 +40,13 @@ def serve_command(
     client_timeout: Annotated[
         float, typer.Option(help="Seconds without a message from a worker before it counts as dead.")
     ] = 10.0,
+    home: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address of the first of several servers of a model: this one holds a further shard.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the address, as JSON.")] = False,
 ) -> None:
     """Serve STORE until interrupted. Workers join it with pyps.join(ADDRESS, rank=...)."""
@@ -55,6 +62,7 @@ def serve_command(
         insecure=insecure,
         client_timeout_seconds=client_timeout,
         sessions_per_client=sessions_per_client,
+        home=home,
     ) as server:
         if insecure and bind is not None:
             near = is_loopback(endpoint_parts(bind)[0])

@@ -4,6 +4,8 @@ ipc:///dev/shm/sockets-1000/model             a unix socket, for processes of th
 tcp://10.0.0.1:5555/model?keys=client.key     encrypted with this key file (default: PYPS_KEYS)
 tcp://127.0.0.1:5555/model?pull=int8          parameters come back in 8 bits
 tcp://10.0.0.1:5555/model?insecure=1          in the clear, on a network that one trusts
+tcp://10.0.0.1:5555,10.0.0.2:5555/model       over several servers, a shard each; the first one decides.
+                                              ?keys= then has one file for all, or one each, with commas
 """
 
 from __future__ import annotations
@@ -86,6 +88,33 @@ class Address:
         if self.path:
             return self.endpoint
         return f"{self.endpoint}/{self.store}" + "?insecure=1" * self.insecure
+
+
+def is_sharded(text: str) -> bool:
+    """Whether an address names several servers."""
+    return text.startswith(SCHEME) and "," in text.removeprefix(SCHEME).partition("/")[0]
+
+
+def parse_servers(text: str) -> tuple[Address, ...]:
+    """Read an address of one server or of several: one Address each. Raises InputError as parse_address."""
+    if not is_sharded(text):
+        return (parse_address(text),)
+    hosts, slash, rest = text.removeprefix(SCHEME).partition("/")
+    path, _, query = rest.partition("?")
+    servers, options = hosts.split(","), [item for item in query.split("&") if item]
+    keys = [item for item in options if item.startswith("keys=")]
+    given = keys[0].removeprefix("keys=") if keys else os.environ.get("PYPS_KEYS", "")
+    files = given.split(",") if given else []
+    if len(files) not in (0, 1, len(servers)) or len(set(servers)) < len(servers):
+        expected = f"different servers, and one key file for all or one for each of the {len(servers)}"
+        raise InputError("address", "", repr(text), expected)
+    others = [item for item in options if item not in keys]
+    found = []
+    for k, server in enumerate(servers):
+        own = [f"keys={files[k if len(files) > 1 else 0]}"] if files else []
+        tail = "&".join(own + others)
+        found.append(parse_address(f"{SCHEME}{server}{slash}{path}" + f"?{tail}" * bool(tail)))
+    return tuple(found)
 
 
 def parse_address(text: str) -> Address:

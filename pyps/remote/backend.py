@@ -46,11 +46,12 @@ from pyps.native.values import (
     Status,
     Tensor,
 )
-from pyps.remote.address import Address, parse_address
-from pyps.remote.client import Client
+from pyps.remote.address import Address, parse_servers
+from pyps.remote.client import Client, Traffic
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
 from pyps.remote.parts import extents, packed, show
+from pyps.remote.shards import run_and_servers
 from pyps.remote.wire import (
     MAX_CALL_SECONDS,
     PROTOCOL,
@@ -77,7 +78,7 @@ class RemoteBackend:
 
     def __init__(self, address: str, config: Config | None = None, state: StoreState | None = None) -> None:
         """config, state: of a store to create there; None: to open the one that is there."""
-        self.address: Address = parse_address(address)
+        self.address: Address = parse_servers(address)[0]
         self.client = Client(self.address)
         try:
             self._opened = self._open() if config is None else self._create(config, state)
@@ -96,7 +97,15 @@ class RemoteBackend:
 
     def _open(self) -> OpenReply:
         reply: OpenReply = self.client.call("hello", PROTOCOL, self.address.store)[0]
+        if (marked := run_and_servers(reply.tensors)) is not None:
+            expected = f"the addresses of its {marked[1]} servers, as tcp://host:port,host:port/name"
+            raise InvalidArgument("open", f"address: found {self.address}; expected {expected}")
         return reply
+
+    @property
+    def traffic(self) -> Traffic:
+        """What went over the link so far."""
+        return self.client.traffic
 
     def _create(self, config: Config, state: StoreState | None) -> OpenReply:
         options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "initial"}

@@ -138,6 +138,10 @@ class Client:
         """Set the server's identity and client timeout; the interval of pings follows from it."""
         self._heartbeat.follow(server, client_timeout_seconds)
 
+    def give_up(self, why: str) -> None:
+        """End every wait, in any thread, with LinkLost. Close it then."""
+        self._heartbeat.give_up(why)
+
     def close(self) -> None:
         """End the session; the server's thread for it leaves the store. Idempotent."""
         if self._context.closed:
@@ -299,6 +303,10 @@ class Heartbeat(threading.Thread):
             what = "nothing more" if self._server else "nothing"
             self._trouble = f"{what} was heard of a server there for {seconds:.1f} s"
         return self._trouble
+
+    def give_up(self, why: str) -> None:
+        """Take the link for lost."""
+        self._trouble = self._trouble or why
 
     def follow(self, server: bytes, client_timeout_seconds: float) -> None:
         """Ping as often as the server's client timeout asks for."""

@@ -15,9 +15,9 @@ import zmq
 from pyps.errors import Busy, InvalidArgument, LinkLost
 from pyps.remote.connections import Connection
 from pyps.remote.framing import FRAME_BYTES
-from pyps.remote.handlers import Site
 from pyps.remote.outbox import Outbox
 from pyps.remote.session import SessionThread
+from pyps.remote.site import Site
 from pyps.remote.wire import MAX_IN_FLIGHT, MAX_REQUEST_BYTES, WITH_NUMBERS, Call
 
 MAX_SESSIONS = 256
@@ -195,7 +195,11 @@ class Clients:
             raise InvalidArgument("session", f"seq: found {call.seq}; expected {record.due}")
         if call.follow and call.verb not in WITH_NUMBERS:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected none")
-        most = self._memory_bytes + MAX_REQUEST_BYTES if call.verb == "create" else self.largest_gradient
+        most = (
+            self._memory_bytes + MAX_REQUEST_BYTES
+            if call.verb.startswith("create")
+            else self.largest_gradient
+        )
         if call.follow > most:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected {most}")
         self._check_memory(record.peer, call.follow)

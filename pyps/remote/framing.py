@@ -17,6 +17,7 @@ from pyps.errors import InvalidArgument
 FRAME_BYTES = 1 << 18
 
 Frames = Sequence[Any]  # buffers: what came after a header
+Reply = tuple[Any, tuple[NDArray[Any], ...]]  # a value, and what follows the header
 
 
 class ReplyBuffers:

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import (
@@ -54,8 +53,10 @@ from pyps.native.values import (
     Tensor,
 )
 from pyps.remote.creation import created_arrays
-from pyps.remote.framing import Frames, ReplyBuffers, check_size, from_frames
+from pyps.remote.framing import Frames, Reply, ReplyBuffers, check_size, from_frames
 from pyps.remote.parts import packed, sent_ranges
+from pyps.remote.shard_handlers import VERBS_OF_SHARDS, WITHOUT_HEAD, ShardCalls
+from pyps.remote.site import Site
 from pyps.remote.wire import (
     PROTOCOL,
     VERBS,
@@ -67,21 +68,8 @@ from pyps.remote.wire import (
 )
 from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
 
-Numbers = NDArray[Any]
-Reply = tuple[Any, tuple[Numbers, ...]]  # a value, and what follows the header
 KEPT_VERSIONS = MAX_DEPTH + 1  # pulled ones, at most: a pipeline computes on earlier ones
-WITHOUT_STORE = ("hello", "create", "rejoin", "leave")
-
-
-@dataclass(frozen=True)
-class Site:
-    """What every session of a server knows of it."""
-
-    store: str
-    server: bytes
-    client_timeout_seconds: float
-    created: Callable[[], None]  # called once the store has been made through the link
-    opened: Callable[[Layout], None]  # called by every session that opens or makes the store
+WITHOUT_STORE = ("hello", "create", "rejoin", "leave", *WITHOUT_HEAD)
 
 
 @dataclass(frozen=True)
@@ -109,6 +97,7 @@ class Handlers:
         self._failed: PypsError | None = None  # a transfer, and with it all later ones
         self._in_round = False  # its push timed out while the round was open
         self._pulled: dict[int, Flat] = {}  # by version, the last ones at the end
+        self._shards = ShardCalls(site, lambda: self._store)
 
     def do(self, verb: str, arguments: msgspec.Raw, numbers: Frames) -> Reply:
         """One call. Raises StoreError as pyps.native does, or msgspec's errors for wrong arguments."""
@@ -119,7 +108,7 @@ class Handlers:
             raise self.late(verb)
         if verb not in WITHOUT_STORE and self._pointer is None:
             self._return()
-        handler: Callable[..., Reply] = getattr(self, verb)
+        handler: Callable[..., Reply] = getattr(self._shards if verb in VERBS_OF_SHARDS else self, verb)
         return handler(*values, numbers) if verb in WITH_NUMBERS else handler(*values)
 
     def late(self, verb: str) -> StoreError:
@@ -131,6 +120,7 @@ class Handlers:
 
     def close(self) -> None:
         """Leave the store; the place is remembered. Idempotent."""
+        self._shards.head.forget()
         pointer, self._pointer = self._pointer, None
         self._staging, self._in_round = None, False
         if pointer is not None:
@@ -177,6 +167,7 @@ class Handlers:
         self._pointer = create(name, Config(initial=initial, **options), state)
         self.place = Place()
         self._site.created()
+        self._site.shards.open_log()
         return self._opened()
 
     def _opened(self) -> Reply:
@@ -202,6 +193,7 @@ class Handlers:
         return got, ()
 
     def leave(self) -> Reply:
+        self._shards.head.forget()
         if self._pointer is not None:
             native.leave(self._pointer)
         self.place, self._late, self._staging = Place(), False, None
@@ -219,6 +211,7 @@ class Handlers:
                 raise
             self._pointer, self._late = pointer, False
         self._staging, self._in_round, self._failed = None, False, None
+        self._shards.head.forget()
         return None, ()
 
     def reap(self) -> Reply:
@@ -226,6 +219,7 @@ class Handlers:
 
     def start(self, timeout: float) -> Reply:
         self._failed = None
+        self._shards.head.start()
         claim: Claim = native.start(self._store, timeout)
         return claim, ()
 
@@ -390,6 +384,7 @@ class Handlers:
         advice = native.should_continue(self._store, done, following)
         if advice is Advice.ABORT:  # the store has taken its staging buffers back
             self._staging, self._in_round = None, False
+            self._shards.head.abandon()
         return advice, ()
 
     def set_max_samples(self, most: int) -> Reply:

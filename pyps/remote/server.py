@@ -38,11 +38,12 @@ from pyps.remote.clients import (
 )
 from pyps.remote.connections import Connection, Connections
 from pyps.remote.framing import FRAME_BYTES
-from pyps.remote.handlers import Site
 from pyps.remote.keys import KeyFolder
 from pyps.remote.local import SocketFolder
 from pyps.remote.outbox import Outbox
 from pyps.remote.session import SessionReply
+from pyps.remote.shard_host import ShardHost
+from pyps.remote.site import Site
 from pyps.remote.wire import (
     MAX_HEADER_BYTES,
     Bye,
@@ -87,7 +88,8 @@ class Server:
     or with keys any port of the loopback. keys: the folder of the server's keys (pyps.remote.keys), made if
     missing; what `pyps keys` changes there counts at once. insecure: listen on TCP without keys.
     client_timeout_seconds: a client not heard of for so long is dead. sessions_per_client: that one key, or
-    without keys one host or process, may have.
+    without keys one host or process, may have. home: the address of the first of several servers of a model,
+    of which this is another; None: this is the first, or the only one.
 
     Raises InputError for a wrong or taken address, wrong keys, or TCP without keys unless `insecure`.
     """
@@ -101,6 +103,7 @@ class Server:
         insecure: bool = False,
         client_timeout_seconds: float = CLIENT_TIMEOUT_SECONDS,
         sessions_per_client: int = SESSIONS_PER_PEER,
+        home: str | None = None,
     ) -> None:
         check_byte_order()
         disable_malloc_trim()  # the frames of one gradient are the next one's memory
@@ -108,8 +111,14 @@ class Server:
         _check_options(bind, keys, insecure, client_timeout_seconds, sessions_per_client)
         self.counters = Counters()
         self.store = store
+        self._shards = ShardHost(store, home, self._note_opened)
         self._site = Site(
-            store, secrets.token_bytes(8), client_timeout_seconds, self._note_created, self._note_opened
+            store,
+            secrets.token_bytes(8),
+            client_timeout_seconds,
+            self._note_created,
+            self._note_opened,
+            self._shards,
         )
         self._created = self._closed = self._stopping = False
         self._outbox = Outbox()
@@ -125,6 +134,7 @@ class Server:
             self._end()
             raise
         self._ended = threading.Event()
+        self._go_on()
         self._thread = threading.Thread(target=self._serve, name="pyps-server", daemon=True)
         self._thread.start()
 
@@ -169,6 +179,7 @@ class Server:
             thread.end()
         for thread in self._clients.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._shards.close(self._created and in_order)
         if self._created and in_order:
             with contextlib.suppress(SegmentNotFound):
                 native.unlink(self.store, force=True)
@@ -212,11 +223,23 @@ class Server:
             self._keys.save()  # new ones, only now that they are of use
         return router
 
+    def _go_on(self) -> None:
+        """With the shard that an earlier server has left. Raises StoreError."""
+        try:
+            self._shards.open_existing()
+        except BaseException:
+            self._shards.close(remove=False)
+            self._connections.close()
+            self._router.close(linger=0)
+            self._end()
+            raise
+
     def _note_created(self) -> None:
         self._created = True
 
     def _note_opened(self, layout: Layout) -> None:
-        self._clients.largest_gradient = 5 * layout.flat_elements  # with its ranges, which the core bounds
+        size = 5 * layout.flat_elements  # with its ranges, which the core bounds
+        self._clients.largest_gradient = max(self._clients.largest_gradient, size)
 
     def _serve(self) -> None:
         try:

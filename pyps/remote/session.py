@@ -18,8 +18,9 @@ from pyps.errors import InvalidArgument, PypsError, StoreError, WaitInterrupted
 from pyps.native import interrupt
 from pyps.profiler.host_memory import trim_malloc
 from pyps.remote.framing import Frames, to_frames
-from pyps.remote.handlers import Handlers, Place, Site
+from pyps.remote.handlers import Handlers, Place
 from pyps.remote.outbox import Outbox
+from pyps.remote.site import Site
 from pyps.remote.wire import MAX_MESSAGE_CHARACTERS, Answer, Call, Failure, encode, encode_raw, failure
 
 

@@ -12,12 +12,18 @@ from pyps import native
 from pyps.errors import InvalidArgument, StoreError
 from pyps.native.state import StoreState
 from pyps.native.values import Config, Flat
+from pyps.remote.address import is_sharded
 from pyps.remote.backend import RemoteBackend
 from pyps.remote.client import Traffic
+from pyps.remote.sharded import ShardedBackend
 from pyps.store.store import Store
 from pyps.store.transfer import Finish, TransferRequest
 
 T = TypeVar("T")
+
+
+def _backend(name: str) -> type[RemoteBackend]:
+    return ShardedBackend if is_sharded(name) else RemoteBackend
 
 
 class RemoteStore(Store):
@@ -29,16 +35,16 @@ class RemoteStore(Store):
 
     @classmethod
     def open(cls, name: str) -> Self:
-        return cls(name, native.Pointer(RemoteBackend(name)), unlinks=False)
+        return cls(name, native.Pointer(_backend(name)(name)), unlinks=False)
 
     @classmethod
     def _make(cls, name: str, config: Config, state: StoreState | None, *, keep: bool) -> Self:
-        return cls(name, native.Pointer(RemoteBackend(name, config, state)), unlinks=False)
+        return cls(name, native.Pointer(_backend(name)(name, config, state)), unlinks=False)
 
     @property
     def traffic(self) -> Traffic:
         """What went over the link so far."""
-        return self._calls.client.traffic
+        return self._calls.traffic
 
     def begin_transfer(self, request: TransferRequest) -> Finish:
         """Send a step's transfer; what is returned waits for its reply (pyps.store.transfer). One thread may

@@ -24,6 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -52,7 +53,9 @@ from pyps.native.values import (
     RankCounters,
     Role,
     Status,
+    Tag,
     Tensor,
+    Ticket,
 )
 
 PROTOCOL = 4
@@ -197,6 +200,54 @@ class TransferReply(msgspec.Struct, frozen=True):
     push_seconds: float
 
 
+class LogKind(IntEnum):
+    """Of an entry of the log by which the first of several servers tells the others what it has decided.
+
+    APPLY: a push is the next version. DROP: a push that was sent is none. END: a client has no more pushes.
+    PIN, PIN_ALL: keep a copy of the parameters, or of all state, for a client to fetch.
+    """
+
+    APPLY = 0
+    DROP = 1
+    END = 2
+    PIN = 3
+    PIN_ALL = 4
+
+
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
+    """tag: of the push or the pin; its first number is the client's."""
+
+    kind: LogKind
+    tag: Tag
+    ticket: Ticket | None = None
+
+
+class Following(msgspec.Struct, frozen=True, array_like=True):
+    """Where a shard reads the log: from `index` on. When it has come to `end`, pushes of all other clients
+    than `live` that it still holds are not needed.
+    """
+
+    index: int
+    end: int
+    live: list[int]
+
+
+class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the first of several servers decides at once: a push whose parts every server has been sent, the
+    claims of later steps, and the version to pull.
+
+    seq: the client's number of it. pin: PIN or PIN_ALL; None: nothing is pulled. rejectable: a rejected push
+    is no error. max_samples, claims: as in TransferHeader.
+    """
+
+    seq: Position
+    push: PushHeader | None = None
+    pin: LogKind | None = None
+    rejectable: bool = False
+    claims: Annotated[int, Meta(ge=0, le=MAX_IN_FLIGHT)] = 0
+    max_samples: Count | None = None
+
+
 class Verb:
     """The types of a call's arguments and of its value."""
 
@@ -236,10 +287,34 @@ VERBS: Mapping[str, Verb] = {
     "replan": Verb(tuple[tuple[Count, ...], Position | None], None),
     "set_schedule": Verb(tuple[TurnSchedule], None),
     "wait": Verb(tuple[Position, CallSeconds], None),
+    # of a model over several servers, to the first one
+    "enter": Verb(tuple[()], int),
+    "commit": Verb(tuple[CommitHeader], TransferReply),
+    "drop": Verb(tuple[Position], None),
+    "pin_state": Verb(tuple[Position, CallSeconds], StateHeader),
+    "follow": Verb(tuple[Position, Position], Following),
+    "entries": Verb(tuple[Position, CallSeconds], list[LogEntry]),
+    "remove_head": Verb(tuple[int, str, Position], None),
+    # to each of them
+    "offer_shard": Verb(tuple[int, str, Count], None),
+    "create_shard": Verb(tuple[int, str, Count, RequestBytes], OpenReply),
+    "open_shard": Verb(tuple[int, str, Position, Count], OpenReply),
+    "stage": Verb(tuple[Tag, PushHeader], None),
+    "pull_pinned": Verb(tuple[Tag, Codec, CallSeconds], None),
+    "read_pinned": Verb(tuple[Tag, Count, CallSeconds], None),
 }
 
 # calls that numbers follow
-WITH_NUMBERS = ("push", "exchange", "transfer", "create", "pull_ranges", "read_ranges")
+WITH_NUMBERS = (
+    "push",
+    "exchange",
+    "transfer",
+    "create",
+    "pull_ranges",
+    "read_ranges",
+    "create_shard",
+    "stage",
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Call | Ping | Bye)

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from pyps.errors import NotReady, SegmentNotFound, StoreError
 from pyps.formats import write_json
 from pyps.formats.events import EVENTS, EventLog
 from pyps.formats.records import read_run
 from pyps.metrics import Sink, open_sink
+from pyps.remote import open_store
+from pyps.remote.address import is_address
 from pyps.report.report import REPORT, Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
 from pyps.report.watch import OnProgress, Watch
@@ -69,12 +72,28 @@ def run_prepared(
         folder = str(spec.run_dir / "tensorboard")
         own = [stack.enter_context(open_sink(text, folder)) for text in options.metrics]
         log = stack.enter_context(EventLog(spec.run_dir / EVENTS))
-        write_setup(spec)
+        undone = write_setup(spec) - spec.resumed.version
+        if undone > 0 and on_notice is not None and spec.resumed.path is not None and _begins_anew(spec):
+            again = f"{undone:,} versions after it are undone, and their samples trained again"
+            on_notice(f"goes on from the checkpoint of version {spec.resumed.version:,}: {again}")
         if options.resume is not None:
             log.write("resumed", version=spec.resumed_version, detail=str(spec.resumed.path or ""))
         watch = Watch(spec.setup, spec.run_dir, log.events, on_progress, [*own, *sinks])
         stack.callback(watch.finish)
         return _launch(Launcher(spec, log, on_line, watch.tick, on_notice, start))
+
+
+def _begins_anew(spec: RunSpec) -> bool:
+    """Whether the run makes its store from the checkpoint: elsewhere it may live on."""
+    if not is_address(spec.store):
+        return True
+    try:
+        open_store(spec.store).close()
+    except (SegmentNotFound, NotReady):
+        return True
+    except StoreError:
+        pass  # the workers will say what it is
+    return False
 
 
 def _launch(launcher: Launcher) -> Report:

@@ -86,21 +86,25 @@ def run_of(resume: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def continue_folder(run_dir: Path, version: int | None, events: Path) -> None:
-    """Make a run's folder ready to go on from a version; whatever stops this, it can be done again.
+def continue_folder(run_dir: Path, version: int | None, events: Path) -> int:
+    """Make a run's folder ready to go on from a version; whatever stops this, it can be done again. The last
+    version that its records knew.
 
     version: None: what the store has; then the workers drop what is undone. events: the event log. Raises
     InputError for a damaged file, Busy if workers of the run do not end.
     """
     _remove_segment(read_setup(run_dir).store)
     before = read_events(events) if events.exists() else []
-    shift = _shift(before)
+    shift, last = _shift(before), 0
     for path in run_dir.glob("worker-*.jsonl"):
-        records = [r for r in read_records(path) if version is None or r.version <= version]
-        write_lines(path, (_moved(record, shift) for record in records))
+        records = list(read_records(path))
+        last = max([last, *(record.version for record in records)])
+        kept = (record for record in records if version is None or record.version <= version)
+        write_lines(path, [_moved(record, shift) for record in kept])
     if shift:
         moved = [msgspec.structs.replace(e, monotonic_seconds=e.monotonic_seconds + shift) for e in before]
         write_lines(events, moved)
+    return last
 
 
 def _remove_segment(store: str) -> None:

@@ -22,7 +22,7 @@ from pyps.formats.mode import FROM_PLAN
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
 from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec, CostModel
-from pyps.remote.address import is_address, parse_address
+from pyps.remote.address import is_address, parse_servers
 from pyps.run.interval import interval_of
 from pyps.run.ranks import (
     RankSpec,
@@ -278,12 +278,16 @@ def _folder(script: StrPath, resume: StrPath | None) -> str:
     return os.getcwd()
 
 
-def write_setup(spec: RunSpec) -> None:
-    """Make the run's folder ready: what earlier parts of the run left, plan.json and run.json."""
+def write_setup(spec: RunSpec) -> int:
+    """Make the run's folder ready: what earlier parts of the run left, plan.json and run.json. The last
+    version that the records of a run that goes on knew.
+    """
+    last = 0
     if spec.resumed.run_dir is not None:
-        continue_folder(spec.run_dir, spec.resumed_version, spec.run_dir / EVENTS)
+        last = continue_folder(spec.run_dir, spec.resumed_version, spec.run_dir / EVENTS)
     write_json(spec.plan_path, spec.plan)
     write_json(spec.run_dir / SETUP_FILE, spec.setup)
+    return last
 
 
 def options_to_json(options: RunOptions) -> dict[str, Any]:
@@ -330,7 +334,7 @@ def _store_name(connect: str | None) -> str:
     """The address, if it is one, or a name for a segment of this run alone."""
     if connect is None:
         return f"run-{os.getpid()}-{secrets.token_hex(6)}"
-    parse_address(connect)
+    parse_servers(connect)
     return connect
 
 

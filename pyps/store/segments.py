@@ -10,6 +10,7 @@ from pyps import native
 from pyps.errors import Busy, InputError, SegmentNotFound, StoreError
 
 PREFIX = "pyps-"
+STAGED = ".staged-"  # in the names of files with gradients, after that of their segment
 DEFAULT_FOLDER = "/dev/shm"
 
 
@@ -44,9 +45,20 @@ def segment_path(name: str) -> Path:
     return folder() / f"{PREFIX}{name}"
 
 
+def staged_path(name: str, number: int) -> Path:
+    """A file with a gradient that was sent to this segment, one of several (pyps.remote.staged)."""
+    return folder() / f"{PREFIX}{name}{STAGED}{number}"
+
+
+def staged_paths(name: str) -> list[Path]:
+    """Those that there are."""
+    return sorted(folder().glob(f"{PREFIX}{name}{STAGED}*"))
+
+
 def segments() -> list[Segment]:
     """All segments, by name."""
-    found = (inspect(path) for path in sorted(folder().glob(PREFIX + "*")))
+    files = (path for path in sorted(folder().glob(PREFIX + "*")) if STAGED not in path.name)
+    found = (inspect(path) for path in files)
     return [segment for segment in found if segment is not None]
 
 
@@ -81,6 +93,8 @@ def collect_garbage() -> tuple[list[Segment], list[Segment]]:
         try:
             native.unlink(segment.name)
             removed.append(segment)
+            for path in staged_paths(segment.name):
+                path.unlink(missing_ok=True)
         except SegmentNotFound:
             pass  # another process removed it
         except StoreError:

@@ -1,0 +1,245 @@
+"""Handlers of the calls that only a model over several servers has (pyps.remote.shards).
+
+To the first server, which decides: enter, commit, drop, pin_state; the other servers follow its log. To each
+server: its part of a gradient, before the push is committed; its part of a version that was pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import fields
+
+import numpy as np
+
+from pyps import native
+from pyps.errors import Fenced, InvalidArgument, NotReady, PushRejected, PypsError, SegmentNotFound
+from pyps.native.state import StateHeader, read_state
+from pyps.native.values import Claim, Codec, Config, Encoding, Layout, PushRequest, PushResult, Tag
+from pyps.remote.creation import created_arrays
+from pyps.remote.decisions import DecisionLog
+from pyps.remote.framing import Frames, Reply
+from pyps.remote.shard_host import ShardHost
+from pyps.remote.site import Site
+from pyps.remote.wire import PROTOCOL, CommitHeader, LogKind, OpenReply, PushHeader, TransferReply
+from pyps.store.codec import encode
+
+MAX_ENTRIES_SECONDS = 1.0
+WITHOUT_HEAD = (  # on a session that has not opened the head
+    "follow",
+    "entries",
+    "remove_head",
+    "offer_shard",
+    "create_shard",
+    "open_shard",
+    "stage",
+    "pull_pinned",
+    "read_pinned",
+)
+VERBS_OF_SHARDS = ("enter", "commit", "drop", "pin_state", *WITHOUT_HEAD)
+
+
+class HeadSession:
+    """A client's calls to the head, on its session's handle of the head's store. Not thread-safe."""
+
+    def __init__(self, host: ShardHost) -> None:
+        self._host = host
+        self._client: int | None = None
+        self._log: DecisionLog | None = None  # that the client has entered
+        self._staging: int | None = None  # handed out and not pushed
+        self._failed: PypsError | None = None  # a commit of a transfer, and with it all later ones
+
+    def forget(self) -> None:
+        """The session leaves the store, or begins anew: what it staged will not be pushed."""
+        client, self._client = self._client, None
+        self._staging = self._failed = None
+        if client is not None and self._log is not None:
+            self._log.end(client)
+
+    def enter(self) -> int:
+        self.forget()
+        self._log = self._host.log
+        self._client = self._log.enter()
+        return self._client
+
+    def start(self) -> None:
+        """The worker starts afresh after a failure."""
+        self._failed = None
+
+    def abandon(self) -> None:
+        """The store has taken its staging buffers back."""
+        self._staging = None
+
+    def _entered(self, seq: int) -> tuple[DecisionLog, Tag]:
+        if self._client is None or self._log is None:
+            raise InvalidArgument(
+                "call", "found a client that has not entered; expected `enter` after `join`"
+            )
+        return self._log, (self._client, seq)
+
+    def drop(self, seq: int) -> None:
+        log, tag = self._entered(seq)
+        log.settle(tag)
+
+    def commit(self, store: native.Pointer, header: CommitHeader) -> TransferReply:
+        """Push, claim ahead and pin, as far as the header says. Raises as Store.push."""
+        log, tag = self._entered(header.seq)
+        try:
+            if self._failed is not None:
+                raise self._failed
+            return self._committed(store, header, log, tag)
+        except PypsError as error:
+            if header.rejectable:
+                self._failed = error
+            raise
+        finally:
+            if header.push is not None and header.push.samples:
+                log.settle(tag)
+
+    def _committed(
+        self, store: native.Pointer, header: CommitHeader, log: DecisionLog, tag: Tag
+    ) -> TransferReply:
+        began, result, layout = time.monotonic(), None, native.get_layout(store)
+        if header.max_samples is not None:
+            native.set_max_samples(store, header.max_samples)
+        if header.push is not None:
+            with contextlib.suppress(*((PushRejected,) if header.rejectable else ())):
+                result = self._pushed(store, layout, header.push, tag)
+        pushed = time.monotonic() - began
+        claims: list[Claim] = []
+        version: int | None = None
+        try:
+            while len(claims) < header.claims and (claim := native.start_ahead(store)).count:
+                claims.append(claim)
+            if header.pin is not None:
+                small = np.empty(layout.flat_elements, np.float32)
+                version = log.pin(tag, header.pin, lambda: native.pull(store, small))
+        except Fenced as error:
+            if result is None:
+                raise
+            self._failed, version = error, None
+        return TransferReply(result, tuple(claims), version, pushed)
+
+    def _pushed(self, store: native.Pointer, layout: Layout, header: PushHeader, tag: Tag) -> PushResult:
+        """Push zeros to the head: its decision is that of the whole."""
+        if len(header.hyper) != layout.groups:
+            found = f"hyper: found {len(header.hyper)}; expected {layout.groups}, one for each group"
+            raise InvalidArgument("push", found)
+        if self._staging is None:
+            self._staging = native.stage(store, native.timeout_seconds(header.timeout))
+        values = {name: getattr(header, name) for name in header.__struct_fields__}
+        values |= {"encoding": Encoding(Codec.F32), "ranges": None, "tag": tag}
+        try:
+            result = native.push(store, PushRequest(self._staging, **values))
+        except (Fenced, PushRejected):
+            self._staging = None
+            raise
+        self._staging = None
+        return result
+
+    def pin_state(self, store: native.Pointer, seq: int, timeout: float) -> StateHeader:
+        """Pin all of one version, and what the head's state is at that version."""
+        layout = native.get_layout(store)
+        tensors = [native.get_tensor(store, k) for k in range(layout.tensors)]
+        found: list[StateHeader] = []
+
+        def read() -> int:
+            found.append(read_state(store, layout, tensors, timeout).header)
+            return found[-1].version
+
+        log, tag = self._entered(seq)
+        log.pin(tag, LogKind.PIN_ALL, read)
+        return found[-1]
+
+
+class ShardCalls:
+    """The calls by their names on the link, of one session. store: gives its handle of the head's store."""
+
+    def __init__(self, site: Site, store: Callable[[], native.Pointer]) -> None:
+        self.head = HeadSession(site.shards)
+        self._site, self._store = site, store
+
+    def enter(self) -> Reply:
+        return self.head.enter(), ()
+
+    def commit(self, header: CommitHeader) -> Reply:
+        return self.head.commit(self._store(), header), ()
+
+    def drop(self, seq: int) -> Reply:
+        self.head.drop(seq)
+        return None, ()
+
+    def pin_state(self, seq: int, timeout: float) -> Reply:
+        return self.head.pin_state(self._store(), seq, timeout), ()
+
+    def follow(self, run: int, version: int) -> Reply:
+        return self._site.shards.log.follow(run, version), ()
+
+    def entries(self, index: int, timeout: float) -> Reply:
+        return self._site.shards.log.entries(index, min(timeout, MAX_ENTRIES_SECONDS)), ()
+
+    def remove_head(self, protocol: int, name: str, run: int) -> Reply:
+        """For a run that goes on from a checkpoint, since a shard of this one is lost."""
+        self._check_caller(protocol, name)
+        self._site.shards.remove_head(run)
+        return None, ()
+
+    def offer_shard(self, protocol: int, name: str, index: int) -> Reply:
+        """Raises what `create_shard` would, as far as it is known before."""
+        self._check_caller(protocol, name)
+        self._site.shards.check_place(index)
+        return None, ()
+
+    def create_shard(
+        self, protocol: int, name: str, index: int, request_bytes: int, numbers: Frames
+    ) -> Reply:
+        self._check_caller(protocol, name)
+        request, initial, state = created_arrays(request_bytes, numbers)
+        options = {f.name: getattr(request, f.name) for f in fields(Config) if f.name != "initial"}
+        self._site.shards.create(index, Config(initial=initial, **options), state)
+        self._site.created()
+        return self._opened()
+
+    def open_shard(self, protocol: int, name: str, run: int, index: int) -> Reply:
+        """Raises NotReady while there is no shard of this run, as while it is being made."""
+        self._check_caller(protocol, name)
+        try:
+            shard = self._site.shards.shard
+        except SegmentNotFound as error:
+            raise NotReady("open", error.message) from None
+        if shard.run != run:
+            raise NotReady("open", f"store {name!r}: found a shard of another run at this server")
+        if f".shard-{index}-of-" not in shard.name:
+            found = f"found {shard.name!r} at address {index + 1}"
+            raise InvalidArgument("open", f"{found}; expected the addresses in the order of the shards")
+        return self._opened()
+
+    def stage(self, tag: Tag, header: PushHeader, numbers: Frames) -> Reply:
+        self._site.shards.shard.stage(tag, header, numbers)
+        return None, ()
+
+    def pull_pinned(self, tag: Tag, codec: Codec, timeout: float) -> Reply:
+        shard = self._site.shards.shard
+        flat = shard.pinned(tag, timeout).flat
+        if codec is Codec.F32:
+            return None, (flat,)
+        trained = shard.layout.trained_elements
+        codes, _ = encode(flat[:trained], codec)
+        return None, (codes, flat[trained:])
+
+    def read_pinned(self, tag: Tag, states: int, timeout: float) -> Reply:
+        kept = self._site.shards.shard.pinned(tag, timeout)
+        if kept.steps is None or states not in (0, len(kept.states)):
+            raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {len(kept.states)}")
+        return None, (kept.flat, *kept.states[:states], kept.steps)
+
+    def _check_caller(self, protocol: int, name: str) -> None:
+        if protocol != PROTOCOL:
+            raise InvalidArgument("open", f"protocol: found {protocol}; expected {PROTOCOL}")
+        if name != self._site.store:
+            raise SegmentNotFound("open", f"store: found {name[:80]!r}; this server's is another")
+
+    def _opened(self) -> Reply:
+        shard, site = self._site.shards.shard, self._site
+        return OpenReply(site.server, site.client_timeout_seconds, shard.layout, shard.tensors), ()

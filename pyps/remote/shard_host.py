@@ -1,0 +1,222 @@
+"""What one server has of a model over several: its shard, and if it is the first one the log of decisions."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pyps import native
+from pyps.errors import InvalidArgument, LinkLost, SegmentNotFound, StoreClosed, StoreError, TimedOut
+from pyps.native.state import StoreState
+from pyps.native.values import Config, Layout
+from pyps.remote.address import parse_address
+from pyps.remote.client import Client
+from pyps.remote.decisions import DecisionLog, Decisions
+from pyps.remote.shard_store import ShardStore, create_shard
+from pyps.remote.shards import run_and_servers
+from pyps.remote.wire import PROTOCOL, Following, LogEntry
+from pyps.store.segments import PREFIX, STAGED, folder
+
+SHARD = re.compile(r"(?P<store>.*)\.shard-(?P<index>\d+)-of-(?P<count>\d+)")
+
+
+def shard_name(store: str, index: int, count: int) -> str:
+    """The segment of a shard."""
+    return f"{store}.shard-{index}-of-{count}"
+
+
+class ShardHost:
+    """For a server of this store. home: the first server's address; None: this is the first.
+
+    opened: called with the layout of a shard that is here. Thread-safe.
+    """
+
+    def __init__(self, store: str, home: str | None, opened: Callable[[Layout], None]) -> None:
+        self._store, self._home, self._opened = store, home, opened
+        if home is not None:
+            parse_address(home)
+        self._lock = threading.Lock()
+        self._log: DecisionLog | None = None
+        self._shard: ShardStore | None = None
+        self._closed = False
+
+    def open_existing(self) -> None:
+        """Go on with what an earlier server has left here. Raises StoreError."""
+        if self._home is None:
+            self.open_log()
+        for path in sorted(folder().glob(f"{PREFIX}{self._store}.shard-*")):
+            name = path.name.removeprefix(PREFIX)
+            found = SHARD.fullmatch(name)
+            if STAGED not in name and found is not None and found["store"] == self._store:
+                self._open_shard(name)
+                return
+
+    def open_log(self) -> None:
+        """Begin the log if the store is a head."""
+        try:
+            pointer = native.open_segment(self._store)
+        except StoreError:
+            return  # none yet, or one that whoever opens it is told of
+        try:
+            layout = native.get_layout(pointer)
+            marked = run_and_servers([native.get_tensor(pointer, layout.tensors - 1)])
+        finally:
+            native.close(pointer)
+        with self._lock:
+            if marked is not None and self._log is None and not self._closed:
+                self._log = DecisionLog(self._store)
+
+    def remove_head(self, run: int) -> None:
+        """Raises InvalidArgument unless the head is of this run. Its clients' calls fail from now on."""
+        with self._lock:
+            if self._log is None or self._log.run != run:
+                raise InvalidArgument("remove", f"store {self._store!r}: found no head of run {run:016x}")
+            self._log.close()
+            self._log = None
+            native.unlink(self._store, force=True)
+
+    @property
+    def log(self) -> DecisionLog:
+        """Raises InvalidArgument where there is none."""
+        if self._log is None:
+            found = "found a store on one server, or another than the first of several"
+            raise InvalidArgument("decisions", f"store {self._store!r}: {found}")
+        return self._log
+
+    @property
+    def has_log(self) -> bool:
+        return self._log is not None
+
+    @property
+    def shard(self) -> ShardStore:
+        """Raises SegmentNotFound where there is none."""
+        if self._shard is None:
+            raise SegmentNotFound("shard", f"store {self._store!r}: found no shard of it at this server")
+        return self._shard
+
+    def check_place(self, index: int) -> None:
+        """Raise InvalidArgument unless this server is one for shard `index`."""
+        if (self._home is None) != (index == 0):
+            found = f"server {index + 1} of the address: found {'no ' * (self._home is None)}--home"
+            raise InvalidArgument("create", f"{found}; expected `pyps serve` with it at all but the first")
+
+    def create(self, index: int, config: Config, state: StoreState | None) -> ShardStore:
+        """Make the shard of this server. Raises InvalidArgument, SegmentExists, OutOfSpace."""
+        marked = run_and_servers(config.tensors)
+        if marked is None or not index < marked[1]:
+            raise InvalidArgument("create", f"index: found {index}; expected a shard's, and its tensors")
+        self.check_place(index)
+        name = shard_name(self._store, index, marked[1])
+        with self._lock:
+            if self._closed:
+                raise LinkLost("create", "the server is ending")
+            if self._shard is not None:  # of an earlier run: who makes a shard has made this run's head
+                self._shard.close(remove=True)
+                self._shard = None
+            create_shard(name, config, state)
+        self._open_shard(name)
+        return self.shard
+
+    def _open_shard(self, name: str) -> None:
+        source = HomeLog(self) if self._home is None else FarLog(self._home)
+        with self._lock:
+            self._shard = ShardStore(name, source)
+            self._opened(self._shard.layout)
+
+    def close(self, remove: bool) -> None:
+        """End; remove: the shard's segment. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if self._log is not None:
+                self._log.close()
+            if self._shard is not None:
+                self._shard.close(remove)
+
+
+class HomeLog:
+    """The log of the same server, once there is one."""
+
+    def __init__(self, host: ShardHost) -> None:
+        self._host = host
+
+    def connect(self) -> Decisions:
+        if not self._host.has_log:
+            raise TimedOut("shard", "it has no head yet")
+        return _Local(self._host.log)
+
+    def stop(self) -> None:
+        pass  # the log ends with the server
+
+    def close(self) -> None:
+        pass
+
+
+class _Local:
+    """A log that ends as one at another server does: with LinkLost."""
+
+    def __init__(self, log: DecisionLog) -> None:
+        self._log = log
+
+    def follow(self, run: int, version: int) -> Following:
+        return self._log.follow(run, version)
+
+    def entries(self, index: int, timeout: float) -> list[LogEntry]:
+        try:
+            return self._log.entries(index, timeout)
+        except StoreClosed as error:
+            raise LinkLost("decisions", str(error)) from None
+
+
+class FarLog:
+    """The log at the first server."""
+
+    def __init__(self, address: str) -> None:
+        self._address = parse_address(address)
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+        self._closed = False
+
+    def connect(self) -> Decisions:
+        """A new session; the one before is over."""
+        self.close()
+        client = Client(self._address)
+        with self._lock:
+            if self._closed:
+                client.close()
+                raise LinkLost("shard", "the server is ending")
+            self._client = client
+        try:
+            reply: Any = client.call("hello", PROTOCOL, self._address.store)[0]
+        except SegmentNotFound as error:
+            raise TimedOut("shard", str(error)) from None
+        client.set_server(reply.server, reply.client_timeout_seconds)
+        return _Far(client)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._client is not None:
+                self._client.give_up("the server is ending")
+
+    def close(self) -> None:
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+class _Far:
+    """A log at the other end of a session."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def follow(self, run: int, version: int) -> Following:
+        found: Following = self._client.call("follow", run, version)[0]
+        return found
+
+    def entries(self, index: int, timeout: float) -> list[LogEntry]:
+        found: list[LogEntry] = self._client.call("entries", index, timeout)[0]
+        return found

@@ -1,0 +1,321 @@
+"""A shard at its server: an ordinary store, and the one thread that changes it.
+
+The thread follows the first server's decisions (pyps.remote.decisions) and applies the gradients that were
+sent here in the order of their tickets, so the store's version is the last ticket applied. Between two of
+them it copies what clients have pinned. A server that was killed goes on where its store is.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps import native
+from pyps.errors import InvalidArgument, LinkLost, LinkRefused, NotFinite, PypsError, StoreError, TimedOut
+from pyps.native.create import create
+from pyps.native.state import StoreState
+from pyps.native.values import Codec, Config, Flat, PushRequest, Role, Tag
+from pyps.remote.decisions import Decisions
+from pyps.remote.framing import Frames, check_size, from_frames
+from pyps.remote.shards import SCALE_BLOCK, run_and_servers
+from pyps.remote.staged import StagedFile, StagedGradients
+from pyps.remote.wire import LogEntry, LogKind, PushHeader
+from pyps.store.codec import encoded_vector_bytes
+from pyps.store.segments import staged_paths
+
+MAX_STAGED = 16  # gradients of one client that wait for a decision
+POLL_SECONDS = 0.25  # of the log
+RETRY_SECONDS = 0.05, 1.0  # until the first server is there again
+WAIT_SECONDS = 120.0  # for a decision that has been taken to come here
+
+
+class LogSource(Protocol):
+    """Where a log is."""
+
+    def connect(self) -> Decisions:
+        """The log. Raises LinkLost, LinkRefused or TimedOut while it is not there."""
+
+    def stop(self) -> None:
+        """End what waits for the log, in any thread, with LinkLost."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """One version of a shard: parameters, and if asked for the optimizer's vectors and steps a chunk."""
+
+    version: int
+    flat: Flat
+    states: tuple[Flat, ...] = ()
+    steps: NDArray[np.float64] | None = None
+
+
+def create_shard(name: str, config: Config, state: StoreState | None) -> None:
+    """Make a shard's segment. Raises as pyps.native.create."""
+    native.close(create(name, config, state))
+    for path in staged_paths(name):  # of an earlier run
+        path.unlink(missing_ok=True)
+
+
+class ShardStore:
+    """The shard of this name, open in this server."""
+
+    def __init__(self, name: str, source: LogSource) -> None:
+        self.name = name
+        self._source = source
+        self._pointer = native.open_segment(name)
+        try:
+            native.join(self._pointer, Role.WORKER, 0)
+            native.reap(self._pointer)
+            self.layout = native.get_layout(self._pointer)
+            self.tensors = tuple(native.get_tensor(self._pointer, k) for k in range(self.layout.tensors))
+            self._watcher = native.open_segment(name)  # pulls what is there, without looking ahead
+            native.join(self._watcher, Role.OBSERVER, -1)
+            marked = run_and_servers(self.tensors)
+            if marked is None:
+                raise InvalidArgument("shard", f"store {name!r}: found one that is not a shard")
+            self._staged = StagedGradients(name, 4 * self.layout.flat_elements)
+        except BaseException:
+            native.close(self._pointer)
+            raise
+        self.run, self.servers = marked
+        self.version = native.get_status(self._pointer).version
+        self._changed = threading.Condition()  # guards what follows, and the staged gradients
+        self._filling: dict[int, int] = {}  # by client: gradients that are being written
+        self._pins: dict[Tag, Pinned] = {}
+        self._fault: PypsError | None = None
+        self._closed = False
+        self._said = ""  # why there is no log, as last reported
+        self._thread = threading.Thread(target=self._follow, name="pyps-shard", daemon=True)
+        self._thread.start()
+
+    def close(self, remove: bool) -> None:
+        """Stop; remove: the segment too. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._source.stop()
+        self._thread.join()
+        self._source.close()
+        self._staged.close(remove)
+        native.close(self._watcher)
+        native.close(self._pointer)
+        if remove:
+            with suppress(StoreError):
+                native.unlink(self.name, force=True)
+
+    def stage(self, tag: Tag, header: PushHeader, numbers: Frames) -> None:
+        """Keep a gradient until it is decided on. Raises InvalidArgument, NotFinite, OutOfSpace, TimedOut."""
+        self._check_header(header)
+        size = encoded_vector_bytes(header.encoding.codec, self.layout)
+        check_size("push", numbers, size)
+        with self._place_of(tag[0]) as file:
+            file.fill(tag, header, size, lambda out: from_frames("push", numbers, out))
+            try:
+                self._check_finite(header, file.numbers)
+            except NotFinite:
+                file.clear()
+                raise
+
+    @contextmanager
+    def _place_of(self, client: int) -> Iterator[StagedFile]:
+        deadline = time.monotonic() + WAIT_SECONDS
+        with self._changed:
+            self._wait("push", deadline, lambda: self._held_by(client) < MAX_STAGED)
+            self._filling[client] = self._filling.get(client, 0) + 1
+            file = self._staged.free()
+        try:
+            yield file
+        finally:
+            with self._changed:
+                self._filling[client] -= 1
+                if not self._filling[client]:
+                    del self._filling[client]
+                self._staged.give_back(file)
+                self._changed.notify_all()
+
+    def _held_by(self, client: int) -> int:
+        return self._filling.get(client, 0) + sum(tag[0] == client for tag in self._staged.tags())
+
+    def _check_header(self, header: PushHeader) -> None:
+        groups = self.layout.groups
+        if len(header.hyper) != groups or not header.samples or header.ranges is not None:
+            found = f"{len(header.hyper)} hyper, {header.samples} samples"
+            expected = f"{groups}, some samples, and no ranges"
+            raise InvalidArgument("push", f"found {found}; expected {expected}")
+        if any(hyper.clip_norm for hyper in header.hyper) or not np.isfinite(header.scale):
+            raise InvalidArgument("push", "found clip_norm or a scale that is not finite; expected neither")
+
+    def _check_finite(self, header: PushHeader, numbers: NDArray[np.uint8]) -> None:
+        """Raise NotFinite now, where the push can still be refused everywhere."""
+        codec, averaged = header.encoding.codec, 4 * self.layout.averaged_elements
+        trained = numbers[: numbers.size - averaged]
+        checked: list[NDArray[Any]] = [numbers[numbers.size - averaged :].view(np.float32)]
+        if codec in SCALE_BLOCK:
+            scales = -(-self.layout.trained_elements // SCALE_BLOCK[codec])
+            checked.append(trained[trained.size - 4 * scales :].view(np.float32))
+        elif codec is Codec.F32 and header.encoding.nonfinite == "error":
+            checked.append(trained.view(np.float32))
+        elif codec is Codec.F16:
+            checked.append(trained.view(np.float16))
+        elif codec is Codec.BF16:
+            checked.append(np.where(trained.view(np.uint16) & 0x7F80 == 0x7F80, np.inf, 0.0))
+        if not all(np.isfinite(array).all() for array in checked):
+            raise NotFinite("push", "the gradient has a value that is not finite")
+
+    def pinned(self, tag: Tag, timeout: float) -> Pinned:
+        """What was kept for a client's pin, once. Raises TimedOut."""
+        with self._changed:
+            self._wait("pull", time.monotonic() + timeout, lambda: tag in self._pins)
+            return self._pins.pop(tag)
+
+    def _wait(self, what: str, deadline: float, done: Callable[[], bool]) -> None:
+        while not self._fault and not self._closed and not done():
+            if (left := deadline - time.monotonic()) <= 0.0:
+                late = f"shard {self.name}: version {self.version}, and nothing more was decided"
+                raise TimedOut(what, f"{late}; is the first server there?")
+            native.interrupt.check_waits()
+            self._changed.wait(min(left, 0.25))
+        if self._fault is not None:
+            raise StoreError(what, f"shard {self.name}: {self._fault}")
+        if self._closed:
+            raise LinkLost(what, "the server is ending")
+
+    def _follow(self) -> None:
+        """Read the log and do what it says, until the end. A fault of the shard ends it for its clients."""
+        wait = RETRY_SECONDS[0]
+        while not self._closed:
+            try:
+                self._read(self._source.connect())
+            except (LinkLost, LinkRefused, TimedOut) as error:
+                self._say_once(error)
+            except PypsError as error:
+                self._fail(error)
+                return
+            except Exception as error:
+                self._fail(StoreError("shard", f"{type(error).__name__}: {error}"))
+                return
+            with self._changed:
+                if not self._closed:
+                    self._changed.wait(wait)
+            wait = min(2 * wait, RETRY_SECONDS[1])
+
+    def _say_once(self, error: PypsError) -> None:
+        if str(error) != self._said and not self._closed:
+            self._said = str(error)
+            print(f"pyps serve: {self.name}: waiting for the first server: {error}", file=sys.stderr)
+
+    def _fail(self, error: PypsError) -> None:
+        with self._changed:
+            if not self._closed:
+                print(f"pyps serve: {self.name}: {error}", file=sys.stderr)
+            self._fault = error
+            self._changed.notify_all()
+
+    def _read(self, log: Decisions) -> None:
+        with self._changed:
+            held = self._staged.tags()
+        at = log.follow(self.run, self.version)
+        index, doomed = at.index, [tag for tag in held if tag[0] not in at.live]
+        while not self._closed:
+            if index >= at.end and doomed:
+                self._drop(doomed.__contains__)
+                doomed = []
+            entries = log.entries(index, POLL_SECONDS)
+            for entry in entries:
+                self._do(entry)
+            index += len(entries)
+
+    def _do(self, entry: LogEntry) -> None:
+        if entry.kind is LogKind.APPLY:
+            self._apply(entry)
+        elif entry.kind is LogKind.DROP:
+            self._drop(lambda tag: tag == entry.tag)
+        elif entry.kind is LogKind.END:
+            self._drop(lambda tag: tag[0] == entry.tag[0])
+            with self._changed:
+                self._pins = {tag: kept for tag, kept in self._pins.items() if tag[0] != entry.tag[0]}
+        else:
+            pinned = self._copy(entry.kind is LogKind.PIN_ALL)
+            with self._changed:
+                self._pins[entry.tag] = pinned
+                self._changed.notify_all()
+
+    def _drop(self, which: Callable[[Tag], bool]) -> None:
+        with self._changed:
+            for tag in self._staged.tags():
+                if which(tag) and (file := self._staged.find(tag)) is not None:
+                    file.clear()
+            self._changed.notify_all()
+
+    def _apply(self, entry: LogEntry) -> None:
+        """The next ticket; one that the store has already is skipped."""
+        ticket = entry.ticket
+        if ticket is None or ticket.version <= self.version:
+            return
+        with self._changed:
+            file = self._staged.find(entry.tag)
+        if file is None or file.header is None or ticket.version != self.version + 1:
+            known = (
+                "its gradient is not here"
+                if ticket.version == self.version + 1
+                else "those before it are not"
+            )
+            raise StoreError(
+                "shard", f"version {ticket.version} cannot be applied after {self.version}: {known}"
+            )
+        native.start(self._pointer, native.STORE_TIMEOUT)
+        result = native.push(self._pointer, self._request(file.header, file.numbers, entry))
+        if result.version != ticket.version:
+            raise StoreError("shard", f"version {ticket.version} became {result.version} here")
+        self.version = result.version
+        with self._changed:
+            file.clear()
+            self._changed.notify_all()
+
+    def _request(self, header: PushHeader, numbers: NDArray[np.uint8], entry: LogEntry) -> PushRequest:
+        staging, codec = native.stage(self._pointer, native.STORE_TIMEOUT), header.encoding.codec
+        gradient: NDArray[Any] = numbers.view(np.float32) if codec is Codec.F32 else numbers
+        averaged = self.layout.averaged_elements
+        if codec is not Codec.F32 and averaged:
+            flat, _ = native.staging(self._pointer, staging, self.layout.flat_elements)
+            flat[self.layout.trained_elements :] = numbers[-4 * averaged :].view(np.float32)
+            gradient = numbers[: -4 * averaged]
+        return PushRequest(
+            staging,
+            1,
+            header.hyper,
+            header.scale,
+            encoding=header.encoding,
+            gradient=gradient,
+            encoded=codec is not Codec.F32,
+            position=header.position,
+            tag=entry.tag,
+            given=entry.ticket,
+        )
+
+    def _copy(self, whole_state: bool) -> Pinned:
+        """The store as it is: no other thread changes it."""
+        layout = self.layout
+        flat = np.empty(layout.flat_elements, np.float32)
+        if not whole_state:
+            version, pinned = native.pull(self._watcher, flat), Pinned(self.version, flat)
+        else:
+            states = tuple(np.empty(layout.flat_elements, np.float32) for _ in range(layout.states))
+            steps = np.empty(layout.chunks, np.float64)
+            version = native.snapshot(self._watcher, flat, states, steps, native.STORE_TIMEOUT)
+            pinned = Pinned(self.version, flat, states, steps)
+        if version != self.version:
+            raise StoreError("shard", f"found version {version} in the store; expected {self.version}")
+        return pinned
