@@ -1,6 +1,6 @@
 """Whether a DDP step takes what was planned, with and without gradients that travel during backward.
 
-    python benchmarks/overlap.py [--mbit 200] [--docs]      # needs root: network namespaces
+    python benchmarks/overlap.py [--mbit 200] [--long] [--docs]      # needs root: network namespaces
 
 Two to four gloo ranks, each on a host (network namespace) with a shaped link to one switch. Each device's
 compute is a pause, a third of it forward, spread over equal layers; the devices are unlike. Their profiles
@@ -8,7 +8,8 @@ are the steps that a rank takes by itself, without DDP. [sync] has the latency a
 an all-reduce show before, and the overlap and tail that follow from DDP's buckets, one a layer: the first is
 ready after the forward pass and one layer's backward, and the last one is reduced when backward has ended.
 Without overlap, DDP has one bucket. The plan's batches are then trained, and the median step is compared with
-the plan's. With --docs the table goes to docs/results/benchmarks.md.
+the plan's. A case has five timed steps, with --long nine.
+With --docs the table goes to docs/results/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ NEAR = 0.03  # of the planned step: the median case may be so far off
 PAUSES = (0.1, 0.4, 0.8)  # seconds of compute with which a step by itself is timed
 SHARES = (0.3, 1.0, 2.0)  # a device's compute in the even split, in times of the synchronisation
 GLOBAL_BATCH, LAYERS = 1024, 8
+STEPS, LONG_STEPS = 5, 9  # timed steps of each case
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,9 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mbit", type=float, default=200.0, help="of each host's link")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--width", type=int, default=512, help="of a layer: width^2 parameters")
-    parser.add_argument("--steps", type=int, default=9, help="of each case")
+    parser.add_argument("--long", action="store_true", help="more steps of each case")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args(arguments)
+    options.steps = LONG_STEPS if options.long else STEPS
     if why := missing():
         print(f"not measured: {why}")
         return 1
@@ -74,7 +77,7 @@ def cases(options: argparse.Namespace, count: int) -> list[tuple[list[str], floa
 
         def launched(**chosen: Any) -> dict[str, Any]:
             hosts, more = [network.command(k) for k in range(count)], {"GLOO_SOCKET_IFNAME": DEVICE}
-            chosen = {**common, "pauses": [], "seconds": [], **chosen}
+            chosen = {**common, "pauses": [], "seconds": {}, **chosen}
             script = "overlap_ranks.py"
             return ddp.launch("steps", chosen, hosts, network.addresses[0], script, **more)[0]
 
@@ -87,16 +90,14 @@ def cases(options: argparse.Namespace, count: int) -> list[tuple[list[str], floa
             (overlapped, share): plan(options.width, links, (share * links[-1][1], extra), count, overlapped)
             for overlapped, share in itertools.product((True, False), SHARES)
         }
-        pauses = [
-            [[x - extra for x in seconds_of(planned[o, share])] for share in SHARES] for o in (True, False)
-        ]
-        found = {
-            overlapped: launched(seconds=seconds)[str(overlapped)]
-            for overlapped, seconds in zip((True, False), pauses, strict=True)
+        pauses = {
+            str(o): [[x - extra for x in seconds_of(planned[o, share])] for share in SHARES]
+            for o in (True, False)
         }
+        found = launched(seconds=pauses)
     rows = []
     for (overlapped, share), one in planned.items():
-        took = found[overlapped][SHARES.index(share)]
+        took = found[str(overlapped)][SHARES.index(share)]
         apart = took / one.iteration_seconds - 1
         batches = " ".join(str(worker.batch) for worker in one.workers)
         figures = [f"{x * 1e3:.0f}" for x in (max(seconds_of(one)), took, one.iteration_seconds)]

@@ -69,13 +69,13 @@ def main() -> None:
         ],
         "alone": [_steps(model, chosen["width"], chosen["steps"], pause) for pause in chosen["pauses"]],
     }
-    for overlapped in (True, False):
-        cap = bucket_bytes / 2**20 if overlapped else ONE_BUCKET_MB
+    for overlapped, cases in chosen["seconds"].items():
+        cap = bucket_bytes / 2**20 if overlapped == "True" else ONE_BUCKET_MB
         dist._DEFAULT_FIRST_BUCKET_BYTES = int(cap * 2**20)
         ranks = DistributedDataParallel(model, bucket_cap_mb=cap)
         weighted_hook(ranks)
-        mine = [seconds[dist.get_rank()] for seconds in chosen["seconds"]]
-        found[str(overlapped)] = [_steps(ranks, chosen["width"], chosen["steps"], pause) for pause in mine]
+        mine = [seconds[dist.get_rank()] for seconds in cases]
+        found[overlapped] = [_steps(ranks, chosen["width"], chosen["steps"], pause) for pause in mine]
     print(json.dumps(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,7 +23,6 @@ from pyps.formats import (
     EvenSplit,
     Fit,
     GoodputEstimate,
-    GoodputInfo,
     NoiseForecast,
     Plan,
     PlanWorker,
@@ -56,7 +54,7 @@ from pyps.solver.ranks import (
     planned_ranks,
 )
 from pyps.solver.report.warnings import doubtful_links, link_warnings, warnings_of
-from pyps.solver.systems.goodput import StatisticalEfficiency, best_batch
+from pyps.solver.systems.goodput import efficiency_of
 from pyps.solver.systems.hps import hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
 from pyps.solver.units import by_rank
@@ -273,53 +271,6 @@ def _noise(ranks: Sequence[PlannedRank]) -> list[Noise]:
     return [cache[id(rank.profile)] for rank in ranks]
 
 
-def best_global_batch(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace = ROUND) -> int:
-    """The global batch of highest goodput, by the cluster's noise scale. Raises InputError without one."""
-    info = cluster.goodput
-    if info is None:
-        raise InputError("the cluster file", "goodput", "nothing", "noise_scale and base_batch, in samples")
-    most = info.max_batch or MAX_BATCH
-    solve = partial(solve_within_limits, cluster, ranks, name_least=False)
-    job = msgspec.structs.replace(cluster.job, global_batch=most)  # micro-batches suffice for all of them
-    cluster = msgspec.structs.replace(cluster, job=job)
-    problem, price = planning_problem(cluster, ranks, pace), needs(ranks, PRICE)
-    budget = cluster.limits.price_per_million_samples
-    least = 0 if budget is None or price is None else _least_affordable(problem, price, budget)
-    return best_batch(problem, _efficiency(info), most, solve, least)[0]
-
-
-def _least_affordable(constrained: ConstrainedProblem, price: Floats, budget: float) -> int:
-    """A global batch below which every sample costs more than the budget allows.
-
-    In a batch of B no worker has more than B samples, nor is any sample cheaper than on the cheapest worker
-    with as many as make it cheapest. Raises Infeasible if none is cheap enough.
-    """
-    problem = constrained.problem
-    most, batch = problem.costs.last_batch(problem.max_batch), 1
-    cheapest = math.inf
-    while True:
-        tried = np.minimum(most, batch)
-        seconds = np.where(tried > 0, problem.costs.compute(np.maximum(tried, 1)), np.inf)
-        # A batch between two powers of two takes no less time than the lower one.
-        below = np.minimum(most, 2 * batch)
-        bound = float((1e6 / 3600 * price * seconds / np.maximum(below, 1)).min())
-        cheapest = min(cheapest, bound)
-        if cheapest <= budget:
-            return batch
-        if (most <= batch).all():
-            raise Infeasible(
-                f"no workers compute a million samples for {budget:g}, whatever the global batch",
-                f"raise limits.price_per_million_samples above {cheapest:.4g}",
-            )
-        batch *= 2
-
-
-def _efficiency(info: GoodputInfo) -> StatisticalEfficiency:
-    assert info.noise_scale is not None
-    assert info.base_batch is not None
-    return StatisticalEfficiency(info.noise_scale, info.base_batch)
-
-
 def all_used_from(constrained: ConstrainedProblem) -> int | None:
     """The smallest global batch with which the solver leaves no worker out; None where it is not so simple.
 
@@ -371,7 +322,7 @@ def plan_of(
     if constrained.pace.kind == "turns" or not (cluster.run.is_stated or cluster.sync):
         warnings += link_warnings(r2sp, slowest_alone(compute, links, here))
     efficiency, steps = (
-        _efficiency(cluster.goodput) if cluster.goodput else None,
+        efficiency_of(cluster.goodput) if cluster.goodput else None,
         cluster.run.local_steps or 1,
     )
     goodput = efficiency.estimate(cluster.job.global_batch, seconds / steps) if efficiency else None

@@ -19,10 +19,10 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
 from pyps.formats.mode import CODEC_BITS
 from pyps.profiler.select import fit_of
+from pyps.solver.auto_batch import best_global_batch
 from pyps.solver.constrained import ConstrainedProblem, Limit
 from pyps.solver.plan import (
     at_quantile,
-    best_global_batch,
     each_rank,
     even_split,
     plan_ranks,

@@ -40,7 +40,9 @@ def _summary(plan: Plan) -> list[str]:
         lines.append(f"mode       {mode_text(plan.run, [w.rank for w in plan.workers if w.batch])}")
     elif plan.sync is None:
         lines += _other_modes(plan)
-    if plan.sync:
+    if plan.sync and plan.sync.kind == "none":
+        lines.append('of it      no time to synchronise: [sync] kind is "none"')
+    elif plan.sync:
         lines.append(f"of it      {ms(plan.sync.seconds)} to synchronise ({plan.sync.kind})")
     even = plan.even_split
     if even.seconds and plan.speedup_over_even:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from pyps.errors import Infeasible
-from pyps.formats import MAX_BATCH, GoodputEstimate
+from pyps.formats import MAX_BATCH, GoodputEstimate, GoodputInfo
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution
 from pyps.solver.exact.minmax import times
 from pyps.solver.milp.constrained import solve_constrained
@@ -49,6 +49,13 @@ class StatisticalEfficiency:
             efficiency=self.efficiency(global_batch),
             goodput=rate * self.efficiency(global_batch),
         )
+
+
+def efficiency_of(info: GoodputInfo) -> StatisticalEfficiency:
+    """What a cluster's [goodput] says, with its noise scale and base batch given."""
+    assert info.noise_scale is not None
+    assert info.base_batch is not None
+    return StatisticalEfficiency(info.noise_scale, info.base_batch)
 
 
 def best_batch(

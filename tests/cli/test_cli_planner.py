@@ -77,6 +77,12 @@ def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     return run
 
 
+def test_no_synchronisation_is_said_in_words(shell: Shell) -> None:
+    done = shell("cluster.toml", text=CLUSTER + '[sync]\nkind = "none"\n')
+    assert done.code == 0
+    assert 'of it      no time to synchronise: [sync] kind is "none"' in done.out
+
+
 def test_batches_above_the_maximum_are_accumulated(shell: Shell) -> None:
     done = shell("cluster.toml", "-o", "plan.json", "--check")
     assert done.code == 0

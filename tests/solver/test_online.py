@@ -202,3 +202,10 @@ def test_decisions_keep_minima_and_multiples() -> None:
     moved = decide((32, 24, 8), slowed, [1.0] * 3, [8, 8, 8], [64] * 3, 0.03, 0, True, [8, 8, 8])
     assert moved is not None
     assert moved.after == (16, 40, 8)
+
+
+def test_windows_of_three_steps_show_how_much_steps_scatter() -> None:
+    luck, device = random.Random(0), OnlineCost(Line(0.01, 0.001))
+    for _ in range(30):
+        device.observe(64, [0.074 * luck.lognormvariate(0, 0.03) for _ in range(3)])
+    assert 0.02 < device.scatter < 0.05

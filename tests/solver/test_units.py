@@ -30,7 +30,8 @@ from pyps.formats import (
     check_cluster,
 )
 from pyps.formats.plan import check_plan
-from pyps.solver.plan import best_global_batch, make_plan
+from pyps.solver.auto_batch import best_global_batch
+from pyps.solver.plan import make_plan
 from pyps.solver.ranks import cost_of, max_batch_of, planned_ranks
 
 PARAMETERS = 1_000_000
