@@ -332,10 +332,10 @@ def compare(options: argparse.Namespace) -> tuple[bool, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=4800, help="of DDP")
+    parser.add_argument("--samples", type=int, default=4000, help="of DDP")
     parser.add_argument("--every", type=int, default=200, help="samples between two measurements")
     parser.add_argument("--sample-seconds", type=float, default=0.05, help="at speed 1")
-    parser.add_argument("--mbit", type=float, default=8.0, help="of the link")
+    parser.add_argument("--mbit", type=float, default=5.0, help="of the link")
     parser.add_argument("--lr", type=float, default=0.008)
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
