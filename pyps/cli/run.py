@@ -280,7 +280,8 @@ def summary(report: Report) -> Iterator[str]:
     """The lines below the table."""
     times = report.iteration_seconds
     if not times.count:
-        if report.global_batch:
+        yield from report.advice
+        if report.global_batch and any(rank.steps for rank in report.ranks):
             yield "too short to time an iteration: this needs two global batches or more"
         yield from (f"rebalanced: {why}" for why in report.replans)
         return

@@ -123,7 +123,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     short_rounds: rounds with fewer samples than a global batch, the last one aside; None where no round has
         several sources.
     replans: why the batches changed while it trained, one line a change.
-    advice: what to change where a rank's data loading holds it up, or where the plan's prediction is far off.
+    advice: what to change where a rank's data loading holds it up, where the plan's prediction is far off, or
+    where the store had nothing left to train.
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     resumed_at: the version at which each later part of it began.
     checkpoint: the folder of the last one, in checkpoints/; "": there is none.
@@ -226,6 +227,7 @@ def make_report(
         loss=thinned(losses),
         short_rounds=short_rounds(applied, setup.global_batch),
         advice=[
+            *_idle_advice(outcome, applied, totals),
             *filter(None, map(loading_advice, ranks)),
             *prediction_advice(measured_over_predicted, ranks),
         ],
@@ -290,6 +292,15 @@ def rank_report(
         staleness_max=max((r.staleness for r in applied), default=0),
         absent_seconds=absent_seconds(mine, *training),
     )
+
+
+def _idle_advice(outcome: RunOutcome, applied: Sequence[StepRecord], totals: StoreTotals) -> Iterator[str]:
+    """What to do if a run ended well because there was nothing to train."""
+    if outcome == "finished" and totals.versions and not applied:
+        yield (
+            "no step was trained here: the store had all samples of the run before, "
+            f"at version {totals.versions}; for a new run end its server first, or serve another name"
+        )
 
 
 def loading_advice(rank: RankReport) -> str:

@@ -16,7 +16,7 @@ from pyps.formats.events import EVENTS, RunEvent, read_events
 from pyps.formats.records import StepRecord, read_run
 from pyps.formats.setup import RunSetup, read_setup
 from pyps.report.clocks import HostLog, on_one_clock
-from pyps.report.report import Report, RunOutcome, StoreTotals, make_report, read_report
+from pyps.report.report import Report, RunOutcome, StoreTotals, applied_steps, make_report, read_report
 
 REPORT_FILE, PLAN_FILE = "report.json", "plan.json"
 SAME = ("policy", "seed", "samples", "even")  # on every host
@@ -35,20 +35,27 @@ class RunData:
 
 
 def load_run(folders: Sequence[str | os.PathLike[str]]) -> RunData:
-    """The run in one folder, or in those of several hosts. Raises InputError, also for parts of two runs."""
+    """The run in one folder, or in those of several launchers. A rank may be in several folders, if a host's
+    launcher was started again.
+
+    Raises InputError, also for parts of two runs.
+    """
     paths = tuple(Path(folder) for folder in folders)
     setups = [read_setup(path) for path in paths]
     setup = _joined(paths, setups)
-    logs = on_one_clock([HostLog(read_run(path), _events(path)) for path in paths])
+    logs = [HostLog(read_run(path), _events(path)) for path in paths]
+    _check_apart(paths, logs)
+    logs = on_one_clock(logs)
     records = sorted(
         (r for log in logs for r in log.records), key=lambda r: r.spans[0][1] if r.spans else 0.0
     )
     events = sorted((e for log in logs for e in log.events), key=lambda e: e.monotonic_seconds)
     reports = [read_report(p / REPORT_FILE) for p in paths if (p / REPORT_FILE).exists()]
+    reports.sort(key=lambda report: report.versions)
     if len(paths) == 1 and reports:
         report = reports[0]
     else:
-        report = make_report(setup, records, events, _totals(reports, setup), *_outcome(paths, reports))
+        report = make_report(setup, records, events, _totals(reports, setup), *_outcome(setup, reports))
     plan = read_plan(paths[0] / PLAN_FILE) if (paths[0] / PLAN_FILE).exists() else None
     return RunData(paths, setup, records, events, report, plan)
 
@@ -60,20 +67,31 @@ def _events(path: Path) -> list[RunEvent]:
 def _joined(paths: Sequence[Path], setups: Sequence[RunSetup]) -> RunSetup:
     """One setup with every host's ranks."""
     first = setups[0]
-    owners: dict[int, Path] = {}
     for path, setup in zip(paths, setups, strict=True):
         for field in SAME:
             if getattr(setup, field) != getattr(first, field):
                 found, expected = repr(getattr(setup, field)), f"{getattr(first, field)!r} as in {paths[0]}"
                 raise InputError(str(path), field, found, f"{expected}: parts of one run")
-        for rank in setup.ranks:
-            if rank.rank in owners:
-                found = f"rank {rank.rank}, which {owners[rank.rank]} has too"
-                raise InputError(str(path), "ranks", found, "each rank in one folder")
-            owners[rank.rank] = path
-    ranks = sorted((r for setup in setups for r in setup.ranks), key=lambda r: r.rank)
+    ranks = {rank.rank: rank for setup in setups for rank in setup.ranks}
     hosts = ", ".join(dict.fromkeys(setup.host for setup in setups))
-    return msgspec.structs.replace(first, ranks=tuple(ranks), host=hosts)
+    return msgspec.structs.replace(first, ranks=tuple(ranks[k] for k in sorted(ranks)), host=hosts)
+
+
+def _check_apart(paths: Sequence[Path], logs: Sequence[HostLog]) -> None:
+    """Of a rank in two folders, one ends before the other begins; else they are of two runs."""
+    seen: dict[int, list[tuple[int, int, Path]]] = {}
+    for path, log in zip(paths, logs, strict=True):
+        versions: dict[int, list[int]] = {}
+        for record in applied_steps(log.records):
+            if record.version:
+                versions.setdefault(record.rank, []).append(record.version)
+        for rank, found in versions.items():
+            low, high = min(found), max(found)
+            for first, last, other in seen.get(rank, ()):
+                if low <= last and first <= high:
+                    both = f"versions {low} to {high} of rank {rank}; {other} has {first} to {last}"
+                    raise InputError(str(path), "", both, "folders of one run, one after the other")
+            seen.setdefault(rank, []).append((low, high, path))
 
 
 def _totals(reports: Sequence[Report], setup: RunSetup) -> StoreTotals:
@@ -93,10 +111,11 @@ def _totals(reports: Sequence[Report], setup: RunSetup) -> StoreTotals:
     )
 
 
-def _outcome(paths: Sequence[Path], reports: Sequence[Report]) -> tuple[RunOutcome, str]:
-    """The worst outcome of any host; "unfinished" where one has no report yet."""
-    if len(reports) < len(paths):
+def _outcome(setup: RunSetup, reports: Sequence[Report]) -> tuple[RunOutcome, str]:
+    """The worst outcome of any rank's last launcher; "unfinished" where a rank has no report yet."""
+    last = {rank.rank: report for report in reports for rank in report.ranks}
+    if {rank.rank for rank in setup.ranks} - last.keys():
         return "unfinished", "it still trains, or its launcher was killed"
     order = get_args(RunOutcome)
-    worst = max(reports, key=lambda r: order.index(r.outcome))
+    worst = max(last.values(), key=lambda r: order.index(r.outcome))
     return worst.outcome, worst.error

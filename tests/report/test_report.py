@@ -153,6 +153,7 @@ def test_processes_and_restarts() -> None:
 
 def test_a_run_that_never_began() -> None:
     report = report_of([])
+    assert not list(summary(report))
     assert report.iteration_seconds == distribution([])
     assert report.measured_over_predicted is None
     assert report.samples.trained == 0
@@ -188,7 +189,10 @@ def test_a_missing_report_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_table_does_not_say() -> None:
-    assert next(iter(summary(report_of([])))).startswith("too short")
+    assert next(iter(summary(report_of(rounds(1))))).startswith("too short")
+    found = list(summary(report_of([], StoreTotals(versions=300))))
+    assert [line.split(":")[0] for line in found] == ["no step was trained here"]
+    assert "version 300" in found[0]
     fine = list(summary(report_of(rounds(5))))
     assert fine[0].startswith("iteration 2000.0 ms (2000.0 to 2000.0), 1.25 times the predicted")
     busy = [msgspec.structs.replace(r, overrun_seconds=0.3) for r in rounds(5)]

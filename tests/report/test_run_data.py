@@ -70,8 +70,26 @@ def test_parts_of_two_runs_are_refused(tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", of_rank(1, records), setup_of((1,), seed=7))
     with pytest.raises(InputError, match=r"b: seed: found 7; expected 0 as in .*a: parts of one run"):
         load_run([a, b])
-    with pytest.raises(InputError, match="each rank in one folder"):
+    with pytest.raises(
+        InputError, match=r"versions 1 to 5 of rank 0; .*a has 1 to 5; expected folders of one"
+    ):
         load_run([a, a])
+
+
+def test_a_host_whose_launcher_was_started_again(tmp_path: Path) -> None:
+    """Its first launcher was killed and left no report."""
+    records = list(steps(50))
+    whole = load_run([make_run(tmp_path / "whole", records)])
+    mine = of_rank(1, records)
+    a = make_run(tmp_path / "a", of_rank(0, records), setup_of((0,), host="a"))
+    killed = make_run(tmp_path / "killed", mine[:20], setup_of((1,), host="b"))
+    again = make_run(tmp_path / "again", mine[20:], setup_of((1,), host="b"))
+    (killed / "report.json").unlink()
+    for folders in ([a, killed, again], [again, a, killed]):
+        found = load_run(folders)
+        assert found.report.outcome == "finished"
+        assert [r.rank for r in found.setup.ranks] == [0, 1]
+        assert len(found.records) == len(whole.records)
 
 
 def test_a_host_without_a_report_leaves_the_run_unfinished(tmp_path: Path) -> None:
