@@ -121,6 +121,8 @@ class Server:
             self._shards,
         )
         self._created = self._closed = self._stopping = False
+        self._held: native.Pointer | None = None
+        self._hold()
         self._outbox = Outbox()
         memory = int(MEMORY_SHARE * cpu_free_bytes())
         self._clients = Clients(self._site, self._outbox, sessions_per_client, memory)
@@ -180,6 +182,7 @@ class Server:
         for thread in self._clients.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._shards.close(self._created and in_order)
+        self._held = None
         if self._created and in_order:
             with contextlib.suppress(SegmentNotFound):
                 native.unlink(self.store, force=True)
@@ -237,7 +240,13 @@ class Server:
     def _note_created(self) -> None:
         self._created = True
 
+    def _hold(self) -> None:
+        """Keep the store open, so that `pyps shm gc` spares it while there is no client."""
+        with contextlib.suppress(StoreError):
+            self._held = native.open_segment(self.store)
+
     def _note_opened(self, layout: Layout) -> None:
+        self._hold()
         size = 5 * layout.flat_elements  # with its ranges, which the core bounds
         self._clients.largest_gradient = max(self._clients.largest_gradient, size)
 

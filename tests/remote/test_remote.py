@@ -21,6 +21,7 @@ from pyps.remote.backend import RemoteBackend
 from pyps.remote.server import Server
 from pyps.store import Store
 from pyps.store.codec import decode, encode
+from pyps.store.segments import collect_garbage
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 60
@@ -228,3 +229,20 @@ def test_a_server_keeps_the_memory_of_gradients_but_not_of_a_new_store(
             store.push(staging, 1, Hyper(lr=0.5))
             assert store.pull()[0][0] == 0.5
     assert calls == ["server.disable_malloc_trim", "session.trim_malloc"]
+
+
+@pytest.mark.parametrize("made_by", ["client", "another server"])
+def test_a_served_store_without_clients_is_no_garbage(shm: Path, made_by: str) -> None:
+    """Between two runs, or while all hosts start again, only the server holds it."""
+    tensors = {"w": np.full(8, 3.0, np.float32)}
+    if made_by != "client":
+        Store.create("idle", tensors, batches=[1], policy="asp", keep=True).close()
+    with Server("idle") as server:
+        if made_by == "client":
+            create_store(server.address, tensors, batches=[1], policy="asp").close()
+        removed, kept = collect_garbage()
+        assert ([s.name for s in removed], [s.name for s in kept]) == ([], ["idle"])
+        with open_store(server.address) as far:
+            assert far.snapshot().tensors["w"][0] == 3.0
+    removed, _ = collect_garbage()
+    assert [s.name for s in removed] == ([] if made_by == "client" else ["idle"])
