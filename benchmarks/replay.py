@@ -1,6 +1,6 @@
 """Disturbed runs in virtual time: how near to the best split the rebalancers keep them.
 
-    python benchmarks/replay.py [--seeds 24] [--docs]
+    python benchmarks/replay.py [--seeds 24] [--hiccups 0.01] [--docs]
 
 Four unlike devices with profiles train 512 samples a round. After 40 quiet rounds one of them is disturbed,
 and every 40 rounds the disturbance moves to another: for 320 rounds. It takes time once a step (a tenth to
@@ -33,7 +33,7 @@ from pyps.solver.online.window import settled, tells
 
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
 GLOBAL_BATCH, ROTATES, ROUNDS = 512, 40, 360
-HICCUPS, HICCUP = 0.01, 3.0
+HICCUP = 3.0  # times a step's seconds
 FREE = [1] * 4, [GLOBAL_BATCH] * 4  # least and most samples
 OVER_ORACLE, SLOPES, IMBALANCED, REPLANS = 1.03, (0.5, 2.0), 0.10, 2.0  # what is promised
 WAITS = (2, 4, 5, 7)  # rounds: the store's, two rounds and DDP's lag, DDP's windows of 3 and 5 with it
@@ -113,8 +113,8 @@ def slope(cost: Cost) -> float:
     return cost.seconds(200) - cost.seconds(199)
 
 
-def replay(schedule: Schedule, kind: str, noise: float, seed: int) -> Run:
-    """One run with its rebalancer."""
+def replay(schedule: Schedule, kind: str, noise: float, seed: int, hiccups: float) -> Run:
+    """One run with its rebalancer. hiccups: the share of steps that take longer for no reason."""
     luck, at, run = random.Random(1000 + seed), disturbed(seed, kind), Run()
     learned = [OnlineCost(profile) for profile in PROFILES]
     split = best_split(GLOBAL_BATCH, PROFILES, *FREE)
@@ -126,7 +126,7 @@ def replay(schedule: Schedule, kind: str, noise: float, seed: int) -> Run:
             split, coming, seen = coming[1], None, [[] for _ in learned]
         run.note(split, costs)
         for rank, cost in enumerate(costs):
-            hiccup = HICCUP if luck.random() < HICCUPS else 1.0
+            hiccup = HICCUP if luck.random() < hiccups else 1.0
             seen[rank].append(cost.seconds(split[rank]) * hiccup * luck.lognormvariate(0, noise))
         expected = [device.expects(b) for device, b in zip(learned, split, strict=True)]
         if schedule.at_once:
@@ -209,6 +209,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--hiccups", type=float, default=0.01, help="the share of steps that hiccup")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     heading = ["run, disturbance, noise", "over the oracle", "slope over true", "slopes off", "imbalanced"]
@@ -216,7 +217,7 @@ def main() -> None:
     for schedule in SCHEDULES:
         for kind in ("additive", "multiplicative"):
             for noise in (0.01, 0.03):
-                runs = [replay(schedule, kind, noise, seed) for seed in range(options.seeds)]
+                runs = [replay(schedule, kind, noise, seed, options.hiccups) for seed in range(options.seeds)]
                 cells, missed = row(schedule, kind, noise, runs)
                 rows.append(cells)
                 short += missed
