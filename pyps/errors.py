@@ -8,7 +8,7 @@
         |-- InvalidArgument  SystemCallFailed  SegmentExists  SegmentNotFound  OutOfSpace  SegmentCorrupt
         |-- OtherABI  NotOurs  StoreFull  TimedOut  Fenced  SnapshotCancelled  PushRejected  Forked  NotReady
         |-- NotFinite  Busy  Ended  UnknownPolicy  WaitInterrupted  StoreClosed
-        `-- LinkLost  LinkRefused
+        `-- LinkLost  LinkRefused  ShardLost (a NotReady)
 
 An error is raised where the fact is known; pyps.cli turns it into one line and an exit code.
 """
@@ -142,6 +142,12 @@ class Forked(StoreError):
 class NotReady(StoreError):
     code = "PYPS_ENOTREADY"
     hint = "its creator is still writing it, or has died: try again, then `pyps shm gc`"
+
+
+class ShardLost(NotReady):
+    """Of a store over several servers, in which workers have trained: a server has not its shard any more."""
+
+    hint = "start all of its servers anew, and go on from a checkpoint with pyps run --resume"
 
 
 class Busy(StoreError):

@@ -86,6 +86,10 @@ class DecisionLog:
                 native.close(self._pointer)
                 self._changed.notify_all()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def enter(self) -> int:
         """A new client's number."""
         with self._changed:

@@ -106,6 +106,7 @@ class Handlers:
         values = VERBS[verb].arguments.decode(arguments)
         if self._late and verb not in ("rejoin", "leave"):
             raise self.late(verb)
+        self._shards.head.check()
         if verb not in WITHOUT_STORE and self._pointer is None:
             self._return()
         handler: Callable[..., Reply] = getattr(self._shards if verb in VERBS_OF_SHARDS else self, verb)

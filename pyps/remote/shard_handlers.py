@@ -14,7 +14,7 @@ from dataclasses import fields
 import numpy as np
 
 from pyps import native
-from pyps.errors import Fenced, InvalidArgument, NotReady, PushRejected, PypsError, SegmentNotFound
+from pyps.errors import Fenced, InvalidArgument, LinkLost, NotReady, PushRejected, PypsError, SegmentNotFound
 from pyps.native.state import StateHeader, read_state
 from pyps.native.values import Claim, Codec, Config, Encoding, Layout, PushRequest, PushResult, Tag
 from pyps.remote.creation import created_arrays
@@ -53,15 +53,21 @@ class HeadSession:
     def forget(self) -> None:
         """The session leaves the store, or begins anew: what it staged will not be pushed."""
         client, self._client = self._client, None
+        log, self._log = self._log, None
         self._staging = self._failed = None
-        if client is not None and self._log is not None:
-            self._log.end(client)
+        if client is not None and log is not None:
+            log.end(client)
 
     def enter(self) -> int:
         self.forget()
         self._log = self._host.log
         self._client = self._log.enter()
         return self._client
+
+    def check(self) -> None:
+        """Raise LinkLost where the head that the client has entered was removed: all shards began anew."""
+        if self._log is not None and self._log.closed:
+            raise LinkLost("session", "all shards went back to a checkpoint, or the server is ending")
 
     def start(self) -> None:
         """The worker starts afresh after a failure."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.errors import InvalidArgument, NotFinite, NotReady, SegmentExists
+from pyps.errors import InvalidArgument, NotFinite, NotReady, SegmentExists, ShardLost
 from pyps.formats.records import Span
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import VECTORS, FlatState, StateHeader, StoreState
@@ -99,7 +99,13 @@ class ShardedBackend(RemoteBackend):
         self._dial()
         arguments = (PROTOCOL, self.address.store, whole.run)
         posted = [shard.post("open_shard", *arguments, k) for k, shard in enumerate(self._shards)]
-        return self._opened_as(whole, reply, self._take("open_shard", posted))
+        try:
+            return self._opened_as(whole, reply, self._take("open_shard", posted))
+        except NotReady as error:
+            members = self.client.call("get_members")[0]
+            if any(member.id and member.role is not Role.OBSERVER for member in members):
+                raise ShardLost("open", error.message) from None
+            raise
 
     def _create(self, config: Config, state: StoreState | None) -> OpenReply:
         """The head first: who makes it makes the shards, and others wait for these (NotReady)."""

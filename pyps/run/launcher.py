@@ -22,6 +22,7 @@ from pyps.checkpoint.folder import MODEL
 from pyps.checkpoint.tensors import write_whole
 from pyps.errors import (
     InvalidArgument,
+    LinkLost,
     NotReady,
     PlanChanged,
     PypsError,
@@ -32,7 +33,7 @@ from pyps.errors import (
 from pyps.formats.events import EventLog
 from pyps.formats.records import record_path
 from pyps.remote import open_store
-from pyps.remote.address import is_address
+from pyps.remote.address import is_address, is_sharded
 from pyps.report.activity import StoreActivity, look
 from pyps.report.report import StoreTotals
 from pyps.run.checkpoints import Checkpointer
@@ -290,7 +291,7 @@ class Launcher:
         if time.monotonic() < self._next_poll:
             return
         self._next_poll = time.monotonic() + (REMOTE_POLL_SECONDS if self._is_remote else 0.0)
-        store = self._store = self._store or self._open_store()
+        store = self._current_store()
         if store is None:
             state = None
         else:
@@ -322,6 +323,17 @@ class Launcher:
 
     def _has_record(self, process: RankProcess) -> bool:
         return record_path(self.spec.run_dir, process.rank, process.pid).exists()
+
+    def _current_store(self) -> Store | None:
+        """The run's store; opened again where the workers made it again from a checkpoint."""
+        if self._store is not None and is_sharded(self.spec.store):
+            try:
+                self._store.status()
+            except LinkLost:
+                self._store.close()
+                self._store = None
+        self._store = self._store or self._open_store()
+        return self._store
 
     def _open_store(self) -> Store | None:
         try:

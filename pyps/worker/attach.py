@@ -13,17 +13,21 @@ import time
 import warnings
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from pyps.checkpoint.folder import newest_checkpoint
 from pyps.checkpoint.state import Saved
 from pyps.checkpoint.state import load as load_checkpoint
-from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound
+from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound, ShardLost
+from pyps.formats.records import read_records
 from pyps.formats.turns import TurnSchedule
 from pyps.native.values import Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
+from pyps.remote.address import is_address
 from pyps.store.creation import kept_as
 from pyps.store.store import Store
 from pyps.worker.agreement import agreement_of
@@ -207,16 +211,21 @@ def check_same(store: Store, attachment: Attachment) -> None:
 
 
 def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -> Store:
-    """Open the store. Rank 0 creates it unless it exists (after a restart); the others wait for it."""
+    """Open the store. Rank 0 creates it unless it exists (after a restart); the others wait for it. Where it,
+    or a shard of it, was lost elsewhere, rank 0 makes it again from the run's last checkpoint.
+    """
     deadline = time.monotonic() + timeout
     pause, longest = POLL_SECONDS
     while True:
         try:
             return open_store(settings.store)
-        except (SegmentNotFound, NotReady):
+        except (SegmentNotFound, NotReady) as error:
             if settings.rank == 0:
+                saved = _last_checkpoint(settings) if is_address(settings.store) else settings.resume
+                if isinstance(error, ShardLost) and saved is None:
+                    raise
                 try:
-                    return _create(settings, attachment)
+                    return _create(settings, attachment, saved)
                 except SegmentExists:
                     pass  # another process was faster: open its segment
             if time.monotonic() > deadline:
@@ -236,9 +245,27 @@ def set_planned_turns(store: Store, settings: Settings) -> None:
         store.set_schedule(settings.schedule)
 
 
-def _create(settings: Settings, attachment: Attachment) -> Store:
+def _last_checkpoint(settings: Settings) -> Path | None:
+    """The newest one of the run; else the one that it went on from."""
+    found = None if settings.run_dir is None else newest_checkpoint(Path(settings.run_dir))
+    return found or settings.resume
+
+
+def _warn_of_undone(settings: Settings, saved: Saved) -> None:
+    """A warning with how many versions the records of this host know that the checkpoint does not have."""
+    paths = [] if settings.run_dir is None else sorted(settings.run_dir.glob("worker-*.jsonl"))
+    last = max((record.version for path in paths for record in read_records(path)), default=0)
+    version = saved.state.header.version
+    if last > version:
+        undone = f"{last - version} pushes after version {version} are undone"
+        warnings.warn(
+            f"store {settings.store!r} was lost: it goes on from {saved.path}, {undone}", stacklevel=4
+        )
+
+
+def _create(settings: Settings, attachment: Attachment, resume: Path | None) -> Store:
     tensors = attachment.tensors()
-    saved = _saved(settings) if settings.resume is not None else None
+    saved = _saved(settings, resume) if resume is not None else None
     store = create_store(
         settings.store,
         {name: values for name, (_, values) in tensors.items()},
@@ -254,6 +281,8 @@ def _create(settings: Settings, attachment: Attachment) -> Store:
         keep=settings.launched,
         agreement=agreement_of(settings),
     )
+    if saved is not None and resume != settings.resume:
+        _warn_of_undone(settings, saved)
     if saved is not None:
         _take_edited_turns(store, settings.schedule, saved)
     return store
@@ -272,9 +301,9 @@ def _take_edited_turns(store: Store, planned: TurnSchedule | None, saved: Saved)
     warnings.warn(f"store {store.name!r}: the plan's turns replace those of {saved.path}", stacklevel=4)
 
 
-def _saved(settings: Settings) -> Saved:
+def _saved(settings: Settings, resume: Path) -> Saved:
     """The checkpoint to go on from. Raises InputError if its samples were in another order."""
-    saved = load_checkpoint(settings.resume or "")
+    saved = load_checkpoint(resume)
     if not settings.launched and saved.checkpoint.seed not in (None, settings.seed):
         expected = f"{saved.checkpoint.seed}, as in {saved.path}"
         raise InputError("join", "seed", str(settings.seed), expected)

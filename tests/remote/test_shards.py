@@ -10,20 +10,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from remote_tools import eventually, process
+from torch import nn
 
+from pyps.checkpoint.state import save
 from pyps.errors import (
     InputError,
     InvalidArgument,
     NotFinite,
-    NotReady,
     PushRejected,
     SegmentExists,
+    ShardLost,
     StoreError,
 )
 from pyps.native.state import StoreState
@@ -36,6 +40,9 @@ from pyps.remote.store import RemoteStore
 from pyps.remote.wire import CommitHeader
 from pyps.store import Store
 from pyps.store.codec import fed_back
+from pyps.store.policies import policy_named
+from pyps.worker.attach import inspect, open_or_create
+from pyps.worker.settings import Settings
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 CHUNK = 1024
@@ -330,7 +337,7 @@ def test_where_a_shard_is_lost_a_state_replaces_all_and_says_what_is_undone(shm:
             push(store)
         far._shards.shard.close(remove=True)  # its host was started anew
         far._shards._shard = None
-        with pytest.raises(NotReady):
+        with pytest.raises(ShardLost, match="found no shard of it at this server"):
             open_store(address)
         with pytest.warns(UserWarning, match="all go back to version 1, and 2 pushes are undone"):
             other = create_store(address, state=state)
@@ -340,6 +347,39 @@ def test_where_a_shard_is_lost_a_state_replaces_all_and_says_what_is_undone(shm:
             assert only_value(other) == (2.0, 2)
         with pytest.raises(StoreError):
             push(store)
+
+
+@pytest.mark.parametrize("lost_one", ["far", "all"])
+def test_rank_0_brings_a_lost_store_back_to_the_last_checkpoint(
+    shm: Path, tmp_path: Path, lost_one: str
+) -> None:
+    model = nn.Linear(300, 300)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.0)
+    attachment = inspect(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with ExitStack() as stack:
+        address, (_, far) = stack.enter_context(serving(2))
+        settings = Settings(store=address, rank=0, policy=policy_named("asp:scaling=none"), run_dir=tmp_path)
+        settings = replace(settings, batches=(1,), launched=True)
+        store = stack.enter_context(open_or_create(settings, attachment, 5.0))
+        store.join(0)
+        push(store)
+        save(store.state(), tmp_path / "checkpoints")
+        push(store)
+        store.leave()
+        if lost_one == "far":
+            far._shards.shard.close(remove=True)
+            far._shards._shard = None
+            with pytest.warns(UserWarning, match="all go back to version 1, and 1 pushes are undone"):
+                again = stack.enter_context(open_or_create(settings, attachment, 5.0))
+        else:
+            stack.close()
+            address, _ = stack.enter_context(serving(2))
+            again = stack.enter_context(open_or_create(replace(settings, store=address), attachment, 5.0))
+        again.join(0)
+        values, version = again.pull()
+        assert (set(values[:90_000].tolist()), version) == ({1.0}, 1)
 
 
 class Served:
