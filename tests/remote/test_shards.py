@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from remote_tools import eventually, process
+from shard_tools import ONE, backend, stage_parts
 from torch import nn
 
 from pyps.checkpoint.state import save
@@ -35,8 +36,6 @@ from pyps.native.values import Claim, Hyper, PushResult
 from pyps.remote import create_store, open_store
 from pyps.remote.address import parse_servers
 from pyps.remote.server import Server
-from pyps.remote.sharded import ShardedBackend
-from pyps.remote.store import RemoteStore
 from pyps.remote.wire import CommitHeader
 from pyps.store import Store
 from pyps.store.codec import fed_back
@@ -47,7 +46,6 @@ from pyps.worker.settings import Settings
 PYPS = str(Path(sys.executable).parent / "pyps")
 CHUNK = 1024
 SILENCE = 1.0
-ONE = Hyper(lr=1.0)
 
 
 @contextmanager
@@ -90,25 +88,6 @@ def only_value(store: Store) -> tuple[float, int]:
     flat, version = store.pull()
     (value,) = set(flat.tolist())
     return float(value), version
-
-
-def backend(store: Store) -> ShardedBackend:
-    assert isinstance(store, RemoteStore)
-    assert isinstance(store._calls, ShardedBackend)
-    return store._calls
-
-
-def stage_parts(store: Store, value: float) -> tuple[int, Any]:
-    """The first half of a push: every server has its part. What the second half needs."""
-    from pyps.store.request import push_request
-
-    calls = backend(store)
-    claim, staging = store.start(), store.stage()
-    staging.flat[:] = value
-    seq = next(calls._numbers)
-    header, parts, _ = calls._sent(push_request(staging, claim.count, ONE, groups=store.layout.groups))
-    calls._stage(seq, header, calls._post_parts(seq, header, parts))
-    return seq, header
 
 
 @pytest.mark.parametrize(
@@ -297,11 +276,11 @@ def test_a_state_goes_on_over_another_number_of_servers(shm: Path) -> None:
 
 KILLED = """
 import sys
-address, *paths = sys.argv[1:]
-sys.path[:0] = paths
+address, helpers = sys.argv[1:]
+sys.path.insert(0, helpers)
 from pyps.remote import open_store
 from pyps.remote.wire import CommitHeader
-from test_shards import backend, stage_parts
+from shard_tools import backend, stage_parts
 stores = [open_store(address) for _ in range(2)]
 for rank, store in enumerate(stores, 1):
     store.join(rank)
@@ -313,10 +292,10 @@ sys.stdin.read()
 
 
 def test_a_worker_killed_before_its_commit_pushes_nowhere_and_after_it_everywhere(shm: Path) -> None:
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
+    helpers = str(Path(__file__).parents[1] / "helpers")
     with serving(3) as (address, servers), make(address, batches=[1, 1, 1]) as store:
         store.join(0)
-        with process(KILLED, address, *paths) as worker:
+        with process(KILLED, address, helpers) as worker:
             assert worker.stdout is not None
             assert worker.stdout.readline() == "staged\n"
             eventually(lambda: store.status().version == 1)
