@@ -16,7 +16,7 @@ from typing import Literal, Self
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats.records import LineReader
+from pyps.formats.records import LineReader, append_line
 
 EVENTS = "run.jsonl"
 RunEventKind = Literal[
@@ -52,7 +52,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EventLog:
-    """Appends events to a file, each in one write; `events` holds all that are in it, for the report.
+    """Appends events to a file, each in one write, unless the disk is full; `events` holds all of them.
 
     Holds the file's lock: one launcher at a time. Raises InputError if another one runs.
     """
@@ -83,7 +83,7 @@ class EventLog:
         """Append an event with the present time; kind, rank, pid, version, detail: fields of RunEvent."""
         event = RunEvent(kind, time.monotonic(), time.time(), rank, pid, version, detail)
         self.events.append(event)
-        self._file.write(msgspec.json.encode(event) + b"\n")
+        append_line(self._file, msgspec.json.encode(event) + b"\n")
         return event
 
     def __enter__(self) -> Self:

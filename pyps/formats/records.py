@@ -6,7 +6,10 @@ rebalancing are computed from these records.
 
 from __future__ import annotations
 
+import errno
 import os
+import warnings
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -18,6 +21,7 @@ from pyps.formats.files import write_lines
 
 SpanKind = Literal["wait", "pull", "data", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LineType = TypeVar("LineType", bound=msgspec.Struct)
 
 
@@ -94,16 +98,36 @@ def drop_undone(run_dir: Path, rank: int, pushes: int) -> None:
             write_lines(path, records[:kept])
 
 
+def append_line(file: FileIO, line: bytes) -> bool:
+    """Append a line, entirely or not at all; False if the disk has no room for it. Raises OSError."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(line) == len(line):
+            return True
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+    os.ftruncate(file.fileno(), size)
+    return False
+
+
 class RecordWriter:
-    """Appends records to a file; each line reaches the kernel in one write, so a kill loses at most one."""
+    """Appends records to a file; each line reaches the kernel in one write, so a kill loses at most one.
+
+    While the disk is full, records are left out, with one warning.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._warned = path, False
         self._file = path.open("ab", buffering=0)
         self._encoder = msgspec.json.Encoder()
 
     def write(self, record: StepRecord) -> None:
-        self._file.write(self._encoder.encode(record) + b"\n")
+        if append_line(self._file, self._encoder.encode(record) + b"\n") or self._warned:
+            return
+        self._warned = True
+        warnings.warn(f"{self._path}: the disk is full: records of steps are left out", stacklevel=2)
 
     def close(self) -> None:
         self._file.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from pyps.errors import NotReady, SegmentNotFound, StoreError
+from pyps.errors import InputError, NotReady, SegmentNotFound, StoreError
 from pyps.formats import write_json
 from pyps.formats.events import EVENTS, EventLog
 from pyps.formats.records import read_run
@@ -20,7 +20,7 @@ from pyps.remote.address import is_address
 from pyps.report.report import REPORT, Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
 from pyps.report.watch import OnProgress, Watch
-from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice, Start, start_here
+from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice, Start, TrainingFailed, start_here
 from pyps.run.spec import RunOptions, RunSpec, StrPath, prepare, write_setup
 
 
@@ -101,20 +101,26 @@ def _launch(launcher: Launcher) -> Report:
     spec, log = launcher.spec, launcher.log
     outcome: RunOutcome = "failed"
     error = ""
+    ended: BaseException | None = None
     try:
         with launcher:
             launcher.run()
         outcome = "finished"
     except Interrupted as stop:
-        outcome, error = "interrupted", str(stop)
+        outcome, error, ended = "interrupted", str(stop), stop
         raise
     except BaseException as failure:
-        error = str(failure) or type(failure).__name__
+        error, ended = str(failure) or type(failure).__name__, failure
         raise
     finally:
         log.write("ended", detail=outcome)
         records = read_run(spec.run_dir)
         report = make_report(spec.setup, records, log.events, launcher.totals, outcome, error)
-        write_json(spec.run_dir / "trace.json", make_trace(spec.setup.ranks, records, log.events))
-        write_json(spec.run_dir / REPORT, report)  # last: with it, all is there
+        try:
+            write_json(spec.run_dir / "trace.json", make_trace(spec.setup.ranks, records, log.events))
+            write_json(spec.run_dir / REPORT, report)  # last: with it, all is there
+        except InputError as full:
+            if ended is None:
+                raise TrainingFailed(f"trained to the end, but its report is not written: {full}") from None
+            ended.add_note(f"no report written: {full}")
     return report
