@@ -16,7 +16,7 @@ from typing import Literal, Self
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats.records import LineReader, append_line
+from pyps.formats.records import LineReader, append_whole
 
 EVENTS = "run.jsonl"
 RunEventKind = Literal[
@@ -83,7 +83,7 @@ class EventLog:
         """Append an event with the present time; kind, rank, pid, version, detail: fields of RunEvent."""
         event = RunEvent(kind, time.monotonic(), time.time(), rank, pid, version, detail)
         self.events.append(event)
-        append_line(self._file, msgspec.json.encode(event) + b"\n")
+        append_whole(self._file, msgspec.json.encode(event) + b"\n")
         return event
 
     def __enter__(self) -> Self:

@@ -98,11 +98,11 @@ def drop_undone(run_dir: Path, rank: int, pushes: int) -> None:
             write_lines(path, records[:kept])
 
 
-def append_line(file: FileIO, line: bytes) -> bool:
-    """Append a line, entirely or not at all; False if the disk has no room for it. Raises OSError."""
+def append_whole(file: FileIO, data: bytes) -> bool:
+    """Append lines, entirely or not at all; False if the disk has no room for them. Raises OSError."""
     size = os.fstat(file.fileno()).st_size
     try:
-        if file.write(line) == len(line):
+        if file.write(data) == len(data):
             return True
     except OSError as error:
         if error.errno not in NO_ROOM:
@@ -124,7 +124,7 @@ class RecordWriter:
         self._encoder = msgspec.json.Encoder()
 
     def write(self, record: StepRecord) -> None:
-        if append_line(self._file, self._encoder.encode(record) + b"\n") or self._warned:
+        if append_whole(self._file, self._encoder.encode(record) + b"\n") or self._warned:
             return
         self._warned = True
         warnings.warn(f"{self._path}: the disk is full: records of steps are left out", stacklevel=2)

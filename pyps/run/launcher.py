@@ -21,6 +21,7 @@ from pyps import native
 from pyps.checkpoint.folder import MODEL
 from pyps.checkpoint.tensors import write_whole
 from pyps.errors import (
+    InputError,
     InvalidArgument,
     LinkLost,
     NotReady,
@@ -182,7 +183,10 @@ class Launcher:
         if self._on_tick is not None:
             self._on_tick(state)
         self._save_last(math.inf)
-        write_whole(self.spec.run_dir / MODEL, self._store.snapshot().tensors)
+        try:
+            write_whole(self.spec.run_dir / MODEL, self._store.snapshot().tensors)
+        except InputError as full:
+            raise TrainingFailed(f"trained to the end, but the model is not written: {full}") from None
 
     def _start(self, rank: int, event: Literal["started", "restarted"]) -> None:
         process = self._processes[rank] = self._start_process(self.spec, self._ranks[rank])

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from pyps.formats.records import append_whole
+
 TAIL_LINES = 100  # of stderr, kept for the error message
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20  # a longer line is passed on in parts
@@ -138,7 +140,7 @@ class WorkerProcess(RankProcess):
         except BlockingIOError:
             return []
         if data:
-            self._log.write(data)
+            append_whole(self._log, data)
         partial = self._partial_lines[fd]
         *ended, rest = data.split(b"\n")
         lines = [bytes(partial + ended[0]), *ended[1:]] if ended else []

@@ -14,7 +14,7 @@ from run_tools import make_record, make_setup
 
 from pyps.errors import InputError
 from pyps.formats.events import EventLog
-from pyps.formats.records import RecordWriter, append_line, read_run, record_path
+from pyps.formats.records import RecordWriter, append_whole, read_run, record_path
 from pyps.report.report import StoreTotals
 from pyps.run import main
 from pyps.run.launcher import Launcher, TrainingFailed
@@ -37,11 +37,11 @@ class FullFile(FileIO):
 def test_a_line_is_whole_or_not_there(tmp_path: Path, room: int) -> None:
     with FullFile(str(tmp_path / "lines"), "ab") as file:
         file.room = 100
-        assert append_line(file, b"first\n")
+        assert append_whole(file, b"first\n")
         file.room = room
-        assert not append_line(file, b"second\n")
+        assert not append_whole(file, b"second\n")
         file.room = 100
-        assert append_line(file, b"third\n")
+        assert append_whole(file, b"third\n")
     assert (tmp_path / "lines").read_bytes() == b"first\nthird\n"
 
 
