@@ -172,7 +172,8 @@ class _TaskStepper:
             if is_out_of_memory(error):
                 raise OutOfMemoryError(what) from None
             found = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise InputError(self._where, what, found, "a training step that runs") from error
+            expected = "a training step that runs (one that needs several samples: --batches 2,4,8,16)"
+            raise InputError(self._where, what, found, expected) from error
 
 
 class CpuStepper(_TaskStepper):
