@@ -93,9 +93,10 @@ static void size_claims(struct view *v, const struct member *m, uint64_t stalene
         rank->staleness_per_sample > 0
             ? rank->staleness_per_sample + (per_sample - rank->staleness_per_sample) / RECENT
             : per_sample;
-    bool in_time = rank->staleness_per_sample * rank->total.batch <= (double)limit;
+    rank->next_batch = 0;
+    if (rank->staleness_per_sample * rank->total.batch <= (double)limit) return; /* in time */
     double fits = MARGIN * (double)limit / rank->staleness_per_sample;
-    rank->next_batch = in_time ? 0 : (uint32_t)policy_whole(fits, rank->total.batch);
+    rank->next_batch = (uint32_t)policy_whole(fits, rank->total.batch);
 }
 
 /* What a push, or a check of a late worker, says of the workers' times and stalenesses. */
