@@ -58,7 +58,7 @@ class ShardHost:
         try:
             pointer = native.open_segment(self._store)
         except StoreError:
-            return  # none yet, or one that whoever opens it is told of
+            return  # none yet, or a damaged one: clients that open it get the error
         try:
             layout = native.get_layout(pointer)
             marked = run_and_servers([native.get_tensor(pointer, layout.tensors - 1)])

@@ -1,4 +1,4 @@
-"""A model over several servers is one store: one version, each push once or nowhere, whoever dies."""
+"""A model over several servers is one store: one version, a push counts everywhere or nowhere."""
 
 from __future__ import annotations
 
