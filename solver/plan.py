@@ -53,7 +53,7 @@ from pyps.solver.ranks import (
     needs,
     planned_ranks,
 )
-from pyps.solver.report.warnings import doubtful_links, link_warnings, warnings_of
+from pyps.solver.report.warnings import Remark, doubtful_links, in_lines, link_warnings, warnings_of
 from pyps.solver.systems.goodput import efficiency_of
 from pyps.solver.systems.hps import hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
@@ -134,7 +134,8 @@ def _with_noise(
         for batches in (solve_within_limits(cluster, ranks, fitted).batches, planned)
     )
     quiet = [r.group.name for r in ranks if too_few(r.profile.points)]
-    unknown = [f"{name}: too few timings to estimate its noise" for name in dict.fromkeys(quiet)]
+    too_quiet = "too few timings to estimate"
+    unknown = in_lines([Remark(name, f"{too_quiet} its noise", f"{too_quiet} noise") for name in quiet])
     return msgspec.structs.replace(
         plan,
         warnings=plan.warnings + unknown,

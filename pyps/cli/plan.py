@@ -254,7 +254,7 @@ def pareto(
 
 def _fitted_profiles(cluster: Cluster) -> list[Profile]:
     """The profile of each group, with a fit; a profile without one is fitted here."""
-    read = {group.profile: _fitted(group.profile) for group in cluster.worker}
+    read = {path: _fitted(path) for path in dict.fromkeys(group.profile for group in cluster.worker)}
     return [read[group.profile] for group in cluster.worker]
 
 

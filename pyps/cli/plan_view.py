@@ -160,6 +160,9 @@ def show_explanation(found: Explanation, err: bool = False) -> None:
         room = f"{1e3 * saved:.3g} ms/sample" if saved > 1e-9 else "-"
         figures = str(group.workers), str(group.batch), ms(group.waits_seconds), f"{group.share:.2f}"
         table.add_row(Text(group.name), *figures, room, group.binds)
+    if len(found.groups) > ROWS_AT_MOST:
+        table.caption = f"(and {len(found.groups) - ROWS_AT_MOST} more rows)"
+        table.caption_justify = "left"
     console = Console(stderr=err, markup=False)
     console.print(table)
     console.print(Text(found.verdict))

@@ -193,10 +193,12 @@ def check_cluster(where: str, cluster: Cluster) -> None:
         raise InputError(
             where, f"worker[{k}].count", f"{workers:,} workers in all", f"at most {MOST_WORKERS:,}"
         )
+    before = set[str]()
     for k, group in enumerate(groups):
-        if group.name in {other.name for other in groups[:k]}:
+        if group.name in before:
             found = f"{group.name!r} a second time"
             raise InputError(where, f"worker[{k}].name", found, "a unique name, or a higher count")
+        before.add(group.name)
         for name in group.worker_names():
             if name in names:
                 raise InputError(where, f"worker[{k}].name", f"{name!r} a second time", "a unique name")

@@ -14,7 +14,7 @@ import numpy as np
 
 from pyps.formats import Plan
 from pyps.solver.constrained import ConstrainedProblem
-from pyps.solver.exact.minmax import Problem
+from pyps.solver.exact.minmax import Problem, rounded
 from pyps.solver.milp.checks import ShadowPrices, shadow_prices
 from pyps.solver.ranks import PlannedRank
 from pyps.solver.report.warnings import barred
@@ -71,7 +71,7 @@ def _groups(
     found: dict[tuple[str, int], list[int]] = {}
     for k, (rank, worker) in enumerate(zip(ranks, plan.workers, strict=True)):
         found.setdefault((rank.group.name, worker.batch), []).append(k)
-    groups = []
+    groups, bounds = [], rounded(problem)
     for (name, batch), places in found.items():
         first = places[0]
         waits = slowest - plan.workers[first].predicted_seconds
@@ -81,7 +81,7 @@ def _groups(
                 name=name,
                 workers=len(places),
                 batch=batch,
-                binds=_binds(problem, first, batch, delays),
+                binds=_binds(problem, bounds, first, batch, delays),
                 waits_seconds=waits if batch else 0.0,
                 share=float(priced.share[places].sum()),
                 seconds_saved_per_sample=float(max(priced.max_batch[first], priced.min_batch[first])),
@@ -90,12 +90,12 @@ def _groups(
     return groups
 
 
-def _binds(problem: Problem, k: int, batch: int, delays: bool) -> str:
-    """What binds worker k at this batch. delays: the others wait for it."""
+def _binds(problem: Problem, bounds: Problem, k: int, batch: int, delays: bool) -> str:
+    """What binds worker k at this batch. bounds: the problem, rounded. delays: the others wait for it."""
     most = problem.costs.take(np.array([k])).last_batch(problem.max_batch[[k]])[0]
     step, least = int(problem.batch_multiple[k]), max(int(problem.min_batch[k]), 1)
     if not batch:
-        return "no batch fits" if barred(problem, k) else "left out"
+        return "no batch fits" if barred(problem, bounds, k) else "left out"
     if batch + step > most:
         return "at its maximum"
     if batch - step < least and least > step:
@@ -113,13 +113,7 @@ def _verdict(
     if holders:
         several = len(holders) > 1 or holders[0].workers > 1
         sentences.append(f"{_names(holders)} {'set' if several else 'sets'} the pace.")
-    for group in groups:
-        if group.binds == "at its maximum":
-            saved = group.seconds_saved_per_sample
-            gain = f"; one more {one} of room would save {_ms(saved)}" if saved else ""
-            sentences.append(f"{_names([group])} cannot take more than {group.batch} {plan.unit}{gain}.")
-        if group.binds == "at its minimum":
-            sentences.append(f"{_names([group])} may not take fewer than {group.batch} {plan.unit}.")
+    sentences += _bound_sentences(groups, plan.unit)
     out = [group for group in groups if group.binds == "left out"]
     if out:
         tied = constrained.has_side_constraints
@@ -134,6 +128,27 @@ def _verdict(
         sentences.append(f"One more {one} in the global batch costs {_ms(priced.per_sample)}.")
     sentences.append(_bound_sentence(plan))
     return " ".join(sentences)
+
+
+def _bound_sentences(groups: Sequence[GroupExplanation], unit: str) -> list[str]:
+    """Which groups are at a bound; one sentence a group, or one for many."""
+    full = [group for group in groups if group.binds == "at its maximum"]
+    least = [group for group in groups if group.binds == "at its minimum"]
+    sentences = []
+    if len(full) > NAMED_AT_MOST:
+        saved = max(group.seconds_saved_per_sample for group in full)
+        gain = f"; one more {unit.removesuffix('s')} of room would save at most {_ms(saved)}" if saved else ""
+        sentences.append(f"{_names(full)} cannot take more {unit}{gain}.")
+    else:
+        for group in full:
+            saved = group.seconds_saved_per_sample
+            gain = f"; one more {unit.removesuffix('s')} of room would save {_ms(saved)}" if saved else ""
+            sentences.append(f"{_names([group])} cannot take more than {group.batch} {unit}{gain}.")
+    if len(least) > NAMED_AT_MOST:
+        sentences.append(f"{_names(least)} may not take fewer {unit}.")
+    else:
+        sentences += [f"{_names([one])} may not take fewer than {one.batch} {unit}." for one in least]
+    return sentences
 
 
 def _time_sentence(plan: Plan) -> str:

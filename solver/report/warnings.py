@@ -1,9 +1,10 @@
-"""Warns of what a reader should know before trusting a plan; one line a group."""
+"""Warns of what a reader should know before trusting a plan; one line a group, or one for many groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from pyps.formats import Cluster, Fit, PlanWorker, Point, Profile, R2spSchedule
 from pyps.solver.exact.minmax import Problem, rounded
@@ -15,6 +16,39 @@ NEAR = 2  # a measured batch within this factor of the planned one says somethin
 SLOW_LINK = 1e5  # bytes a second: less may be meant in larger units
 LONG_LATENCY = 1.0  # seconds: more may be meant in milliseconds
 CONFIDENCE_FACTOR = 1.645  # from a standard error to the bound that 90 % are within
+MOST_LINES = 4  # of one cause: more groups share one
+NAMED = 3  # of these
+
+
+class Remark(NamedTuple):
+    """What there is to say of a group. cause: what one line says of it and of others, where they are many."""
+
+    name: str
+    line: str
+    cause: str
+
+
+def in_lines(remarks: Sequence[Remark]) -> list[str]:
+    """A line for each remark; one for all of a cause that many groups share, with a few of their names."""
+    found: dict[str, dict[str, None]] = {}
+    for name, _, cause in remarks:
+        found.setdefault(cause, {})[name] = None
+    names = {cause: list(sharing) for cause, sharing in found.items()}
+    lines = []
+    for name, line, cause in remarks:
+        sharing = names[cause]
+        if len(sharing) <= MOST_LINES:
+            lines.append(f"{name}: {line}")
+        elif name == sharing[0]:
+            lines.append(f"{few_of(sharing)}: {cause}")
+    return list(dict.fromkeys(lines))
+
+
+def few_of(names: Sequence[str]) -> str:
+    """The names, or a few of them and how many more there are."""
+    if len(names) <= MOST_LINES:
+        return ", ".join(names)
+    return f"{', '.join(names[:NAMED])} and {len(names) - NAMED:,} more"
 
 
 def warnings_of(
@@ -25,37 +59,48 @@ def warnings_of(
     ranks, workers, problem: what was planned, in rank order. has_side_constraints: limits or ties between
     workers may be the reason why one is left out.
     """
-    lines: list[str] = []
+    remarks: list[Remark] = []
     groups: dict[str, list[tuple[PlannedRank, PlanWorker]]] = {}
     for rank, worker in zip(ranks, workers, strict=True):
         groups.setdefault(rank.group.name, []).append((rank, worker))
+    bounds = rounded(problem)
     for name, members in groups.items():
         rank, used = members[0][0], [worker for _, worker in members if worker.batch]
         batches = sorted({worker.micro_batch // rank.group.ranks_each for worker in used})
-        lines += [f"{name}: {line}" for line in _of_batches(rank.one_profile, batches)]
+        remarks += _of_batches(name, rank.one_profile, batches)
         error = rank.fit.leave_one_out_error or 0.0
         if used and error > FIT_ERROR_WORTH_A_WARNING:
-            lines.append(f"{name}: the fit misses left-out points by {error:.1%} (median)")
+            line = f"the fit misses left-out points by {error:.1%} (median)"
+            general = f"the fit misses left-out points by over {FIT_ERROR_WORTH_A_WARNING:.0%} (median)"
+            remarks.append(Remark(name, line, general))
         if rank.bandwidth is not None and rank.link is None:
-            lines.append(
-                f"{name}: its transfers are not counted: {rank.group.profile} has no model.parameters"
-            )
+            line = f"its transfers are not counted: {rank.group.profile} has no model.parameters"
+            general = "transfers are not counted: the profiles have no model.parameters"
+            remarks.append(Remark(name, line, general))
         if rank.profile.device.emulated:
-            lines.append(f"{name}: emulated, {rank.profile.device.throttle:g} times slower by a throttle")
+            line = f"emulated, {rank.profile.device.throttle:g} times slower by a throttle"
+            remarks.append(Remark(name, line, "emulated, slower by a throttle"))
         if out := [worker.name for _, worker in members if not worker.batch]:
-            tied = "the limits or ties require it"
-            sooner = tied if has_side_constraints else "the others finish sooner without it"
-            reason = barred(problem, members[0][1].rank) or sooner
-            lines.append(f"{out[0] if len(out) == 1 else f'{len(out)} of {name}'}: left out, {reason}")
-    models = {rank.profile.model.name for rank in ranks}
+            label = out[0] if len(out) == 1 else f"{len(out)} of {name}"
+            remarks.append(_left_out(label, problem, bounds, members[0][1].rank, has_side_constraints))
+    lines = in_lines(remarks)
+    models = sorted({rank.profile.model.name for rank in ranks})
     if len(models) > 1:
-        lines.append(f"the profiles are of different models: {', '.join(sorted(models))}")
-    return list(dict.fromkeys(lines))
+        lines.append(f"the profiles are of different models: {few_of(models)}")
+    return lines
 
 
-def barred(problem: Problem, k: int) -> str:
-    """Why worker k can take no batch whatever the others do; empty if it can."""
-    bounds = rounded(problem)
+def _left_out(label: str, problem: Problem, bounds: Problem, k: int, tied: bool) -> Remark:
+    """Why workers like worker k are left out. bounds: the problem's, rounded."""
+    general = "no batch fits between the smallest, and what max_batch, memory and the global batch allow"
+    if line := barred(problem, bounds, k):
+        return Remark(label, f"left out, {line}", f"left out, {general}")
+    reason = "the limits or ties require it" if tied else "the others finish sooner without it"
+    return Remark(label, f"left out, {reason}", f"left out, {reason.replace('without it', 'without them')}")
+
+
+def barred(problem: Problem, bounds: Problem, k: int) -> str:
+    """Why worker k can take no batch whatever the others do; empty if it can. bounds: problem, rounded."""
     least = f"no batch fits: its smallest is {bounds.min_batch[k]}"
     if not bounds.max_batch[k]:
         return f"{least}, max_batch and memory allow {problem.max_batch[k]}"
@@ -65,30 +110,36 @@ def barred(problem: Problem, k: int) -> str:
 
 def doubtful_links(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[str]:
     """Warnings about stated links that count for nothing, or that are perhaps stated in other units."""
-    lines = []
+    remarks = []
     for rank in ranks:
         group, name = rank.group, rank.group.name
         if group.latency and rank.bandwidth is None and cluster.sync is None:
-            lines.append(f"{name}: its latency is not counted: state its bandwidth, too")
+            general = "latency is not counted: state the bandwidths, too"
+            remarks.append(Remark(name, "its latency is not counted: state its bandwidth, too", general))
         if group.bandwidth is not None and group.bandwidth < SLOW_LINK:
             unit = "bandwidth is in bytes a second (1 Gbit/s is 1.25e8)"
-            lines.append(f"{name}: bandwidth {group.bandwidth:g}: {unit}")
+            line = f"bandwidth {group.bandwidth:g}: {unit}"
+            remarks.append(Remark(name, line, f"bandwidth below {SLOW_LINK:g}: {unit}"))
         if group.latency is not None and group.latency > LONG_LATENCY:
-            lines.append(f"{name}: latency {group.latency:g}: latency is in seconds")
-    return list(dict.fromkeys(lines))
+            line = f"latency {group.latency:g}: latency is in seconds"
+            remarks.append(Remark(name, line, f"latency above {LONG_LATENCY:g}: latency is in seconds"))
+    return in_lines(remarks)
 
 
-def _of_batches(profile: Profile, batches: Sequence[int]) -> Iterator[str]:
+def _of_batches(name: str, profile: Profile, batches: Sequence[int]) -> Iterator[Remark]:
     """About a group's planned batches: those farthest outside the trusted range, and contradicted ones."""
     if (fit := profile.fit) is None:
         return
     low, high = fit.trusted_min_batch, fit.trusted_max_batch
+    general = "batches are outside what was measured, where fits are trusted"
     for batch in dict.fromkeys([*batches[:1], *batches[-1:]]):
         outside = batch < low if batch == batches[0] else False
         if outside or (batch > high and batch == batches[-1]):
-            yield _outside(fit, batch)
+            yield Remark(name, _outside(fit, batch), general)
+    general = f"fits are over {MISSED_WORTH_A_WARNING:.0%} off what was measured near the planned batches"
     for batch in batches:
-        yield from _overruled(fit, profile.points, batch)
+        for line in _overruled(fit, profile.points, batch):
+            yield Remark(name, line, general)
 
 
 def _outside(fit: Fit, batch: int) -> str:

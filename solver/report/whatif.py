@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Plan, Unit, WorkerGroup, check_cluster
+from pyps.solver.report.warnings import few_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ def changed(
     names = [group.name for group in cluster.worker]
     for option, name in [*(("--add", name) for name in add), *(("--drop", name) for name in drop)]:
         if name not in names:
-            raise InputError(option, "", repr(name), f"a group of the cluster file: {', '.join(names)}")
+            near = sorted(names, key=lambda known: -SequenceMatcher(None, name, known).ratio())
+            raise InputError(option, "", repr(name), f"a group of the cluster file: {few_of(near)}")
     groups = []
     for group in cluster.worker:
         fewer = drop.get(group.name, 0)

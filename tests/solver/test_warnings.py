@@ -1,0 +1,73 @@
+"""Warnings of a plan: a line a group where there are few, one line for all of many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyps.errors import InputError
+from pyps.formats import Cluster, Device, Fit, Job, ModelInfo, Point, Profile, WorkerGroup
+from pyps.solver.plan import plan_ranks, planning_problem
+from pyps.solver.ranks import planned_ranks
+from pyps.solver.report.explain import explain
+from pyps.solver.report.warnings import MOST_LINES, Remark, few_of, in_lines
+from pyps.solver.report.whatif import changed
+
+
+def planned(B: int, *seconds: float, **last: Any) -> tuple[list[str], str]:
+    """The warnings, and the verdict, of workers with so many seconds a sample. last: keys of the last one."""
+    workers = [WorkerGroup(name=f"w{k}", profile="p.json", max_batch=400) for k in range(len(seconds))]
+    workers[-1] = WorkerGroup(name=workers[-1].name, profile="p.json", **last)
+    fits = [
+        Fit(
+            kind="affine",
+            fixed_seconds=0.01,
+            per_sample_seconds=a,
+            trusted_min_batch=1,
+            trusted_max_batch=999,
+        )
+        for a in seconds
+    ]
+    points, device, model = [Point(batch=1, seconds=1.0)], Device(name="d"), ModelInfo(name="mlp")
+    profiles = [Profile(device=device, model=model, points=points, fit=fit) for fit in fits]
+    cluster = Cluster(job=Job(global_batch=B), worker=workers)
+    ranks = planned_ranks(cluster, profiles)
+    problem = planning_problem(cluster, ranks)
+    plan = plan_ranks(cluster, ranks, problem)
+    return plan.warnings, explain(plan, ranks, problem).verdict
+
+
+def test_many_groups_share_a_line() -> None:
+    warnings, _ = planned(100, 0.1, *[20.0] * 4)
+    alone = "left out, the others finish sooner without it"
+    assert [line for line in warnings if "left out" in line] == [f"w{k}: {alone}" for k in range(1, 5)]
+    warnings, verdict = planned(100, 0.1, *[20.0] * 10, min_batch=101, latency=2.0)
+    assert warnings[:3] == [
+        "w1, w2, w3 and 6 more: left out, the others finish sooner without them",
+        "w10: left out, no batch fits: its smallest is 101, the global batch is 100",
+        "w10: its latency is not counted: state its bandwidth, too",
+    ]
+    assert "w1, w2, w3 and 6 more groups should stay out" in verdict
+    _, verdict = planned(4000, *[0.001] * 10, max_batch=1000)
+    assert "w0, w1, w2 and 6 more groups cannot take more samples; one more" in verdict
+
+
+@given(st.lists(st.tuples(*[st.sampled_from("abcdefg")] * 2, st.sampled_from("xyz")), max_size=30))
+def test_no_group_and_no_cause_goes_unsaid(said: list[tuple[str, str, str]]) -> None:
+    remarks = [Remark(name, f"{cause}{line}", cause) for name, line, cause in said]
+    lines = in_lines(remarks)
+    for cause in {remark.cause for remark in remarks}:
+        names = list(dict.fromkeys(r.name for r in remarks if r.cause == cause))
+        if len(names) > MOST_LINES:
+            assert lines.count(f"{few_of(names)}: {cause}") == 1
+        else:
+            assert all(lines.count(f"{r.name}: {r.line}") == 1 for r in remarks if r.cause == cause)
+
+
+def test_an_unknown_group_is_not_answered_with_all_of_them() -> None:
+    groups = [WorkerGroup(name=f"gpu{k}", profile="p.json") for k in range(5000)]
+    with pytest.raises(InputError, match=r"expected a group of the cluster file: .*\bgpu17, .* more$"):
+        changed(Cluster(job=Job(global_batch=8), worker=groups), {}, {"gpu17x": None})
