@@ -29,22 +29,17 @@ from pyps.native.values import (
     Flat,
     Hyper,
     Layout,
-    Member,
-    MemberState,
     NonFinite,
     Optimizer,
     PolicyNeeds,
     PolicyParams,
     PushRequest,
     PushResult,
-    RankCounters,
     Replay,
     Role,
     Rounding,
-    Status,
     Tensor,
     Ticket,
-    WaitKind,
 )
 
 NANOSECOND = 1e-9
@@ -405,31 +400,6 @@ def get_ticket(store: Pointer, version: int) -> Ticket:
     c = ffi.new("pyps_ticket *")
     check("ticket", lib.pyps_get_ticket(store, unsigned("ticket", "version", version, 64), c))
     return Ticket(c.version, (c.tag[0], c.tag[1]), c.samples, c.scale, c.share, c.part)
-
-
-def get_status(store: Pointer) -> Status:
-    c = ffi.new("pyps_status *")
-    check("status", lib.pyps_get_status(store, c))
-    flags = {"all_joined": bool(c.all_joined), "scheduled": bool(c.scheduled)}
-    return Status(**{**struct_values(Status, c), **flags})
-
-
-def get_members(store: Pointer, capacity: int) -> list[Member]:
-    c, count = ffi.new("pyps_member[]", capacity), ffi.new("uint32_t *")
-    check("members", lib.pyps_get_members(store, c, capacity, count))
-    return [_member(c[k]) for k in range(min(count[0], capacity))]
-
-
-def _member(c: Any) -> Member:
-    rank = c.rank if c.rank >= 0 else None
-    enums = {"state": MemberState(c.state), "role": Role(c.role), "waits_for": WaitKind(c.waits_for)}
-    return Member(**{**struct_values(Member, c), **enums, "rank": rank, "staged": bool(c.staged)})
-
-
-def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
-    c = ffi.new("pyps_rank[]", ranks)
-    check("ranks", lib.pyps_get_ranks(store, c, ranks))
-    return [RankCounters(**struct_values(RankCounters, c[k])) for k in range(ranks)]
 
 
 def get_hyper(store: Pointer, groups: int) -> list[Hyper | None]:

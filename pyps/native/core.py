@@ -10,7 +10,8 @@ from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument
 from pyps.formats.turns import TurnSchedule
 from pyps.native import check, fill_policy_params, turn_array, u32_array, unsigned
-from pyps.native.values import Config, Decision, EventKind, RankCounters
+from pyps.native.status import RankCounters
+from pyps.native.values import Config, Decision, EventKind
 
 
 class Core:

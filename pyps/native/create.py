@@ -19,7 +19,8 @@ from pyps.native import (
     unsigned,
 )
 from pyps.native.state import COUNTERS, VECTORS, RankHistory, StoreState
-from pyps.native.values import Config, DataSet, RankCounters, Tensor
+from pyps.native.status import RankCounters
+from pyps.native.values import Config, DataSet, Tensor
 
 MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
 MAX_DIMENSIONS = 8

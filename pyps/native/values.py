@@ -58,26 +58,6 @@ class Role(IntEnum):
     NEW_WORKER = 2
 
 
-class MemberState(IntEnum):
-    """Of a participant slot. Fenced: alive, but too late; its next push is refused until it rejoins."""
-
-    EMPTY = 0
-    ACTIVE = 1
-    FENCED = 2
-    LEFT = 3
-    DEAD = 4
-
-
-class WaitKind(IntEnum):
-    """What a member waits for: PYPS_WAITS_NOT ... in pyps.h."""
-
-    NOT = 0
-    START = 1
-    STAGING = 2
-    TURN = 3
-    ROUND = 4
-
-
 @dataclass(frozen=True, slots=True)
 class Hyper:
     """One parameter group's constants for one step, named and meant as in torch.optim.
@@ -466,50 +446,6 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A participant; rank is None for observers. `staged`: its gradient waits for the round to close.
-
-    Since it joined, joined_seconds ago: waited_seconds, the sum of its waits for others; bytes_pushed and
-    bytes_pulled. wait_seconds: how long its present wait lasts. claim_seconds: how long ago samples were
-    claimed for it; 0: it holds none. step_seconds: of its rank, from claim to gradient, a moving average; 0:
-    no step yet.
-    """
-
-    id: int
-    state: MemberState
-    role: Role
-    rank: int | None
-    pid: int
-    clock: int
-    pulled_version: int
-    claim_first: int
-    claim_count: int
-    staged: bool
-    waits_for: WaitKind
-    bytes_pushed: int
-    bytes_pulled: int
-    joined_seconds: float
-    waited_seconds: float
-    wait_seconds: float
-    claim_seconds: float
-    step_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class RankCounters:
-    """What the workers of a rank have done; pushes and samples count what was admitted."""
-
-    batch: int
-    pushes: int
-    samples: int
-    skipped: int
-    returned: int
-    staleness_sum: int
-    staleness_max: int
-    residuals_dropped: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class CostModel:
     """The seconds of a step of b samples: fixed + b * sample, at least `least`. max_batch 0: not known."""
 
@@ -545,30 +481,6 @@ class Replay:
     differences: int
     missing_events: int
     first: str
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The store's counters. `sequence` counts every event; `all_joined`: every rank has joined once.
-
-    Under a policy of turns: turn_rank: the rank on turn; -1: no turns. period_nanoseconds: of a cycle, as
-    planned or measured; 0: not known yet. gap_nanoseconds: the mean from push to push; 0: none. scheduled:
-    Store.set_schedule has set the turns. ranks: at present.
-    """
-
-    sequence: int
-    version: int
-    round: int
-    plan: int
-    samples_assigned: int
-    samples_dropped: int
-    active: int
-    all_joined: bool
-    period_nanoseconds: int = 0
-    gap_nanoseconds: int = 0
-    turn_rank: int = -1
-    scheduled: bool = False
-    ranks: int = 0
 
 
 def as_f32(where: str, field: str, value: Any) -> NDArray[np.float32]:

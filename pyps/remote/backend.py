@@ -24,6 +24,7 @@ from pyps.formats.records import Span
 from pyps.formats.turns import TurnSchedule
 from pyps.native.ranges import Ranges, Visitor, elements
 from pyps.native.state import FlatState, StoreState
+from pyps.native.status import Member, RankCounters, Status
 from pyps.native.values import (
     Advice,
     Claim,
@@ -36,14 +37,11 @@ from pyps.native.values import (
     Flat,
     Hyper,
     Layout,
-    Member,
     PolicyParams,
     PushRequest,
     PushResult,
     RankCost,
-    RankCounters,
     Role,
-    Status,
     Tensor,
 )
 from pyps.remote.address import Address, parse_servers

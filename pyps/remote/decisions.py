@@ -16,6 +16,7 @@ from typing import Protocol
 
 from pyps import native
 from pyps.errors import InvalidArgument, StoreClosed
+from pyps.native.status import get_members, get_status
 from pyps.native.values import NO_TAG, Role, Tag
 from pyps.remote.shards import run_and_servers
 from pyps.remote.wire import Following, LogEntry, LogKind
@@ -53,7 +54,7 @@ class DecisionLog:
             native.close(self._pointer)
             raise InvalidArgument("decisions", f"store {store!r}: found one that is on a single server")
         self.run, self.servers = marked
-        members = native.get_members(self._pointer, layout.max_participants)
+        members = get_members(self._pointer, layout.max_participants)
         # Ids of members are never used again, so no client of an earlier server has one of these numbers.
         self._next_client = (1 + max(member.id for member in members)) << CLIENT_BITS
         self._changed = threading.Condition()
@@ -62,7 +63,7 @@ class DecisionLog:
         self._base = 0  # index of the first
         self._live: set[int] = set()
         self._ticketed: dict[int, int] = {}  # by client: its last push that has a ticket
-        self.version = native.get_status(self._pointer).version
+        self.version = get_status(self._pointer).version
         self._first = self.version + 1  # the first version whose ticket is known
         self._find_tickets(layout.max_participants * layout.staging_buffers)
 
@@ -167,7 +168,7 @@ class DecisionLog:
 
     def _log_tickets(self, version: int | None = None) -> None:
         """Log those up to a version; None: the head's."""
-        last = native.get_status(self._pointer).version if version is None else version
+        last = get_status(self._pointer).version if version is None else version
         while self.version < last:
             ticket = native.get_ticket(self._pointer, self.version + 1)
             if ticket.tag != NO_TAG:

@@ -33,6 +33,7 @@ from pyps.native import planning
 from pyps.native.create import create
 from pyps.native.ranges import Packer, elements, pull_ranges, read_ranges
 from pyps.native.state import read_state
+from pyps.native.status import Member, RankCounters, Status, get_members, get_ranks, get_status
 from pyps.native.values import (
     Advice,
     Claim,
@@ -44,12 +45,9 @@ from pyps.native.values import (
     Flat,
     Hyper,
     Layout,
-    Member,
     PushRequest,
     RankCost,
-    RankCounters,
     Role,
-    Status,
     Tensor,
 )
 from pyps.remote.creation import created_arrays
@@ -181,7 +179,7 @@ class Handlers:
         """Join, waiting for a rank whose worker has died until its silence was noticed."""
         deadline = time.monotonic() + 1.5 * self._site.client_timeout_seconds
         while True:
-            sequence = native.get_status(self._store).sequence
+            sequence = get_status(self._store).sequence
             try:
                 got = native.join(self._store, role, rank)
                 break
@@ -416,19 +414,19 @@ class Handlers:
         return (found.header, ranks), (found.parameters, *found.vectors, *found.residuals.values())
 
     def get_status(self) -> Reply:
-        status: Status = native.get_status(self._store)
+        status: Status = get_status(self._store)
         return status, ()
 
     def get_members(self) -> Reply:
-        members: list[Member] = native.get_members(self._store, self.layout.max_participants)
+        members: list[Member] = get_members(self._store, self.layout.max_participants)
         return members, ()
 
     def get_ranks(self) -> Reply:
-        ranks: list[RankCounters] = native.get_ranks(self._store, native.get_status(self._store).ranks)
+        ranks: list[RankCounters] = get_ranks(self._store, get_status(self._store).ranks)
         return ranks, ()
 
     def get_costs(self) -> Reply:
-        costs: list[RankCost] = planning.get_costs(self._store, native.get_status(self._store).ranks)
+        costs: list[RankCost] = planning.get_costs(self._store, get_status(self._store).ranks)
         return costs, ()
 
     def set_cost_model(self, model: CostModel) -> Reply:

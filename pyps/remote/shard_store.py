@@ -22,6 +22,7 @@ from pyps import native
 from pyps.errors import InvalidArgument, LinkLost, LinkRefused, NotFinite, PypsError, StoreError, TimedOut
 from pyps.native.create import create
 from pyps.native.state import StoreState
+from pyps.native.status import get_status
 from pyps.native.values import Codec, Config, Flat, PushRequest, Role, Tag
 from pyps.remote.decisions import Decisions
 from pyps.remote.framing import Frames, check_size, from_frames
@@ -88,7 +89,7 @@ class ShardStore:
             native.close(self._pointer)
             raise
         self.run, self.servers = marked
-        self.version = native.get_status(self._pointer).version
+        self.version = get_status(self._pointer).version
         self._changed = threading.Condition()  # guards what follows, and the staged gradients
         self._filling: dict[int, int] = {}  # by client: gradients that are being written
         self._pins: dict[Tag, Pinned] = {}

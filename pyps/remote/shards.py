@@ -20,7 +20,8 @@ from pyps import native
 from pyps.errors import InvalidArgument
 from pyps.native.create import MAX_DIMENSIONS
 from pyps.native.state import RankHistory, StateHeader, StoreState, split
-from pyps.native.values import Agreement, Codec, Config, Flat, Layout, PolicyParams, RankCounters, Tensor
+from pyps.native.status import RankCounters
+from pyps.native.values import Agreement, Codec, Config, Flat, Layout, PolicyParams, Tensor
 from pyps.store.policies import policy_named
 
 CHUNK_PARAMS = 32768  # as in csrc/store/geometry.c

@@ -34,6 +34,7 @@ from pyps.errors import InvalidArgument, StoreError
 from pyps.formats.turns import TurnSchedule
 from pyps.native import ERRORS
 from pyps.native.state import StateHeader
+from pyps.native.status import Member, RankCounters, Status
 from pyps.native.values import (
     Advice,
     Agreement,
@@ -44,15 +45,12 @@ from pyps.native.values import (
     Encoding,
     Hyper,
     Layout,
-    Member,
     Optimizer,
     PolicyParams,
     PushRequest,
     PushResult,
     RankCost,
-    RankCounters,
     Role,
-    Status,
     Tag,
     Tensor,
     Ticket,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pyps.native.values import Member, MemberState, RankCounters, Role, Status, WaitKind
+from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind
+from pyps.native.values import Role
 from pyps.store.store import Store
 
 Doing = Literal[

@@ -14,7 +14,7 @@ from pyps.errors import InputError, PypsError, SegmentNotFound
 from pyps.formats.events import EVENTS, read_events
 from pyps.formats.records import RunReader, StepRecord
 from pyps.formats.setup import SETUP_FILE, RunSetup, read_setup
-from pyps.native.values import Member, RankCounters
+from pyps.native.status import Member, RankCounters
 from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.report.activity import Activity, StoreActivity, activities, look

@@ -17,7 +17,7 @@ from pyps.checkpoint.folder import FOLDER
 from pyps.checkpoint.local_states import open_states
 from pyps.checkpoint.state import save
 from pyps.errors import InputError, PypsError, StoreError
-from pyps.native.values import Status
+from pyps.native.status import Status
 from pyps.remote import open_store
 from pyps.run.interval import interval_of
 from pyps.run.ranks import with_split

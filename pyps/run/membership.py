@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pyps.errors import Infeasible
-from pyps.native.values import MemberState, Role
+from pyps.native.status import MemberState
+from pyps.native.values import Role
 from pyps.report.activity import StoreActivity
 from pyps.solver.costs import Cost
 from pyps.solver.online.decide import Split, best_split

@@ -12,7 +12,8 @@ from typing import Any
 
 from pyps.errors import Busy, Ended, Fenced, PushRejected, PypsError
 from pyps.native.core import Core
-from pyps.native.values import Advice, Config, Decision, EventKind, MemberState, Optimizer
+from pyps.native.status import MemberState
+from pyps.native.values import Advice, Config, Decision, EventKind, Optimizer
 from pyps.simulate.clock import Clock, Process
 from pyps.simulate.devices import DeviceModel
 from pyps.simulate.metrics import COMPUTE, PULL, PUSH, WAIT, Metrics

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pyps.native.values import RankCounters
+from pyps.native.status import RankCounters
 from pyps.simulate.scenario import Scenario
 
 KINDS = ("wait", "pull", "compute", "push")

@@ -23,18 +23,8 @@ from pyps import native
 from pyps.errors import Forked, SegmentNotFound, StoreClosed, StoreError
 from pyps.native import planning
 from pyps.native.state import split
-from pyps.native.values import (
-    Flat,
-    Hyper,
-    Layout,
-    Member,
-    PolicyNeeds,
-    PolicyParams,
-    RankCost,
-    RankCounters,
-    Status,
-    Tensor,
-)
+from pyps.native.status import Member, RankCounters, Status, get_members, get_ranks, get_status
+from pyps.native.values import Flat, Hyper, Layout, PolicyNeeds, PolicyParams, RankCost, Tensor
 from pyps.store.staging import StagingBuffer
 
 T = TypeVar("T")
@@ -109,15 +99,15 @@ class StoreHandle:
         return split(flat, self.tensors)
 
     def status(self) -> Status:
-        return self._observe(native.get_status)
+        return self._observe(get_status)
 
     def members(self) -> list[Member]:
         """Every participant slot that was ever used, in slot order."""
-        return [m for m in self._observe(native.get_members, self.layout.max_participants) if m.id]
+        return [m for m in self._observe(get_members, self.layout.max_participants) if m.id]
 
     def ranks(self) -> list[RankCounters]:
         """What each rank has done, in rank order."""
-        return self._observe(native.get_ranks, self.status().ranks)
+        return self._observe(get_ranks, self.status().ranks)
 
     def costs(self) -> list[RankCost]:
         """What each rank's steps cost, in rank order."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyps.formats import Memory
-from pyps.native.values import MemberState
+from pyps.native.status import MemberState
 from pyps.profiler.host_memory import PROC, cgroup_peers, cpu_free_bytes, cpu_held_bytes, trim_malloc
 from pyps.store.store import Store
 

@@ -23,7 +23,8 @@ from pyps.cli.top import app
 from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import EventLog
-from pyps.native.values import Hyper, WaitKind
+from pyps.native.status import WaitKind
+from pyps.native.values import Hyper
 from pyps.remote.server import Server
 from pyps.store import Store
 

@@ -6,16 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from pyps.formats import Plan
-from pyps.native.values import (
-    CostModel,
-    Member,
-    MemberState,
-    RankCost,
-    RankCounters,
-    Role,
-    Status,
-    WaitKind,
-)
+from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind
+from pyps.native.values import CostModel, RankCost, Role
 from pyps.report.activity import StoreActivity
 from pyps.run.membership import present_ranks
 from pyps.run.rebalance import Replan, RunRebalancer

@@ -12,7 +12,8 @@ from policy_drive import COMMITTED, POLICIES, REFUSED, STEP, Drive, orders, part
 
 from pyps.errors import InvalidArgument
 from pyps.native.core import Core
-from pyps.native.values import Config, EventKind, MemberState, Optimizer
+from pyps.native.status import MemberState
+from pyps.native.values import Config, EventKind, Optimizer
 from pyps.store.policies import (
     ASP,
     DCASGD,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from pyps.errors import InputError, InvalidArgument
 from pyps.formats.turns import TurnSchedule
 from pyps.native.core import Core
-from pyps.native.values import Config, EventKind, Hyper, MemberState, Optimizer
+from pyps.native.status import MemberState
+from pyps.native.values import Config, EventKind, Hyper, Optimizer
 from pyps.simulate import replay
 from pyps.store import Store
 from pyps.store.policies import ASP, BSP, R2SP, Policy

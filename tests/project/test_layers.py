@@ -152,6 +152,7 @@ def test_native_alone_imports_the_extension() -> None:
         ".planning",
         ".ranges",
         ".state",
+        ".status",
     }
 
 

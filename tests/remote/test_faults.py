@@ -31,7 +31,8 @@ from pyps.errors import (
     StoreClosed,
     TimedOut,
 )
-from pyps.native.values import Codec, Encoding, Hyper, MemberState, PushResult, Role
+from pyps.native.status import MemberState
+from pyps.native.values import Codec, Encoding, Hyper, PushResult, Role
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.remote.store import RemoteStore

@@ -20,7 +20,8 @@ from remote_tools import RawClient, RawConnection, eventually
 
 from pyps.errors import Busy, Fenced, LinkRefused
 from pyps.native import unlink
-from pyps.native.values import Codec, Encoding, Hyper, MemberState, Role
+from pyps.native.status import MemberState
+from pyps.native.values import Codec, Encoding, Hyper, Role
 from pyps.remote import clients, connections, create_store, open_store
 from pyps.remote.address import parse_address
 from pyps.remote.framing import FRAME_BYTES

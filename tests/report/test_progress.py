@@ -7,7 +7,8 @@ import pytest
 from run_tools import make_record, make_setup
 
 from pyps.formats.records import StepRecord
-from pyps.native.values import Member, MemberState, RankCounters, Role, Status, WaitKind
+from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind
+from pyps.native.values import Role
 from pyps.report.activity import StoreActivity, activities, explain
 from pyps.report.progress import RunProgress, Tracker
 

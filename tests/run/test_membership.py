@@ -14,7 +14,8 @@ from virtual_rounds import VirtualRounds
 
 from pyps.formats import write_json
 from pyps.formats.records import read_run
-from pyps.native.values import CostModel, MemberState
+from pyps.native.status import MemberState
+from pyps.native.values import CostModel
 from pyps.run import RunOptions, run
 from pyps.run.membership import share_out
 from pyps.solver.costs import Line

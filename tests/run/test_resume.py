@@ -29,7 +29,7 @@ from pyps.formats import write_json
 from pyps.formats.events import EventLog, read_events
 from pyps.formats.plan import check_plan
 from pyps.formats.records import RecordWriter, drop_undone, read_run
-from pyps.native.values import Status
+from pyps.native.status import Status
 from pyps.run import run
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.interval import Interval, interval_of

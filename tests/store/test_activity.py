@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from threads import background
 
-from pyps.native.values import Codec, Encoding, Hyper, Member, MemberState, WaitKind
+from pyps.native.status import Member, MemberState, WaitKind
+from pyps.native.values import Codec, Encoding, Hyper
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.store import Store

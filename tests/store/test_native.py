@@ -10,7 +10,8 @@ import pytest
 
 from pyps import errors, native
 from pyps.native.create import F32, STATE_WORDS, create
-from pyps.native.values import Config, Hyper, MemberState, Optimizer, Role, Tensor
+from pyps.native.status import MemberState
+from pyps.native.values import Config, Hyper, Optimizer, Role, Tensor
 from pyps.store import Store
 from pyps.store.policies import ASP, BSP, Policy, policy_named
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pyps.errors import Ended, InvalidArgument, PlanChanged, PushRejected, StoreError, TimedOut
-from pyps.native.values import CostModel, Hyper, MemberState
+from pyps.native.status import MemberState
+from pyps.native.values import CostModel, Hyper
 from pyps.simulate.replay import replay
 from pyps.store.store import Store
 

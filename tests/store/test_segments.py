@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pyps import errors, native
+from pyps.native.status import get_status
 from pyps.native.values import Hyper
 from pyps.store import Store
 from pyps.store.policies import BSP
@@ -303,7 +304,7 @@ def test_a_forked_child_is_refused_and_does_no_harm(shm: Path) -> None:
         with pytest.raises(errors.Forked, match="child"):
             store.status()
         with pytest.raises(errors.Forked):
-            native.get_status(pointer)
+            get_status(pointer)
         assert str(shm) not in Path("/proc/self/maps").read_text(), "the mapping is the parent's alone"
         native.close(pointer)
         store.close()

@@ -18,7 +18,8 @@ from pyps._native import ffi, lib
 from pyps.errors import Ended, InputError, InvalidArgument, StoreError, TimedOut
 from pyps.native import check
 from pyps.native.state import VECTORS, RankHistory, StateHeader, StoreState
-from pyps.native.values import Codec, Encoding, Hyper, Optimizer, PolicyParams, RankCounters, Tensor
+from pyps.native.status import RankCounters
+from pyps.native.values import Codec, Encoding, Hyper, Optimizer, PolicyParams, Tensor
 from pyps.remote import create_store, open_store
 from pyps.remote.server import Server
 from pyps.store import Store

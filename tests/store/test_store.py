@@ -21,7 +21,8 @@ from threads import in_threads
 
 import pyps
 from pyps import errors, native
-from pyps.native.values import Hyper, MemberState, Optimizer, Role
+from pyps.native.status import MemberState
+from pyps.native.values import Hyper, Optimizer, Role
 from pyps.store import Store
 
 RELATIVE = 1e-6  # of the norm: fp32 rounds at 6e-8 an operation

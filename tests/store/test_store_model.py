@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pyps import errors
-from pyps.native.values import Codec, Encoding, Hyper, Member, MemberState
+from pyps.native.status import Member, MemberState
+from pyps.native.values import Codec, Encoding, Hyper
 from pyps.store.codec import decode
 from pyps.store.store import StagingBuffer, Store
 

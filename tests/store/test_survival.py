@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from pyps import errors
-from pyps.native.values import Codec, Encoding, Hyper, WaitKind
+from pyps.native.status import WaitKind
+from pyps.native.values import Codec, Encoding, Hyper
 from pyps.store import Store
 
 TENSORS = {"w": np.zeros(3000, np.float32)}
