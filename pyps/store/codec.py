@@ -136,7 +136,8 @@ class Residual(Generic[A]):
     def __init__(self, new: Callable[[], A]) -> None:
         self._new = new
         self._current: A | None = None
-        self._pending: deque[tuple[A | None, A]] = deque()  # what was added, and what was not carried
+        # What was added, what was not carried, and the correction that is part of the first.
+        self._pending: deque[tuple[A | None, A, A | None]] = deque()
         self._free: list[A] = []
         self._lock = threading.Lock()
         self._correction: A | None = None  # for refused gradients whose residual a later one has added
@@ -145,11 +146,10 @@ class Residual(Generic[A]):
         """For a new gradient: (what to add to it or None; where to put what its codes do not carry)."""
         with self._lock:
             old = self._pending[-1][1] if self._pending else self._current
-            if self._correction is not None:
-                old = self._correction if old is None else old + self._correction  # type: ignore[operator]
-                self._correction = None
+            correction, self._correction = self._correction, None
+            old = _sum(old, correction)
             new = self._free.pop() if self._free else self._new()
-            self._pending.append((old, new))
+            self._pending.append((old, new, correction))
             return old, new
 
     def begin_with(self, current: A | None) -> None:
@@ -160,14 +160,19 @@ class Residual(Generic[A]):
     def cancel(self) -> None:
         """The gradient that began last is not sent."""
         with self._lock:
-            self._free.append(self._pending.pop()[1])
+            old, new, correction = self._pending.pop()
+            self._free.append(new)
+            if self._pending:
+                self._correction = _sum(correction, self._correction)
+            else:
+                self._current, self._correction = _sum(old, self._correction), None
 
     def commit(self, admitted: bool) -> None:
         """The oldest gradient under way was admitted: its residual counts; or not: the one before does."""
         with self._lock:
             if not self._pending:
                 return
-            old, new = self._pending.popleft()
+            old, new, _ = self._pending.popleft()
             if admitted:
                 self._current = new
                 if old is not None:
@@ -177,4 +182,11 @@ class Residual(Generic[A]):
                 self._free.append(new)
             else:
                 change = -new if old is None else old - new  # type: ignore[operator]
-                self._correction = change if self._correction is None else self._correction + change
+                self._correction = _sum(self._correction, change)
+
+
+def _sum(one: A | None, other: A | None) -> A | None:
+    """None is zero. What is given stays as it is."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other  # type: ignore[operator, no-any-return]

@@ -198,7 +198,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             raise InputError("sampler state", "position", repr(position), f"0 to {self.length}")
         round_sizes(self.length - position, self.split, self._min_batches, self.drop_last)
         self.epoch, self.position, self.seed, self.drawn = epoch, position, seed, 0
-        self._planned = []
+        self._planned, self._past = [], (0, 0)
 
     def skip(self, rounds: int) -> None:
         """Begin the epoch after `rounds` rounds, with the split and the changes that are due then."""

@@ -83,7 +83,7 @@ def test_a_breaking_connection_repeats_and_loses_nothing(shm: Path, tmp_path: Pa
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(["begin", "admit", "reject"]), max_size=60), st.integers(0, 1000))
+@given(st.lists(st.sampled_from(["begin", "admit", "reject", "cancel"]), max_size=60), st.integers(0, 1000))
 def test_what_was_admitted_and_the_residual_are_the_sum_of_what_was_given(
     deeds: list[str], seed: int
 ) -> None:
@@ -99,6 +99,9 @@ def test_what_was_admitted_and_the_residual_are_the_sum_of_what_was_given(
             code = np.round(total).astype(np.float32)
             new[:] = total - code
             under_way.append((gradient, code))
+        elif under_way and deed == "cancel":
+            under_way.pop()
+            residual.cancel()
         elif under_way:
             gradient, code = under_way.pop(0)
             residual.commit(deed == "admit")

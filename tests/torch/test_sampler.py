@@ -163,6 +163,14 @@ def test_the_same_epoch_again_is_a_whole_one_after_a_resumed_part() -> None:
     assert [sum(map(len, sampler)) for _ in range(3)] == [20, 50, 50]
 
 
+def test_a_loaded_state_forgets_what_was_read_past() -> None:
+    sampler = UnevenBatchSampler(100, [3, 2], 0)
+    sampler.read_past(4)
+    assert len(list(sampler)) == len(sampler) - 4
+    sampler.load_state_dict({**sampler.state_dict(0), "position": 50})
+    assert len(list(sampler)) == len(sampler) == 10
+
+
 def test_loader_workers_fetch_ahead_and_change_nothing() -> None:
     dataset = TensorDataset(torch.arange(103))
     values = []
