@@ -67,16 +67,22 @@ static bool fix_limited(struct view *v, double *samples, double *speeds, bool ti
     return *samples < left;
 }
 
-/* Every rank gets at least one sample, taken from the largest batch so that the sum stays. */
-static void fill_empty_batches(struct view *v) {
-    struct rank *largest = view_rank(v, 0);
-    for (uint32_t r = 0; r < v->ranks; r++)
-        if (view_rank(v, r)->next_batch > largest->next_batch) largest = view_rank(v, r);
+/* A rank with less than `least` samples gets them from the largest batch, as long as that keeps as many. */
+static void fill_up(struct rank *rank, struct rank *largest, uint32_t least) {
+    if (rank->max_samples && rank->max_samples < least) least = rank->max_samples;
+    while (rank->next_batch < least && rank != largest && largest->next_batch > least)
+        rank->next_batch++, largest->next_batch--;
+}
+
+/* Every rank gets two samples, which batch normalization needs, while the sum stays; one in any case. */
+static void fill_small_batches(struct view *v) {
     for (uint32_t r = 0; r < v->ranks; r++) {
-        struct rank *rank = view_rank(v, r);
-        if (!present(v, rank) || rank->next_batch) continue;
-        rank->next_batch = 1;
-        if (largest->next_batch > 1) largest->next_batch--;
+        struct rank *rank = view_rank(v, r), *largest = view_rank(v, 0);
+        if (!present(v, rank)) continue;
+        for (uint32_t other = 1; other < v->ranks; other++)
+            if (view_rank(v, other)->next_batch > largest->next_batch) largest = view_rank(v, other);
+        fill_up(rank, largest, 1), fill_up(rank, largest, 2);
+        if (!rank->next_batch) rank->next_batch = 1;
     }
 }
 
@@ -91,7 +97,7 @@ static void divide_samples(struct view *v, double samples, double speeds, bool t
         assigned += share;
         rank->next_batch = (uint32_t)policy_whole(over ? rank->next_batch + share : share, UINT32_MAX);
     }
-    fill_empty_batches(v);
+    fill_small_batches(v);
 }
 
 /* Divides the global batch among the present ranks by speed, within their memory limits. If every rank is at

@@ -16,19 +16,27 @@ static void remove_range(struct view *v, uint32_t index) {
     memmove(&r[index], &r[index + 1], (v->returned - index) * sizeof *r);
 }
 
-/* Takes the next range for a rank, up to its batch. Returns the number of samples. */
+/* The samples of the next claim if so many are left in its range. A model with batch normalization cannot train on
+ * one sample, so none is left over: the claim before takes one less, or of two one more. */
+static uint64_t claim_size(uint64_t left, uint32_t batch) {
+    if (left <= batch) return left;
+    if (left - batch == 1 && batch > 1) return batch == 2 ? left : batch - 1;
+    return batch;
+}
+
+/* Takes the next range for a rank, of about its batch. Returns the number of samples. */
 static uint32_t take(struct view *v, uint32_t slot, uint64_t *first) {
     const struct rank *rank = view_rank(v, (uint32_t)view_member(v, slot)->rank);
     uint32_t batch = rank->next_batch ? rank->next_batch : rank->total.batch;
     struct range *r = view_ranges(v);
     uint64_t count;
     if (v->returned) {
-        count = r->count < batch ? r->count : batch;
+        count = claim_size(r->count, batch);
         *first = r->first;
         r->first += count, r->count -= count;
         if (!r->count) remove_range(v, 0);
     } else {
-        count = v->limit - v->cursor < batch ? v->limit - v->cursor : batch;
+        count = claim_size(v->limit - v->cursor, batch);
         *first = v->cursor;
         v->cursor += count;
     }

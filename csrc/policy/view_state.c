@@ -72,14 +72,16 @@ static int by_order(const void *left, const void *right) {
 }
 
 /* Neighbours become one range where they may, or must so that there are no more than `most`; and one that ends at
- * *cursor becomes part of what was never assigned. Leaves the ranges in their first order. */
+ * *cursor becomes part of what was never assigned. A claim never leaves one sample of a range, so a claim of one stays
+ * a range. Leaves the ranges in their first order. */
 static uint32_t merge_pieces(struct piece *pieces, uint32_t count, uint64_t *cursor, uint32_t most) {
     bool all = count > most;
     uint32_t merged = 0;
     qsort(pieces, count, sizeof *pieces, by_first);
     for (uint32_t i = 0; i < count; i++) {
         struct piece *last = merged ? &pieces[merged - 1] : NULL;
-        bool joins = last && (all || (last->joins_after && pieces[i].joins_before));
+        bool same = last && last->joins_after && pieces[i].joins_before && pieces[i].range.count > 1;
+        bool joins = last && (all || same);
         if (!joins || last->range.first + last->range.count != pieces[i].range.first) {
             pieces[merged++] = pieces[i];
             continue;

@@ -8,7 +8,7 @@ Three things change the split in force; the global batch stays the same in each.
   is estimated anew. The exact split for these costs replaces the one in force if it makes the longest step
   clearly shorter (pyps.solver.online.decide). Batches keep the plan's minima and multiples. Where steps
   wait for all ranks, one that only holds the others up is left out.
-- Such a rank is tried with one sample now and then, and comes back when the exact split uses it.
+- Such a rank is tried with two samples now and then, and comes back when the exact split uses it.
 
 Every launcher of a run decides from what the store shows; the one with the lowest rank that is there acts. So
 the next one can go on when it dies.
@@ -33,6 +33,7 @@ WINDOW_STEPS = 7
 DEADBAND = 0.05
 FIRST_STEPS = 3  # of a rank that nothing is known of, before it gets its share
 FIRST_SHARE = 0.25  # of an equal share: what it gets until then
+TRIED = 2  # samples of a rank that is tried: batch normalization cannot train on one
 PROBE_SHARE = 0.01  # of the time: what trying a rank that rests may take
 PROBE_ROUNDS = 50  # between two tries, at least
 PROBE_PATIENCE = 3  # rounds that a try may take, if the rank is fenced meanwhile
@@ -169,7 +170,8 @@ class RunRebalancer:
         return self._change(step, ranks.split, after, reason)
 
     def _first_batch(self, ranks: Ranks) -> int:
-        return max(1, int(FIRST_SHARE * self._global_batch / len(ranks.workers)))
+        equal = self._global_batch / len(ranks.workers)
+        return max(1, min(TRIED, int(equal)), int(FIRST_SHARE * equal))
 
     def _split(self, among: frozenset[int], taken: int) -> Split:
         """The split among these ranks, but for so many samples: the one that they had before, or the best."""
@@ -263,14 +265,15 @@ class RunRebalancer:
     # ---- ranks that were left out ----
 
     def _begin_probe(self, ranks: Ranks, now: int, plan: int, step: int) -> Replan | None:
-        """Give a rank that has rested for long enough one sample."""
+        """Give a rank that has rested for long enough the fewest samples."""
         due = [r for r, since in self._left_out.items() if now - since >= self._rest_rounds(ranks, r)]
         if not due:
             return None
         rank, split = min(due), list(ranks.split)
         most = max(range(len(split)), key=split.__getitem__)
         least, multiples = self.costs.min_batches, self.costs.batch_multiples
-        tried = -(-least[rank] // multiples[most]) * multiples[most]  # what the other can give
+        few = min(TRIED, self.costs.max_batches[rank]) if split[most] >= 2 * TRIED else 1
+        tried = -(-max(least[rank], few) // multiples[most]) * multiples[most]  # what the other can give
         split[most], split[rank] = split[most] - tried, tried
         if split[most] < least[most] or tried % multiples[rank]:
             return None
@@ -281,11 +284,11 @@ class RunRebalancer:
     def _rest_rounds(self, ranks: Ranks, rank: int) -> int:
         """Rounds between two tries, which delay a round each."""
         usual = round_seconds(self.costs.all, ranks.split)
-        delay = self.costs.proportional[rank].seconds(1) - usual
+        delay = self.costs.proportional[rank].seconds(TRIED) - usual
         return max(PROBE_ROUNDS, math.ceil(delay / (PROBE_SHARE * usual)) if usual > 0 else 0)
 
     def _end_probe(self, ranks: Ranks, now: int, plan: int, step: int) -> Replan | None:
-        """Once the rank's sample is timed: plan it in, or let it rest again."""
+        """Once the rank's samples are timed: plan it in, or let it rest again."""
         probe = self._probe
         if probe is None:
             return None

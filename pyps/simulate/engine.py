@@ -23,7 +23,7 @@ from pyps.simulate.pipelined import PipelinedWorker, Pulled
 from pyps.simulate.problem import Model
 from pyps.simulate.scenario import Fault, Scenario
 from pyps.store.policies import Policy, register_policy
-from pyps.worker.sampling import even_steps, merges_after
+from pyps.worker.sampling import even_steps, merges_after, next_part
 
 WAIT_VERDICT = 2
 DOWN, UP = range(2)
@@ -250,7 +250,7 @@ class Engine:
         began, device, done = self.clock.now, self.devices[k], 0
         limit = self.workers[k].micro_batch or count
         while done < count:
-            part = even_steps(count - done, limit) if self.scenario.local else min(limit, count - done)
+            part = even_steps(count - done, limit) if self.scenario.local else next_part(count - done, limit)
             if done and checks:
                 d = self.core.step(EventKind.CHECK, k, self.clock.now, done=done, next=part)
                 self._note(d)

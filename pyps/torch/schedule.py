@@ -4,9 +4,10 @@ A round is what all ranks compute between two updates: B samples, b_i of them fo
 another through the epoch's permutation. So a position alone says where an epoch stands, and another split or
 another number of ranks continues from there.
 
-The last round is planned too. It has T < B samples, shared in proportion to b_i, at least one for each rank
-(largest remainder), so that every rank joins every reduction. If T is too small for that, the last two rounds
-share their B + T samples evenly. If even that leaves a rank without a sample, the last round takes all B + T.
+The last round is planned too. It has T < B samples, shared in proportion to b_i (largest remainder). Each
+rank gets at least one, so that every rank joins every reduction, and two where its batch is larger than one:
+batch normalization cannot train on one sample. If T is too small for that, the last two rounds share their
+B + T samples evenly. If even that leaves a rank with too few, the last round takes all B + T.
 """
 
 from __future__ import annotations
@@ -82,15 +83,21 @@ def check_accumulation(split: Split, rank: int, accumulate: int | Sequence[int])
     return parts
 
 
+def least_round(global_batch: int, min_batches: Sequence[int]) -> int:
+    """The least samples of a round after a full one: two for each micro-batch, if B has as many."""
+    return max(sum(min_batches), min(global_batch, 2 * sum(min_batches)))
+
+
 def round_sizes(
     samples: int, split: Split, min_batches: Split | None = None, drop_last: bool = False
 ) -> list[int]:
     """The sizes of the rounds that `samples` make. They sum to `samples`, with drop_last to a multiple of B.
 
-    min_batches: the least samples of each rank in a round, 1 by default. Raises InputError if there are too
-    few samples for all ranks.
+    min_batches: the least samples of each rank in a round, 1 by default: its micro-batches. Raises InputError
+    if there are too few samples for all ranks.
     """
-    total, needed = sum(split), sum(min_batches or (1,) * len(split))
+    minima = min_batches or (1,) * len(split)
+    total, needed = sum(split), least_round(sum(split), minima)
     full, tail = divmod(samples, total)
     sizes = [total] * full
     if not tail or drop_last:
@@ -98,7 +105,11 @@ def round_sizes(
     if tail >= needed:
         return [*sizes, tail]
     if not sizes:
-        raise InputError("dataset", "length", f"{samples} samples left", f"at least {needed}, for all ranks")
+        if tail >= sum(minima):
+            return [tail]
+        raise InputError(
+            "dataset", "length", f"{samples} samples left", f"at least {sum(minima)}, for all ranks"
+        )
     both = total + tail
     if both // 2 >= needed:
         return [*sizes[:-1], both - both // 2, both // 2]
@@ -106,11 +117,17 @@ def round_sizes(
 
 
 def proportional_split(size: int, split: Split, min_batches: Split | None = None) -> Split:
-    """`size` samples in proportion to the split, at least `min_batches` each, largest remainders first."""
+    """`size` samples in proportion to the split, largest remainders first: at least `min_batches` each, and
+    twice as many, where its batch allows, if there are enough.
+    """
     total = sum(split)
     if size == total:
         return split
     minima = min_batches or (1,) * len(split)
+    twice = tuple(
+        2 * least if batch >= 2 * least else least for batch, least in zip(split, minima, strict=True)
+    )
+    minima = twice if sum(twice) <= size else minima
     shares = [max(size * batch // total, least) for batch, least in zip(split, minima, strict=True)]
     while (missing := size - sum(shares)) != 0:
         # One sample to the rank furthest below its proportion, or from the one furthest above; ties by rank.

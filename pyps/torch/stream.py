@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from pyps.errors import InputError
 from pyps.solver.online.decide import Split
 from pyps.torch.rounds import Rounds
-from pyps.torch.schedule import PlanLike, check_replan, micro_batches, rank_range
+from pyps.torch.schedule import PlanLike, check_replan, least_round, micro_batches, rank_range
 
 REMEMBERED = 256  # rounds, and changes of the split: more than any loader fetches ahead
 PASSES, WORKERS, CHANGES = range(3)  # indices of `_numbers`
@@ -186,15 +186,16 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         if (set_epoch := getattr(self.dataset, "set_epoch", None)) is not None:
             set_epoch(self.epoch)
         source = islice(iter(self.dataset), self.position, None)
-        size, needed = self.global_batch, sum(self._min_batches)
+        size, least = self.global_batch, sum(self._min_batches)
+        needed = least_round(size, self._min_batches)
         ahead = list(islice(source, size + needed))
         while len(ahead) == size + needed:
             yield ahead[:size]
             ahead = [*ahead[size:], *islice(source, size)]
         if self.drop_last:
             ahead = ahead[:size] if len(ahead) >= size else []
-        elif 0 < len(ahead) < needed:
-            raise InputError("stream", "length", f"{len(ahead)} samples", f"at least {needed}, for all ranks")
+        elif 0 < len(ahead) < least:
+            raise InputError("stream", "length", f"{len(ahead)} samples", f"at least {least}, for all ranks")
         if ahead:
             yield ahead
 

@@ -55,7 +55,7 @@ from pyps.worker.position import (
     warn_of_other_constants,
 )
 from pyps.worker.samples import Collate, make_source
-from pyps.worker.sampling import even_steps
+from pyps.worker.sampling import even_steps, next_part
 from pyps.worker.settings import Settings
 from pyps.worker.step import Outcome, Step, number_of
 
@@ -431,7 +431,7 @@ class Worker:
         attached = self._require()
         limits = (left, self.settings.micro_batch, attached.budget.look() if attached.budget else 0)
         most = min(limit for limit in limits if limit)
-        return even_steps(left, most) if attached.local is not None else most
+        return even_steps(left, most) if attached.local is not None else next_part(left, most)
 
     def _collect(self, step: Step, attached: Attached, scaler: Any) -> bool:
         """Bring what is pushed to the staging buffer; False if the scaler found what is not finite."""

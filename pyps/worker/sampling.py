@@ -52,6 +52,13 @@ def even_steps(samples: int, most: int) -> int:
     return -(-samples // -(-samples // most))
 
 
+def next_part(samples: int, most: int) -> int:
+    """The samples of the next micro-batch if so many are left: as many as may be, but one less where a single
+    one would be left over, which batch normalization cannot train on.
+    """
+    return min(samples, most - (samples - most == 1 and most > 2))
+
+
 def merges_after(before: int, done: int, count: int, merges: int) -> bool:
     """Whether a worker merges when `done` samples of a claim of `count` have had their local steps.
 

@@ -43,6 +43,32 @@ def test_every_sample_is_trained_once_and_all_end(policy: Policy, order: list[in
     assert sum(r.samples for r in drive.core.ranks()) == 100
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@settings(max_examples=15, deadline=None)
+@given(
+    order=orders,
+    batches=st.lists(st.integers(2, 9), min_size=4, max_size=4),
+    samples=st.integers(2, 90),
+    death=st.booleans(),
+)
+def test_no_claim_is_of_one_sample(
+    policy: Policy, order: list[int], batches: list[int], samples: int, death: bool
+) -> None:
+    """Batch normalization cannot train on one."""
+    drive = Drive(policy, batches, samples)
+    for k in order:
+        drive.turn(k)
+        assert all(count >= 2 for _, count in drive.claims.values())
+    if death:  # what worker 1 holds is assigned again
+        drive.claims.pop(1, None)
+        drive.ended.add(1)
+        drive.core.step(EventKind.LEAVE, 1, drive.now, state=int(MemberState.DEAD))
+        drive.see()
+    drive.finish()
+    assert all(count >= 2 for _, count in drive.trained)
+    assert partition(drive.trained) == [(0, samples)]
+
+
 @pytest.mark.parametrize("kind", [m for m in EventKind if m not in NEED_NO_MEMBER])
 def test_who_has_not_joined_is_refused(kind: EventKind) -> None:
     policy = ASP()

@@ -50,6 +50,13 @@ class Rank:
     staleness: list[int] = field(default_factory=list)
 
 
+def claim_size(left: int, batch: int) -> int:
+    """No claim leaves a single sample behind."""
+    if left - batch == 1 and batch > 1:
+        return 3 if batch == 2 else batch - 1
+    return min(left, batch)
+
+
 class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def create(self) -> None:
@@ -164,10 +171,10 @@ class StoreMachine(RuleBasedStateMachine):
     def take(self, batch: int) -> tuple[int, int]:
         if self.back:
             first, count = self.back[0]
-            taken = min(count, batch)
+            taken = claim_size(count, batch)
             self.back[:1] = [(first + taken, count - taken)] if count > taken else []
             return first, taken
-        taken = min(batch, SAMPLES - self.cursor)
+        taken = claim_size(SAMPLES - self.cursor, batch)
         self.cursor += taken
         return self.cursor - taken, taken
 

@@ -56,15 +56,15 @@ def test_an_epoch_is_every_sample_once(data: Any, split: list[int], more: int, d
 
 @settings(derandomize=True, deadline=None)
 @given(SPLITS, st.integers(0, 500))
-def test_a_share_is_near_its_proportion_and_every_rank_has_one(split: list[int], more: int) -> None:
+def test_a_share_is_near_its_proportion_and_every_rank_has_some(split: list[int], more: int) -> None:
     size = len(split) + more
     shares = proportional_split(size, tuple(split))
     assert sum(shares) == size
     assert min(shares) >= 1
-    low = sum(1 for b in split if size * b < sum(split))
+    low = sum(2 for b in split if size * b < 2 * sum(split))  # what others give to ranks with less than two
     for batch, mine in zip(split, shares, strict=True):
         exact = size * batch / sum(split)
-        assert exact - 1 - low < mine < max(exact, 1) + 1
+        assert exact - 1 - low < mine < max(exact, min(batch, 2)) + 1
 
 
 @settings(derandomize=True, deadline=None)
@@ -74,11 +74,29 @@ def test_rounds_sum_to_the_epoch_and_serve_all(split: list[int], more: int) -> N
     sizes = round_sizes(samples, tuple(split))
     assert sum(sizes) == samples
     assert min(sizes) >= len(split)
-    assert max(sizes) < total + len(split)
+    assert max(sizes) < total + 2 * len(split)
     assert all(size == total for size in sizes[:-2])
 
 
+@settings(derandomize=True, deadline=None)
+@given(st.data(), SPLITS, st.integers(0, 300), st.booleans())
+def test_no_micro_batch_is_of_one_sample(data: Any, split: list[int], more: int, stream: bool) -> None:
+    """Batch normalization cannot train on one, unless the split itself has such batches."""
+    parts = [data.draw(st.integers(1, min(b, 3))) for b in split]
+    length = sum(split) + more
+    for rank, (batch, part) in enumerate(zip(split, parts, strict=True)):
+        if stream:
+            batches = list(UnevenIterableDataset(list(range(length)), split, rank, accumulate=parts))
+        else:
+            batches = list(UnevenBatchSampler(length, split, rank, accumulate=parts))
+        assert min(map(len, batches)) >= (2 if batch >= 2 * part else 1)
+
+
 def test_the_tail_as_an_example() -> None:
+    assert round_sizes(402, (198, 2)) == [200, 101, 101]  # each rank needs two samples
+    assert proportional_split(4, (198, 2)) == (2, 2)
+    assert round_sizes(601, (199, 1)) == [200, 200, 101, 100]
+    assert round_sizes(3, (198, 2)) == [3]
     assert round_sizes(150, (48, 16)) == [64, 64, 22]
     assert proportional_split(22, (48, 16)) == (17, 5)  # 16.5 and 5.5: the tie goes to the lower rank
     assert round_sizes(129, (48, 16)) == [64, 33, 32]  # one sample left over cannot be shared by two
