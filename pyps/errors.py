@@ -15,6 +15,11 @@ An error is raised where the fact is known; pyps.cli turns it into one line and 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+LONGEST_WORD = 100  # characters for which a like one is looked for
+
 
 class PypsError(Exception):
     """Base of every error of pyps; its text is one message for the user."""
@@ -29,6 +34,14 @@ class InputError(PypsError):
         self.where, self.field, self.found, self.expected = where, field, found, expected
         place = f"{where}: {field}" if field else where
         super().__init__(f"{place}: found {found}; expected {expected}")
+
+
+def one_of(found: str, choices: Iterable[str]) -> str:
+    """What is expected instead of a word that is none of the choices; names the one that it is most like."""
+    names = list(choices)
+    near = difflib.get_close_matches(found[:LONGEST_WORD], names)
+    near.sort(key=lambda name: sorted(name) != sorted(found))  # one with two letters exchanged comes first
+    return f"one of {', '.join(names)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 class Infeasible(PypsError):

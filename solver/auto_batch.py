@@ -11,6 +11,7 @@ import numpy as np
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster
+from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import ROUND, Pace
 from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.costs import Floats
@@ -24,7 +25,7 @@ def best_global_batch(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace
     """The global batch of highest goodput, by the cluster's noise scale. Raises InputError without one."""
     info = cluster.goodput
     if info is None:
-        raise InputError("the cluster file", "goodput", "nothing", "noise_scale and base_batch, in samples")
+        raise InputError(CLUSTER_FILE, "goodput", "nothing", "noise_scale and base_batch, in samples")
     most = info.max_batch or MAX_BATCH
     solve = partial(solve_within_limits, cluster, ranks, name_least=False)
     job = msgspec.structs.replace(cluster.job, global_batch=most)  # micro-batches suffice for all of them

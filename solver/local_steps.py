@@ -14,6 +14,7 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Cluster, PlanWorker, WorkerGroup
+from pyps.formats.cluster import CLUSTER_FILE
 
 MAX_PARTS = 1_000_000  # of a batch, as WorkerGroup has it
 IDLE_WORTH_A_WARNING = 0.10
@@ -24,7 +25,7 @@ def round_samples(cluster: Cluster) -> int:
     samples = cluster.job.global_batch * (cluster.run.local_steps or 1)
     if samples > MAX_BATCH:
         found = f"{cluster.run.local_steps}, of {cluster.job.global_batch} samples"
-        raise InputError("the cluster file", "run.local_steps", found, f"at most {MAX_BATCH} in a round")
+        raise InputError(CLUSTER_FILE, "run.local_steps", found, f"at most {MAX_BATCH} in a round")
     return samples
 
 

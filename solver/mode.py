@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pyps.errors import InputError
 from pyps.formats import Bits, Cluster
+from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import CODEC_BITS, FROM_PLAN, PLANNED_CODECS, CodecName, Pace, RunTable, WorkerMode
 from pyps.solver.constrained import ConstrainedSolution
 from pyps.solver.links import ERROR, WIRE_BYTES, LinkCost, step_seconds
@@ -54,10 +55,10 @@ def mode_of(cluster: Cluster, pace: Pace) -> Mode:
     if cluster.sync is not None and cluster.sync.kind != "none":
         if pace.kind != "round":
             expected = "a policy of rounds with [sync], or bandwidths instead of [sync]"
-            raise InputError("the cluster file", "run.policy", repr(run.policy), expected)
+            raise InputError(CLUSTER_FILE, "run.policy", repr(run.policy), expected)
         if mode.depths[1] > 1:
             expected = "false with [sync], or bandwidths instead of [sync]"
-            raise InputError("the cluster file", "run.pipeline", "true", expected)
+            raise InputError(CLUSTER_FILE, "run.pipeline", "true", expected)
     return mode
 
 

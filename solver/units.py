@@ -26,6 +26,7 @@ from pyps.formats import (
     Sharding,
     WorkerGroup,
 )
+from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import RunMode
 
 BYTES = 4  # of a parameter, and of its gradient
@@ -144,7 +145,7 @@ def _state_bytes(given: Sharding, group: WorkerGroup, profile: Profile) -> float
     if name not in STATE_BYTES:
         found = f"{words or 'nothing'} in {group.profile}"
         expected = "sharding.optimizer_bytes, the bytes of its state for each parameter"
-        raise InputError("the cluster file", "model.optimizer", found, expected)
+        raise InputError(CLUSTER_FILE, "model.optimizer", found, expected)
     return STATE_BYTES[name]
 
 

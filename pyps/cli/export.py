@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pyps.checkpoint.export import write_weights
+from pyps.cli.outputs import check_writable
 from pyps.errors import InputError
 
 app = typer.Typer(add_completion=False)
@@ -24,5 +25,6 @@ def export_command(
     """Write the parameters and buffers of the newest checkpoint by name (safetensors), once verified."""
     if out.exists() and not overwrite:
         raise InputError(str(out), "", "a file", "a new name, or --overwrite")
+    check_writable("FILE", out)
     path, tensors = write_weights(source, out)
     print(f"{out}: {tensors} tensors of {path}")

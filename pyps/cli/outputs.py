@@ -1,4 +1,6 @@
-"""Where a command may write: to no file that it reads, and pictures only in known formats."""
+"""Where a command may write, checked before its work: to no file that it reads, where files can be made, and
+pictures only in known formats.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,27 @@ def inputs_of(path: Path, cluster: Cluster) -> list[Path]:
     return [path, *(Path(group.profile) for group in cluster.worker), *([Path(noise)] if noise else [])]
 
 
+def check_writable(option: str, output: Path | None) -> None:
+    """Raises InputError if `output` cannot be written: makes a file in its folder, and removes it."""
+    if output is None:
+        return
+    if output.is_dir():
+        raise InputError(option, "", f"{output}, a folder", "a file to write")
+    if not output.parent.is_dir():
+        raise InputError(option, "", f"no folder {output.parent}", "a file in a folder that exists")
+    probe = output.with_name(f".{output.name[:100]}.{os.getpid()}.tmp")
+    try:
+        with open(probe, "xb"):
+            probe.unlink()
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        raise InputError(option, "", f"{output}: {found.lower()}", "a file that can be written") from None
+
+
 def check_picture(option: str, output: Path | None) -> None:
-    """Raises InputError if the ending of a picture's file names no format, or its folder does not exist."""
+    """Raises InputError if the ending of a picture's file names no format, or it cannot be written."""
     if output is None:
         return
     if output.suffix.lower() not in PICTURES:
         raise InputError(option, "", f"the ending {output.suffix!r}", f"one of {' '.join(PICTURES)}")
-    if not output.parent.is_dir():
-        raise InputError(option, "", f"no folder {output.parent}", "a file in a folder that exists")
+    check_writable(option, output)

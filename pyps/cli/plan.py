@@ -13,9 +13,9 @@ import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pyps.cli.outputs import inputs_of, not_an_input
-from pyps.cli.plan_mode import pace_of, with_mode
-from pyps.errors import Infeasible, InputError
+from pyps.cli.outputs import check_writable, inputs_of, not_an_input
+from pyps.cli.plan_mode import names_file, pace_of, with_mode
+from pyps.errors import InputError
 from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
 from pyps.formats.mode import CODEC_BITS
 from pyps.profiler.select import fit_of
@@ -147,10 +147,13 @@ def plan_command(
     read = read_cluster(cluster)
     for option, path in (("--output", output), ("--timeline", timeline), ("--ring", ring)):
         not_an_input(option, path, inputs_of(cluster, read))
-    read = with_mode(read, policy, codec, pull_codec, pipeline, depth, accumulation, local_steps)
+        check_writable(option, path)
+    read = with_mode(cluster, read, policy, codec, pull_codec, pipeline, depth, accumulation, local_steps)
     profiles = _fitted_profiles(read)
-    read = _with_options(read, planned_ranks(read, profiles), cluster, global_batch, quantile, target)
-    ranks = planned_ranks(read, profiles)
+    with names_file(cluster):
+        ranks = planned_ranks(read, profiles)
+        read = _with_options(read, ranks, cluster, global_batch, quantile, target)
+        ranks = planned_ranks(read, profiles)
     with working("solving"):
         planned = _planned(cluster, read, ranks)
     notes = []
@@ -192,9 +195,11 @@ def what_if(
     ]
     known = {name: count or 1 for name, count in more.items() if name not in {g.profile for g in new}}
     other = changed(read, known, dict(_counted("--drop", text) for text in drop or ()), new)
-    before, after = (
-        summary_of(_planned(cluster, c, planned_ranks(c, _fitted_profiles(c))).shown) for c in (read, other)
-    )
+    with names_file(cluster):
+        before, after = (
+            summary_of(_planned(cluster, c, planned_ranks(c, _fitted_profiles(c))).shown)
+            for c in (read, other)
+        )
     sentence = verdict(before, after)
     if as_json:
         sys.stdout.write(encode({"before": before, "after": after, "verdict": sentence}).decode())
@@ -216,7 +221,9 @@ def pareto(
 
     read = read_cluster(cluster)
     not_an_input("--picture", picture, inputs_of(cluster, read))
-    ranks = planned_ranks(read, _fitted_profiles(read))
+    check_writable("--picture", picture)
+    with names_file(cluster):
+        ranks = planned_ranks(read, _fitted_profiles(read))
     price = needs(ranks, "price_per_hour")
     if price is None:
         unpriced = next(k for k, group in enumerate(read.worker) if group.price_per_hour is None)
@@ -224,8 +231,9 @@ def pareto(
         raise InputError(str(cluster), field, "nothing", "a price for each group")
     with working("computing the front") as progress:
         points = []
-        ranks = at_quantile(read, ranks, pace_of(read))
-        for point in pareto_front(planning_problem(read, ranks, pace_of(read)), price):
+        pace = pace_of(cluster, read)
+        ranks = at_quantile(read, ranks, pace)
+        for point in pareto_front(planning_problem(read, ranks, pace), price):
             points.append(point)
             progress(f"computing the front: {len(points)} points")
     if picture is not None:
@@ -295,7 +303,7 @@ def _with_options(
             raise InputError(
                 str(path), "goodput", "nothing", "noise, a file of a run; or noise_scale and base_batch"
             )
-        job = msgspec.structs.replace(job, global_batch=best_global_batch(read, ranks, pace_of(read)))
+        job = msgspec.structs.replace(job, global_batch=best_global_batch(read, ranks, pace_of(path, read)))
     elif global_batch is not None:
         if not re.fullmatch(r"[1-9]\d{0,8}", global_batch):
             raise InputError("--global-batch", "", repr(global_batch), "a number of samples, or auto")
@@ -304,13 +312,12 @@ def _with_options(
 
 
 def _planned(path: Path, cluster: Cluster, ranks: list[PlannedRank]) -> _Planned:
-    """The plan of a cluster file. Raises Infeasible, naming the file."""
-    try:
-        ranks = at_quantile(cluster, ranks, pace_of(cluster))
-        problem = planning_problem(cluster, ranks, pace_of(cluster))
+    """The plan of a cluster file. Raises Infeasible and InputError, naming the file."""
+    pace = pace_of(path, cluster)
+    with names_file(path):
+        ranks = at_quantile(cluster, ranks, pace)
+        problem = planning_problem(cluster, ranks, pace)
         return _Planned(cluster, ranks, problem, plan_ranks(cluster, ranks, problem))
-    except Infeasible as error:
-        raise Infeasible(f"{path}: {error.reason}", error.nearest) from None
 
 
 def _checked(planned: _Planned) -> str:

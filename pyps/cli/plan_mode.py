@@ -5,15 +5,21 @@ The policies are imported only where a mode needs them: planning as such works w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import msgspec
 
-from pyps.errors import InputError
+from pyps.errors import Infeasible, InputError, one_of
 from pyps.formats import Cluster, Pace
+from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import CODEC_BITS, FROM_PLAN, MAX_LOCAL_STEPS, ROUND, RunTable, check_run_table
 from pyps.solver.mode import stated_policy
 
 
 def with_mode(
+    path: Path,
     read: Cluster,
     policy: str | None,
     codec: str | None,
@@ -25,13 +31,13 @@ def with_mode(
 ) -> Cluster:
     """The cluster with the given options instead of those of its [run]; None: not given.
 
-    read: the cluster. The others: keys of [run].
+    path: its file. read: the cluster. The others: keys of [run].
 
     Raises InputError if one is out of range, or the policy allows no pipeline.
     """
     for option, name in (("--codec", codec), ("--pull-codec", pull_codec)):
         if name is not None and name != FROM_PLAN and name not in CODEC_BITS:
-            raise InputError(option, "", repr(name), f"{', '.join(CODEC_BITS)} or plan")
+            raise InputError(option, "", repr(name), one_of(name, (*CODEC_BITS, FROM_PLAN)))
     counts = (("--depth", depth), ("--accumulation", accumulation), ("--local-steps", local_steps))
     for option, count in counts:
         if count is not None and not 1 <= count <= MAX_LOCAL_STEPS:
@@ -51,24 +57,46 @@ def with_mode(
     run: RunTable = msgspec.structs.replace(read.run, **given)
     check_run_table("pyps-plan", run)
     if run.policy is not None or run.depths[1] > 1:
-        run = msgspec.structs.replace(run, policy=_checked_policy(run))
+        source = f"{path}: run.policy" if policy is None else "--policy"
+        key = "pipeline" if run.depth is None else "depth"
+        pipelined = f"{path}: run.{key}" if pipeline is None and depth is None else f"--{key}"
+        run = msgspec.structs.replace(run, policy=_checked_policy(run, source, pipelined))
     return msgspec.structs.replace(read, run=run)
 
 
-def _checked_policy(run: RunTable) -> str:
-    """The policy, by its shortest text. Raises InputError if there is none, or it allows no pipeline."""
+@contextmanager
+def names_file(path: Path) -> Iterator[None]:
+    """Errors of the solver about the cluster file, and Infeasible, name it."""
+    try:
+        yield
+    except InputError as error:
+        if error.where != CLUSTER_FILE:
+            raise
+        raise InputError(str(path), error.field, error.found, error.expected) from None
+    except Infeasible as error:
+        raise Infeasible(f"{path}: {error.reason}", error.nearest) from None
+
+
+def _checked_policy(run: RunTable, source: str, pipelined: str) -> str:
+    """The policy, by its shortest text. Raises InputError if there is none, or it allows no pipeline.
+
+    source: where the policy stands. pipelined: what asks for a pipeline.
+    """
     from pyps.store.policies import check_pipeline, policy_named
 
-    policy = policy_named(stated_policy(run))
+    policy = policy_named(stated_policy(run), source=source)
     if run.depths[1] > 1:
-        check_pipeline(policy)
+        check_pipeline(policy, pipelined)
     return str(policy)
 
 
-def pace_of(cluster: Cluster) -> Pace:
-    """The pace of the policy to plan for. Raises InputError if there is none of that name."""
+def pace_of(path: Path, cluster: Cluster) -> Pace:
+    """The pace of the policy to plan for. Raises InputError if there is none of that name.
+
+    path: the cluster's file.
+    """
     if cluster.run.policy is None:
         return ROUND
     from pyps.store.policies import policy_named
 
-    return policy_named(cluster.run.policy).pace
+    return policy_named(cluster.run.policy, source=f"{path}: run.policy").pace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 import time
@@ -18,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperCommand, TyperGroup
 
 from pyps.cli import profile_files
-from pyps.cli.outputs import check_picture, not_an_input
+from pyps.cli.outputs import check_picture, check_writable, not_an_input
 from pyps.cli.profile_views import note, show_profile
 from pyps.errors import InputError
 from pyps.formats import Profile, encode, write_json
@@ -238,7 +237,7 @@ def _output_files(
     """
     if output is None and not as_json:
         output = DEFAULT_OUTPUT
-    _check_writable("--output", output)
+    check_writable("--output", output)
     if plot is not None and no_plot:
         raise InputError("--plot", "", "--no-plot as well", "one of the two")
     if plot is not None and not matplotlib_present():
@@ -250,17 +249,8 @@ def _output_files(
         plot = output.with_suffix(".png")
         if plot == output:
             plot = output.with_suffix(".plot.png")
-    _check_writable("--plot", plot)
+    check_writable("--plot", plot)
     return output, plot
-
-
-def _check_writable(option: str, path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        raise InputError(option, "", f"{path}, a folder", "a file to write")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(option, "", f"{path.parent}, not a writable folder", "a folder that exists")
 
 
 @contextmanager

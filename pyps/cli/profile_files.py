@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pyps.cli.outputs import check_picture, not_an_input
+from pyps.cli.outputs import check_picture, check_writable, not_an_input
 from pyps.cli.profile_views import note, show_comparison, show_profile
 from pyps.errors import InputError
 from pyps.formats import Memory, Profile, read_profile, write_json
@@ -51,6 +51,7 @@ def merge(
 ) -> None:
     """Merge profiles of the same device and model: all measurements, fitted together."""
     not_an_input("--output", output, profiles)
+    check_writable("--output", output)
     runs = [read_profile(path) for path in profiles]
     merged = merged_profile([str(path) for path in profiles], runs)
     write_json(output, merged)
@@ -88,6 +89,7 @@ def link(
     if to is not None and via != "gloo":
         raise InputError("--to", "", "--via store", "--via gloo: the store is on this machine")
     known = read_profile(profile) if profile else None
+    check_writable("PROFILE", profile)
     found = probes.probe_store() if via == "store" else probes.probe_group(to)
     speed, latency = found.bytes_per_second / 1e9, found.latency_seconds * 1e6
     print(f"{found.via}: {latency:.0f} us, then {speed:.2f} GB/s")

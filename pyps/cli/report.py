@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pyps.cli.outputs import check_writable
 from pyps.errors import InputError
 from pyps.report.page import make_page
 from pyps.report.run_data import load_run
@@ -27,7 +28,9 @@ def report_command(
     staleness. It needs no network and no other file.
     """
     path = output if output is not None else runs[0] / PAGE
-    page = make_page(load_run(runs), path)
+    loaded = load_run(runs)
+    check_writable("--output", path)
+    page = make_page(loaded, path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(page, encoding="utf-8")

@@ -299,7 +299,10 @@ def summary(report: Report) -> Iterator[str]:
     yield from (f"resumed at version {version}" for version in report.resumed_at)
     s = report.samples
     seconds = f"{report.training_seconds:.1f} s of training, {report.wall_seconds:.1f} s in all"
-    yield f"{s.trained} samples in {report.versions} versions: {seconds}"
+    trained = (
+        f"{s.trained} samples here, of {s.trained + s.elsewhere}" if s.elsewhere else f"{s.trained} samples"
+    )
+    yield f"{trained} in {report.versions} versions: {seconds}"
     if s.skipped or s.returned or s.dropped or report.restarts:
         restarts = f"{report.restarts} restart{'s' * (report.restarts != 1)}"
         returned = f"{s.returned} sample{'s' * (s.returned != 1)} returned"

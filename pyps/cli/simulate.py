@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from pyps.cli.outputs import check_picture, inputs_of, not_an_input
+from pyps.cli.outputs import check_picture, check_writable, inputs_of, not_an_input
 from pyps.errors import InputError
 from pyps.formats import read_cluster
 from pyps.formats.files import write_bytes
@@ -109,6 +109,7 @@ def simulate_command(
     read = read_cluster(cluster)
     for option, path in (("--trace", trace_to), ("--plot", plot)):
         not_an_input(option, path, [*inputs_of(cluster, read), plan])
+    check_writable("--trace", trace_to)
     check_picture("--plot", plot)
     run = read.run
     pipeline = run.depths[1] > 1 if pipeline is None else pipeline
@@ -158,7 +159,7 @@ def _policies(text: str, round_timeout: float, pipeline: bool) -> list[Policy]:
     names = able if text.strip() == "all" else text.split()
     if not names:
         raise InputError("--policies", "", repr(text), f'"all", or some of {", ".join(Policy.known)}')
-    return [policy_named(name, round_timeout) for name in names]
+    return [policy_named(name, round_timeout, "--policies") for name in names]
 
 
 def _objective(name: str, seed: int) -> Objective | None:

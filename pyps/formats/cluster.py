@@ -11,6 +11,7 @@ from pyps.formats.kinds import MAX_BATCH, Batch, Bytes, Elapsed, Fraction, Name,
 from pyps.formats.mode import RunTable, check_run_table
 from pyps.formats.simulation import Simulation
 
+CLUSTER_FILE = "the cluster file"  # in the errors of those that do not know its name
 MOST_WORKERS = 100_000  # in a cluster; their plan takes seconds
 
 Rate = Annotated[float, Meta(gt=0)]

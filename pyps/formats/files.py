@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from pyps.errors import InputError
+from pyps.errors import InputError, one_of
 
 MAX_FILE_BYTES = 1 << 28
 PIPE_SECONDS = 5.0
@@ -48,10 +48,8 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def write_lines(path: Path, values: Iterable[Struct]) -> None:
-    """Write values as JSON, one a line, entirely or not at all. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
-    os.replace(temporary, path)
+    """Write values as JSON, one a line, entirely or not at all. Raises InputError as write_bytes does."""
+    write_bytes(path, b"".join(msgspec.json.encode(value) + b"\n" for value in values))
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -194,9 +192,19 @@ def _explain(where: str, raw: Any, kind: type[Struct], message: str) -> InputErr
         field = f"{place}.{missing[1]}" if place else missing[1]
         return InputError(where, field, "nothing", "a value: this field is required")
     expected = problem.partition(", got ")[0].replace("`", "").removeprefix("Expected ")
+    found = _at(raw, place)
     if problem.startswith("Invalid enum value"):
-        expected = f"one of {', '.join(map(str, _type_at(kind, place).values))}"
-    return InputError(where, place, _shown(_at(raw, place)), expected)
+        expected = one_of(str(found), map(str, _choices_at(kind, place)))
+    return InputError(where, place, _shown(found), _in_words(expected))
+
+
+def _in_words(expected: str) -> str:
+    """msgspec's description of a type, without its notation."""
+    words = re.sub(r" \| null$", "", expected)
+    words = "a name" if words == "str of length >= 1" else words
+    return {"str": "text", "bool": "true or false", "int": "a whole number", "float": "a number"}.get(
+        words, words
+    )
 
 
 def _unknown_key(where: str, place: str, key: str, kind: type[Struct]) -> InputError:
@@ -232,6 +240,14 @@ def _type_at(kind: type[Struct], place: str) -> Any:
         if isinstance(node, msgspec.inspect.UnionType):
             node = next(t for t in node.types if not isinstance(t, msgspec.inspect.NoneType))
     return node
+
+
+def _choices_at(kind: type[Struct], place: str) -> Iterator[Any]:
+    """The values that may stand at a place of a format."""
+    name, _, field = place.rpartition(".")
+    node: Any = next(item.type for item in _type_at(kind, name).fields if item.name == field)
+    for part in node.types if isinstance(node, msgspec.inspect.UnionType) else (node,):
+        yield from getattr(part, "values", ())
 
 
 def _at(raw: Any, place: str) -> Any:

@@ -17,7 +17,6 @@ from typing import Literal, Self, TypeVar
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats.files import write_lines
 
 SpanKind = Literal["wait", "pull", "data", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
@@ -89,13 +88,14 @@ def record_path(run_dir: Path, rank: int, pid: int) -> Path:
 
 def drop_undone(run_dir: Path, rank: int, pushes: int) -> None:
     """Drop a rank's records from the first step on that is not among its `pushes` in the store, which has
-    begun anew from an earlier state. No process of the rank may be alive.
+    begun anew from an earlier state. No process of the rank may be alive. Needs no room on the disk.
     """
     for path in run_dir.glob(f"worker-{rank}-*.jsonl"):
         records = read_records(path)
         kept = next((k for k, record in enumerate(records) if record.pushes > pushes), len(records))
         if kept < len(records):
-            write_lines(path, records[:kept])
+            lines = path.read_bytes().splitlines(keepends=True)
+            os.truncate(path, sum(map(len, lines[:kept])))
 
 
 def append_whole(file: FileIO, data: bytes) -> bool:

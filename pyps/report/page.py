@@ -75,7 +75,8 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str]]:
         yield "planned step", f"{predicted * 1e3:,.1f} ms"
     if report.measured_over_predicted is not None:
         yield "measured over planned", f"{report.measured_over_predicted:.2f}"
-    yield "samples trained", f"{report.samples.trained:,}"
+    trained, elsewhere = report.samples.trained, report.samples.elsewhere
+    yield "samples trained", f"{trained:,} of {trained + elsewhere:,}" if elsewhere else f"{trained:,}"
     if report.loss_last is not None:
         yield "last loss", f"{report.loss_last:.4g}"
     yield "time", f"{report.wall_seconds:,.1f} s"

@@ -95,10 +95,11 @@ class LossPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampleCounts(msgspec.Struct, frozen=True):
-    """Sample positions of the whole run.
+    """Sample positions of the whole run, or of its part on this machine.
 
     requested: to train in all; 0: without end.
     trained: in the parameters.
+    elsewhere: of the other machines' ranks, in the parameters when the report was written.
     skipped: claimed by a step without a gradient.
     returned: given back after a death or a fence, and assigned again.
     dropped: given back, but not assigned again.
@@ -109,6 +110,7 @@ class SampleCounts(msgspec.Struct, frozen=True):
     skipped: NonNegative
     returned: NonNegative
     dropped: NonNegative
+    elsewhere: NonNegative = 0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +199,7 @@ def make_report(
     predicted = setup.predicted_iteration_seconds
     measured_over_predicted = times.median / predicted if predicted and times.count else None
     losses = loss_points(applied, setup.global_batch)
+    trained = sum(r.samples for r in ranks)
     return Report(
         outcome=outcome,
         policy=setup.policy,
@@ -213,10 +216,11 @@ def make_report(
         versions=totals.versions or (applied[-1].version if applied else 0),
         samples=SampleCounts(
             requested=setup.samples,
-            trained=sum(r.samples for r in ranks),
+            trained=trained,
             skipped=sum(r.skipped_samples for r in ranks),
             returned=sum(r.returned_samples for r in ranks),
             dropped=totals.dropped,
+            elsewhere=max(0, sum(totals.samples) - trained),
         ),
         restarts=sum(e.kind == "restarted" for e in events),
         ranks=ranks,

@@ -236,7 +236,7 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
     planned, ranks, where = _load_ranks(plan, resumed, options)
     ranks_here = _ranks_to_start(ranks, options)
     wanted = _mode_options(options)
-    policy = launched_policy(wanted, planned)
+    policy = launched_policy(wanted, planned, where)
     if policy.needs.uses_turns:
         plan_turns(planned, where)
     used = [worker for worker in planned.workers if worker.batch > 0]

@@ -135,7 +135,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
             str(path), "job.unit", repr(cluster.job.unit), '"samples": a simulation counts those'
         )
     profiles = {group.name: _profile(group) for group in cluster.worker}
-    plan = _plan(cluster, profiles, plan_path)
+    plan = _plan(path, cluster, profiles, plan_path)
     names = [w.name for w in plan.workers]
     batches = {w.name: w.batch for w in plan.workers}
     if even:
@@ -179,10 +179,10 @@ def _byte_shares(mode: WorkerMode) -> tuple[float, float]:
     return WIRE_BYTES[push] / WIRE_BYTES[32], WIRE_BYTES[pull] / WIRE_BYTES[32]
 
 
-def _plan(cluster: Cluster, profiles: dict[str, Profile], path: StrPath | None) -> Plan:
+def _plan(source: StrPath, cluster: Cluster, profiles: dict[str, Profile], path: StrPath | None) -> Plan:
     """The plan in a file, or a new one."""
     if path is None:
-        pace = policy_named(stated_policy(cluster.run)).pace
+        pace = policy_named(stated_policy(cluster.run), source=f"{source}: run.policy").pace
         return make_plan(cluster, [profiles[group.name] for group in cluster.worker], pace)
     plan = read_plan(path)
     found, expected = [w.name for w in plan.workers], [n for g in cluster.worker for n in g.worker_names()]

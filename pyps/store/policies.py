@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 from pyps import native
-from pyps.errors import InputError, UnknownPolicy
+from pyps.errors import InputError, UnknownPolicy, one_of
 from pyps.formats.mode import ROUND, Pace
 from pyps.native import custom
 from pyps.native.values import NO_BOUND, PolicyContext, PolicyNeeds, PolicyParams
@@ -89,9 +89,8 @@ class Policy:
             raise InputError(self.name, field, repr(value), expected)
 
     def _check_choice(self, field: str, choices: Any) -> None:
-        if getattr(self, field) not in get_args(choices):
-            expected = f"one of {', '.join(get_args(choices))}"
-            raise InputError(self.name, field, repr(getattr(self, field)), expected)
+        if (value := getattr(self, field)) not in get_args(choices):
+            raise InputError(self.name, field, repr(value), one_of(str(value), get_args(choices)))
 
     def _check_count(self, field: str, least: int, *, infinite: bool = False) -> None:
         value = getattr(self, field)
@@ -387,18 +386,30 @@ def check_known(number: int, params: PolicyParams) -> None:
         raise UnknownPolicy("join", "this process has not registered the store's custom policy")
 
 
-def policy_named(text: str, round_timeout_seconds: float = 60.0) -> Policy:
-    """The policy that a text says, e.g. "bsp" or "ssp:bound=4". Raises InputError with what there is."""
+def policy_named(text: str, round_timeout_seconds: float = 60.0, source: str = "policy") -> Policy:
+    """The policy that a text says, e.g. "bsp" or "ssp:bound=4".
+
+    source: where the text stands: an option, or a file and its key. Raises InputError with what there is.
+    """
+    try:
+        return _policy_of(text, round_timeout_seconds)
+    except InputError as error:
+        where = source if error.where == "policy" else f"{source}: {error.where}"
+        raise InputError(where, error.field, error.found, error.expected) from error.__cause__
+
+
+def _policy_of(text: str, round_timeout_seconds: float) -> Policy:
     name, _, rest = text.partition(":")
     kind = Policy.known.get(name) or _imported(name)
     if kind is None:
-        raise InputError("policy", "", repr(name), f"one of {', '.join(Policy.known)}")
+        raise InputError("policy", "", repr(name), one_of(name, Policy.known))
     own = {_key(f.name): f for f in fields(kind) if f.name not in COMMON and f.default is not MISSING}
     values: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
         if key not in own:
-            raise InputError(name, "", repr(item), f"key=value with one of {', '.join(own)}")
+            expected = f"key=value, the key {one_of(key, own)}"
+            raise InputError(name, "", repr(item), expected)
         values[own[key].name] = _parsed(name, key, value, own[key].default)
     return kind(round_timeout_seconds=round_timeout_seconds, **values)
 
@@ -436,9 +447,9 @@ def _parsed(name: str, key: str, text: str, default: object) -> object:
         raise InputError(name, key, repr(text), "a number") from None
 
 
-def check_pipeline(policy: Policy) -> None:
-    """Raise InputError for a policy that does not allow a pipeline."""
+def check_pipeline(policy: Policy, source: str = "pipeline") -> None:
+    """Raise InputError for a policy that does not allow a pipeline; source: what asks for one."""
     if not policy.needs.allows_pipeline:
         able = ", ".join(name for name, kind in Policy.known.items() if kind().needs.allows_pipeline)
         found = f"on under {policy.name}, where every step waits for the one before it"
-        raise InputError("pipeline", "", found, f"off, or one of {able}")
+        raise InputError(source, "", found, f"off, or one of {able}")

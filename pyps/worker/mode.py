@@ -46,14 +46,15 @@ class ModeOptions:
     round_timeout: float | None = None
 
 
-def launched_policy(options: ModeOptions, plan: Plan | None) -> Policy:
-    """The policy of a run. Raises InputError for a text that names none."""
+def launched_policy(options: ModeOptions, plan: Plan | None, where: str = "plan") -> Policy:
+    """The policy of a run; where: the plan's file. Raises InputError for a text that names none."""
     if isinstance(options.policy, Policy):
         return options.policy
     run = plan.run if plan is not None else None
     text = options.policy or (run.policy if run else DEFAULT_POLICY.name)
     seconds = options.round_timeout or (run.round_timeout if run else None)
-    return policy_named(text, seconds or DEFAULT_POLICY.round_timeout_seconds)
+    source = "policy" if options.policy else f"{where}: run.policy"
+    return policy_named(text, seconds or DEFAULT_POLICY.round_timeout_seconds, source)
 
 
 def launched_mode(

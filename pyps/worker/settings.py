@@ -163,7 +163,7 @@ class Settings:
         settings = cls(
             store=name,
             rank=rank,
-            policy=launched_policy(wanted, plan),
+            policy=launched_policy(wanted, plan, str(plan_path)),
             samples=samples if samples is not None else _integer(env, Variable.SAMPLES, 0),
             dataset_size=_integer(env, Variable.DATASET_SIZE, 0),
             seed=seed if seed is not None else _integer(env, Variable.SEED, 0),

@@ -109,6 +109,33 @@ def test_an_even_split_that_does_not_fit_is_said(shell: Shell) -> None:
         ('"m40.json"', '"gone.json"', 2, ["cluster.toml: worker[0].profile", "gone.json"]),
         ('"m40.json"', '"m40.json"\nmax_batch = 1\nmin_batch = 2', 2, ["worker[0].min_batch: found 2"]),
         (
+            "[job]",
+            '[run]\npolicy = "bps"\n[job]',
+            2,
+            ["cluster.toml: run.policy: found 'bps'", "did you mean 'bsp'?"],
+        ),
+        (
+            "[job]",
+            '[run]\npolicy = "ssp:bond=2"\n[job]',
+            2,
+            ["run.policy: ssp: found 'bond=2'", "did you mean 'bound'?"],
+        ),
+        (
+            "[job]",
+            '[run]\npolicy = "bsp"\npipeline = true\n[job]',
+            2,
+            ["cluster.toml: run.pipeline: found on"],
+        ),
+        (
+            "[job]",
+            '[run]\ncodec = "in8"\n[job]',
+            2,
+            ["run.codec: found 'in8'", "nf4, plan; did you mean 'int8'?"],
+        ),
+        ("[job]", '[sync]\nkind = "rings"\n[job]', 2, ["sync.kind: found 'rings'", "did you mean 'ring'?"]),
+        ("[job]", "[sync]\nkind = 3\n[job]", 2, ["sync.kind: found 3; expected text"]),
+        ("[job]", '[sync]\nkind = "ring"\n[run]\npolicy = "asp"\n[job]', 2, ["cluster.toml: run.policy"]),
+        (
             '"m40.json"',
             '"m40.json"\nrequired = true\nmin_batch = 600',
             3,
@@ -169,7 +196,24 @@ def test_inputs_are_never_overwritten(shell: Shell) -> None:
 def test_an_output_that_cannot_be_written_is_refused(shell: Shell) -> None:
     done = shell("cluster.toml", "-o", "no/such/plan.json")
     assert done.code == 2
-    assert "no/such/plan.json" in done.err
+    assert "--output: found no folder no/such" in done.err
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments"),
+    [("--output", ()), ("--timeline", ()), ("--ring", ()), ("--picture", ("pareto",))],
+)
+def test_outputs_are_checked_before_the_work(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, option: str, arguments: tuple[str, ...]
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr("pyps.cli.plan.planned_ranks", never)
+    for path, found in (("no/a.png", "no folder no"), ("/proc/a.png", "/proc/a.png: "), (".", "., a folder")):
+        done = shell(*arguments, "cluster.toml", option, path)
+        assert done.code == 2
+        assert f"{option}: found {found}" in done.err
 
 
 def test_a_full_disk_behind_stdout_is_no_traceback(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_the_command_is_there(cluster: Path) -> None:
     command = [pyps, "simulate", str(cluster), "--policies", "unknown"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "pyps simulate: policy: found 'unknown'; expected one of bsp, asp" in done.stderr
+    assert "pyps simulate: --policies: found 'unknown'; expected one of bsp, asp" in done.stderr
 
 
 @pytest.mark.parametrize(

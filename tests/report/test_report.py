@@ -137,6 +137,16 @@ def test_the_stores_counters_go_before_the_records() -> None:
     assert report.versions == 6
 
 
+def test_one_hosts_samples_are_told_from_the_runs() -> None:
+    """The versions are the whole run's."""
+    report = report_of(
+        rounds(5), StoreTotals(6, 0, samples=(42, 18, 30), skipped=(0,) * 3, returned=(0,) * 3)
+    )
+    assert any(line.startswith("60 samples here, of 90 in 6 versions: ") for line in summary(report))
+    alone = report_of(rounds(5), StoreTotals(6, 0, samples=(42, 18), skipped=(0, 0), returned=(0, 0)))
+    assert any(line.startswith("60 samples in 6 versions: ") for line in summary(alone))
+
+
 def test_processes_and_restarts() -> None:
     events = [
         RunEvent("started", 1.0, 0.0, 0, 100),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from pyps.cli.export import app
 from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import EventLog, read_events
+from pyps.formats.files import write_lines
 from pyps.formats.plan import check_plan
 from pyps.formats.records import RecordWriter, drop_undone, read_run
 from pyps.native.status import Status
@@ -205,6 +208,24 @@ def test_a_rank_drops_what_its_store_does_not_have(tmp_path: Path) -> None:
     assert [r.pushes for r in read_run(tmp_path)] == [0, 0, 1, 2, 3, 9]
     drop_undone(tmp_path, 0, 0)
     assert [r.pushes for r in read_run(tmp_path)] == [9]
+
+
+def test_a_folder_on_a_full_disk_is_named_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "worker-0-11.jsonl"
+    with RecordWriter(path) as writer:
+        writer.write(make_record(0, 1, 5, [("compute", 1.0, 2.0)]))
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"worker-0-11\.jsonl: found No space left on device"):
+        write_lines(path, [])
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+    drop_undone(tmp_path, 0, -1)  # a worker's own needs no room
+    assert not read_run(tmp_path)
 
 
 def test_a_line_that_was_cut_is_not_continued(tmp_path: Path) -> None:
