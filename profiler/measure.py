@@ -28,6 +28,7 @@ from pyps.profiler.select import select_fit
 from pyps.profiler.statistics import median_and_error
 from pyps.profiler.stepper import (
     PARTS,
+    TRAINING,
     OutOfMemoryError,
     StepOptions,
     Stepper,
@@ -44,6 +45,7 @@ SETTLED, SETTLE_STEPS, SETTLE_LIMIT = 0.05, 3, 40  # relative spread, steps in a
 MAX_STEP_SECONDS = 1.0  # without a largest batch, the sizes end before a step takes longer than this
 PARTS_REPEATS = 3
 LADDER_MIN, LADDER_MAX = 8, 10  # sizes; the curve has three coefficients
+FEW = 2  # samples, which batch normalization needs
 LIMIT_HALVINGS = 4  # the memory limit is found to 1/16 of a doubling
 
 Notify = Callable[[str], None]
@@ -95,10 +97,10 @@ def profile_model(
         if memory_budget is not None:
             stepper.budget_bytes = min(stepper.budget_bytes, memory_budget)
         probes = climb(stepper, sizes, max_step_seconds, notify)
-        batches = [p.batch for p in probes]
-        settle(stepper, batches[len(batches) // 2], notify)
+        timed = [p.batch for p in probes]
+        settle(stepper, timed[len(timed) // 2], notify)
         with gpu_clocks(target) as clocks:
-            seconds = time_in_rounds(stepper, batches, repeats, progress)
+            seconds = time_in_rounds(stepper, timed, repeats, progress)
         probes = _timed_ones(probes, seconds, stepper, notify)
         parts = {probe.batch: time_parts(stepper, probe.batch) for probe in probes}
         _report_overrun(stepper, notify)
@@ -115,6 +117,7 @@ def profile_model(
         model=_model_info(where, task, options),
         points=points,
         max_batch=_largest(max_batch, sizes, probes),
+        min_batch=FEW if probes[0].batch > 1 and (sizes is None or 1 in sizes) else None,
         memory=memory_model([(p.batch, p.peak_bytes) for p in probes], stepper.budget_bytes),
         fit=select_fit(points),
         clocks=clocks or None,
@@ -149,22 +152,31 @@ def ladder(max_batch: int) -> list[int]:
 def climb(
     stepper: Stepper, sizes: Sequence[int] | None, max_step_seconds: float, notify: Notify
 ) -> list[Probe]:
-    """Runs every size once, ascending, up to the memory limit.
+    """Runs every size once, ascending, up to the memory limit. One sample may be too few for the model.
 
     sizes: the sizes to run; None: double the size up to the memory limit or max_step_seconds. notify: is
     called with a sentence on the memory limit. Raises InputError if fewer than two sizes fit.
     """
     probes: list[Probe] = []
+    alone: InputError | None = None
     for batch in sizes if sizes is not None else (2**k for k in count()):
         if batch > MAX_BATCH or (sizes is None and probes and 2 * probes[-1].seconds > max_step_seconds):
             break
-        probe = _probe(stepper, batch) if _expected_bytes(probes, batch) <= stepper.budget_bytes else None
+        try:
+            probe = _probe(stepper, batch) if _expected_bytes(probes, batch) <= stepper.budget_bytes else None
+        except InputError as error:
+            if batch > 1 or error.field != TRAINING:
+                raise
+            alone = error
+            continue
         if probe is None:
             if sizes is None:
                 probes += _approach_limit(stepper, probes, batch)
             _say_limit(stepper, probes, batch, notify)
             break
         probes.append(probe)
+    if alone is not None:
+        notify(f"no step of one sample runs ({alone.found}): every planned batch will have {FEW} or more")
     _check_two(probes, stepper)
     return _thinned(probes) if sizes is None else probes
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CPU_MEMORY_SHARE = 0.8  # of the free memory; the rest stays for the page cache and other processes
 # Of torch's allocator on a CPU, and of CUDA and its libraries, which allocate by themselves.
 OUT_OF_MEMORY = "DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED"
+TRAINING = "training step"  # what failed, in an error
 PARTS = ("data", "forward", "backward", "optimizer")
 PROC_SELF = Path("/proc/self")
 
@@ -161,7 +162,7 @@ class _TaskStepper:
 
         data = self.prepare(batch)
         mark("data")
-        self._guarded("training step", lambda: self._train(data, mark))
+        self._guarded(TRAINING, lambda: self._train(data, mark))
         return seconds
 
     def _guarded(self, what: str, action: Any) -> Any:
@@ -172,8 +173,7 @@ class _TaskStepper:
             if is_out_of_memory(error):
                 raise OutOfMemoryError(what) from None
             found = f"{type(error).__name__}: {error}".splitlines()[0]
-            expected = "a training step that runs (one that needs several samples: --batches 2,4,8,16)"
-            raise InputError(self._where, what, found, expected) from error
+            raise InputError(self._where, what, found, "a training step that runs") from error
 
 
 class CpuStepper(_TaskStepper):
@@ -199,7 +199,7 @@ class CpuStepper(_TaskStepper):
         self.budget_bytes = cpu_held_bytes() + int(CPU_MEMORY_SHARE * cpu_free_bytes())
 
     def step(self, data: Any) -> None:
-        self._guarded("training step", lambda: self._train(data))
+        self._guarded(TRAINING, lambda: self._train(data))
 
     def timed_step(self, data: Any, batch: int) -> float:
         if self.throttle is not None:
@@ -241,7 +241,7 @@ class CudaStepper(_TaskStepper):
         self.budget_bytes = int(free_bytes) + int(torch.cuda.memory_reserved(device))
 
     def step(self, data: Any) -> None:
-        self._guarded("training step", lambda: self._train_and_wait(data))
+        self._guarded(TRAINING, lambda: self._train_and_wait(data))
 
     def timed_step(self, data: Any, batch: int) -> float:
         if self.throttle is not None:
@@ -257,7 +257,7 @@ class CudaStepper(_TaskStepper):
             end.synchronize()
 
         with self._cuda.device(self._device):
-            self._guarded("training step", train)
+            self._guarded(TRAINING, train)
         return float(begin.elapsed_time(end)) / 1e3
 
     def peak_bytes(self, data: Any) -> int:

@@ -72,6 +72,11 @@ def of_one_rank(cluster: Cluster, group: WorkerGroup, profile: Profile) -> tuple
         group = msgspec.structs.replace(group, required=True)
     if group.parallel == "model" and group.devices > 1:
         group = _priced(group)
+    if profile.min_batch is not None:
+        least = profile.min_batch * (
+            1 if cluster.job.unit == "samples" else profile.model.tokens_per_sample or 1
+        )
+        group = msgspec.structs.replace(group, min_batch=max(group.min_batch or 1, least))
     if cluster.job.unit == "samples":
         return group, profile
     tokens = profile.model.tokens_per_sample

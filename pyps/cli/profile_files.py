@@ -125,6 +125,7 @@ def merged_profile(names: list[str], runs: list[Profile]) -> Profile:
         model=first.model,
         points=points,
         max_batch=max((run.max_batch for run in runs if run.max_batch is not None), default=None),
+        min_batch=max((run.min_batch for run in runs if run.min_batch is not None), default=None),
         memory=max((run.memory for run in runs if run.memory is not None), key=_at_budget, default=None),
         fit=select_fit(points) if len(points) > 1 else None,
         link=next((run.link for run in reversed(runs) if run.link is not None), None),

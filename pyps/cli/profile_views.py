@@ -107,6 +107,8 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
     if fit.trusted_min_batch > profile.points[0].batch:
         lines.append(f"do not trust below b = {fit.trusted_min_batch}: the curve misses it by more than 10 %")
     lines.append(f"do not trust beyond b = {fit.trusted_max_batch}")
+    if profile.min_batch is not None:
+        lines.append(f"smallest batch: {profile.min_batch}")
     if profile.max_batch is not None:
         lines.append(f"largest batch: {profile.max_batch}")
     if profile.link is not None:

@@ -108,13 +108,18 @@ class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measurements of one device with one model; the planner fits the points if `fit` is absent."""
+    """Measurements of one device with one model; the planner fits the points if `fit` is absent.
+
+    min_batch: the fewest samples that the model trains on, 2 with batch normalization; every batch of a plan
+    has as many. null: one.
+    """
 
     schema: Literal["pyps.profile/1"] = "pyps.profile/1"
     device: Device
     model: ModelInfo
     points: Annotated[list[Point], Meta(min_length=1)]
     max_batch: Batch | None = None
+    min_batch: Batch | None = None
     memory: Memory | None = None
     fit: Fit | None = None
     link: Link | None = None

@@ -105,6 +105,31 @@ def test_without_sizes_patience_ends_too() -> None:
     assert all(p.seconds <= 0.02 for p in probes)
 
 
+@pytest.mark.parametrize("sizes", [None, [1, 4, 8]])
+def test_a_model_that_cannot_train_on_one_sample_is_measured_from_more(sizes: list[int] | None) -> None:
+    class Normalized(ArithmeticDevice):
+        def step(self, data: Any) -> None:
+            if data == 1:
+                raise InputError(
+                    "model", "training step", "ValueError: Expected more than 1 value", "one that runs"
+                )
+            super().step(data)
+
+    said: list[str] = []
+    probes = climb(Normalized(10**9), sizes, 0.02, said.append)
+    assert probes[0].batch == (4 if sizes else 2)
+    assert said[0].startswith("no step of one sample runs (ValueError: Expected more than 1 value)")
+
+
+def test_a_step_that_never_runs_is_an_error() -> None:
+    class Broken(ArithmeticDevice):
+        def step(self, data: Any) -> None:
+            raise InputError("model", "training step", f"no step of {data}", "one that runs")
+
+    with pytest.raises(InputError, match="no step of 2"):
+        climb(Broken(10**9), None, 1.0, lambda _: None)
+
+
 def test_fewer_than_two_sizes_are_refused() -> None:
     with pytest.raises(InputError, match="memory for 1 of the batch sizes"):
         climb(ArithmeticDevice(10**9, 101), [1, 2, 4], 1.0, lambda _: None)

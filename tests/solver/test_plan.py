@@ -51,6 +51,20 @@ def test_a_plan_is_consistent() -> None:
     assert made.warnings == []
 
 
+def test_batches_have_the_samples_that_the_model_needs() -> None:
+    """A profile of a model with batch normalization says 2; the plan keeps it, for what a run decides too."""
+    needs_two = profile(0.1, min_batch=2)
+    split = plan(
+        8, ({"name": "fast"}, profile(0.001, min_batch=2)), ({"name": "slow", "required": True}, needs_two)
+    )
+    assert [worker.batch for worker in split.workers] == [6, 2]
+    assert [worker.min_batch for worker in split.workers] == [2, 2]
+    stricter = plan(
+        8, ({"name": "fast"}, profile(0.001)), ({"name": "slow", "min_batch": 3, "required": True}, needs_two)
+    )
+    assert [worker.batch for worker in stricter.workers] == [5, 3]
+
+
 def test_the_even_split_gives_what_is_over_to_the_first() -> None:
     assert even_batches(11, 4) == [3, 3, 3, 2]
     assert even_batches(2, 4) == [1, 1, 0, 0]
