@@ -49,7 +49,6 @@ from pyps.remote.client import Client, Traffic
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
 from pyps.remote.parts import extents, packed, show
-from pyps.remote.shards import run_and_servers
 from pyps.remote.wire import (
     MAX_CALL_SECONDS,
     PROTOCOL,
@@ -59,6 +58,7 @@ from pyps.remote.wire import (
     TransferHeader,
 )
 from pyps.store.codec import Residual, decode_vector, encode, encoded_vector_bytes
+from pyps.store.marks import run_and_servers
 from pyps.store.transfer import Finish, Transferred, TransferRequest
 
 

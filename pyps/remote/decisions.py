@@ -18,8 +18,8 @@ from pyps import native
 from pyps.errors import InvalidArgument, StoreClosed
 from pyps.native.status import get_members, get_status
 from pyps.native.values import NO_TAG, Role, Tag
-from pyps.remote.shards import run_and_servers
 from pyps.remote.wire import Following, LogEntry, LogKind
+from pyps.store.marks import run_and_servers
 
 KEPT_ENTRIES = 1 << 14
 FEW_ENTRIES = 256  # in one answer
@@ -55,7 +55,8 @@ class DecisionLog:
             raise InvalidArgument("decisions", f"store {store!r}: found one that is on a single server")
         self.run, self.servers = marked
         members = get_members(self._pointer, layout.max_participants)
-        # Ids of members are never used again, so no client of an earlier server has one of these numbers.
+        # A segment's ids of members are never used again, so no client of an earlier server has one of these
+        # numbers. A segment of another run may have the same ids: shards are asked by their run.
         self._next_client = (1 + max(member.id for member in members)) << CLIENT_BITS
         self._changed = threading.Condition()
         self._closed = False

@@ -332,6 +332,10 @@ class Handlers:
 
         The next call resumes a push that timed out in an open round: its gradient is already staged.
         """
+        if self._site.shards.has_log:
+            raise InvalidArgument(
+                "push", "found a model over several servers; expected its parts and a commit"
+            )
         if len(header.hyper) != self.layout.groups:
             found = f"hyper: found {len(header.hyper)}; expected {self.layout.groups}, one for each group"
             raise InvalidArgument("push", found)

@@ -21,6 +21,7 @@ from pyps.remote.creation import created_arrays
 from pyps.remote.decisions import DecisionLog
 from pyps.remote.framing import Frames, Reply
 from pyps.remote.shard_host import ShardHost
+from pyps.remote.shard_store import ShardStore
 from pyps.remote.site import Site
 from pyps.remote.wire import PROTOCOL, CommitHeader, LogKind, OpenReply, PushHeader, TransferReply
 from pyps.store.codec import encode
@@ -208,12 +209,14 @@ class ShardCalls:
         return self._opened()
 
     def open_shard(self, protocol: int, name: str, run: int, index: int) -> Reply:
-        """Raises NotReady while there is no shard of this run, as while it is being made."""
+        """Raises NotReady while there is no shard of this run that can go on, as while it is being made."""
         self._check_caller(protocol, name)
         try:
             shard = self._site.shards.shard
         except SegmentNotFound as error:
             raise NotReady("open", error.message) from None
+        if shard.fault is not None:
+            raise NotReady("open", f"store {name!r}: found a shard that cannot go on: {shard.fault}")
         if shard.run != run:
             raise NotReady("open", f"store {name!r}: found a shard of another run at this server")
         if f".shard-{index}-of-" not in shard.name:
@@ -221,12 +224,21 @@ class ShardCalls:
             raise InvalidArgument("open", f"{found}; expected the addresses in the order of the shards")
         return self._opened()
 
-    def stage(self, tag: Tag, header: PushHeader, numbers: Frames) -> Reply:
-        self._site.shards.shard.stage(tag, header, numbers)
+    def _shard_of(self, run: int) -> ShardStore:
+        """Raises LinkLost where the shards began anew since the client opened them: clients have the same
+        numbers again.
+        """
+        shard = self._site.shards.shard
+        if shard.run != run:
+            raise LinkLost("session", "all shards went back to a checkpoint")
+        return shard
+
+    def stage(self, run: int, tag: Tag, header: PushHeader, numbers: Frames) -> Reply:
+        self._shard_of(run).stage(tag, header, numbers)
         return None, ()
 
-    def pull_pinned(self, tag: Tag, codec: Codec, timeout: float) -> Reply:
-        shard = self._site.shards.shard
+    def pull_pinned(self, run: int, tag: Tag, codec: Codec, timeout: float) -> Reply:
+        shard = self._shard_of(run)
         flat = shard.pinned(tag, timeout).flat
         if codec is Codec.F32:
             return None, (flat,)
@@ -234,8 +246,8 @@ class ShardCalls:
         codes, _ = encode(flat[:trained], codec)
         return None, (codes, flat[trained:])
 
-    def read_pinned(self, tag: Tag, states: int, timeout: float) -> Reply:
-        kept = self._site.shards.shard.pinned(tag, timeout)
+    def read_pinned(self, run: int, tag: Tag, states: int, timeout: float) -> Reply:
+        kept = self._shard_of(run).pinned(tag, timeout)
         if kept.steps is None or states not in (0, len(kept.states)):
             raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {len(kept.states)}")
         return None, (kept.flat, *kept.states[:states], kept.steps)

@@ -15,8 +15,8 @@ from pyps.remote.address import parse_address
 from pyps.remote.client import Client
 from pyps.remote.decisions import DecisionLog, Decisions
 from pyps.remote.shard_store import ShardStore, create_shard
-from pyps.remote.shards import run_and_servers
 from pyps.remote.wire import PROTOCOL, Following, LogEntry
+from pyps.store.marks import run_and_servers
 from pyps.store.segments import PREFIX, STAGED, folder
 
 SHARD = re.compile(r"(?P<store>.*)\.shard-(?P<index>\d+)-of-(?P<count>\d+)")

@@ -19,17 +19,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
-from pyps.errors import InvalidArgument, LinkLost, LinkRefused, NotFinite, PypsError, StoreError, TimedOut
+from pyps.errors import (
+    Busy,
+    InvalidArgument,
+    LinkLost,
+    LinkRefused,
+    NotFinite,
+    OutOfSpace,
+    PypsError,
+    StoreError,
+    TimedOut,
+)
 from pyps.native.create import create
 from pyps.native.state import StoreState
 from pyps.native.status import get_status
-from pyps.native.values import Codec, Config, Flat, PushRequest, Role, Tag
+from pyps.native.values import Codec, Config, Encoding, Flat, PushRequest, Role, Tag
 from pyps.remote.decisions import Decisions
 from pyps.remote.framing import Frames, check_size, from_frames
-from pyps.remote.shards import SCALE_BLOCK, run_and_servers
+from pyps.remote.shards import SCALE_BLOCK
 from pyps.remote.staged import StagedFile, StagedGradients
 from pyps.remote.wire import LogEntry, LogKind, PushHeader
 from pyps.store.codec import encoded_vector_bytes
+from pyps.store.marks import run_and_servers
 from pyps.store.segments import staged_paths
 
 MAX_STAGED = 16  # gradients of one client that wait for a decision
@@ -42,7 +53,7 @@ class LogSource(Protocol):
     """Where a log is."""
 
     def connect(self) -> Decisions:
-        """The log. Raises LinkLost, LinkRefused or TimedOut while it is not there."""
+        """The log. Raises Busy, LinkLost, LinkRefused or TimedOut while it is not there."""
 
     def stop(self) -> None:
         """End what waits for the log, in any thread, with LinkLost."""
@@ -93,7 +104,7 @@ class ShardStore:
         self._changed = threading.Condition()  # guards what follows, and the staged gradients
         self._filling: dict[int, int] = {}  # by client: gradients that are being written
         self._pins: dict[Tag, Pinned] = {}
-        self._fault: PypsError | None = None
+        self.fault: PypsError | None = None  # for clients: their calls fail, and none may open the shard
         self._closed = False
         self._said = ""  # why there is no log, as last reported
         self._thread = threading.Thread(target=self._follow, name="pyps-shard", daemon=True)
@@ -157,6 +168,8 @@ class ShardStore:
             raise InvalidArgument("push", f"found {found}; expected {expected}")
         if any(hyper.clip_norm for hyper in header.hyper) or not np.isfinite(header.scale):
             raise InvalidArgument("push", "found clip_norm or a scale that is not finite; expected neither")
+        if header.encoding != Encoding(header.encoding.codec, nonfinite=header.encoding.nonfinite):
+            raise InvalidArgument("push", f"found {header.encoding}; expected a codec and nonfinite alone")
 
     def _check_finite(self, header: PushHeader, numbers: NDArray[np.uint8]) -> None:
         """Raise NotFinite now, where the push can still be refused everywhere."""
@@ -182,14 +195,14 @@ class ShardStore:
             return self._pins.pop(tag)
 
     def _wait(self, what: str, deadline: float, done: Callable[[], bool]) -> None:
-        while not self._fault and not self._closed and not done():
+        while not self.fault and not self._closed and not done():
             if (left := deadline - time.monotonic()) <= 0.0:
                 late = f"shard {self.name}: version {self.version}, and nothing more was decided"
                 raise TimedOut(what, f"{late}; is the first server there?")
             native.interrupt.check_waits()
             self._changed.wait(min(left, 0.25))
-        if self._fault is not None:
-            raise StoreError(what, f"shard {self.name}: {self._fault}")
+        if self.fault is not None:
+            raise StoreError(what, f"shard {self.name}: {self.fault}")
         if self._closed:
             raise LinkLost(what, "the server is ending")
 
@@ -199,7 +212,7 @@ class ShardStore:
         while not self._closed:
             try:
                 self._read(self._source.connect())
-            except (LinkLost, LinkRefused, TimedOut) as error:
+            except (Busy, LinkLost, LinkRefused, OutOfSpace, TimedOut) as error:
                 self._say_once(error)
             except PypsError as error:
                 self._fail(error)
@@ -215,13 +228,13 @@ class ShardStore:
     def _say_once(self, error: PypsError) -> None:
         if str(error) != self._said and not self._closed:
             self._said = str(error)
-            print(f"pyps serve: {self.name}: waiting for the first server: {error}", file=sys.stderr)
+            print(f"pyps serve: {self.name}: it tries again: {error}", file=sys.stderr)
 
     def _fail(self, error: PypsError) -> None:
         with self._changed:
             if not self._closed:
                 print(f"pyps serve: {self.name}: {error}", file=sys.stderr)
-            self._fault = error
+            self.fault = error
             self._changed.notify_all()
 
     def _read(self, log: Decisions) -> None:
@@ -276,8 +289,12 @@ class ShardStore:
             raise StoreError(
                 "shard", f"version {ticket.version} cannot be applied after {self.version}: {known}"
             )
-        native.start(self._pointer, native.STORE_TIMEOUT)
-        result = native.push(self._pointer, self._request(file.header, file.numbers, entry))
+        try:
+            native.start(self._pointer, native.STORE_TIMEOUT)
+            result = native.push(self._pointer, self._request(file.header, file.numbers, entry))
+        except OutOfSpace:
+            native.rejoin(self._pointer)  # gives back what was begun, for the next try
+            raise
         if result.version != ticket.version:
             raise StoreError("shard", f"version {ticket.version} became {result.version} here")
         self.version = result.version

@@ -223,8 +223,8 @@ class ShardedBackend(RemoteBackend):
 
     def _fetch(self, seq: int, flat: Flat, codec: Codec) -> None:
         """Every shard's part of what was pinned, to `flat`."""
-        tag: Tag = (self._client, seq)
-        posted = [shard.post("pull_pinned", tag, codec, PINNED_SECONDS) for shard in self._shards]
+        arguments = self._cut.run, (self._client, seq), codec, PINNED_SECONDS
+        posted = [shard.post("pull_pinned", *arguments) for shard in self._shards]
         replies = self._take("pull_pinned", posted)
         for shard, layout, (_, found) in zip(self._cut.shards, self._layouts, replies, strict=True):
             own = shard.of(flat)
@@ -275,7 +275,7 @@ class ShardedBackend(RemoteBackend):
                 **{name: getattr(header, name) for name in PushHeader.__struct_fields__}
                 | {"hyper": tuple(header.hyper[group] for group in shard.groups)}
             )
-            posted.append(client.post("stage", tag, own, numbers=numbers))
+            posted.append(client.post("stage", self._cut.run, tag, own, numbers=numbers))
         return posted
 
     def _stage(self, seq: int, header: PushHeader, posted: list[int]) -> None:
@@ -396,9 +396,9 @@ class ShardedBackend(RemoteBackend):
         self, seq: int, flat: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float
     ) -> None:
         """Every shard's part of all that was pinned."""
-        tag: Tag = (self._client, seq)
         seconds = min(max(timeout, PINNED_SECONDS), MAX_CALL_SECONDS)
-        posted = [shard.post("read_pinned", tag, len(state), seconds) for shard in self._shards]
+        arguments = self._cut.run, (self._client, seq), len(state), seconds
+        posted = [shard.post("read_pinned", *arguments) for shard in self._shards]
         at = 0
         for shard, layout, (_, found) in zip(
             self._cut.shards, self._layouts, self._take("read_pinned", posted), strict=True

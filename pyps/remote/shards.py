@@ -7,7 +7,6 @@ of the whole. Its tensors also say what the whole ones are: each by its name, wi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -22,11 +21,11 @@ from pyps.native.create import MAX_DIMENSIONS
 from pyps.native.state import RankHistory, StateHeader, StoreState, split
 from pyps.native.status import RankCounters
 from pyps.native.values import Agreement, Codec, Config, Flat, Layout, PolicyParams, Tensor
+from pyps.store.marks import mark, run_and_servers
 from pyps.store.policies import policy_named
 
 CHUNK_PARAMS = 32768  # as in csrc/store/geometry.c
 BLOCK = 256  # a codec's largest: shards begin where blocks do
-MARK = re.compile(r"pyps\.([0-9a-f]{16})\.(\d+)\.(\d+)")
 CODE_HALF_BYTES = {Codec.BF16: 4, Codec.F16: 4, Codec.INT8: 2, Codec.INT4: 1, Codec.NF4: 1}  # of a value
 SCALE_BLOCK = {Codec.INT8: 256, Codec.INT4: 64, Codec.NF4: 64}
 APPLIER = policy_named("asp")  # of a shard: it applies what it is given, in the order in which it is given
@@ -151,20 +150,10 @@ def head_tensors(whole: Cut) -> tuple[Tensor, ...]:
             raise InvalidArgument("create", f"tensors[{tensor.name[:80]!r}]: found {found}")
     described = [Tensor(t.name, (0, *t.shape), t.group, averaged=t.averaged) for t in whole.tensors]
     marks = [
-        Tensor(_mark(whole.run, len(whole.shards), g), (1,), g, averaged=span.averaged)
+        Tensor(mark(whole.run, len(whole.shards), g), (1,), g, averaged=span.averaged)
         for g, span in enumerate(whole.spans)
     ]
     return (*described, *marks)
-
-
-def _mark(run: int, servers: int, group: int) -> str:
-    return f"pyps.{run:016x}.{servers}.{group}"
-
-
-def run_and_servers(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Of the store of a head or a shard: which run's, and over how many servers; None: of no such store."""
-    found = MARK.fullmatch(tensors[-1].name) if tensors and tensors[-1].shape != (0,) else None
-    return None if found is None else (int(found[1], 16), int(found[2]))
 
 
 def cut_of_head(layout: Layout, tensors: Sequence[Tensor]) -> Cut | None:
@@ -241,7 +230,7 @@ def shard_config(whole: Cut, shard: Shard, config: Config, flat: Flat) -> Config
 
 def _shard_tensors(whole: Cut, shard: Shard) -> tuple[Tensor, ...]:
     return tuple(
-        Tensor(_mark(whole.run, len(whole.shards), group), (count,), k, averaged=averaged)
+        Tensor(mark(whole.run, len(whole.shards), group), (count,), k, averaged=averaged)
         for k, (group, (_, count), averaged) in enumerate(
             zip(shard.groups, shard.parts, shard.averaged, strict=True)
         )

@@ -297,9 +297,9 @@ VERBS: Mapping[str, Verb] = {
     "offer_shard": Verb(tuple[int, str, Count], None),
     "create_shard": Verb(tuple[int, str, Count, RequestBytes], OpenReply),
     "open_shard": Verb(tuple[int, str, Position, Count], OpenReply),
-    "stage": Verb(tuple[Tag, PushHeader], None),
-    "pull_pinned": Verb(tuple[Tag, Codec, CallSeconds], None),
-    "read_pinned": Verb(tuple[Tag, Count, CallSeconds], None),
+    "stage": Verb(tuple[Position, Tag, PushHeader], None),
+    "pull_pinned": Verb(tuple[Position, Tag, Codec, CallSeconds], None),
+    "read_pinned": Verb(tuple[Position, Tag, Count, CallSeconds], None),
 }
 
 # calls that numbers follow

@@ -46,6 +46,7 @@ from pyps.native.values import (
 from pyps.store.codec import as_codec, encoded_vector_bytes
 from pyps.store.creation import store_config
 from pyps.store.handle import StoreHandle
+from pyps.store.marks import check_whole
 from pyps.store.policies import Policy, check_known
 from pyps.store.ranges import row_ranges, tensor_ranges
 from pyps.store.request import check_request, check_vector, push_request
@@ -138,11 +139,13 @@ class Store(StoreHandle):
 
         A dead worker's rank is inherited. A "new_worker" may have a rank beyond the planned ones, below
         max_participants: the store then has so many ranks, and it rests until `replan` gives it samples.
-        Raises Busy if a live process has the rank, StoreFull.
+        Raises Busy if a live process has the rank, StoreFull, InvalidArgument for a part of a model over
+        several servers.
         """
         kind = Role[role.upper()] if isinstance(role, str) else role
         if kind is not Role.OBSERVER:
             check_known(self.layout.policy, self.policy_params())
+            check_whole(self.tensors)
         with self._alone():
             self.rank = self._observe(native.join, kind, -1 if rank is None else rank)
         return self.rank

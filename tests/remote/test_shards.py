@@ -9,16 +9,27 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from remote_tools import eventually, process
-from shard_tools import ONE, backend, stage_parts
+from shard_tools import (
+    CHUNK,
+    ONE,
+    SILENCE,
+    address_of,
+    backend,
+    make,
+    only_value,
+    push,
+    push_claimed,
+    serving,
+    stage_parts,
+)
 from torch import nn
 
 from pyps.checkpoint.state import save
@@ -32,7 +43,7 @@ from pyps.errors import (
     StoreError,
 )
 from pyps.native.state import StoreState
-from pyps.native.values import Claim, Hyper, PushResult
+from pyps.native.values import Hyper, PushResult
 from pyps.remote import create_store, open_store
 from pyps.remote.address import parse_servers
 from pyps.remote.server import Server
@@ -44,50 +55,6 @@ from pyps.worker.attach import inspect, open_or_create
 from pyps.worker.settings import Settings
 
 PYPS = str(Path(sys.executable).parent / "pyps")
-CHUNK = 1024
-SILENCE = 1.0
-
-
-@contextmanager
-def serving(count: int) -> Iterator[tuple[str, list[Server]]]:
-    """So many servers in this process, and their address. Their shards share a folder of segments."""
-    with ExitStack() as stack:
-        options: dict[str, Any] = {"insecure": True, "client_timeout_seconds": SILENCE}
-        servers = [stack.enter_context(Server("model", "tcp://127.0.0.1:*", **options))]
-        for _ in range(count - 1):
-            servers.append(
-                stack.enter_context(Server("model", "tcp://127.0.0.1:*", home=servers[0].address, **options))
-            )
-        yield address_of(*(server.address for server in servers)), servers
-
-
-def address_of(*addresses: str) -> str:
-    hosts = [address.removeprefix("tcp://").partition("/")[0] for address in addresses]
-    return f"tcp://{','.join(hosts)}/model?insecure=1"
-
-
-def make(address: str, elements: int = 4 * CHUNK, **options: Any) -> Store:
-    given = {"batches": [1], "policy": "asp:scaling=none", "chunk_params": CHUNK} | options
-    return create_store(address, given.pop("tensors", {"w": np.zeros(elements)}), **given)
-
-
-def push(store: Store, value: float = -1.0, **options: Any) -> PushResult:
-    """A step that adds 1 to every parameter."""
-    claim = store.start()
-    return push_claimed(store, claim, value, **options)
-
-
-def push_claimed(store: Store, claim: Claim, value: float, **options: Any) -> PushResult:
-    staging = store.stage()
-    staging.flat[:] = value
-    return store.push(staging, claim.count, ONE, **options)
-
-
-def only_value(store: Store) -> tuple[float, int]:
-    """What every parameter is, and the version: of one pull."""
-    flat, version = store.pull()
-    (value,) = set(flat.tolist())
-    return float(value), version
 
 
 @pytest.mark.parametrize(
