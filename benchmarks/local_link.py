@@ -58,7 +58,8 @@ LOOK_SECONDS, DEADLINE_SECONDS = 0.2, 1500.0
 class Way:
     """Local steps in rounds: how many on average, and the codec of the differences; parameters come in int8.
 
-    global_batch, lr: of the local steps, where they are not those of a step each time.
+    global_batch, lr: of the local steps, where they are not those of a step each time. overlaps: workers go on
+    with local steps while differences and parameters travel.
     """
 
     title: str
@@ -66,12 +67,15 @@ class Way:
     codec: str = "int8"
     global_batch: int = sum(UNEVEN)
     lr: float | None = None
+    overlaps: bool = False
 
 
 WAYS = (
     Way("10 local steps", 10),
     Way("10 local steps, int4", 10, "int4"),
     Way("30 local steps, int4, global batch of 8", 30, "int4", global_batch=8, lr=0.006),
+    Way("10 local steps, int4, overlapped", 10, "int4", overlaps=True),
+    Way("20 local steps, int4, global batch of 8, overlapped", 20, "int4", 8, 0.006, overlaps=True),
 )
 
 
@@ -167,7 +171,8 @@ def planned(folder: Path, options: argparse.Namespace, way: Way) -> Path:
     """The plan of a way, by pyps-plan, and devices.toml next to it, in which links are not emulated."""
     parameters = sum(p.numel() for p in Transformer().parameters())
     text = f"[job]\nglobal_batch = {way.global_batch}\n[run]\nlocal_steps = {way.steps}\n"
-    text += f'policy = "bsp"\ncodec = "{way.codec}"\npull_codec = "int8"\n'
+    text += 'policy = "hps"\npipeline = true\n' if way.overlaps else 'policy = "bsp"\n'
+    text += f'codec = "{way.codec}"\npull_codec = "int8"\n'
     text += f'[[shared]]\nname = "link"\nbandwidth = {options.mbit * 1e6 / 8 * HEADERS}\n'
     for rank, seconds in enumerate(sample_seconds(options)):
         profile = {

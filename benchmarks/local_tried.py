@@ -69,6 +69,7 @@ class Way:
     begin: float = 0.0
     shared: str = ""
     average: float = 0.0
+    late: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
 
 
@@ -251,12 +252,16 @@ class Training:
         return at
 
     def rounds(self) -> None:
+        ends = [self.store.pulled() for _ in SPEEDS]
         while self.done < self.samples and not self.ended:
             counts = self.counts()
             pulled = self.store.pulled()
             total = torch.zeros_like(pulled)
             for k, count in enumerate(counts):
-                total.add_(pulled - self.local(k, pulled, self.claimed, count), alpha=count / sum(counts))
+                ahead = round(self.way.late * count / self.way.local[k]) * self.way.local[k]
+                way = self.local(k, ends[k], self.claimed, ahead) - ends[k]
+                ends[k] = self.local(k, pulled + way, self.claimed + ahead, count - ahead)
+                total.add_(pulled - ends[k], alpha=count / sum(counts))
                 self.claimed += count
             self.share(counts)
             self.store.push(total, 1.0)

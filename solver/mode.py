@@ -91,13 +91,14 @@ def most_exact(
     solution: ConstrainedSolution,
     valued: Callable[[Sequence[WorkerMode]], ConstrainedSolution],
 ) -> list[WorkerMode]:
-    """The most exact choice of each worker with which the solution's iteration takes no longer.
+    """The most exact choice of each worker with which the solution's iteration takes no longer; a worker
+    without a link, next to others with one, transfers nothing.
 
     links: that each worker's transfers cross. solution: of the fastest choices. valued: the same batches with
     other choices, by rank.
     """
     options, fastest = mode.options(), mode.fastest
-    if options == [fastest]:
+    if options == [fastest] or not any(links):
         return [fastest] * len(links)
     waits = mode.pace.kind != "free" and not mode.pace.spare
     longest = solution.longest_seconds - solution.sync_seconds
@@ -108,8 +109,7 @@ def most_exact(
             limit = longest if waits else float(solution.step_seconds[k])
             compute = float(solution.seconds[k])
             within = (o for o in fitting if _step(compute, crossed, o) <= limit * SAME)
-            known = solution.batches[k] > 0 and len(crossed) > 0
-            chosen.append(next(within, fastest) if known else fastest)
+            chosen.append(next(within, fastest) if solution.batches[k] > 0 else fastest)
         found = valued(chosen)
         if (
             found.iteration_seconds <= solution.iteration_seconds * SAME

@@ -19,7 +19,7 @@ from pyps.simulate.devices import DeviceModel
 from pyps.simulate.metrics import COMPUTE, PULL, PUSH, WAIT, Metrics
 from pyps.simulate.network import LinkClass, Network
 from pyps.simulate.optimizer import Vector
-from pyps.simulate.pipelined import PipelinedWorker, Pulled
+from pyps.simulate.pipelined import Merge, PipelinedWorker, Pulled
 from pyps.simulate.problem import Model
 from pyps.simulate.scenario import Fault, Scenario
 from pyps.store.policies import Policy, register_policy
@@ -139,7 +139,8 @@ class Engine:
                 done = yield from self.compute(k, count, checks=checks, merge=self._merging(k, first, pulled))
                 pulled, taken = self._merged.pop(k, (pulled, 0))
                 if done:
-                    pulled = yield from self.push(k, k, first, done, pulled, claimed, taken=taken)
+                    gradient = self.gradient(k, pulled[0], first + taken, done - taken)
+                    pulled = yield from self.push(k, k, done, gradient, pulled[0], claimed)
                 else:
                     pulled = None
                     self.model.forget(k)
@@ -160,7 +161,7 @@ class Engine:
         while True:
             try:
                 self._note(self.core.step(EventKind.JOIN, k, self.clock.now, rank=k))
-                if limit := self.workers[k].max_samples:
+                if (limit := self.workers[k].max_samples) and not self.scenario.local:
                     self._note(self.core.step(EventKind.MAX_SAMPLES, k, self.clock.now, next=limit))
                 return
             except Busy:
@@ -230,12 +231,18 @@ class Engine:
         self._note(self.core.pull(k, self.clock.now, version))
         self.metrics.add(channel, PULL, began, self.clock.now, version)
 
-    def _merging(self, k: int, first: int, pulled: Pulled) -> Callable[[int], StepProcess] | None:
-        """How a worker merges after so many samples of a step; None: it does not."""
+    def gradient(self, k: int, w: Vector, first: int, count: int) -> tuple[Vector, float] | None:
+        """What worker k pushes that has computed these samples from these parameters, and the loss."""
+        return self.model.gradient(w, first, count, k, self.workers[k].micro_batch)
+
+    def _merging(self, k: int, first: int, pulled: Pulled) -> Merge | None:
+        """How a worker merges between two micro-batches of a step; None: it does not."""
         if not self.scenario.merges or self.needs.waits_for_rounds or self.needs.uses_turns:
             return None
 
-        def merge(done: int) -> StepProcess:
+        def merge(before: int, done: int, count: int) -> StepProcess:
+            if not merges_after(before, done, count, self.scenario.merges):
+                return
             (w, _), taken = self._merged.get(k, (pulled, 0))
             self.model.advance(w, first + taken, done - taken, k, self.workers[k].micro_batch)
             newest = yield from self.pull(k, k)
@@ -244,9 +251,12 @@ class Engine:
         return merge
 
     def compute(
-        self, k: int, count: int, *, checks: bool, merge: Callable[[int], StepProcess] | None = None
+        self, k: int, count: int, *, checks: bool, merge: Merge | None = None
     ) -> Generator[int | None, None, int]:
-        """Compute a step; returns the samples that its gradient covers, 0 if it was given up."""
+        """Compute a step; returns the samples that its gradient covers, 0 if it was given up.
+
+        merge: between two micro-batches; gets the samples before the last one, after it, and of the step.
+        """
         began, device, done = self.clock.now, self.devices[k], 0
         limit = self.workers[k].micro_batch or count
         while done < count:
@@ -260,10 +270,12 @@ class Engine:
                     break
             yield self.clock.now + _ns(device.seconds(part, self.clock.now * 1e-9))
             done += part
-            if merge is not None and merges_after(done - part, done, count, self.scenario.merges):
-                self.metrics.add(k, COMPUTE, began, self.clock.now, self.version)
-                yield from merge(done)
-                began = self.clock.now
+            if merge is not None and done < count:
+                stopped = self.clock.now
+                yield from merge(done - part, done, count)
+                if self.clock.now > stopped:
+                    self.metrics.add(k, COMPUTE, began, stopped, self.version)
+                    began = self.clock.now
         self.metrics.add(k, COMPUTE, began, self.clock.now, self.version)
         return done
 
@@ -271,24 +283,22 @@ class Engine:
         self,
         k: int,
         channel: int,
-        first: int,
         done: int,
-        pulled: Pulled,
+        gradient: tuple[Vector, float] | None,
+        base: Vector,
         claimed: int,
         base_version: int = 0,
         travelled: bool = False,
-        taken: int = 0,
     ) -> Generator[int | None, None, Pulled | None]:
         """Push a gradient; returns the parameters of the turn's pull, None under policies without turns.
 
-        k: the worker. channel: the process that transfers. first, done: the samples. pulled: the parameters
-        that the gradient is computed on. claimed: the time at which the step began. base_version: of a
-        pipelined push, 1 + the version of `pulled`; 0: the last pull's. travelled: the gradient is at the
-        store already. taken: samples whose local steps were taken before it merged.
+        k: the worker. channel: the process that transfers. done: its samples. gradient: with the loss; None:
+        there is no objective. base: the parameters that it is computed on. claimed: the time at which the step
+        began. base_version: of a pipelined push, 1 + the version of `base`; 0: the last pull's. travelled: the
+        gradient is at the store already.
         """
         clock, began = self.clock, self.clock.now
         compute_nanoseconds = clock.now - claimed
-        gradient = self.model.gradient(pulled[0], first + taken, done - taken, k, self.workers[k].micro_batch)
         norm = float(gradient[0] @ gradient[0]) if gradient else 0.0
         while self.needs.uses_turns:
             d = self.core.step(EventKind.GATE, k, clock.now)
@@ -308,7 +318,7 @@ class Engine:
             yield from self.travel_up(k, channel)
         began = clock.now
         while True:
-            self._staged[k, staging] = (gradient[0], pulled[0]) if gradient else None
+            self._staged[k, staging] = (gradient[0], base) if gradient else None
             self._staging_buffers[k] |= 1 << staging
             try:
                 more = compute_nanoseconds, norm, base_version, waited, clock.now - opened

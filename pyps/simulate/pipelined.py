@@ -8,7 +8,7 @@ store one after the other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyps.errors import Ended, Fenced, PushRejected
@@ -18,6 +18,7 @@ from pyps.simulate.optimizer import Vector
 if TYPE_CHECKING:
     from pyps.simulate.engine import Engine
 
+Merge = Callable[[int, int, int], Generator[int | None, None, None]]
 Pulled = tuple[Vector, int]  # parameters and their version
 SampleRange = tuple[int, int]  # first, count
 TransferProcess = Generator[int | None, None, None]
@@ -27,8 +28,8 @@ UP, STORE, DOWN = range(3)  # what transfers use in turn
 class Sent(NamedTuple):
     """A gradient on its way: its samples, what it was computed on, when its step began, claims to make."""
 
-    first: int
     samples: int
+    gradient: tuple[Vector, float] | None
     pulled: Pulled
     began: int
     claims: int
@@ -40,6 +41,8 @@ class PipelinedWorker:
     def __init__(self, engine: Engine, k: int, depth: int) -> None:
         self._engine, self._k, self._depth = engine, k, depth
         self._pulled: Pulled | None = None
+        self._taken = 0  # samples whose local steps were taken before the newest parameters came
+        self._travelling: deque[Vector] = deque()  # pseudo-gradients that these do not have
         self._claims: deque[SampleRange] = deque()  # of the next steps
         self._under_way: deque[int] = deque()  # transfers: the claims that each asks for
         self._results: deque[tuple[Pulled, list[SampleRange]] | None] = deque()  # of ended ones; None: fenced
@@ -55,19 +58,43 @@ class PipelinedWorker:
         while True:
             try:
                 first, count = yield from self._begin()
-                began, pulled = engine.clock.now, self._pulled
+                began = engine.clock.now
+                done = yield from engine.compute(k, count, checks=False, merge=self._merging(first))
+                ended, pulled = engine.clock.now, self._pulled
                 assert pulled is not None  # _begin() has pulled
-                done = yield from engine.compute(k, count, checks=False)
-                ended = engine.clock.now
+                gradient = engine.gradient(k, self._base(pulled), first + self._taken, done - self._taken)
+                if engine.scenario.local and gradient:
+                    self._travelling.append(gradient[0])
                 if (yield from self._settle(self._depth - 2)):
                     engine.metrics.rejected += 1  # the store took this step's samples back too
                 else:
-                    self._send(first, done, pulled, began + engine.clock.now - ended)
+                    self._send(done, gradient, pulled, began + engine.clock.now - ended)
             except Ended:
                 break
             except Fenced:
                 self._rejoin()
         engine.leave(k)
+
+    def _base(self, pulled: Pulled) -> Vector:
+        """From where steps lead on: the newest parameters, less the pseudo-gradients that they do not have."""
+        return pulled[0] - sum(self._travelling) if self._travelling else pulled[0]
+
+    def _merging(self, first: int) -> Merge | None:
+        """How local steps go on from parameters that come between two of them; None: no local steps."""
+        engine, k = self._engine, self._k
+        self._taken = 0
+        if not engine.scenario.local:
+            return None
+
+        def merge(before: int, done: int, count: int) -> TransferProcess:
+            if self._results and self._pulled is not None:
+                base, limit = self._base(self._pulled), engine.workers[k].micro_batch
+                engine.model.advance(base, first + self._taken, done - self._taken, k, limit)
+                self._taken = done
+                if (yield from self._settle(len(self._under_way), rejoins=False)):
+                    raise Fenced("step", "fenced while local steps were taken")
+
+        return merge
 
     def _begin(self) -> Generator[int | None, None, SampleRange]:
         while self._under_way and not self._claims:
@@ -85,9 +112,9 @@ class PipelinedWorker:
             claims.append(claim)
         return claims
 
-    def _settle(self, most: int) -> Generator[int | None, None, bool]:
+    def _settle(self, most: int, *, rejoins: bool = True) -> Generator[int | None, None, bool]:
         """Take what has come back, and wait until at most so many transfers are under way; True if the worker
-        was fenced, and has rejoined.
+        was fenced, and has rejoined if it `rejoins`.
         """
         clock, began = self._engine.clock, self._engine.clock.now
         fenced = False
@@ -102,23 +129,28 @@ class PipelinedWorker:
             else:
                 self._pulled, claims = result
                 self._claims.extend(claims)
+            if self._travelling:
+                self._travelling.popleft()
         self._engine.metrics.add(self._k, WAIT, began, clock.now, self._engine.version)
-        if fenced:
+        if fenced and rejoins:
             self._rejoin()
         return fenced
 
     def _rejoin(self) -> None:
         self._engine.rejoin(self._k)
         self._claims.clear()
+        self._travelling.clear()
         self._pulled, self._fenced = None, False
 
-    def _send(self, first: int, count: int, pulled: Pulled, began: int) -> None:
+    def _send(
+        self, count: int, gradient: tuple[Vector, float] | None, pulled: Pulled, began: int
+    ) -> None:
         claims = max(0, self._depth - len(self._claims) - sum(self._under_way))
         self._under_way.append(claims)
         engine, number = self._engine, self._count
         self._count += 1
         channel = self._k + len(engine.workers) * (1 + number % (self._depth - 1))
-        process = self._transfer(number, channel, Sent(first, count, pulled, began, claims))
+        process = self._transfer(number, channel, Sent(count, gradient, pulled, began, claims))
         engine.clock.begin(channel, process, engine.clock.now)
 
     def _transfer(self, number: int, channel: int, sent: Sent) -> TransferProcess:
@@ -154,15 +186,15 @@ class PipelinedWorker:
         self, channel: int, sent: Sent, *, travelled: bool
     ) -> Generator[int | None, None, Pulled | None]:
         """What the pull of the same turn brought; None without turns, or if the push was rejected."""
-        first, count, pulled, began, _ = sent
+        count, gradient, pulled, began, _ = sent
         try:
             return (
                 yield from self._engine.push(
                     self._k,
                     channel,
-                    first,
                     count,
-                    pulled,
+                    gradient,
+                    pulled[0],
                     began,
                     base_version=1 + pulled[1],
                     travelled=travelled,

@@ -66,7 +66,8 @@ def attached(
     binding = Binding(attachment, store, None if settings.depth > 1 else settings.encoding.codec)
     if needs.resizes_batches:
         extra = (extra_buffers(settings.depth) + (local is not None)) * binding.flat.nbytes
-        budget = AnnouncedBudget(store, settings.memory, settings.max_batch, binding.device, extra)
+        most, device = settings.max_batch, binding.device
+        budget = AnnouncedBudget(store, settings.memory, most, device, extra, announces=local is None)
     client = StoreClient(
         store,
         settings.pull_codec,

@@ -4,11 +4,17 @@
 
 Each micro-batch of a claim is a local step. The pseudo-gradient then takes the place of the gradients, and
 the store's optimizer, the outer one, steps with it: with SGD of rate 1 the store goes to where one worker is.
-In between a worker may merge: it pulls, and goes on from there with the steps that it has taken.
+A worker is always at
+
+    the newest parameters that it has - its pseudo-gradients that are not in them yet
+
+So in a pipeline it goes on from where it is while a pseudo-gradient travels, and in between it may merge:
+newer parameters come, and it goes on from there with the steps that it has taken.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -34,7 +40,8 @@ class LocalSteps:
 
     optimizer: any of torch's; the training script must not call its step(). clip_norm: the bound of each
     local step's gradient, as in torch's clip_grad_norm_; 0: none. state: where the optimizer's is kept.
-    pushes: admitted ones of the rank until now. merges: between two pushes, evenly spaced.
+    pushes: admitted ones of the rank until now. merges: between two pushes, evenly spaced. overlaps: steps go
+    on while a push travels.
     """
 
     def __init__(
@@ -45,8 +52,10 @@ class LocalSteps:
         state: LocalState,
         pushes: int,
         merges: int = 0,
+        overlaps: bool = False,
     ) -> None:
-        self._merges = merges
+        self._merges, self._overlaps = merges, overlaps
+        self._travelling: deque[list[torch.Tensor]] = deque()  # pseudo-gradients; where it overlaps
         self.optimizer = optimizer
         self._steps = OptimizerSteps(optimizer)
         self._parameters, self._clip_norm = parameters, clip_norm
@@ -61,9 +70,16 @@ class LocalSteps:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Local steps follow, from the parameters that are in the model."""
+        """Local steps follow, from the parameters that are in the model and what is travelling."""
+        self._go_on()
         for start, p in zip(self._start, self._parameters, strict=True):
             start.copy_(p)
+
+    def _go_on(self) -> None:
+        """From the newest parameters, in the model, to where the pushes that they do not have lead."""
+        for ways in self._travelling:
+            for p, way in zip(self._parameters, ways, strict=True):
+                p.sub_(way)
 
     def step(self, scaler: Any = None) -> None:
         """Take a local step with the gradients that are there, and clear them. A GradScaler skips it if they
@@ -88,6 +104,7 @@ class LocalSteps:
         for start, p in zip(self._start, self._parameters, strict=True):
             start.sub_(p)  # the way back
         version = pull()
+        self._go_on()
         for way, p in zip(self._start, self._parameters, strict=True):
             newest = p.clone()
             p.sub_(way)
@@ -96,10 +113,16 @@ class LocalSteps:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Put the pseudo-gradient where gradients are, and the parameters back to where they began."""
-        for start, p in zip(self._start, self._parameters, strict=True):
-            p.grad = start - p
+        """Put the pseudo-gradient where gradients are, and the parameters that came from the store back."""
+        ways = [start - p for start, p in zip(self._start, self._parameters, strict=True)]
+        for p, start, way in zip(self._parameters, self._start, ways, strict=True):
+            p.grad = way
             p.copy_(start)
+        for earlier in self._travelling:
+            for p, way in zip(self._parameters, earlier, strict=True):
+                p.add_(way)
+        if self._overlaps:
+            self._travelling.append(ways)
         self._pushes += 1
         self._state.save(self._pushes)
 
@@ -114,7 +137,9 @@ class LocalSteps:
         self._state.save_residual(self._pushes, values)
 
     def pushed(self, result: PushResult | None) -> None:
-        """A push was admitted; None: it was not."""
+        """The oldest push under way has ended: admitted; None: it was not."""
+        if self._travelling:
+            self._travelling.popleft()
         if result is None:
             self._pushes -= 1
         else:

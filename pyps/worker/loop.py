@@ -215,7 +215,8 @@ class Worker:
         if is_local:
             state, parameters = LocalState(settings, chosen), [e.parameter for e in attachment.entries]
             merges = merges_of(merges, store.policy_needs(), settings.depth)
-            local = LocalSteps(chosen, parameters, clip_norm or 0.0, state, pushes, merges)
+            overlaps = settings.depth > 1
+            local = LocalSteps(chosen, parameters, clip_norm or 0.0, state, pushes, merges, overlaps)
             local.keep_residual(store, settings.encoding.codec)
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
         if is_local or not schedule:
@@ -357,9 +358,10 @@ class Worker:
                 advice = attached.transport.should_continue(step.done, self._at_once(step.left))
             if local is not None and advice is Advice.CONTINUE:
                 before, count = step.done - step.micro, step.done + step.left
-                if local.merges_now(before, step.done, count):
+                pull = attached.pull_parameters if local.merges_now(before, step.done, count) else None
+                if pull is not None or attached.transport.has_arrived:
                     began = time.monotonic()
-                    step.version = local.merge(attached.pull_parameters)
+                    step.version = local.merge(pull or attached.transport.take_arrived)
                     step.spans.append(("pull", began, time.monotonic()))
         except Fenced:
             attached.client.rejoin()

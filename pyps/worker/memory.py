@@ -63,13 +63,20 @@ class AnnouncedBudget:
     """A memory budget of which the store's policy is kept informed, so that it sizes batches by it.
 
     memory, most: as for MemoryBudget. device: where steps are computed. extra_bytes: what this worker holds
-    in host memory beyond what was profiled.
+    in host memory beyond what was profiled. announces: False: the policy may claim any number of samples,
+    which local steps take a few at once.
     """
 
     def __init__(
-        self, store: Store, memory: Memory | None, most: int, device: torch.device, extra_bytes: int = 0
+        self,
+        store: Store,
+        memory: Memory | None,
+        most: int,
+        device: torch.device,
+        extra_bytes: int = 0,
+        announces: bool = True,
     ) -> None:
-        self._store, self._device = store, device
+        self._store, self._device, self._announces = store, device, announces
         self._extra_bytes = extra_bytes if device.type == "cpu" else 0
         self._peers = 1  # processes that take from the same free memory
         self._announced = -1
@@ -88,7 +95,7 @@ class AnnouncedBudget:
 
     def change(self) -> int | None:
         """The number of samples that fit, for the caller to give to the store; None: it has not changed."""
-        if (most := self._budget.look()) == self._announced:
+        if not self._announces or (most := self._budget.look()) == self._announced:
             return None
         self._announced = most
         return most

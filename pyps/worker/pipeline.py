@@ -104,11 +104,15 @@ class PipelinedTransport(Transport):
         return claim
 
     def _rejoin(self) -> None:
-        """After Fenced, with no transfer under way: claims and staging buffers are gone."""
+        """After Fenced, with no transfer under way."""
+        self._forget()
+        self._client.rejoin()
+
+    def _forget(self) -> None:
+        """A fenced worker's claims and staging buffers are gone."""
         self._claims.clear()
         self._staging.clear()
         self._prefetched_version = None
-        self._client.rejoin()
 
     def send(self, step: Step, request: PushRequest) -> PushResult | None:
         """Let the gradient travel while the next steps are computed; the result of the step that came back
@@ -129,6 +133,18 @@ class PipelinedTransport(Transport):
                 self._sender.take(0.0)
         return back[1].result if back is not None and back[0].finite else None
 
+    @property
+    def has_arrived(self) -> bool:
+        return self._receiver.results_ready > 0
+
+    def take_arrived(self) -> int:
+        fenced, _ = self._settle(len(self._sent), rejoins=False, within_step=True)
+        if fenced:
+            self._forget()
+        if self._prefetched_version is None:
+            raise Fenced("pipeline", "fenced while local steps were taken")
+        return self._prefetched_version
+
     def receive(self) -> None:
         """Wait for all transfers under way, and bring the newest parameters into the model.
 
@@ -136,11 +152,13 @@ class PipelinedTransport(Transport):
         """
         self._settle(0)
 
-    def _settle(self, most: int, *, rejoins: bool = True) -> tuple[bool, tuple[Step, Outcome] | None]:
+    def _settle(
+        self, most: int, *, rejoins: bool = True, within_step: bool = False
+    ) -> tuple[bool, tuple[Step, Outcome] | None]:
         """Take the transfers that have ended, and wait until at most so many are under way.
 
         Whether the worker was fenced meanwhile, and has rejoined if it `rejoins`; and the last step that came
-        back.
+        back. within_step: leave averaged buffers alone, which the step under way has changed.
         """
         if self._failure is not None:
             raise self._failure
@@ -155,7 +173,10 @@ class PipelinedTransport(Transport):
             with self._buffers_lock:
                 np.copyto(self._binding.flat, self._back_buffers[self._newest])
                 self._prefetched_version = self._newest_version
-            self._binding.refresh()
+            if within_step:
+                self._binding.refresh_parameters()
+            else:
+                self._binding.refresh()
         if fenced and rejoins:
             self._rejoin()
         return fenced, back

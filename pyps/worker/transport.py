@@ -49,6 +49,18 @@ class Transport(ABC):
     def receive(self) -> None:
         """Wait for the transfer under way."""
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether parameters have come that are newer than the model's."""
+        return False
+
+    def take_arrived(self) -> int:
+        """Within a step: bring parameters that have come into the model, without buffers; their version.
+
+        Raises Fenced for a worker that was fenced meanwhile.
+        """
+        raise NotImplementedError("nothing arrives by itself")
+
     @abstractmethod
     def should_continue(self, done: int, following: int) -> Advice:
         """Between two micro-batches: what the policy advises. Raises Fenced."""

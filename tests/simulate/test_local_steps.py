@@ -86,6 +86,41 @@ def test_merging_by_hand(merges: int) -> None:
     assert found.staleness == ({0: 2} if merges else {0: 1, 1: 1})
 
 
+@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize("policy", ["asp:lookahead=false", "hps"])
+def test_in_a_pipeline_one_worker_takes_the_steps_of_one_without(policy: str, depth: int) -> None:
+    """It is where its own steps have brought it, whenever its transfers arrive."""
+    one = scenario((12,), (1,))
+    slow = replace(one, up_bytes=1.0, down_bytes=1.0, server_bandwidth=0.3)
+    inner = LocalOptimizer("adamw", Hyper(0.01))
+    options = {"iterations": 6, "objective": Logistic(), "lr": 1.0, "local": inner}
+    plain = simulate(one, policy, **options)
+    piped = simulate(slow, policy, pipeline=depth, **options)
+    assert piped.loss == pytest.approx(plain.loss, rel=1e-12)
+    assert piped.seconds < simulate(slow, policy, **options).seconds
+
+
+def test_an_overlapped_round_by_hand() -> None:
+    """Two workers of H-PS, the second behind a link: it takes the first of its two steps of the next round
+    from where it is, the second from the round's result.
+    """
+    objective, w = Logistic(), Logistic().start()
+    near, far = (SimWorker(f"w{k}", 8, lambda b: b / 4, micro_batch=SIZE) for k in range(2))
+    near, far = replace(near, up_share=0.0, down_share=0.0), replace(far, up_share=1.0, down_share=0.0)
+    chosen = Scenario((near, far), up_bytes=1.0, down_bytes=1.0, server_bandwidth=2.0, local=True)
+    inner = LocalOptimizer(lr=0.2)
+    found = simulate(chosen, "hps", iterations=2, objective=objective, lr=1.0, local=inner, pipeline=True)
+
+    def step(w: Vector, first: int) -> Vector:
+        return w - 0.2 * objective.gradient(w, first, SIZE)[0]
+
+    ends = [step(step(w, first), first + SIZE) for first in (0, 8)]
+    newest = sum(ends) / 2
+    ways = [step(end, first) - end for end, first in zip(ends, (16, 24), strict=True)]
+    ends = [step(newest + way, first) for way, first in zip(ways, (20, 28), strict=True)]
+    assert found.loss == pytest.approx(objective.loss(sum(ends) / 2), rel=1e-6)
+
+
 @pytest.mark.parametrize("policy", ["bsp", "r2sp"])
 def test_workers_that_wait_do_not_merge(policy: str) -> None:
     plain, merging = (

@@ -179,31 +179,15 @@ def test_wrong_merges_are_refused(merges: Any) -> None:
         worker.attach(model, local_steps=2, merges=merges)
 
 
-def test_a_pipeline_pushes_what_began_a_step_earlier() -> None:
-    """Two claims under way: a step starts from the parameters that had come when the one before was sent."""
-    model = make_model()
-    with alone(pipeline=2, policy="asp:lookahead=false") as worker:
-        worker.attach(model, INNER["adamw"](model), local_steps=4, outer=whole(model, 0.5))
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_in_a_pipeline_one_worker_takes_the_steps_of_plain_torch(depth: int) -> None:
+    """It is where its own steps have brought it, whenever its transfers arrive."""
+    model, rival = make_model(), make_model()
+    with alone(pipeline=depth, policy="asp:lookahead=false") as worker:
+        worker.attach(model, INNER["adamw"](model), local_steps=4, outer=whole(model))
         train(worker, model)
         assert worker.steps == 9
-    rival = make_model()
-    optimizer, store = INNER["adamw"](rival), [p.detach().clone() for p in rival.parameters()]
-    pulled: list[list[torch.Tensor]] = [[p.clone() for p in store]] * 2  # of the first two steps
-    for claim in range(9):
-        start = pulled[claim]
-        with torch.no_grad():
-            for p, s in zip(rival.parameters(), start, strict=True):
-                p.copy_(s)
-        for at in range(20 * claim, 20 * claim + 20, 5):
-            index = torch.from_numpy(indices(at, 5, SAMPLES, SEED))
-            optimizer.zero_grad()
-            backward(loss_of(rival, X[index], Y[index]))
-            optimizer.step()
-        store = [v - 0.5 * (s - p.detach()) for v, s, p in zip(store, start, rival.parameters(), strict=True)]
-        pulled.append([p.clone() for p in store])
-    with torch.no_grad():
-        for p, s in zip(rival.parameters(), store, strict=True):
-            p.copy_(s)
+    train_alone(rival, INNER["adamw"](rival), 5)
     assert distance(model, rival) < 10 * RELATIVE
 
 
