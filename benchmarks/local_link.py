@@ -58,8 +58,9 @@ LOOK_SECONDS, DEADLINE_SECONDS = 0.2, 1500.0
 class Way:
     """Local steps in rounds: how many on average, and the codec of the differences; parameters come in int8.
 
-    global_batch, lr: of the local steps, where they are not those of a step each time. overlaps: workers go on
-    with local steps while differences and parameters travel.
+    global_batch, lr: of the local steps, where they are not those of a step each time. overlaps: workers go
+    on with local steps while differences and parameters travel. nesterov: outside, as learning rate and
+    momentum.
     """
 
     title: str
@@ -68,6 +69,7 @@ class Way:
     global_batch: int = sum(UNEVEN)
     lr: float | None = None
     overlaps: bool = False
+    nesterov: tuple[float, float] = (1.0, 0.0)
 
 
 WAYS = (
@@ -75,7 +77,15 @@ WAYS = (
     Way("10 local steps, int4", 10, "int4"),
     Way("30 local steps, int4, global batch of 8", 30, "int4", global_batch=8, lr=0.006),
     Way("10 local steps, int4, overlapped", 10, "int4", overlaps=True),
-    Way("20 local steps, int4, global batch of 8, overlapped", 20, "int4", 8, 0.006, overlaps=True),
+    Way(
+        "20 local steps, int4, global batch of 8, overlapped, Nesterov 0.5 outside",
+        20,
+        "int4",
+        global_batch=8,
+        lr=0.006,
+        overlaps=True,
+        nesterov=(0.6, 0.5),
+    ),
 )
 
 
@@ -132,7 +142,7 @@ def local_steps(pair: Shaped, options: argparse.Namespace, way: Way, seed: int) 
         for host in (0, 1):
             words = new_run(folder, options, host, plan, address, seed)
             said = stack.enter_context((folder / f"out{host}").open("wb"))
-            runs.append(start(stack, pair, host, words, environment(options, seed, way.lr), said))
+            runs.append(start(stack, pair, host, words, environment(options, seed, way), said))
         versions = watched(runs, options.every)
         wait_for(runs)
         sent = crossed(pair) - before
@@ -251,8 +261,10 @@ def start(
     return process
 
 
-def environment(options: argparse.Namespace, seed: int, lr: float | None = None) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "LR": str(lr or options.lr), "MODEL_SEED": str(seed)}
+def environment(options: argparse.Namespace, seed: int, way: Way | None = None) -> dict[str, str]:
+    lr, nesterov = (way.lr, way.nesterov) if way is not None else (None, (1.0, 0.0))
+    rates = {"LR": str(lr or options.lr), "OUTER": json.dumps(nesterov)}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MODEL_SEED": str(seed), **rates}
 
 
 def program(name: str) -> str:

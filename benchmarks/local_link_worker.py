@@ -1,7 +1,8 @@
 """What the processes of benchmarks/local_link.py do: a rank of uneven int8 DDP, or a worker of local steps.
 
 Both train the model of examples/local_steps. A rank of DDP holds its gradients back for as long as its device
-would take; local steps are throttled by `pyps run`. Both read LR, the learning rate of AdamW.
+would take; local steps are throttled by `pyps run`. Both read LR, the learning rate of AdamW; local steps
+also OUTER, the rate and Nesterov's momentum of the store's SGD.
 """
 
 from __future__ import annotations
@@ -75,8 +76,10 @@ def local_steps(seed: int) -> None:
     """A worker of local steps."""
     training, _ = load()
     model, optimizer = make_model(seed)
+    lr, momentum = json.loads(os.environ["OUTER"])
+    outer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
     with pyps.join() as worker:
-        worker.attach(model, optimizer)
+        worker.attach(model, optimizer, outer=outer)
         for (text,) in worker.batches((training,)):
             loss = loss_of(model, text)
             loss.backward()

@@ -7,7 +7,7 @@ core decides which worker waits, and for how long, with the code that serves a r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from pyps.errors import Busy, Ended, Fenced, PushRejected, PypsError
@@ -293,9 +293,9 @@ class Engine:
         """Push a gradient; returns the parameters of the turn's pull, None under policies without turns.
 
         k: the worker. channel: the process that transfers. done: its samples. gradient: with the loss; None:
-        there is no objective. base: the parameters that it is computed on. claimed: the time at which the step
-        began. base_version: of a pipelined push, 1 + the version of `base`; 0: the last pull's. travelled: the
-        gradient is at the store already.
+        there is no objective. base: the parameters that it is computed on. claimed: the time at which the
+        step began. base_version: of a pipelined push, 1 + the version of `base`; 0: the last pull's.
+        travelled: the gradient is at the store already.
         """
         clock, began = self.clock, self.clock.now
         compute_nanoseconds = clock.now - claimed

@@ -76,8 +76,11 @@ class PipelinedWorker:
         engine.leave(k)
 
     def _base(self, pulled: Pulled) -> Vector:
-        """From where steps lead on: the newest parameters, less the pseudo-gradients that they do not have."""
-        return pulled[0] - sum(self._travelling) if self._travelling else pulled[0]
+        """Where steps go on from: the newest parameters, less the pseudo-gradients that they do not have."""
+        w, _ = pulled
+        for way in self._travelling:
+            w = w - way
+        return w
 
     def _merging(self, first: int) -> Merge | None:
         """How local steps go on from parameters that come between two of them; None: no local steps."""
@@ -142,9 +145,7 @@ class PipelinedWorker:
         self._travelling.clear()
         self._pulled, self._fenced = None, False
 
-    def _send(
-        self, count: int, gradient: tuple[Vector, float] | None, pulled: Pulled, began: int
-    ) -> None:
+    def _send(self, count: int, gradient: tuple[Vector, float] | None, pulled: Pulled, began: int) -> None:
         claims = max(0, self._depth - len(self._claims) - sum(self._under_way))
         self._under_way.append(claims)
         engine, number = self._engine, self._count

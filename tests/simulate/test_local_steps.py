@@ -87,7 +87,7 @@ def test_merging_by_hand(merges: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 4])
-@pytest.mark.parametrize("policy", ["asp:lookahead=false", "hps"])
+@pytest.mark.parametrize("policy", ["asp", "hps"])
 def test_in_a_pipeline_one_worker_takes_the_steps_of_one_without(policy: str, depth: int) -> None:
     """It is where its own steps have brought it, whenever its transfers arrive."""
     one = scenario((12,), (1,))

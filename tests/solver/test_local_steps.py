@@ -59,6 +59,21 @@ def test_workers_that_do_not_wait_also_arrive_together(pipeline: bool) -> None:
     assert max(seconds) < 1.2 * min(seconds)
 
 
+def test_only_workers_behind_a_link_overlap() -> None:
+    """The others, without a link, transfer nothing: they wait for the round, on its newest parameters."""
+    shares = [["link"] if speed in (2, 3) else [] for speed in SPEEDS]
+    groups = [WorkerGroup(name=f"w{k}", profile="p", shares=names) for k, names in enumerate(shares)]
+    run = RunTable(policy="hps", local_steps=10, codec="int4", pull_codec="int8", pipeline=True)
+    cluster = Cluster(
+        job=Job(global_batch=20), worker=groups, run=run, shared=[Shared(name="link", bandwidth=5e6)]
+    )
+    plan = make_plan(cluster, [profile(0.05 / speed, 0.0) for speed in SPEEDS], Pace("round"))
+    assert plan.run is not None
+    assert [worker.depth for worker in plan.run.workers] == [1, 2, 2, 1]
+    assert [worker.batch for worker in plan.workers] == [20, 40, 60, 80]
+    assert plan.iteration_seconds == pytest.approx(1.0)
+
+
 def test_one_transfer_for_all_steps_of_a_round() -> None:
     """A worker far away gets fewer local steps, for its transfers take part of the round."""
     near = planned([profile(0.01, 0.0)] * 2, 8, 10)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from worker_tools import (
 from pyps import Hyper, Store
 from pyps.errors import Diverged, InputError
 from pyps.store.policies import Policy, policy_named
-from pyps.worker.local_steps import with_local_steps
+from pyps.worker.local_steps import LocalSteps, with_local_steps
 from pyps.worker.loop import Worker, join
 from pyps.worker.sampling import even_steps, indices
 from pyps.worker.settings import Settings
@@ -183,12 +186,71 @@ def test_wrong_merges_are_refused(merges: Any) -> None:
 def test_in_a_pipeline_one_worker_takes_the_steps_of_plain_torch(depth: int) -> None:
     """It is where its own steps have brought it, whenever its transfers arrive."""
     model, rival = make_model(), make_model()
-    with alone(pipeline=depth, policy="asp:lookahead=false") as worker:
+    with alone(pipeline=depth, policy="asp") as worker:
         worker.attach(model, INNER["adamw"](model), local_steps=4, outer=whole(model))
         train(worker, model)
         assert worker.steps == 9
     train_alone(rival, INNER["adamw"](rival), 5)
     assert distance(model, rival) < 10 * RELATIVE
+
+
+class _NoState:
+    """Where a worker's optimizer state is not kept."""
+
+    def load(self, pushes: int) -> None: ...
+
+    def save(self, pushes: int) -> None: ...
+
+    def remove_old(self, pushes: int, saved: int) -> None: ...
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_worker_is_at_the_newest_parameters_and_what_they_do_not_have(seed: int) -> None:
+    """Local steps, pushes that travel, up to three of them, and arrivals in any order, in whole numbers."""
+    draws = random.Random(seed)
+    p = nn.Parameter(torch.zeros(3))
+    local = LocalSteps(torch.optim.SGD([p], lr=1.0), [p], 0.0, _NoState(), 0, overlaps=True)  # type: ignore[arg-type]
+    newest, own, under_way = torch.zeros(3), torch.zeros(3), deque[torch.Tensor]()
+
+    def arrive() -> int:
+        """The oldest push has been applied, and others': the model gets the newest parameters."""
+        newest.copy_(torch.randint(-9, 9, (3,)).float())
+        under_way.popleft()
+        local.pushed(None)
+        with torch.no_grad():
+            p.copy_(newest)
+        return 0
+
+    for _ in range(12):
+        local.begin()
+        own = torch.zeros(3)
+        for _ in range(draws.randint(1, 4)):
+            p.grad = torch.randint(-9, 9, (3,)).float()
+            own -= p.grad
+            local.step()
+            if under_way and draws.random() < 0.3:
+                local.merge(arrive)
+            assert torch.equal(p.detach(), newest - sum(under_way, torch.zeros(3)) + own)
+        local.collect()
+        assert p.grad is not None
+        assert torch.equal(p.grad, -own)
+        assert torch.equal(p.detach(), newest), "as it came from the store"
+        under_way.append(-own)
+        while under_way and (len(under_way) > 3 or draws.random() < 0.3):
+            arrive()
+
+
+def test_a_round_has_more_local_steps_than_samples_fit_at_once() -> None:
+    """H-PS sizes rounds by speed, and memory bounds a local step alone."""
+    model = make_model()
+    with join("r", 0, batches=[5, 5], samples=80, seed=SEED, policy="hps") as worker, ExitStack() as stack:
+        worker.settings = replace(worker.settings, max_batch=5)
+        worker.attach(model, INNER["adamw"](model), local_steps=4, outer=whole(model))
+        other = stack.enter_context(Store.open("r"))
+        other.join(1)
+        x, _ = next(worker.batches((X, Y)))
+        assert worker.claim is not None
+        assert (len(x), worker.claim.count, other.start().count) == (5, 20, 20)
 
 
 @pytest.mark.parametrize("policy", sorted(Policy.known))
