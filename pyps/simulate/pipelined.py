@@ -26,12 +26,12 @@ UP, STORE, DOWN = range(3)  # what transfers use in turn
 
 
 class Sent(NamedTuple):
-    """A gradient on its way: its samples, what it was computed on, when its step began, claims to make."""
+    """A gradient on its way: its samples, what it was computed on, in what time, and the claims to make."""
 
     samples: int
     gradient: tuple[Vector, float] | None
     pulled: Pulled
-    began: int
+    nanoseconds: int
     claims: int
 
 
@@ -50,6 +50,7 @@ class PipelinedWorker:
         self._passed = [0, 0, 0]  # transfers that have used the way up, the store, the way down
         self._queue: dict[tuple[int, int], int] = {}  # (what, transfer) -> the process that waits for it
         self._fenced = self._waiting = False
+        self._unaligned = engine.scenario.local
 
     def process(self) -> TransferProcess:
         """The compute process, from join to leave."""
@@ -68,7 +69,7 @@ class PipelinedWorker:
                 if (yield from self._settle(self._depth - 2)):
                     engine.metrics.rejected += 1  # the store took this step's samples back too
                 else:
-                    self._send(done, gradient, pulled, began + engine.clock.now - ended)
+                    self._send(done, gradient, pulled, ended - began)
             except Ended:
                 break
             except Fenced:
@@ -100,6 +101,9 @@ class PipelinedWorker:
         return merge
 
     def _begin(self) -> Generator[int | None, None, SampleRange]:
+        if self._under_way and self._unaligned:
+            self._unaligned = False
+            yield from self._settle(0)
         while self._under_way and not self._claims:
             yield from self._settle(len(self._under_way) - 1)
         if not self._claims:
@@ -143,15 +147,17 @@ class PipelinedWorker:
         self._engine.rejoin(self._k)
         self._claims.clear()
         self._travelling.clear()
-        self._pulled, self._fenced = None, False
+        self._pulled, self._fenced, self._unaligned = None, False, self._engine.scenario.local
 
-    def _send(self, count: int, gradient: tuple[Vector, float] | None, pulled: Pulled, began: int) -> None:
+    def _send(
+        self, count: int, gradient: tuple[Vector, float] | None, pulled: Pulled, nanoseconds: int
+    ) -> None:
         claims = max(0, self._depth - len(self._claims) - sum(self._under_way))
         self._under_way.append(claims)
         engine, number = self._engine, self._count
         self._count += 1
         channel = self._k + len(engine.workers) * (1 + number % (self._depth - 1))
-        process = self._transfer(number, channel, Sent(count, gradient, pulled, began, claims))
+        process = self._transfer(number, channel, Sent(count, gradient, pulled, nanoseconds, claims))
         engine.clock.begin(channel, process, engine.clock.now)
 
     def _transfer(self, number: int, channel: int, sent: Sent) -> TransferProcess:
@@ -187,7 +193,7 @@ class PipelinedWorker:
         self, channel: int, sent: Sent, *, travelled: bool
     ) -> Generator[int | None, None, Pulled | None]:
         """What the pull of the same turn brought; None without turns, or if the push was rejected."""
-        count, gradient, pulled, began, _ = sent
+        count, gradient, pulled, nanoseconds, _ = sent
         try:
             return (
                 yield from self._engine.push(
@@ -196,7 +202,7 @@ class PipelinedWorker:
                     count,
                     gradient,
                     pulled[0],
-                    began,
+                    self._engine.clock.now - nanoseconds,
                     base_version=1 + pulled[1],
                     travelled=travelled,
                 )

@@ -79,7 +79,9 @@ def attached(
     if settings.depth > 1:
         check_depth(settings.depth, store)
         limit = TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds)
-        transport = PipelinedTransport(client, binding, report, depth=settings.depth, timeout=limit)
+        transport = PipelinedTransport(
+            client, binding, report, depth=settings.depth, timeout=limit, aligns=local is not None
+        )
     else:
         transport = SerialTransport(client, binding, report)
     steps = OptimizerSteps(attachment.optimizer)

@@ -8,6 +8,9 @@ push d steps before it, or newer. The period is the longest of compute, of what 
 takes, and of 1 / (d - 1) of a transfer. Over a link several transfers travel at once; a store on this machine
 does one after the other. Each brings the claim and the staging buffer of a step to come, so the main
 thread never waits for the store while it has some.
+
+With local steps the first transfer is waited for. Workers may join long after each other; one that came early
+would stay early for good, and its local steps on old parameters.
 """
 
 from __future__ import annotations
@@ -40,14 +43,22 @@ class PipelinedTransport(Transport):
     """Transfers overlap with the next steps' compute. All methods belong to the main thread.
 
     depth: steps under way at once: one computed, the others in transfer. timeout: seconds that a transfer may
-    take.
+    take. aligns: wait for the first transfer.
     """
 
     def __init__(
-        self, client: StoreClient, binding: Binding, report: StepCallback, *, depth: int, timeout: float
+        self,
+        client: StoreClient,
+        binding: Binding,
+        report: StepCallback,
+        *,
+        depth: int,
+        timeout: float,
+        aligns: bool = False,
     ) -> None:
         super().__init__(client, binding, report)
         self.depth, self._timeout = depth, timeout
+        self._aligns = self._unaligned = aligns
         # One receives what is pulled while the other has the newest parameters.
         self._back_buffers: list[Flat] = [
             np.zeros(binding.flat.size, np.float32) for _ in range(BACK_BUFFERS)
@@ -69,6 +80,9 @@ class PipelinedTransport(Transport):
         return self._receiver.results_ready >= len(self._sent)
 
     def begin(self) -> Step | None:
+        if self._sent and self._unaligned:
+            self._unaligned = False
+            self._settle(0)
         while self._sent and not self._claims:
             self._settle(len(self._sent) - 1)
         began, waited = time.monotonic(), self._waited
@@ -113,6 +127,7 @@ class PipelinedTransport(Transport):
         self._claims.clear()
         self._staging.clear()
         self._prefetched_version = None
+        self._unaligned = self._aligns
 
     def send(self, step: Step, request: PushRequest) -> PushResult | None:
         """Let the gradient travel while the next steps are computed; the result of the step that came back

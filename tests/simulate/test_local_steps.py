@@ -101,23 +101,24 @@ def test_in_a_pipeline_one_worker_takes_the_steps_of_one_without(policy: str, de
 
 
 def test_an_overlapped_round_by_hand() -> None:
-    """Two workers of H-PS, the second behind a link: it takes the first of its two steps of the next round
-    from where it is, the second from the round's result.
+    """Two workers of H-PS, the second behind a link. They begin alike: it waits for the first round's result.
+    Then it takes the first of its two steps of a round from where it is, the second from the last result.
     """
     objective, w = Logistic(), Logistic().start()
     near, far = (SimWorker(f"w{k}", 8, lambda b: b / 4, micro_batch=SIZE) for k in range(2))
     near, far = replace(near, up_share=0.0, down_share=0.0), replace(far, up_share=1.0, down_share=0.0)
     chosen = Scenario((near, far), up_bytes=1.0, down_bytes=1.0, server_bandwidth=2.0, local=True)
     inner = LocalOptimizer(lr=0.2)
-    found = simulate(chosen, "hps", iterations=2, objective=objective, lr=1.0, local=inner, pipeline=True)
+    found = simulate(chosen, "hps", iterations=3, objective=objective, lr=1.0, local=inner, pipeline=True)
 
     def step(w: Vector, first: int) -> Vector:
         return w - 0.2 * objective.gradient(w, first, SIZE)[0]
 
-    ends = [step(step(w, first), first + SIZE) for first in (0, 8)]
-    newest = sum(ends) / 2
-    ways = [step(end, first) - end for end, first in zip(ends, (16, 24), strict=True)]
-    ends = [step(newest + way, first) for way, first in zip(ways, (20, 28), strict=True)]
+    for start in (0, 16):
+        ends = [step(step(w, first), first + SIZE) for first in (start, start + 8)]
+        w = sum(ends) / 2
+    ways = [step(end, first) - end for end, first in zip(ends, (32, 40), strict=True)]
+    ends = [step(w + way, first) for way, first in zip(ways, (36, 44), strict=True)]
     assert found.loss == pytest.approx(objective.loss(sum(ends) / 2), rel=1e-6)
 
 
