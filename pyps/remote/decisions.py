@@ -8,6 +8,7 @@ killed after the decision finds it again; all else in the log ends with the sess
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
@@ -58,6 +59,7 @@ class DecisionLog:
         # A segment's ids of members are never used again, so no client of an earlier server has one of these
         # numbers. A segment of another run may have the same ids: shards are asked by their run.
         self._next_client = (1 + max(member.id for member in members)) << CLIENT_BITS
+        self._id = secrets.randbits(62)
         self._changed = threading.Condition()
         self._closed = False
         self._entries: deque[LogEntry] = deque()
@@ -97,6 +99,7 @@ class DecisionLog:
         with self._changed:
             client, self._next_client = self._next_client, self._next_client + 1
             self._live.add(client)
+            self._add(LogEntry(LogKind.ENTER, (client, 0)))
             return client
 
     def end(self, client: int) -> None:
@@ -147,7 +150,8 @@ class DecisionLog:
             for k, entry in enumerate(self._entries, self._base):
                 if entry.ticket is not None and entry.ticket.version <= version:
                     index = k + 1
-            return Following(index, self._base + len(self._entries), sorted(self._live))
+            end, newest = self._base + len(self._entries), self._next_client - 1
+            return Following(index, end, sorted(self._live), self._id, newest)
 
     def entries(self, index: int, timeout: float) -> list[LogEntry]:
         """See Decisions."""

@@ -14,7 +14,16 @@ from dataclasses import fields
 import numpy as np
 
 from pyps import native
-from pyps.errors import Fenced, InvalidArgument, LinkLost, NotReady, PushRejected, PypsError, SegmentNotFound
+from pyps.errors import (
+    Fenced,
+    InvalidArgument,
+    LinkLost,
+    NotReady,
+    PushRejected,
+    PypsError,
+    SegmentNotFound,
+    StoreError,
+)
 from pyps.native.state import StateHeader, read_state
 from pyps.native.values import Claim, Codec, Config, Encoding, Layout, PushRequest, PushResult, Tag
 from pyps.remote.creation import created_arrays
@@ -85,8 +94,11 @@ class HeadSession:
             )
         return self._log, (self._client, seq)
 
-    def drop(self, seq: int) -> None:
+    def drop(self, seq: int, transfer: bool) -> None:
+        """A server has not taken its part of a push. Later transfers fail too: they would use its claim."""
         log, tag = self._entered(seq)
+        if transfer:
+            self._failed = StoreError("push", "an earlier transfer failed: a server did not take its part")
         log.settle(tag)
 
     def commit(self, store: native.Pointer, header: CommitHeader) -> TransferReply:
@@ -173,8 +185,8 @@ class ShardCalls:
     def commit(self, header: CommitHeader) -> Reply:
         return self.head.commit(self._store(), header), ()
 
-    def drop(self, seq: int) -> Reply:
-        self.head.drop(seq)
+    def drop(self, seq: int, transfer: bool) -> Reply:
+        self.head.drop(seq, transfer)
         return None, ()
 
     def pin_state(self, seq: int, timeout: float) -> Reply:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pyps import native
 from pyps.errors import (
     Busy,
+    Fenced,
     InvalidArgument,
     LinkLost,
     LinkRefused,
@@ -44,6 +45,7 @@ from pyps.store.marks import run_and_servers
 from pyps.store.segments import staged_paths
 
 MAX_STAGED = 16  # gradients of one client that wait for a decision
+MAX_PINS = 16  # copies that one client has not fetched
 POLL_SECONDS = 0.25  # of the log
 RETRY_SECONDS = 0.05, 1.0  # until the first server is there again
 WAIT_SECONDS = 120.0  # for a decision that has been taken to come here
@@ -104,6 +106,9 @@ class ShardStore:
         self._changed = threading.Condition()  # guards what follows, and the staged gradients
         self._filling: dict[int, int] = {}  # by client: gradients that are being written
         self._pins: dict[Tag, Pinned] = {}
+        self._log = self._index = 0  # the log that was read last, and how far
+        self._live: set[int] = set()  # the log's clients, and the newest that it has had
+        self._newest = 0
         self.fault: PypsError | None = None  # for clients: their calls fail, and none may open the shard
         self._closed = False
         self._said = ""  # why there is no log, as last reported
@@ -128,7 +133,10 @@ class ShardStore:
                 native.unlink(self.name, force=True)
 
     def stage(self, tag: Tag, header: PushHeader, numbers: Frames) -> None:
-        """Keep a gradient until it is decided on. Raises InvalidArgument, NotFinite, OutOfSpace, TimedOut."""
+        """Keep a gradient until it is decided on. Raises InvalidArgument, NotFinite, OutOfSpace, TimedOut.
+
+        Raises Fenced for a client that has left the first server: nothing says when its gradient can go.
+        """
         self._check_header(header)
         size = encoded_vector_bytes(header.encoding.codec, self.layout)
         check_size("push", numbers, size)
@@ -144,7 +152,7 @@ class ShardStore:
     def _place_of(self, client: int) -> Iterator[StagedFile]:
         deadline = time.monotonic() + WAIT_SECONDS
         with self._changed:
-            self._wait("push", deadline, lambda: self._held_by(client) < MAX_STAGED)
+            self._wait("push", deadline, lambda: self._may_stage(client))
             self._filling[client] = self._filling.get(client, 0) + 1
             file = self._staged.free()
         try:
@@ -154,8 +162,21 @@ class ShardStore:
                 self._filling[client] -= 1
                 if not self._filling[client]:
                     del self._filling[client]
+                if client not in self._live:
+                    file.clear()
                 self._staged.give_back(file)
                 self._changed.notify_all()
+        with self._changed:
+            self._is_there("push", client)
+
+    def _may_stage(self, client: int) -> bool:
+        return self._is_there("push", client) and self._held_by(client) < MAX_STAGED
+
+    def _is_there(self, what: str, client: int) -> bool:
+        """Whether the log has this client yet. Raises Fenced once it has left."""
+        if client <= self._newest and client not in self._live:
+            raise Fenced(what, "this client has left the first server")
+        return client in self._live
 
     def _held_by(self, client: int) -> int:
         return self._filling.get(client, 0) + sum(tag[0] == client for tag in self._staged.tags())
@@ -189,9 +210,15 @@ class ShardStore:
             raise NotFinite("push", "the gradient has a value that is not finite")
 
     def pinned(self, tag: Tag, timeout: float) -> Pinned:
-        """What was kept for a client's pin, once. Raises TimedOut."""
+        """What was kept for a client's pin, once. Raises TimedOut, Fenced."""
+
+        def kept() -> bool:
+            if tag not in self._pins:
+                self._is_there("pull", tag[0])
+            return tag in self._pins
+
         with self._changed:
-            self._wait("pull", time.monotonic() + timeout, lambda: tag in self._pins)
+            self._wait("pull", time.monotonic() + timeout, kept)
             return self._pins.pop(tag)
 
     def _wait(self, what: str, deadline: float, done: Callable[[], bool]) -> None:
@@ -238,33 +265,59 @@ class ShardStore:
             self._changed.notify_all()
 
     def _read(self, log: Decisions) -> None:
-        with self._changed:
-            held = self._staged.tags()
         at = log.follow(self.run, self.version)
-        index, doomed = at.index, [tag for tag in held if tag[0] not in at.live]
+        with self._changed:
+            self._index = max(at.index, self._index) if at.log == self._log else at.index
+            self._log, self._live, self._newest = at.log, set(at.live), at.newest
+            self._pins = {tag: kept for tag, kept in self._pins.items() if tag[0] in self._live}
+            doomed = [tag for tag in self._staged.tags() if tag[0] not in self._live]
+            self._changed.notify_all()
         while not self._closed:
-            if index >= at.end and doomed:
+            if self._index >= at.end and doomed:
                 self._drop(doomed.__contains__)
                 doomed = []
-            entries = log.entries(index, POLL_SECONDS)
-            for entry in entries:
+            for entry in log.entries(self._index, POLL_SECONDS):
                 self._do(entry)
-            index += len(entries)
+                self._index += 1
 
     def _do(self, entry: LogEntry) -> None:
         if entry.kind is LogKind.APPLY:
             self._apply(entry)
         elif entry.kind is LogKind.DROP:
             self._drop(lambda tag: tag == entry.tag)
+        elif entry.kind is LogKind.ENTER:
+            self._enter(entry.tag[0])
         elif entry.kind is LogKind.END:
-            self._drop(lambda tag: tag[0] == entry.tag[0])
-            with self._changed:
-                self._pins = {tag: kept for tag, kept in self._pins.items() if tag[0] != entry.tag[0]}
-        else:
-            pinned = self._copy(entry.kind is LogKind.PIN_ALL)
-            with self._changed:
-                self._pins[entry.tag] = pinned
+            self._end(entry.tag[0])
+        elif entry.tag[0] in self._live:
+            self._pin(entry)
+
+    def _enter(self, client: int) -> None:
+        with self._changed:
+            if client > self._newest:  # else it was there when the log was opened, or has left before
+                self._newest = client
+                self._live.add(client)
                 self._changed.notify_all()
+
+    def _end(self, client: int) -> None:
+        with self._changed:
+            self._live.discard(client)
+            self._pins = {tag: kept for tag, kept in self._pins.items() if tag[0] != client}
+        self._drop(lambda tag: tag[0] == client)
+
+    def _pin(self, entry: LogEntry) -> None:
+        """Copy the store, or take the copy of this version for another pin."""
+        whole_state = entry.kind is LogKind.PIN_ALL
+        with self._changed:
+            kept = [p for p in self._pins.values() if p.version == self.version]
+        pinned = next((p for p in kept if not whole_state or p.steps is not None), None)
+        pinned = pinned or self._copy(whole_state)
+        with self._changed:
+            own = [tag for tag in self._pins if tag[0] == entry.tag[0]]
+            for tag in own[: max(0, len(own) + 1 - MAX_PINS)]:
+                del self._pins[tag]
+            self._pins[entry.tag] = pinned
+            self._changed.notify_all()
 
     def _drop(self, which: Callable[[Tag], bool]) -> None:
         with self._changed:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.errors import InvalidArgument, NotFinite, NotReady, SegmentExists, ShardLost
+from pyps.errors import Fenced, InvalidArgument, NotFinite, NotReady, SegmentExists, ShardLost
 from pyps.formats.records import Span
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import VECTORS, FlatState, StateHeader, StoreState
@@ -254,8 +254,10 @@ class ShardedBackend(RemoteBackend):
 
     def exchange(self, request: PushRequest, flat: Flat) -> tuple[PushResult, int]:
         result, version, seq = self._push(request, LogKind.PIN)
+        if version is None:
+            raise Fenced("pull", "after its push, which counts")
         self._fetch(seq, flat, self.address.pull)
-        return result, int(version or 0)
+        return result, version
 
     def _push(self, request: PushRequest, pin: LogKind | None) -> tuple[PushResult, int | None, int]:
         seq = next(self._numbers)
@@ -278,14 +280,14 @@ class ShardedBackend(RemoteBackend):
             posted.append(client.post("stage", self._cut.run, tag, own, numbers=numbers))
         return posted
 
-    def _stage(self, seq: int, header: PushHeader, posted: list[int]) -> None:
+    def _stage(self, seq: int, header: PushHeader, posted: list[int], transfer: bool = False) -> None:
         """Wait until every shard has its part. If one has not, none is needed."""
         if not header.samples:
             return
         try:
             self._take("stage", posted)
         except Exception:
-            self.client.call("drop", seq)
+            self.client.call("drop", seq, transfer)
             raise
 
     def begin_transfer(self, request: TransferRequest) -> Finish:
@@ -309,7 +311,7 @@ class ShardedBackend(RemoteBackend):
     ) -> Transferred:
         begun = self._begins_residual(push)
         try:
-            self._stage(commit.seq, header_of(commit), posted)
+            self._stage(commit.seq, header_of(commit), posted, True)
             reply: TransferReply = self.client.call("commit", commit)[0]
         except BaseException:
             if begun:

@@ -202,7 +202,8 @@ class LogKind(IntEnum):
     """Of an entry of the log by which the first of several servers tells the others what it has decided.
 
     APPLY: a push is the next version. DROP: a push that was sent is none. END: a client has no more pushes.
-    PIN, PIN_ALL: keep a copy of the parameters, or of all state, for a client to fetch.
+    PIN, PIN_ALL: keep a copy of the parameters, or of all state, for a client to fetch. ENTER: a client may
+    send pushes.
     """
 
     APPLY = 0
@@ -210,6 +211,7 @@ class LogKind(IntEnum):
     END = 2
     PIN = 3
     PIN_ALL = 4
+    ENTER = 5
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -222,12 +224,15 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 class Following(msgspec.Struct, frozen=True, array_like=True):
     """Where a shard reads the log: from `index` on. When it has come to `end`, pushes of all other clients
-    than `live` that it still holds are not needed.
+    than `live` that it still holds are not needed. log: another one for each start of the first server.
+    newest: the last client's number; they rise.
     """
 
     index: int
     end: int
     live: list[int]
+    log: int
+    newest: int
 
 
 class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -288,7 +293,7 @@ VERBS: Mapping[str, Verb] = {
     # of a model over several servers, to the first one
     "enter": Verb(tuple[()], int),
     "commit": Verb(tuple[CommitHeader], TransferReply),
-    "drop": Verb(tuple[Position], None),
+    "drop": Verb(tuple[Position, bool], None),
     "pin_state": Verb(tuple[Position, CallSeconds], StateHeader),
     "follow": Verb(tuple[Position, Position], Following),
     "entries": Verb(tuple[Position, CallSeconds], list[LogEntry]),

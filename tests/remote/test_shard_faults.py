@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from remote_tools import eventually
 from shard_tools import (
     ONE,
     backend,
@@ -20,14 +23,17 @@ from shard_tools import (
 )
 
 from pyps import native
-from pyps.errors import Busy, InvalidArgument, LinkLost, OutOfSpace, StoreError
+from pyps.errors import Busy, Fenced, InvalidArgument, LinkLost, OutOfSpace, StoreError, TimedOut
 from pyps.native.values import Codec, Encoding, PushRequest, Role
 from pyps.remote import create_store, open_store
 from pyps.remote.backend import RemoteBackend
 from pyps.remote.server import Server
-from pyps.remote.wire import PROTOCOL, OpenReply
+from pyps.remote.shard_host import FarLog
+from pyps.remote.shard_store import MAX_PINS
+from pyps.remote.wire import PROTOCOL, CommitHeader, LogKind, OpenReply
 from pyps.store import Store
 from pyps.store.request import push_request
+from pyps.store.transfer import TransferRequest
 
 
 def lose(server: Server) -> None:
@@ -158,3 +164,119 @@ def test_a_shard_tries_again_where_a_server_has_no_place_or_its_host_no_memory(
             push(store)
             assert only_value(store) == (step, step)
         assert not failures
+
+
+def test_a_transfer_behind_one_that_a_server_did_not_take_fails_too(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the second gradient would count for the first one's samples."""
+    with serving(2) as (address, (_, far)), make(address, samples=1000, staging_buffers=2) as store:
+        store.join(0)
+        calls, stage, failures = backend(store), far._shards.shard.stage, [OutOfSpace("stage", "no room")]
+
+        def refuses(*arguments: Any) -> None:
+            if failures:
+                raise failures.pop()
+            stage(*arguments)
+
+        monkeypatch.setattr(far._shards.shard, "stage", refuses)
+        claims = store.start(), calls.start_ahead()
+        finishes = []
+        for claim in claims:
+            staging = store.stage()
+            staging.flat[:] = -1.0
+            request = push_request(staging, claim.count, ONE, groups=1)
+            finishes.append(calls.begin_transfer(TransferRequest(request, Codec.F32, True, 0, None)))
+        out = np.empty(store.layout.flat_elements, np.float32)
+        for finish, error in zip(finishes, ("no room", "an earlier transfer failed"), strict=True):
+            with pytest.raises(StoreError, match=error):
+                finish(out)
+        assert store.status().version == 0
+        store.rejoin()
+        push(store)
+        assert only_value(store) == (1.0, 1)
+
+
+def test_an_exchange_that_is_fenced_after_its_push_says_so_at_once(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fenced(*_: object) -> int:
+        raise Fenced("pull", "the worker missed a deadline")
+
+    with serving(2) as (address, (home, _)), make(address) as store:
+        store.join(0)
+        claim, staging = store.start(), store.stage()
+        staging.flat[:] = -1.0
+        with monkeypatch.context() as patch:
+            patch.setattr(home._shards.log, "pin", fenced)
+            with pytest.raises(Fenced):
+                store.exchange(staging, claim.count, ONE, np.empty_like(staging.flat))
+        assert store.status().version == 1
+        store.rejoin()
+        assert only_value(store) == (1.0, 1)
+
+
+def pin(store: Store) -> None:
+    """A pull whose second half, to fetch what was pinned, does not come."""
+    calls = backend(store)
+    calls.client.call("commit", CommitHeader(next(calls._numbers), pin=LogKind.PIN))
+
+
+def reconnect(server: Server) -> None:
+    """Its link to the first server breaks; wait until it follows the log again."""
+    shard = server._shards.shard
+    assert isinstance(shard._source, FarLog)
+    before = shard._source._client
+    assert before is not None
+    before.give_up("a test ends it")
+    eventually(lambda: shard._source._client not in (None, before))
+
+
+def test_pins_are_made_once_and_bounded_and_end_with_their_client(shm: Path) -> None:
+    with serving(2) as (address, (_, far)), make(address) as store:
+        store.join(0)
+        shard = far._shards.shard
+        for _ in range(5):
+            store.pull()
+        pin(store)
+        eventually(lambda: len(shard._pins) == 1)
+        reconnect(far)
+        push(store)
+        assert only_value(store) == (1.0, 1)  # all before it was read again
+        assert len(shard._pins) == 1
+        with open_store(address) as other:
+            other.join(role="observer")
+            for _ in range(MAX_PINS + 5):
+                pin(other)
+            push(store)
+            assert only_value(store) == (2.0, 2)
+            assert len(shard._pins) == 1 + MAX_PINS
+            assert len({id(kept) for kept in shard._pins.values()}) == 2  # one copy of each version
+        eventually(lambda: len(shard._pins) == 1)
+
+
+def test_a_part_that_comes_after_its_client_has_left_is_not_kept(shm: Path) -> None:
+    """Nothing would end it. Nor is one kept under a number that the first server has given to no client."""
+    with serving(2) as (address, servers), make(address, batches=[1, 1]) as store:
+        store.join(0)
+        with open_store(address) as other:
+            other.join(1)
+            shard = servers[1]._shards.shard
+            late, claim, staging = backend(other), other.start(), other.stage()
+            staging.flat[:] = -1.0
+            header, parts, _ = late._sent(push_request(staging, claim.count, ONE, groups=1))
+            client = late._client
+            other.rejoin()
+            eventually(lambda: client not in shard._live and late._client in shard._live)
+            late._client, late_client = client, late._client
+            for held in range(2):  # it comes after the end; the end comes while it is written
+                if held:
+                    shard._live.add(client)
+                    shard._check_finite = lambda *_: shard._end(client)  # type: ignore[method-assign]
+                with pytest.raises(Fenced, match="this client has left"):
+                    late._stage(100, header, late._post_parts(100, header, parts))
+            late._client = late_client
+        with pytest.raises(TimedOut):
+            shard._wait("push", time.monotonic(), lambda: shard._may_stage(1 << 60))
+        for server in servers:
+            assert server._shards.shard._staged.tags() == []
