@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -130,7 +131,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     resumed_at: the version at which each later part of it began.
     checkpoint: the folder of the last one, in checkpoints/; "": there is none.
-    training_seconds: of the wall time, from the first step's begin to the last one's end.
+    training_seconds: of the wall time, from the first step's begin to the last one's end, of each part of a
+        run that was resumed.
     """
 
     schema: Literal["pyps.report/1.1"] = REPORT_SCHEMA
@@ -208,7 +210,7 @@ def make_report(
         seed=setup.seed,
         global_batch=setup.global_batch,
         wall_seconds=_wall_seconds(events),
-        training_seconds=training[1] - training[0] - _paused_seconds(events, training),
+        training_seconds=training[1] - training[0] - _paused_seconds(records, resumed),
         iteration_seconds=times,
         predicted_iteration_seconds=predicted,
         measured_over_predicted=measured_over_predicted,
@@ -402,11 +404,19 @@ def _wall_seconds(events: Sequence[RunEvent]) -> float:
     return sum(b.monotonic_seconds - a.monotonic_seconds for a, b in pairs if b.kind != "resumed")
 
 
-def _paused_seconds(events: Sequence[RunEvent], training: tuple[float, float]) -> float:
-    """Of the time in which a run trained, that between two parts of it."""
-    first, last = training
-    spans = [(a.monotonic_seconds, b.monotonic_seconds) for a, b in pairwise(events) if b.kind == "resumed"]
-    return sum(max(0.0, min(end, last) - max(begin, first)) for begin, end in spans)
+def _paused_seconds(records: Sequence[StepRecord], resumed: Sequence[float]) -> float:
+    """The time between two parts of a run: from the last step of one to the first of the next.
+
+    resumed: when each later part began. With what stopped the part before, and the start of this one.
+    """
+    ends = sorted(r.spans[-1][2] for r in records if r.spans)
+    begins = sorted(b for r in records for kind, b, _ in r.spans if kind == "compute")
+    paused = dict[float, float]()  # by where it begins: a part may have trained nothing
+    for at in resumed:
+        before, after = bisect_right(ends, at), bisect_left(begins, at)
+        if before and after < len(begins):
+            paused[ends[before - 1]] = begins[after] - ends[before - 1]
+    return sum(paused.values())
 
 
 def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPoint]:

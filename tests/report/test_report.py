@@ -147,6 +147,23 @@ def test_one_hosts_samples_are_told_from_the_runs() -> None:
     assert any(line.startswith("60 samples in 6 versions: ") for line in summary(alone))
 
 
+def test_the_time_between_two_parts_of_a_run_is_no_training() -> None:
+    """Also not what ended the first part, and the start of the next, which may train nothing."""
+    later = [
+        msgspec.structs.replace(r, spans=[(kind, b + 100.0, e + 100.0) for kind, b, e in r.spans])
+        for r in rounds(5)
+    ]
+    events = [
+        RunEvent("started", 1.0, 0.0, 0, 100),
+        RunEvent("ended", 40.0, 0.0),
+        RunEvent("resumed", 60.0, 0.0),
+        RunEvent("ended", 70.0, 0.0),
+        RunEvent("resumed", 80.0, 0.0),
+    ]
+    once = report_of(rounds(5)).training_seconds
+    assert report_of([*rounds(5), *later], events=events).training_seconds == pytest.approx(2 * once)
+
+
 def test_processes_and_restarts() -> None:
     events = [
         RunEvent("started", 1.0, 0.0, 0, 100),
