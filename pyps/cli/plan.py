@@ -136,7 +136,7 @@ def plan_command(
 ) -> None:
     """Find the batches with which the slowest worker finishes as early as possible. The optimum is exact.
 
-    The plan is for the mode of running that the file's [run] states, or the options --policy to
+    The plan is for the mode of running that the file's run table states, or the options --policy to
     --local-steps; it names the mode, and `pyps run` takes it from there.
 
     pyps-plan what-if CLUSTER compares plans with more or fewer workers, pyps-plan pareto CLUSTER time and
