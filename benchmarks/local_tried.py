@@ -56,7 +56,8 @@ class Way:
     """A way to train. steps: local ones on average, first and last, if the number grows; 0: a global step
     each time. local: samples of a local step, by worker. begin: the share of samples that are trained a step
     each time at first. shared: what of Adam's state is averaged at a round's end: "m", "v". average: how much
-    of the parameters that are measured are those before the last round; 0: none.
+    of the parameters that are measured are those before the last round; 0: none. late: the share of its next
+    round that each worker computes on what it has alone, before a round's parameters reach it.
     """
 
     title: str
@@ -69,7 +70,7 @@ class Way:
     begin: float = 0.0
     shared: str = ""
     average: float = 0.0
-    late: float = 0.0
+    late: tuple[float, ...] = (0.0,) * len(SPEEDS)
     betas: tuple[float, float] = (0.9, 0.999)
 
 
@@ -258,7 +259,7 @@ class Training:
             pulled = self.store.pulled()
             total = torch.zeros_like(pulled)
             for k, count in enumerate(counts):
-                ahead = round(self.way.late * count / self.way.local[k]) * self.way.local[k]
+                ahead = round(self.way.late[k] * count / self.way.local[k]) * self.way.local[k]
                 way = self.local(k, ends[k], self.claimed, ahead) - ends[k]
                 ends[k] = self.local(k, pulled + way, self.claimed + ahead, count - ahead)
                 total.add_(pulled - ends[k], alpha=count / sum(counts))
@@ -313,6 +314,14 @@ def smaller(local: int, samples: int, lr: float) -> Way:
     return Way(title, (steps, steps), lr, (local,) * len(SPEEDS))
 
 
+def late(way: Way, share: float, *, far: bool = True) -> Way:
+    """Parameters come late: to the two workers that are behind a link, or to all."""
+    shares = (0.0, share, share, 0.0) if far else (share,) * len(SPEEDS)
+    return replace(
+        way, title=f"{way.title}, {'two' if far else 'all'} {share:g} of a round late", late=shares
+    )
+
+
 def with_momentum(way: Way) -> Way:
     return replace(way, title=f"{way.title}, Nesterov 0.5 outside, lr 0.6", outer=Outer(0.6, 0.5))
 
@@ -343,6 +352,12 @@ IN_ROUNDS = (
     smaller(3, 120, 0.008),
     smaller(2, 80, 0.006),
     smaller(1, 80, 0.004),
+    late(PLANNED, 0.3, far=False),
+    late(PLANNED, 0.5, far=False),
+    late(PLANNED, 0.4),
+    smaller(2, 160, 0.006),
+    late(smaller(2, 160, 0.006), 0.5),
+    late(with_momentum(smaller(2, 160, 0.006)), 0.5),
     replace(EVERY_STEP, title="every step, averaged parameters measured", average=0.5),
     replace(PLANNED, title="planned, averaged parameters measured", average=0.5),
 )
