@@ -1,9 +1,12 @@
-"""Every policy on a Ray cluster of two hosts: python benchmarks/on_ray.py [--policies bsp,asp] [--docs].
+"""Policies on a Ray cluster of two hosts: python benchmarks/on_ray.py [--policies bsp,asp] [--docs].
 
 The hosts are network namespaces (so root) with a link of 1 Gbit/s between them, shaped by tc tbf, and a
 raylet in each. Four emulated devices of the speeds of clusters/four.toml, two on each host, train the digits:
 those of the first host through its shared memory, the others over the link, encrypted. Shown are the seconds
 from the last worker's start to the end, and the accuracy on held-out digits.
+
+--servers 2: the store is spread over both hosts, each with memory of its own; policies that need a whole
+store are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +38,48 @@ DIGITS = ROOT / "examples" / "digits"
 CLUSTER = ROOT / "benchmarks" / "clusters" / "four.toml"
 PORT, RATE = 6399, "1gbit"
 FAR = {"good": {"far": 1.0}, "fair": {"far": 1.0}}
+SERVE = {"serve": 1.0}  # what each host has for one server
 EPOCHS, SEED = 8, 5
 START_SECONDS = 60.0
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+PATIENT = {"max_restarts": 50, "client_timeout": 3.0}  # with servers
 
 
 @contextmanager
-def raylet(pair: Shaped, where: str, address: str, folder: str, *options: str) -> Iterator[None]:
-    """Ray on one host, until the end. address: of the host."""
+def raylet(
+    pair: Shaped, where: str, address: str, folder: str, *options: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Ray on one host, until the end. address: of the host. Its segments are in folder/address."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address", address, "--object-store-memory", str(80 << 20), *options]
     path, deadline = Path(folder) / f"{address}.log", time.monotonic() + START_SECONDS
+    memory = Path(folder) / address
+    memory.mkdir(exist_ok=True)
+    env = {**os.environ, "PYPS_SHM_DIR": str(memory)}
     with path.open("wb") as log:
-        process = subprocess.Popen(pair.command(where, *command), stdout=log, stderr=log)
+        process = subprocess.Popen(pair.command(where, *command), stdout=log, stderr=log, env=env)
         try:
             while "Ray runtime started" not in path.read_text():
                 if process.poll() is not None or time.monotonic() > deadline:
                     sys.exit(f"on_ray.py: no Ray at {address}: {path.read_text()}")
                 time.sleep(0.2)
-            yield
+            yield process
         finally:
             process.terminate()
             process.wait()
+
+
+def near_raylet(pair: Shaped, folder: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """The cluster's head."""
+    head = ("--head", "--port", str(PORT), "--include-dashboard", "false", "--num-cpus", "2")
+    own = ("--temp-dir", f"{folder}/r", "--resources", json.dumps(SERVE))
+    return raylet(pair, pair.server, SERVER, folder, *head, *own)
+
+
+def far_raylet(pair: Shaped, folder: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """The other host's."""
+    own = ("--num-cpus", "0", "--resources", json.dumps({"far": 2} | SERVE))
+    return raylet(pair, pair.client, CLIENT, folder, "--address", f"{SERVER}:{PORT}", *own)
 
 
 @contextmanager
@@ -63,16 +87,19 @@ def two_hosts() -> Iterator[Shaped]:
     """The namespaces with a raylet in each."""
     with ExitStack() as stack:
         pair = stack.enter_context(shaped(RATE))
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", dir="/tmp"))
-        head = ("--head", "--port", str(PORT), "--include-dashboard", "false", "--num-cpus", "2")
-        near = raylet(pair, pair.server, SERVER, folder, *head, "--temp-dir", f"{folder}/r")
-        stack.enter_context(near)
-        far = ("--address", f"{SERVER}:{PORT}", "--num-cpus", "0", "--resources", '{"far": 2}')
-        stack.enter_context(raylet(pair, pair.client, CLIENT, folder, *far))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", dir=MEMORY))
+        stack.enter_context(near_raylet(pair, folder))
+        stack.enter_context(far_raylet(pair, folder))
         yield pair
 
 
-def drive(policies: list[str], folder: Path) -> None:
+def make_plan(folder: str) -> None:
+    """Plan the run: folder/plan.json."""
+    make = [sys.executable, "-m", "pyps", "plan", str(CLUSTER), "-o", f"{folder}/plan.json"]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+
+
+def drive(policies: list[str], folder: Path, servers: int, epochs: int) -> None:
     """On the first host: a run with each policy, and a line of JSON about it."""
     import ray
 
@@ -88,7 +115,9 @@ def drive(policies: list[str], folder: Path) -> None:
     for policy in policies:
         out = folder / policy
         options: dict[str, Any] = {"policy": policy, "seed": SEED, "run_dir": out, "throttle_from": CLUSTER}
-        samples = EPOCHS * data.TRAIN
+        samples = epochs * data.TRAIN
+        if servers > 1:
+            options |= {"servers": servers, "server_resources": SERVE, "checkpoint_every": 100, **PATIENT}
         trainer = pyps.ray.Trainer(DIGITS / "train.py", folder / "plan.json", FAR, samples=samples, **options)
         report = trainer.fit(on_notice=lambda text: print(text, file=sys.stderr))
         model = digits_cnn(seed=0).model
@@ -104,6 +133,7 @@ def drive(policies: list[str], folder: Path) -> None:
             "trained": report.samples.trained,
             "asked": samples,
             "keys": sorted(path.stem for path in (out / "keys").glob("rank-*")),
+            "undone": report.undone,
         }
         print(json.dumps(found), flush=True)
 
@@ -112,35 +142,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", help="some of them, with commas; default: all")
     parser.add_argument("--docs", action="store_true", help="write the table to docs/results/benchmarks.md")
+    parser.add_argument("--servers", type=int, default=1, help="nodes that the store is spread over")
     parser.add_argument("--drive", help=argparse.SUPPRESS)
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    policies = options.policies.split(",") if options.policies else sorted(Policy.known)
+    policies = options.policies.split(",") if options.policies else known(options.servers)
     if options.drive:
-        drive(policies, Path(options.drive))
+        drive(policies, Path(options.drive), options.servers, options.epochs)
         return
     if reason := missing():
         sys.exit(f"on_ray.py: {reason}")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     with two_hosts() as pair, tempfile.TemporaryDirectory() as folder:
-        make = [sys.executable, "-m", "pyps", "plan", str(CLUSTER), "-o", f"{folder}/plan.json"]
-        subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+        make_plan(folder)
         again = [sys.executable, __file__, "--drive", folder, "--policies", ",".join(policies)]
+        again += ["--servers", str(options.servers)]
         done = subprocess.run(pair.command(pair.server, *again), stdout=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit("on_ray.py: the runs ended early")
-    report([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], options.docs)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    report(found, options.servers, options.docs)
 
 
-def report(found: list[dict[str, Any]], docs: bool) -> None:
+def known(servers: int) -> list[str]:
+    """The policies that a store on so many servers can have."""
+    found = {name: kind().needs for name, kind in Policy.known.items()}
+    whole = {name for name, needs in found.items() if needs.collects_pushes or needs.needs_base_params}
+    return sorted(found if servers == 1 else found.keys() - whole)
+
+
+def report(found: list[dict[str, Any]], servers: int, docs: bool) -> None:
     rows = [["policy", "held-out accuracy", "s", "samples trained", "ranks over the link"]]
     for one in found:
         keys = " and ".join(key.removeprefix("rank-") for key in one["keys"])
         trained = f"{one['trained']:,} of {one['asked']:,}"
         rows.append([one["policy"], f"{100 * one['accuracy']:.1f} %", f"{one['seconds']:.0f}", trained, keys])
-    text = f"{machine()}; {EPOCHS} epochs, seed {SEED}, link {RATE}.\n\n{table(rows)}"
+    over = f", {servers} servers" if servers > 1 else ""
+    text = f"{machine()}; {EPOCHS} epochs, seed {SEED}, link {RATE}{over}.\n\n{table(rows)}"
     print(text)
     if docs:
-        write_section("on-ray", text)
+        write_section("on-ray" if servers == 1 else "on-ray-servers", text)
 
 
 if __name__ == "__main__":

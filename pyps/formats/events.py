@@ -28,6 +28,7 @@ RunEventKind = Literal[
     "probed",
     "checkpoint",
     "resumed",
+    "undone",
     "finished",
     "ended",
 ]
@@ -38,8 +39,9 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     monotonic_seconds: CLOCK_MONOTONIC, as in the step records.
     unix_seconds: the time of day.
-    version: the store's, for checkpoints and where the run was resumed.
+    version: the store's, for checkpoints, and where the run was resumed or went back to.
     detail: the reason: an exit code, a signal, a file.
+    pushes: that are undone, where the store of a run that trains went back to a checkpoint.
     """
 
     kind: RunEventKind
@@ -49,6 +51,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int | None = None
     version: int | None = None
     detail: str = ""
+    pushes: int | None = None
 
 
 class EventLog:
@@ -79,9 +82,10 @@ class EventLog:
         pid: int | None = None,
         version: int | None = None,
         detail: str = "",
+        pushes: int | None = None,
     ) -> RunEvent:
-        """Append an event with the present time; kind, rank, pid, version, detail: fields of RunEvent."""
-        event = RunEvent(kind, time.monotonic(), time.time(), rank, pid, version, detail)
+        """Append an event with the present time; kind and the others: fields of RunEvent."""
+        event = RunEvent(kind, time.monotonic(), time.time(), rank, pid, version, detail, pushes)
         self.events.append(event)
         append_whole(self._file, msgspec.json.encode(event) + b"\n")
         return event

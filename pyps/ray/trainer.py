@@ -1,7 +1,8 @@
 """Trainer: a run whose ranks are actors of a Ray cluster, wherever it has the resources that each one takes.
 
 The launcher of `pyps run` (pyps.run) runs here, where `fit` is called, and the store is in this node's shared
-memory. So a run on Ray has the same events, restarts, re-planning, checkpoints and report.
+memory, or spread over several nodes. So a run on Ray has the same events, restarts, re-planning, checkpoints
+and report.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pyps.errors import InputError
-from pyps.ray.actors import RankActor, StoreActor, Work, node_id
+from pyps.ray.actors import RankActor, Work
 from pyps.ray.cluster import Resources, actor_options, check_resources, connected_ray
 from pyps.ray.metrics import RaySink
 from pyps.ray.processes import RayProcess
+from pyps.ray.servers import TRAINER, NearStore, ShardedStore, StoreActor, node_id
 from pyps.report.report import Report
 from pyps.run.launcher import OnNotice
 from pyps.run.main import run_prepared
@@ -27,6 +30,9 @@ from pyps.run.spec import RunOptions, RunSpec, StrPath, prepare
 ONE_CPU: Resources = {"CPU": 1}
 CLIENT_TIMEOUT_SECONDS = 10.0
 PLACEMENT_SECONDS = 60.0
+ASK_SECONDS = 1.0  # for all servers to say where they are, while the launcher waits
+CLOSE_SECONDS = 20.0
+NODE_ENVIRONMENT: dict[str, str] = {}  # of a server elsewhere: segments are where its node keeps them
 NOT_HERE = ("connect", "ranks", "profile", "journal")  # options of runs without Ray
 
 
@@ -36,9 +42,11 @@ class Trainer:
     train: a function that calls pyps.join() and trains, or the path of such a script. plan: path of its
     pyps.plan/1 file; None: the resumed run's. resources: what a worker of the plan takes, by its name or its
     group's, as ray.cluster_resources() names them; {"CPU": 1} for those not named. strategy: of Ray's
-    placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD. client_timeout: a worker on another node that
-    is silent for so many seconds is dead. placement_timeout: seconds to wait for the resources. options:
-    fields of pyps.run.RunOptions; `run_dir` is a folder that all nodes share.
+    placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD. servers: 1: the store is on the node that
+    calls `fit`; more: it is spread over so many nodes, each with a server. server_resources: what each of
+    several takes. client_timeout: a worker on another node that is silent for so many seconds is dead.
+    placement_timeout: seconds to wait for the resources. options: fields of pyps.run.RunOptions; `run_dir` is
+    a folder that all nodes share.
 
     Raises InputError for a wrong plan, option or amount.
     """
@@ -50,6 +58,8 @@ class Trainer:
         resources: Mapping[str, Resources] | None = None,
         *,
         strategy: str = "PACK",
+        servers: int = 1,
+        server_resources: Resources = ONE_CPU,
         client_timeout: float = CLIENT_TIMEOUT_SECONDS,
         placement_timeout: float = PLACEMENT_SECONDS,
         **options: Any,
@@ -65,7 +75,10 @@ class Trainer:
         self._resources = dict(resources or {})
         for name, amounts in self._resources.items():
             check_resources(f"resources[{name!r}]", amounts)
-        self._strategy = strategy
+        check_resources("server_resources", server_resources)
+        if servers < 1:
+            raise InputError("pyps.ray", "servers", str(servers), "at least 1")
+        self._strategy, self._servers, self._server_resources = strategy, servers, server_resources
         self._client_timeout, self._placement_timeout = client_timeout, placement_timeout
 
     def fit(self, on_notice: OnNotice = print) -> Report:
@@ -77,14 +90,18 @@ class Trainer:
         ray = connected_ray()
         spec = prepare(self._plan, _file_of(self._train), self._options)
         bundles = [dict(self._resources_of(rank)) for rank in spec.ranks]
-        with self._placed(ray, bundles) as group, self._served(ray, spec) as server:
+        stored = self._near(ray, spec) if self._servers == 1 else self._sharded(ray, spec)
+        with stored as store, self._placed(ray, bundles, self._strategy, "resources") as group:
+            if isinstance(store, ShardedStore):
+                where = partial(store.address, TRAINER, ASK_SECONDS)
+                spec = replace(spec, store=store.address(TRAINER), where=where)
 
             def start(spec: RunSpec, rank: RankSpec) -> RayProcess:
                 index = spec.ranks.index(rank)
                 strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
                 options = actor_options(bundles[index])
                 actor = ray.remote(RankActor).options(scheduling_strategy=strategy, **options).remote()
-                return RayProcess(actor, self._work(spec, rank, server), spec.command[1])
+                return RayProcess(actor, self._work(spec, rank, store), spec.command[1])
 
             return run_prepared(spec, on_notice=on_notice, sinks=[RaySink()], start=start)
 
@@ -92,40 +109,78 @@ class Trainer:
         group = rank.name.rpartition("-")[0]
         return self._resources.get(rank.name, self._resources.get(group, ONE_CPU))
 
-    def _work(self, spec: RunSpec, rank: RankSpec, server: Any) -> Work:
-        settings = spec.settings(rank).to_env() | {
-            "LOCAL_RANK": "0"
-        }  # Ray shows a process its own GPUs alone
+    def _work(self, spec: RunSpec, rank: RankSpec, store: NearStore | ShardedStore) -> Work:
+        env = spec.settings(rank).to_env() | {"LOCAL_RANK": "0"}  # Ray shows a process its own GPUs alone
+        if isinstance(store, NearStore):
+            env |= _environment()
         train = self._train if callable(self._train) else os.path.abspath(self._train)
-        return Work(train, spec.options.args, spec.folder, settings | _environment(), node_id(), server)
+        return Work(train, spec.options.args, spec.folder, env, store)
 
     @contextmanager
-    def _placed(self, ray: Any, bundles: list[dict[str, float]]) -> Iterator[Any]:
-        """A placement group with a bundle for each rank."""
+    def _placed(self, ray: Any, bundles: list[dict[str, float]], strategy: str, field: str) -> Iterator[Any]:
+        """A placement group of these bundles. field: the argument that asks for them."""
         try:
-            group = ray.util.placement_group(bundles, strategy=self._strategy)
+            group = ray.util.placement_group(bundles, strategy=strategy)
         except ValueError as error:
-            raise InputError("pyps.ray", "strategy, resources", str(error), "what Ray can place") from None
+            raise InputError("pyps.ray", f"strategy, {field}", str(error), "what Ray can place") from None
         try:
             if not group.wait(self._placement_timeout):
                 found = f"{bundles}, which the cluster has not had for {self._placement_timeout:g} s"
                 expected = f"no more than it has: {_amounts(ray.cluster_resources())}"
-                raise InputError("pyps.ray", "resources", found, expected)
+                if strategy == "STRICT_SPREAD":
+                    expected += ", each on a node of its own"
+                raise InputError("pyps.ray", field, found, expected)
             yield group
         finally:
             ray.util.remove_placement_group(group)
 
     @contextmanager
-    def _served(self, ray: Any, spec: RunSpec) -> Iterator[Any]:
-        """An actor on this node that serves the store, and that Ray starts again whenever it dies."""
+    def _near(self, ray: Any, spec: RunSpec) -> Iterator[NearStore]:
+        """The store on this node, with an actor that serves it to the others."""
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id(), soft=False)
-        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
         given = spec.store, str(spec.run_dir), _environment(), self._client_timeout
-        server = ray.remote(StoreActor).options(**options).remote(*given)
+        server = _server(ray, here, {"num_cpus": 0}).remote(*given)
         try:
-            yield server
+            yield NearStore(spec.store, node_id(), server)
         finally:
             ray.kill(server)
+
+    @contextmanager
+    def _sharded(self, ray: Any, spec: RunSpec) -> Iterator[ShardedStore]:
+        """The store over several nodes, one server a node. Its shards go with it, however the run ends."""
+        check_sharded(spec)
+        bundles = [dict(self._server_resources)] * self._servers
+        with self._placed(ray, bundles, "STRICT_SPREAD", "server_resources") as group:
+            servers: list[Any] = []
+            name = f"pyps-{spec.store}"
+            for k in range(self._servers):
+                place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, k)
+                first = name if k else None
+                options = actor_options(bundles[k]) | ({} if k else {"name": name})
+                given = spec.store, str(spec.run_dir), NODE_ENVIRONMENT, self._client_timeout, k, first
+                servers.append(_server(ray, place, options).remote(*given))
+            try:
+                yield ShardedStore(spec.store, tuple(servers))
+            finally:
+                with suppress(ray.exceptions.RayError, TimeoutError):  # a server may be without a place
+                    ray.get([server.close.remote() for server in servers], timeout=CLOSE_SECONDS)
+                for server in servers:
+                    ray.kill(server)
+
+
+def check_sharded(spec: RunSpec) -> None:
+    """Raise InputError for a run whose store cannot be spread over several servers."""
+    needs = spec.policy.needs
+    if needs.collects_pushes or needs.needs_base_params:
+        why = "takes several pushes for a version" if needs.collects_pushes else "needs base parameters"
+        expected = "with several servers one that takes each push by itself, such as asp, ssp or r2sp"
+        raise InputError("pyps.ray", "policy", f"{spec.policy.name}, which {why}", expected)
+
+
+def _server(ray: Any, place: Any, given: Mapping[str, Any]) -> Any:
+    """A StoreActor there, still to be made; Ray starts it again whenever it dies."""
+    options = {"max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": place}
+    return ray.remote(StoreActor).options(**options, **given)
 
 
 def _file_of(train: Callable[[], object] | StrPath) -> StrPath:

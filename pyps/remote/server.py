@@ -42,7 +42,7 @@ from pyps.remote.keys import KeyFolder
 from pyps.remote.local import SocketFolder
 from pyps.remote.outbox import Outbox
 from pyps.remote.session import SessionReply
-from pyps.remote.shard_host import ShardHost
+from pyps.remote.shard_host import Home, ShardHost
 from pyps.remote.site import Site
 from pyps.remote.wire import (
     MAX_HEADER_BYTES,
@@ -89,7 +89,8 @@ class Server:
     missing; what `pyps keys` changes there counts at once. insecure: listen on TCP without keys.
     client_timeout_seconds: a client not heard of for so long is dead. sessions_per_client: that one key, or
     without keys one host or process, may have. home: the address of the first of several servers of a model,
-    of which this is another; None: this is the first, or the only one.
+    of which this is another, or a function that gives it (LinkLost: not now); None: this is the first, or the
+    only one.
 
     Raises InputError for a wrong or taken address, wrong keys, or TCP without keys unless `insecure`.
     """
@@ -103,7 +104,7 @@ class Server:
         insecure: bool = False,
         client_timeout_seconds: float = CLIENT_TIMEOUT_SECONDS,
         sessions_per_client: int = SESSIONS_PER_PEER,
-        home: str | None = None,
+        home: Home | None = None,
     ) -> None:
         check_byte_order()
         disable_malloc_trim()  # the frames of one gradient are the next one's memory

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from pyps import native
-from pyps.errors import InvalidArgument, LinkLost, SegmentNotFound, StoreClosed, StoreError, TimedOut
+from pyps.errors import Busy, InvalidArgument, LinkLost, SegmentNotFound, StoreClosed, StoreError, TimedOut
 from pyps.native.state import StoreState
 from pyps.native.values import Config, Layout
 from pyps.remote.address import parse_address
@@ -19,6 +20,7 @@ from pyps.remote.wire import PROTOCOL, Following, LogEntry
 from pyps.store.marks import run_and_servers
 from pyps.store.segments import PREFIX, STAGED, folder
 
+Home = str | Callable[[], str]
 SHARD = re.compile(r"(?P<store>.*)\.shard-(?P<index>\d+)-of-(?P<count>\d+)")
 
 
@@ -27,15 +29,31 @@ def shard_name(store: str, index: int, count: int) -> str:
     return f"{store}.shard-{index}-of-{count}"
 
 
+def remove_all(store: str) -> None:
+    """Remove what servers of this store have left here: head, shards, and gradients sent to them."""
+    for path in sorted(folder().glob(f"{PREFIX}{store}*")):
+        name = path.name.removeprefix(PREFIX)
+        segment, staged, _ = name.partition(STAGED)
+        found = SHARD.fullmatch(segment)
+        if segment != store and (found is None or found["store"] != store):
+            continue
+        with contextlib.suppress(SegmentNotFound):
+            if staged:
+                path.unlink(missing_ok=True)
+            else:
+                native.unlink(name, force=True)
+
+
 class ShardHost:
-    """For a server of this store. home: the first server's address; None: this is the first.
+    """For a server of this store. home: the first server's address, or what gives it each time that it is
+    needed; None: this is the first.
 
     opened: called with the layout of a shard that is here. Thread-safe.
     """
 
-    def __init__(self, store: str, home: str | None, opened: Callable[[Layout], None]) -> None:
+    def __init__(self, store: str, home: Home | None, opened: Callable[[Layout], None]) -> None:
         self._store, self._home, self._opened = store, home, opened
-        if home is not None:
+        if isinstance(home, str):
             parse_address(home)
         self._lock = threading.Lock()
         self._log: DecisionLog | None = None
@@ -49,9 +67,12 @@ class ShardHost:
         for path in sorted(folder().glob(f"{PREFIX}{self._store}.shard-*")):
             name = path.name.removeprefix(PREFIX)
             found = SHARD.fullmatch(name)
-            if STAGED not in name and found is not None and found["store"] == self._store:
-                self._open_shard(name)
-                return
+            if STAGED in name or found is None or found["store"] != self._store:
+                continue
+            if (found["index"] == "0") == (self._home is None):
+                with contextlib.suppress(Busy):  # another server's, on this machine too
+                    self._open_shard(name)
+                    return
 
     def open_log(self) -> None:
         """Begin the log if the store is a head."""
@@ -172,8 +193,8 @@ class _Local:
 class FarLog:
     """The log at the first server."""
 
-    def __init__(self, address: str) -> None:
-        self._address = parse_address(address)
+    def __init__(self, home: Home) -> None:
+        self._home = home
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._closed = False
@@ -181,14 +202,15 @@ class FarLog:
     def connect(self) -> Decisions:
         """A new session; the one before is over."""
         self.close()
-        client = Client(self._address)
+        address = parse_address(self._home if isinstance(self._home, str) else self._home())
+        client = Client(address)
         with self._lock:
             if self._closed:
                 client.close()
                 raise LinkLost("shard", "the server is ending")
             self._client = client
         try:
-            reply: Any = client.call("hello", PROTOCOL, self._address.store)[0]
+            reply: Any = client.call("hello", PROTOCOL, address.store)[0]
         except SegmentNotFound as error:
             raise TimedOut("shard", str(error)) from None
         client.set_server(reply.server, reply.client_timeout_seconds)

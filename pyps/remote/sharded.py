@@ -80,6 +80,7 @@ class ShardedBackend(RemoteBackend):
         self._cut: Cut
         self._layouts: tuple[Layout, ...] = ()
         self._client = 0
+        self.undone = 0  # see StoreHandle
         self._numbers = count(1)  # of pushes and pins
         try:
             super().__init__(address, config, state)
@@ -145,12 +146,12 @@ class ShardedBackend(RemoteBackend):
             present = whole is not None and self._are_there(whole.run)
             if whole is None or present:
                 raise SegmentExists("create", f"{name!r}: found it at {self.address}")
-            undone = probe.call("get_status")[0].version - version
+            self.undone = max(0, probe.call("get_status")[0].version - version)
             self.client.call("remove_head", PROTOCOL, name, whole.run)
         finally:
             probe.close()
         lost = f"a server has lost its shard; all go back to version {version}"
-        warnings.warn(f"store {name!r}: {lost}, and {max(0, undone)} pushes are undone", stacklevel=2)
+        warnings.warn(f"store {name!r}: {lost}, and {self.undone} pushes are undone", stacklevel=2)
 
     def _are_there(self, run: int) -> bool:
         arguments = (PROTOCOL, self.address.store, run)

@@ -42,6 +42,11 @@ class RemoteStore(Store):
         return cls(name, native.Pointer(_backend(name)(name, config, state)), unlinks=False)
 
     @property
+    def undone(self) -> int:
+        calls = self._calls
+        return calls.undone if isinstance(calls, ShardedBackend) else 0
+
+    @property
     def traffic(self) -> Traffic:
         """What went over the link so far."""
         return self._calls.traffic

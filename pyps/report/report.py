@@ -130,6 +130,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     where the store had nothing left to train.
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     resumed_at: the version at which each later part of it began.
+    undone: pushes after the last checkpoint that were lost with a server's host, and trained again.
     checkpoint: the folder of the last one, in checkpoints/; "": there is none.
     training_seconds: of the wall time, from the first step's begin to the last one's end, of each part of a
         run that was resumed.
@@ -160,6 +161,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     advice: list[str] = []
     turns: TurnsReport | None = None
     resumed_at: list[NonNegative] = []
+    undone: NonNegative = 0
     checkpoint: str = ""
     training_seconds: float = 0.0
 
@@ -239,6 +241,7 @@ def make_report(
         ],
         turns=_turns(setup, applied),
         resumed_at=_resumed_at(events, applied),
+        undone=sum(event.pushes or 0 for event in events),
         checkpoint=next((e.detail for e in reversed(events) if e.kind == "checkpoint"), ""),
     )
 

@@ -7,6 +7,7 @@ has a low priority, so that on a busy machine the workers come first.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -16,9 +17,8 @@ from pathlib import Path
 from pyps.checkpoint.folder import FOLDER
 from pyps.checkpoint.local_states import open_states
 from pyps.checkpoint.state import save
-from pyps.errors import InputError, PypsError, StoreError
+from pyps.errors import InputError, LinkLost, PypsError, StoreError
 from pyps.native.status import Status
-from pyps.remote import open_store
 from pyps.run.interval import interval_of
 from pyps.run.ranks import with_split
 from pyps.run.spec import RunSpec
@@ -86,6 +86,8 @@ class Checkpointer:
             return
         self._thread = None
         if isinstance(self._result, PypsError):
+            if isinstance(self._result, LinkLost):  # again, once the store is back
+                self._last_version, self._last_time = self.version, -math.inf
             self._on_failed(self._result)
         elif self._result is not None:
             self.version, self.path = self._result
@@ -94,7 +96,7 @@ class Checkpointer:
     def _write(self, seconds: float, low_priority: bool) -> None:
         spec = self._spec
         try:
-            with open_store(spec.store) as store:
+            with spec.open_store() as store:
                 if spec.journal is not None:
                     store.journal(spec.journal)
                 state = store.state(seconds)

@@ -24,17 +24,15 @@ from pyps.errors import (
     InputError,
     InvalidArgument,
     LinkLost,
-    NotReady,
     PlanChanged,
     PypsError,
     SegmentNotFound,
     StoreError,
-    StoreFull,
 )
 from pyps.formats.events import EventLog
 from pyps.formats.records import record_path
-from pyps.remote import open_store
-from pyps.remote.address import is_address, is_sharded
+from pyps.formats.undone import read_undone
+from pyps.remote.address import is_address
 from pyps.report.activity import StoreActivity, look
 from pyps.report.report import StoreTotals
 from pyps.run.checkpoints import Checkpointer
@@ -45,15 +43,16 @@ from pyps.run.ranks import RankSpec
 from pyps.run.rebalance import RunRebalancer
 from pyps.run.restarts import Restarts
 from pyps.run.spec import RunSpec
+from pyps.run.store import RunStore
 from pyps.store.segments import segment_path
 from pyps.store.store import Store
-from pyps.worker.agreement import check_agreed
 
 TICK_SECONDS = 0.05
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host
 REAP_INTERVAL_SECONDS = 1.0  # how often the store is asked to reap members that the launcher did not start
 LOST_PLACE_SECONDS = 1.0  # before a rank whose place was lost asks for another one
 GRACE_SECONDS = 5.0  # between the first signal, SIGTERM and SIGKILL
+AWAY_SECONDS = 60.0  # that a store which may come back is waited for at the end
 LAST_CHECKPOINT_SECONDS = 20.0  # that the last checkpoint of a run that was stopped may take
 
 OnLine = Callable[[int, str, bool], None]  # (rank, line, is_stderr)
@@ -117,7 +116,7 @@ class Launcher:
         self._processes: dict[int, RankProcess] = {}
         self._restart_at: dict[int, tuple[float, str]] = {}  # by rank: when, and what to say then
         self._restarts = Restarts(spec.options.max_restarts, len(spec.ranks))
-        self._store: Store | None = None
+        self._store = RunStore(spec, lambda state: self._detect_joins(state, *self._processes.values()))
         self._signal = self._signals = 0
         self._previous_handlers: dict[int, object] = {}
         self._checkpoints = Checkpointer(spec, self._note_checkpoint, self._note_failed_checkpoint)
@@ -136,8 +135,7 @@ class Launcher:
                 process.close()
             self._guard.close()
             self._selector.close()
-            if self._store is not None:
-                self._store.close()
+            self._store.close()
             if not self._is_remote:
                 with contextlib.suppress(SegmentNotFound):  # no worker has created it
                     native.unlink(self.spec.store, force=True)
@@ -176,17 +174,30 @@ class Launcher:
                 self._start(rank, "restarted")
             if self._signal:
                 raise Interrupted(self._signal)
-        if self._store is None:
+        if not self._store.was_open:
             raise TrainingFailed("every worker ended, but none joined: the script has to call pyps.join()")
-        state = look(self._store)
-        self._update_totals(state)
-        if self._on_tick is not None:
-            self._on_tick(state)
-        self._save_last(math.inf)
-        try:
-            write_whole(self.spec.run_dir / MODEL, self._store.snapshot().tensors)
-        except InputError as full:
-            raise TrainingFailed(f"trained to the end, but the model is not written: {full}") from None
+        deadline = time.monotonic() + AWAY_SECONDS
+        while not self._end(deadline):
+            time.sleep(REMOTE_POLL_SECONDS)
+
+    def _end(self, deadline: float) -> bool:
+        """Keep what was trained; whether the store was there. Raises LinkLost after the deadline."""
+        with self._store.may_be_lost(deadline):
+            store = self._store.open()
+            if store is None:
+                raise LinkLost("end", "trained to the end, but the store has not come back")
+            state = look(store)
+            self._update_totals(state)
+            self._note_undone()
+            if self._on_tick is not None:
+                self._on_tick(state)
+            self._save_last(math.inf)
+            try:
+                write_whole(self.spec.run_dir / MODEL, store.snapshot().tensors)
+            except InputError as full:
+                raise TrainingFailed(f"trained to the end, but the model is not written: {full}") from None
+            return True
+        return False
 
     def _start(self, rank: int, event: Literal["started", "restarted"]) -> None:
         process = self._processes[rank] = self._start_process(self.spec, self._ranks[rank])
@@ -221,16 +232,18 @@ class Launcher:
             del self._processes[rank]
             if process.is_here:
                 self._guard.remove(process.pid)
-            if self._store is not None:
-                self._detect_joins(look(self._store), process)  # it may have joined since the last look
+            with self._store.may_be_lost():
+                if self._store.store is not None:  # it may have joined since the last look
+                    self._detect_joins(look(self._store.store), process)
             joined = process.joined or self._has_record(process)
             if code == 0 and joined:
                 self.log.write("finished", rank=rank, pid=process.pid)
                 self._has_finished = True
                 continue
             self.log.write("died", rank=rank, pid=process.pid, detail=process.exit_reason())
-            if self._store is not None:
-                self._store.reap()
+            with self._store.may_be_lost():
+                if self._store.store is not None:
+                    self._store.store.reap()
             if self._signal:
                 continue
             self._restart_or_fail(process, joined)
@@ -295,18 +308,18 @@ class Launcher:
         if time.monotonic() < self._next_poll:
             return
         self._next_poll = time.monotonic() + (REMOTE_POLL_SECONDS if self._is_remote else 0.0)
-        store = self._current_store()
-        if store is None:
-            state = None
-        else:
-            state = look(store)
-            self._detect_joins(state, *self._processes.values())
-            if time.monotonic() >= self._next_reap:
-                self._next_reap = time.monotonic() + REAP_INTERVAL_SECONDS
-                store.reap()
-            self._update_totals(state)
-            self._rebalance(store, state)
-            self._checkpoints.update(state.status)
+        state: StoreActivity | None = None
+        with self._store.may_be_lost():
+            if (store := self._store.open()) is not None:
+                state = look(store)
+                self._detect_joins(state, *self._processes.values())
+                if time.monotonic() >= self._next_reap:
+                    self._next_reap = time.monotonic() + REAP_INTERVAL_SECONDS
+                    store.reap()
+                self._update_totals(state)
+                self._note_undone()
+                self._rebalance(store, state)
+                self._checkpoints.update(state.status)
         if self._on_tick is not None:
             self._on_tick(state)
 
@@ -327,30 +340,6 @@ class Launcher:
 
     def _has_record(self, process: RankProcess) -> bool:
         return record_path(self.spec.run_dir, process.rank, process.pid).exists()
-
-    def _current_store(self) -> Store | None:
-        """The run's store; opened again where the workers made it again from a checkpoint."""
-        if self._store is not None and is_sharded(self.spec.store):
-            try:
-                self._store.status()
-            except LinkLost:
-                self._store.close()
-                self._store = None
-        self._store = self._store or self._open_store()
-        return self._store
-
-    def _open_store(self) -> Store | None:
-        try:
-            store = open_store(self.spec.store)
-        except (SegmentNotFound, NotReady):
-            return None
-        check_agreed(store, self.spec.settings(self.spec.ranks[0]))
-        if self.spec.journal is not None:
-            store.journal(self.spec.journal)
-        self._detect_joins(look(store), *self._processes.values())  # joining may take a dead worker's slot
-        with contextlib.suppress(StoreFull):  # every slot is a worker's: status() works without joining
-            store.join(role="observer")
-        return store
 
     def _update_totals(self, state: StoreActivity) -> None:
         status, ranks = state.status, state.ranks
@@ -383,7 +372,7 @@ class Launcher:
 
         Meanwhile what workers print is read, and a second signal ends it at once.
         """
-        deadline, begun = time.monotonic() + seconds, self._store is None
+        deadline, begun = time.monotonic() + seconds, self._store.store is None
         while time.monotonic() < deadline and self._signals < 2:
             if not self._checkpoints.wait(TICK_SECONDS):
                 self._wait_for_output()
@@ -394,8 +383,8 @@ class Launcher:
 
     def _begin_last(self, seconds: float) -> bool:
         with contextlib.suppress(StoreError):  # its server may be gone
-            if self._store is not None:
-                self._checkpoints.begin_last(self._store.status().version, seconds)
+            if self._store.store is not None:
+                self._checkpoints.begin_last(self._store.store.status().version, seconds)
         return True
 
     def _note_checkpoint(self, version: int, path: Path) -> None:
@@ -405,6 +394,14 @@ class Launcher:
         last = self.last_checkpoint
         before = f"the last one is {last}" if last is not None else "there is no earlier one"
         self._notice(f"no checkpoint written: {error}; {before}")
+
+    def _note_undone(self) -> None:
+        """Pass on what rank 0 wrote when it made a lost store again."""
+        known = sum(event.kind == "undone" for event in self.log.events)
+        for one in read_undone(self.spec.run_dir)[known:]:
+            self.log.write("undone", version=one.version, pushes=one.pushes)
+            back = f"a server's host was lost: all shards are back at version {one.version:,}"
+            self._notice(f"{back}, and {one.pushes:,} pushes after it are undone")
 
     def _resume_hint(self) -> str:
         return f"continue with pyps run --resume {self.spec.run_dir}"

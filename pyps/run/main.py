@@ -15,7 +15,6 @@ from pyps.formats import write_json
 from pyps.formats.events import EVENTS, EventLog
 from pyps.formats.records import read_run
 from pyps.metrics import Sink, open_sink
-from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.report.report import REPORT, Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
@@ -88,7 +87,7 @@ def _begins_anew(spec: RunSpec) -> bool:
     if not is_address(spec.store):
         return True
     try:
-        open_store(spec.store).close()
+        spec.open_store().close()
     except (SegmentNotFound, NotReady):
         return True
     except StoreError:

@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from pyps.formats.mode import FROM_PLAN
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
 from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec, CostModel
+from pyps.remote import open_store
 from pyps.remote.address import is_address, parse_servers
 from pyps.run.interval import interval_of
 from pyps.run.ranks import (
@@ -35,6 +36,7 @@ from pyps.run.ranks import (
 )
 from pyps.run.resume import Resumed, check_unfinished, continue_folder, find_resumed, run_of
 from pyps.store.policies import Policy
+from pyps.store.store import Store
 from pyps.worker.mode import ModeOptions, RankMode, departures, launched_mode, launched_policy
 from pyps.worker.sampling import MAX_SEED
 from pyps.worker.settings import STAGING_BUFFERS, Settings
@@ -120,6 +122,7 @@ class RunSpec:
     folder: where its processes start.
     resumed: what it goes on from.
     cost_model: of ranks that the plan does not have.
+    where: gives the address of a store whose servers may move; None: it stays at `store`.
     """
 
     plan: Plan
@@ -134,6 +137,11 @@ class RunSpec:
     folder: str
     resumed: Resumed = ANEW
     cost_model: CostModel | None = None
+    where: Callable[[], str] | None = None
+
+    def open_store(self) -> Store:
+        """The run's store, wherever it is now. Raises as pyps.remote.open_store."""
+        return open_store(self.store if self.where is None else self.where())
 
     @property
     def plan_path(self) -> Path:

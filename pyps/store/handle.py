@@ -59,6 +59,11 @@ class StoreHandle:
     def closed(self) -> bool:
         return self._pointer is None
 
+    @property
+    def undone(self) -> int:
+        """Pushes that making this store has undone: of one that had lost shards, after the state given."""
+        return 0
+
     def close(self) -> None:
         """Leave, unmap (when the last view is gone), and remove the name if this Store created it.
         Idempotent.

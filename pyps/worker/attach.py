@@ -25,6 +25,7 @@ from pyps.checkpoint.state import load as load_checkpoint
 from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound, ShardLost
 from pyps.formats.records import read_records
 from pyps.formats.turns import TurnSchedule
+from pyps.formats.undone import Undone, append_undone
 from pyps.native.values import Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
 from pyps.remote.address import is_address
@@ -251,21 +252,32 @@ def _last_checkpoint(settings: Settings) -> Path | None:
     return found or settings.resume
 
 
-def _warn_of_undone(settings: Settings, saved: Saved) -> None:
-    """A warning with how many versions the records of this host know that the checkpoint does not have."""
+def _last_recorded(settings: Settings) -> int:
+    """The last version that the records of this host know."""
     paths = [] if settings.run_dir is None else sorted(settings.run_dir.glob("worker-*.jsonl"))
-    last = max((record.version for path in paths for record in read_records(path)), default=0)
+    return max((record.version for path in paths for record in read_records(path)), default=0)
+
+
+def _report_undone(store: Store, settings: Settings, saved: Saved, last: int) -> None:
+    """Warn of the pushes that the lost store had after the checkpoint, and note them for the report.
+
+    last: the last version that is known, if its servers know none.
+    """
     version = saved.state.header.version
-    if last > version:
-        undone = f"{last - version} pushes after version {version} are undone"
-        warnings.warn(
-            f"store {settings.store!r} was lost: it goes on from {saved.path}, {undone}", stacklevel=4
-        )
+    undone = max(store.undone, last - version)
+    if undone <= 0:
+        return
+    if settings.run_dir is not None:
+        append_undone(settings.run_dir, Undone(version, undone))
+    if not store.undone:  # else it has said so
+        lost = f"it goes on from {saved.path}, {undone} pushes after version {version} are undone"
+        warnings.warn(f"store {settings.store!r} was lost: {lost}", stacklevel=4)
 
 
 def _create(settings: Settings, attachment: Attachment, resume: Path | None) -> Store:
     tensors = attachment.tensors()
     saved = _saved(settings, resume) if resume is not None else None
+    last = _last_recorded(settings) if resume != settings.resume else 0  # before others drop theirs
     store = create_store(
         settings.store,
         {name: values for name, (_, values) in tensors.items()},
@@ -281,9 +293,8 @@ def _create(settings: Settings, attachment: Attachment, resume: Path | None) -> 
         keep=settings.launched,
         agreement=agreement_of(settings),
     )
-    if saved is not None and resume != settings.resume:
-        _warn_of_undone(settings, saved)
     if saved is not None:
+        _report_undone(store, settings, saved, last)
         _take_edited_turns(store, settings.schedule, saved)
     return store
 

@@ -14,19 +14,26 @@ import torch
 import pyps
 
 SLOW_STEPS, SLOW_SECONDS = 200, 0.02
+WIDTH = 256  # whose square is the parameters of two chunks
 
 
-def train() -> None:
+def train(width: int = 1) -> None:
+    """A gradient is 1 / width everywhere."""
     torch.set_num_threads(1)
-    model = torch.nn.Linear(1, 1, bias=False)
+    model = torch.nn.Linear(width, width, bias=False)
     torch.nn.init.zeros_(model.weight)
     with pyps.join() as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        for step, (x,) in enumerate(worker.batches((torch.ones(64, 1),))):
+        for step, (x,) in enumerate(worker.batches((torch.ones(64, width),))):
             loss = model(x).mean()
             loss.backward()
             pace(step)
             worker.step(loss)
+
+
+def train_wide() -> None:
+    """With a model that two servers can share."""
+    train(WIDTH)
 
 
 def pace(step: int) -> None:

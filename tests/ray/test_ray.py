@@ -16,12 +16,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from ray_train import fail, train
+from ray_train import SLOW_STEPS, fail, train, train_wide
 from run_tools import make_plan
 from safetensors.numpy import load_file
 
@@ -29,6 +30,7 @@ import pyps.ray
 from pyps.errors import InputError
 from pyps.formats import read_profile, write_json
 from pyps.formats.events import RunEvent, read_events
+from pyps.formats.records import read_run
 from pyps.ray.profiles import device_kinds
 from pyps.report.report import Report
 from pyps.run.launcher import TrainingFailed
@@ -42,7 +44,7 @@ HELPERS = str(Path(__file__).resolve().parents[1] / "helpers")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two raylets: this process's, and one that alone has the resource `far`."""
+    """Two raylets: this process's, and one that alone has the resource `far`. A server can be on each."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -50,12 +52,14 @@ def cluster() -> Iterator[Any]:
     segments = tempfile.mkdtemp(prefix="test-pyps-", dir="/dev/shm")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYPS_SHM_DIR", segments)
+        patch.setenv("RAY_TMPDIR", temporary)  # where Ray notes the cluster's address
+        os.mkdir(f"{temporary}/ray")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", HELPERS, prepend=os.pathsep)
-        head = {"num_cpus": 2, "include_dashboard": False, "temp_dir": temporary}
+        head = {"num_cpus": 2, "resources": {"serve": 1}, "include_dashboard": False, "temp_dir": temporary}
         started = Cluster(initialize_head=True, head_node_args={**head, "object_store_memory": 80 << 20})
         try:
-            started.add_node(num_cpus=0, resources={"far": 1}, object_store_memory=80 << 20)
+            started.add_node(num_cpus=0, resources={"far": 1, "serve": 1}, object_store_memory=80 << 20)
             ray.init(address=started.address, logging_level="error", log_to_driver=False)
             yield started
             assert not os.listdir(segments), "segments left behind"
@@ -86,10 +90,23 @@ class Running:
         except BaseException as error:
             self.error = error
 
-    def events(self, kind: str, rank: int) -> list[RunEvent]:
+    def events(self, kind: str, rank: int | None = None) -> list[RunEvent]:
         path = self.out / "run.jsonl"
         found = read_events(path) if path.exists() else []
         return [event for event in found if event.kind == kind and event.rank == rank]
+
+    def checkpoints(self) -> list[int]:
+        return [event.version or 0 for event in self.events("checkpoint")]
+
+    def port(self, number: int) -> int:
+        """Where this server listens."""
+        noted = self.out / f"server-{number}.address"
+        self.until(noted.exists)
+        return int(noted.read_text().partition("/")[0].rpartition(":")[2])
+
+    def server(self, number: int) -> psutil.Process:
+        (found,) = [p for p in processes("ray::StoreActor") if self.port(number) in listening(p)]
+        return found
 
     def joined(self, rank: int, times: int) -> int:
         """The process that joined as this rank that many times; waits for it."""
@@ -122,12 +139,48 @@ class Running:
         assert report.samples.trained == samples
         (weight,) = load_file(self.out / "model.safetensors").values()
         by_rounds = self.options["policy"] == "bsp"  # a round takes 1, however many samples it has
-        assert weight.item() == (-report.versions if by_rounds else -samples / B)
+        expected = (-report.versions if by_rounds else -samples / B) / len(weight)
+        assert set(weight.flatten().tolist()) == {expected}
 
 
 def processes(title: str) -> list[psutil.Process]:
     """Ray's processes that run an actor of this class."""
     return [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith(title)]
+
+
+def listening(process: psutil.Process) -> dict[int, str]:
+    """The ports at which it listens, and the address of each."""
+    found = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return {address.port: address.ip for address in found}
+
+
+@contextmanager
+def hosts(cluster: Any, count: int) -> Iterator[tuple[Callable[[Path | None], None], dict[Path, Any]]]:
+    """Nodes that can have a shard each, by the folder of their segments, and what adds another.
+
+    Without a folder its memory is a new one's. The nodes and the folders are gone at the end.
+    """
+    nodes: dict[Path, Any] = {}
+    folders: list[Path] = []
+
+    def add(folder: Path | None = None) -> None:
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="test-pyps-", dir="/dev/shm"))
+            folders.append(folder)
+        env = {"PYPS_SHM_DIR": str(folder)}
+        options = {"num_cpus": 0, "object_store_memory": 80 << 20, "env_vars": env}
+        nodes[folder] = cluster.add_node(resources={"shard": 1}, **options)
+
+    try:
+        for _ in range(count):
+            add()
+        yield add, nodes
+        assert not [path for folder in nodes for path in folder.iterdir()], "segments left behind"
+    finally:
+        for node in nodes.values():
+            cluster.remove_node(node)
+        for folder in folders:
+            shutil.rmtree(folder)
 
 
 def test_ranks_on_one_node_use_its_memory_and_nothing_listens(cluster: Any, tmp_path: Path) -> None:
@@ -149,9 +202,8 @@ def test_killed_workers_and_servers_lose_nothing(cluster: Any, tmp_path: Path) -
     near, far = run.joined(0, 1), run.joined(1, 1)
     assert (run.out / "keys" / "rank-1.key").exists()
     assert not (run.out / "keys" / "rank-0.key").exists()
-    (server,) = processes("ray::StoreActor")
-    listening = [c.laddr.ip for c in server.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert cluster.head_node.node_ip_address in listening
+    server = run.server(0)
+    assert listening(server)[run.port(0)] == cluster.head_node.node_ip_address
     os.kill(near, signal.SIGKILL)
     assert run.joined(0, 2) != near
     os.kill(far, signal.SIGKILL)
@@ -161,6 +213,50 @@ def test_killed_workers_and_servers_lose_nothing(cluster: Any, tmp_path: Path) -
     run.check_exact(samples)
     assert [len(run.events("died", rank)) for rank in (0, 1)] == [1, 2]
     assert run.events("died", 0)[0].detail.startswith("its actor died")
+
+
+def test_killed_servers_of_a_store_over_two_nodes_lose_nothing(cluster: Any, tmp_path: Path) -> None:
+    """Each is started again where its shard is, and found there."""
+    samples = 800 * B
+    shards = {"servers": 2, "server_resources": {"serve": 1}, "max_restarts": 9}
+    run = Running(tmp_path, train_wide, {"device-1": {"far": 1}}, samples=samples, **shards)
+    near, far = run.joined(0, 1), run.joined(1, 1)
+    servers = {number: run.server(number) for number in (0, 1)}
+    assert sorted(path.name for path in (run.out / "keys").glob("*.key")) == [
+        *("client.key", "rank-0.key", "rank-1.key", "server-1.key", "server.key", "trainer.key")
+    ]
+    for number, server in servers.items():
+        assert listening(server)[run.port(number)] == cluster.head_node.node_ip_address
+    os.kill(near, signal.SIGKILL)
+    assert run.joined(0, 2) != near
+    for times, number in enumerate((1, 0), 1):
+        servers[number].send_signal(signal.SIGKILL)
+        assert run.joined(1, 1 + times) != far
+    run.check_exact(samples)
+    assert run.report is not None
+    assert run.report.undone == 0
+
+
+@pytest.mark.parametrize(("number", "survives"), [(0, False), (1, False), (1, True)])
+def test_a_lost_node_of_a_server_takes_all_shards_back_to_the_checkpoint(
+    cluster: Any, tmp_path: Path, number: int, survives: bool
+) -> None:
+    """Every rank waits after its slow steps, so that the pushes are known. Where the host's memory survives,
+    as if Ray alone was killed there, nothing is undone.
+    """
+    with hosts(cluster, 2) as (add, nodes):
+        options = {"servers": 2, "server_resources": {"shard": 1}, "checkpoint_every": 150}
+        run = Running(tmp_path, train_wide, {"device-1": {"far": 1}}, samples=800 * B, **options)
+        pushes = 2 * SLOW_STEPS
+        run.until(lambda: run.checkpoints() and len(read_run(run.out)) == pushes)
+        (host,) = [folder for folder in nodes if list(folder.glob(f"*.shard-{number}-of-2"))]
+        cluster.remove_node(nodes.pop(host), allow_graceful=False)
+        add(host if survives else None)
+        kept = run.checkpoints()[-1]
+        run.check_exact(800 * B)
+        assert run.report is not None
+        assert run.report.undone == (0 if survives else pushes - kept)
+        assert [event.version for event in run.events("undone")] == ([] if survives else [kept])
 
 
 def test_a_lost_node_leaves_and_another_one_joins(cluster: Any, tmp_path: Path) -> None:
