@@ -69,17 +69,17 @@ def raylet(
             process.wait()
 
 
-def near_raylet(pair: Shaped, folder: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+def near_raylet(pair: Shaped, folder: str, *options: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
     """The cluster's head."""
     head = ("--head", "--port", str(PORT), "--include-dashboard", "false", "--num-cpus", "2")
     own = ("--temp-dir", f"{folder}/r", "--resources", json.dumps(SERVE))
-    return raylet(pair, pair.server, SERVER, folder, *head, *own)
+    return raylet(pair, pair.server, SERVER, folder, *head, *own, *options)
 
 
-def far_raylet(pair: Shaped, folder: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+def far_raylet(pair: Shaped, folder: str, *options: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
     """The other host's."""
     own = ("--num-cpus", "0", "--resources", json.dumps({"far": 2} | SERVE))
-    return raylet(pair, pair.client, CLIENT, folder, "--address", f"{SERVER}:{PORT}", *own)
+    return raylet(pair, pair.client, CLIENT, folder, "--address", f"{SERVER}:{PORT}", *own, *options)
 
 
 @contextmanager

@@ -4,30 +4,33 @@ The gradient goes over, the SGD step is taken there, the parameters come back; a
 on loopback, where nothing but the work itself costs time. The bare socket moves the same bytes and does
 nothing with them. Rounds are interleaved; medians with range. Bytes are those of a step, both ways, with all
 headers but TCP's. --rate 1gbit: between two hosts (network namespaces, so root) with a link that tc tbf
-shapes; without gloo.
+shapes, and beside iperf3, gloo, torch rpc and a Ray actor, as far as they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import importlib.util
 import multiprocessing
 import os
 import secrets
+import shutil
 import socket
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import link_peers
 import numpy as np
+from link_peers import Turn, enter
 from peers import LR, gloo
 from record import machine, milliseconds, seconds_of, table, write_section
-from shaped import SERVER, shaped
+from shaped import SERVER, Shaped, shaped
 
 from pyps import Hyper, Store
 from pyps.remote.keys import make_keys
@@ -36,9 +39,7 @@ from pyps.remote.store import RemoteStore
 from pyps.store.codec import Codec, Encoding, fed_back
 
 HYPER = Hyper(lr=LR)
-Turn = Callable[[], tuple[float, int]]  # seconds and bytes of one step
 SPAWN = multiprocessing.get_context("spawn")
-CLONE_NEWNET = 0x40000000
 
 
 def receive(connection: socket.socket, buffer: memoryview) -> None:
@@ -52,15 +53,6 @@ class Host:
 
     address: str = "127.0.0.1"
     namespace: str = ""
-
-
-def enter(namespace: str) -> None:
-    """Make it this process's network, before it has threads."""
-    if not namespace:
-        return
-    with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
 def echo(n: int, host: Host, pipe: Connection) -> None:
@@ -156,6 +148,20 @@ def by_gloo(n: int) -> Iterator[dict[str, Turn]]:
         yield {name: (lambda turn=turn: (turn(), 8 * n)) for name, turn in turns.items()}
 
 
+def peers_on(n: int, pair: Shaped) -> list[AbstractContextManager[dict[str, Turn]]]:
+    """The others between two hosts; what is not installed is named and left out."""
+    found = [link_peers.gloo(n, pair), link_peers.torch_rpc(n, pair)]
+    if shutil.which("iperf3"):
+        found.append(link_peers.iperf3(n, pair))
+    else:
+        print("no iperf3 (Debian: apt install iperf3): its row is left out")
+    if importlib.util.find_spec("ray"):
+        found.append(link_peers.ray_actor(n, pair))
+    else:
+        print("Ray is not installed: its row is left out")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=25_000_000)
@@ -166,15 +172,15 @@ def main() -> None:
     n = options.parameters
     f32, int8, int4 = Codec.F32, Codec.INT8, Codec.INT4
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        host = Host()
+        host, others = Host(), [by_gloo(n)]
         if options.rate:
             pair = stack.enter_context(shaped(options.rate))
             enter(pair.client)
-            host = Host(SERVER, pair.server)
+            host, others = Host(SERVER, pair.server), peers_on(n, pair)
         make_keys(keys := str(Path(folder) / "keys"))
         rivals = [
             bare(n, host),
-            *([] if options.rate else [by_gloo(n)]),
+            *others,
             ours(n, host, "pyps push + pull", f32, f32, None, False),
             ours(n, host, "pyps exchange", f32, f32, None, True),
             ours(n, host, "pyps exchange, encrypted", f32, f32, keys, True),
@@ -195,12 +201,17 @@ def main() -> None:
 
 
 def report(n: int, found: dict[str, list[tuple[float, int]]], rate: str | None, docs: bool) -> None:
-    socket_ms = statistics.median(seconds for seconds, _ in found["bare socket"])
+    medians = {name: statistics.median(s for s, _ in results) for name, results in found.items()}
+    speeds = {name: results[-1][1] / medians[name] for name, results in found.items()}
     rows = [[f"a step over TCP, {rate or 'loopback'}", "ms (range)", "x bare socket", "bytes a parameter"]]
+    if wire := speeds.get(link_peers.IPERF3):
+        rows[0].append("of iperf3's rate")
     for name, results in found.items():
-        times = [seconds for seconds, _ in results]
-        ratio = statistics.median(times) / socket_ms
-        rows.append([name, milliseconds(times), f"{ratio:.2f}", f"{results[-1][1] / n:.3f}"])
+        ratio = medians[name] / medians["bare socket"]
+        rows.append([name, milliseconds([s for s, _ in results]), f"{ratio:.2f}"])
+        rows[-1].append(f"{results[-1][1] / n:.3f}")
+        if wire:
+            rows[-1].append(f"{speeds[name] / wire:.2f}")
     text = f"{machine()}; {n:,} fp32 parameters.\n\n{table(rows)}"
     print(text)
     if docs:

@@ -17,14 +17,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 LONGEST_WORD = 100  # characters for which a like one is looked for
 
 
 class PypsError(Exception):
-    """Base of every error of pyps; its text is one message for the user."""
+    """Base of every error of pyps; its text is one message for the user. Other processes can receive it."""
 
     exit_code = 2
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (type(self), self.args, self.__dict__)
+
+
+def _received(kind: type[PypsError], args: tuple[Any, ...], values: dict[str, Any]) -> PypsError:
+    """As it was where it was raised, whatever its class is made from."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(values)
+    return error
 
 
 class InputError(PypsError):

@@ -61,6 +61,9 @@ class StoreActor:
     def endpoint(self) -> str:
         """Where it listens, as host:port. A server that was started again has its port again if it can."""
         if self._server is None:
+            if not self._run_dir.is_dir():
+                found = f"no {self._run_dir} on node {node_id()}"
+                raise InputError("run_dir", "", found, "a folder that all nodes have")
             if self._first is not None:
                 self._home()  # the first one makes the keys
             self._server = self._listen()

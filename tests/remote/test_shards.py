@@ -42,11 +42,13 @@ from pyps.errors import (
     ShardLost,
     StoreError,
 )
+from pyps.formats.undone import Undone, read_undone
 from pyps.native.state import StoreState
 from pyps.native.values import Hyper, PushResult
 from pyps.remote import create_store, open_store
 from pyps.remote.address import parse_servers
 from pyps.remote.server import Server
+from pyps.remote.shard_host import remove_all
 from pyps.remote.wire import CommitHeader
 from pyps.store import Store
 from pyps.store.codec import fed_back
@@ -326,6 +328,34 @@ def test_rank_0_brings_a_lost_store_back_to_the_last_checkpoint(
         again.join(0)
         values, version = again.pull()
         assert (set(values[:90_000].tolist()), version) == ({1.0}, 1)
+        assert read_undone(tmp_path) == ([Undone(1, 1)] if lost_one == "far" else [])
+
+
+def test_servers_of_one_machine_take_up_their_own_shards(shm: Path) -> None:
+    """The one that is free, and none that another server holds."""
+    with serving(3) as (address, servers), make(address) as store:
+        store.join(0)
+        push(store)
+        killed = servers[2]._shards
+        killed.shard.close(remove=False)
+        killed._shard = None
+        options: dict[str, Any] = {"insecure": True, "home": servers[0].address}
+        with Server("model", "tcp://127.0.0.1:*", **options) as again:
+            assert again._shards.shard.name == "model.shard-2-of-3"
+            assert again._shards.shard.version == 1
+
+
+def test_what_servers_leave_of_a_store_is_removed_and_nothing_else(shm: Path) -> None:
+    with serving(2) as (address, servers), make(address) as store:
+        store.join(0)
+        stage_parts(store, -1.0)
+        for name in ("model-2", "model.shard-0-of-2x"):
+            Store.create(name, {"w": np.zeros(4)}, batches=[1], keep=True).close()
+        assert len(list(shm.glob("*.staged-*"))) == 2
+        for server in servers:
+            server._shards.close(remove=False)
+        remove_all("model")
+        assert {path.name for path in shm.iterdir()} == {"pyps-model-2", "pyps-model.shard-0-of-2x"}
 
 
 class Served:

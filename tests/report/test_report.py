@@ -170,10 +170,12 @@ def test_processes_and_restarts() -> None:
         RunEvent("started", 1.5, 0.0, 1, 101),
         RunEvent("died", 2.0, 0.0, 1, 101, detail="killed by SIGKILL"),
         RunEvent("restarted", 3.0, 0.0, 1, 102),
+        RunEvent("undone", 4.0, 0.0, version=10, pushes=7),
+        RunEvent("undone", 5.0, 0.0, version=20, pushes=3),
         RunEvent("ended", 9.0, 0.0),
     ]
     report = report_of(rounds(3), events=events)
-    assert report.restarts == 1
+    assert (report.restarts, report.undone) == (1, 10)
     assert [rank.processes for rank in report.ranks] == [1, 2]
     assert report.wall_seconds == pytest.approx(8.0)
 
