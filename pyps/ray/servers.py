@@ -52,7 +52,7 @@ class StoreActor:
         self._server: Any = None
         if self._before():  # it was killed: those that it served look for it there
             with contextlib.suppress(PypsError):  # raised again where it is asked for
-                self.endpoint()
+                self._start(HOME_SECONDS)
 
     def pid(self) -> int:
         """This process's id on its node."""
@@ -60,16 +60,20 @@ class StoreActor:
 
     def endpoint(self) -> str:
         """Where it listens, as host:port. A server that was started again has its port again if it can."""
+        self._start(None)
+        return self._endpoint()
+
+    def _start(self, seconds: float | None) -> None:
+        """Listen. seconds: to wait for the first server; None: until it is there."""
         if self._server is None:
             if not self._run_dir.is_dir():
                 found = f"no {self._run_dir} on node {node_id()}"
                 raise InputError("run_dir", "", found, "a folder that all nodes have")
             if self._first is not None:
-                self._home()  # the first one makes the keys
+                self._home(seconds)  # the first one makes the keys
             self._server = self._listen()
             self._note.write_text(f"{self._endpoint()}/{self._store}")
             threading.Thread(target=self._watch, args=(self._server,), daemon=True).start()
-        return self._endpoint()
 
     def _endpoint(self) -> str:
         return str(self._server.address).removeprefix("tcp://").partition("/")[0]
@@ -101,13 +105,13 @@ class StoreActor:
         if self._server is server:
             os._exit(1)
 
-    def _home(self) -> str:
-        """The first server's address, for this one. Raises LinkLost where it does not answer."""
+    def _home(self, seconds: float | None = HOME_SECONDS) -> str:
+        """The first server's address, for this one. Raises LinkLost where it does not answer in time."""
         ray, name = importlib.import_module("ray"), f"server-{self._number}"
         try:
             first = ray.get_actor(self._first)
             found = [first.endpoint.remote(), first.key.remote(name)]
-            endpoint, key = ray.get(found, timeout=HOME_SECONDS)
+            endpoint, key = ray.get(found, timeout=seconds)
         except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
             raise LinkLost("shard", f"no answer of the first server's actor: {error}") from None
         return f"tcp://{endpoint}/{self._store}?keys={key}"

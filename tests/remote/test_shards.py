@@ -339,23 +339,26 @@ def test_servers_of_one_machine_take_up_their_own_shards(shm: Path) -> None:
         killed = servers[2]._shards
         killed.shard.close(remove=False)
         killed._shard = None
-        options: dict[str, Any] = {"insecure": True, "home": servers[0].address}
-        with Server("model", "tcp://127.0.0.1:*", **options) as again:
+        with Server("model", "tcp://127.0.0.1:*", insecure=True, home=servers[0].address) as again:
             assert again._shards.shard.name == "model.shard-2-of-3"
-            assert again._shards.shard.version == 1
+            eventually(lambda: again._shards.shard.version == 1)
+    remove_all("model")
 
 
 def test_what_servers_leave_of_a_store_is_removed_and_nothing_else(shm: Path) -> None:
     with serving(2) as (address, servers), make(address) as store:
         store.join(0)
         stage_parts(store, -1.0)
-        for name in ("model-2", "model.shard-0-of-2x"):
+        others = ("model-2", "model.shard-0-of-2x")
+        for name in others:
             Store.create(name, {"w": np.zeros(4)}, batches=[1], keep=True).close()
         assert len(list(shm.glob("*.staged-*"))) == 2
         for server in servers:
             server._shards.close(remove=False)
         remove_all("model")
-        assert {path.name for path in shm.iterdir()} == {"pyps-model-2", "pyps-model.shard-0-of-2x"}
+        assert {path.name for path in shm.iterdir()} == {f"pyps-{name}" for name in others}
+        for name in others:
+            remove_all(name)
 
 
 class Served:
