@@ -124,6 +124,7 @@ class Handlers:
         self._staging, self._in_round = None, False
         if pointer is not None:
             native.close(pointer)
+        self._shards.head.close()
 
     @property
     def _store(self) -> native.Pointer:
@@ -167,6 +168,7 @@ class Handlers:
         self.place = Place()
         self._site.created()
         self._site.shards.open_log()
+        self._shards.head.created()
         return self._opened()
 
     def _opened(self) -> Reply:

@@ -1,7 +1,7 @@
 """Handlers of the calls that only a model over several servers has (pyps.remote.shards).
 
-To the first server, which decides: enter, commit, drop, pin_state; the other servers follow its log. To each
-server: its part of a gradient, before the push is committed; its part of a version that was pinned.
+To the first server, which decides: made, enter, commit, drop, pin_state; the other servers follow its log.
+To each server: its part of a gradient, before the push is committed; its part of a version that was pinned.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WITHOUT_HEAD = (  # on a session that has not opened the head
     "pull_pinned",
     "read_pinned",
 )
-VERBS_OF_SHARDS = ("enter", "commit", "drop", "pin_state", *WITHOUT_HEAD)
+VERBS_OF_SHARDS = ("enter", "commit", "drop", "made", "pin_state", *WITHOUT_HEAD)
 
 
 class HeadSession:
@@ -59,6 +59,22 @@ class HeadSession:
         self._log: DecisionLog | None = None  # that the client has entered
         self._staging: int | None = None  # handed out and not pushed
         self._failed: PypsError | None = None  # a commit of a transfer, and with it all later ones
+        self._unfinished: int | None = None  # the run whose shards the client makes
+
+    def created(self) -> None:
+        """The client has made a store. If that is a head, its shards follow, then `made`."""
+        if self._host.has_log:
+            self._unfinished = self._host.log.run
+
+    def made(self) -> None:
+        self._unfinished = None
+
+    def close(self) -> None:
+        """The session has left. A head whose shards it did not finish goes too: another client can begin."""
+        run, self._unfinished = self._unfinished, None
+        if run is not None:
+            with contextlib.suppress(StoreError):
+                self._host.remove_head(run)
 
     def forget(self) -> None:
         """The session leaves the store, or begins anew: what it staged will not be pushed."""
@@ -184,6 +200,10 @@ class ShardCalls:
 
     def commit(self, header: CommitHeader) -> Reply:
         return self.head.commit(self._store(), header), ()
+
+    def made(self) -> Reply:
+        self.head.made()
+        return None, ()
 
     def drop(self, seq: int, transfer: bool) -> Reply:
         self.head.drop(seq, transfer)

@@ -109,7 +109,9 @@ class ShardedBackend(RemoteBackend):
             raise
 
     def _create(self, config: Config, state: StoreState | None) -> OpenReply:
-        """The head first: who makes it makes the shards, and others wait for these (NotReady)."""
+        """The head first: who makes it makes the shards, and others wait for these (NotReady). The head goes
+        with a client that ends before all are made.
+        """
         check_policy(config)
         whole = cut(secrets.randbits(62), config.tensors, config.chunk_params, len(self._servers))
         initial = {t.name: values for t, values in zip(whole.tensors, config.initial, strict=True)}
@@ -132,7 +134,9 @@ class ShardedBackend(RemoteBackend):
             own = None if state is None else shard_state(whole, shard, state.header, flat, vectors)
             made = shard_config(whole, shard, config, flat)
             posted.append(_post_creation(client, "create_shard", (self.address.store, k), made, own))
-        return self._opened_as(whole, reply, self._take("create_shard", posted))
+        made = self._take("create_shard", posted)
+        self.client.call("made")
+        return self._opened_as(whole, reply, made)
 
     def _remove_broken(self, version: int) -> None:
         """Make room for a state where a server has lost its shard, with a warning. Raises SegmentExists where

@@ -294,6 +294,7 @@ VERBS: Mapping[str, Verb] = {
     "enter": Verb(tuple[()], int),
     "commit": Verb(tuple[CommitHeader], TransferReply),
     "drop": Verb(tuple[Position, bool], None),
+    "made": Verb(tuple[()], None),
     "pin_state": Verb(tuple[Position, CallSeconds], StateHeader),
     "follow": Verb(tuple[Position, Position], Following),
     "entries": Verb(tuple[Position, CallSeconds], list[LogEntry]),

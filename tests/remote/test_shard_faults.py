@@ -280,3 +280,21 @@ def test_a_part_that_comes_after_its_client_has_left_is_not_kept(shm: Path) -> N
             shard._wait("push", time.monotonic(), lambda: shard._may_stage(1 << 60))
         for server in servers:
             assert server._shards.shard._staged.tags() == []
+
+
+def test_a_creation_that_failed_leaves_room_for_the_next(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is there first; it ends with the session of the client that should have made the shards."""
+
+    def full(*_: object) -> None:
+        raise OutOfSpace("create", "no room")
+
+    with serving(2) as (address, (_, far)):
+        with monkeypatch.context() as patch:
+            patch.setattr(far._shards, "create", full)
+            with pytest.raises(OutOfSpace):
+                make(address)
+        eventually(lambda: not (shm / "pyps-model").exists())
+        with make(address) as store:
+            store.join(0)
+            push(store)
+            assert only_value(store) == (1.0, 1)
