@@ -134,9 +134,9 @@ class ShardedBackend(RemoteBackend):
             own = None if state is None else shard_state(whole, shard, state.header, flat, vectors)
             made = shard_config(whole, shard, config, flat)
             posted.append(_post_creation(client, "create_shard", (self.address.store, k), made, own))
-        made = self._take("create_shard", posted)
+        replies = self._take("create_shard", posted)
         self.client.call("made")
-        return self._opened_as(whole, reply, made)
+        return self._opened_as(whole, reply, replies)
 
     def _remove_broken(self, version: int) -> None:
         """Make room for a state where a server has lost its shard, with a warning. Raises SegmentExists where
