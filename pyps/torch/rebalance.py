@@ -108,7 +108,8 @@ class Rebalancer:
     hook: the model's WeightedHook.
     profile: this device's pyps.profile/1 (a file or a Profile); with it one window is enough.
     max_batch: the largest batch that fits this device, if the profile does not give it.
-    min_batch, batch_multiple: bounds of this rank's batch that every change keeps.
+    min_batch, batch_multiple: bounds of this rank's batch that every change keeps. With BatchNorm1d each
+        micro-batch keeps two samples.
     window: steps between decisions, an odd number.
     deadband: the least share of a round's time that a change must save.
     store: for messages between ranks; by default the process group's.
@@ -136,7 +137,9 @@ class Rebalancer:
     ) -> None:
         _check_types(sampler, hook, window)
         self._consensus = Consensus("Rebalancer", hook.group, store, timeout, hook.peers)
-        self.min_batch, self.batch_multiple = max(sampler.accumulation, min_batch), batch_multiple
+        least = sampler.accumulation * hook.least_samples
+        least = least if sampler.batch >= least else sampler.accumulation
+        self.min_batch, self.batch_multiple = max(least, min_batch), batch_multiple
         prior, self.max_batch = self._agreed_prior(sampler, profile, max_batch)
         self.window, self.deadband = window, deadband
         self.history: list[SplitChange] = []

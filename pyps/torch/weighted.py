@@ -63,6 +63,11 @@ class WeightedHook(ABC):
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         _hooked.add(model)
 
+    @property
+    def least_samples(self) -> int:
+        """The fewest samples that the model trains on: two where a layer normalizes over them."""
+        return 2 if any(isinstance(layer, torch.nn.BatchNorm1d) for layer in self._model.modules()) else 1
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Those of the model."""
         return iter(self._parameters)

@@ -90,6 +90,15 @@ def unread_profile(group: dist.ProcessGroup, profiles: list[str | None]) -> tupl
 
 
 @in_new_pair
+def least_batch(group: dist.ProcessGroup, accumulate: int, normalized: bool) -> int:
+    """The least batch that a Rebalancer leaves a rank, whose model may have batch normalization."""
+    layers = [torch.nn.BatchNorm1d(2)] if normalized else []
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), *layers), process_group=group)
+    sampler = UnevenBatchSampler(60, [4, 4], dist.get_rank(group), accumulate=accumulate)
+    return Rebalancer(sampler, weighted_hook(model, sampler)).min_batch
+
+
+@in_new_pair
 def no_number(group: dist.ProcessGroup, batches: list[Any]) -> str:
     """What agreed_split says of a global batch that is none."""
     training = Training(group)

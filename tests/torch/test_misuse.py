@@ -49,6 +49,13 @@ def test_a_profile_that_one_rank_cannot_read(ranks: Ranks) -> None:
         assert all("/nowhere/v100.json" in one and "on rank 1" in one for one in said)
 
 
+@pytest.mark.parametrize(("accumulate", "normalized", "least"), [(1, False, 1), (1, True, 2), (2, True, 4)])
+def test_batch_normalization_keeps_two_samples(
+    ranks: Ranks, accumulate: int, normalized: bool, least: int
+) -> None:
+    assert pair(ranks, jobs.least_batch, accumulate, normalized) == [least, least]
+
+
 def test_a_global_batch_that_is_no_number(ranks: Ranks) -> None:
     for said in pair(ranks, jobs.no_number, ["64", 64]):
         assert "agreed_split: global_batch on rank 0: found '64'; expected a whole number from 1" in said
