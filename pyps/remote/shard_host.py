@@ -70,9 +70,12 @@ class ShardHost:
             if STAGED in name or found is None or found["store"] != self._store:
                 continue
             if (found["index"] == "0") == (self._home is None):
-                with contextlib.suppress(Busy):  # another server's, on this machine too
+                try:
                     self._open_shard(name)
                     return
+                except Busy:  # another server's, on this machine too
+                    if self._home is None:
+                        raise  # this would be a second first one
 
     def open_log(self) -> None:
         """Begin the log if the store is a head."""

@@ -14,6 +14,7 @@ import pytest
 from remote_tools import eventually
 from shard_tools import (
     ONE,
+    SILENCE,
     backend,
     make,
     only_value,
@@ -298,3 +299,15 @@ def test_a_creation_that_failed_leaves_room_for_the_next(shm: Path, monkeypatch:
             store.join(0)
             push(store)
             assert only_value(store) == (1.0, 1)
+
+
+def test_each_server_of_one_machine_goes_on_with_its_own_shard(shm: Path) -> None:
+    """A second first server is refused: it would decide as well."""
+    with serving(2) as (address, (home, far)), make(address):
+        options: dict[str, Any] = {"insecure": True, "client_timeout_seconds": SILENCE}
+        with pytest.raises(Busy):
+            Server("model", "tcp://127.0.0.1:*", **options)
+        far._shards.shard.close(remove=False)
+        with Server("model", "tcp://127.0.0.1:*", home=home.address, **options) as again:
+            assert again._shards.shard.name == "model.shard-1-of-2"
+            again._shards.shard.close(remove=True)
