@@ -8,9 +8,9 @@ four fifths of the device's time more) or for every sample (1.1 to 2 times as lo
 1 or 3 %, and one step in a hundred takes three times as long. The oracle knows every cost exactly and
 changes the split at once.
 
-The store's RunRebalancer looks at every round. DDP's Rebalancer reports every 5 rounds, or every 3 with
-window=3, and its change holds from the third round after a report; its estimates and decisions are the same
-code.
+The store's RunRebalancer looks at every round. DDP's Rebalancer reports every 5 rounds, and its change holds
+from the third round after a report; a rank that is sure of a change lets all report a round later, on GPUs
+two, and what is decided then holds at once. Estimates and decisions are the same code.
 """
 
 from __future__ import annotations
@@ -29,32 +29,36 @@ from record import machine, table, write_section
 from pyps.solver import Cost, Line
 from pyps.solver.online.decide import Split, best_split, decide, gain_worth_a_change, round_seconds
 from pyps.solver.online.refit import OnlineCost, stretched
-from pyps.solver.online.window import settled, tells
+from pyps.solver.online.window import CONFIRMED, settled, tells
 
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
 GLOBAL_BATCH, ROTATES, ROUNDS = 512, 40, 360
 HICCUP = 3.0  # times a step's seconds
 FREE = [1] * 4, [GLOBAL_BATCH] * 4  # least and most samples
 OVER_ORACLE, SLOPES, IMBALANCED, REPLANS = 1.03, (0.5, 2.0), 0.10, 2.0  # what is promised
-WAITS = (2, 4, 5, 7)  # rounds: the store's, two rounds and DDP's lag, DDP's windows of 3 and 5 with it
+WAITS = (2, 3, 4, 7)  # rounds: the store's, DDP's, DDP's on GPUs, DDP's without requests
 IMBALANCE = 0.10  # the longest step over the mean, less 1
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a rebalancer looks, what a change must save, and how many rounds pass before it holds."""
+    """When a rebalancer looks, and what a change must save.
+
+    window: rounds between two looks, after which a change holds `lag` rounds later. ask: rounds from being
+    sure of a change to a look of its own, after which the next round has the new split.
+    """
 
     name: str
     window: int
     lag: int
-    at_once: bool
+    ask: int
     deadband: float
 
 
 SCHEDULES = (
-    Schedule("store", 7, 0, True, 0.05),
-    Schedule("ddp", 5, 2, False, 0.03),
-    Schedule("ddp, window=3", 3, 2, False, 0.03),
+    Schedule("store", 7, 0, 0, 0.05),
+    Schedule("ddp", 5, 2, 1, 0.03),
+    Schedule("ddp on GPUs", 5, 2, 2, 0.03),
 )
 PROFILES: list[Cost] = [Line(0.010 * s, 0.0008 * s) for s in SPEEDS]
 
@@ -119,33 +123,46 @@ def replay(schedule: Schedule, kind: str, noise: float, seed: int, hiccups: floa
     learned = [OnlineCost(profile) for profile in PROFILES]
     split = best_split(GLOBAL_BATCH, PROFILES, *FREE)
     seen: list[list[float]] = [[] for _ in learned]
+    recent: list[list[float]] = [[] for _ in learned]  # the last steps, across windows
     coming: tuple[int, Split] | None = None
+    corrected, since, asking = (
+        False,
+        0,
+        set[int](),
+    )  # rounds since a report; rounds in which a request arrives
     for step in range(ROUNDS):
         costs = at(step)
         if coming is not None and coming[0] <= step:
             split, coming, seen = coming[1], None, [[] for _ in learned]
+            recent = [[] for _ in learned]
         run.note(split, costs)
         for rank, cost in enumerate(costs):
             hiccup = HICCUP if luck.random() < hiccups else 1.0
             seen[rank].append(cost.seconds(split[rank]) * hiccup * luck.lognormvariate(0, noise))
-        expected = [device.expects(b) for device, b in zip(learned, split, strict=True)]
-        if schedule.at_once:
-            due = len(seen[0]) >= schedule.window
-            due = due or any(map(tells, seen, learned, split))
-        else:
-            due = (step + 1) % schedule.window == 0 and len(seen[0]) > schedule.window // 2
-        if not due or coming is not None:
+            recent[rank] = [*recent[rank], seen[rank][-1]][-CONFIRMED:]
+        if any(map(tells, recent if schedule.lag else seen, learned, split)):
+            asking.add(step + schedule.ask)
+        since, urgent = since + 1, step in asking
+        if coming is not None and urgent and since == 1:
+            coming = step + 1, coming[1]  # the decision that is under way, at once
+        full = since >= schedule.window and len(seen[0]) > schedule.window // 2
+        if coming is not None or since < schedule.lag or not (urgent or full):
             continue
-        for device, batch, times, around in zip(learned, split, seen, expected, strict=True):
-            device.observe(batch, settled(times[-schedule.window :], around))
-        seen = [[] for _ in learned]
-        least = gain_worth_a_change(schedule.deadband, max(device.error for device in learned))
+        for device, batch, times in zip(learned, split, seen, strict=True):
+            if len(times) >= (CONFIRMED if urgent and schedule.lag else 1):
+                device.observe(batch, settled(times[-schedule.window :], device, batch))
+        seen, since = [[] for _ in learned], 0
         unsure = [device.unsure for device in learned]
+        corrected = corrected and not any(unsure)
+        least = gain_worth_a_change(schedule.deadband, max(device.error for device in learned), corrected)
         move = decide(split, [d.cost for d in learned], [1.0] * 4, *FREE, least, step, unsure=unsure)
         run.slopes += [slope(one.cost) / slope(true) for one, true in zip(learned, costs, strict=True)]
+        if urgent:
+            asking.discard(step + schedule.ask)
         if move is not None:
-            coming = step + 1 + schedule.lag, move.after
+            coming = step + 1 + (0 if urgent else schedule.lag), move.after
             run.changes.append(step)
+            corrected = not any(unsure)
     return run
 
 

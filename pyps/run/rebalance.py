@@ -79,6 +79,7 @@ class RunRebalancer:
         self._shares_absent = needs.waits_for_rounds and not needs.resizes_batches
         self._moves, self._window, self._deadband = moves, window, deadband
         self._levels_at_change: list[float] = []
+        self._corrected = False  # as in gain_worth_a_change
         self._remembered: dict[frozenset[int], Split] = {frozenset(range(self._planned)): self.split}
         self._left_out: dict[int, int] = {}  # the round since which a rank that is there rests
         self._probe: _Probe | None = None
@@ -219,7 +220,9 @@ class RunRebalancer:
 
     def _faster(self, ranks: Ranks, step: int, error: float) -> SplitChange | None:
         """The split that makes steps shorter."""
-        deadband = gain_worth_a_change(self._deadband, error)
+        changed = any(self.costs.unsure)
+        self._corrected = self._corrected and not changed
+        deadband = gain_worth_a_change(self._deadband, error, self._corrected)
         split = tuple(b if rank in ranks.workers else 0 for rank, b in enumerate(ranks.split))
         among = {rank for rank, batch in enumerate(split) if batch}
         required = {r for r in among if not self._shares_absent or self.costs.is_required(r)}
@@ -229,6 +232,7 @@ class RunRebalancer:
             change = self._decide(split, self.costs.proportional, required, deadband, step) or change
         if change is None:
             return None
+        self._corrected = not changed
         pairs = zip(change.after, ranks.split, strict=True)
         after = tuple(a if r in ranks.workers else b for r, (a, b) in enumerate(pairs))
         loading = self.costs.loading_reasons(sorted(among))

@@ -115,7 +115,7 @@ class StepCosts:
     def take(self, rank: int, window: int) -> float:
         """Take in the last new steps, at most so many; the relative standard error of the rank's time."""
         device = self._devices[rank]
-        times = settled(self._last(rank, window), device.estimate.expects(device.batch))
+        times = settled(self._last(rank, window), device.estimate, device.batch)
         device.estimate.observe(device.batch, times)
         device.taken, device.known = self._found[rank].steps, True
         return device.estimate.error

@@ -2,7 +2,8 @@
 
 A rank that leaves out a call, makes it twice, or has another data set would let the others wait for it later,
 without a word. Every round sums a number over the ranks anyway, W; the numbers of each rank go with it. In
-the next round all ranks compare them, and all raise the same InputError.
+the next round all ranks compare them, and all raise the same InputError. A rank's request for a decision goes
+the same way, so all ranks learn of it in the same round.
 """
 
 from __future__ import annotations
@@ -16,36 +17,42 @@ from pyps.errors import InputError
 from pyps.torch.rounds import Rounds
 
 UNKNOWN = -1.0  # a number that a rank does not have
-COLUMNS = 3  # calls of Rebalancer.step() since the last gradient; samples and rounds of the epoch
+COLUMNS = 4  # calls of Rebalancer.step() since the last gradient; samples and rounds of the epoch; a request
+ASKS = 3  # the request's
 
 
 class Lockstep:
-    """A table with a row for each rank. calls: this rank's; None without a Rebalancer. sampler: its data."""
+    """A table with a row for each rank. calls: this rank's; None without a Rebalancer. sampler: its data.
+    asks: whether this rank asks for a decision.
+    """
 
     def __init__(self, rank: int, ranks: int, sampler: Rounds | None) -> None:
         self.calls: int | None = None
         self.sampler = sampler
+        self.asks = False
         self._rank, self._ranks = rank, ranks
         self._data_set: list[float] = []
-        self._tables: dict[float, torch.Tensor] = {}  # by calls: a GPU has those of most rounds already
+        self._tables: dict[tuple[float, bool], torch.Tensor] = {}  # a GPU has those of most rounds already
         self._summed: torch.Tensor | None = None  # the latest round's
         self._copy: torch.Tensor | None = None  # of an earlier one, on its way from a GPU
         self._copied: Any = None  # the event after which it is there
+        self._request: tuple[torch.Tensor, Any] | None = None  # the same, of the round before
 
     def message(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight and this rank's row, float64 [1 + 3 ranks], for the sum over all ranks."""
+        """The weight and this rank's row, float64 [1 + COLUMNS * ranks], for the sum over all ranks."""
         if not self._data_set:
             found = (getattr(self.sampler, "length", None), getattr(self.sampler, "rounds", None))
             self._data_set = [UNKNOWN if x is None else float(x) for x in found]
         calls = UNKNOWN if self.calls is None else float(self.calls)
         if self.calls is not None:
             self.calls = 0
-        if calls not in self._tables:
+        key, self.asks = (calls, self.asks), False
+        if key not in self._tables:
             before = COLUMNS * self._rank
-            row = [0.0] * before + [calls, *self._data_set]
+            row = [0.0] * before + [calls, *self._data_set, float(key[1])]
             row += [0.0] * (COLUMNS * self._ranks - len(row))
-            self._tables[calls] = torch.tensor(row, dtype=torch.float64).to(weight.device)
-        message = torch.cat([weight.view(1), self._tables[calls]])
+            self._tables[key] = torch.tensor(row, dtype=torch.float64).to(weight.device)
+        message = torch.cat([weight.view(1), self._tables[key]])
         self._summed = message[1:]
         return message
 
@@ -67,15 +74,35 @@ class Lockstep:
                 "Rebalancer", "step", f"{max(calls):.0f} calls since the last gradient", expected
             )
 
+    def asked(self) -> bool:
+        """Whether a rank asks for a decision, the same on all ranks. Call it once a round, after backward().
+
+        On a GPU it is the round before's, so that no rank waits for what its device has still to do.
+        """
+        table = self._summed
+        if table is not None and table.device.type == "cuda":
+            before, self._request = self._request, _copied(table)
+            table = None
+            if before is not None:
+                table, event = before
+                event.synchronize()
+        return table is not None and bool(table.view(-1, COLUMNS)[:, ASKS].any())
+
     def _from_gpu(self, table: torch.Tensor) -> torch.Tensor | None:
         """The table of an earlier round once it is there; nothing waits for it."""
         found = self._copy if self._copy is not None and self._copied.query() else None
         if self._copy is None or found is not None:
-            self._copy = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            self._copy.copy_(table, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()  # torch.compile traces this, and takes no event of an earlier call
+            self._copy, self._copied = _copied(table)
         return found
+
+
+def _copied(table: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy on its way from a GPU, and the event after which it is there."""
+    copy = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+    copy.copy_(table, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()  # torch.compile traces this, and takes no event of an earlier call
+    return copy, event
 
 
 def _same(field: str, numbers: Sequence[float], expected: str) -> None:

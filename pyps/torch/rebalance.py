@@ -9,6 +9,10 @@ Each rank times its own part of its steps. Every `window` steps it reports what 
 later the first rank decides. Another step later all ranks read the decision, and the new batches start at the
 same round on all of them, one that no rank's DataLoader has fetched yet. B stays the same. Between these
 steps all ranks have met in a reduction, so no rank waits for a message.
+
+A rank whose steps have clearly changed asks for a decision with its next gradient. All ranks learn of it in
+the same step, and report, decide and read within it: this once they wait, some milliseconds, and the next
+batches that are drawn are the new ones.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from pyps.solver.costs import Cost
 from pyps.solver.online.decide import SplitChange, decide, gain_worth_a_change
 from pyps.solver.online.global_batch import RankDevice
 from pyps.solver.online.prior import prior_of
-from pyps.solver.online.refit import OnlineCost, Timed
-from pyps.solver.online.window import settled
+from pyps.solver.online.refit import NOISE, OnlineCost, Timed
+from pyps.solver.online.window import CONFIRMED, settled, tells
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus, CostMessage
 from pyps.torch.rounds import RoundIndex, Rounds
 from pyps.torch.timer import ComputeTimer
@@ -85,8 +89,9 @@ class RankState(msgspec.Struct, frozen=True):
 class _Knowledge(msgspec.Struct, frozen=True, kw_only=True):
     """A Rebalancer's state: this device's OnlineCost, the ranks' levels at the last change, all changes.
 
-    known: seconds by batch, over how many steps and with which scatter `timed` says. changed: whether the
-    device did, with the bounds of its slope in `slopes` and the cost before that in `first`.
+    known: seconds by batch, over how many steps and with which scatter `timed` says; `scatter` is the latest.
+    changed: whether the device did, with the bounds of its slope in `slopes` and the cost before that in
+    `first`. corrected: the split was since.
     """
 
     prior: CostMessage
@@ -99,6 +104,8 @@ class _Knowledge(msgspec.Struct, frozen=True, kw_only=True):
     slopes: tuple[float, float] | None = None
     first: CostMessage | None = None
     profiled: bool = True
+    scatter: float = NOISE
+    corrected: bool = False
 
 
 class Rebalancer:
@@ -156,9 +163,13 @@ class Rebalancer:
         self._gradients = 0
         hook.on_ready.append(self._count_gradient)
         self._times: list[tuple[int, float]] = []  # batch and seconds of the window's full rounds
+        self._recent: list[tuple[int, float]] = []  # the last of them, across windows
         self._pass, self._trained = 0, 0  # the sampler's latest pass, and its rounds that were trained
         self._before_pass = 0
         self._reported_pass = 0
+        self._number, self._since = 0, 0  # of the latest report; steps since
+        self._under_way = False  # the decision of that report is still to come
+        self._corrected = False  # of the deciding rank: as in gain_worth_a_change
         self._levels: list[float] | None = None  # by rank, the level when the split was made
 
     def step(self) -> None:
@@ -166,16 +177,20 @@ class Rebalancer:
         self.steps += 1
         self._lockstep.calls = (self._lockstep.calls or 0) + 1
         self._timer.finish(self._trained_batch())
-        self._times += [(b, s) for b, s in self._timer.finished() if b is not None]
-        number, step = divmod(self.steps, self.window)
-        if step == 0:
-            self._consensus.report(number, self._window_ended())
-        elif step == 1 and number and self._consensus.decides:
-            self._consensus.decide(number, self._decide(self._consensus.reports(number, _Report)))
-        elif step == 2 and number:
-            self._adopt(self._consensus.decision(number, _Decision))
-            for observe in self.observers:
-                observe(self)
+        finished = [(b, s) for b, s in self._timer.finished() if b is not None]
+        self._times, self._recent = self._times + finished, (self._recent + finished)[-CONFIRMED:]
+        self._since += 1
+        asked = self._lockstep.asked()
+        self._lockstep.asks = self._asks()
+        if self._under_way and self._since == 1:
+            self._decide_if_first(1 if asked else LEAD)
+            if asked:
+                self._read_decision()
+        elif self._under_way:
+            if not self._read_decision() and asked:
+                self._report(asked)
+        elif asked or self._since >= self.window:
+            self._report(asked)
         self._timer.start()
 
     def skip(self, rounds: int) -> None:
@@ -202,6 +217,8 @@ class Rebalancer:
             slopes=self._device.slopes,
             first=CostMessage.of(self._device.first) if self._device.first is not None else None,
             profiled=self._device.profiled,
+            scatter=self._device.scatter,
+            corrected=self._corrected,
             level=self._device.level,
             levels=self._levels,
             history=self.history,
@@ -218,9 +235,9 @@ class Rebalancer:
         device, timed = self._device, [*known.timed, *[(1, 0.01)] * (len(known.known) - len(known.timed))]
         device.prior, device.profiled = known.prior.cost(), known.profiled
         device.known = {b: Timed(s, *more) for (b, s), more in zip(known.known, timed, strict=True)}
-        device.slopes, device.level = known.slopes, known.level
+        device.slopes, device.level, device.scatter = known.slopes, known.level, known.scatter
         device.first = known.first.cost() if known.first is not None else None
-        self._levels, self.history = known.levels, known.history
+        self._levels, self.history, self._corrected = known.levels, known.history, known.corrected
 
     def scalars(self) -> dict[str, float]:
         """Figures for any logger: batch, seconds, slowdown and waiting by rank; imbalance; changes so far."""
@@ -280,16 +297,39 @@ class Rebalancer:
         size, own = trained
         return own if size == self._sampler.global_batch else None
 
-    def _window_ended(self) -> _Report:
-        """This rank's report. The window's median time is added to what is known of the device."""
+    def _asks(self) -> bool:
+        """Whether this rank's latest steps are a reason to decide before the window ends.
+
+        Peers ask for nothing: a request would reach those of the other groups in another step.
+        """
+        batches = {batch for batch, _ in self._recent}
+        if self.hook.peers is not None or len(batches) != 1:
+            return False
+        return tells([seconds for _, seconds in self._recent], self._device, batches.pop())
+
+    def _report(self, asked: bool) -> None:
+        """Begin a decision. asked: a rank asked for it, so end it, too."""
+        self._number, self._since, self._under_way = self._number + 1, 0, True
+        self._consensus.report(self._number, self._window_ended(asked))
+        if asked:
+            self._decide_if_first(0)
+            self._read_decision()
+            self._lockstep.asks = False
+
+    def _window_ended(self, asked: bool) -> _Report:
+        """This rank's report. The window's times are added to what is known of the device. asked: a rank
+        asked for it, so that what was known before may do.
+        """
         batch = self._times[-1][0] if self._times else self._sampler.batch
         seconds = [s for b, s in self._times if b == batch]
         self._times = []
         middle, error = None, 0.0
-        if len(seconds) > self.window // 2:
-            times = settled(seconds, self._device.expects(batch))
+        if len(seconds) >= (CONFIRMED if asked else self.window // 2 + 1):
+            times = settled(seconds, self._device, batch)
             self._device.observe(batch, times)
             middle, error = median(times), self._device.error
+        elif asked and self._device.known:
+            middle, error = self._device.cost.seconds(batch), self._device.error
         sampler, self._reported_pass = self._sampler, self._pass
         return _Report(
             batch=batch,
@@ -308,8 +348,23 @@ class Rebalancer:
             changing=batch != sampler.latest_split[sampler.rank],
         )
 
-    def _decide(self, reports: Sequence[_Report]) -> _Decision:
-        states, start = _states(reports), _start(reports)
+    def _decide_if_first(self, lead: int) -> None:
+        """On the first rank, decide. lead: rounds that each rank draws before it reads the decision."""
+        if self._consensus.decides:
+            reports = self._consensus.reports(self._number, _Report)
+            self._consensus.decide(self._number, self._decide(reports, lead))
+
+    def _read_decision(self) -> bool:
+        """Whether it is a change of the split."""
+        self._under_way = False
+        decision = self._consensus.decision(self._number, _Decision)
+        self._adopt(decision)
+        for observe in self.observers:
+            observe(self)
+        return decision.change is not None
+
+    def _decide(self, reports: Sequence[_Report], lead: int) -> _Decision:
+        states, start = _states(reports), _start(reports, lead)
         unmeasured = [rank for rank, report in enumerate(reports) if report.seconds is None]
         if unmeasured:
             return _Decision(states, idle=f"no full round was measured on ranks {unmeasured}")
@@ -319,23 +374,26 @@ class Rebalancer:
             return _Decision(states)
         levels = [report.level for report in reports]
         before = self._levels = self._levels or levels
+        unsure = [report.unsure for report in reports]
+        self._corrected = self._corrected and not any(unsure)
+        error = max(report.relative_error for report in reports)
         change = decide(
             tuple(report.batch for report in reports),
             [report.cost.cost() for report in reports],
             [now / then for now, then in zip(levels, before, strict=True)],
             [report.min_batch for report in reports],
             [report.max_batch for report in reports],
-            gain_worth_a_change(self.deadband, max(report.relative_error for report in reports)),
-            self.steps - 1,
+            gain_worth_a_change(self.deadband, error, self._corrected),
+            self.steps - self._since,
             True,
             [report.batch_multiple for report in reports],
-            [report.unsure for report in reports],
+            unsure,
         )
         if change is None:
             full = [rank for rank, report in enumerate(reports) if report.batch >= report.max_batch]
             others = len(full) >= len(reports) - 1
             return _Decision(states, idle=f"ranks {full} are at their max_batch" if full and others else "")
-        self._levels = levels
+        self._levels, self._corrected = levels, not any(unsure)
         return _Decision(states, replace(change, start=start))
 
     def _adopt(self, decision: _Decision) -> None:
@@ -364,14 +422,17 @@ def _check_types(sampler: object, hook: object, window: int) -> None:
         raise InputError("Rebalancer", "hook", type(hook).__name__, "what weighted_hook(model) gives")
 
 
-def _start(reports: Sequence[_Report]) -> RoundIndex | None:
-    """The first round that no rank will have handed out when it reads the decision, or None."""
+def _start(reports: Sequence[_Report], lead: int) -> RoundIndex | None:
+    """The first round that no rank will have handed out when it reads the decision, or None.
+
+    lead: rounds that each rank draws between its report and that.
+    """
     epoch, rounds, trained = reports[0].epoch, reports[0].rounds, reports[0].trained
-    number = max(report.max_drawn for report in reports) + LEAD
+    number = max(report.max_drawn for report in reports) + lead
     if rounds is None or number < rounds:
         return epoch, number
     # In the next epoch, if all ranks read the decision before that begins.
-    return (epoch + 1, 0) if trained + LEAD <= rounds else None
+    return (epoch + 1, 0) if trained + lead <= rounds else None
 
 
 def _states(reports: Sequence[_Report]) -> list[RankState]:

@@ -20,7 +20,8 @@ T = TypeVar("T", bool, int)
 Split = tuple[int, ...]  # samples a round, by rank
 
 MIN_GAIN = 2.0  # in standard errors of the times: a smaller gain may be none
-CERTAIN_GAIN = 4.0  # in standard errors: a larger gain is real, however small
+CERTAIN_GAIN = 3.0  # in standard errors: a larger gain is real, however small
+AGAIN = 2.0  # times that: after a correction of the split for the same devices
 LEAST_GAIN = 0.005  # relative: a smaller gain is not worth a change
 MOST_UNSURE = 3  # times: how far a batch moves at once while its rank's cost is unsure
 WORTH_NAMING = 0.05  # relative: a smaller change of a rank's pace is not given as a reason
@@ -46,13 +47,14 @@ class SplitChange:
         return "; ".join(self.reasons)
 
 
-def gain_worth_a_change(deadband: float, error: float) -> float:
+def gain_worth_a_change(deadband: float, error: float, corrected: bool = False) -> float:
     """The least relative gain that is worth a change.
 
     error: the relative standard error of the ranks' times. The deadband holds while they are not certain; as
-    evidence grows, smaller gains count.
+    evidence grows, smaller gains count. corrected: the split was corrected since a device has changed.
     """
-    return max(MIN_GAIN * error, min(deadband, CERTAIN_GAIN * error), LEAST_GAIN)
+    certain = CERTAIN_GAIN * (AGAIN if corrected else 1.0) * error
+    return max(MIN_GAIN * error, min(deadband, certain), LEAST_GAIN)
 
 
 def best_split(

@@ -21,12 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
+from statistics import fmean, median_low
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.profiler.statistics import MEDIAN_EFFICIENCY, robust_sigma
+from pyps.profiler.statistics import robust_sigma
 from pyps.solver.costs import Cost, Line, Table
 
 CHANGE = 0.10  # relative, of a window's median: a larger difference is not noise
@@ -99,16 +99,8 @@ class OnlineCost:
 
     @property
     def error(self) -> float:
-        """The relative standard error of the estimate at the batch that was timed last."""
-        points = self._points()
-        if not points:
-            return 0.0
-        low, high = self._bounds()
-        middle = math.sqrt(low * high) if self.changed else None
-        covariance = _solved(self.prior, points, middle, low, high)[2]
-        batch, timed = next(reversed(points.items()))
-        at = np.array([1.0, self.prior.seconds(batch)])
-        return math.sqrt(max(0.0, float(at @ covariance @ at))) / timed.seconds
+        """The relative standard error of the time that was measured of the latest batch."""
+        return next(reversed(self.known.values())).error if self.known else 0.0
 
     def _points(self) -> dict[int, Timed]:
         return {b: t for b, t in self.known.items() if math.isfinite(self.prior.seconds(b))}
@@ -117,12 +109,14 @@ class OnlineCost:
         """Take in one window: the seconds of its steps, each of `batch` samples."""
         if not times or not math.isfinite(self.prior.seconds(batch)):
             return  # nothing was timed, or a table says nothing of this batch
+        times = [max(seconds, LEAST_SECONDS) for seconds in times]
         middle = median_low(times)  # of two steps the quicker: what disturbs a single step delays it
         if len(times) >= SCATTER_FROM:
             share = len(times) / (len(times) + SCATTER_KEPT)
-            found = min(MEDIAN_EFFICIENCY * robust_sigma(times, middle) / middle, MOST_SCATTER)
+            found = min(robust_sigma(times, middle) / middle, MOST_SCATTER)
             self.scatter = math.hypot(math.sqrt(share) * found, math.sqrt(1 - share) * self.scatter)
-        timed = Timed(middle, len(times), self.scatter)
+        near = [math.log(s) for s in times if abs(math.log(s / middle)) <= ERRORS * self.scatter]
+        timed = Timed(math.exp(fmean(near)), len(near), self.scatter)
         if self.known and self._differs(batch, timed) and not self._resolves(batch, timed):
             self._change(batch, timed)
         else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_balance_jobs import EmulatedTimer
+from ddp_balance_jobs import EmulatedTimer, profile_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,8 +36,9 @@ def trained(
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     sampler = UnevenBatchSampler(LENGTH, split, dist.get_rank(group))
     hook = weighted_hook(model, sampler)
-    noise, balance = GradientNoise(hook, 0.9), Rebalancer(sampler, hook)
-    balance._timer = EmulatedTimer(costs[dist.get_rank(group)])  # type: ignore[assignment]
+    cost = costs[dist.get_rank(group)]
+    noise, balance = GradientNoise(hook, 0.9), Rebalancer(sampler, hook, profile_of(cost))
+    balance._timer = EmulatedTimer(cost)  # type: ignore[assignment]
     adaptive = AdaptiveBatch(sampler, noise, balance, optimizer, **options)
     state: dict[str, Any] = {"hook": hook, "noise": noise, "balance": balance, "adaptive": adaptive}
     if loads and folder is not None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ddp_balance_jobs import EmulatedTimer
 from ddp_jobs import net, square
 from device import DEVICE
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import PypsError
+from pyps.solver import Line
 from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, weighted_hook
 
 SPLIT = [3, 2]
@@ -127,6 +129,7 @@ def idle(group: dist.ProcessGroup) -> list[str]:
     """The warnings of a run whose epochs are too short for a change of the split."""
     training = Training(group, samples=10)  # two rounds an epoch
     balance = Rebalancer(training.sampler, training.hook, window=5)
+    balance._timer = EmulatedTimer(Line(0.01, 0.001))  # type: ignore[assignment]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for epoch in range(20):

@@ -102,7 +102,7 @@ def test_what_delays_a_single_step_is_no_change() -> None:
     for _ in range(200):
         times = [PROFILE.seconds(16) * luck.lognormvariate(0, 0.02) for _ in range(5)]
         times[luck.randrange(5)] *= 3
-        device.observe(16, settled(times, device.expects(16)))
+        device.observe(16, settled(times, device, 16))
     assert not device.changed
     assert device.cost.seconds(16) == pytest.approx(PROFILE.seconds(16), rel=0.03)
 
@@ -111,9 +111,8 @@ def test_two_surprises_in_a_row_count_at_once() -> None:
     device = OnlineCost(PROFILE)
     usual = PROFILE.seconds(16)
     device.observe(16, [usual] * 5)
-    expected = device.expects(16)
-    assert settled([usual, usual, 2 * usual], expected) == [usual, usual, 2 * usual]
-    assert settled([usual, 2 * usual, 2 * usual], expected) == [2 * usual] * 2
+    assert settled([usual, usual, 2 * usual], device, 16) == [usual, usual, 2 * usual]
+    assert settled([usual, 2 * usual, 2 * usual], device, 16) == [2 * usual] * 2
     assert not tells([usual, 2 * usual], device, 16)
     assert not tells([2 * usual, usual / 2], device, 16)
     assert tells([usual, 2 * usual, 2.1 * usual], device, 16)
@@ -172,7 +171,8 @@ def test_a_wrong_slope_before_a_change_is_mended_after_it() -> None:
 def test_less_gain_is_worth_a_change_as_evidence_grows() -> None:
     assert gain_worth_a_change(0.05, 0.05) == pytest.approx(0.10)
     assert gain_worth_a_change(0.05, 0.02) == pytest.approx(0.05)
-    assert gain_worth_a_change(0.05, 0.004) == pytest.approx(0.016)
+    assert gain_worth_a_change(0.05, 0.004) == pytest.approx(0.012)
+    assert gain_worth_a_change(0.05, 0.004, corrected=True) == pytest.approx(0.024)
     assert gain_worth_a_change(0.05, 0.0) == LEAST_GAIN
 
 
