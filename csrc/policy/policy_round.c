@@ -74,14 +74,15 @@ static void fill_up(struct rank *rank, struct rank *largest, uint32_t least) {
         rank->next_batch++, largest->next_batch--;
 }
 
-/* Every rank gets two samples, which batch normalization needs, while the sum stays; one in any case. */
+/* Every rank gets two samples, or one where the model can train on one, while the sum stays; one in any case. */
 static void fill_small_batches(struct view *v) {
+    uint32_t least = view_samples_single(v) ? 1 : 2;
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r), *largest = view_rank(v, 0);
         if (!present(v, rank)) continue;
         for (uint32_t other = 1; other < v->ranks; other++)
             if (view_rank(v, other)->next_batch > largest->next_batch) largest = view_rank(v, other);
-        fill_up(rank, largest, 1), fill_up(rank, largest, 2);
+        fill_up(rank, largest, 1), fill_up(rank, largest, least);
         if (!rank->next_batch) rank->next_batch = 1;
     }
 }

@@ -85,7 +85,7 @@ static void fit_line(struct view *v, const struct event *e) {
 }
 
 /* A worker that is late on average claims what it can compute in time: staleness grows with the work. If not even
- * a sample is in time, it claims its batch; two if only one is, since batch normalization needs two. */
+ * a sample is in time, it claims its batch; of one alone it claims two, unless the model can train on one. */
 static void size_claims(struct view *v, const struct member *m, uint64_t staleness, uint64_t limit) {
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
     double per_sample = (double)staleness / m->claim_count;
@@ -97,7 +97,7 @@ static void size_claims(struct view *v, const struct member *m, uint64_t stalene
     if (rank->staleness_per_sample * rank->total.batch <= (double)limit) return; /* in time */
     double fits = MARGIN * (double)limit / rank->staleness_per_sample;
     rank->next_batch = (uint32_t)policy_whole(fits, rank->total.batch);
-    if (rank->next_batch == 1 && rank->total.batch > 1) rank->next_batch = 2;
+    if (rank->next_batch == 1 && !view_samples_single(v)) rank->next_batch = 2;
 }
 
 /* What a push, or a check of a late worker, says of the workers' times and stalenesses. */

@@ -287,6 +287,8 @@ bool view_samples_start_next(struct view *view, uint32_t slot, uint64_t now);
 void view_samples_return(struct view *view, uint32_t slot, uint32_t keep);
 void view_samples_release_all(struct view *view, uint32_t slot); /* gives back every claim */
 bool view_samples_left(const struct view *view);
+/* Whether the model can train on one sample: a rank is planned to. With batch normalization a model cannot. */
+bool view_samples_single(const struct view *view);
 /* What a member holds: of its current step (claim 0) and of those after it; count 0: nothing. */
 struct range view_samples_claimed(const struct view *view, uint32_t slot, uint32_t claim);
 

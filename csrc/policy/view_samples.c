@@ -16,12 +16,18 @@ static void remove_range(struct view *v, uint32_t index) {
     memmove(&r[index], &r[index + 1], (v->returned - index) * sizeof *r);
 }
 
-/* The samples of the next claim if so many are left in its range. A model with batch normalization cannot train on
- * one sample, so none is left over: the claim before takes one less, or of two one more. */
-static uint64_t claim_size(uint64_t left, uint32_t batch) {
+bool view_samples_single(const struct view *v) {
+    for (uint32_t r = 0; r < v->ranks; r++)
+        if (view_rank(v, r)->total.batch == 1) return true;
+    return false;
+}
+
+/* The samples of the next claim if so many are left in its range. None is left over alone unless the model can train on
+ * one: the claim before takes one less, or of two one more. */
+static uint64_t claim_size(const struct view *v, uint64_t left, uint32_t batch) {
     if (left <= batch) return left;
-    if (left - batch == 1 && batch > 1) return batch == 2 ? left : batch - 1;
-    return batch;
+    if (left - batch > 1 || batch == 1 || view_samples_single(v)) return batch;
+    return batch == 2 ? left : batch - 1;
 }
 
 /* Takes the next range for a rank, of about its batch. Returns the number of samples. */
@@ -31,12 +37,12 @@ static uint32_t take(struct view *v, uint32_t slot, uint64_t *first) {
     struct range *r = view_ranges(v);
     uint64_t count;
     if (v->returned) {
-        count = claim_size(r->count, batch);
+        count = claim_size(v, r->count, batch);
         *first = r->first;
         r->first += count, r->count -= count;
         if (!r->count) remove_range(v, 0);
     } else {
-        count = claim_size(v->limit - v->cursor, batch);
+        count = claim_size(v, v->limit - v->cursor, batch);
         *first = v->cursor;
         v->cursor += count;
     }
