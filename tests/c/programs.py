@@ -186,7 +186,8 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
     commands += [("waits", name) for name in WAITS]
     commands += [("edges", name) for name in EDGES]
     fuzz = [(f"fuzz_{of}", str(corpus(of)), "1", str(100 * faults)) for of in FUZZED]
-    return [("kernels",), *commands, *fuzz, *torture]
+    calls = [("calls", str(seed), "2000", "3") for seed in range(1, faults // 30)]
+    return [("kernels",), *commands, *fuzz, *calls, *torture]
 
 
 def main() -> int:

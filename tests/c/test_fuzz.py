@@ -1,4 +1,6 @@
-"""Segments, encoded data and journals of any bytes, under AddressSanitizer: seeded mutations of a corpus."""
+"""What outsiders may bring, under AddressSanitizer: segments, encoded data and journals of any bytes, as seeded
+mutations of a corpus, and calls in any order, by several processes on one segment.
+"""
 
 from __future__ import annotations
 
@@ -59,3 +61,17 @@ def test_a_check_left_out_is_found(folder: Path, what: str) -> None:
     program = programs.build(folder, f"fuzz_{of}", "address", change=change)
     done = programs.run(program, str(programs.corpus(of)), "2026", str(RUNS[of]))
     assert done.returncode != 0, f"{RUNS[of]} inputs, and none of them reaches what is missing"
+
+
+@pytest.mark.parametrize("seed", ["1", "10"])
+def test_no_order_of_calls_does_harm(folder: Path, seed: str) -> None:
+    done = programs.run(programs.build(folder, "calls", "address"), seed, "300", "3")
+    assert done.returncode == 0, done.stderr
+    assert "3 times 300 calls: no fault" in done.stdout
+
+
+def test_calls_in_any_order_find_what_crashed_an_exchange(folder: Path) -> None:
+    """In a round in which another worker pushes ranges, runs begin at odd places."""
+    change = programs.Change("store/apply.c", " && !ticket_is_ranged(s);", ";")
+    program = programs.build(folder, "calls", "address", change=change)
+    assert any(programs.run(program, str(seed), "2000", "3").returncode for seed in (1, 10, 11, 12))
