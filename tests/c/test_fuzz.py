@@ -1,5 +1,5 @@
-"""What outsiders may bring, under AddressSanitizer: segments, encoded data and journals of any bytes, as seeded
-mutations of a corpus, and calls in any order, by several processes on one segment.
+"""What outsiders may bring, under AddressSanitizer: any bytes as segments, encoded data and journals, from
+seeded mutations of a corpus; calls in any order, by several processes on one segment.
 """
 
 from __future__ import annotations
