@@ -219,7 +219,7 @@ typedef struct {
 
 typedef struct {
     uint64_t first;            /* position of the first sample in the sequence of all epochs */
-    uint32_t count;            /* samples to take: about the planned batch; no claim leaves a single one */
+    uint32_t count;            /* samples to take: about the planned batch */
     uint32_t batch;            /* the planned batch */
     uint64_t round;            /* the round of this claim (synchronous policies), else the member's clock */
     uint64_t plan;             /* how many times the plan has changed */
