@@ -22,27 +22,27 @@ bool view_samples_single(const struct view *v) {
     return false;
 }
 
-/* The samples of the next claim if so many are left in its range. None is left over alone unless the model can train on
- * one: the claim before takes one less, or of two one more. */
-static uint64_t claim_size(const struct view *v, uint64_t left, uint32_t batch) {
-    if (left <= batch) return left;
-    if (left - batch > 1 || batch == 1 || view_samples_single(v)) return batch;
-    return batch == 2 ? left : batch - 1;
+/* The samples of a rank's next claim if so many are left in its range. None is left over alone unless the model can train
+ * on one: the claim before takes one less, or of two one more if the rank is planned more than two. */
+static uint64_t claim_size(const struct view *v, const struct rank *rank, uint64_t left) {
+    uint32_t batch = rank->next_batch ? rank->next_batch : rank->total.batch;
+    if (left - batch != 1 || batch == 1 || view_samples_single(v)) return left < batch ? left : batch;
+    if (batch > 2) return batch - 1;
+    return rank->total.batch > 2 ? left : batch;
 }
 
 /* Takes the next range for a rank, of about its batch. Returns the number of samples. */
 static uint32_t take(struct view *v, uint32_t slot, uint64_t *first) {
     const struct rank *rank = view_rank(v, (uint32_t)view_member(v, slot)->rank);
-    uint32_t batch = rank->next_batch ? rank->next_batch : rank->total.batch;
     struct range *r = view_ranges(v);
     uint64_t count;
     if (v->returned) {
-        count = claim_size(v, r->count, batch);
+        count = claim_size(v, rank, r->count);
         *first = r->first;
         r->first += count, r->count -= count;
         if (!r->count) remove_range(v, 0);
     } else {
-        count = claim_size(v, v->limit - v->cursor, batch);
+        count = claim_size(v, rank, v->limit - v->cursor);
         *first = v->cursor;
         v->cursor += count;
     }

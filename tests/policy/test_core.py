@@ -47,7 +47,7 @@ def test_every_sample_is_trained_once_and_all_end(policy: Policy, order: list[in
 @settings(max_examples=15, deadline=None)
 @given(
     order=orders,
-    batches=st.lists(st.integers(2, 9), min_size=4, max_size=4),
+    batches=st.lists(st.integers(3, 9), min_size=4, max_size=4),
     samples=st.integers(2, 90),
     death=st.booleans(),
 )

@@ -75,6 +75,7 @@ def test_a_run_from_the_command_line(shm: Path, plan: Path, tmp_path: Path) -> N
         "skipped": 0,
         "returned": 0,
         "dropped": 0,
+        "elsewhere": 0,
     }
     assert report["versions"] == ROUNDS
     assert [rank["samples"] for rank in report["ranks"]] == [5 * ROUNDS, 3 * ROUNDS]

@@ -50,11 +50,9 @@ class Rank:
     staleness: list[int] = field(default_factory=list)
 
 
-def claim_size(left: int, batch: int) -> int:
-    """No claim leaves a single sample behind."""
-    if left - batch == 1 and batch > 1:
-        return 3 if batch == 2 else batch - 1
-    return min(left, batch)
+def claim_size(left: int, batch: int, batches: list[int]) -> int:
+    """No claim leaves a single sample behind, unless a rank is planned one, or this one two."""
+    return batch - 1 if left - batch == 1 and batch > 2 and 1 not in batches else min(left, batch)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -171,10 +169,10 @@ class StoreMachine(RuleBasedStateMachine):
     def take(self, batch: int) -> tuple[int, int]:
         if self.back:
             first, count = self.back[0]
-            taken = claim_size(count, batch)
+            taken = claim_size(count, batch, [rank.batch for rank in self.ranks])
             self.back[:1] = [(first + taken, count - taken)] if count > taken else []
             return first, taken
-        taken = claim_size(SAMPLES - self.cursor, batch)
+        taken = claim_size(SAMPLES - self.cursor, batch, [rank.batch for rank in self.ranks])
         self.cursor += taken
         return self.cursor - taken, taken
 

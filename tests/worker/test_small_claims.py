@@ -28,7 +28,7 @@ def test_parts_are_of_two_samples_or_more(samples: int, most: int) -> None:
     assert min(parts) >= min(2, samples) or most <= 2
 
 
-@pytest.mark.parametrize(("samples", "batch", "micro"), [(31, 10, 10), (9, 8, 3), (5, 2, 4), (33, 9, 8)])
+@pytest.mark.parametrize(("samples", "batch", "micro"), [(31, 10, 10), (9, 8, 3), (7, 3, 4), (33, 9, 8)])
 def test_batch_normalization_trains_to_the_end(
     shm: Path, tmp_path: Path, samples: int, batch: int, micro: int
 ) -> None:
