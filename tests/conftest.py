@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -22,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK_START = str(ROOT / "tests" / "helpers" / "quick_start")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for small matrices, threads only wait
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
+
+settings.register_profile("seeded", derandomize=True)  # --hypothesis-profile=default draws new examples
+settings.load_profile("seeded")
 
 TIMED_RERUNS = 3  # what is right but for a stall passes one of four; what is wrong fails all
 SLOW_FOLDERS = ("benchmarks", "c", "remote", "run", "torch")  # of processes and sanitizers

@@ -120,7 +120,7 @@ def test_hps_shares_by_speed_within_memory(speeds: list[int], limits: list[int])
         shares.append(drive.claims[k][1])
     assert sum(shares) == 100
     room = [most or 100 for most in limits]
-    if sum(room) >= 100 and min(shares) > 1:
+    if sum(room) >= 100 and min(shares) > 2:  # two: the least, whatever the speed
         assert all(share <= most for share, most in zip(shares, room, strict=True))
         free = [k for k in range(4) if shares[k] < room[k]]
         ratios = [shares[k] / speeds[k] for k in free]
