@@ -4,7 +4,7 @@ The gradient goes over, the SGD step is taken there, the parameters come back; a
 on loopback, where nothing but the work itself costs time. The bare socket moves the same bytes and does
 nothing with them. Rounds are interleaved; medians with range. Bytes are those of a step, both ways, with all
 headers but TCP's. --rate 1gbit: between two hosts (network namespaces, so root) with a link that tc tbf
-shapes, and beside iperf3, gloo, torch rpc and a Ray actor, as far as they are installed.
+shapes. There iperf3, gloo, torch rpc and a Ray actor are timed too, if they are installed.
 """
 
 from __future__ import annotations
