@@ -16,10 +16,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
-from peers import LR
+import peers
 from record import seconds_of
 from shaped import CLIENT, DEVICE, SERVER, Shaped
 
@@ -61,22 +60,9 @@ def iperf3(n: int, pair: Shaped) -> Iterator[dict[str, Turn]]:
         server.wait()
 
 
-def gloo_server(n: int, namespace: str) -> None:
+def gloo_server(namespace: str, n: int, method: str) -> None:
     enter(namespace)
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{CLIENT}:{GLOO_PORT}", rank=1, world_size=2)
-    weights, gradient, more = torch.zeros(n), torch.zeros(n), torch.zeros(1)
-    while True:
-        dist.recv(more, 0)
-        if not more:
-            break
-        dist.recv(gradient, 0)
-        weights.sub_(gradient, alpha=LR)
-        dist.send(weights, 0)
-    dist.destroy_process_group()
+    peers.gloo_server(n, method)
 
 
 @contextmanager
@@ -85,9 +71,10 @@ def gloo(n: int, pair: Shaped) -> Iterator[dict[str, Turn]]:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
-    server = SPAWN.Process(target=gloo_server, args=(n, pair.server))
+    method = f"tcp://{CLIENT}:{GLOO_PORT}"
+    server = SPAWN.Process(target=gloo_server, args=(pair.server, n, method), daemon=True)
     server.start()
-    dist.init_process_group("gloo", init_method=f"tcp://{CLIENT}:{GLOO_PORT}", rank=0, world_size=2)
+    dist.init_process_group("gloo", init_method=method, rank=0, world_size=2)
     gradient, weights = torch.full((n,), 1e-3), torch.zeros(n)
 
     def turn() -> tuple[float, int]:
@@ -100,24 +87,11 @@ def gloo(n: int, pair: Shaped) -> Iterator[dict[str, Turn]]:
     server.join(30)
 
 
-def rpc_process(name: str, rank: int, n: int, namespace: str, pipe: Connection) -> None:
-    """The server, or the client that times a call whenever it is asked to."""
+def rpc_process(namespace: str, name: str, rank: int, n: int, pipe: Connection) -> None:
     enter(namespace)
-    import torch
-    import torch.distributed.rpc as rpc
-    from peers import rpc_step
-
-    torch.set_num_threads(1)
-    method = f"tcp://{SERVER}:{RPC_PORT}"
     # These two hosts share memory, which TensorPipe would use.
-    by_tcp: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]}
-    options = rpc.TensorPipeRpcBackendOptions(init_method=method, rpc_timeout=120, **by_tcp)
-    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
-    if name == "client":
-        gradient = torch.full((n,), 1e-3)
-        while pipe.recv():
-            pipe.send(seconds_of(lambda: rpc.rpc_sync("server", rpc_step, args=(gradient,))))
-    rpc.shutdown()
+    by_tcp = {"_transports": ["uv"], "_channels": ["basic"]}
+    peers.rpc_process(name, rank, f"tcp://{SERVER}:{RPC_PORT}", n, pipe, **by_tcp)
 
 
 @contextmanager
@@ -126,7 +100,7 @@ def torch_rpc(n: int, pair: Shaped) -> Iterator[dict[str, Turn]]:
     mine, theirs = SPAWN.Pipe()
     hosts = [("server", pair.server), ("client", pair.client)]
     processes = [
-        SPAWN.Process(target=rpc_process, args=(name, rank, n, host, theirs))
+        SPAWN.Process(target=rpc_process, args=(host, name, rank, n, theirs), daemon=True)
         for rank, (name, host) in enumerate(hosts)
     ]
     for process in processes:
@@ -142,24 +116,13 @@ def torch_rpc(n: int, pair: Shaped) -> Iterator[dict[str, Turn]]:
         process.join(30)
 
 
-class Parameters:
-    """What a parameter server is, made with nothing but Ray."""
-
-    def __init__(self, n: int) -> None:
-        self.weights = np.zeros(n, np.float32)
-
-    def step(self, gradient: Any) -> Any:
-        self.weights -= np.float32(LR) * gradient
-        return self.weights
-
-
 @contextmanager
 def ray_actor(n: int, pair: Shaped) -> Iterator[dict[str, Turn]]:
     import on_ray
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    memory = ("--object-store-memory", str(64 * n))
+    memory = ("--object-store-memory", str(peers.ray_bytes(n)))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", dir=on_ray.MEMORY))
         stack.enter_context(on_ray.near_raylet(pair, folder, *memory))
@@ -167,7 +130,7 @@ def ray_actor(n: int, pair: Shaped) -> Iterator[dict[str, Turn]]:
         address = f"{SERVER}:{on_ray.PORT}"
         ray.init(address, _node_ip_address=CLIENT, logging_level="error", log_to_driver=False)
         stack.callback(ray.shutdown)
-        actor = ray.remote(Parameters).options(num_cpus=1).remote(n)  # the first host alone has CPUs
+        actor = ray.remote(peers.Parameters).options(num_cpus=1).remote(n)  # the first host alone has CPUs
         gradient, weights = np.full(n, 1e-3, np.float32), np.zeros(n, np.float32)
 
         def step() -> None:

@@ -57,12 +57,13 @@ def ours(n: int) -> Iterator[dict[str, Callable[[], float]]]:
         yield {"pyps exchange": exchange, "pyps push + pull": push_and_pull}
 
 
-def gloo_server(n: int, port: int) -> None:
+def gloo_server(n: int, method: str) -> None:
+    """Steps with gradients of rank 0 and sends the parameters back, until no more come."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    dist.init_process_group("gloo", init_method=method, rank=1, world_size=2)
     weights, gradient, more = torch.zeros(n), torch.zeros(n), torch.zeros(1)
     while True:
         dist.recv(more, 0)
@@ -79,10 +80,10 @@ def gloo(n: int) -> Iterator[dict[str, Callable[[], float]]]:
     import torch
     import torch.distributed as dist
 
-    port = free_port()
-    server = multiprocessing.get_context("spawn").Process(target=gloo_server, args=(n, port))
+    method = f"tcp://127.0.0.1:{free_port()}"
+    server = multiprocessing.get_context("spawn").Process(target=gloo_server, args=(n, method), daemon=True)
     server.start()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+    dist.init_process_group("gloo", init_method=method, rank=0, world_size=2)
     gradient, weights = torch.full((n,), 1e-3), torch.zeros(n)
 
     def turn() -> float:
@@ -107,13 +108,13 @@ def rpc_step(gradient: Any) -> Any:
     return WEIGHTS[0].sub_(gradient, alpha=LR)
 
 
-def rpc_process(name: str, rank: int, port: int, n: int, pipe: Connection) -> None:
+def rpc_process(name: str, rank: int, method: str, n: int, pipe: Connection, **transports: Any) -> None:
     """The server, or the client that times a call whenever it is asked to."""
     import torch
     import torch.distributed.rpc as rpc
 
     torch.set_num_threads(1)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=120)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=method, rpc_timeout=120, **transports)
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
     if name == "client":
         gradient = torch.full((n,), 1e-3)
@@ -124,10 +125,10 @@ def rpc_process(name: str, rank: int, port: int, n: int, pipe: Connection) -> No
 
 @contextmanager
 def torch_rpc(n: int) -> Iterator[dict[str, Callable[[], float]]]:
-    port, context = free_port(), multiprocessing.get_context("spawn")
+    method, context = f"tcp://127.0.0.1:{free_port()}", multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     processes = [
-        context.Process(target=rpc_process, args=(name, rank, port, n, theirs))
+        context.Process(target=rpc_process, args=(name, rank, method, n, theirs), daemon=True)
         for rank, name in enumerate(("server", "client"))
     ]
     for process in processes:
@@ -143,6 +144,22 @@ def torch_rpc(n: int) -> Iterator[dict[str, Callable[[], float]]]:
         process.join(30)
 
 
+class Parameters:
+    """A parameter server made with nothing but Ray."""
+
+    def __init__(self, n: int) -> None:
+        self.weights = np.zeros(n, np.float32)
+
+    def step(self, gradient: Any) -> Any:
+        self.weights -= np.float32(LR) * gradient
+        return self.weights
+
+
+def ray_bytes(n: int) -> int:
+    """The object store of a Ray actor's host: four steps' arrays, and no less than Ray allows."""
+    return max(64 * n, 80 << 20)
+
+
 @contextmanager
 def ray_actor(n: int) -> Iterator[dict[str, Callable[[], float]]]:
     try:
@@ -151,27 +168,19 @@ def ray_actor(n: int) -> Iterator[dict[str, Callable[[], float]]]:
         print("Ray is not installed: its row is left out")
         yield {}
         return
-    store = int(min(4 * 16 * n, 4 << 30))
     options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init(num_cpus=2, object_store_memory=store, **options)
-
-    class Server:
-        def __init__(self) -> None:
-            self.weights = np.zeros(n, np.float32)
-
-        def step(self, gradient: Any) -> Any:
-            self.weights -= np.float32(LR) * gradient
-            return self.weights
-
-    actor = ray.remote(Server).remote()
+    ray.init(num_cpus=2, object_store_memory=min(ray_bytes(n), 4 << 30), **options)
+    actor = ray.remote(Parameters).remote(n)
     gradient, weights = np.full(n, 1e-3, np.float32), np.zeros(n, np.float32)
 
     def turn() -> float:
         """The result is copied: what Ray returns is a read-only view of its own memory."""
         return seconds_of(lambda: np.copyto(weights, ray.get(actor.step.remote(gradient))))
 
-    yield {"Ray actor": turn}
-    ray.shutdown()
+    try:
+        yield {"Ray actor": turn}
+    finally:
+        ray.shutdown()
 
 
 def main() -> None:
