@@ -67,12 +67,15 @@ class Perceptron:
 
     def loss(self, w: Array) -> float:
         with np.errstate(all="ignore"):
-            h = self.x
-            layers = self._layers(w)
-            for k, layer in enumerate(layers):
-                h = h @ layer[:-1] + layer[-1]
-                h = np.maximum(h, 0) if k + 1 < len(layers) else h
-            return self._loss(h, self.y)[0]
+            return self._loss(self.outputs(w, self.x), self.y)[0]
+
+    def outputs(self, w: Array, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Before the softmax, if there is one: (samples, outputs)."""
+        h, layers = x, self._layers(w)
+        for k, layer in enumerate(layers):
+            h = h @ layer[:-1] + layer[-1]
+            h = np.maximum(h, 0) if k + 1 < len(layers) else h
+        return h
 
     def _layers(self, w: Array) -> list[NDArray[np.float32]]:
         ends = np.cumsum([0, *((a + 1) * b for a, b in pairwise(self.sizes))])
