@@ -24,7 +24,7 @@ from pyps.checkpoint.folder import FOLDER, find_checkpoint
 from pyps.formats import Device, Fit, ModelInfo, Point, Profile, read_cluster, write_json
 from pyps.formats.events import EVENTS, read_events
 from pyps.formats.records import read_run
-from pyps.report.report import iteration_times, version_times
+from pyps.report.steps import iteration_times, version_times
 from pyps.run import RunOptions, run
 from pyps.run.interval import interval_of
 from pyps.run.spec import CHECKPOINT_EVERY

@@ -26,7 +26,8 @@ from record import machine, milliseconds, others_share, table, write_section
 
 from pyps.formats import Device, Fit, ModelInfo, Point, Profile, read_cluster, write_json
 from pyps.formats.records import read_run
-from pyps.report.report import Report, iteration_times
+from pyps.report.report import Report
+from pyps.report.steps import iteration_times
 from pyps.run import RunOptions, run
 from pyps.solver.plan import make_plan
 

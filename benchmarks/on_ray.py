@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ray_token import use_ray_token
 from record import machine, table, write_section
 from safetensors.torch import load_file
 from shaped import CLIENT, SERVER, Shaped, missing, shaped
@@ -41,6 +42,7 @@ FAR = {"good": {"far": 1.0}, "fair": {"far": 1.0}}
 SERVE = {"serve": 1.0}  # what each host has for one server
 EPOCHS, SEED = 8, 5
 START_SECONDS = 60.0
+use_ray_token()
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 PATIENT = {"max_restarts": 50, "client_timeout": 3.0}  # with servers
 

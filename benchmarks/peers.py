@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from ray_token import use_ray_token
 from record import machine, milliseconds, seconds_of, table, write_section
 
 from pyps import Hyper, Store
@@ -162,6 +163,7 @@ def ray_bytes(n: int) -> int:
 
 @contextmanager
 def ray_actor(n: int) -> Iterator[dict[str, Callable[[], float]]]:
+    use_ray_token()
     try:
         import ray
     except ImportError:

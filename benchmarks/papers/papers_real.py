@@ -46,7 +46,7 @@ from tuning import (
 
 from pyps.formats import Jitter
 from pyps.formats.records import StepRecord, read_run
-from pyps.report.report import applied_steps, version_times
+from pyps.report.steps import applied_steps, version_times
 from pyps.run import Report, RunOptions, run
 from pyps.simulate import Result, Scenario, replay, simulate
 from pyps.store.policies import policy_named

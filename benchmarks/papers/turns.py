@@ -22,7 +22,7 @@ from papers_real import CLUSTERS, write_plan
 
 from pyps.formats import Plan, read_plan, write_json
 from pyps.formats.records import read_run
-from pyps.report.report import applied_steps
+from pyps.report.steps import applied_steps
 from pyps.run import RunOptions, run
 
 CLUSTER, CYCLES, MAX_DEVIATION = "four", 25, 0.1

@@ -28,7 +28,8 @@ from pyps.formats.events import read_events
 from pyps.formats.records import StepRecord, read_run
 from pyps.formats.setup import read_setup
 from pyps.profiler import profile_model
-from pyps.report.report import Report, read_report, version_times
+from pyps.report.report import Report, read_report
+from pyps.report.steps import version_times
 from pyps.report.trace import make_trace
 from pyps.tasks.builtin import digits_cnn
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pyps.report.report import Distribution, RankReport
+from pyps.report.report import RankReport
 from pyps.report.run_data import RunData
+from pyps.report.steps import Distribution
 
 LITTLE = 0.1  # of the ranks' time: below, training is limited by compute
 MIN_ABSENT_SECONDS = 1.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
 from pyps.report.activity import StoreActivity, activities, explain
-from pyps.report.report import PHASES
+from pyps.report.steps import PHASES
 
 WINDOW_SECONDS = 20.0
 LEAST_ITERATIONS = 4  # that a window holds, however long they take

@@ -16,7 +16,8 @@ from pyps.formats.events import EVENTS, RunEvent, read_events
 from pyps.formats.records import StepRecord, read_run
 from pyps.formats.setup import RunSetup, read_setup
 from pyps.report.clocks import HostLog, on_one_clock
-from pyps.report.report import Report, RunOutcome, StoreTotals, applied_steps, make_report, read_report
+from pyps.report.report import Report, RunOutcome, StoreTotals, make_report, read_report
+from pyps.report.steps import applied_steps
 
 REPORT_FILE, PLAN_FILE = "report.json", "plan.json"
 SAME = ("policy", "seed", "samples", "even")  # on every host

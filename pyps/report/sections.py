@@ -11,8 +11,8 @@ from statistics import median
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup
 from pyps.report.charts import Series, bars, lanes_chart, line_chart, share_bar, stacked
-from pyps.report.report import applied_steps, version_times
 from pyps.report.run_data import RunData
+from pyps.report.steps import applied_steps, version_times
 from pyps.report.timeline import kinds_in, pieces_for, shares, window
 from pyps.report.turns import turns_chart
 

@@ -6,9 +6,9 @@ from itertools import accumulate
 
 from pyps.formats.records import StepRecord
 from pyps.report.charts import Bar, bars, lanes_chart
-from pyps.report.report import applied_steps
 from pyps.report.ring import TurnsReport, turns_report
 from pyps.report.run_data import RunData
+from pyps.report.steps import applied_steps
 
 CYCLES = 6.0  # of the ring, that are shown
 TURN_WIDTH = 0.006  # of the shown time: the least width of a mark

@@ -19,16 +19,13 @@ from pyps.formats.setup import RankSetup
 from pyps.report.report import (
     Report,
     StoreTotals,
-    distribution,
-    iteration_times,
     loading_advice,
     make_report,
     prediction_advice,
     rank_report,
     read_report,
-    version_times,
-    without_startup_wait,
 )
+from pyps.report.steps import distribution, iteration_times, version_times, without_startup_wait
 
 B = 10
 BATCHES = (7, 3)

@@ -21,7 +21,7 @@ from pyps.formats import Plan, R2spSchedule, write_json
 from pyps.formats.records import read_run
 from pyps.formats.turns import plan_turns
 from pyps.remote.server import Server
-from pyps.report.report import applied_steps
+from pyps.report.steps import applied_steps
 from pyps.run import RunOptions, run
 from pyps.run.ranks import even_plan
 from pyps.store.policies import BSP, R2SP

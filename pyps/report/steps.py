@@ -1,0 +1,186 @@
+"""Figures of a run from its step records alone: versions, iterations, losses, phases and absences."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from operator import attrgetter
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from msgspec.structs import replace
+
+from pyps.formats.records import SpanKind, StepRecord, split_spans
+
+PHASES: tuple[SpanKind, ...] = ("data", "compute", "push", "pull", "wait")
+CURVE_POINTS = 200
+ABSENT_STEPS = 3.0  # of a rank's own step time: a longer gap between its steps counts as absence
+ABSENT_SECONDS = 0.5  # and no shorter one
+NonNegative = Annotated[int, Meta(ge=0)]
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Seconds of something that happened `count` times: mean, median, and the quartiles around it."""
+
+    count: NonNegative
+    mean: float = 0.0
+    median: float = 0.0
+    lower_quartile: float = 0.0
+    upper_quartile: float = 0.0
+
+
+class LossPoint(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds since the first step began, samples trained by then, and the mean loss since the last point."""
+
+    seconds: float
+    samples: NonNegative
+    loss: float
+
+
+def applied_steps(records: Iterable[StepRecord]) -> list[StepRecord]:
+    """The steps whose gradient is in the parameters, in the order of their versions."""
+    return sorted(filter(is_applied, records), key=attrgetter("version", "rank"))
+
+
+def is_applied(record: StepRecord) -> bool:
+    return not record.skipped and not record.rejected
+
+
+def version_times(records: Sequence[StepRecord]) -> dict[int, tuple[float, int]]:
+    """For each version: when the last of its sources was done (seconds, monotonic), and its samples."""
+    times: dict[int, tuple[float, int]] = {}
+    for r in applied_steps(records):
+        done, samples = times.get(r.version, (0.0, 0))
+        times[r.version] = (max(done, r.spans[-1][2]), samples + r.samples)
+    return times
+
+
+def iteration_times(
+    records: Sequence[StepRecord], global_batch: int, resumed: Sequence[float] = ()
+) -> list[float]:
+    """Seconds between the moments at which the samples trained pass multiples of the global batch.
+
+    resumed: when later parts of the run began; an iteration does not last over one of them.
+    """
+    passed, total = [], 0
+    latest = 0.0
+    if not global_batch:  # of ranks that the plan does not have
+        return []
+    for _, (done, samples) in sorted(version_times(records).items()):
+        latest = max(latest, done)  # two versions of ASP may be completed out of order
+        count = (total + samples) // global_batch - total // global_batch
+        passed += [latest] * count
+        total += samples
+    return [b - a for a, b in pairwise(passed) if not any(a < begin <= b for begin in resumed)]
+
+
+def paused_seconds(records: Sequence[StepRecord], resumed: Sequence[float]) -> float:
+    """The time between two parts of a run: from the last step of one to the first of the next.
+
+    resumed: when each later part began. With what stopped the part before, and the start of this one.
+    """
+    ends = sorted(r.spans[-1][2] for r in records if r.spans)
+    begins = sorted(b for r in records for kind, b, _ in r.spans if kind == "compute")
+    paused = dict[float, float]()  # by where it begins: a part may have trained nothing
+    for at in resumed:
+        before, after = bisect_right(ends, at), bisect_left(begins, at)
+        if before and after < len(begins):
+            paused[ends[before - 1]] = begins[after] - ends[before - 1]
+    return sum(paused.values())
+
+
+def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPoint]:
+    """A point for each global batch of samples: the mean loss of its samples, where it was recorded."""
+    applied = [r for r in applied_steps(records) if r.spans]
+    began = min((b for r in applied for kind, b, _ in r.spans if kind == "compute"), default=0.0)
+    points, total, sum_, weight, latest = [], 0, 0.0, 0, 0.0
+    for k, r in enumerate(applied):
+        latest = max(latest, r.spans[-1][2] - began)
+        before, total = total, total + r.samples
+        if r.loss is not None:
+            sum_, weight = sum_ + r.loss * r.samples, weight + r.samples
+        passed = not global_batch or total // global_batch > before // global_batch
+        if weight and (passed or k == len(applied) - 1):
+            points.append(LossPoint(max(0.0, latest), total, sum_ / weight))
+            sum_, weight = 0.0, 0
+    return points
+
+
+def thinned(points: Sequence[LossPoint], most: int = CURVE_POINTS) -> list[LossPoint]:
+    """At most so many points: means of equally many that follow one another."""
+    size = -(-len(points) // most) if points else 1
+    groups = [points[k : k + size] for k in range(0, len(points), size)]
+    return [LossPoint(g[-1].seconds, g[-1].samples, sum(p.loss for p in g) / len(g)) for g in groups]
+
+
+def short_rounds(records: Sequence[StepRecord], global_batch: int) -> int | None:
+    """Rounds of fewer samples than a global batch; None where every version has one source."""
+    if not any(r.sources > 1 for r in records):
+        return None
+    samples = [count for _, (_, count) in sorted(version_times(records).items())]
+    return sum(count < global_batch for count in samples[:-1])
+
+
+def training_time(records: Sequence[StepRecord]) -> tuple[float, float]:
+    """When the first step of any rank began to compute, and when the last one ended; zeros without steps."""
+    begin = min((b for r in records for kind, b, _ in r.spans if kind == "compute"), default=0.0)
+    return begin, max((r.spans[-1][2] for r in records if r.spans), default=begin)
+
+
+def absent_seconds(records: Sequence[StepRecord], begin: float, end: float) -> float:
+    """The time from `begin` to `end` that no step of one rank's records covers.
+
+    Gaps of a few steps' length count as one does between two steps, and not as absence.
+    """
+    covered = sorted((max(r.spans[0][1], begin), r.spans[-1][2]) for r in records if r.spans)
+    usual = float(np.median([e - b for b, e in covered])) if covered else 0.0
+    least = max(ABSENT_SECONDS, ABSENT_STEPS * usual)
+    absent, reached = 0.0, begin
+    for b, e in [*covered, (end, end)]:
+        absent += b - reached if b - reached > least else 0.0
+        reached = max(reached, e)
+    return absent
+
+
+def phase_seconds(records: Sequence[StepRecord]) -> list[list[float]]:
+    """For each of PHASES: its seconds in each step."""
+    found = {phase: [0.0] * len(records) for phase in PHASES}
+    for k, record in enumerate(records):
+        for kind, begin, end in record.spans:
+            if kind in found:
+                found[kind][k] += end - begin
+    return list(found.values())
+
+
+def distribution(values: Sequence[float]) -> Distribution:
+    """Mean, median and quartiles; zeros without values."""
+    if not values:
+        return Distribution(0)
+    lower, median, upper = (float(q) for q in np.percentile(values, (25, 50, 75)))
+    return Distribution(len(values), float(np.mean(values)), median, lower, upper)
+
+
+def without_startup_wait(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """The records without each process's wait before its first step, which is start-up and not training."""
+    seen: set[tuple[int, int]] = set()
+    kept = []
+    for r in sorted(records, key=attrgetter("rank", "pid", "step")):
+        is_first = (r.rank, r.pid) not in seen
+        if is_first:
+            seen.add((r.rank, r.pid))
+        if is_first and r.spans and r.spans[0][0] == "wait":
+            r = replace(r, spans=r.spans[1:])
+        kept.append(r)
+    return kept
+
+
+def idle_share(records: Sequence[StepRecord]) -> float:
+    """The wait's share of the workers' time; waits of a pipeline's transfers do not count as idle."""
+    serial = [record for record in records if record.depth == 1]
+    pipelined = [replace(record, spans=split_spans(record)[0]) for record in records if record.depth > 1]
+    seconds = dict(zip(PHASES, map(sum, phase_seconds([*serial, *pipelined])), strict=True))
+    total = sum(seconds.values())
+    return seconds["wait"] / total if total else 0.0
