@@ -8,13 +8,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from pyps.errors import InputError
 from pyps.remote.address import is_address
 from pyps.store.store import Store
 
-__all__ = ["create_store", "open_store"]
+if TYPE_CHECKING:
+    from pyps.remote.store import RemoteStore
+
+__all__ = ["as_remote", "create_store", "open_store"]
 
 
 def _kind(name: str) -> type[Store]:
@@ -25,6 +29,12 @@ def _kind(name: str) -> type[Store]:
     except ModuleNotFoundError as error:
         raise InputError("address", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
     return RemoteStore
+
+
+def as_remote(store: Store) -> RemoteStore | None:
+    """The store, if it is over a link; needs no ZeroMQ to say that it is not."""
+    module = sys.modules.get("pyps.remote.store")
+    return store if module is not None and isinstance(store, module.RemoteStore) else None
 
 
 def open_store(name: str) -> Store:

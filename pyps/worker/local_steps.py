@@ -24,7 +24,7 @@ from torch import nn
 
 from pyps.errors import InputError
 from pyps.native.values import Codec, Flat, PolicyNeeds, PushResult
-from pyps.remote.store import RemoteStore
+from pyps.remote import as_remote
 from pyps.store.store import Store
 from pyps.worker.local_state import LocalState
 from pyps.worker.optimizer import OptimizerSteps
@@ -130,8 +130,9 @@ class LocalSteps:
         """Where this worker encodes its pushes, for a link: go on with what the codes of the rank's last one
         did not carry, and keep that of each from now on.
         """
-        if isinstance(store, RemoteStore) and codec is not Codec.F32:
-            store.keep_residual(self._state.residual(self._pushes), self._save_residual)
+        elsewhere = as_remote(store)
+        if elsewhere is not None and codec is not Codec.F32:
+            elsewhere.keep_residual(self._state.residual(self._pushes), self._save_residual)
 
     def _save_residual(self, values: Flat) -> None:
         self._state.save_residual(self._pushes, values)
