@@ -17,6 +17,7 @@ from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.pipeline import PipelinedTransport, check_depth, extra_buffers
 from pyps.worker.position import RunSchedule
 from pyps.worker.settings import Settings
+from pyps.worker.step import Step
 from pyps.worker.transport import SerialTransport, StepCallback, Transport
 
 TRANSFER_ROUND_TIMEOUTS = 4.0  # that a transfer may take: it waits twice, for up to two
@@ -42,6 +43,19 @@ class Attached:
         """Bring the newest parameters into the model, without buffers; their version. Raises Fenced."""
         version = self.client.pull(self.binding.flat)
         self.binding.refresh_parameters()
+        return version
+
+    def refresh(self, step: Step | None) -> int:
+        """Pull one single version into the model, after any transfer under way; the version. step: the one
+        under way, which goes on from there.
+        """
+        pull, local = self.transport.refresh, self.local
+        if step is None:
+            return pull()
+        version = pull() if local is None else local.pull_whole(pull)
+        self.binding.buffers.begin_again(forwards=1 if step.micro else 0)
+        if local is not None or not step.done:
+            step.version = version  # of what its gradient is computed on
         return version
 
 

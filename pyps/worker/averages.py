@@ -208,6 +208,12 @@ class BufferBinding:
         """Each changes the buffers once."""
         self._done += 1
 
+    def begin_again(self, forwards: int) -> None:
+        """Within a step the buffers have other values now: only forwards since then have changed them, so
+        many of which are under way.
+        """
+        self._done = forwards
+
     def hyper(self) -> tuple[Hyper, ...]:
         """The groups' constants for the step under way."""
         return tuple(Hyper(lr=group.pace.part(self._past, self._forwards)) for group in self._groups)

@@ -60,6 +60,7 @@ class LocalSteps:
         self._steps = OptimizerSteps(optimizer)
         self._parameters, self._clip_norm = parameters, clip_norm
         self._start = [torch.empty_like(p, requires_grad=False) for p in parameters]
+        self._is_away = False  # between pull_whole() and the next local step
         self._state, self._pushes = state, pushes
         state.load(pushes)
 
@@ -71,6 +72,7 @@ class LocalSteps:
     @torch.no_grad()
     def begin(self) -> None:
         """Local steps follow, from the parameters that are in the model and what is travelling."""
+        self._is_away = False
         self._go_on()
         for start, p in zip(self._start, self._parameters, strict=True):
             start.copy_(p)
@@ -85,6 +87,7 @@ class LocalSteps:
         """Take a local step with the gradients that are there, and clear them. A GradScaler skips it if they
         are not finite.
         """
+        self.come_back()
         if self._clip_norm:
             if scaler is not None:
                 self._steps.unscale(scaler)
@@ -101,15 +104,32 @@ class LocalSteps:
         """Go on from newer parameters with the steps taken so far; their version, that `pull` returns when it
         has put them into the model. Raises what it raises.
         """
-        for start, p in zip(self._start, self._parameters, strict=True):
-            start.sub_(p)  # the way back
-        version = pull()
+        version = self.pull_whole(pull)
         self._go_on()
+        self.come_back()
+        return version
+
+    @torch.no_grad()
+    def pull_whole(self, pull: Callable[[], int]) -> int:
+        """Between begin() and collect(), for the script to look at the store's parameters: as merge(), but
+        the steps taken so far are put on them by come_back() alone.
+        """
+        if not self._is_away:
+            for start, p in zip(self._start, self._parameters, strict=True):
+                start.sub_(p)  # the way back
+            self._is_away = True
+        return pull()
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        """After pull_whole(): go on from its parameters with the steps taken so far."""
+        if not self._is_away:
+            return
+        self._is_away = False
         for way, p in zip(self._start, self._parameters, strict=True):
             newest = p.clone()
             p.sub_(way)
             way.copy_(newest)
-        return version
 
     @torch.no_grad()
     def collect(self) -> None:

@@ -371,9 +371,9 @@ class Worker:
 
     def refresh(self) -> int:
         """Pull one single version into the model, as for an evaluation, after any transfer under way; the
-        version.
+        version. Local steps taken since the last push are put on it when the next batch begins.
         """
-        return self._require().transport.refresh()
+        return self._require().refresh(self._step)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state after `refresh`, copied: parameters and averaged buffers of one version."""
@@ -420,7 +420,9 @@ class Worker:
         before, step.micro = step.micro_before, self._at_once(step.left)
         binding.buffers.begin_micro_batch()
         step.left -= step.micro
-        if attached.local is None:
+        if attached.local is not None:
+            attached.local.come_back()
+        else:
             if before and before != step.micro:
                 binding.scale_grads(before / step.micro)
             if not step.left:

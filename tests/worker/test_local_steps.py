@@ -194,6 +194,41 @@ def test_in_a_pipeline_one_worker_takes_the_steps_of_plain_torch(depth: int) -> 
     assert distance(model, rival) < 10 * RELATIVE
 
 
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_look_at_the_newest_parameters_neither_loses_nor_doubles_steps(depth: int, place: str) -> None:
+    """Validating within a claim, when another worker has pushed since it began. The gradients are constant."""
+    model = nn.Linear(6, 2, bias=False).to(DEVICE)
+    with torch.no_grad():
+        wanted = model.weight - 0.5 * 0.125  # the other worker's; each has half of the samples
+    options: dict[str, Any] = {"pipeline": depth} if depth > 1 else {}
+    with (
+        join("r", 0, batches=[5, 5], samples=100, seed=SEED, policy="asp", **options) as worker,
+        ExitStack() as stack,
+    ):
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.5), local_steps=4, outer=whole(model))
+        other = stack.enter_context(Store.open("r"))
+        other.join(1)
+        for number, (x, y) in enumerate(worker.batches((X, Y))):
+            if number == 5:
+                claim, area = other.start(), other.stage()
+                area.flat[:] = 0.125
+                other.push(area, claim.count, Hyper(lr=1.0))
+            if place == "before" and number in (2, 6):
+                worker.refresh()
+            backward((model(x) * y).mean())
+            assert model.weight.grad is not None
+            wanted -= 0.5 * 0.5 * model.weight.grad
+            worker.step()
+            if place == "after" and number in (2, 6):
+                version = worker.refresh()
+                assert version == other.status().version
+                newest = torch.from_numpy(other.snapshot().tensors["weight"])
+                assert torch.equal(model.weight.cpu(), newest)
+        assert number == 15
+    torch.testing.assert_close(model.weight.detach(), wanted)
+
+
 class _NoState:
     """Where a worker's optimizer state is not kept."""
 
