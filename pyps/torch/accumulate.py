@@ -10,7 +10,7 @@ n_last / W.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
@@ -41,11 +41,21 @@ class MicroBatches:
         self._ddp, self._sums = ddp, sums
         self._before: list[Any] = []  # weights of the passes before the latest one
         self._kept = False  # whether the latest pass ran under no_sync()
+        self._in_eval: Callable[[], Any] | None = None  # the weight of a pass that may have no backward()
         self._shares: list[float] = []
+        self._shared: Any = None  # of the latest pass: the total that its loss is a share of
         self._unchecked = CHECKED  # rounds whose weights are still looked at
+
+    def begin_in_eval(self, weight: Callable[[], Any]) -> None:
+        """A forward pass begins in eval mode: alone it counts if its backward() comes."""
+        if self._before or self._kept or not self._ddp.require_backward_grad_sync:
+            self.begin(weight())
+        else:
+            self._in_eval = weight
 
     def begin(self, weight: Any) -> None:
         """A forward pass begins. One whose backward() never came is forgotten, unless under no_sync()."""
+        self._in_eval = self._shared = None
         if self._kept:
             self._before.append(self.weight)
         self._kept = not self._ddp.require_backward_grad_sync
@@ -54,6 +64,7 @@ class MicroBatches:
 
     def set_weight(self, weight: Any) -> None:
         """The latest pass weighs something else than was counted."""
+        self._in_eval = None
         self._change_unit(self.weight if self._before else None, weight)
         self.weight = weight
 
@@ -63,10 +74,18 @@ class MicroBatches:
             raise InputError("share", "weight, total", f"{weight}, {total}", "0 <= weight <= total")
         found = weight / total if float(total) else 0.0
         self._shares.append(float(found))
+        self._shared = total
         return found
+
+    @property
+    def loss_weight(self) -> Any:
+        """What the reduction will multiply the latest pass's loss by, before 1 / W."""
+        return self.weight if self._shared is None else self._shared
 
     def reduced(self, rank: int) -> tuple[Any, Any]:
         """The gradients are complete: the rank's weight in W, and the weight that they are to be given."""
+        if self._in_eval is not None:
+            self.weight = self._in_eval()
         total: Any = sum(self._before, self.weight)
         if self._before and not self._sums and not self.managed:
             self._check(rank)
@@ -76,7 +95,7 @@ class MicroBatches:
 
     def forget(self) -> None:
         """No pass is pending."""
-        self._before, self._shares, self._kept = [], [], False
+        self._before, self._shares, self._kept, self._in_eval = [], [], False, None
 
     def cut(self, batch: Any, parts: int) -> Iterator[Any]:
         """Tensors of a batch in `parts` micro-batches, each ready for a forward and a backward pass."""

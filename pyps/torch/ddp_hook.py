@@ -88,7 +88,7 @@ class DDPHook(WeightedHook):
         self._on_nccl = device.type == "cuda" and dist.get_backend(self.group) == "nccl"
         for module in ddp.module.modules():
             if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
-                module.loss_weight = lambda: self.micro_batches.weight
+                module.loss_weight = lambda: self.micro_batches.loss_weight
         # DDP compares annotations with types; a lambda has none.
         ddp.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
 
@@ -173,6 +173,9 @@ class DDPHook(WeightedHook):
 
     def _begin(self, weight: Any) -> None:
         self.micro_batches.begin(weight)
+
+    def _begin_in_eval(self, weight: Callable[[], Any]) -> None:
+        self.micro_batches.begin_in_eval(weight)
 
     def _sum_weights(self, device: torch.device, wait: bool) -> None:
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""

@@ -34,10 +34,13 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 class _Pass:
-    """A forward pass and the backward pass to come. scale: N w / W as float64 [], when that has begun."""
+    """A forward pass and the backward pass to come. scale: N w / W as float64 [], when that has begun.
 
-    def __init__(self, weight: Any, last: bool) -> None:
-        self.weight, self.last = weight, last
+    in_eval: gives the weight of a pass in eval mode, if its backward pass comes.
+    """
+
+    def __init__(self, weight: Any, last: bool, in_eval: Callable[[], Any] | None = None) -> None:
+        self.weight, self.last, self.in_eval = weight, last, in_eval
         self.scale: torch.Tensor | None = None
 
 
@@ -226,6 +229,12 @@ class FSDPHook(WeightedHook):
             if self._round.assumed is None:
                 self._round.assumed = self._guess(weight)
 
+    def _begin_in_eval(self, weight: Callable[[], Any]) -> None:
+        if self._round is not None:
+            self._begin(weight())
+        else:
+            self._pass = _Pass(None, True, weight)
+
     def _guess(self, weight: Any) -> torch.Tensor:
         """The W of the round before; in the first one, of all ranks' first passes."""
         if self._total is None:
@@ -242,6 +251,8 @@ class FSDPHook(WeightedHook):
         leaves, shape = tree_flatten(output)
         changed = [self._watched(leaf, begun) for leaf in leaves]
         if all(new is leaf for new, leaf in zip(changed, leaves, strict=True)):
+            if begun.in_eval is not None:
+                return None
             found = f"{type(output).__name__} without a tensor that has a gradient"
             expected = "tensors in tuples, lists and dicts"
             raise InputError("weighted_hook", "output of forward()", found, expected)
@@ -267,6 +278,8 @@ class FSDPHook(WeightedHook):
 
     def _scale_of(self, begun: _Pass) -> torch.Tensor:
         """N w / W, or N w / A in a round of several passes."""
+        if begun.weight is None and begun.in_eval is not None:
+            begun.weight = begun.in_eval()
         if self._round is None:
             if not self._shards.reduces:
                 expected = "hook.accumulate(batch, parts) or hook.rounds(loader) around such passes"

@@ -131,14 +131,25 @@ class WeightedHook(ABC):
     def _begin(self, weight: Any) -> None:
         """A forward pass of training begins."""
 
+    @abstractmethod
+    def _begin_in_eval(self, weight: Callable[[], Any]) -> None:
+        """A forward pass begins in eval mode. It has a weight if its backward() comes, but mostly none does."""
+
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if _suspended or not torch.is_grad_enabled() or not module.training:
+        if _suspended or not torch.is_grad_enabled():
             return
         self.lockstep.compare()
-        weight = self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
+
+        def weight() -> Any:
+            return self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
+
+        if not module.training:
+            self._begin_in_eval(weight)
+            return
+        own = weight()
         if self.peers is not None and not self._compared:
-            self._compare(float(weight))
-        self._begin(weight)
+            self._compare(float(own))
+        self._begin(own)
 
     def _compare(self, weight: float) -> None:
         """Raise InputError if the peers' first batches differ, before they wait for each other."""

@@ -101,8 +101,10 @@ def token_rounds_errors(group: dist.ProcessGroup, batches: list[int], parts: int
     return errors
 
 
-def norm_rounds_error(group: dist.ProcessGroup, batches: list[int], parts: int) -> float:
-    """With BatchNorm over all ranks' micro-batches: against one process with the same statistics."""
+def norm_rounds_error(group: dist.ProcessGroup, batches: list[int], parts: int, shares: bool) -> float:
+    """With BatchNorm over all ranks' micro-batches: against one process with the same statistics. shares: in a
+    loop of the script's own.
+    """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6), torch.nn.Tanh(), torch.nn.Linear(6, 4)]
     alone = torch.nn.Sequential(*layers).double().to(DEVICE)
@@ -111,14 +113,43 @@ def norm_rounds_error(group: dist.ProcessGroup, batches: list[int], parts: int) 
     hook = weighted_hook(ddp)
     whole = numbers(0, sum(batches), torch.float64)
     own = [x[mine(batches, group)] for x in whole]
-    for x, y in hook.accumulate(own, parts):
-        square(ddp, x, y).backward()
+    rows = len(own[0])
+    if shares:
+        for low, high in micro_batches(0, rows, parts):
+            with nullcontext() if high == rows else ddp.no_sync():
+                loss = square(ddp, *(x[low:high] for x in own))
+                (loss * hook.share(high - low, rows)).backward()
+    else:
+        for x, y in hook.accumulate(own, parts):
+            square(ddp, x, y).backward()
     starts = [sum(batches[:k]) for k in range(len(batches))]
     for number in range(parts):  # the number-th micro-batch of all ranks, as one process would see it
         cuts = [micro_batches(s, s + b, parts)[number] for s, b in zip(starts, batches, strict=True)]
-        rows = [k for low, high in cuts for k in range(low, high)]
-        (square(alone, *(x[rows] for x in whole)) * (len(rows) / sum(batches))).backward()
+        chosen = [k for low, high in cuts for k in range(low, high)]
+        (square(alone, *(x[chosen] for x in whole)) * (len(chosen) / sum(batches))).backward()
     return off(flat(p.grad for p in ddp.parameters()), flat(p.grad for p in alone.parameters()))
+
+
+def eval_mode_errors(group: dist.ProcessGroup, batches: list[int], parts: int) -> list[float]:
+    """By round: the first in eval mode, one in train mode after a look in eval mode, one in eval mode again."""
+    alone = net(torch.float64)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    hook = weighted_hook(ddp, count=lambda inputs: len(inputs))
+    errors = []
+    for number, trains in enumerate((False, True, False)):
+        split = batches if number < 2 else batches[::-1]
+        whole = numbers(number, sum(split), torch.float64)
+        own = tuple(x[mine(split, group)] for x in whole)
+        right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
+        ddp.zero_grad()
+        ddp.eval()
+        if parts == 1:  # else DDP itself would take the first backward() under no_sync() for this one's
+            ddp(own[0][:1])
+        ddp.train(trains)
+        for micro in [own] if parts == 1 else hook.accumulate(own, parts):
+            square(ddp, *micro).backward()
+        errors.append(off(flat(p.grad for p in ddp.parameters()), right))
+    return errors
 
 
 def warned_of(group: dist.ProcessGroup, batch: int, parts: int, idiom: str) -> list[str]:

@@ -69,6 +69,7 @@ def gradient_errors(
     longer = [batch + 7 * k + 3 for k, batch in enumerate(batches)]
     errors = []
     for number, split in enumerate((batches, batches, batches[1:] + batches[:1], longer)):
+        model.train(number % 2 == 1)
         whole = numbers(number, sum(split), torch.float64)
         own = tuple(x[mine(split, group)] for x in whole)
         right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))

@@ -49,8 +49,9 @@ def test_by_targets(ranks: Ranks, said: bool) -> None:
         assert max(errors) < EXACT
 
 
-def test_with_batch_norm(ranks: Ranks) -> None:
-    for error in ranks.run(2, jobs.norm_rounds_error, [26, 9], 4):
+@pytest.mark.parametrize("shares", [False, True])
+def test_with_batch_norm(ranks: Ranks, shares: bool) -> None:
+    for error in ranks.run(2, jobs.norm_rounds_error, [26, 9], 4, shares):
         assert error < EXACT
 
 
@@ -68,6 +69,14 @@ def test_a_wrong_loop_is_named_once(ranks: Ranks, idiom: str, batch: int, expect
     for rank, said in enumerate(ranks.run(2, jobs.warned_of, batch, 4, idiom)):
         assert len(said) == (1 if expected else 0)
         assert all(f"rank {rank}: {expected}" in one for one in said)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_model_in_eval_mode_trains_with_its_own_weights(ranks: Ranks, parts: int) -> None:
+    """Without dropout, say. What is only looked at, with other samples, weighs nothing."""
+    for errors in ranks.run(2, jobs.eval_mode_errors, [26, 9], parts):
+        assert len(errors) == 3
+        assert max(errors) < EXACT
 
 
 def test_misuse(ranks: Ranks) -> None:
