@@ -98,7 +98,7 @@ def attached(
         )
     else:
         transport = SerialTransport(client, binding, report)
-    steps = OptimizerSteps(attachment.optimizer)
+    steps = OptimizerSteps(attachment.optimizer, (e.parameter for e in attachment.entries))
     whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
     return Attached(
         model, attachment, binding, needs, budget, client, transport, steps, schedule, whole, local

@@ -57,7 +57,7 @@ class LocalSteps:
         self._merges, self._overlaps = merges, overlaps
         self._travelling: deque[list[torch.Tensor]] = deque()  # pseudo-gradients; where it overlaps
         self.optimizer = optimizer
-        self._steps = OptimizerSteps(optimizer)
+        self._steps = OptimizerSteps(optimizer, parameters)
         self._parameters, self._clip_norm = parameters, clip_norm
         self._start = [torch.empty_like(p, requires_grad=False) for p in parameters]
         self._is_away = False  # between pull_whole() and the next local step

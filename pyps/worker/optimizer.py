@@ -6,6 +6,7 @@ taken away; a call by the training script is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -15,10 +16,14 @@ from pyps.errors import InputError
 
 
 class OptimizerSteps:
-    """Calls of one optimizer's step(). Refuses every other call of it from now on with InputError."""
+    """Calls of one optimizer's step(). Refuses every other call of it from now on with InputError.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    parameters: those in the store. call() refuses a gradient of any other, which would be stepped here alone.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         self._optimizer = optimizer
+        self._stored = {id(parameter) for parameter in parameters}
         self._allowed = False
         optimizer.register_step_pre_hook(self._check_caller)
 
@@ -34,6 +39,7 @@ class OptimizerSteps:
 
         A GradScaler calls step() only if all gradients were finite.
         """
+        self._check_stored()
         calls: list[bool] = []
         handle = self._optimizer.register_step_post_hook(lambda *_: calls.append(True))
         self._allowed = True
@@ -46,6 +52,14 @@ class OptimizerSteps:
             self._allowed = False
             handle.remove()
         return bool(calls)
+
+    def _check_stored(self) -> None:
+        for k, group in enumerate(self._optimizer.param_groups):
+            for p in group["params"]:
+                if p.grad is not None and p.numel() and id(p) not in self._stored:
+                    found = f"a gradient of a parameter of shape {list(p.shape)} that is not in the store"
+                    expected = "in the optimizer, with requires_grad, when attach() is called (with lr 0 until then)"
+                    raise InputError("step", f"optimizer.param_groups[{k}]", found, expected)
 
     def _check_caller(self, *_: Any) -> None:
         if not self._allowed:

@@ -332,3 +332,25 @@ def test_records_survive_a_kill(worker: Worker, tmp_path: Path) -> None:
     path.write_bytes(b"{}\n" + whole)
     with pytest.raises(InputError, match="line 1"):
         read_records(path)
+
+
+@pytest.mark.parametrize("local_steps", [0, 2])
+@pytest.mark.parametrize("late", ["unfrozen", "added"])
+def test_a_parameter_that_comes_late_is_refused(worker: Worker, late: str, local_steps: int) -> None:
+    """The torch optimizer would step it in this process alone."""
+    model = make_model()
+    first = list(model[0].parameters())
+    optimizer = torch.optim.SGD(model.parameters() if late == "unfrozen" else model[2].parameters(), lr=0.1)
+    for p in first:
+        p.requires_grad_(False)
+    worker.attach(model, optimizer, local_steps=local_steps or "plan")
+    with pytest.raises(InputError, match=r"param_groups\[\d\]: found a gradient of a parameter of shape \[8, 6\]"):
+        for number, (x, y) in enumerate(worker.batches((X, Y))):
+            if number == 2:
+                for p in first:
+                    p.requires_grad_(True)
+                if late == "added":
+                    optimizer.add_param_group({"params": first})
+            backward(loss_of(model, x, y))
+            worker.step()
+    assert number == 2
