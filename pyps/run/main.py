@@ -21,6 +21,7 @@ from pyps.report.trace import make_trace
 from pyps.report.watch import OnProgress, Watch
 from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice, Start, TrainingFailed, start_here
 from pyps.run.spec import RunOptions, RunSpec, StrPath, prepare, write_setup
+from pyps.worker.agreement import check_agreed
 
 
 def run(
@@ -62,7 +63,7 @@ def run_prepared(
     start: Start = start_here,
 ) -> Report:
     """As `run`, of a run that is prepared. start: starts the process of a rank."""
-    options = spec.options
+    options, begins_anew = spec.options, not _may_be_there(spec)
     if spec.departures and on_notice is not None:
         on_notice(
             f"{spec.plan_path}: its predictions do not hold for this run ({'; '.join(spec.departures)})"
@@ -72,7 +73,7 @@ def run_prepared(
         own = [stack.enter_context(open_sink(text, folder)) for text in options.metrics]
         log = stack.enter_context(EventLog(spec.run_dir / EVENTS))
         undone = write_setup(spec) - spec.resumed.version
-        if undone > 0 and on_notice is not None and spec.resumed.path is not None and _begins_anew(spec):
+        if undone > 0 and on_notice is not None and spec.resumed.path is not None and begins_anew:
             again = f"{undone:,} versions after it are undone, and their samples trained again"
             on_notice(f"goes on from the checkpoint of version {spec.resumed.version:,}: {again}")
         if options.resume is not None:
@@ -82,17 +83,20 @@ def run_prepared(
         return _launch(Launcher(spec, log, on_line, watch.tick, on_notice, start))
 
 
-def _begins_anew(spec: RunSpec) -> bool:
-    """Whether the run makes its store from the checkpoint: elsewhere it may live on."""
+def _may_be_there(spec: RunSpec) -> bool:
+    """Whether the run's store may live on elsewhere. Raises InputError, before anything is written, if it is
+    another run's.
+    """
     if not is_address(spec.store):
-        return True
+        return False
     try:
-        spec.open_store().close()
+        with spec.open_store() as store:
+            check_agreed(store, spec.settings(spec.ranks[0]))
     except (SegmentNotFound, NotReady):
-        return True
+        return False
     except StoreError:
         pass  # the workers will say what it is
-    return False
+    return True
 
 
 def _launch(launcher: Launcher) -> Report:

@@ -20,6 +20,7 @@ from pyps.formats.events import read_events
 from pyps.remote import create_store
 from pyps.remote.server import Server
 from pyps.run import RunOptions, run
+from pyps.run.spec import prepare, write_setup
 from pyps.store.policies import policy_named
 from pyps.worker.agreement import agreement_of
 from pyps.worker.settings import Settings
@@ -112,7 +113,9 @@ def test_a_name_that_no_worker_could_use_is_refused(name: str) -> None:
 def test_a_second_host_with_other_options_is_refused(
     shm: Path, tmp_path: Path, field: str, changes: dict[str, object]
 ) -> None:
-    """It starts nothing, and says what differs: what it trained otherwise would be other samples."""
+    """It starts nothing, and says what differs: what it trained otherwise would be other samples. The folder that it
+    would go on in stays as it is.
+    """
     batches, policy = (5, 3), "ssp:bound=4" if "ssp" in str(changes.get("policy")) else "bsp"
     here = Settings("", 0, policy_named(policy), SAMPLES, 7, batches=batches)
     with Server("model") as server:
@@ -121,10 +124,13 @@ def test_a_second_host_with_other_options_is_refused(
         with create_store(
             server.address, tensors, batches=batches, policy=policy, samples=SAMPLES, agreement=agreement
         ):
-            plan = make_plan((3, 5) if field == "plan" else batches)
-            write_json(tmp_path / "plan.json", plan)
-            given = {"samples": SAMPLES, "seed": 7, "policy": policy} | changes
-            options = RunOptions(**given, ranks=[1], run_dir=tmp_path / "out", connect=server.address)
+            given = {"samples": SAMPLES, "seed": 7, "policy": policy}
+            out, more = tmp_path / "out", {"ranks": [1], "connect": server.address}
+            write_json(tmp_path / "plan.json", make_plan(batches))
+            write_setup(prepare(tmp_path / "plan.json", script(tmp_path), RunOptions(**given, run_dir=out, **more)))
+            before = {path: path.read_bytes() for path in out.iterdir()}
+            write_json(tmp_path / "plan.json", make_plan((3, 5) if field == "plan" else batches))
+            options = RunOptions(**(given | changes), resume=out, **more)
             with pytest.raises(InputError, match=f"{field}: found .*give all hosts"):
                 run(tmp_path / "plan.json", script(tmp_path), options)
-    assert not list((tmp_path / "out").glob("worker-*"))
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
