@@ -13,6 +13,7 @@ devices now. The next epoch has the batch of the highest goodput: throughput tim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -25,16 +26,20 @@ from pyps.solver.systems.goodput import StatisticalEfficiency
 from pyps.torch.noise import GradientNoise
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.schedule import proportional_split
 
 RULES = get_args(Rule)
 
 
 class _State(msgspec.Struct, frozen=True):
-    """What a run goes on with: the split, the batch at first, and the factor of the learning rate."""
+    """What a run goes on with: the split, the batch at first, and the factor of the learning rate, which is
+    that of the next epoch's split, if it is known.
+    """
 
     split: list[int]
     base_batch: int
     factor: float
+    next_split: list[int] | None = None
 
 
 class AdaptiveBatch:
@@ -107,21 +112,31 @@ class AdaptiveBatch:
         return every
 
     def state_dict(self) -> dict[str, Any]:
-        """The split and the factor of the learning rate; the optimizer's state has that rate."""
-        found: dict[str, Any] = msgspec.to_builtins(
-            _State(list(self._sampler.latest_split), self.base_batch, self.factor)
-        )
+        """The splits and the factor of the learning rate; the optimizer's state has that rate."""
+        split, after = self._sampler.latest_split, self._sampler.next_split
+        state = _State(list(split), self.base_batch, self.factor, None if after is None else list(after))
+        found: dict[str, Any] = msgspec.to_builtins(state)
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that. Raises InputError for another kind of state."""
+        """Go on with that; other ranks share the batches in proportion to the sampler's split. Raises
+        InputError for another kind of state.
+        """
         try:
             known = msgspec.convert(state, _State)
         except msgspec.ValidationError as error:
             raise InputError("AdaptiveBatch", "state", str(error), "that of an AdaptiveBatch") from None
         self.base_batch, self.factor = known.base_batch, known.factor
-        if len(known.split) == len(self._sampler.split):
-            self._sampler.resize(known.split, at_once=True)
+        self._sampler.resize(self._of_these_ranks(known.split), at_once=True)
+        if known.next_split is not None:
+            self._sampler.resize(self._of_these_ranks(known.next_split))
+
+    def _of_these_ranks(self, split: list[int]) -> Sequence[int]:
+        """The same batch for as many ranks as there are now."""
+        own = self._sampler.split
+        if len(split) == len(own):
+            return split
+        return proportional_split(sum(split), own, self._sampler.accumulations)
 
     def _scale_rates(self, batch: int, scale: float) -> None:
         factor = learning_rate_factor(self._rule, self.base_batch, batch, scale)

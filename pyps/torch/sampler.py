@@ -163,6 +163,11 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             self._take_next()
 
     @property
+    def next_split(self) -> Split | None:
+        """The next epoch's split, if that has another B."""
+        return self._next
+
+    @property
     def next_batch(self) -> int:
         """B of the next epoch."""
         return sum(self._next or self.latest_split)

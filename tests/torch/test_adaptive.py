@@ -100,3 +100,35 @@ def test_what_is_refused() -> None:
     assert (sampler.global_batch, sampler.next_batch) == (16, 50)
     sampler.set_epoch(1)
     assert (sampler.global_batch, sampler.next_batch) == (50, 50)
+
+
+class _Measured:
+    scale = 1000.0
+
+
+def _adaptive(split: list[int]) -> tuple[UnevenBatchSampler, AdaptiveBatch, torch.optim.Optimizer]:
+    sampler = UnevenBatchSampler(600, split, 0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    adaptive = AdaptiveBatch(sampler, cast(Any, _Measured), cast(Any, None), optimizer, max_batch=64)
+    adaptive._devices = lambda: [RankDevice(Line(0.05, 0.001), 1, 64, 1)] * len(split)  # type: ignore[method-assign]
+    return sampler, adaptive, optimizer
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_batch_that_is_to_come_is_saved_with_its_rate(begun: bool, ranks: int) -> None:
+    """Between epoch() and set_epoch(), or after both; with as many ranks and with others."""
+    sampler, adaptive, optimizer = _adaptive([4, 4])
+    adaptive.epoch()
+    if begun:
+        sampler.set_epoch(1)
+    again, other, another = _adaptive([4, 4] if ranks == 2 else [4, 2, 2])
+    again.load_state_dict(sampler.state_dict())
+    other.load_state_dict(adaptive.state_dict())
+    another.load_state_dict(optimizer.state_dict())
+    assert again.global_batch == sampler.global_batch
+    for one in (sampler, again):
+        one.set_epoch(1)
+    assert again.global_batch == sampler.global_batch == 16
+    assert another.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] > 0.1
+    assert len(again.split) == ranks
