@@ -19,6 +19,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -170,7 +171,10 @@ def load(
         elif same_ranks or not isinstance(value, OF_A_RANK):
             raise InputError(where, name, "nothing", f"a state that was saved as {name}=")
     if same_ranks:
-        _set_random_states(unpack(own["random"], tensors), _gpu_of(model))
+        random_states, gpu = unpack(own["random"], tensors), _gpu_of(model)
+        _set_random_states(random_states, gpu)
+        if sampler is not None:  # a DataLoader draws a number before it goes on in an epoch that had begun
+            sampler.before_pass = partial(_set_random_states, random_states, gpu)
     return {name: unpack(value, tensors) for name, value in rest.items()} | {"step": manifest.version}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyps.solver.online.decide import Split
@@ -37,6 +37,7 @@ class Rounds(ABC):
         self.epoch = 0
         self.position = 0  # samples of this epoch that were consumed before the pass begins
         self.drawn = 0
+        self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
 
     @property
     def global_batch(self) -> int:
@@ -88,6 +89,11 @@ class Rounds(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a position, with this object's own split."""
+
+    def _pass_begins(self) -> None:
+        function, self.before_pass = self.before_pass, None
+        if function is not None:
+            function()
 
     def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
         """The split after `rounds` trained rounds of this pass, and those to come: (epoch, round, split).

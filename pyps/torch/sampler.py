@@ -102,6 +102,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         return self.rounds * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._pass_begins()
         if self.drawn and self.drawn == self.rounds:
             self.position = 0  # the same epoch again, from its first sample, even after a resumed part
         order = self._order()

@@ -96,6 +96,8 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        if worker is None:
+            self._pass_begins()
         self._begin_pass(index, 0 if worker is None else workers)
         item = 0
         for number, samples in enumerate(self._rounds()):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from device import DEVICE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import pyps.torch
 from pyps.torch import Rebalancer, UnevenBatchSampler, weighted_hook
@@ -60,9 +61,11 @@ def train(
         assert kept is not None
         step = kept["note"]["steps"]
     taken: list[list[int]] = []
+    rows: Any = range(LENGTH)
+    loader = DataLoader(rows, batch_sampler=sampler, collate_fn=list)  # which draws a random number, too
     while step < steps:
         done = 0
-        for chosen in sampler:
+        for chosen in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(INPUTS[chosen]), TARGETS[chosen]).backward()
             optimizer.step()
