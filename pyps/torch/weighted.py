@@ -133,7 +133,7 @@ class WeightedHook(ABC):
 
     @abstractmethod
     def _begin_in_eval(self, weight: Callable[[], Any]) -> None:
-        """A forward pass begins in eval mode. It has a weight if its backward() comes, but mostly none does."""
+        """A forward pass begins in eval mode. It has a weight if its backward() comes; mostly none does."""
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if _suspended or not torch.is_grad_enabled():

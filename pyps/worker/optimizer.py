@@ -58,7 +58,9 @@ class OptimizerSteps:
             for p in group["params"]:
                 if p.grad is not None and p.numel() and id(p) not in self._stored:
                     found = f"a gradient of a parameter of shape {list(p.shape)} that is not in the store"
-                    expected = "in the optimizer, with requires_grad, when attach() is called (with lr 0 until then)"
+                    expected = (
+                        "in the optimizer, with requires_grad, when attach() is called (with lr 0 until then)"
+                    )
                     raise InputError("step", f"optimizer.param_groups[{k}]", found, expected)
 
     def _check_caller(self, *_: Any) -> None:

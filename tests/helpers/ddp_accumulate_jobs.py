@@ -102,8 +102,9 @@ def token_rounds_errors(group: dist.ProcessGroup, batches: list[int], parts: int
 
 
 def norm_rounds_error(group: dist.ProcessGroup, batches: list[int], parts: int, shares: bool) -> float:
-    """With BatchNorm over all ranks' micro-batches: against one process with the same statistics. shares: in a
-    loop of the script's own.
+    """With BatchNorm over all ranks' micro-batches: against one process with the same statistics.
+
+    shares: in a loop of the script's own.
     """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6), torch.nn.Tanh(), torch.nn.Linear(6, 4)]
@@ -131,7 +132,7 @@ def norm_rounds_error(group: dist.ProcessGroup, batches: list[int], parts: int, 
 
 
 def eval_mode_errors(group: dist.ProcessGroup, batches: list[int], parts: int) -> list[float]:
-    """By round: the first in eval mode, one in train mode after a look in eval mode, one in eval mode again."""
+    """By round: in eval mode, then in train mode after a look in eval mode, then in eval mode again."""
     alone = net(torch.float64)
     ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
     hook = weighted_hook(ddp, count=lambda inputs: len(inputs))

@@ -113,8 +113,8 @@ def test_a_name_that_no_worker_could_use_is_refused(name: str) -> None:
 def test_a_second_host_with_other_options_is_refused(
     shm: Path, tmp_path: Path, field: str, changes: dict[str, object]
 ) -> None:
-    """It starts nothing, and says what differs: what it trained otherwise would be other samples. The folder that it
-    would go on in stays as it is.
+    """It starts nothing, and says what differs: what it trained otherwise would be other samples. The folder
+    that it would go on in stays as it is.
     """
     batches, policy = (5, 3), "ssp:bound=4" if "ssp" in str(changes.get("policy")) else "bsp"
     here = Settings("", 0, policy_named(policy), SAMPLES, 7, batches=batches)
@@ -127,7 +127,9 @@ def test_a_second_host_with_other_options_is_refused(
             given = {"samples": SAMPLES, "seed": 7, "policy": policy}
             out, more = tmp_path / "out", {"ranks": [1], "connect": server.address}
             write_json(tmp_path / "plan.json", make_plan(batches))
-            write_setup(prepare(tmp_path / "plan.json", script(tmp_path), RunOptions(**given, run_dir=out, **more)))
+            write_setup(
+                prepare(tmp_path / "plan.json", script(tmp_path), RunOptions(**given, run_dir=out, **more))
+            )
             before = {path: path.read_bytes() for path in out.iterdir()}
             write_json(tmp_path / "plan.json", make_plan((3, 5) if field == "plan" else batches))
             options = RunOptions(**(given | changes), resume=out, **more)

@@ -197,7 +197,7 @@ def test_in_a_pipeline_one_worker_takes_the_steps_of_plain_torch(depth: int) -> 
 @pytest.mark.parametrize("place", ["before", "after"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_look_at_the_newest_parameters_neither_loses_nor_doubles_steps(depth: int, place: str) -> None:
-    """Validating within a claim, when another worker has pushed since it began. The gradients are constant."""
+    """Validating within a claim, when another worker has pushed meanwhile. The gradients are constant."""
     model = nn.Linear(6, 2, bias=False).to(DEVICE)
     with torch.no_grad():
         wanted = model.weight - 0.5 * 0.125  # the other worker's; each has half of the samples
