@@ -252,14 +252,21 @@ def _first_rank(
 
 
 def _agreed(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What the function gives on the first rank, on all ranks; so is an InputError that it raises."""
+    """What the function gives on the first rank, on all ranks; so is an InputError that it raises. For any
+    other error, which the first rank raises, the other ranks raise an InputError, so that none waits.
+    """
     found: tuple[Any, tuple[str, str, str, str] | None] = None, None
+    unknown: Exception | None = None
     if dist.get_rank(group) == 0:
         try:
             found = function(), None
         except InputError as error:
             found = None, (error.where, error.field, error.found, error.expected)
+        except Exception as error:
+            unknown, found = error, (None, ("checkpoint", "the first rank", repr(error), "no error there"))
     value, failed = _broadcast(found, group)
+    if unknown is not None:
+        raise unknown
     if failed is not None:
         raise InputError(*failed)
     return value  # type: ignore[no-any-return]

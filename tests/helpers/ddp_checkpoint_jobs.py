@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from device import DEVICE
@@ -105,3 +106,19 @@ def save_where_it_fails(group: dist.ProcessGroup, folder: Path) -> str:
         return str(pyps.torch.save(folder, model, step=1, group=group))
     except pyps.InputError as error:
         return str(error)
+
+
+def save_where_something_else_fails(group: dist.ProcessGroup, folder: Path) -> str:
+    """The first rank has an error that nobody foresaw; then all go on."""
+    model = DistributedDataParallel(nn.Linear(3, 3).to(DEVICE), process_group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 0:
+            patch.setattr("pyps.torch.checkpoint.fill_folder", lambda *_: 1 / 0)
+        try:
+            pyps.torch.save(folder, model, step=1, group=group)
+        except (pyps.InputError, ZeroDivisionError) as error:
+            said = f"{type(error).__name__}: {error}"
+    count = torch.ones(())
+    dist.all_reduce(count, group=group)
+    assert float(count) == dist.get_world_size(group)
+    return said

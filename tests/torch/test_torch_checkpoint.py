@@ -56,6 +56,12 @@ def test_residuals_and_the_split_go_on(ranks: Ranks, tmp_path: Path, wire: str) 
     assert {"rank0.hook.residuals.0.weight", "rank1.hook.residuals.0.weight"} <= tensors
 
 
+def test_no_rank_waits_for_one_that_failed(ranks: Ranks, tmp_path: Path) -> None:
+    first, other = ranks.run(2, jobs.save_where_something_else_fails, tmp_path)
+    assert first == "ZeroDivisionError: division by zero"
+    assert "found ZeroDivisionError('division by zero')" in other
+
+
 def test_errors_reach_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, jobs.load_into, tmp_path / "none", 4) == ["", ""]
     ranks.run(2, jobs.train, tmp_path, 1, SPLIT, "same", 1)
