@@ -261,8 +261,10 @@ def status(version: int) -> Any:
     return Status(**{**fields, "version": version, "all_joined": True})
 
 
-def test_when_checkpoints_are_written(shm: Path, plan: Path, tmp_path: Path) -> None:
-    """Every so many versions, one at a time; again after one that failed."""
+def test_when_checkpoints_are_written(
+    shm: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every so many versions, one at a time; again after one that failed, which is said whatever it was."""
     written: list[int] = []
     failed: list[Exception] = []
     write_json(plan, make_plan((4,)))
@@ -276,8 +278,13 @@ def test_when_checkpoints_are_written(shm: Path, plan: Path, tmp_path: Path) -> 
             store.push(store.stage(), 4, pyps.Hyper(lr=0.1))
             writer.update(status(version))
             assert writer.wait(10.0)
+        monkeypatch.setattr("pyps.run.checkpoints.save", lambda *_, **__: 1 / 0)
+        writer.update(status(40))
+        assert writer.wait(10.0)
     assert written == [10, 20, 30]
-    writer.update(status(40))  # the store is gone
+    assert [str(error) for error in failed] == ["ZeroDivisionError('division by zero')"]
+    failed.clear()
+    writer.update(status(50))  # the store is gone
     assert writer.wait(10.0)
     assert [type(error).__name__ for error in failed] == ["SegmentNotFound"]
     assert (writer.version, writer.path) == (30, spec.run_dir / "checkpoints" / "000000030")
