@@ -119,6 +119,8 @@ def entry(name: str, value: Any) -> Iterator[str]:
             function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
             if method[0] != "_" and inspect.isfunction(function) and function.__doc__:
                 yield f"  - `.{method}`{arguments(function)}: {first_sentence(function)}"
+            elif method[0] != "_" and isinstance(found, property) and found.__doc__:
+                yield f"  - `.{method}`: {first_sentence(found)}"
 
 
 def methods(kind: type) -> Iterator[tuple[str, Any]]:

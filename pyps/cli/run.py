@@ -66,7 +66,7 @@ def run_command(
     even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the plan's.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the order of samples.")] = 0,
     codec: Annotated[str | None, typer.Option(help=f"{CODEC_HELP} {AS_PLANNED}")] = None,
-    journal: Annotated[bool, typer.Option("--journal", hidden=True)] = False,
+    journal: Annotated[bool, typer.Option("--journal", help="Record each decision, to replay it.")] = False,
     pipeline: Annotated[
         bool | None, typer.Option("--pipeline/--no-pipeline", help=f"{PIPELINE_HELP} {AS_PLANNED}")
     ] = None,

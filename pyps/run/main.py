@@ -74,7 +74,8 @@ def run_prepared(
         log = stack.enter_context(EventLog(spec.run_dir / EVENTS))
         undone = write_setup(spec) - spec.resumed.version
         if undone > 0 and on_notice is not None and spec.resumed.path is not None and begins_anew:
-            again = f"{undone:,} versions after it are undone, and their samples trained again"
+            versions = "version after it is" if undone == 1 else "versions after it are"
+            again = f"{undone:,} {versions} undone, and their samples trained again"
             on_notice(f"goes on from the checkpoint of version {spec.resumed.version:,}: {again}")
         if options.resume is not None:
             log.write("resumed", version=spec.resumed_version, detail=str(spec.resumed.path or ""))

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from pyps.errors import InputError
-from pyps.torch.norm import UnevenSyncBatchNorm, equally_weighted
+from pyps.torch.norm import equally_weighted, sees_own_batch_alone
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.schedule import PlanLike, read_split
 from pyps.torch.weighted import unweighted
@@ -195,8 +194,7 @@ def _cause(found: torch.Tensor, known: _Candidates, module: nn.Module, is_sum: b
     if any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers):
         return Cause.RANDOM
     if is_weighted:
-        alone = any(isinstance(x, _BatchNorm) and not isinstance(x, UnevenSyncBatchNorm) for x in layers)
-        return Cause.BATCH_NORM if alone else Cause.NOT_SAMPLES
+        return Cause.BATCH_NORM if sees_own_batch_alone(module) else Cause.NOT_SAMPLES
     if is_averaged:
         return Cause.EQUAL_WEIGHTS
     return Cause.SUM if is_summed else Cause.UNKNOWN

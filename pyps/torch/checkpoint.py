@@ -139,7 +139,7 @@ def load(
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint of a folder, or the one given, on all ranks; None if there is none yet.
 
-    The arguments are those of save(): what has a state_dict() gets its state. The dict has the rest, by name,
+    The arguments are those of save(): what has a state_dict() gets its state. The dict has all else, by name,
     and the checkpoint's number as "step". Call it before the first step. The split of the checkpoint is taken
     if there are as many ranks as before and B is the same. Raises InputError on all ranks for a damaged file,
     for another model, and for a state that the checkpoint does not have.
@@ -165,6 +165,8 @@ def load(
                 sampler.replan(split, epoch, number)
     rest = {name.removeprefix("state."): value for name, value in common.items() if name.startswith("state.")}
     for name, value in state.items():
+        if not hasattr(value, "load_state_dict") and name in rest:
+            continue  # numbers, text, lists and dicts: the caller gets them
         packed = own.get(name) if isinstance(value, OF_A_RANK) else rest.pop(name, None)
         if packed is not None:
             value.load_state_dict(unpack(packed, tensors))

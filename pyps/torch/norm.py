@@ -14,7 +14,7 @@ batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class UnevenSyncBatchNorm(_BatchNorm):
 
     group: dist.ProcessGroup | None = None
     loss_weight: Callable[[], Any] | None = None  # w_i of the loss whose backward() follows; None: all are 1
+    waits: Callable[[], AbstractContextManager[None]] = nullcontext  # around what waits for the other ranks
 
     @classmethod
     def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -62,7 +63,7 @@ class UnevenSyncBatchNorm(_BatchNorm):
         if not self.training or alone:
             return super().forward(input)
         normed, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.group, self.loss_weight
+            input, self.weight, self.bias, self.eps, self.group, self.loss_weight, self.waits
         )
         self._track(mean, variance, count)
         return normed  # type: ignore[no-any-return]
@@ -81,6 +82,14 @@ class UnevenSyncBatchNorm(_BatchNorm):
         if input.dim() < 2 or input.shape[0] < 1:
             shape = f"shape {list(input.shape)}"
             raise InputError("UnevenSyncBatchNorm", "input", shape, "[n >= 1, channels, ...]")
+
+
+def sees_own_batch_alone(module: nn.Module) -> bool:
+    """Whether a layer that trains normalises over its rank's samples, unlike in one process."""
+    return any(
+        layer.training and isinstance(layer, _BatchNorm) and not isinstance(layer, UnevenSyncBatchNorm)
+        for layer in module.modules()
+    )
 
 
 @contextmanager
@@ -109,15 +118,16 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         group: dist.ProcessGroup | None,
         loss_weight: Callable[[], Any] | None,
+        waits: Callable[[], AbstractContextManager[None]],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        mean, squares, count = _merged(*_own_statistics(wide), group)
+        mean, squares, count = _merged(*_own_statistics(wide), group, waits)
         variance = squares / count
         inverse_std = torch.rsqrt(variance + eps)
         shape = _across(values)
         normed = (wide - mean.view(shape)) * inverse_std.view(shape)
         ctx.save_for_backward(normed, inverse_std, weight, count)
-        ctx.group, ctx.loss_weight, ctx.dtype = group, loss_weight, values.dtype
+        ctx.group, ctx.loss_weight, ctx.waits, ctx.dtype = group, loss_weight, waits, values.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         result = normed if weight is None else normed * weight.view(shape)
         return (result if bias is None else result + bias.view(shape)).to(values.dtype), mean, variance, count
@@ -131,13 +141,14 @@ class _Normalise(torch.autograd.Function):
         sums = torch.stack([above.sum(others), (above * normed).sum(others)])  # gradients of bias and weight
         own = _like(sums, 1.0 if ctx.loss_weight is None else ctx.loss_weight())
         total = sums * own
-        dist.all_reduce(total, group=ctx.group)
+        with ctx.waits():
+            dist.all_reduce(total, group=ctx.group)
         # The reduction leaves out a loss of weight 0, and with it this rank's gradient.
         total = torch.where(own > 0, total / (own * count), 0.0)
         below = above - total[0].view(shape) - normed * total[1].view(shape)
         below = below * (inverse_std if weight is None else inverse_std * weight).view(shape)
         own_weight, own_bias = (None, None) if weight is None else (sums[1].to(weight), sums[0].to(weight))
-        return below.to(ctx.dtype), own_weight, own_bias, None, None, None
+        return below.to(ctx.dtype), own_weight, own_bias, None, None, None, None
 
 
 def _own_statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -148,12 +159,17 @@ def _own_statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, i
 
 
 def _merged(
-    mean: torch.Tensor, squares: torch.Tensor, count: int, group: dist.ProcessGroup | None
+    mean: torch.Tensor,
+    squares: torch.Tensor,
+    count: int,
+    group: dist.ProcessGroup | None,
+    waits: Callable[[], AbstractContextManager[None]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same over all ranks, in rank order; count becomes a tensor []."""
     own = torch.cat([mean, squares, mean.new_full((1,), count)])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
+    with waits():
+        dist.all_gather(gathered, own, group=group)
     table = torch.stack(gathered)
     means, deviations, counts = table[:, : len(mean)], table[:, len(mean) : -1], table[:, -1:]
     total = counts.sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.torch.lockstep import Lockstep
+from pyps.torch.norm import UnevenSyncBatchNorm, sees_own_batch_alone
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.rounds import Rounds
 from pyps.torch.waiting import Waiting
@@ -20,6 +22,10 @@ from pyps.torch.weighting import note_weights, rows_of
 
 _hooked: WeakSet[torch.nn.Module] = WeakSet()
 _suspended = False
+OWN_BATCHES = (
+    "the model's BatchNorm takes its statistics from each rank's own batch, small on slow ranks; for those "
+    "of all samples: UnevenSyncBatchNorm.convert(model) before DistributedDataParallel"
+)
 
 
 class OwnGradients(NamedTuple):
@@ -57,6 +63,11 @@ class WeightedHook(ABC):
         self.peers, self._compared = peers_of(self._parameters, group), False
         self.on_ready: list[Callable[[], None]] = []
         self.waiting = Waiting(device)
+        for layer in model.modules():
+            if isinstance(layer, UnevenSyncBatchNorm):
+                layer.waits = self.waiting.counted
+        if dist.get_world_size(group) > 1 and dist.get_rank(group) == 0 and sees_own_batch_alone(model):
+            warnings.warn(OWN_BATCHES, stacklevel=4)
         self.lockstep = Lockstep(dist.get_rank(group), dist.get_world_size(group), sampler)
         self._sampler, self._count, self._model = sampler, count, model
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device

@@ -100,9 +100,9 @@ def join(
 class Worker:
     """Made by pyps.join(); a context manager, closed at exit otherwise.
 
-    `steps` counts the pushes that were admitted, `fenced`, `rejected` and `aborted` the gradients that were
-    dropped: by a deadline, by the policy when done, and by the policy before. `skipped` counts the steps
-    whose gradient was not finite.
+    `rank` counts the workers of all hosts from 0. `steps` counts the pushes that were admitted, `fenced`,
+    `rejected` and `aborted` the gradients that were dropped: by a deadline, by the policy when done, and by
+    the policy before. `skipped` counts the steps whose gradient was not finite.
     """
 
     def __init__(self, settings: Settings) -> None:

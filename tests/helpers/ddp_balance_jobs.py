@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ddp_jobs import net, square
 from device import DEVICE
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,6 +25,7 @@ from pyps.torch import (
     Rebalancer,
     UnevenBatchSampler,
     UnevenIterableDataset,
+    UnevenSyncBatchNorm,
     agreed_split,
     weighted_hook,
     weighting,
@@ -118,9 +120,12 @@ def balanced(
     }
 
 
-def timed(group: dist.ProcessGroup, slow_seconds: float, steps: int) -> list[float]:
-    """What the timer gives for each step; rank 0 is slow before its last gradient."""
-    ddp = DistributedDataParallel(net(), process_group=group)
+def timed(group: dist.ProcessGroup, slow_seconds: float, steps: int, normed: bool) -> list[float]:
+    """What the timer gives for each step; rank 0 is slow before its last gradient. normed: the others wait
+    for it within their passes, too.
+    """
+    norm = UnevenSyncBatchNorm.convert(nn.BatchNorm1d(4), group) if normed else nn.Identity()
+    ddp = DistributedDataParallel(nn.Sequential(net(), norm).to(DEVICE), process_group=group)
     hook = weighted_hook(ddp)
     timer, inputs = ComputeTimer(hook), torch.ones(2, 8, device=DEVICE)
     for step in range(steps):
@@ -135,6 +140,17 @@ def timed(group: dist.ProcessGroup, slow_seconds: float, steps: int) -> list[flo
     assert [step for step, _ in finished] == list(range(steps))
     assert timer.finished() == []
     return [seconds for _, seconds in finished]
+
+
+def warned(group: dist.ProcessGroup, converts: bool) -> list[str]:
+    """What weighted_hook warns of, for a model with BatchNorm."""
+    model: nn.Module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(DEVICE)
+    if converts:
+        model = UnevenSyncBatchNorm.convert(model, group)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        weighted_hook(DistributedDataParallel(model, process_group=group))
+    return [str(warning.message) for warning in found if "BatchNorm" in str(warning.message)]
 
 
 def forgets(group: dist.ProcessGroup, weighs: bool, balances: bool, split: list[int]) -> list[str]:

@@ -100,6 +100,14 @@ def load_into(group: dist.ProcessGroup, folder: Path, width: int) -> str:
         return str(error)
 
 
+def plain_values(group: dist.ProcessGroup, folder: Path) -> dict[str, Any] | None:
+    """What load() gives of values without a state, called as save() was."""
+    model = DistributedDataParallel(nn.Linear(3, 3).to(DEVICE), process_group=group)
+    values: dict[str, Any] = {"best": {"loss": 0.5, "epoch": 3}, "note": "warm"}
+    pyps.torch.save(folder, model, step=7, group=group, **values)
+    return pyps.torch.load(folder, model, group=group, **values)
+
+
 def save_where_it_fails(group: dist.ProcessGroup, folder: Path) -> str:
     model = DistributedDataParallel(nn.Linear(3, 3).to(DEVICE), process_group=group)
     try:

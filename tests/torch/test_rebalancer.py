@@ -161,10 +161,18 @@ def test_between_ranks(ranks: Ranks, slows: int, loaders: int, profiled: bool, s
 
 
 @pytest.mark.timed
-def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks) -> None:
-    slow, quick = ranks.run(2, jobs.timed, 0.1, 6)
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks, normed: bool) -> None:
+    slow, quick = ranks.run(2, jobs.timed, 0.1, 6, normed)
     assert min(slow) >= 0.1
     assert min(quick) < 0.1
+
+
+def test_batch_norm_of_each_rank_alone_is_named_once(ranks: Ranks) -> None:
+    first, second = ranks.run(2, jobs.warned, False)
+    assert ["UnevenSyncBatchNorm.convert(model)" in text for text in first] == [True]
+    assert not second
+    assert ranks.run(2, jobs.warned, True) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,11 @@ def test_no_rank_waits_for_one_that_failed(ranks: Ranks, tmp_path: Path) -> None
     assert "found ZeroDivisionError('division by zero')" in other
 
 
+def test_plain_values_come_back(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(2, jobs.plain_values, tmp_path):
+        assert found == {"best": {"loss": 0.5, "epoch": 3}, "note": "warm", "step": 7}
+
+
 def test_errors_reach_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, jobs.load_into, tmp_path / "none", 4) == ["", ""]
     ranks.run(2, jobs.train, tmp_path, 1, SPLIT, "same", 1)
