@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from pyps.errors import InputError
 from pyps.formats import Bits, Cluster
 from pyps.formats.cluster import CLUSTER_FILE
@@ -25,12 +27,16 @@ DEFAULT_POLICY = "bsp"
 
 @dataclass(frozen=True)
 class Mode:
-    """The codecs and depths that the planner may choose from, and what the policy's workers wait for."""
+    """The codecs and depths that the planner may choose from, and what the policy's workers wait for.
+
+    unlinked_depth: the one to choose where no link is known.
+    """
 
     pace: Pace
     push: tuple[CodecName, ...]
     pull: tuple[CodecName, ...]
     depths: tuple[int, int]
+    unlinked_depth: int
 
     def options(self) -> list[WorkerMode]:
         """Every choice for one worker, the most exact and then the shallowest first."""
@@ -46,12 +52,20 @@ class Mode:
         """The choice with the fewest bits and the deepest pipeline."""
         return min(self.options(), key=lambda option: (_wire_bytes(option), -option.depth))
 
+    @property
+    def unlinked(self) -> WorkerMode:
+        """The choice where no link is known: the fewest bits."""
+        return msgspec.structs.replace(self.fastest, depth=self.unlinked_depth)
+
 
 def mode_of(cluster: Cluster, pace: Pace) -> Mode:
     """The mode that a cluster file's [run] states. Raises InputError where [sync] contradicts it."""
     run = cluster.run
     codec, pull = run.codec or "f32", run.pull_codec or (FROM_PLAN if run.codec == FROM_PLAN else "f32")
-    mode = Mode(pace, _allowed(codec, cluster), _allowed(pull, cluster), run.depths)
+    least, most = run.depths
+    # Local steps learn the less the later they are, so nothing unknown is hidden at that price.
+    unlinked = max(least, min(most, 1 if run.local_steps else 2))
+    mode = Mode(pace, _allowed(codec, cluster), _allowed(pull, cluster), run.depths, unlinked)
     if cluster.sync is not None and cluster.sync.kind != "none":
         if pace.kind != "round":
             expected = "a policy of rounds with [sync], or bandwidths instead of [sync]"
@@ -99,7 +113,7 @@ def most_exact(
     """
     options, fastest = mode.options(), mode.fastest
     if options == [fastest] or not any(links):
-        return [fastest] * len(links)
+        return [mode.unlinked] * len(links)
     waits = mode.pace.kind != "free" and not mode.pace.spare
     longest = solution.longest_seconds - solution.sync_seconds
     for most_bytes in sorted({_wire_bytes(option) for option in options}, reverse=True):

@@ -48,7 +48,7 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[run]: the mode to plan for.
 
     codec: of gradients. pull_codec: of parameters; by default f32. "plan": the planner chooses, for codec
-    both ways. pipeline: transfers overlap with compute, as deep as the planner chooses. depth: exactly so
+    both ways. pipeline: transfers overlap with compute, as deep as hides them. depth: exactly so
     many steps under way; 1: no pipeline. accumulation: every worker may compute its batch in so many
     micro-batches. local_steps: workers take steps of their own optimizers between two pushes, so many on
     average. round_timeout: seconds that one worker may delay the others.

@@ -74,6 +74,17 @@ def test_only_workers_behind_a_link_overlap() -> None:
     assert plan.iteration_seconds == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("steps", "depth"), [(10, 1), (None, 2)])
+def test_without_any_link_a_pipeline_is_shallow(steps: int | None, depth: int) -> None:
+    """Local steps of a round wait for it: there is no transfer to hide, and late ones learn less."""
+    groups = [WorkerGroup(name=f"w{k}", profile="p") for k in range(3)]
+    run = RunTable(policy="hps", local_steps=steps, pipeline=True)
+    cluster = Cluster(job=Job(global_batch=12), worker=groups, run=run)
+    plan = make_plan(cluster, [profile(0.01, 0.0)] * 3, Pace("round"))
+    assert plan.run is not None
+    assert [worker.depth for worker in plan.run.workers] == [depth] * 3
+
+
 def test_one_transfer_for_all_steps_of_a_round() -> None:
     """A worker far away gets fewer local steps, for its transfers take part of the round."""
     near = planned([profile(0.01, 0.0)] * 2, 8, 10)
