@@ -54,7 +54,7 @@ from pyps.worker.position import (
     ScheduleUnit,
     warn_of_other_constants,
 )
-from pyps.worker.samples import Collate, make_source
+from pyps.worker.samples import Collate, make_source, warn_of_a_stream_anew
 from pyps.worker.sampling import even_steps, next_part
 from pyps.worker.settings import Settings
 from pyps.worker.step import Outcome, Step, number_of
@@ -264,6 +264,7 @@ class Worker:
         if settings.dataset_size and source.length not in (0, settings.dataset_size):
             expected = f"{settings.dataset_size}, as --dataset-size says"
             raise InputError("batches", "dataset", f"{source.length} samples", expected)
+        warn_of_a_stream_anew(source, self.store, self.rank)
         options = LoaderOptions(num_workers, prefetch, loader_options | {"pin_memory": pin_memory})
         forecast = None if attached.needs.allows_pipeline else RoundForecast.of(settings)
         client, transport = attached.client, attached.transport

@@ -7,6 +7,7 @@ of its own part, and begins again at the end.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from pyps.errors import InputError
+from pyps.store.store import Store
 from pyps.worker.seeding import Draw, seed_generators
 
 Collate = Callable[[list[Any]], Any]
@@ -189,6 +191,13 @@ def make_source(
         )
         raise InputError("batches", "dataset", type(dataset).__name__, expected)
     return MapStyle(dataset, collate_fn, seed)
+
+
+def warn_of_a_stream_anew(source: Source, store: Store, rank: int) -> None:
+    """Warn where a stream begins at its first sample, though its rank has trained some already."""
+    if not source.length and (samples := store.ranks()[rank].samples):
+        found = f"rank {rank} has trained {samples} samples, and its stream begins anew"
+        warnings.warn(f"{found}: a stream knows no positions, a map-style data set does", stacklevel=4)
 
 
 def join_batches(parts: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from pyps.worker.feed import Waits
 from pyps.worker.fingerprint import fingerprint_of
 from pyps.worker.forecast import RoundForecast
 from pyps.worker.loader import Loader, LoaderOptions
-from pyps.worker.loop import join
+from pyps.worker.loop import Worker, join
 from pyps.worker.samples import make_source
 from pyps.worker.sampling import indices
 
@@ -266,6 +267,31 @@ def test_a_stream_is_drawn_from_by_every_loader_process(shm: Path) -> None:
             backward(model(batch[:, None].float()).mean())
             worker.step()
     assert sorted(seen) == list(range(LENGTH))
+
+
+def test_a_stream_that_begins_anew_is_said(shm: Path) -> None:
+    """In a worker that goes on: its first samples are trained again."""
+
+    def joined(rank: int, model: nn.Module) -> Worker:
+        worker = join("run", rank, batches=[4, 4], samples=80, seed=SEED, policy="asp")
+        worker.attach(model)
+        return worker
+
+    def train() -> None:
+        model = nn.Linear(1, 1)
+        with joined(1, model) as worker:
+            for batch in worker.batches(Stream()):
+                backward(model(batch[:, None].float()).mean())
+                worker.step()
+                if worker.steps == 3:
+                    return
+
+    with joined(0, nn.Linear(1, 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train()
+        with pytest.warns(UserWarning, match="rank 1 has trained 12 samples, and its stream begins anew"):
+            train()
 
 
 class Broken(Numbered):
