@@ -1,6 +1,6 @@
 """Disturbed runs in virtual time: how near to the best split the rebalancers keep them.
 
-    python benchmarks/replay.py [--seeds 24] [--hiccups 0.01] [--docs]
+    python benchmarks/replay.py [--seeds 24] [--first-seed 0] [--hiccups 0.01] [--docs]
 
 Four unlike devices with profiles train 512 samples a round. After 40 quiet rounds one of them is disturbed,
 and every 40 rounds the disturbance moves to another: for 320 rounds. It takes time once a step (a tenth to
@@ -10,7 +10,8 @@ changes the split at once.
 
 The store's RunRebalancer looks at every round. DDP's Rebalancer reports every 5 rounds, and its change holds
 from the third round after a report; a rank that is sure of a change lets all report a round later, on GPUs
-two, and what is decided then holds at once. Estimates and decisions are the same code.
+two, and what is decided then holds at once. Estimates and decisions are the same code; they were tuned with
+other seeds (--first-seed 1000) than those that the page shows.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from record import machine, table, write_section
 from pyps.solver import Cost, Line
 from pyps.solver.online.decide import Split, best_split, decide, gain_worth_a_change, round_seconds
 from pyps.solver.online.refit import OnlineCost, stretched
-from pyps.solver.online.window import CONFIRMED, settled, tells
+from pyps.solver.online.window import CONFIRMED, quicker, settled, tells, undecided
 
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
 GLOBAL_BATCH, ROTATES, ROUNDS = 512, 40, 360
 HICCUP = 3.0  # times a step's seconds
 FREE = [1] * 4, [GLOBAL_BATCH] * 4  # least and most samples
 OVER_ORACLE, SLOPES, IMBALANCED, REPLANS = 1.03, (0.5, 2.0), 0.10, 2.0  # what is promised
-WAITS = (2, 3, 4, 7)  # rounds: the store's, DDP's, DDP's on GPUs, DDP's without requests
+WAITS = (1, 2, 3, 4)  # rounds: the store's, DDP's, DDP's on GPUs; one more where no device became quicker
 IMBALANCE = 0.10  # the longest step over the mean, less 1
 
 
@@ -66,7 +67,7 @@ PROFILES: list[Cost] = [Line(0.010 * s, 0.0008 * s) for s in SPEEDS]
 def disturbed(seed: int, kind: str) -> Callable[[int], list[Cost]]:
     """The true costs by round."""
     luck = random.Random(seed)
-    ranks, last = [], -1
+    ranks, last, usual = [], -1, best_split(GLOBAL_BATCH, PROFILES, *FREE)
     for _ in range(ROUNDS // ROTATES):
         last = luck.choice([rank for rank in range(4) if rank != last])
         ranks.append((last, luck.uniform(0.1, 0.8), luck.uniform(1.1, 2.0)))
@@ -75,8 +76,7 @@ def disturbed(seed: int, kind: str) -> Callable[[int], list[Cost]]:
         costs = list(PROFILES)
         if step >= ROTATES:
             rank, share, factor = ranks[step // ROTATES]
-            usual = best_split(GLOBAL_BATCH, PROFILES, *FREE)[rank]
-            more = share * PROFILES[rank].seconds(usual)
+            more = share * PROFILES[rank].seconds(usual[rank])
             costs[rank] = stretched(costs[rank], *((more, 1.0) if kind == "additive" else (0.0, factor)))
         return costs
 
@@ -123,35 +123,34 @@ def replay(schedule: Schedule, kind: str, noise: float, seed: int, hiccups: floa
     learned = [OnlineCost(profile) for profile in PROFILES]
     split = best_split(GLOBAL_BATCH, PROFILES, *FREE)
     seen: list[list[float]] = [[] for _ in learned]
-    recent: list[list[float]] = [[] for _ in learned]  # the last steps, across windows
     coming: tuple[int, Split] | None = None
-    corrected, since, asking = (
-        False,
-        0,
-        set[int](),
-    )  # rounds since a report; rounds in which a request arrives
+    corrected, since = False, 0  # rounds since a report
+    asking = set[int]()  # rounds in which a request arrives
     for step in range(ROUNDS):
         costs = at(step)
         if coming is not None and coming[0] <= step:
             split, coming, seen = coming[1], None, [[] for _ in learned]
-            recent = [[] for _ in learned]
         run.note(split, costs)
         for rank, cost in enumerate(costs):
             hiccup = HICCUP if luck.random() < hiccups else 1.0
             seen[rank].append(cost.seconds(split[rank]) * hiccup * luck.lognormvariate(0, noise))
-            recent[rank] = [*recent[rank], seen[rank][-1]][-CONFIRMED:]
-        if any(map(tells, recent if schedule.lag else seen, learned, split)):
+        if any(map(tells, seen, learned, split)):
             asking.add(step + schedule.ask)
         since, urgent = since + 1, step in asking
         if coming is not None and urgent and since == 1:
             coming = step + 1, coming[1]  # the decision that is under way, at once
         full = since >= schedule.window and len(seen[0]) > schedule.window // 2
-        if coming is not None or since < schedule.lag or not (urgent or full):
+        if coming is not None or not (urgent or full):
             continue
-        for device, batch, times in zip(learned, split, seen, strict=True):
+        moved = not schedule.lag and any(map(quicker, seen, learned, split))
+        confirmed = 1 if moved else CONFIRMED
+        for rank, (device, batch) in enumerate(zip(learned, split, strict=True)):
+            times, seen[rank] = seen[rank][-schedule.window :], []
+            if confirmed > 1 and undecided(times, device, batch):
+                times, seen[rank] = times[:-1], times[-1:]
             if len(times) >= (CONFIRMED if urgent and schedule.lag else 1):
-                device.observe(batch, settled(times[-schedule.window :], device, batch))
-        seen, since = [[] for _ in learned], 0
+                device.observe(batch, settled(times, device, batch, confirmed))
+        since = 0
         unsure = [device.unsure for device in learned]
         corrected = corrected and not any(unsure)
         least = gain_worth_a_change(schedule.deadband, max(device.error for device in learned), corrected)
@@ -166,12 +165,12 @@ def replay(schedule: Schedule, kind: str, noise: float, seed: int, hiccups: floa
     return run
 
 
-def waiting_alone(kind: str, rounds: int, seeds: int) -> float:
+def waiting_alone(kind: str, rounds: int, seeds: Sequence[int]) -> float:
     """The time over the oracle of runs that keep a split for so many rounds after each change of the
     devices, and are as good as the oracle from then on.
     """
     over = []
-    for seed in range(seeds):
+    for seed in seeds:
         at = disturbed(seed, kind)
         for step in range(ROTATES, ROUNDS):
             costs, before = at(step), at(step // ROTATES * ROTATES - 1)
@@ -211,10 +210,10 @@ def row(schedule: Schedule, kind: str, noise: float, runs: Sequence[Run]) -> tup
     return cells, [f"{cells[0]}: {line}" for line in short]
 
 
-def waits(seeds: int) -> str:
+def waits(seeds: Sequence[int]) -> str:
     """What waiting alone costs, in words."""
     each = [
-        f"{rounds} rounds {waiting_alone('additive', rounds, seeds):.3f} and "
+        f"{rounds} round{'s' * (rounds > 1)} {waiting_alone('additive', rounds, seeds):.3f} and "
         f"{waiting_alone('multiplicative', rounds, seeds):.3f}"
         for rounds in WAITS
     ]
@@ -226,22 +225,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--hiccups", type=float, default=0.01, help="the share of steps that hiccup")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     heading = ["run, disturbance, noise", "over the oracle", "slope over true", "slopes off", "imbalanced"]
     rows, short = [[*heading, "re-plans", "median, most"]], []
     for schedule in SCHEDULES:
         for kind in ("additive", "multiplicative"):
             for noise in (0.01, 0.03):
-                runs = [replay(schedule, kind, noise, seed, options.hiccups) for seed in range(options.seeds)]
+                runs = [replay(schedule, kind, noise, seed, options.hiccups) for seed in seeds]
                 cells, missed = row(schedule, kind, noise, runs)
                 rows.append(cells)
                 short += missed
     text = (
         f"{machine()}. {options.seeds} seeds. Imbalanced: rounds whose longest step is over {IMBALANCE:.0%} "
         f"above the mean; re-plans: a change of the devices brings so many, at median and most.\n\n"
-        f"{table(rows)}\n\n{waits(options.seeds)}\n\n"
+        f"{table(rows)}\n\n{waits(seeds)}\n\n"
         + ("; ".join(short) if short else "All that is promised is kept.")
     )
     print(text)

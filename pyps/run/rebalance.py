@@ -4,10 +4,10 @@ Three things change the split in force; the global batch stays the same in each.
 
 - A rank goes away, comes back or joins: its share goes to the others at once, or comes from them. Where no
   step waits for all ranks, a rank of the plan that is away keeps its share: the others do not wait for it.
-- With `moves`: every `window` steps of each rank, and as soon as two steps in a row show a change, its cost
-  is estimated anew. The exact split for these costs replaces the one in force if it makes the longest step
-  clearly shorter (pyps.solver.online.decide). Batches keep the plan's minima and multiples. Where steps
-  wait for all ranks, one that only holds the others up is left out.
+- With `moves`: every `window` steps of each rank, and as soon as two slow steps or a quicker one show a
+  change, its cost is estimated anew. The exact split for these costs replaces the one in force if it makes
+  the longest step clearly shorter (pyps.solver.online.decide). Batches keep the plan's minima and multiples.
+  Where steps wait for all ranks, one that only holds the others up is left out.
 - Such a rank is tried with two samples now and then, and comes back when the exact split uses it.
 
 Every launcher of a run decides from what the store shows; the one with the lowest rank that is there acts. So
@@ -28,6 +28,7 @@ from pyps.run.membership import Ranks, present_ranks, share_out, why_ranks_chang
 from pyps.run.step_costs import StepCosts
 from pyps.solver.costs import Cost
 from pyps.solver.online.decide import Split, SplitChange, decide, gain_worth_a_change, round_seconds
+from pyps.solver.online.window import CONFIRMED
 
 WINDOW_STEPS = 7
 DEADBAND = 0.05
@@ -216,7 +217,10 @@ class RunRebalancer:
         full = len(fresh) == len(among) and all(self.costs.new_steps(r) >= self._window for r in among)
         if not among or not (full or any(self.costs.tells(rank, self._window) for rank in fresh)):
             return None
-        return max(self.costs.take(rank, self._window) for rank in fresh)
+        # What left one device may have come to another: that one's first slow step is no hiccup.
+        moved = any(self.costs.quicker(rank, self._window) for rank in fresh)
+        confirmed = 1 if moved else CONFIRMED
+        return max(self.costs.take(rank, self._window, confirmed) for rank in fresh)
 
     def _faster(self, ranks: Ranks, step: int, error: float) -> SplitChange | None:
         """The split that makes steps shorter."""

@@ -15,7 +15,7 @@ from pyps.profiler.statistics import median_and_error
 from pyps.report.report import LOADING_SHARE
 from pyps.solver.costs import Cost, Line
 from pyps.solver.online.refit import OnlineCost, at_least, stretched
-from pyps.solver.online.window import settled, tells
+from pyps.solver.online.window import CONFIRMED, quicker, settled, tells, undecided
 from pyps.solver.ranks import cost_of
 
 
@@ -112,12 +112,21 @@ class StepCosts:
         device = self._devices[rank]
         return device.known and tells(self._last(rank, window), device.estimate, device.batch)
 
-    def take(self, rank: int, window: int) -> float:
-        """Take in the last new steps, at most so many; the relative standard error of the rank's time."""
+    def quicker(self, rank: int, window: int) -> bool:
+        """Whether the last new step shows that the rank's device has become quicker."""
         device = self._devices[rank]
-        times = settled(self._last(rank, window), device.estimate, device.batch)
-        device.estimate.observe(device.batch, times)
-        device.taken, device.known = self._found[rank].steps, True
+        return quicker(self._last(rank, window), device.estimate, device.batch)
+
+    def take(self, rank: int, window: int, confirmed: int = CONFIRMED) -> float:
+        """Take in the last new steps, at most so many; the relative standard error of the rank's time.
+
+        A step that may be a hiccup stays new until the next one. confirmed: surprises that are none.
+        """
+        device, times = self._devices[rank], self._last(rank, window)
+        waits = confirmed > 1 and undecided(times, device.estimate, device.batch)
+        times = times[:-1] if waits else times
+        device.estimate.observe(device.batch, settled(times, device.estimate, device.batch, confirmed))
+        device.taken, device.known = self._found[rank].steps - waits, True
         return device.estimate.error
 
     def renew(self, rank: int) -> None:

@@ -33,7 +33,7 @@ from pyps.solver.online.decide import SplitChange, decide, gain_worth_a_change
 from pyps.solver.online.global_batch import RankDevice
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.refit import NOISE, OnlineCost, Timed
-from pyps.solver.online.window import CONFIRMED, settled, tells
+from pyps.solver.online.window import CONFIRMED, settled, tells, undecided
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus, CostMessage
 from pyps.torch.rounds import RoundIndex, Rounds
 from pyps.torch.timer import ComputeTimer
@@ -163,7 +163,6 @@ class Rebalancer:
         self._gradients = 0
         hook.on_ready.append(self._count_gradient)
         self._times: list[tuple[int, float]] = []  # batch and seconds of the window's full rounds
-        self._recent: list[tuple[int, float]] = []  # the last of them, across windows
         self._pass, self._trained = 0, 0  # the sampler's latest pass, and its rounds that were trained
         self._before_pass = 0
         self._reported_pass = 0
@@ -178,14 +177,14 @@ class Rebalancer:
         self._lockstep.calls = (self._lockstep.calls or 0) + 1
         self._timer.finish(self._trained_batch())
         finished = [(b, s) for b, s in self._timer.finished() if b is not None]
-        self._times, self._recent = self._times + finished, (self._recent + finished)[-CONFIRMED:]
+        self._times += finished
         self._since += 1
         asked = self._lockstep.asked()
         self._lockstep.asks = self._asks()
         if self._under_way and self._since == 1:
             self._decide_if_first(1 if asked else LEAD)
-            if asked:
-                self._read_decision()
+            if asked and not self._read_decision():
+                self._report(asked)
         elif self._under_way:
             if not self._read_decision() and asked:
                 self._report(asked)
@@ -302,10 +301,12 @@ class Rebalancer:
 
         Peers ask for nothing: a request would reach those of the other groups in another step.
         """
-        batches = {batch for batch, _ in self._recent}
-        if self.hook.peers is not None or len(batches) != 1:
-            return False
-        return tells([seconds for _, seconds in self._recent], self._device, batches.pop())
+        return self.hook.peers is None and tells(*self._latest())
+
+    def _latest(self) -> tuple[list[float], OnlineCost, int]:
+        """The seconds of the window's steps with the latest batch, for this device, and that batch."""
+        batch = self._times[-1][0] if self._times else self._sampler.batch
+        return [seconds for b, seconds in self._times if b == batch], self._device, batch
 
     def _report(self, asked: bool) -> None:
         """Begin a decision. asked: a rank asked for it, so end it, too."""
@@ -320,9 +321,10 @@ class Rebalancer:
         """This rank's report. The window's times are added to what is known of the device. asked: a rank
         asked for it, so that what was known before may do.
         """
-        batch = self._times[-1][0] if self._times else self._sampler.batch
-        seconds = [s for b, s in self._times if b == batch]
+        seconds, _, batch = self._latest()
         self._times = []
+        if undecided(seconds, self._device, batch):  # the next step tells
+            self._times = [(batch, seconds.pop())]
         middle, error = None, 0.0
         if len(seconds) >= (CONFIRMED if asked else self.window // 2 + 1):
             times = settled(seconds, self._device, batch)

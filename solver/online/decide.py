@@ -21,7 +21,7 @@ Split = tuple[int, ...]  # samples a round, by rank
 
 MIN_GAIN = 2.0  # in standard errors of the times: a smaller gain may be none
 CERTAIN_GAIN = 3.0  # in standard errors: a larger gain is real, however small
-AGAIN = 2.0  # times that: after a correction of the split for the same devices
+AGAIN = 3.0  # times that: after a correction of the split for the same devices
 LEAST_GAIN = 0.005  # relative: a smaller gain is not worth a change
 MOST_UNSURE = 3  # times: how far a batch moves at once while its rank's cost is unsure
 WORTH_NAMING = 0.05  # relative: a smaller change of a rank's pace is not given as a reason

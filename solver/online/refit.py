@@ -41,7 +41,7 @@ REMEMBERED = 6  # batches
 STEPS_KEPT = 40  # that a batch's mean is made of, so that it follows what drifts
 LEAST_SECONDS = 1e-9
 LEAST_ERROR = 1e-3
-SCATTER_FROM, SCATTER_KEPT = 3, 10  # steps that show a scatter, and that an earlier one counts for
+SCATTER_FROM, SCATTER_KEPT = 3, 30  # steps that show a scatter, and that an earlier one counts for
 MOST_SCATTER = 0.1
 
 PROPORTIONAL = Line(0.0, 1e-3)

@@ -1,8 +1,9 @@
 """Which steps of a rank tell what its device costs now.
 
-A step far from what was expected may be a hiccup. Several in a row, all slower or all faster, are a change:
-only they count then, and the change is acted on without waiting for the window's end. What is far depends on
-how much the rank's steps scatter.
+A step that takes longer than expected may be a hiccup; two in a row are a change. No hiccup makes a step
+quicker, so one that is clearly quicker is a change alone. Only the steps since a change count then, and it is
+acted on without waiting for the window's end. How far a step has to be off depends on how much the rank's
+steps scatter.
 """
 
 from __future__ import annotations
@@ -14,26 +15,49 @@ from pyps.solver.online.refit import OnlineCost
 
 LARGE = 0.10  # relative: a step that is further off is a surprise
 SCATTERED = 3.0  # times the scatter of a step: one that is nearer is none
+CLEARLY = 5.0  # the same, of a quicker step that counts alone
 CONFIRMED = 2  # surprises in a row that are a change
 
 
-def settled(times: Sequence[float], device: OnlineCost, batch: int) -> Sequence[float]:
-    """The steps since the last change; all, if there is none."""
-    expected, large = device.expects(batch), _large(device)
-    ends = [_side(seconds, expected, large) for seconds in times]
-    count = 0
-    while count < len(ends) and ends[-1] and ends[-1 - count] == ends[-1]:
-        count += 1
-    return times[-count:] if count >= CONFIRMED else times
+def settled(
+    times: Sequence[float], device: OnlineCost, batch: int, confirmed: int = CONFIRMED
+) -> Sequence[float]:
+    """The steps since the last change; all, if there is none. confirmed: surprises in a row that are one."""
+    count = _surprises(times, device, batch)
+    return times[-count:] if count >= confirmed else times
+
+
+def undecided(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
+    """Whether the next step has to tell if the last one was a hiccup or the first after a change."""
+    return 0 < _surprises(times, device, batch) < CONFIRMED
+
+
+def quicker(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
+    """Whether the last step was clearly quicker than the device could be."""
+    if not times or not device.known or (device.unsure and batch not in device.known):
+        return False
+    large = max(LARGE, CLEARLY * math.hypot(device.scatter, device.error))
+    return _side(times[-1], device.expects(batch), large) < 0
 
 
 def tells(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
     """Whether a batch's steps are worth taking in before the window ends."""
     seconds = device.cost.seconds(batch)
-    if len(times) < CONFIRMED or not device.known or not math.isfinite(seconds):
+    if not device.known or not math.isfinite(seconds):
         return False
+    if len(times) < CONFIRMED or quicker(times, device, batch):
+        return quicker(times, device, batch)
     sides = {_side(time, (seconds, seconds), _large(device)) for time in times[-CONFIRMED:]}
     return (device.unsure and batch not in device.known) or (len(sides) == 1 and 0 not in sides)
+
+
+def _surprises(times: Sequence[float], device: OnlineCost, batch: int) -> int:
+    """How many steps at the end are surprises, all on the same side."""
+    expected, large, count = device.expects(batch), _large(device), 0
+    ends = [_side(seconds, expected, large) for seconds in times]
+    while count < len(ends) and ends[-1] and ends[-1 - count] == ends[-1]:
+        count += 1
+    return count
 
 
 def _large(device: OnlineCost) -> float:

@@ -75,13 +75,13 @@ def in_list(rows: list[int]) -> list[torch.Tensor]:
 def balanced(
     group: dist.ProcessGroup,
     speeds: tuple[float, ...],
-    slows_at: int,
+    slow: range,
     steps: int,
     loaders: int,
     profiled: bool,
     streamed: bool,
 ) -> dict[str, Any]:
-    """One epoch, in equal batches at first or as profiled; rank 0 takes twice as long from a step on."""
+    """One epoch, in equal batches at first or as profiled; rank 0 takes twice as long in the slow steps."""
     rank = dist.get_rank(group)
     length = BATCH * steps + 20
     cost = pace(speeds[rank], False)
@@ -101,7 +101,7 @@ def balanced(
     seen, seconds, splits = [], [], []
     for step, (rows,) in enumerate(loader):
         seen += rows.tolist()
-        timer.cost = pace(speeds[rank], rank == 0 and step >= slows_at)
+        timer.cost = pace(speeds[rank], rank == 0 and step in slow)
         splits.append(len(rows))
         inputs = rows[:, None].float().expand(-1, 8).to(DEVICE) / length
         square(ddp, inputs, inputs[:, :4]).backward()

@@ -170,6 +170,36 @@ def test_fifty_milliseconds_more_cost_one_change(tmp_path: Path, noise: float, s
     assert sum(run.split) == GLOBAL_BATCH
 
 
+def test_a_load_that_moves_to_another_rank_is_followed_at_once(tmp_path: Path) -> None:
+    """Its old rank is quicker, which no hiccup explains."""
+    run = Run(a_plan(), 0.01)
+    run.slowdown[0] = 2.0
+    assert run.steps(40) >= 1
+    run.slowdown[:2] = [1.0, 1.6]
+    assert run.steps(1) == 0  # the last look was before this round
+    assert run.steps(1) == 1
+    assert run.imbalance() < BALANCED
+
+
+@pytest.mark.parametrize("early", range(WINDOW_STEPS))
+def test_two_slow_rounds_count_wherever_a_window_ends(tmp_path: Path, early: int) -> None:
+    run = Run(a_plan())
+    assert run.steps(20 + early) == 0
+    run.slowdown[0] = 2.0
+    assert run.steps(2) == 0  # the last look was before the second
+    assert run.steps(1) == 1
+
+
+@pytest.mark.parametrize("early", range(WINDOW_STEPS))
+def test_one_slow_round_moves_nothing(tmp_path: Path, early: int) -> None:
+    run = Run(a_plan(), 0.01)
+    assert run.steps(20 + early) == 0
+    run.slowdown[0] = 3.0
+    assert run.steps(1) == 0
+    run.slowdown[0] = 1.0
+    assert run.steps(20) == 0
+
+
 @pytest.mark.parametrize("each", [0.002, 0.003, 0.005])
 def test_a_slow_loader_gives_samples_away_though_it_never_shows_as_a_wait(
     tmp_path: Path, each: float

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyps.solver import Cost, Line, Table
 from pyps.solver.online.decide import LEAST_GAIN, best_split, decide, gain_worth_a_change, round_seconds
 from pyps.solver.online.refit import OnlineCost, refit, stretched
-from pyps.solver.online.window import settled, tells
+from pyps.solver.online.window import quicker, settled, tells, undecided
 
 PROFILE = Line(0.02, 0.005)
 SLOPES = (0.5, 2.0)  # of the true one
@@ -114,8 +114,25 @@ def test_two_surprises_in_a_row_count_at_once() -> None:
     assert settled([usual, usual, 2 * usual], device, 16) == [usual, usual, 2 * usual]
     assert settled([usual, 2 * usual, 2 * usual], device, 16) == [2 * usual] * 2
     assert not tells([usual, 2 * usual], device, 16)
-    assert not tells([2 * usual, usual / 2], device, 16)
+    assert not tells([2 * usual, usual / 1.05], device, 16)
     assert tells([usual, 2 * usual, 2.1 * usual], device, 16)
+    assert undecided([usual, 2 * usual], device, 16)
+    assert not undecided([2 * usual, 2 * usual], device, 16)
+    assert not undecided([2 * usual, usual], device, 16)
+
+
+def test_a_clearly_quicker_step_is_a_change_alone() -> None:
+    device = OnlineCost(PROFILE)
+    usual = PROFILE.seconds(16)
+    assert not quicker([usual / 2], device, 16)  # nothing is known yet
+    device.observe(16, [usual] * 5)
+    assert tells([usual, usual / 2], device, 16)
+    for times in ([usual, usual / 2], [usual, 2 * usual]):
+        assert undecided(times, device, 16)
+        assert settled(times, device, 16, confirmed=1) == times[-1:]
+    for _ in range(20):
+        device.observe(16, [usual * (1 + 0.05 * (-1) ** k) for k in range(6)])
+    assert not quicker([usual / 1.2], device, 16)  # its steps scatter
 
 
 def test_without_a_profile_the_fixed_part_may_be_nearly_all() -> None:
@@ -172,7 +189,7 @@ def test_less_gain_is_worth_a_change_as_evidence_grows() -> None:
     assert gain_worth_a_change(0.05, 0.05) == pytest.approx(0.10)
     assert gain_worth_a_change(0.05, 0.02) == pytest.approx(0.05)
     assert gain_worth_a_change(0.05, 0.004) == pytest.approx(0.012)
-    assert gain_worth_a_change(0.05, 0.004, corrected=True) == pytest.approx(0.024)
+    assert gain_worth_a_change(0.05, 0.004, corrected=True) == pytest.approx(0.036)
     assert gain_worth_a_change(0.05, 0.0) == LEAST_GAIN
 
 

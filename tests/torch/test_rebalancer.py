@@ -139,7 +139,7 @@ def test_a_move_says_why() -> None:
 )
 def test_between_ranks(ranks: Ranks, slows: int, loaders: int, profiled: bool, streamed: bool) -> None:
     """slows: the round in which a device does; requests come before, in and after the reports of a window."""
-    results = ranks.run(4, jobs.balanced, SPEEDS, slows, 60, loaders, profiled, streamed)
+    results = ranks.run(4, jobs.balanced, SPEEDS, range(slows, 100), 60, loaders, profiled, streamed)
     first = results[0]
     for result in results[1:]:
         assert result["history"] == first["history"]
@@ -158,6 +158,15 @@ def test_between_ranks(ranks: Ranks, slows: int, loaders: int, profiled: bool, s
     assert len(first["history"]) <= (2 if profiled else 4)
     assert first["scalars"]["replans"] == len(first["history"])
     assert first["report"].count("\n") == 4
+
+
+@pytest.mark.parametrize("recovers", range(40, 45))
+def test_a_quicker_round_is_no_hiccup(ranks: Ranks, recovers: int) -> None:
+    """Wherever a window ends: one round in which it is seen, one for the request, the new split."""
+    result = ranks.run(4, jobs.balanced, SPEEDS, range(20, recovers), 60, 0, True, False)[0]
+    own = [split[0] for split in result["splits"]]
+    assert own[recovers - 1] == own[recovers + 1] < own[recovers + 2]
+    assert own[-1] == own[0]
 
 
 @pytest.mark.timed
