@@ -24,6 +24,8 @@ from pyps.solver.exact.minmax import Problem, times
 from pyps.solver.milp.constrained import solve_by_milp
 from pyps.solver.milp.model import SolverName, minmax_milp, pieces, time_scale
 
+NEGLIGIBLE = 1e-6  # of the iteration: below, a dual value is the solver's tolerance
+FAR_FROM_BOUND = 1e-3  # samples
 HIGHS_TOLERANCE = 1e-6  # relative; HiGHS meets constraints to 1e-6 of the scaled program
 
 
@@ -71,13 +73,15 @@ def agreement(constrained: ConstrainedProblem, batches: Sequence[int]) -> str:
 def shadow_prices(problem: Problem, batches: Sequence[int]) -> ShadowPrices:
     """Solves the relaxation over the workers used in `batches` with cvxpy; returns its dual values.
 
-    Tables and accumulated costs enter with their lower convex hull. Unused workers have price 0.
+    Tables and accumulated costs enter with their lower convex hull. Unused workers have price 0. So has all
+    else if each used worker is at a bound: the dual values are not unique then.
     Raises PypsError if the solver ends without an optimum.
     """
     cp: Any = importlib.import_module("cvxpy")
     used = np.flatnonzero(np.asarray(batches) > 0)
     scale = time_scale(problem)
-    most = problem.costs.last_batch(np.minimum(problem.max_batch, problem.global_batch))[used]
+    # Beyond B, where no batch can be: a bound of B itself would have a price, though it binds nothing.
+    most = problem.costs.last_batch(np.minimum(problem.max_batch, 2 * problem.global_batch))[used]
     low = np.maximum(problem.min_batch[used], 1)
     t, b = cp.Variable(), cp.Variable(len(used))
     owner, intercept, slope = [], [], []
@@ -93,6 +97,12 @@ def shadow_prices(problem: Problem, batches: Sequence[int]) -> ShadowPrices:
     if program.status != cp.OPTIMAL:
         raise PypsError(f"cvxpy ended without an optimum: {program.status}")
 
+    unique = bool(np.any((b.value > low + FAR_FROM_BOUND) & (b.value < most - FAR_FROM_BOUND)))
+    free = NEGLIGIBLE * float(t.value)
+
+    def price(values: Floats) -> Floats:
+        return np.where(unique & (np.abs(values) > free), np.abs(values), 0.0) * scale
+
     def spread(values: Floats, index: Sequence[int] | None = None) -> Floats:
         out = np.zeros(len(batches))
         np.add.at(out, used if index is None else used[np.array(index)], np.abs(values))
@@ -100,10 +110,10 @@ def shadow_prices(problem: Problem, batches: Sequence[int]) -> ShadowPrices:
 
     return ShadowPrices(
         iteration_seconds=float(t.value) * scale,
-        per_sample=float(abs(all_done.dual_value)) * scale,
+        per_sample=float(price(all_done.dual_value)),
         share=spread(in_time.dual_value, owner),
-        max_batch=spread(under.dual_value) * scale,
-        min_batch=spread(over.dual_value) * scale,
+        max_batch=spread(price(under.dual_value)),
+        min_batch=spread(price(over.dual_value)),
     )
 
 

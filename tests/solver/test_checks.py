@@ -11,7 +11,7 @@ from pyps.errors import Infeasible, PypsError
 from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.costs import Cost, Costs, Line, Table
 from pyps.solver.exact.minmax import Problem, solve
-from pyps.solver.milp.checks import agreement, shadow_prices, solve_milp
+from pyps.solver.milp.checks import ShadowPrices, agreement, shadow_prices, solve_milp
 from pyps.solver.milp.relaxed import relaxed_seconds
 from pyps.solver.sync import Sync
 
@@ -110,3 +110,19 @@ def test_tables_are_priced_by_their_lower_hull() -> None:
     assert shadow_prices(problem, exact.batches.tolist()).iteration_seconds <= exact.iteration_seconds * (
         1 + TOLERANCE
     )
+
+
+def test_a_price_is_what_one_more_sample_costs_also_of_a_worker_that_has_all() -> None:
+    costs = Costs.lines([0.02235, 0.0665, 0.0665], [0.000143, 0.000359, 0.000359])
+
+    def priced(batch: int) -> ShadowPrices:
+        problem = Problem.of(costs, batch, max_batch=[128] * 3)
+        return shadow_prices(problem, solve(problem).batches.tolist())
+
+    assert solve(Problem.of(costs, 96, max_batch=[128] * 3)).batches.tolist() == [96, 0, 0]
+    assert priced(96).per_sample == pytest.approx(0.000143, rel=1e-3)
+    assert priced(96).max_batch.tolist() == [0, 0, 0]
+    for full in (128, 130):  # one more sample takes a jump, which no price says
+        assert priced(full).per_sample == 0.0
+        assert priced(full).max_batch.tolist() == [0, 0, 0]
+    assert priced(160).per_sample == pytest.approx(0.000359 / 2, rel=1e-3)
