@@ -89,7 +89,7 @@ class RemoteBackend:
         self._staging_buffers: dict[int, Flat] = {}
         self._back = np.empty(0, np.uint8)
         self._residual: Residual[Flat] = Residual(lambda: np.empty(trained, np.float32))
-        self._keep_residual: Callable[[Flat], None] | None = None
+        self._keep_residual: Callable[[int, Flat], None] | None = None
         self._compute_began = time.monotonic()  # when the last claim or pull had come
         self._staging_taken: set[int] = set()
 
@@ -342,8 +342,10 @@ class RemoteBackend:
         from_frames(what, found, self._back)
         decode_vector(self._back, codec, self._opened.layout, flat)
 
-    def keep_residual(self, start: Flat | None, keep: Callable[[Flat], None]) -> None:
-        """Begin with a residual, and give that of each push to `keep` before it is sent."""
+    def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
+        """Begin with a residual, and give the staging buffer and residual of each push to `keep` before it is
+        sent.
+        """
         trained = self._opened.layout.trained_elements
         if start is not None and start.shape != (trained,):
             found = f"{list(start.shape)}; expected [{trained}]"
@@ -375,7 +377,7 @@ class RemoteBackend:
             numbers = (request.gradient, whole[trained:])
         elif request.samples and how.codec is not Codec.F32:
             values = self._without_gaps(request)
-            codes, counts = self._encode(values[:trained], how, scale)
+            codes, counts = self._encode(values[:trained], how, scale, request.staging)
             numbers, scale = (codes, whole[trained:]), 1.0
         elif (
             request.samples
@@ -407,7 +409,9 @@ class RemoteBackend:
             raise NotFinite("push", "the gradient has a value that is not finite")
         return ranges, values
 
-    def _encode(self, values: Flat, how: Encoding, scale: float) -> tuple[NDArray[np.uint8], EncodeCounts]:
+    def _encode(
+        self, values: Flat, how: Encoding, scale: float, staging: int
+    ) -> tuple[NDArray[np.uint8], EncodeCounts]:
         """Codes of a gradient, with the residual if errors are fed back. Raises NotFinite."""
         if not how.error_feedback:
             return encode(values, how, scale=scale)
@@ -418,7 +422,7 @@ class RemoteBackend:
             self._residual.cancel()
             raise
         if self._keep_residual is not None:
-            self._keep_residual(new)
+            self._keep_residual(staging, new)
         return codes
 
     def _values(self, request: PushRequest) -> NDArray[Any]:

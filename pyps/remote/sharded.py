@@ -356,7 +356,7 @@ class ShardedBackend(RemoteBackend):
         if request.encoded and request.gradient is not None:
             codes = split_codes(request.gradient, how.codec, shards)
         elif how.codec is not Codec.F32:
-            codes, counts = self._encoded_parts(self._without_gaps(request), how, scale)
+            codes, counts = self._encoded_parts(self._without_gaps(request), how, scale, request.staging)
             scale = 1.0
         else:
             values = self._without_gaps(request)
@@ -367,7 +367,7 @@ class ShardedBackend(RemoteBackend):
         return self._header(request, scale, seconds), parts, counts
 
     def _encoded_parts(
-        self, values: Flat, how: Encoding, scale: float
+        self, values: Flat, how: Encoding, scale: float, staging: int
     ) -> tuple[list[NDArray[np.uint8]], EncodeCounts]:
         """Each shard's codes, with the residual if errors are fed back. Raises NotFinite."""
         old, new = self._residual.begin() if how.error_feedback else (None, None)
@@ -390,7 +390,7 @@ class ShardedBackend(RemoteBackend):
                 self._residual.cancel()
             raise
         if new is not None and self._keep_residual is not None:
-            self._keep_residual(new)
+            self._keep_residual(staging, new)
         return codes, EncodeCounts(nonfinite, skipped)
 
     def snapshot(self, flat: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float) -> int:

@@ -57,11 +57,11 @@ class RemoteStore(Store):
         """
         return self._call(RemoteBackend.begin_transfer, replace(request, push=self._checked(request.push)))
 
-    def keep_residual(self, start: Flat | None, keep: Callable[[Flat], None]) -> None:
+    def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
         """What the codes of a push do not carry is this process's alone.
 
-        start: float32, to begin with; None: nothing. keep: gets that of each push before it is sent. Raises
-        InvalidArgument for a residual of another size.
+        start: float32, to begin with; None: nothing. keep: gets the staging buffer of each push, and that,
+        before it is sent. Raises InvalidArgument for a residual of another size.
         """
         self._call(RemoteBackend.keep_residual, start, keep)
 

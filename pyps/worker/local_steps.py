@@ -60,6 +60,7 @@ class LocalSteps:
         self._steps = OptimizerSteps(optimizer, parameters)
         self._parameters, self._clip_norm = parameters, clip_norm
         self._start = [torch.empty_like(p, requires_grad=False) for p in parameters]
+        self._pushed_from: dict[int, int] = {}  # by staging buffer, the number of its push
         self._is_away = False  # between pull_whole() and the next local step
         self._state, self._pushes = state, pushes
         state.load(pushes)
@@ -132,8 +133,11 @@ class LocalSteps:
             way.copy_(newest)
 
     @torch.no_grad()
-    def collect(self) -> None:
-        """Put the pseudo-gradient where gradients are, and the parameters that came from the store back."""
+    def collect(self, staging: int = 0) -> None:
+        """Put the pseudo-gradient where gradients are, and the parameters that came from the store back.
+
+        staging: the number of the staging buffer that it is pushed from.
+        """
         ways = [start - p for start, p in zip(self._start, self._parameters, strict=True)]
         for p, start, way in zip(self._parameters, self._start, ways, strict=True):
             p.grad = way
@@ -144,6 +148,7 @@ class LocalSteps:
         if self._overlaps:
             self._travelling.append(ways)
         self._pushes += 1
+        self._pushed_from[staging] = self._pushes
         self._state.save(self._pushes)
 
     def keep_residual(self, store: Store, codec: Codec) -> None:
@@ -154,8 +159,9 @@ class LocalSteps:
         if elsewhere is not None and codec is not Codec.F32:
             elsewhere.keep_residual(self._state.residual(self._pushes), self._save_residual)
 
-    def _save_residual(self, values: Flat) -> None:
-        self._state.save_residual(self._pushes, values)
+    def _save_residual(self, staging: int, values: Flat) -> None:
+        """Perhaps in another thread, when later pushes have been collected."""
+        self._state.save_residual(self._pushed_from[staging], values)
 
     def pushed(self, result: PushResult | None) -> None:
         """The oldest push under way has ended: admitted; None: it was not."""

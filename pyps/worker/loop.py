@@ -442,7 +442,7 @@ class Worker:
         """Bring what is pushed to the staging buffer; False if the scaler found what is not finite."""
         try:
             if attached.local is not None:
-                attached.local.collect()
+                attached.local.collect(step.staging.index)
                 attached.binding.collect(1.0, unscaled=False)
                 return True
             if scaler is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from worker_tools import (
 
 from pyps import Hyper, Store
 from pyps.errors import Diverged, InputError
+from pyps.native.values import Codec
 from pyps.store.policies import Policy, policy_named
 from pyps.worker.local_steps import LocalSteps, with_local_steps
 from pyps.worker.loop import Worker, join
@@ -237,6 +239,26 @@ class _NoState:
     def save(self, pushes: int) -> None: ...
 
     def remove_old(self, pushes: int, saved: int) -> None: ...
+
+
+def test_a_residual_is_kept_under_the_number_of_its_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded in another thread, perhaps after later pseudo-gradients have been collected."""
+    kept: list[int] = []
+    state: Any = _NoState()
+    state.save_residual = lambda pushes, _: kept.append(pushes)
+    state.residual = lambda _: None
+    p = nn.Parameter(torch.zeros(3))
+    local = LocalSteps(torch.optim.SGD([p], lr=1.0), [p], 0.0, state, 7, overlaps=True)
+    keeps: list[Callable[[int, Any], None]] = []
+    store: Any = SimpleNamespace(keep_residual=lambda _, keep: keeps.append(keep))
+    monkeypatch.setattr("pyps.worker.local_steps.as_remote", lambda store: store)
+    local.keep_residual(store, Codec.INT8)
+    for staging in (1, 0, 2):
+        local.begin()
+        local.collect(staging)
+    for staging in (1, 0, 2):
+        keeps[0](staging, None)
+    assert kept == [8, 9, 10]
 
 
 @pytest.mark.parametrize("seed", range(20))
