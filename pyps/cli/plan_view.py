@@ -46,7 +46,11 @@ def _summary(plan: Plan) -> list[str]:
         lines.append(f"of it      {ms(plan.sync.seconds)} to synchronise ({plan.sync.kind})")
     even = plan.even_split
     if even.seconds and plan.speedup_over_even:
-        lines.append(f"even split {ms(even.seconds)}: the plan is {plan.speedup_over_even:.2f}x faster")
+        gain = plan.speedup_over_even
+        said = f"the plan is {gain:.2f}x faster"
+        if gain < 0.995:  # local steps that do not wait: solver.plan
+            said = f"{1 / gain:.2f}x faster, but workers do not end together, and late ones learn less"
+        lines.append(f"even split {ms(even.seconds)}: {said}")
     else:
         lines.append("even split not feasible: it breaks a minimum, a maximum, a batch multiple or a limit")
     if cost := plan.cost:
