@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from pyps.report.top import StoreTop, TopRank, TopStore, find_stores
 app = typer.Typer(add_completion=False)
 SECOND_LOOK_SECONDS = 0.5  # with --once: rates are of that time
 NARROW = 118  # cells: a narrower terminal gets fewer columns
+PIPED_WIDTH = 160
 STYLES = {
     "computing": "green",
     "waiting": "blue",
@@ -47,7 +49,9 @@ def top_command(
     """
     if not 0.05 <= interval <= 3600.0:
         raise InputError("--interval", "", str(interval), "0.05 to 3600 seconds")
-    console = Console(highlight=False, markup=False)
+    # A file or a pipe has no width: the whole table, unless COLUMNS says one.
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    console = Console(highlight=False, markup=False, width=PIPED_WIDTH if piped else None)
     with ExitStack() as stack:
         stores = [stack.enter_context(closing(store)) for store in find_stores(target)]
         if once or as_json or not console.is_terminal:
