@@ -154,6 +154,9 @@ def replay(schedule: Schedule, kind: str, noise: float, seed: int, hiccups: floa
         unsure = [device.unsure for device in learned]
         corrected = corrected and not any(unsure)
         least = gain_worth_a_change(schedule.deadband, max(device.error for device in learned), corrected)
+        if schedule.lag and any(one.awaits(batch) for one, batch in zip(learned, split, strict=True)):
+            asking.discard(step + schedule.ask)
+            continue  # no rank moves again before the batch that it has now is timed
         move = decide(split, [d.cost for d in learned], [1.0] * 4, *FREE, least, step, unsure=unsure)
         run.slopes += [slope(one.cost) / slope(true) for one, true in zip(learned, costs, strict=True)]
         if urgent:

@@ -61,7 +61,7 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
     max_drawn: int  # the most rounds of this pass that may have been handed out
     rounds: int | None  # of the pass, if known
     unsure: bool  # only one batch was timed since the device has changed
-    changing: bool  # another split than the measured one is to come
+    changing: bool  # another split than the measured one is to come, or has come and was not timed
 
 
 class _Decision(msgspec.Struct, frozen=True):
@@ -347,7 +347,7 @@ class Rebalancer:
             max_drawn=sampler.max_drawn(self._trained),
             rounds=sampler.rounds,
             unsure=self._device.unsure,
-            changing=batch != sampler.latest_split[sampler.rank],
+            changing=batch != sampler.latest_split[sampler.rank] or self._device.awaits(batch),
         )
 
     def _decide_if_first(self, lead: int) -> None:

@@ -97,6 +97,10 @@ class OnlineCost:
         """Whether the first times of another batch will tell much: one has been timed since a change."""
         return self.changed and len(self.known) == 1
 
+    def awaits(self, batch: int) -> bool:
+        """Whether it is unsure, and this batch is the one that will tell."""
+        return self.unsure and batch not in self.known
+
     @property
     def error(self) -> float:
         """The relative standard error of the time that was measured of the latest batch."""

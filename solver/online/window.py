@@ -34,7 +34,7 @@ def undecided(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
 
 def quicker(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
     """Whether the last step was clearly quicker than the device could be."""
-    if not times or not device.known or (device.unsure and batch not in device.known):
+    if not times or not device.known or device.awaits(batch):
         return False
     large = max(LARGE, CLEARLY * math.hypot(device.scatter, device.error))
     return _side(times[-1], device.expects(batch), large) < 0
@@ -48,7 +48,7 @@ def tells(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
     if len(times) < CONFIRMED or quicker(times, device, batch):
         return quicker(times, device, batch)
     sides = {_side(time, (seconds, seconds), _large(device)) for time in times[-CONFIRMED:]}
-    return (device.unsure and batch not in device.known) or (len(sides) == 1 and 0 not in sides)
+    return device.awaits(batch) or (len(sides) == 1 and 0 not in sides)
 
 
 def _surprises(times: Sequence[float], device: OnlineCost, batch: int) -> int:

@@ -35,8 +35,8 @@ from pyps.torch.timer import ComputeTimer
 BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device
 
 
-def pace(speed: float, slowed: bool) -> Line:
-    factor = speed * (2.0 if slowed else 1.0)
+def pace(speed: float, slowed: bool, times: float = 2.0) -> Line:
+    factor = speed * (times if slowed else 1.0)
     return Line(FIXED * factor, EACH * factor)
 
 
@@ -80,8 +80,9 @@ def balanced(
     loaders: int,
     profiled: bool,
     streamed: bool,
+    times: float = 2.0,
 ) -> dict[str, Any]:
-    """One epoch, in equal batches at first or as profiled; rank 0 takes twice as long in the slow steps."""
+    """One epoch, in equal batches at first or as profiled; rank 0 takes `times` as long in the slow steps."""
     rank = dist.get_rank(group)
     length = BATCH * steps + 20
     cost = pace(speeds[rank], False)
@@ -101,7 +102,7 @@ def balanced(
     seen, seconds, splits = [], [], []
     for step, (rows,) in enumerate(loader):
         seen += rows.tolist()
-        timer.cost = pace(speeds[rank], rank == 0 and step in slow)
+        timer.cost = pace(speeds[rank], rank == 0 and step in slow, times)
         splits.append(len(rows))
         inputs = rows[:, None].float().expand(-1, 8).to(DEVICE) / length
         square(ddp, inputs, inputs[:, :4]).backward()

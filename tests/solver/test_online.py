@@ -58,6 +58,8 @@ def test_one_batch_leaves_the_slope_open_and_another_tells(added: float, factor:
     device.observe(16, [PROFILE.seconds(16)] * 5)
     device.observe(16, [now.seconds(16)] * 5)
     assert device.changed
+    assert device.awaits(8)
+    assert not device.awaits(16)
     assert SLOPES[0] <= slope(device.cost) / slope(now) <= SLOPES[1]
     assert device.cost.seconds(16) == pytest.approx(now.seconds(16), rel=0.01)
     device.observe(8, [now.seconds(8)] * 5)

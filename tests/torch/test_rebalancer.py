@@ -169,6 +169,14 @@ def test_a_quicker_round_is_no_hiccup(ranks: Ranks, recovers: int) -> None:
     assert own[-1] == own[0]
 
 
+@pytest.mark.parametrize("stalls", range(40, 45))
+def test_a_batch_that_was_not_timed_does_not_move_again(ranks: Ranks, stalls: int) -> None:
+    """A request that is under way when a change holds lets all decide once more, on what they knew."""
+    job = (SPEEDS, range(stalls, stalls + 2), 60, 0, True, False, 20.0)
+    own = [split[0] for split in ranks.run(4, jobs.balanced, *job)[0]["splits"]]
+    assert 3 * min(own) >= own[0]
+
+
 @pytest.mark.timed
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks, normed: bool) -> None:
