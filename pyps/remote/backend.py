@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import InvalidArgument, NotFinite, PushRejected
-from pyps.formats.records import Span
 from pyps.formats.turns import TurnSchedule
 from pyps.native.ranges import Ranges, Visitor, elements
 from pyps.native.state import FlatState, StoreState
@@ -59,7 +58,7 @@ from pyps.remote.wire import (
 )
 from pyps.store.codec import Residual, decode_vector, encode, encoded_vector_bytes
 from pyps.store.marks import run_and_servers
-from pyps.store.transfer import Finish, Transferred, TransferRequest
+from pyps.store.transfer import Finish, Transferred, TransferRequest, spans_of
 
 
 class _Nothing:
@@ -267,7 +266,7 @@ class RemoteBackend:
             result = replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
         # The server's clock is another: the way there counts as long as the way back.
         pushed = began + reply.push_seconds + max(0.0, pulled - began - reply.push_seconds) / 2
-        spans: list[Span] = [("push", began, pushed), ("pull", pushed, self._compute_began)]
+        spans = spans_of(began, pushed, self._compute_began, result)
         return Transferred(result, reply.claims, reply.version, spans)
 
     def should_continue(self, done: int, following: int) -> Advice:

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps.errors import Fenced, InvalidArgument, NotFinite, NotReady, SegmentExists, ShardLost
-from pyps.formats.records import Span
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import VECTORS, FlatState, StateHeader, StoreState
 from pyps.native.values import (
@@ -65,7 +64,7 @@ from pyps.remote.wire import (
     TransferReply,
 )
 from pyps.store.codec import decode_vector, encode, encoded_vector_bytes
-from pyps.store.transfer import Finish, Transferred, TransferRequest
+from pyps.store.transfer import Finish, Transferred, TransferRequest, spans_of
 
 PINNED_SECONDS = 60.0  # for a shard to reach a version that the first server has decided
 PartNumbers = list[tuple[NDArray[Any], ...]]  # of a gradient, one for each shard
@@ -332,7 +331,7 @@ class ShardedBackend(RemoteBackend):
         result = reply.result
         if result is not None:
             result = replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
-        spans: list[Span] = [("push", began, pushed), ("pull", pushed, self._compute_began)]
+        spans = spans_of(began, pushed, self._compute_began, result)
         return Transferred(result, tuple(reply.claims), reply.version, spans)
 
     def _sent(self, request: PushRequest) -> tuple[PushHeader, PartNumbers, EncodeCounts]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pyps.errors import Ended, Fenced, PushRejected
 from pyps.simulate.metrics import WAIT
 from pyps.simulate.optimizer import Vector
+from pyps.worker.lead import has_run_ahead, may_run_ahead
 
 if TYPE_CHECKING:
     from pyps.simulate.engine import Engine
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Merge = Callable[[int, int, int], Generator[int | None, None, None]]
 Pulled = tuple[Vector, int]  # parameters and their version
 SampleRange = tuple[int, int]  # first, count
+Returned = tuple[Pulled, list[SampleRange], bool]  # with claims; whether the worker had run ahead
 TransferProcess = Generator[int | None, None, None]
 UP, STORE, DOWN = range(3)  # what transfers use in turn
 
@@ -45,12 +47,13 @@ class PipelinedWorker:
         self._travelling: deque[Vector] = deque()  # pseudo-gradients that these do not have
         self._claims: deque[SampleRange] = deque()  # of the next steps
         self._under_way: deque[int] = deque()  # transfers: the claims that each asks for
-        self._results: deque[tuple[Pulled, list[SampleRange]] | None] = deque()  # of ended ones; None: fenced
+        self._results: deque[Returned | None] = deque()  # of ended ones; None: fenced
         self._count = 0  # transfers that began
         self._passed = [0, 0, 0]  # transfers that have used the way up, the store, the way down
         self._queue: dict[tuple[int, int], int] = {}  # (what, transfer) -> the process that waits for it
         self._fenced = self._waiting = False
-        self._unaligned = engine.scenario.local
+        self._unaligned = local = engine.scenario.local
+        self._may_run_ahead = may_run_ahead(depth, local=local, in_rounds=engine.needs.waits_for_rounds)
 
     def process(self) -> TransferProcess:
         """The compute process, from join to leave."""
@@ -103,7 +106,8 @@ class PipelinedWorker:
     def _begin(self) -> Generator[int | None, None, SampleRange]:
         if self._under_way and self._unaligned:
             self._unaligned = False
-            yield from self._settle(0)
+            fenced = yield from self._settle(0)
+            self._unaligned = fenced and self._engine.scenario.local
         while self._under_way and not self._claims:
             yield from self._settle(len(self._under_way) - 1)
         if not self._claims:
@@ -134,8 +138,9 @@ class PipelinedWorker:
             if (result := self._results.popleft()) is None:
                 fenced = True
             else:
-                self._pulled, claims = result
+                self._pulled, claims, ahead = result
                 self._claims.extend(claims)
+                self._unaligned = self._unaligned or ahead
             if self._travelling:
                 self._travelling.popleft()
         self._engine.metrics.add(self._k, WAIT, began, clock.now, self._engine.version)
@@ -162,7 +167,7 @@ class PipelinedWorker:
 
     def _transfer(self, number: int, channel: int, sent: Sent) -> TransferProcess:
         """A transfer process: push one gradient, claim samples, pull parameters."""
-        engine, k = self._engine, self._k
+        engine, k, left = self._engine, self._k, self._engine.clock.now
         turns = engine.needs.uses_turns  # then the gradient leaves in its turn, which ends with the pull
         if not turns:
             yield from engine.travel_up(k, channel, self._in_turn(UP, number, channel))
@@ -170,10 +175,13 @@ class PipelinedWorker:
         yield from self._in_turn(STORE, number, channel)
         back: Pulled | None = None
         result: tuple[Pulled, list[SampleRange]] | None = None
+        waited = 0
         try:
             if self._fenced:
                 raise Fenced("transfer", "one before it was fenced")
+            arrived = engine.clock.now
             back = yield from self._push(channel, sent, travelled=not turns)
+            waited = engine.clock.now - arrived
             if turns and back is None:
                 back = yield from engine.pull(k, channel)
             result = back or (engine.ahead(k), engine.version), self._claim(sent.claims)
@@ -185,7 +193,9 @@ class PipelinedWorker:
         else:
             yield from self._in_turn(DOWN, number, channel)
         self._pass(DOWN)
-        self._results.append(result)
+        way = engine.clock.now - left - waited
+        ahead = self._may_run_ahead and has_run_ahead(waited, way, sent.nanoseconds)
+        self._results.append(None if result is None else (*result, ahead))
         if self._waiting:
             engine.clock.resume(k)
 

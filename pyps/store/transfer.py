@@ -40,4 +40,15 @@ class Transferred:
     spans: list[Span]
 
 
+def spans_of(began: float, pushed: float, pulled: float, result: PushResult | None) -> list[Span]:
+    """A transfer's spans, of which the push ended with its wait for others.
+
+    began, pushed, pulled: seconds of the monotonic clock. result: of the push; None: rejected.
+    """
+    waited = min(result.wait_seconds, pushed - began) if result is not None else 0.0
+    arrived = pushed - waited
+    waits: list[Span] = [("wait", arrived, pushed)] if waited > 0.0 else []
+    return [("push", began, arrived), *waits, ("pull", pushed, pulled)]
+
+
 Finish = Callable[[Flat], Transferred]  # waits, and writes the parameters

@@ -73,6 +73,11 @@ class StoreClient:
         self._trips: RoundTrips[Transfer] | None = None  # over emulated links
         self._spare: list[Flat] = []  # for what travels back
 
+    @property
+    def waits_for_rounds(self) -> bool:
+        """Whether one step takes the gradients of all workers."""
+        return self._needs.waits_for_rounds
+
     def claim(self) -> Claim:
         """Claim the next step, waiting until every rank has joined once, and while this one rests.
 

@@ -9,8 +9,8 @@ takes, and of 1 / (d - 1) of a transfer. Over a link several transfers travel at
 does one after the other. Each brings the claim and the staging buffer of a step to come, so the main
 thread never waits for the store while it has some.
 
-With local steps the first transfer is waited for. Workers may join long after each other; one that came early
-would stay early for good, and its local steps on old parameters.
+A worker that has run ahead of the others waits once for all its transfers (pyps.worker.lead). With local
+steps it also waits for the first: workers may join long after each other.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pyps.store.store import Store
 from pyps.worker.background import BackgroundThread
 from pyps.worker.binding import Binding
 from pyps.worker.client import StoreClient, Transfer
+from pyps.worker.lead import has_run_ahead, may_run_ahead
 from pyps.worker.step import Outcome, Step
 from pyps.worker.transport import StepCallback, Transport
 
@@ -58,7 +59,8 @@ class PipelinedTransport(Transport):
     ) -> None:
         super().__init__(client, binding, report)
         self.depth, self._timeout = depth, timeout
-        self._aligns = self._unaligned = aligns
+        self._aligns = self._unaligned = aligns  # unaligned: waits for all transfers before the next step
+        self._may_run_ahead = may_run_ahead(depth, local=aligns, in_rounds=client.waits_for_rounds)
         # One receives what is pulled while the other has the newest parameters.
         self._back_buffers: list[Flat] = [
             np.zeros(binding.flat.size, np.float32) for _ in range(BACK_BUFFERS)
@@ -82,7 +84,8 @@ class PipelinedTransport(Transport):
     def begin(self) -> Step | None:
         if self._sent and self._unaligned:
             self._unaligned = False
-            self._settle(0)
+            fenced, _ = self._settle(0)
+            self._unaligned = fenced and self._aligns  # waits of what came back do not count again
         while self._sent and not self._claims:
             self._settle(len(self._sent) - 1)
         began, waited = time.monotonic(), self._waited
@@ -212,6 +215,7 @@ class PipelinedTransport(Transport):
         if not transfer.fenced:
             self._claims.extend(transfer.claims)
             self._staging.extend(transfer.staging)
+            self._unaligned = self._unaligned or (self._may_run_ahead and _has_run_ahead(step, transfer))
         return step, transfer
 
     def should_continue(self, done: int, following: int) -> Advice:
@@ -260,6 +264,14 @@ def extra_buffers(depth: int) -> int:
     buffer.
     """
     return depth - 1 + BACK_BUFFERS if depth > 1 else 0
+
+
+def _has_run_ahead(step: Step, transfer: Transfer) -> bool:
+    result = transfer.outcome.result
+    if result is None:
+        return False
+    way = sum(end - begin for kind, begin, end in transfer.outcome.spans if kind in ("push", "pull"))
+    return has_run_ahead(result.wait_seconds, way, step.compute_seconds)
 
 
 def _fail(error: BaseException, out: Flat) -> Transfer:
