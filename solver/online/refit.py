@@ -180,7 +180,8 @@ class OnlineCost:
     def _resolves(self, batch: int, timed: Timed) -> bool:
         """Whether it is no further change, but tells what the last one was: once a step, or for each sample.
 
-        f may have been wrong before the change, and so the bounds that it has since; these give way.
+        f may have been wrong before the change, and so the bounds that it has since; these give way, as far
+        as the errors of both times do not explain it.
         """
         if not self.unsure or batch in self.known or self.slopes is None:
             return False
@@ -190,8 +191,10 @@ class OnlineCost:
         if not rise or not min(1.0, shape) / allowed <= ratio <= max(1.0, shape) * allowed:
             return False
         least = UNKNOWN_LOW * timed.seconds / self.prior.seconds(batch)
-        f = max(least, (timed.seconds - then.seconds) / rise)
-        self.slopes = min(self.slopes[0], f), max(self.slopes[1], f)
+        f = (timed.seconds - then.seconds) / rise
+        error = 3 * math.hypot(timed.error * timed.seconds, then.error * then.seconds) / abs(rise)
+        low, high = self.slopes
+        self.slopes = min(low, max(least, f + error)), max(high, f - error)
         return True
 
     def _change(self, batch: int, timed: Timed) -> None:

@@ -68,6 +68,18 @@ def test_one_batch_leaves_the_slope_open_and_another_tells(added: float, factor:
     assert device.level == pytest.approx(now.seconds(8) / PROFILE.seconds(8), rel=0.01)
 
 
+@pytest.mark.parametrize(("batch", "first", "second"), [(36, -0.062, 0.057), (38, -0.078, 0.025)])
+def test_noise_between_two_near_batches_is_no_slope(batch: int, first: float, second: float) -> None:
+    """Two single steps of near batches, of which the smaller seems to take longer."""
+    device, now = OnlineCost(PROFILE), stretched(PROFILE, 0.2, 1.0)
+    for _ in range(6):
+        device.observe(40, [PROFILE.seconds(40) * noise for noise in (0.97, 1.0, 1.03, 0.98, 1.02)])
+    device.observe(40, [now.seconds(40) * (1 + first)])
+    assert device.changed
+    device.observe(batch, [now.seconds(batch) * (1 + second)])
+    assert SLOPES[0] <= slope(device.cost) / slope(PROFILE) <= SLOPES[1]
+
+
 def test_a_change_at_a_new_batch_is_no_slope() -> None:
     """It begins with the window in which the batch changes."""
     device = OnlineCost(PROFILE)
