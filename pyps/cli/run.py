@@ -254,12 +254,13 @@ def show(report: Report) -> None:
     emulated = ", emulated devices" if report.emulated else ""
     batches = ", equal batches" if report.even else ""
     table = Table(title=f"{report.policy}{batches}{emulated}; median ms a step")
-    phases = ("data", "compute", "push", "pull", "wait")
+    phases = ["data", "compute", "push", "pull", "wait"]
+    phases += ["overlapped"] if any(r.overlapped.mean for r in report.ranks) else []
     table.add_column("rank", overflow="fold")
     for heading in ("batch", "steps", "samples", *phases, "idle"):
         table.add_column(heading, justify="right", no_wrap=True)
     for r in report.ranks:
-        medians = (_milliseconds(phase.median) for phase in (r.data, r.compute, r.push, r.pull, r.wait))
+        medians = (_milliseconds(getattr(r, phase).median) for phase in phases)
         table.add_row(
             f"{r.rank} {r.name}", str(r.batch), str(r.steps), str(r.samples), *medians, f"{r.idle_share:.1%}"
         )

@@ -87,7 +87,7 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str]]:
 
 def _ranks(ranks: Sequence[RankReport]) -> str:
     """A table: what was planned and what was measured."""
-    phases = ("compute", "data", "push", "pull", "wait")
+    phases = ("compute", "data", "push", "pull", "wait", "overlapped")
     shown = [p for p in phases if any(getattr(r, p, None) and getattr(r, p).mean for r in ranks)]
     absent = any(r.absent_seconds for r in ranks)
     heads = ["rank", "batch", "planned ms", *(f"{p} ms" for p in shown), "idle", "staleness", "steps"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
 from pyps.report.activity import StoreActivity, activities, explain
-from pyps.report.steps import PHASES
+from pyps.report.steps import PHASES, phase_seconds
 
 WINDOW_SECONDS = 20.0
 LEAST_ITERATIONS = 4  # that a window holds, however long they take
@@ -192,7 +192,7 @@ class Tracker:
 
     def _rank(self, spec: RankSetup, state: StoreActivity | None) -> RankProgress:
         mine = [record for _, record in self._window if record.rank == spec.rank]
-        phases: dict[str, float] = {p: _mean([r.seconds(p) for r in mine]) for p in PHASES}
+        phases: dict[str, float] = dict(zip(PHASES, map(_mean, phase_seconds(mine)), strict=True))
         total = sum(phases.values())
         known = state is not None and spec.rank < len(state.ranks)
         return RankProgress(

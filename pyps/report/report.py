@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, Literal
 
@@ -33,6 +34,7 @@ from pyps.report.steps import (
     is_applied,
     iteration_times,
     loss_points,
+    overlapped_seconds,
     paused_seconds,
     phase_seconds,
     short_rounds,
@@ -52,7 +54,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """One rank, over all processes that held it.
 
     steps, samples: the gradients that are in the parameters, and the samples that they were computed from.
-    data, compute, push, pull, wait: seconds a step; data: that the training thread waited for its batches.
+    data, compute, push, pull, wait: of the training thread, seconds a step; data: its wait for batches.
+    overlapped: a pipeline's pushes and pulls beside compute, seconds a step, without their waits for others.
     loader: seconds a step for which its samples kept the loader busy.
     loader_workers: loader processes; 0: the training thread loads.
     idle_share: the wait's share of all five together.
@@ -79,6 +82,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     push: Distribution
     pull: Distribution
     wait: Distribution
+    overlapped: Distribution = Distribution(0)
     idle_share: float
     overrun_seconds: float
     staleness_mean: float
@@ -286,6 +290,7 @@ def rank_report(
         push=push,
         pull=pull,
         wait=wait,
+        overlapped=distribution(overlapped_seconds(mine)),
         idle_share=idle_share(mine),
         overrun_seconds=sum(r.overrun_seconds for r in mine),
         staleness_mean=float(np.mean([r.staleness for r in applied])) if applied else 0.0,
@@ -336,13 +341,16 @@ def prediction_advice(measured_over_predicted: float | None, ranks: Sequence[Ran
             "profile it again as it trains here: same model, precision and CPU threads, and no other work"
         )
         return
-    rank = max(ranks, key=lambda r: r.push.median + r.pull.median)
-    transfer = rank.push.median + rank.pull.median
+    transfer, rank = max(((_transfer_seconds(r), r) for r in ranks), key=itemgetter(0))
     if transfer > rank.compute.median:
         yield (
             f"rank {rank.rank} ({rank.name}) pushes and pulls for {transfer * 1e3:.1f} ms a step: state the "
             "bandwidth and latency of its link in the cluster file, and plan again"
         )
+
+
+def _transfer_seconds(rank: RankReport) -> float:
+    return rank.push.median + rank.pull.median + rank.overlapped.median
 
 
 def read_report(path: str | os.PathLike[str]) -> Report:

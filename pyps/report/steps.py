@@ -146,13 +146,19 @@ def absent_seconds(records: Sequence[StepRecord], begin: float, end: float) -> f
 
 
 def phase_seconds(records: Sequence[StepRecord]) -> list[list[float]]:
-    """For each of PHASES: its seconds in each step."""
+    """For each of PHASES: its seconds in each step, without those that overlap the next steps' compute."""
     found = {phase: [0.0] * len(records) for phase in PHASES}
     for k, record in enumerate(records):
-        for kind, begin, end in record.spans:
+        for kind, begin, end in split_spans(record)[0]:
             if kind in found:
                 found[kind][k] += end - begin
     return list(found.values())
+
+
+def overlapped_seconds(records: Sequence[StepRecord]) -> list[float]:
+    """For each step: how long its push and its pull took beside the next steps' compute."""
+    transfers = (split_spans(record)[1] for record in records)
+    return [sum(end - begin for kind, begin, end in spans if kind in ("push", "pull")) for spans in transfers]
 
 
 def distribution(values: Sequence[float]) -> Distribution:
@@ -178,9 +184,7 @@ def without_startup_wait(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def idle_share(records: Sequence[StepRecord]) -> float:
-    """The wait's share of the workers' time; waits of a pipeline's transfers do not count as idle."""
-    serial = [record for record in records if record.depth == 1]
-    pipelined = [replace(record, spans=split_spans(record)[0]) for record in records if record.depth > 1]
-    seconds = dict(zip(PHASES, map(sum, phase_seconds([*serial, *pipelined])), strict=True))
+    """The wait's share of the workers' time."""
+    seconds = dict(zip(PHASES, map(sum, phase_seconds(records)), strict=True))
     total = sum(seconds.values())
     return seconds["wait"] / total if total else 0.0

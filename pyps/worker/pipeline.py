@@ -201,7 +201,7 @@ class PipelinedTransport(Transport):
 
     def _take(self) -> tuple[Step, Transfer]:
         """The oldest transfer under way, once it has ended."""
-        began = time.monotonic()
+        began, waits = time.monotonic(), not self._receiver.results_ready
         step, _ = self._sent[0]
         try:
             transfer = self._receiver.take(self._timeout)
@@ -211,7 +211,8 @@ class PipelinedTransport(Transport):
             self._failure = error
             raise
         self._sent.popleft()
-        self._waited = [("wait", began, time.monotonic())]
+        if waits:
+            self._waited.append(("wait", began, time.monotonic()))
         if not transfer.fenced:
             self._claims.extend(transfer.claims)
             self._staging.extend(transfer.staging)

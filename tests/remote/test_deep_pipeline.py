@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from remote_tools import Relay
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 
-from pyps.formats.records import StepRecord, read_run
-from pyps.native.values import Flat
+from pyps.formats.records import Span, StepRecord, read_run
+from pyps.native.values import Flat, PushResult
 from pyps.remote.framing import ReplyBuffers
 from pyps.remote.server import Server
 from pyps.store.codec import Residual
+from pyps.store.transfer import spans_of
 from pyps.worker.loop import join
 
 pytestmark = pytest.mark.slow
@@ -121,3 +122,13 @@ def test_memory_of_a_reply_is_used_again_once_the_client_has_it() -> None:
     assert arrays[1] is not arrays[0], "the first reply may be asked for again"
     assert arrays[2] is arrays[0]
     assert arrays[3] is arrays[0] or arrays[3] is arrays[1]
+
+
+@pytest.mark.parametrize(
+    ("waited", "shown"), [(0.0, []), (2.0, [("wait", 2.0, 4.0)]), (9.0, [("wait", 1.0, 4.0)])]
+)
+def test_a_push_over_a_link_ends_with_its_wait(waited: float, shown: list[Span]) -> None:
+    result = PushResult(version=1, staleness=0, sources=1, samples=1, wait_seconds=waited)
+    arrived = shown[0][1] if shown else 4.0
+    assert spans_of(1.0, 4.0, 5.0, result) == [("push", 1.0, arrived), *shown, ("pull", 4.0, 5.0)]
+    assert spans_of(1.0, 4.0, 5.0, None) == [("push", 1.0, 4.0), ("pull", 4.0, 5.0)]

@@ -20,6 +20,7 @@ from pyps.formats import write_json
 from pyps.formats.events import RunEvent
 from pyps.formats.records import RecordWriter, Span, StepRecord, record_path
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup
+from pyps.report.findings import bottleneck
 from pyps.report.page import make_page
 from pyps.report.report import StoreTotals, make_report
 from pyps.report.run_data import load_run
@@ -122,6 +123,16 @@ def test_sections_findings_and_links(folder: Path) -> None:
     assert "killed by &lt;SIGKILL&gt;" in page
     assert "<old>" not in page
     assert not re.search(r"https?://", page)
+
+
+def test_transfers_beside_compute_limit_nothing(tmp_path: Path) -> None:
+    beside = []
+    for record in steps(30):
+        kind, begin, end = record.spans[-1]
+        spans = [*record.spans[:-1], (kind, begin, end + 0.5)]
+        beside.append(msgspec.structs.replace(record, depth=2, spans=spans))
+    found = bottleneck(load_run([make_run(tmp_path / "run", beside)]))
+    assert found.startswith("Compute limits it"), found
 
 
 def test_report_has_loss_and_absence(folder: Path) -> None:

@@ -119,6 +119,17 @@ def test_phases_idle_share_and_ratio() -> None:
     assert (report.versions, report.samples.trained) == (5, 50)
 
 
+def test_what_overlaps_compute_does_not_hold_the_rank_up() -> None:
+    """A transfer took 1.6 s, most of it a wait for the round, while the training thread waited for 0.1 s."""
+    own = [("wait", 0.0, 0.0), ("wait", 0.0, 0.1), ("compute", 0.1, 1.0)]
+    travels = [("push", 1.0, 1.2), ("wait", 1.2, 2.4), ("pull", 2.4, 2.6)]
+    report = report_of([record(0, 2, 1, 0.0, depth=2, spans=[*own, *travels])])
+    rank = report.ranks[0]
+    found = [d.mean for d in (rank.compute, rank.push, rank.pull, rank.wait, rank.overlapped)]
+    assert found == pytest.approx([0.9, 0.0, 0.0, 0.1, 0.4])
+    assert rank.idle_share == pytest.approx(0.1)
+
+
 def test_waiting_for_all_to_join_is_not_idleness() -> None:
     late = [record(0, 1, 1, 0.0, spans=[("wait", -30.0, 0.0), ("compute", 0.0, 2.0)])]
     assert without_startup_wait(late)[0].spans == [("compute", 0.0, 2.0)]

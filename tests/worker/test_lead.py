@@ -16,13 +16,13 @@ from pyps.worker.lead import has_run_ahead, may_run_ahead
 from pyps.worker.loop import join
 
 DEPTH, ROUNDS, LAST, BATCH = 4, 30, 11, 4
-STEP_SECONDS, AWAY_SECONDS = 0.04, 0.6
+STEP_SECONDS, AWAY_SECONDS, AWAY_ROUND = 0.04, 0.8, 8
 
 
 @pytest.mark.parametrize("local", [True, False])
 def test_a_worker_is_not_ahead_for_good(shm: Path, tmp_path: Path, local: bool) -> None:
     """Rank 2 stands still between two steps, as if it were restarted."""
-    stood: list[bool] = []
+    begun, done = [0] * 3, [0] * 3  # the latest round that each has begun, and its samples
     models = [make_model() for _ in range(3)]
     workers = [
         join(
@@ -37,20 +37,22 @@ def test_a_worker_is_not_ahead_for_good(shm: Path, tmp_path: Path, local: bool) 
         options = {"local_steps": 1} if local else {}
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
         for x, y in worker.batches((X, Y)):
+            assert worker.claim is not None
+            now = worker.claim.round
+            done[rank] = len(x) + (done[rank] if now == begun[rank] else 0)
+            begun[rank], is_last = now, done[rank] == worker.claim.count
             time.sleep(STEP_SECONDS * len(x) / BATCH)
             backward(loss_of(model, x, y))
             worker.step()
-            if rank == 2 and worker.steps == 6 and not stood:
-                stood.append(True)
+            if rank == 2 and now == AWAY_ROUND and is_last:
                 time.sleep(AWAY_SECONDS)
 
     run_threads(3, body)
     for worker in workers:
         worker.close()
     found = [[r.staleness for r in read_run(tmp_path) if r.rank == rank] for rank in range(3)]
-    assert max(found[0]) == DEPTH - 1, "it went on meanwhile"
     for mine in found:
-        assert median(mine[-LAST:]) <= 1, found
+        assert median(mine[-LAST:]) < DEPTH - 1, found
 
 
 @pytest.mark.parametrize("local", [True, False])
