@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
+import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile
@@ -168,11 +169,14 @@ class Rebalancer:
         self._reported_pass = 0
         self._number, self._since = 0, 0  # of the latest report; steps since
         self._under_way = False  # the decision of that report is still to come
+        self._lost: dist.DistNetworkError | None = None  # the store of the process group was gone
         self._corrected = False  # of the deciding rank: as in gain_worth_a_change
         self._levels: list[float] | None = None  # by rank, the level when the split was made
 
     def step(self) -> None:
         """Call at the end of every step, on all ranks. Measures, and moves samples where that is worth it."""
+        if self._lost is not None:
+            raise self._lost
         self.steps += 1
         self._lockstep.calls = (self._lockstep.calls or 0) + 1
         self._timer.finish(self._trained_batch())
@@ -181,6 +185,16 @@ class Rebalancer:
         self._since += 1
         asked = self._lockstep.asked()
         self._lockstep.asks = self._asks()
+        try:
+            self._exchange(asked)
+        except dist.DistNetworkError as error:
+            # The first rank, which holds the store, ends after the last step: perhaps before this one has
+            # read a decision that nothing follows. If there is another step, it fails.
+            self._lost = error
+        self._timer.start()
+
+    def _exchange(self, asked: bool) -> None:
+        """What this step has to report, to decide and to read. asked: a rank asked for a decision."""
         if self._under_way and self._since == 1:
             self._decide_if_first(1 if asked else LEAD)
             if asked and not self._read_decision():
@@ -190,7 +204,6 @@ class Rebalancer:
                 self._report(asked)
         elif asked or self._since >= self.window:
             self._report(asked)
-        self._timer.start()
 
     def skip(self, rounds: int) -> None:
         """The next pass begins with that many rounds that are read but not trained."""

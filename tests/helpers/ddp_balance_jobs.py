@@ -143,6 +143,31 @@ def timed(group: dist.ProcessGroup, slow_seconds: float, steps: int, normed: boo
     return [seconds for _, seconds in finished]
 
 
+def store_is_gone(group: dist.ProcessGroup) -> list[str]:
+    """What a step says whose decision cannot be read, and the next step."""
+
+    def gone(*_: Any) -> Any:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    sampler = UnevenBatchSampler(64, [5, 3], dist.get_rank(group))
+    ddp = DistributedDataParallel(net(), process_group=group)
+    balance = Rebalancer(sampler, weighted_hook(ddp), window=3)
+    balance._consensus.decision = gone  # type: ignore[method-assign]
+    said = []
+    for rows in sampler:
+        inputs = torch.tensor(rows, device=DEVICE)[:, None].float().expand(-1, 8)
+        square(ddp, inputs, inputs[:, :4]).backward()
+        balance.step()
+        if balance._lost is not None:
+            said.append("")
+            break
+    try:
+        balance.step()
+    except dist.DistNetworkError as error:
+        said.append(str(error))
+    return said
+
+
 def warned(group: dist.ProcessGroup, converts: bool) -> list[str]:
     """What weighted_hook warns of, for a model with BatchNorm."""
     model: nn.Module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(DEVICE)

@@ -185,6 +185,10 @@ def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks, normed:
     assert min(quick) < 0.1
 
 
+def test_a_store_that_ends_after_the_last_step_is_no_error_but_before_another(ranks: Ranks) -> None:
+    assert ranks.run(2, jobs.store_is_gone) == [["", "Connection reset by peer"]] * 2
+
+
 def test_batch_norm_of_each_rank_alone_is_named_once(ranks: Ranks) -> None:
     first, second = ranks.run(2, jobs.warned, False)
     assert ["UnevenSyncBatchNorm.convert(model)" in text for text in first] == [True]
