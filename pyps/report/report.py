@@ -55,7 +55,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
     steps, samples: the gradients that are in the parameters, and the samples that they were computed from.
     data, compute, push, pull, wait: of the training thread, seconds a step; data: its wait for batches.
-    overlapped: a pipeline's pushes and pulls beside compute, seconds a step, without their waits for others.
+    overlapped: a pipeline's pushes and pulls during compute, seconds a step, without their waits for others.
     loader: seconds a step for which its samples kept the loader busy.
     loader_workers: loader processes; 0: the training thread loads.
     idle_share: the wait's share of all five together.

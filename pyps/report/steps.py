@@ -156,7 +156,7 @@ def phase_seconds(records: Sequence[StepRecord]) -> list[list[float]]:
 
 
 def overlapped_seconds(records: Sequence[StepRecord]) -> list[float]:
-    """For each step: how long its push and its pull took beside the next steps' compute."""
+    """For each step: how long its push and its pull took during the next steps' compute."""
     transfers = (split_spans(record)[1] for record in records)
     return [sum(end - begin for kind, begin, end in spans if kind in ("push", "pull")) for spans in transfers]
 

@@ -119,5 +119,5 @@ class Checkpointer:
             self._result = state.header.version, path
         except (StoreError, InputError) as error:
             self._result = error
-        except Exception as error:  # such as MemoryError: nobody reads a thread's own traceback
+        except Exception as error:  # such as MemoryError: a thread's own traceback is easily missed
             self._result = PypsError(repr(error))

@@ -117,7 +117,7 @@ def save_where_it_fails(group: dist.ProcessGroup, folder: Path) -> str:
 
 
 def save_where_something_else_fails(group: dist.ProcessGroup, folder: Path) -> str:
-    """The first rank has an error that nobody foresaw; then all go on."""
+    """The first rank has an unforeseen error; then all go on."""
     model = DistributedDataParallel(nn.Linear(3, 3).to(DEVICE), process_group=group)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 0:
