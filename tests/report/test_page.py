@@ -125,13 +125,13 @@ def test_sections_findings_and_links(folder: Path) -> None:
     assert not re.search(r"https?://", page)
 
 
-def test_transfers_beside_compute_limit_nothing(tmp_path: Path) -> None:
-    beside = []
+def test_transfers_during_compute_limit_nothing(tmp_path: Path) -> None:
+    overlapped = []
     for record in steps(30):
         kind, begin, end = record.spans[-1]
         spans = [*record.spans[:-1], (kind, begin, end + 0.5)]
-        beside.append(msgspec.structs.replace(record, depth=2, spans=spans))
-    found = bottleneck(load_run([make_run(tmp_path / "run", beside)]))
+        overlapped.append(msgspec.structs.replace(record, depth=2, spans=spans))
+    found = bottleneck(load_run([make_run(tmp_path / "run", overlapped)]))
     assert found.startswith("Compute limits it"), found
 
 

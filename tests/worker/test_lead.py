@@ -24,13 +24,8 @@ def test_a_worker_is_not_ahead_for_good(shm: Path, tmp_path: Path, local: bool) 
     """Rank 2 stands still between two steps, as if it were restarted."""
     begun, done = [0] * 3, [0] * 3  # the latest round that each has begun, and its samples
     models = [make_model() for _ in range(3)]
-    workers = [
-        join(
-            "r", rank, batches=[BATCH] * 3, samples=3 * BATCH * ROUNDS, seed=5, policy="hps",
-            pipeline=DEPTH, run_dir=tmp_path,
-        )
-        for rank in range(3)
-    ]  # fmt: skip
+    run = {"batches": [BATCH] * 3, "samples": 3 * BATCH * ROUNDS, "seed": 5, "policy": "hps"}
+    workers = [join("r", rank, pipeline=DEPTH, run_dir=tmp_path, **run) for rank in range(3)]
 
     def body(rank: int) -> None:
         model, worker = models[rank], workers[rank]
