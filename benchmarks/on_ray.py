@@ -85,14 +85,14 @@ def far_raylet(pair: Shaped, folder: str, *options: str) -> AbstractContextManag
 
 
 @contextmanager
-def two_hosts() -> Iterator[Shaped]:
-    """The namespaces with a raylet in each."""
+def two_hosts() -> Iterator[tuple[Shaped, str]]:
+    """The namespaces with a raylet in each, and where the first one's segments are."""
     with ExitStack() as stack:
         pair = stack.enter_context(shaped(RATE))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", dir=MEMORY))
         stack.enter_context(near_raylet(pair, folder))
         stack.enter_context(far_raylet(pair, folder))
-        yield pair
+        yield pair, f"{folder}/{SERVER}"
 
 
 def make_plan(folder: str) -> None:
@@ -155,11 +155,15 @@ def main() -> None:
     if reason := missing():
         sys.exit(f"on_ray.py: {reason}")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with two_hosts() as pair, tempfile.TemporaryDirectory() as folder:
+    with two_hosts() as (pair, memory), tempfile.TemporaryDirectory() as folder:
         make_plan(folder)
         again = [sys.executable, __file__, "--drive", folder, "--policies", ",".join(policies)]
         again += ["--servers", str(options.servers)]
-        done = subprocess.run(pair.command(pair.server, *again), stdout=subprocess.PIPE, text=True)
+        env = {
+            **os.environ,
+            "PYPS_SHM_DIR": memory,
+        }  # one server is the launcher's, whose store workers share
+        done = subprocess.run(pair.command(pair.server, *again), stdout=subprocess.PIPE, text=True, env=env)
         if done.returncode:
             sys.exit("on_ray.py: the runs ended early")
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
