@@ -35,7 +35,7 @@ def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
         return max(ddp_jobs.gradient_errors(group, batches, *options)[0])
 
     def noise(scaled: bool) -> float:
-        measured, exact = accumulating.noise_scales(group, [b + 10 for b in few], 2, scaled, 100)
+        measured, exact = accumulating.noise_scales(group, [b + 10 for b in few], 2, scaled, False, 100)
         assert measured is not None
         return measured / exact - 1
 
@@ -62,7 +62,7 @@ def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
         "rounds of a loader": lambda: max(accumulating.rounds_errors(group, batches, parts)),
         "accumulate by targets": lambda: max(accumulating.token_rounds_errors(group, batches, 3, False)),
         "the same, said": lambda: max(accumulating.token_rounds_errors(group, batches, 3, True)),
-        "accumulate with BatchNorm": lambda: accumulating.norm_rounds_error(group, batches, 3),
+        "accumulate with BatchNorm": lambda: accumulating.norm_rounds_error(group, batches, 3, False),
         "noise scale, off by": lambda: noise(False),
         "noise scale with a scaler, off by": lambda: noise(True),
         "small buckets": lambda: off({}, None, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
