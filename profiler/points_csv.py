@@ -133,6 +133,7 @@ def _read_rows(where: str, text: str) -> Iterator[_Row]:
     """The measurements, in the file's order."""
     reader = csv.reader(text.splitlines())
     columns: dict[str, int] | None = None
+    width = 0
     try:
         for row in reader:
             cells = [cell.strip() for cell in row]
@@ -140,11 +141,14 @@ def _read_rows(where: str, text: str) -> Iterator[_Row]:
                 continue
             line = f"line {reader.line_num}"
             if columns is None:
-                columns = _columns(where, line, cells)
+                columns, width = _columns(where, line, cells), len(cells)
                 continue
             needed = max(columns[name] for name in COLUMNS)
             if len(cells) <= needed:
                 raise InputError(where, line, repr(",".join(row)), f"{needed + 1} columns")
+            if any(cells[width:]):  # such as the second half of a number with a decimal comma
+                expected = f"{width} columns, as the header has"
+                raise InputError(where, line, repr(",".join(row)), expected)
             yield _row(where, line, {name: cells[k] for name, k in columns.items() if k < len(cells)})
     except csv.Error as error:
         raise InputError(where, f"line {reader.line_num}", str(error), "a CSV row") from None

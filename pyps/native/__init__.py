@@ -476,10 +476,10 @@ def segment_name(what: str, name: str) -> bytes:
 
 
 def unsigned(what: str, field: str, value: int, bits: int) -> int:
-    value = int(value)
-    if not 0 <= value < 1 << bits:
-        raise InvalidArgument(what, f"{field}: found {value}; expected 0 to {(1 << bits) - 1}")
-    return value
+    if not 0 <= value < 1 << bits or value != int(value):
+        expected = f"expected a whole number from 0 to {(1 << bits) - 1}"
+        raise InvalidArgument(what, f"{field}: found {value}; {expected}")
+    return int(value)
 
 
 def u32_array(what: str, field: str, values: Sequence[int]) -> Any:

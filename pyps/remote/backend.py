@@ -322,7 +322,7 @@ class RemoteBackend:
         return constants[:groups]
 
     def replan(self, batches: Sequence[int], plan: int | None = None) -> None:
-        self.client.call("replan", tuple(int(b) for b in batches), plan)
+        self.client.call("replan", tuple(native.u32_array("replan", "batches", batches)), plan)
 
     def set_schedule(self, schedule: TurnSchedule) -> None:
         self.client.call("set_schedule", schedule)

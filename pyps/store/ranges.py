@@ -16,8 +16,9 @@ from pyps.native.values import Tensor
 def tensor_ranges(tensors: Iterable[Tensor], names: Iterable[str]) -> Ranges:
     """The ranges of tensors by name, in the order of the flat vector; neighbours are one range."""
     known = {tensor.name: tensor for tensor in tensors}
-    chosen = sorted({_known(known, name).offset: known[name] for name in names}.items())
-    return _merged(np.array([(at, tensor.elements) for at, tensor in chosen if tensor.elements], np.uint64))
+    chosen = (_known(known, name) for name in set(names))
+    parts = sorted((tensor.offset, tensor.elements) for tensor in chosen if tensor.elements)
+    return _merged(np.array(parts, np.uint64))
 
 
 def row_ranges(tensors: Iterable[Tensor], name: str, rows: Any) -> Ranges:

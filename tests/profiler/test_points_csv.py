@@ -32,6 +32,7 @@ def test_rows_become_points_with_a_fit(tmp_path: Path) -> None:
         "\ufeffbatch,seconds\r\n1,0.5\r\n\r\n2,1.0\r\n2,3.0\r\n",
         '\n Seconds , note, BATCH \n0.5,"a, b",1\n\n1.0,,2\n3.0,x,2\n\n',
         "batch,seconds\n1,5e-1\n,\n2,1.0\n2,3.0",
+        "batch,seconds\n1,0.5,\n2,1.0, ,\n2,3.0\n",
     ],
 )
 def test_accepts_what_spreadsheets_write(tmp_path: Path, text: str) -> None:
@@ -54,6 +55,7 @@ def test_accepts_what_spreadsheets_write(tmp_path: Path, text: str) -> None:
         ("batch,seconds\n1,0\n", "line 2: seconds: found '0'"),
         ("batch,seconds\n1,fast\n", "line 2: seconds: found 'fast'"),
         ("batch,seconds\n1\n", "line 2: found '1'; expected 2 columns"),
+        ("batch,seconds\n8,1,5\n", "line 2: found '8,1,5'; expected 2 columns, as the header has"),
         ("batch,seconds\n1,0.5\n1,0.6\n", "batch: found 1 distinct batch;"),
         ("batch,seconds\n1,0.5\n300,0.6\n", "batch: found 300; expected at most the max_batch given, 256"),
         (b"batch,seconds\n\xff\xfe1,0.5\n", "found byte 0xff at offset 14; expected UTF-8 text"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +127,20 @@ def test_two_tensors_of_one_name_are_refused(shm: Path) -> None:
     config = Config((tensor, tensor), (values, values), (1,), 1, Optimizer.SGD, 0, 60.0, 0, 0, 0, 0, 0)
     with pytest.raises(errors.InvalidArgument, match="w"):
         create("twice", config)
+
+
+def test_parts_of_a_sample_are_refused(shm: Path) -> None:
+    half: list[dict[str, Any]] = [{"batches": [1.5]}, {"batches": [4], "samples": 9.5}]
+    for wrong in [*half, {"batches": [4], "samples": float("nan")}]:
+        with pytest.raises(errors.InvalidArgument, match="expected a whole number"):
+            Store.create("halves", GOOD, **wrong)
+    with Store.create("halves", GOOD, batches=[np.float64(4.0)]) as store:
+        store.join()
+        assert store.start().count == 4
+        with pytest.raises(errors.InvalidArgument, match="samples: found 3.9"):
+            store.push(store.stage(), 3.9, Hyper(lr=0.1))  # type: ignore[arg-type]
+        with pytest.raises(errors.InvalidArgument, match=r"batches\[0\]: found 3.9"):
+            store.replan([3.9])  # type: ignore[list-item]
 
 
 def test_bad_pushes_are_refused(shm: Path) -> None:

@@ -159,6 +159,13 @@ def test_rows_of_a_table(name: str, stores: list[Store]) -> None:
     assert store.status().version == 1
 
 
+def test_tensors_without_elements_hide_no_others(name: str) -> None:
+    initial = {"none": np.zeros((0, 4)), "w": np.ones(3), "nothing": np.zeros(0), "v": np.ones(2)}
+    with Store.create(name, initial, batches=[4]) as store:
+        assert store.ranges(["w", "none"]).tolist() == [[0, 3]]
+        assert store.ranges(["v", "nothing", "w"]).tolist() == [[0, 5]]
+
+
 def test_zero_copy_in_the_staging_buffer(name: str, stores: list[Store]) -> None:
     """A gradient that lies in the buffer at its place: only its ranges are read, no NaN elsewhere."""
     store = made(name)
