@@ -126,13 +126,13 @@ def merged_profile(names: list[str], runs: list[Profile]) -> Profile:
         points=points,
         max_batch=max((run.max_batch for run in runs if run.max_batch is not None), default=None),
         min_batch=max((run.min_batch for run in runs if run.min_batch is not None), default=None),
-        memory=max((run.memory for run in runs if run.memory is not None), key=_at_budget, default=None),
+        memory=min((run.memory for run in runs if run.memory is not None), key=_samples, default=None),
         fit=select_fit(points) if len(points) > 1 else None,
         link=next((run.link for run in reversed(runs) if run.link is not None), None),
         clocks=sorted({reason for run in runs for reason in run.clocks or ()}) or None,
     )
 
 
-def _at_budget(memory: Memory) -> float:
-    """The share of the budget that one sample takes: the model with the largest share is the safest."""
-    return memory.bytes_per_sample / memory.budget_bytes
+def _samples(memory: Memory) -> float:
+    """The samples that fit the budget: the model that allows the fewest is the safest."""
+    return (memory.budget_bytes - memory.fixed_bytes) / memory.bytes_per_sample

@@ -11,7 +11,8 @@ import pytest
 
 import pyps.cli.profile as command
 from pyps.cli import main_profile
-from pyps.formats import Profile, read_profile
+from pyps.cli.profile_files import merged_profile
+from pyps.formats import Device, Memory, ModelInfo, Point, Profile, read_profile
 
 pytestmark = pytest.mark.slow
 
@@ -237,6 +238,23 @@ def test_merge_pools_runs_of_one_device(shell: Shell) -> None:
     assert "c.json" in done.err
     assert "device" in done.err
     assert not Path("ac.json").exists()
+
+
+def test_a_merged_profile_allows_no_more_than_any_of_its_runs() -> None:
+    free = Memory(fixed_bytes=0, bytes_per_sample=10.0, budget_bytes=1000)  # 100 samples
+    busy = Memory(fixed_bytes=900, bytes_per_sample=5.0, budget_bytes=1000)  # 20
+    none = Memory(fixed_bytes=0, bytes_per_sample=5.0, budget_bytes=0)
+    for memories, least in (((free, busy), busy), ((busy, free), busy), ((free, none), none)):
+        runs = [
+            Profile(
+                device=Device(name="gpu"),
+                model=ModelInfo(name="mlp"),
+                points=[Point(batch=1, seconds=1.0)],
+                memory=memory,
+            )
+            for memory in memories
+        ]
+        assert merged_profile(["a.json", "b.json"], runs).memory == least
 
 
 def test_link_completes_a_profile(shell: Shell, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
