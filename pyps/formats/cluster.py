@@ -204,7 +204,7 @@ def check_cluster(where: str, cluster: Cluster) -> None:
             if name in names:
                 raise InputError(where, f"worker[{k}].name", f"{name!r} a second time", "a unique name")
             names.add(name)
-        _check_group(where, f"worker[{k}]", group, shared)
+        _check_group(where, f"worker[{k}]", group, cluster.run, shared)
         _check_node(where, f"worker[{k}]", group, cluster)
     _check_sharding(where, cluster)
     check_run_table(where, cluster.run)
@@ -217,12 +217,13 @@ def check_cluster(where: str, cluster: Cluster) -> None:
     _check_simulation(where, cluster)
 
 
-def _check_group(where: str, field: str, group: WorkerGroup, shared: set[str]) -> None:
-    most = group.max_batch and group.max_batch * group.max_accumulation
+def _check_group(where: str, field: str, group: WorkerGroup, run: RunTable, shared: set[str]) -> None:
+    parts = max(group.max_accumulation, run.accumulation or 1)
+    most = None if run.local_steps else group.max_batch and group.max_batch * parts
     if group.min_batch and most and group.min_batch > most:
         expected = f"at most max_batch = {group.max_batch}"
-        if group.max_accumulation > 1:
-            expected += f" times max_accumulation = {group.max_accumulation}"
+        if parts > 1:
+            expected += f" times max_accumulation = {parts}"
         raise InputError(where, f"{field}.min_batch", str(group.min_batch), expected)
     for name in group.shares:
         if name not in shared:

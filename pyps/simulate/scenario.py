@@ -16,6 +16,7 @@ from pyps.formats import (
     Jitter,
     Plan,
     Profile,
+    Shared,
     WorkerGroup,
     WorkerMode,
     read_cluster,
@@ -28,6 +29,7 @@ from pyps.simulate.devices import Slowdown, fitted_cost
 from pyps.solver.links import WIRE_BYTES, moved_parameters
 from pyps.solver.mode import bits_of, stated_policy
 from pyps.solver.plan import even_batches, make_plan
+from pyps.solver.ranks import PlannedRank
 from pyps.store.policies import policy_named
 
 FP32_BYTES = 4
@@ -134,6 +136,9 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         raise InputError(
             str(path), "job.unit", repr(cluster.job.unit), '"samples": a simulation counts those'
         )
+    if cluster.sync is not None and cluster.sync.kind != "none":
+        expected = "bandwidths instead: a simulation has a server"
+        raise InputError(str(path), "sync.kind", repr(cluster.sync.kind), expected)
     profiles = {group.name: _profile(group) for group in cluster.worker}
     plan = _plan(path, cluster, profiles, plan_path)
     names = [w.name for w in plan.workers]
@@ -166,7 +171,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         up_bytes=size,
         down_bytes=size,
         server_bandwidth=bandwidth * simulation.servers if bandwidth else math.inf,
-        hosts={host.name: host.bandwidth for host in simulation.host},
+        hosts={link.name: link.bandwidth for link in (*cluster.shared, *simulation.host) if link.bandwidth},
         faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
         schedule=None if even else plan_turns(plan, str(plan_path or path)),
         local=local,
@@ -198,7 +203,9 @@ def _profile(group: WorkerGroup) -> Profile:
 
 def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str, SimWorker]:
     simulation = cluster.simulation
-    cost = fitted_cost(fit_of(profile))
+    fit = fit_of(profile)
+    cost, rank = fitted_cost(fit), PlannedRank(group.name, group, profile, fit)
+    bandwidth, latency = (group.bandwidth, group.latency) if cluster.sync else (rank.bandwidth, rank.latency)
     host_of = {n: h.name for h in simulation.host for name in h.workers for n in cluster.named(name)}
     found = {}
     for name in group.worker_names():
@@ -207,17 +214,27 @@ def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str
             for h in simulation.fault
             if h.kind == "slow" and name in cluster.named(h.worker)
         )
+        shared = _shared_link(cluster, group) if name not in host_of else None
         found[name] = SimWorker(
             name,
             batch=1,
             cost=cost,
             jitter=simulation.jitter,
             slowdowns=slow,
-            bandwidth=group.bandwidth or math.inf,
-            latency=group.latency or 0.0,
-            host=host_of.get(name, ""),
+            bandwidth=bandwidth or math.inf,
+            latency=shared.latency if shared else latency or 0.0,
+            host=shared.name if shared else host_of.get(name, ""),
         )
     return found
+
+
+def _shared_link(cluster: Cluster, group: WorkerGroup) -> Shared | None:
+    """The [[shared]] link that a group's transfers cross in place of its own. Raises InputError for several."""
+    found = [one for one in cluster.shared if one.name in group.shares and one.bandwidth and not cluster.sync]
+    if len(found) > 1:
+        names, expected = ", ".join(one.name for one in found), "one link, or a [[simulation.host]]"
+        raise InputError(group.name, "shares", names, expected)
+    return found[0] if found else None
 
 
 def _faults(cluster: Cluster, h: FaultSpec, used: list[str]) -> list[Fault]:

@@ -7,13 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from pyps.cli.simulate import app
 from pyps.errors import InputError
-from pyps.formats import read_cluster
-from pyps.simulate import scenario_of
+from pyps.formats import read_cluster, read_profile
+from pyps.profiler.select import fit_of
+from pyps.simulate import scenario_of, simulate
+from pyps.solver.plan import make_plan
 from pyps.store.policies import Policy
 
 CLUSTER = """
@@ -89,6 +92,40 @@ def test_a_scenario_is_what_the_file_says(cluster: Path) -> None:
     assert [len(w.slowdowns) for w in scenario.workers] == [1, 1, 0]
     assert [(m.rank, m.kind) for m in scenario.faults] == [(1, "kill")]
     assert scenario.workers[0].cost(100) == pytest.approx(0.11)
+
+
+LINK = {"via": "gloo", "latency_seconds": 0.001, "bytes_per_second": 1e8}
+SHARED = 'shares = ["switch"]\n[[shared]]\nname = "switch"\nbandwidth = 1e8\nlatency = 0.002\n'
+
+
+@pytest.mark.parametrize("link", ["", SHARED])
+def test_transfers_take_as_long_as_in_the_plan(tmp_path: Path, link: str) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(profile(0.01, 0.001) | {"link": LINK}))
+    text = '[job]\nglobal_batch = 96\n[[worker]]\nname = "w"\ncount = 3\nprofile = "one.json"\n'
+    (tmp_path / "cluster.toml").write_text(text + link)
+    cluster = read_cluster(tmp_path / "cluster.toml")
+    one = read_profile(tmp_path / "one.json")
+    planned = make_plan(cluster, [msgspec.structs.replace(one, fit=fit_of(one))])
+    found = simulate(scenario_of(tmp_path / "cluster.toml"), "bsp", iterations=20)
+    assert max(worker.link_seconds for worker in planned.workers) > 0.02
+    assert found.iteration_seconds == pytest.approx(planned.iteration_seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ('[sync]\nkind = "ring"\nbandwidth = 1e8\n', "sync.kind: found 'ring'; expected bandwidths instead"),
+        (
+            'shares = ["a", "b"]\n'
+            + "".join(f'[[shared]]\nname = "{name}"\nbandwidth = 1e8\n' for name in "ab"),
+            "slow: shares: found a, b; expected one link, or a",
+        ),
+    ],
+)
+def test_links_that_cannot_be_simulated_are_refused(cluster: Path, more: str, message: str) -> None:
+    cluster.write_text(CLUSTER + more)
+    with pytest.raises(InputError, match=message):
+        scenario_of(cluster)
 
 
 def test_all_policies_as_json(cluster: Path) -> None:

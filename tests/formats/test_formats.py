@@ -94,6 +94,16 @@ def test_profile_and_plan_come_back_as_written(tmp_path: Path) -> None:
         assert json.loads(path.read_bytes()) == json.loads(msgspec.json.encode(value))
 
 
+@pytest.mark.parametrize("run", ["accumulation = 2", "local_steps = 8"])
+def test_a_smallest_batch_may_take_the_micro_batches_of_the_run(folder: Path, run: str) -> None:
+    large = CLUSTER.replace("min_batch = 2", "min_batch = 100")
+    (folder / "c.toml").write_text(f"{large}[run]\n{run}\n")
+    assert read_cluster(folder / "c.toml").worker[1].min_batch == 100
+    (folder / "c.toml").write_text(f"{large.replace('100', '129')}[run]\naccumulation = 2\n")
+    with pytest.raises(InputError, match="found 129; expected at most max_batch = 64 times max_accumulation = 2"):
+        read_cluster(folder / "c.toml")
+
+
 def test_cluster_is_read_with_its_defaults_and_resolved_profiles(folder: Path) -> None:
     (folder / "c.toml").write_text(CLUSTER)
     cluster = read_cluster(folder / "c.toml")
