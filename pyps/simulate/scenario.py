@@ -171,7 +171,8 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         up_bytes=size,
         down_bytes=size,
         server_bandwidth=bandwidth * simulation.servers if bandwidth else math.inf,
-        hosts={link.name: link.bandwidth for link in (*cluster.shared, *simulation.host) if link.bandwidth},
+        hosts={one.name: one.bandwidth for one in cluster.shared if one.bandwidth}
+        | {host.name: host.bandwidth for host in simulation.host},
         faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
         schedule=None if even else plan_turns(plan, str(plan_path or path)),
         local=local,
@@ -229,7 +230,7 @@ def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str
 
 
 def _shared_link(cluster: Cluster, group: WorkerGroup) -> Shared | None:
-    """The [[shared]] link that a group's transfers cross in place of its own. Raises InputError for several."""
+    """The [[shared]] link that a group's transfers cross, not its own. Raises InputError for several."""
     found = [one for one in cluster.shared if one.name in group.shares and one.bandwidth and not cluster.sync]
     if len(found) > 1:
         names, expected = ", ".join(one.name for one in found), "one link, or a [[simulation.host]]"

@@ -100,7 +100,7 @@ def test_a_smallest_batch_may_take_the_micro_batches_of_the_run(folder: Path, ru
     (folder / "c.toml").write_text(f"{large}[run]\n{run}\n")
     assert read_cluster(folder / "c.toml").worker[1].min_batch == 100
     (folder / "c.toml").write_text(f"{large.replace('100', '129')}[run]\naccumulation = 2\n")
-    with pytest.raises(InputError, match="found 129; expected at most max_batch = 64 times max_accumulation = 2"):
+    with pytest.raises(InputError, match="129; expected at most max_batch = 64 times max_accumulation = 2"):
         read_cluster(folder / "c.toml")
 
 

@@ -137,9 +137,9 @@ def test_parts_of_a_sample_are_refused(shm: Path) -> None:
     with Store.create("halves", GOOD, batches=[np.float64(4.0)]) as store:
         store.join()
         assert store.start().count == 4
-        with pytest.raises(errors.InvalidArgument, match="samples: found 3.9"):
+        with pytest.raises(errors.InvalidArgument, match=r"samples: found 3\.9"):
             store.push(store.stage(), 3.9, Hyper(lr=0.1))  # type: ignore[arg-type]
-        with pytest.raises(errors.InvalidArgument, match=r"batches\[0\]: found 3.9"):
+        with pytest.raises(errors.InvalidArgument, match=r"batches\[0\]: found 3\.9"):
             store.replan([3.9])  # type: ignore[list-item]
 
 
