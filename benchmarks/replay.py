@@ -22,7 +22,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import mean
 
 import numpy as np
 from record import machine, table, write_section
@@ -36,7 +36,7 @@ SPEEDS = (1.0, 1.4, 2.0, 2.9)
 GLOBAL_BATCH, ROTATES, ROUNDS = 512, 40, 360
 HICCUP = 3.0  # times a step's seconds
 FREE = [1] * 4, [GLOBAL_BATCH] * 4  # least and most samples
-OVER_ORACLE, SLOPES, IMBALANCED, REPLANS = 1.03, (0.5, 2.0), 0.10, 2.0  # what is promised
+OVER_ORACLE, SLOPES, IMBALANCED, REPLANS = 1.03, (0.5, 2.0), 0.10, 2  # what is promised
 WAITS = (1, 2, 3, 4)  # rounds: the store's, DDP's, DDP's on GPUs; one more where no device became quicker
 IMBALANCE = 0.10  # the longest step over the mean, less 1
 
@@ -98,12 +98,12 @@ class Run:
         self.imbalance.append(max(times) / mean(times) - 1)
 
     @property
-    def replans_a_change(self) -> float:
-        """The most re-plans that one change of the devices brought."""
+    def replans(self) -> list[int]:
+        """By change of the devices, how many re-plans it brought."""
         counts = [0] * (ROUNDS // ROTATES)
         for step in self.changes:
             counts[step // ROTATES] += 1
-        return max(counts[1:])
+        return counts[1:]
 
 
 @functools.cache
@@ -190,16 +190,15 @@ def row(schedule: Schedule, kind: str, noise: float, runs: Sequence[Run]) -> tup
     low, high = min(min(run.slopes) for run in runs), max(max(run.slopes) for run in runs)
     outside = float(np.mean([not SLOPES[0] <= s <= SLOPES[1] for run in runs for s in run.slopes]))
     apart = float(np.mean([np.mean(np.array(run.imbalance[ROTATES:]) > IMBALANCE) for run in runs]))
-    most = max(run.replans_a_change for run in runs)
-    usual = mean(len([s for s in run.changes if s >= ROTATES]) / (ROUNDS // ROTATES - 1) for run in runs)
+    replans = [count for run in runs for count in run.replans]
     cells = [
         f"{schedule.name}, {kind}, {noise:.0%}",
         f"{over:.3f}",
         f"{low:.2f} to {high:.2f}",
         f"{outside:.2%}",
         f"{apart:.1%}",
-        f"{usual:.1f}",
-        f"{median(run.replans_a_change for run in runs):.0f}, {most:.0f}",
+        f"{mean(replans):.1f}",
+        f"{mean(count > REPLANS for count in replans):.1%}, {max(replans)}",
     ]
     short = []
     if over > OVER_ORACLE:
@@ -208,8 +207,8 @@ def row(schedule: Schedule, kind: str, noise: float, runs: Sequence[Run]) -> tup
         short.append(f"slopes from {low:.2f} to {high:.2f} of the true one")
     if apart > IMBALANCED:
         short.append(f"imbalanced in {apart:.1%} of the rounds")
-    if most > REPLANS:
-        short.append(f"{most:.0f} re-plans after one change")
+    if max(replans) > REPLANS:
+        short.append(f"{max(replans)} re-plans after one change")
     return cells, [f"{cells[0]}: {line}" for line in short]
 
 
@@ -234,7 +233,7 @@ def main() -> None:
     options = parser.parse_args()
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     heading = ["run, disturbance, noise", "over the oracle", "slope over true", "slopes off", "imbalanced"]
-    rows, short = [[*heading, "re-plans", "median, most"]], []
+    rows, short = [[*heading, "re-plans", "over two, most"]], []
     for schedule in SCHEDULES:
         for kind in ("additive", "multiplicative"):
             for noise in (0.01, 0.03):
@@ -244,13 +243,13 @@ def main() -> None:
                 short += missed
     text = (
         f"{machine()}. {options.seeds} seeds. Imbalanced: rounds whose longest step is over {IMBALANCE:.0%} "
-        f"above the mean; re-plans: a change of the devices brings so many, at median and most.\n\n"
+        f"above the mean; re-plans: a change of the devices brings so many; in so many changes over two.\n\n"
         f"{table(rows)}\n\n{waits(seeds)}\n\n"
         + ("; ".join(short) if short else "All that is promised is kept.")
     )
     print(text)
     if options.docs:
-        write_section("replay", text)
+        write_section("replay" if options.hiccups else "replay-no-hiccups", text)
     sys.exit(bool(short))
 
 
