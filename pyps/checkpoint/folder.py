@@ -79,6 +79,7 @@ def fill_folder(parent: Path, version: int, fill: Fill, keep: int = KEEP) -> Pat
         parent.mkdir(parents=True, exist_ok=True)
         with _only_writer(parent):
             _remove_temporaries(parent)
+            last = newest_checkpoint(parent)
             try:
                 temporary.mkdir()
                 _write_manifest(temporary, fill(temporary))
@@ -87,7 +88,7 @@ def fill_folder(parent: Path, version: int, fill: Fill, keep: int = KEEP) -> Pat
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
             _point_latest(target)
-            _remove_older(parent, target, keep)
+            _remove_older(target, last, keep)
     except OSError as error:
         raise write_error(Path(error.filename or target), error, 0) from None
     return target
@@ -122,9 +123,14 @@ def _point_latest(target: Path) -> None:
     _sync_folder(target.parent)
 
 
-def _remove_older(parent: Path, newest: Path, keep: int) -> None:
-    """Hide each before it is removed, so that no half of it is ever taken for a checkpoint."""
-    older = [path for path in checkpoints(parent) if path != newest]
+def _remove_older(newest: Path, last: Path | None, keep: int) -> None:
+    """Hide each before it is removed, so that no half of it is ever taken for a checkpoint.
+
+    last: written before the newest. A run that has gone back leaves later checkpoints where they are, until
+    it passes them.
+    """
+    older = [path for path in checkpoints(newest.parent) if _version(path) < _version(newest)]
+    older.sort(key=lambda path: (last is None or _version(path) <= _version(last), _version(path)))
     for path in older[: max(0, len(older) - (keep - 1))]:
         os.rename(path, _hidden(path, "removed"))
         shutil.rmtree(_hidden(path, "removed"), ignore_errors=True)
@@ -170,7 +176,11 @@ def checkpoints(parent: Path) -> list[Path]:
     if not parent.is_dir():
         return []
     found = [path for path in parent.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name))
+    return sorted(found, key=_version)
+
+
+def _version(path: Path) -> int:
+    return int(path.name)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -187,9 +197,13 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The newest checkpoint in a run's folder or in a folder of checkpoints; None if there is none."""
+    """The checkpoint written last in a run's folder or in a folder of checkpoints; None if there is none.
+
+    It is the one of the highest version, unless a run has gone back to an earlier one.
+    """
     found = checkpoints(path / FOLDER) or checkpoints(path)
-    return found[-1] if found else None
+    written = [one for one in found if one.name == (one.parent / LATEST).resolve().name]
+    return (written or found or [None])[-1]
 
 
 def read_manifest(folder: Path) -> Checkpoint:
@@ -228,8 +242,8 @@ def offering_previous(folder: Path) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        version = int(folder.name) if NAME.fullmatch(folder.name) else 0
-        older = [path for path in checkpoints(folder.parent) if int(path.name) < version]
+        version = _version(folder) if NAME.fullmatch(folder.name) else 0
+        older = [path for path in checkpoints(folder.parent) if _version(path) < version]
         if not older:
             raise
         expected = f"{error.expected}; the checkpoint before is {older[-1]}"

@@ -56,6 +56,20 @@ def test_the_last_ones_are_kept_and_latest_names_the_newest(tmp_path: Path) -> N
     assert {p.name for p in parent.iterdir()} == {"000000010", "1000000000", "1000000007", "latest"}
 
 
+def test_a_run_that_went_back_goes_on_from_what_it_wrote_last(tmp_path: Path) -> None:
+    for version in (100, 200, 300):
+        write(tmp_path, version, keep=3)
+    write(tmp_path, 150)  # loaded 100, since 200 was no good
+    assert find_checkpoint(tmp_path).name == "000000150"
+    assert [check(path) for path in checkpoints(tmp_path)] == [100, 150, 200, 300]
+    write(tmp_path, 190)
+    write(tmp_path, 250)
+    assert find_checkpoint(tmp_path).name == "000000250"
+    assert [check(path) for path in checkpoints(tmp_path)] == [190, 250, 300]
+    shutil.rmtree(tmp_path / "000000250")
+    assert find_checkpoint(tmp_path).name == "000000300", "latest leads nowhere"
+
+
 def test_a_version_is_replaced(tmp_path: Path) -> None:
     write(tmp_path, 5)
     (write(tmp_path, 6) / MODEL).unlink()
