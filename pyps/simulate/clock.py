@@ -48,7 +48,7 @@ class Clock:
         """Kill process k, wherever it is."""
         process, self._processes[k] = self._processes[k], None
         self.parked.pop(k, None)
-        self._expected[k] = 0
+        self._expected[k] = self.stopped_until[k] = 0
         if process is not None:
             process.close()
 

@@ -87,7 +87,8 @@ class Engine:
         self.clock = Clock(max(self._depths) * len(self.workers), networks)
         self.version = self.rounds = self.trained = 0
         self.finished_at = 1
-        self._left = len(self.workers)  # workers that have not ended
+        self._left = len(self.workers)  # workers that have not ended, or whose successors will come
+        self._present = set(range(len(self.workers)))
         self._wake_epoch = self._next_deadline = self._tick_at = 0
         self._staging_buffers = [0] * len(self.workers)  # bit k: staging buffer k waits in the open round
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
@@ -171,6 +172,7 @@ class Engine:
     def leave(self, k: int) -> None:
         self._note(self.core.step(EventKind.LEAVE, k, self.clock.now, state=int(MemberState.LEFT)))
         self._left -= 1
+        self._present.discard(k)
 
     def rejoin(self, k: int) -> None:
         self._forget(k)
@@ -441,6 +443,8 @@ class Engine:
 
     def _inject(self, fault: Fault) -> None:
         k, now = fault.rank, self.clock.now
+        if k not in self._present:
+            return
         processes = range(k, self._depths[k] * len(self.workers), len(self.workers))
         if fault.kind == "stop":
             for process in processes:
@@ -450,12 +454,17 @@ class Engine:
         noticed = now + (DETECTION_NANOSECONDS if state is MemberState.DEAD else 0)
         for process in processes:
             self.clock.end(process)
-        self._left -= 1
+        self._present.discard(k)
         self.clock.call(noticed, lambda: self._leave_as(k, state))
         if fault.seconds:
-            self._left += 1
             begins = max(now + _ns(fault.seconds), noticed + 1)
-            self.clock.call(begins, lambda: self.clock.begin(k, self._process(k), begins))
+            self.clock.call(begins, lambda: self._succeed(k, begins))
+        else:
+            self._left -= 1
+
+    def _succeed(self, k: int, begins: int) -> None:
+        self._present.add(k)
+        self.clock.begin(k, self._process(k), begins)
 
     def _leave_as(self, k: int, state: MemberState) -> None:
         self._note(self.core.step(EventKind.LEAVE, k, self.clock.now, state=int(state)))

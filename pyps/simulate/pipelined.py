@@ -189,7 +189,10 @@ class PipelinedWorker:
             self._fenced = True
         self._pass(STORE)
         if result is not None and back is None:
-            yield from engine.travel_down(k, channel, self._in_turn(DOWN, number, channel), result[0][1])
+            try:
+                yield from engine.travel_down(k, channel, self._in_turn(DOWN, number, channel), result[0][1])
+            except Fenced:  # while the parameters travelled
+                self._fenced, result = True, None
         else:
             yield from self._in_turn(DOWN, number, channel)
         self._pass(DOWN)

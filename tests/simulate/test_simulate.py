@@ -178,6 +178,24 @@ def test_training_goes_on_without_a_dead_worker(policy: str) -> None:
     assert result.samples == 30 * B
 
 
+@pytest.mark.parametrize("first", ["kill", "leave"])
+@pytest.mark.parametrize("second", ["kill", "leave", "stop"])
+def test_a_fault_of_a_worker_that_is_away_has_no_effect(first: str, second: str) -> None:
+    away = Fault(1, 1.0, first, 2.0)
+    once = simulate(replace(PLAIN, faults=(away,)), "asp", iterations=40)
+    twice = simulate(
+        replace(PLAIN, faults=(away, Fault(1, 1.5, second, 1.7))), "asp", iterations=40, seconds=60
+    )
+    assert twice.samples == 40 * B
+    assert twice.seconds == once.seconds
+
+
+def test_a_successor_is_not_stopped_where_the_dead_worker_was() -> None:
+    faults = (Fault(1, 1.0, "stop", 50.0), Fault(1, 1.1, "kill", 0.2))
+    result = simulate(replace(PLAIN, faults=faults), "asp", iterations=40)
+    assert result.ranks[1].pushes > 0.8 * result.ranks[0].pushes
+
+
 # Objective.
 
 

@@ -128,6 +128,14 @@ def test_deaths_stops_and_leaves_lose_nothing(policy: str, depth: int) -> None:
     accounts(simulate(scenario, rules, iterations=30, seed=3, pipeline=depth))
 
 
+@pytest.mark.parametrize("policy", ["asp", "hps"])
+def test_a_worker_may_be_fenced_while_its_parameters_travel(policy: str) -> None:
+    rules = replace(Policy.known[policy](), round_timeout_seconds=0.3)
+    for hundredth in range(20):
+        faults = (Fault(2, 0.4 + hundredth / 100, "stop", 2.0),)
+        accounts(simulate(replace(several(), faults=faults), rules, iterations=30, seed=3, pipeline=3))
+
+
 def test_an_objective_gives_the_same_result_each_time() -> None:
     first, again = (
         simulate(several(), "ssp", iterations=10, seed=4, objective=Logistic(), pipeline=True)
