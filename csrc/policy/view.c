@@ -177,7 +177,7 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
         view_samples_claim(v, e->slot, e->now);
         verdict = STEP_COMMIT;
     }
-    if (!m->claim_started && policy->drops_late) verdict = STEP_COMMIT;
+    if (!m->claim_started && (policy->drops_late || policy->overlaps_rounds)) verdict = STEP_COMMIT;
     if (verdict == STEP_COMMIT) m->claim_started = 1;
     out->claim = (pyps_claim){.first = m->claim_first, .count = m->claim_count, .plan = v->plan};
     out->claim.batch = view_rank(v, (uint32_t)m->rank)->total.batch;
@@ -194,6 +194,8 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
     if (policy->waits_for_round && !policy->overlaps_rounds)
         return refuse(out, fail(PYPS_EINVAL, "the policy %s waits for each step: no step can start ahead",
                                 policy->name));
+    /* Its round opened after the worker had been told that there was none. */
+    if (m->claim_count && !m->claim_started) return start(v, e, out);
     bool changed = false;
     if (m->ahead_started == m->ahead && m->ahead < v->max_ahead) {
         if (m->wants_ahead <= m->ahead) m->wants_ahead = m->ahead + 1, changed = true;
