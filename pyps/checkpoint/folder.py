@@ -202,8 +202,8 @@ def newest_checkpoint(path: Path) -> Path | None:
     It is the one of the highest version, unless a run has gone back to an earlier one.
     """
     found = checkpoints(path / FOLDER) or checkpoints(path)
-    written = [one for one in found if one.name == (one.parent / LATEST).resolve().name]
-    return (written or found or [None])[-1]
+    written = [one for one in found if one.name == (one.parent / LATEST).resolve().name] or found
+    return written[-1] if written else None
 
 
 def read_manifest(folder: Path) -> Checkpoint:
