@@ -166,9 +166,12 @@ def _with_band(fit: Fit, model: _Model, points: Sequence[Point]) -> Fit:
         return fit
     luck, batches, curves = np.random.default_rng(0), np.array(list(groups), float), []
     resampled = [luck.choice(seconds, (RESAMPLES, len(seconds))) for seconds in groups.values()]
-    for again in np.column_stack([np.median(drawn, axis=1) for drawn in resampled]):
-        few, medians = _bunched(batches, again)
-        curves.append(np.interp(batches, few, model.curve(few, medians)))
-    low, high = np.quantile(curves, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    medians = np.column_stack([np.median(drawn, axis=1) for drawn in resampled])
+    distinct, drawn_as = np.unique(medians, axis=0, return_inverse=True)  # of few repeats many are equal
+    for again in distinct:
+        few, seconds = _bunched(batches, again)
+        curves.append(np.interp(batches, few, model.curve(few, seconds)))
+    ends = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
+    low, high = np.quantile(np.array(curves)[drawn_as.reshape(-1)], ends, axis=0)
     band = [(b, float(lo), float(hi)) for b, lo, hi in zip(groups, low, high, strict=True)]
     return msgspec.structs.replace(fit, band=band)
