@@ -122,7 +122,10 @@ def build(
     compiler: Iterable[str] = ("cc",),
     change: Change | None = None,
 ) -> Path:
-    """Compile tests/c/NAME.c with the core, or a mutant of it, into `folder`; the program's path."""
+    """Compile tests/c/NAME.c with the core into `folder`, unless it is there, or with a mutant; its path."""
+    program = folder / f"{name}-{sanitizer}"
+    if program.exists() and change is None:
+        return program
     flags = [*FLAGS, *SANITIZERS[sanitizer], "-DPYPS_FAILPOINTS"]
     inputs = compile_core(folder / f"core-{sanitizer}", flags, compiler)
     if name == "kernels":  # the arithmetic alone: its test defines no failpoint
@@ -131,8 +134,8 @@ def build(
         folder = Path(tempfile.mkdtemp(dir=folder))
         changed = compile_changed(folder, flags, compiler, change)
         inputs = [changed if path.name == changed.name else path for path in inputs]
+        program = folder / program.name
     own = [C / f"{name}.c", *([C / "fuzz_main.c"] if name.startswith("fuzz_") else [])]
-    program = folder / f"{name}-{sanitizer}"
     command = [*compiler, *flags, *map(str, [*own, *inputs]), "-o", str(program)]
     subprocess.run([*command, "-lm", "-lpthread"], check=True)
     return program
