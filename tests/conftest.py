@@ -56,6 +56,12 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes that this test starts compile nothing, and import less of torch."""
+    monkeypatch.setenv("QUICK_START", "1")
+
+
+@pytest.fixture
 def worker(shm: Path) -> Iterator[Worker]:
     """The only worker of a run of 3 epochs in batches of 10."""
     from worker_tools import SAMPLES  # here: most tests need no torch

@@ -10,6 +10,7 @@ import pytest
 import shaped
 
 WHY_NOT = shaped.missing()
+pytestmark = pytest.mark.usefixtures("quick_start")
 
 
 def test_the_hook(capfd: pytest.CaptureFixture[str]) -> None:

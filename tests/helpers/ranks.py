@@ -142,6 +142,7 @@ def _script(path: str, environment: dict[str, str], said: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in serve()
     os.environ.update(environment)
     sys.path.insert(0, str(Path(path).parent))
     with open(said, "a", buffering=1) as sys.stdout:

@@ -14,7 +14,7 @@ import yaml
 
 from pyps.report.report import read_report
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), pytest.mark.usefixtures("quick_start")]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "containers"

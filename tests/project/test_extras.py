@@ -12,6 +12,7 @@ from run_scripts import script
 
 pytestmark = pytest.mark.slow
 
+QUICK_START = Path(__file__).resolve().parents[1] / "helpers" / "quick_start" / "sitecustomize.py"
 # The modules of every extra but torch.
 LEFT_OUT = (
     "accelerate",
@@ -41,7 +42,7 @@ def test_only_modules_for_an_extra_need_it() -> None:
 
 
 def test_a_run_needs_torch_alone(plan: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    (tmp_path / "sitecustomize.py").write_text(QUICK_START.read_text() + WITHOUT)
     command = [sys.executable, "-m", "pyps", "run", "--plan", plan, "--samples", "16"]
     done = subprocess.run(
         [*command, "--run-dir", tmp_path / "out", script(tmp_path)],

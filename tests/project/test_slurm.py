@@ -14,7 +14,7 @@ import pytest
 
 from pyps.report.report import read_report
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_start")]
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("old", "new")

@@ -72,7 +72,7 @@ def test_the_examples(script: str) -> None:
 
 
 @pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "there are namespaces")
-def test_two_hosts() -> None:
+def test_two_hosts(quick_start: None) -> None:
     command = [sys.executable, str(EXAMPLES / "two_hosts.py"), "--epochs", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -105,7 +105,7 @@ def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("script", ["train.py", "with_lightning.py"])
-def test_lightning(tmp_path: Path, script: str) -> None:
+def test_lightning(quick_start: None, tmp_path: Path, script: str) -> None:
     pytest.importorskip("lightning")
     folder = EXAMPLES if script == "with_lightning.py" else scripts_of("train-lightning.md", tmp_path)
     command = [sys.executable, str(folder / script)]

@@ -1,37 +1,60 @@
-"""Makes workers start faster in tests: Python reads this file first where PYTHONPATH names its folder.
+"""Makes the processes of tests start faster: Python reads this file first where PYTHONPATH names its folder.
 
-A torch optimizer imports torch._dynamo only to keep torch.compile out of itself. That takes longer than
-importing torch, and these workers compile nothing: an empty module takes its place.
+Most of them live for a second or two, and import torch in most of that. Meanwhile there is no garbage to
+collect; later, and when the process ends, what torch imported is not searched again. Workers compile
+nothing and compute nothing without data, so two modules that torch imports for that are empty in them; in
+other processes too, where a test sets QUICK_START.
 """
 
+import gc
 import importlib.machinery
 import os
 import sys
 import types
 
+LEFT_OUT = ("torch._dynamo", "torch._meta_registrations")
+QUICK = not {"PYPS_RANK", "QUICK_START"}.isdisjoint(os.environ)
 
-class NothingCompiled(types.ModuleType):
-    """Stands in for torch._dynamo."""
+
+class Empty(types.ModuleType):
+    """Stands in for a module that is left out: its functions do nothing, and nothing is of its classes."""
 
     def disable(self, function, *_, **__):
         return function
 
-    def graph_break(self):
-        pass
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {}) if name[0].isupper() and not name.isupper() else Empty(name)
+
+    def __call__(self, *_, **__):
+        return self
 
 
 class Finder:
-    """Finds it, and leaves all other modules to the finders after it."""
+    """Finds torch and what is left out of it; leaves all other modules to the finders after it."""
 
     def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self) if name == "torch._dynamo" else None
+        if name == "torch":
+            spec = importlib.machinery.PathFinder.find_spec(name)
+            if spec is not None:
+                self.run, spec.loader.exec_module = spec.loader.exec_module, self.import_torch
+            return spec
+        return importlib.machinery.ModuleSpec(name, self) if QUICK and name in LEFT_OUT else None
+
+    def import_torch(self, module):
+        gc.disable()
+        self.run(module)
+        if QUICK and hasattr(module._C, "_set_generator_metaclass"):  # what is left out does this too
+            module._C._set_generator_metaclass(module._opaque_base.OpaqueBaseMeta)
+        gc.freeze()
+        gc.enable()
 
     def create_module(self, spec):
-        return NothingCompiled(spec.name)
+        return Empty(spec.name)
 
     def exec_module(self, module):
         pass
 
 
-if "PYPS_RANK" in os.environ:
-    sys.meta_path.insert(0, Finder())
+sys.meta_path.insert(0, Finder())
