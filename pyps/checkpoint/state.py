@@ -60,7 +60,7 @@ def save(
     unchanged.
     """
     for name, values in state.parameters.items():
-        if values.size and not np.isfinite(values.min() + values.max()):
+        if values.size and not np.isfinite([values.min(), values.max()]).all():
             raise InputError(str(folder), name, "values that are not finite", "finite ones")
     averaged = {tensor.name for tensor in state.header.tensors if tensor.averaged}
     files: dict[str, Tensors] = {

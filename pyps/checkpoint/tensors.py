@@ -18,10 +18,15 @@ from pyps.errors import InputError
 from pyps.formats.checkpoint import TensorFile
 
 Tensors = Mapping[str, NDArray[Any]]
+RESERVED = "__metadata__"  # the file's own, in place of a tensor's name
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> TensorFile:
     """Write and fsync; what was written. Raises InputError if the file system refuses, as when it is full."""
+    if RESERVED in tensors:
+        raise InputError(
+            str(path), "", f"a tensor named {RESERVED!r}", "another name: it is the format's own"
+        )
     arrays = {name: np.asarray(values, order="C") for name, values in tensors.items()}
     try:
         save_file(arrays, path, {"format": "pt", **(metadata or {})})

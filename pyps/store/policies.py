@@ -417,7 +417,7 @@ def _policy_of(text: str, round_timeout_seconds: float) -> Policy:
 def _imported(name: str) -> type[Policy] | None:
     """The Custom at a dotted path, the current folder searched first; None if there is no such thing."""
     module, _, qualified = name.rpartition(".")
-    if not module:
+    if not module or module.startswith("."):
         return None
     sys.path.insert(0, os.getcwd())
     try:

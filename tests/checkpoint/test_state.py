@@ -107,6 +107,20 @@ def test_no_checkpoint_has_parameters_that_are_not_finite(shm: Path, tmp_path: P
     assert [path.name for path in checkpoints(tmp_path)] == ["000000001"]
 
 
+def test_large_parameters_are_finite(shm: Path, tmp_path: Path) -> None:
+    state = pushed("state", "sgd", None, "", 1)
+    parameters = {**state.parameters, "a": np.full((3, 2), 3e38, np.float32)}
+    assert load(save(replace(state, parameters=parameters), tmp_path)).state.parameters["a"][0, 0] > 2e38
+
+
+def test_a_name_that_the_file_format_keeps_is_refused(shm: Path, tmp_path: Path) -> None:
+    with pyps.Store.create("state", {"__metadata__": np.ones(2)}, batches=[4]) as store:
+        state = store.state()
+    with pytest.raises(InputError, match="found a tensor named '__metadata__'"):
+        save(state, tmp_path)
+    assert not checkpoints(tmp_path)
+
+
 def train_some(
     name: str, kind: str, steps: int, resume: Path | None = None, codec: str = "f32"
 ) -> tuple[dict[str, torch.Tensor], StoreState]:

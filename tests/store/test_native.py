@@ -57,6 +57,8 @@ def test_policies_are_checked_values() -> None:
             ASP(round_timeout_seconds=bad)
     with pytest.raises(errors.InputError, match="found 'bps'; expected one of bsp, asp"):
         policy_named("bps")
+    with pytest.raises(errors.InputError, match=r"found '\.\.bsp'; expected one of bsp, asp"):
+        policy_named("..bsp")
 
 
 @pytest.mark.parametrize(
