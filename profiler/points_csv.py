@@ -9,6 +9,7 @@ mark and several rows of one batch are allowed. Anything else raises an error wi
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,7 +103,12 @@ def _memory(where: str, points: Sequence[Point], budget_bytes: int | None) -> Me
             found = f"{len(peaks)} batch{'' if len(peaks) == 1 else 'es'} with peak_bytes"
             raise InputError(where, "peak_bytes", found, "at least 2, for a memory budget")
         return None
-    return memory_model(peaks, budget_bytes or max(peak for _, peak in peaks))
+    most = max(peak for _, peak in peaks)
+    model = memory_model(peaks, budget_bytes or most)
+    if model is None and budget_bytes is not None and most > budget_bytes:
+        expected = f"at most {budget_bytes}, the memory budget"
+        raise InputError(where, "peak_bytes", f"up to {most}, whatever the batch", expected)
+    return model
 
 
 def _link(rows: Sequence[_Row]) -> Link | None:
@@ -131,7 +137,7 @@ def _read_text(where: str) -> str:
 
 def _read_rows(where: str, text: str) -> Iterator[_Row]:
     """The measurements, in the file's order."""
-    reader = csv.reader(text.splitlines())
+    reader = csv.reader(io.StringIO(text, newline=""))
     columns: dict[str, int] | None = None
     width = 0
     try:

@@ -37,7 +37,7 @@ class Clock:
         self._park_count = 0
         self._next_ends = [NEVER] * len(networks)  # of a transfer, in each network
         self._first = NEVER
-        self._transfers: list[dict[int, int]] = [{} for _ in networks]  # process -> its entry of _expected
+        self._transfers: list[dict[int, int]] = [{} for _ in networks]  # number -> process
 
     def begin(self, k: int, process: Process, at: int) -> None:
         """Start process k at a time; the one before it under this number must have ended."""
@@ -111,15 +111,11 @@ class Clock:
         network: its index. kind: the link class of the worker in that network. size: in bytes.
         """
         self._resume_finished(network)
-        self._transfers[network][k] = self._begin_wait(k)
-        self.networks[network].add(self.now, kind, size, k)
-        self._schedule_end(network)
-
-    def _begin_wait(self, k: int) -> int:
-        """A number that identifies this wait of process k."""
         self._order += 1
-        self._expected[k] = -self._order
-        return -self._order
+        self._transfers[network][self._order] = k
+        self._expected[k] = -self._order  # a successor of k does not wait for this one
+        self.networks[network].add(self.now, kind, size, self._order)
+        self._schedule_end(network)
 
     def _wake(self, k: int, park_id: int) -> None:
         if self.parked.get(k, (0, 0))[1] == park_id:
@@ -148,9 +144,9 @@ class Clock:
 
     def _resume_finished(self, network: int) -> None:
         """Resume the processes whose transfers have ended by now."""
-        for k in self.networks[network].finished(self.now):
-            begun = self._transfers[network].pop(k, 0)
-            if begun and self._expected[k] == begun:
+        for number in self.networks[network].finished(self.now):
+            k = self._transfers[network].pop(number)
+            if self._expected[k] == -number:
                 self._resume_at(k, self.now)
 
     def _schedule_end(self, network: int) -> None:

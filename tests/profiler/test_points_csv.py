@@ -32,6 +32,7 @@ def test_rows_become_points_with_a_fit(tmp_path: Path) -> None:
         "\ufeffbatch,seconds\r\n1,0.5\r\n\r\n2,1.0\r\n2,3.0\r\n",
         '\n Seconds , note, BATCH \n0.5,"a, b",1\n\n1.0,,2\n3.0,x,2\n\n',
         "batch,seconds\n1,5e-1\n,\n2,1.0\n2,3.0",
+        "batch,seconds,note\r1,0.5,a\u2028b\x0cc\r2,1.0,\r2,3.0,\r",
         "batch,seconds\n1,0.5,\n2,1.0, ,\n2,3.0\n",
     ],
 )
@@ -90,6 +91,13 @@ def test_memory_and_traffic_come_from_their_columns(tmp_path: Path) -> None:
     once = imported(tmp_path, "batch,seconds,link_bytes,link_seconds\n1,1,500,0.5\n2,2,500,0.5\n")
     assert once.link is not None
     assert (once.link.latency_seconds, once.link.bytes_per_second) == (0.0, 1000.0)
+
+
+def test_a_budget_below_a_constant_peak_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "batch,seconds,peak_bytes\n1,1,1000\n2,2,1000\n")
+    assert import_points(path, budget_bytes=1000).memory is None
+    with pytest.raises(InputError, match="peak_bytes: found up to 1000, whatever the batch; expected at most 999"):
+        import_points(path, budget_bytes=999)
 
 
 @pytest.mark.parametrize(

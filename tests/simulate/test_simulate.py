@@ -190,6 +190,15 @@ def test_a_fault_of_a_worker_that_is_away_has_no_effect(first: str, second: str)
     assert twice.seconds == once.seconds
 
 
+def test_a_successor_waits_for_its_own_transfer() -> None:
+    alone = Scenario((SimWorker("w", 4, lambda b: 0.1, bandwidth=1e6),), down_bytes=1e6)
+    faults = (Fault(0, 0.5, "kill", 0.1),)  # in the middle of a pull
+    result = simulate(replace(alone, faults=faults), "asp", iterations=2, timeline=True)
+    assert [end - begin for _, kind, begin, end, _ in result.timeline if kind == "pull"] == [
+        pytest.approx(1.0, rel=1e-6)
+    ] * 2
+
+
 def test_a_successor_is_not_stopped_where_the_dead_worker_was() -> None:
     faults = (Fault(1, 1.0, "stop", 50.0), Fault(1, 1.1, "kill", 0.2))
     result = simulate(replace(PLAIN, faults=faults), "asp", iterations=40)
