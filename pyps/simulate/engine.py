@@ -31,12 +31,13 @@ STAGING_BUFFERS = 2  # of a worker, at least
 DETECTION_NANOSECONDS = 50_000_000  # until waiting workers notice a death
 CHECKS_PER_TIMEOUT = 4
 DEADLOCK_CHECKS = 40
+MOST_FENCED = 100  # a worker, while no step ends
 
 StepProcess = Generator[int | None, None, Any]
 
 
 class Deadlock(PypsError):
-    """Every worker waits and no event will ever resume one: the policy has an error."""
+    """The run does not end: no event will ever resume a worker, or they fence each other for ever."""
 
 
 class Engine:
@@ -87,6 +88,7 @@ class Engine:
         self.clock = Clock(max(self._depths) * len(self.workers), networks)
         self.version = self.rounds = self.trained = 0
         self.finished_at = 1
+        self._fenced_since = 0  # workers, since then
         self._left = len(self.workers)  # workers that have not ended, or whose successors will come
         self._present = set(range(len(self.workers)))
         self._wake_epoch = self._next_deadline = self._tick_at = 0
@@ -177,6 +179,13 @@ class Engine:
     def rejoin(self, k: int) -> None:
         self._forget(k)
         self.metrics.fenced += 1
+        self._fenced_since += 1
+        if self._fenced_since > MOST_FENCED * len(self.workers):
+            since, limit = self.finished_at * 1e-9, self.policy.round_timeout_seconds
+            why = (
+                f"no step has ended since {since:.3f} s: they take longer than {limit:g} s, the round timeout"
+            )
+            raise Deadlock(f"{self.policy}: {why}")
         self._note(self.core.step(EventKind.REJOIN, k, self.clock.now))
 
     def _forget(self, k: int) -> None:
@@ -364,7 +373,7 @@ class Engine:
             self._warm_at = 0
             for network in self.clock.networks:
                 network.peak = network.concurrent
-        self.finished_at = self.clock.now
+        self.finished_at, self._fenced_since = self.clock.now, 0
         if d.ticket and d.round == self.rounds:  # a version of its own
             gradient = self._staged[k, staging]
             if gradient is not None:

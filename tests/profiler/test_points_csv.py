@@ -96,7 +96,9 @@ def test_memory_and_traffic_come_from_their_columns(tmp_path: Path) -> None:
 def test_a_budget_below_a_constant_peak_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "batch,seconds,peak_bytes\n1,1,1000\n2,2,1000\n")
     assert import_points(path, budget_bytes=1000).memory is None
-    with pytest.raises(InputError, match="peak_bytes: found up to 1000, whatever the batch; expected at most 999"):
+    with pytest.raises(
+        InputError, match="peak_bytes: found up to 1000, whatever the batch; expected at most 999"
+    ):
         import_points(path, budget_bytes=999)
 
 

@@ -12,6 +12,7 @@ import pytest
 from pyps.errors import InputError
 from pyps.formats import Jitter
 from pyps.simulate import Fault, Logistic, Result, Scenario, SimWorker, Slowdown, compare, simulate
+from pyps.simulate.engine import Deadlock
 from pyps.store.policies import Policy
 
 BATCHES = (16, 16, 8, 4)
@@ -203,6 +204,15 @@ def test_a_successor_is_not_stopped_where_the_dead_worker_was() -> None:
     faults = (Fault(1, 1.0, "stop", 50.0), Fault(1, 1.1, "kill", 0.2))
     result = simulate(replace(PLAIN, faults=faults), "asp", iterations=40)
     assert result.ranks[1].pushes > 0.8 * result.ranks[0].pushes
+
+
+def test_steps_longer_than_the_round_timeout_are_said_to_be() -> None:
+    pair = tuple(SimWorker(f"w{k}", 4, lambda b: 0.5) for k in range(2))
+    rules = Policy.known["backup"](round_timeout_seconds=0.3)
+    with pytest.raises(
+        Deadlock, match=r"no step has ended since 2\.500 s.* longer than 0\.3 s, the round timeout"
+    ):
+        simulate(Scenario(pair), rules, iterations=3, seconds=1000.0)
 
 
 # Objective.
