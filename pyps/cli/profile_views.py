@@ -102,7 +102,8 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
         lines.append(
             f"the times of a batch differ by up to {widest:.0%}: measure again when nothing else runs"
         )
-    if (left_out or 0.0) > POOR or (fit.r2 is not None and fit.r2 < 1 - 2 * POOR):
+    low_r2 = fit.r2 is not None and fit.r2 < 1 - 2 * POOR  # also of a flat curve that fits: see _misses
+    if (left_out or 0.0) > POOR or (low_r2 and _misses(fit, profile) > POOR):
         lines.append("the curve does not describe this device: measure again, or more and larger batches")
     if fit.trusted_min_batch > profile.points[0].batch:
         lines.append(f"do not trust below b = {fit.trusted_min_batch}: the curve misses it by more than 10 %")
@@ -118,6 +119,12 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
     if profile.model.optimizer is not None:
         lines.append(f"optimizer: {profile.model.optimizer}")
     return lines
+
+
+def _misses(fit: Fit, profile: Profile) -> float:
+    """By how much the curve misses the batch that it fits worst, relative to that batch's median."""
+    medians = [(point.batch, float(np.median(point_seconds(point)))) for point in profile.points]
+    return max(abs(predict_seconds(fit, batch) / median - 1) for batch, median in medians)
 
 
 def show_comparison(first: Profile, second: Profile) -> None:

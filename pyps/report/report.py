@@ -322,6 +322,10 @@ def loading_advice(rank: RankReport) -> str:
         return (
             f"{who}: {busy}, its compute {compute * 1e3:.1f} ms; use num_workers={needed}, or faster samples"
         )
+    alone = rank.loader_workers * loader
+    if alone < data:  # what is long is the way from process to process, or the wait for a CPU core
+        made = f"its {rank.loader_workers} processes load a step in {alone * 1e3:.1f} ms in all"
+        return f"{who}: {made}, less than the wait: use num_workers=0"
     late = "its loader is fast enough, but begins late"
     return f"{who}: {late}; raise prefetch, or, where a collate_fn is given, leave it out"
 

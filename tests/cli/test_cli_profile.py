@@ -127,6 +127,8 @@ def test_a_poor_profile_is_called_so(shell: Shell) -> None:
     assert "the times of a batch differ by up to 175%: measure again when nothing else runs" in done.out
     Path("odd.csv").write_text("batch,seconds\n1,1\n8,5\n64,1\n512,7\n")
     assert "does not describe this device" in shell("import", "odd.csv", "--no-plot").out
+    Path("flat.csv").write_text("batch,seconds\n1,0.041\n8,0.0425\n32,0.0405\n64,0.0435\n128,0.042\n")
+    assert "does not describe this device" not in shell("import", "flat.csv", "--no-plot").out
 
 
 def test_help_names_both_ways(shell: Shell) -> None:

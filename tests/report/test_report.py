@@ -244,6 +244,7 @@ def test_what_the_table_does_not_say() -> None:
         (0.08, 0.08, 0, "use batches(..., num_workers=2)"),
         (0.04, 0.08, 2, "its 2 loader processes need 80.0 ms a step, its compute 40.0 ms; use num_workers=4"),
         (0.02, 0.03, 2, "raise prefetch"),
+        (0.02, 0.005, 2, "load a step in 10.0 ms in all, less than the wait: use num_workers=0"),
     ],
 )
 def test_a_slow_loader_is_named_with_what_to_change(
