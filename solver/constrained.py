@@ -68,7 +68,12 @@ class ConstrainedProblem:
     @property
     def has_side_constraints(self) -> bool:
         """Whether more ties the workers than the sum of their batches and the synchronisation."""
-        return bool(self.limits or self.resources or self.together)
+        return self.may_forbid or bool(self.resources)
+
+    @property
+    def may_forbid(self) -> bool:
+        """Whether a limit or a tie may be why a worker is left out. A resource only takes time."""
+        return bool(self.limits or self.together)
 
     @property
     def minimises_iteration(self) -> bool:

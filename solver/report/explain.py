@@ -116,8 +116,9 @@ def _verdict(
     sentences += _bound_sentences(groups, plan.unit)
     out = [group for group in groups if group.binds == "left out"]
     if out:
-        tied = constrained.has_side_constraints
-        why = "the limits or ties require it" if tied else "the others finish sooner without"
+        why = (
+            "the limits or ties require it" if constrained.may_forbid else "the others finish sooner without"
+        )
         sentences.append(f"{_names(out)} should stay out: {why}.")
     if unfit := [group for group in groups if group.binds == "no batch fits"]:
         sentences.append(f"{_names(unfit)} cannot take part: no batch fits.")

@@ -52,12 +52,12 @@ def few_of(names: Sequence[str]) -> str:
 
 
 def warnings_of(
-    ranks: Sequence[PlannedRank], workers: Sequence[PlanWorker], problem: Problem, has_side_constraints: bool
+    ranks: Sequence[PlannedRank], workers: Sequence[PlanWorker], problem: Problem, may_forbid: bool
 ) -> list[str]:
     """Warnings about fits and about workers that are left out.
 
-    ranks, workers, problem: what was planned, in rank order. has_side_constraints: limits or ties between
-    workers may be the reason why one is left out.
+    ranks, workers, problem: what was planned, in rank order. may_forbid: a limit or a tie may be why a worker
+    is left out.
     """
     remarks: list[Remark] = []
     groups: dict[str, list[tuple[PlannedRank, PlanWorker]]] = {}
@@ -82,7 +82,7 @@ def warnings_of(
             remarks.append(Remark(name, line, "emulated, slower by a throttle"))
         if out := [worker.name for _, worker in members if not worker.batch]:
             label = out[0] if len(out) == 1 else f"{len(out)} of {name}"
-            remarks.append(_left_out(label, problem, bounds, members[0][1].rank, has_side_constraints))
+            remarks.append(_left_out(label, problem, bounds, members[0][1].rank, may_forbid))
     lines = in_lines(remarks)
     models = sorted({rank.profile.model.name for rank in ranks})
     if len(models) > 1:

@@ -35,6 +35,19 @@ def explained(cluster: Cluster, *profiles: Profile) -> tuple[Plan, Explanation]:
     return plan, explain(plan, ranks, problem)
 
 
+def test_a_shared_link_only_takes_time() -> None:
+    groups = [{"name": "fast"}, {"name": "far", "shares": ["wire"]}]
+    wire = [{"name": "wire", "bandwidth": 1e5}]
+    plan, found = explained(case(100, groups, shared=wire), profile(0.001), profile(0.001))
+    assert plan.warnings == ["far: left out, the others finish sooner without it"]
+    assert "far should stay out: the others finish sooner without." in found.verdict
+    powered = [{**group, "watts": 80.0} for group in groups]
+    barred = case(100, powered, shared=wire, limits={"watts": 100.0})
+    plan, found = explained(barred, profile(0.001), profile(0.001))
+    assert plan.warnings == ["far: left out, the limits or ties require it"]
+    assert "far should stay out: the limits or ties require it." in found.verdict
+
+
 def test_what_binds_is_named_and_priced() -> None:
     groups = [{"name": "fast", "max_batch": 100}, {"name": "mid", "count": 2}, {"name": "old"}]
     profiles = [profile(0.001), profile(0.002), profile(0.002, c=5.0)]
