@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from pyps.errors import InputError
@@ -41,12 +42,12 @@ class Trainer:
 
     train: a function that calls pyps.join() and trains, or the path of such a script. plan: path of its
     pyps.plan/1 file; None: the resumed run's. resources: what a worker of the plan takes, by its name or its
-    group's, as ray.cluster_resources() names them; {"CPU": 1} for those not named. strategy: of Ray's
-    placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD. servers: 1: the store is on the node that
-    calls `fit`; more: it is spread over so many nodes, each with a server. server_resources: what each of
-    several takes. client_timeout: a worker on another node that is silent for so many seconds is dead.
-    placement_timeout: seconds to wait for the resources. options: fields of pyps.run.RunOptions; `run_dir` is
-    a folder that all nodes share.
+    group's, as ray.cluster_resources() names them; {"CPU": 1} for those not named, if every name given is
+    a worker's. strategy: of Ray's placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD. servers: 1:
+    the store is on the node that calls `fit`; more: it is spread over so many nodes, each with a server.
+    server_resources: what each of several takes. client_timeout: a worker on another node that is silent for
+    so many seconds is dead. placement_timeout: seconds to wait for the resources. options: fields of
+    pyps.run.RunOptions; `run_dir` is a folder that all nodes share.
 
     Raises InputError for a wrong plan, option or amount.
     """
@@ -89,7 +90,7 @@ class Trainer:
         """
         ray = connected_ray()
         spec = prepare(self._plan, _file_of(self._train), self._options)
-        bundles = [dict(self._resources_of(rank)) for rank in spec.ranks]
+        bundles = self._bundles(spec)
         stored = self._near(ray, spec) if self._servers == 1 else self._sharded(ray, spec)
         with stored as store, self._placed(ray, bundles, self._strategy, "resources") as group:
             if isinstance(store, ShardedStore):
@@ -105,9 +106,14 @@ class Trainer:
 
             return run_prepared(spec, on_notice=on_notice, sinks=[RaySink()], start=start)
 
-    def _resources_of(self, rank: RankSpec) -> Resources:
-        group = rank.name.rpartition("-")[0]
-        return self._resources.get(rank.name, self._resources.get(group, ONE_CPU))
+    def _bundles(self, spec: RunSpec) -> list[dict[str, float]]:
+        """What each rank takes. A name of no rank, beside a rank without one, is refused: it is misspelt."""
+        names = [(rank.name, rank.name.rpartition("-")[0]) for rank in spec.ranks]
+        found = [next((self._resources[n] for n in pair if n in self._resources), None) for pair in names]
+        if None in found and (unused := self._resources.keys() - {*chain(*names)}):
+            expected = f"a name of the plan, such as {names[found.index(None)][0]}, which has none"
+            raise InputError("pyps.ray", f"resources[{min(unused)!r}]", "no worker of that name", expected)
+        return [dict(ONE_CPU if amounts is None else amounts) for amounts in found]
 
     def _work(self, spec: RunSpec, rank: RankSpec, store: NearStore | ShardedStore) -> Work:
         env = spec.settings(rank).to_env() | {"LOCAL_RANK": "0"}  # Ray shows a process its own GPUs alone

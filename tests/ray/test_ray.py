@@ -295,6 +295,11 @@ def test_resources_that_the_cluster_has_not(cluster: Any, tmp_path: Path) -> Non
         Running(tmp_path, train, {"device-1": {"far": 2}}, samples=B, placement_timeout=0.2).finish()
 
 
+def test_a_misspelt_kind_is_not_a_worker_with_one_cpu(cluster: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"resources\['devcie'\].*no worker.*device-0"):
+        Running(tmp_path, train, {"devcie": {"far": 1}}, samples=B).finish()
+
+
 def test_the_how_to_page_runs(cluster: Any, tmp_path: Path) -> None:
     """As it is written, on kinds of devices that are here."""
     (page,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
