@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pyps.errors import InputError
 from pyps.solver.online.decide import Split
 from pyps.torch.schedule import PlanLike, check_accumulation, read_split
 
@@ -37,6 +38,7 @@ class Rounds(ABC):
         self.epoch = 0
         self.position = 0  # samples of this epoch that were consumed before the pass begins
         self.drawn = 0
+        self.resumed_epoch = 0  # of the state that was loaded: samples of earlier ones were trained
         self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
 
     @property
@@ -89,6 +91,12 @@ class Rounds(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a position, with this object's own split."""
+
+    def _check_epoch(self, epoch: int) -> None:
+        """Raise InputError for an epoch before that of the state that was loaded."""
+        if epoch < self.resumed_epoch:
+            expected = f"{self.resumed_epoch} or later, as in the checkpoint: range(sampler.epoch, ...)"
+            raise InputError("set_epoch", "epoch", str(epoch), expected)
 
     def _pass_begins(self) -> None:
         function, self.before_pass = self.before_pass, None

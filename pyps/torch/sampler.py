@@ -127,8 +127,12 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             first += size
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, at its first sample; the same number again changes nothing."""
+        """Begin another epoch, at its first sample; the same number again changes nothing.
+
+        Raises InputError for an epoch before that of a state that was loaded.
+        """
         epoch += self.first_epoch
+        self._check_epoch(epoch)
         if epoch != self.epoch:
             self.epoch, self.position, self.drawn = epoch, 0, 0
             self._round_samples, self._round_splits = [], []  # those of the epoch before
@@ -204,6 +208,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             raise InputError("sampler state", "position", repr(position), f"0 to {self.length}")
         round_sizes(self.length - position, self.split, self._min_batches, self.drop_last)
         self.epoch, self.position, self.seed, self.drawn = epoch, position, seed, 0
+        self.resumed_epoch = epoch
         self._planned, self._past = [], (0, 0)
 
     def skip(self, rounds: int) -> None:

@@ -113,7 +113,11 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
                 item += 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, at its first sample; the same number again changes nothing."""
+        """Begin another epoch, at its first sample; the same number again changes nothing.
+
+        Raises InputError for an epoch before that of a state that was loaded.
+        """
+        self._check_epoch(epoch)
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
@@ -157,7 +161,8 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or position < 0:
             found = repr((epoch, position))
             raise InputError("stream state", "epoch, position", found, "whole numbers from 0")
-        self.epoch, self.position = epoch, position
+        self.epoch = self.resumed_epoch = epoch
+        self.position = position
 
     def _begin_pass(self, index: int, workers: int) -> None:
         """Take all changes that the training process had decided when the pass began."""

@@ -139,6 +139,19 @@ def test_a_state_goes_on_with_other_ranks_and_another_plan(data: Any, split: lis
     assert sorted(seen) == list(range(length))
 
 
+@pytest.mark.parametrize("kind", [UnevenBatchSampler, UnevenIterableDataset])
+def test_a_loop_that_forgets_the_loaded_epoch_is_told(kind: Any) -> None:
+    trained, resumed = kind(range(40), [6, 4], rank=0), kind(range(40), [5, 5], rank=0)
+    trained.set_epoch(2)
+    resumed.load_state_dict(trained.state_dict(1))
+    with pytest.raises(InputError, match=r"epoch: found 0; expected 2 .*range\(sampler.epoch"):
+        resumed.set_epoch(0)  # its samples would be trained again
+    resumed.set_epoch(2)
+    assert (resumed.epoch, resumed.position) == (2, 10)
+    resumed.set_epoch(3)
+    assert (resumed.epoch, resumed.position) == (3, 0)
+
+
 def test_a_replan_waits_for_its_round() -> None:
     samplers = samplers_of(100, [6, 4])
     for sampler in samplers:
