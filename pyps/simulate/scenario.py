@@ -151,8 +151,9 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
     simulation = cluster.simulation
     shares = {names[mode.rank]: _byte_shares(mode) for mode in plan.run.workers} if plan.run else {}
-    depths = {names[w.rank]: w.depth for w in plan.hps.workers}
-    depths |= {names[w.rank]: w.depth for w in plan.run.workers if w.depth > 1} if plan.run else {}
+    depths = {names[w.rank]: max(2, w.depth) for w in plan.hps.workers}
+    if plan.run and any(mode.depth > 1 for mode in plan.run.workers):
+        depths = {names[mode.rank]: mode.depth for mode in plan.run.workers}
     workers = tuple(
         replace(
             built[name],
@@ -160,7 +161,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
             micro_batch=micro[name],
             up_share=shares[name][0] if shares else 1.0,
             down_share=shares[name][1] if shares else 1.0,
-            depth=max(2, depths.get(name, 2)),
+            depth=depths.get(name, 2),
         )
         for name in used
     )

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from pyps.cli.simulate import app
 from pyps.errors import InputError
-from pyps.formats import read_cluster, read_profile
+from pyps.formats import Pace, read_cluster, read_profile
 from pyps.profiler.select import fit_of
 from pyps.simulate import scenario_of, simulate
 from pyps.solver.plan import make_plan
@@ -92,6 +92,17 @@ def test_a_scenario_is_what_the_file_says(cluster: Path) -> None:
     assert [len(w.slowdowns) for w in scenario.workers] == [1, 1, 0]
     assert [(m.rank, m.kind) for m in scenario.faults] == [(1, "kill")]
     assert scenario.workers[0].cost(100) == pytest.approx(0.11)
+
+
+def test_each_worker_has_as_many_steps_under_way_as_in_the_plan(cluster: Path) -> None:
+    cluster.write_text(CLUSTER + '[run]\npolicy = "asp"\npipeline = true\n')
+    fits = {name: read_profile(cluster.with_name(f"{name}.json")) for name in ("fast", "slow")}
+    profiles = [msgspec.structs.replace(one, fit=fit_of(one)) for one in fits.values()]
+    plan = make_plan(read_cluster(cluster), profiles, Pace("free"))
+    assert plan.run is not None
+    planned = [mode.depth for mode in plan.run.workers]
+    assert planned == [1, 1, 2], "two have no link"
+    assert [worker.depth for worker in scenario_of(cluster).workers] == planned
 
 
 LINK = {"via": "gloo", "latency_seconds": 0.001, "bytes_per_second": 1e8}
