@@ -32,18 +32,15 @@ C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples
 demo: .venv/core
 	$(PY) examples/digits/demo.py
 
-# First the tests of the C core and the fast ones. Then three lanes of those that start processes and often wait for
-# them; the last lane is all that the others do not name.
-LANE_1 = tests/torch tests/cli
+# Three lanes at once, since a test often waits for processes that it started; the last is all that the others do
+# not name.
+LANE_1 = tests/c tests/torch
 LANE_2 = tests/remote tests/project tests/policy tests/benchmarks
 test: lint
 	@mkdir -p build
-	@$(PY) -m pytest -m 'not slow' > build/test-fast.log 2>&1 & fast=$$!; \
-	  $(PY) -m pytest tests/c; core=$$?; \
-	  wait $$fast; fast=$$?; cat build/test-fast.log; exit $$((core + fast))
-	@$(PY) -m pytest -m slow $(LANE_1) > build/test-lane-1.log 2>&1 & one=$$!; \
-	  $(PY) -m pytest -m slow $(LANE_2) > build/test-lane-2.log 2>&1 & two=$$!; \
-	  $(PY) -m pytest -m slow --ignore=tests/c --ignore=tests/ray $(patsubst %,--ignore=%,$(LANE_1) $(LANE_2)); rest=$$?; \
+	@$(PY) -m pytest $(LANE_1) > build/test-lane-1.log 2>&1 & one=$$!; \
+	  $(PY) -m pytest $(LANE_2) > build/test-lane-2.log 2>&1 & two=$$!; \
+	  $(PY) -m pytest --ignore=tests/ray $(patsubst %,--ignore=%,$(LANE_1) $(LANE_2)); rest=$$?; \
 	  wait $$one; one=$$?; wait $$two; two=$$?; cat build/test-lane-1.log build/test-lane-2.log; \
 	  exit $$((rest + one + two))
 
