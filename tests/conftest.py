@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -38,6 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.flaky(reruns=TIMED_RERUNS))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage need look at it again."""
+    gc.freeze()
 
 
 @pytest.fixture
