@@ -28,6 +28,7 @@ from enum import IntEnum
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from pyps.errors import InvalidArgument, StoreError
@@ -320,7 +321,15 @@ WITH_NUMBERS = (
     "stage",
 )
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy's, which a store on this machine takes too."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"a {type(value).__name__} does not travel over the link")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Call | Ping | Bye)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer | Failure | Pong)
 _creations = msgspec.msgpack.Decoder(CreateRequest)

@@ -246,3 +246,15 @@ def test_a_served_store_without_clients_is_no_garbage(shm: Path, made_by: str) -
             assert far.snapshot().tensors["w"][0] == 3.0
     removed, _ = collect_garbage()
     assert [s.name for s in removed] == ([] if made_by == "client" else ["idle"])
+
+
+def test_numbers_of_numpy_travel_as_pythons(shm: Path) -> None:
+    with Server("numpy", "tcp://127.0.0.1:*", insecure=True) as server:
+        batches = np.array([4])
+        with create_store(server.address, {"w": np.ones(3)}, batches=batches, samples=np.int64(9)) as store:
+            store.join(np.int64(0))
+            assert store.start(np.float32(1.0)).count == 4
+            gradient = np.ones(store.layout.flat_elements, np.float32)
+            assert store.push(None, np.int64(4), Hyper(np.float32(0.5)), gradient=gradient).version == 1
+            assert store.views(store.pull()[0])["w"].tolist() == [0.5, 0.5, 0.5]
+            store.set_max_samples(np.int64(2))
