@@ -74,12 +74,12 @@ def save(
     folder: of the checkpoints, seen by all ranks. model, optimizer: those of the run; a DDP model's names are
     those of the module in it. sampler: an UnevenBatchSampler or UnevenIterableDataset. rounds: the rounds of
     this epoch that were trained; by default those that were handed out, which is wrong where DataLoader
-    workers fetch ahead. step: the checkpoint's number, rising; by default the samples trained. group: of the
-    ranks; by default all. state: more to save by name: objects with state_dict() (a WeightedHook, a
-    Rebalancer, a scheduler, a GradScaler), or numbers, text, lists and dicts of them; a GradientNoise also
-    writes noise.json into the folder, for pyps-plan. Raises InputError on all ranks if it cannot be written;
-    the last one stays. Raises it for a tensor-parallel model in DistributedDataParallel, of whose parameters
-    each rank has a part without a name.
+    workers fetch ahead (refused where a Rebalancer counts them). step: the checkpoint's number, rising; by
+    default the samples trained. group: of the ranks; by default all. state: more to save by name: objects
+    with state_dict() (a WeightedHook, a Rebalancer, a scheduler, a GradScaler), or numbers, text, lists and
+    dicts of them; a GradientNoise also writes noise.json into the folder, for pyps-plan. Raises InputError on
+    all ranks if it cannot be written; the last one stays. Raises it for a tensor-parallel model in
+    DistributedDataParallel, of whose parameters each rank has a part without a name.
     """
     _check_torch()
     _refuse_divided(model)
@@ -90,7 +90,7 @@ def save(
         "optimizer": None if optimizer is None else pack(optimizer.state_dict(), "optimizer", tensors),
     }
     if sampler is not None:
-        done = _trained(sampler, rounds)
+        done = trained_rounds(sampler, rounds)
         common |= {"sampler": sampler.state_dict(done), "changes": sampler.changes(done)}
     rank = dist.get_rank(group)
     own: dict[str, Any] = {"random": pack(_random_states(_gpu_of(model)), f"rank{rank}.random", tensors)}
@@ -205,8 +205,14 @@ def _in_ddp(model: torch.nn.Module) -> torch.nn.Module | None:
     return model.module if isinstance(model, DistributedDataParallel) else None
 
 
-def _trained(sampler: Rounds, rounds: int | None) -> int:
-    """The rounds of this pass that count as trained."""
+def trained_rounds(sampler: Rounds, rounds: int | None) -> int:
+    """The rounds of this pass that count as trained; rounds: the caller's word.
+
+    Raises InputError without one if more were handed out than a Rebalancer has counted: it may lack one.
+    """
+    if rounds is None and sampler.trained is not None and abs(sampler.drawn - sampler.trained) > 1:
+        expected = f"{sampler.trained}, as DataLoader workers fetch ahead"
+        raise InputError("pyps.torch.save", "rounds", "nothing", expected)
     return sampler.drawn if rounds is None else rounds
 
 
@@ -214,7 +220,7 @@ def _samples(sampler: Rounds | None, rounds: int | None) -> int:
     length = getattr(sampler, "length", None)
     if sampler is None or length is None:
         raise InputError("pyps.torch.save", "step", "nothing", "the checkpoint's number")
-    state = sampler.state_dict(_trained(sampler, rounds))
+    state = sampler.state_dict(trained_rounds(sampler, rounds))
     return int(state["epoch"]) * int(length) + int(state["position"])
 
 

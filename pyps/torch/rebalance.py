@@ -303,6 +303,7 @@ class Rebalancer:
         if self._sampler.passes != self._pass:
             self._pass, self._trained, self._before_pass = self._sampler.passes, self._before_pass, 0
         self._trained += 1
+        self._sampler.trained = self._trained
         trained = self._sampler.round_samples(self._trained - 1)
         if self.steps <= WARM_UP or trained is None:
             return None

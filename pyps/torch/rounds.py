@@ -38,6 +38,7 @@ class Rounds(ABC):
         self.epoch = 0
         self.position = 0  # samples of this epoch that were consumed before the pass begins
         self.drawn = 0
+        self.trained: int | None = None  # rounds of this pass, where a Rebalancer counts them
         self.resumed_epoch = 0  # of the state that was loaded: samples of earlier ones were trained
         self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
 

@@ -108,6 +108,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         order = self._order()
         first = self.position
         self.drawn, self._round_samples, self._round_splits = 0, [], []
+        self.trained = None
         self._passes += 1
         if self._passes == 2:
             warn_without_weights(self.split)
@@ -134,7 +135,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         epoch += self.first_epoch
         self._check_epoch(epoch)
         if epoch != self.epoch:
-            self.epoch, self.position, self.drawn = epoch, 0, 0
+            self.epoch, self.position, self.drawn, self.trained = epoch, 0, 0, None
             self._round_samples, self._round_splits = [], []  # those of the epoch before
             self._take_next()
             self._adopt((epoch, 0))
@@ -208,7 +209,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             raise InputError("sampler state", "position", repr(position), f"0 to {self.length}")
         round_sizes(self.length - position, self.split, self._min_batches, self.drop_last)
         self.epoch, self.position, self.seed, self.drawn = epoch, position, seed, 0
-        self.resumed_epoch = epoch
+        self.resumed_epoch, self.trained = epoch, None
         self._planned, self._past = [], (0, 0)
 
     def skip(self, rounds: int) -> None:

@@ -119,7 +119,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         """
         self._check_epoch(epoch)
         if epoch != self.epoch:
-            self.epoch, self.position = epoch, 0
+            self.epoch, self.position, self.trained = epoch, 0, None
 
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of the current pass on.
@@ -162,7 +162,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
             found = repr((epoch, position))
             raise InputError("stream state", "epoch, position", found, "whole numbers from 0")
         self.epoch = self.resumed_epoch = epoch
-        self.position = position
+        self.position, self.trained = position, None
 
     def _begin_pass(self, index: int, workers: int) -> None:
         """Take all changes that the training process had decided when the pass began."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyps.errors import InputError
 from pyps.formats import EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule, write_json
+from pyps.torch.checkpoint import trained_rounds
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.schedule import micro_batches, proportional_split, read_split, round_sizes
 from pyps.torch.stream import UnevenIterableDataset
@@ -150,6 +151,25 @@ def test_a_loop_that_forgets_the_loaded_epoch_is_told(kind: Any) -> None:
     assert (resumed.epoch, resumed.position) == (2, 10)
     resumed.set_epoch(3)
     assert (resumed.epoch, resumed.position) == (3, 0)
+
+
+def test_a_checkpoint_of_rounds_that_were_only_fetched_is_refused() -> None:
+    sampler = UnevenBatchSampler(range(100), [10])
+    rounds = iter(sampler)
+    for _ in range(5):
+        next(rounds)
+    assert trained_rounds(sampler, None) == 5  # nobody counts: what was handed out
+    for counted in (5, 4):  # before balance.step(), and after it
+        sampler.trained = counted
+        assert trained_rounds(sampler, None) == 5
+    sampler.trained = 3  # DataLoader workers have fetched two more
+    with pytest.raises(
+        InputError, match="rounds: found nothing; expected 3, as DataLoader workers fetch ahead"
+    ):
+        trained_rounds(sampler, None)
+    assert trained_rounds(sampler, 3) == 3
+    sampler.set_epoch(1)
+    assert trained_rounds(sampler, None) == 0
 
 
 def test_a_replan_waits_for_its_round() -> None:
