@@ -303,7 +303,7 @@ def _idle_advice(outcome: RunOutcome, applied: Sequence[StepRecord], totals: Sto
     """What to do if a run ended well because there was nothing to train."""
     if outcome == "finished" and totals.versions and not applied:
         yield (
-            "no step was trained here: the store had all samples of the run before, "
+            "no step was trained here: the store's samples were used up before these ranks could join, "
             f"at version {totals.versions}; for a new run end its server first, or serve another name"
         )
 
