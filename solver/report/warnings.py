@@ -149,7 +149,8 @@ def _outside(fit: Fit, batch: int) -> str:
     if batch < low and fit.kind == "table":
         return f"{line}: little gain below {low} is counted on"
     if batch > high and fit.doubling_error is not None:
-        return f"{line}: at {2 * high}, its time may be off by {CONFIDENCE_FACTOR * fit.doubling_error:.0%}"
+        where = f"at {2 * high}{' already' if batch > 2 * high else ''}"
+        return f"{line}: {where}, its time may be off by {CONFIDENCE_FACTOR * fit.doubling_error:.0%}"
     return line
 
 
