@@ -111,7 +111,7 @@ def steps_of_last_start(folder: Path, ranks: int, after: float) -> tuple[float, 
 
 @pytest.mark.timed
 @pytest.mark.timeout(180)
-def test_ranks_leave_and_come(quick_start: None, tmp_path: Path) -> None:
+def test_ranks_leave_and_come(tmp_path: Path) -> None:
     """A rank is killed, a node comes, a node is lost: two ranks, two, three, and two at the end."""
     port, deadline = free_port(), time.monotonic() + DEADLINE_SECONDS
     agents = [agent(tmp_path, port, number) for number in range(3)]
