@@ -40,7 +40,9 @@ class Finder:
             if spec is not None:
                 self.run, spec.loader.exec_module = spec.loader.exec_module, self.import_torch
             return spec
-        return importlib.machinery.ModuleSpec(name, self) if QUICK and name in LEFT_OUT else None
+        if QUICK and name.startswith(LEFT_OUT):  # torchvision imports modules of torch._dynamo
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
 
     def import_torch(self, module):
         gc.disable()
