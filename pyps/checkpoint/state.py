@@ -28,6 +28,7 @@ from pyps.checkpoint.tensors import Tensors
 from pyps.errors import InputError
 from pyps.formats import Plan
 from pyps.formats.checkpoint import Checkpoint, TensorFile
+from pyps.formats.learnt import learnt
 from pyps.native.state import VECTORS, StateHeader, StoreState
 
 BUFFERS, OPTIMIZER, RESIDUALS = "buffers.safetensors", "optimizer.safetensors", "residuals.safetensors"
@@ -95,7 +96,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
     checkpoint, files = read_folder(folder)
     manifest = str(folder / MANIFEST)
     try:
-        header = msgspec.convert(checkpoint.state, StateHeader)
+        header = msgspec.convert(checkpoint.state, learnt(StateHeader))
     except (msgspec.ValidationError, InputError) as error:
         raise InputError(manifest, "state", str(error), "that of a store") from None
     trained = [tensor for tensor in header.tensors if not tensor.averaged]

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from pyps.errors import InputError, one_of
+from pyps.formats.learnt import learnt
 
 MAX_FILE_BYTES = 1 << 28
 PIPE_SECONDS = 5.0
@@ -157,7 +158,7 @@ def typed(where: str, raw: dict[str, Any], kind: type[T], check: Callable[[str, 
     except RecursionError:
         raise InputError(where, "", "values nested too deeply", "a file of this format") from None
     try:
-        value = msgspec.convert(raw, kind)
+        value = msgspec.convert(raw, learnt(kind))
     except (msgspec.ValidationError, OverflowError) as error:
         raise _explain(where, raw, kind, str(error)) from None
     check(where, value)

@@ -17,6 +17,7 @@ from typing import Literal, Self, TypeVar
 import msgspec
 
 from pyps.errors import InputError
+from pyps.formats.learnt import learnt
 
 SpanKind = Literal["wait", "pull", "data", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
@@ -152,7 +153,7 @@ class LineReader:
             file.seek(self._bytes)
             complete, newline, _ = file.read().rpartition(b"\n")
         self._bytes += len(complete) + len(newline)
-        decoder = msgspec.json.Decoder(kind)
+        decoder = msgspec.json.Decoder(learnt(kind))
         values = []
         for line in complete.splitlines():
             self._lines += 1

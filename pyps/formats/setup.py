@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pyps.errors import InputError
+from pyps.formats.learnt import learnt
 from pyps.formats.turns import TurnSchedule
 
 SETUP_SCHEMA: Final = "pyps.run/1"
@@ -68,7 +69,7 @@ def read_setup(run_dir: str | os.PathLike[str]) -> RunSetup:
     """The setup of the run in a folder. Raises InputError."""
     path = Path(run_dir) / SETUP_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunSetup)
+        return msgspec.json.decode(path.read_bytes(), type=learnt(RunSetup))
     except OSError as error:
         raise InputError(str(path), "", error.strerror or str(error), "the folder of a run") from None
     except msgspec.DecodeError as error:

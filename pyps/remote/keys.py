@@ -25,6 +25,7 @@ import zmq
 from zmq.utils import z85
 
 from pyps.errors import InputError
+from pyps.formats.learnt import learnt
 
 KEY_LENGTH = 40  # Z85 text of 32 bytes
 MAX_FILE_BYTES = 1 << 20
@@ -279,7 +280,7 @@ def _read(path: str | os.PathLike[str], kind: type[Keys]) -> Keys:
     if not data:
         raise InputError(where, "", "an empty file", expected)
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=learnt(kind))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(where, "", str(error), expected) from None
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from pyps.errors import InputError
 from pyps.formats.events import RunEvent
+from pyps.formats.learnt import learnt
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
 from pyps.report.ring import TurnsReport, turns_report
@@ -360,7 +361,7 @@ def _transfer_seconds(rank: RankReport) -> float:
 def read_report(path: str | os.PathLike[str]) -> Report:
     """Read and check a pyps.report/1.1 file. Raises InputError."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Report)
+        return msgspec.json.decode(Path(path).read_bytes(), type=learnt(Report))
     except OSError as error:
         raise InputError(str(path), "", error.strerror or str(error), "a readable file") from None
     except msgspec.DecodeError as error:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pyps.errors import InputError
+from pyps.formats.learnt import learnt
 from pyps.solver.online.global_batch import RankDevice, Rule, learning_rate_factor, next_split
 from pyps.solver.systems.goodput import StatisticalEfficiency
 from pyps.torch.noise import GradientNoise
@@ -123,7 +124,7 @@ class AdaptiveBatch:
         InputError for another kind of state.
         """
         try:
-            known = msgspec.convert(state, _State)
+            known = msgspec.convert(state, learnt(_State))
         except msgspec.ValidationError as error:
             raise InputError("AdaptiveBatch", "state", str(error), "that of an AdaptiveBatch") from None
         self.base_batch, self.factor = known.base_batch, known.factor

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from pyps.errors import InputError
+from pyps.formats.learnt import learnt
 from pyps.solver.costs import Cost, Line, Table
 
 DEADLINE_SECONDS = 300.0
@@ -120,7 +121,7 @@ class Consensus:
         """The reports of all ranks, in their order; waits for those that have not reported yet."""
         keys = [f"{number}/{rank}" for rank in range(self.ranks)]
         self._wait_for(keys, lambda rank: not self._store.check([keys[rank]]))
-        found = [msgspec.json.decode(self._store.get(key), type=kind) for key in keys]
+        found = [msgspec.json.decode(self._store.get(key), type=learnt(kind)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
         return found
@@ -134,7 +135,7 @@ class Consensus:
         """The decision; waits for it."""
         key = f"{number}/decision"
         self._wait_for([key], lambda rank: rank == 0)
-        return msgspec.json.decode(self._store.get(key), type=kind)
+        return msgspec.json.decode(self._store.get(key), type=learnt(kind))
 
     def _wait_for(self, keys: list[str], is_missing: Callable[[int], bool]) -> None:
         if not self._store.check(keys):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile
+from pyps.formats.learnt import learnt
 from pyps.solver.costs import Cost
 from pyps.solver.online.decide import SplitChange, decide, gain_worth_a_change
 from pyps.solver.online.global_batch import RankDevice
@@ -241,7 +242,7 @@ class Rebalancer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what was known. Call it before the first step. Raises InputError for another kind of state."""
         try:
-            known = msgspec.convert(state, _Knowledge)
+            known = msgspec.convert(state, learnt(_Knowledge))
         except msgspec.ValidationError as error:
             raise InputError("Rebalancer", "state", str(error), "that of a Rebalancer") from None
         device, timed = self._device, [*known.timed, *[(1, 0.01)] * (len(known.known) - len(known.timed))]

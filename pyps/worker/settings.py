@@ -18,6 +18,7 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
+from pyps.formats.learnt import learnt
 from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec, CostModel, Encoding
 from pyps.store.codec import as_codec, fed_back
@@ -332,7 +333,7 @@ def _cost_model(env: Mapping[str, str]) -> CostModel | None:
     if not text:
         return None
     try:
-        return msgspec.json.decode(text, type=CostModel)
+        return msgspec.json.decode(text, type=learnt(CostModel))
     except msgspec.DecodeError as error:
         expected = '{"fixed_seconds": C, "sample_seconds": A}'
         raise InputError(ENVIRONMENT, Variable.COST_MODEL, f"{text[:60]!r} ({error})", expected) from None
@@ -344,7 +345,7 @@ def _throttle(env: Mapping[str, str]) -> ThrottleSpec | None:
         return None
     expected = '{"factor": F} or {"fit": {...}}'
     try:
-        spec = msgspec.json.decode(text, type=ThrottleSpec)
+        spec = msgspec.json.decode(text, type=learnt(ThrottleSpec))
     except msgspec.DecodeError as error:
         raise InputError(ENVIRONMENT, Variable.THROTTLE, f"{text[:60]!r} ({error})", expected) from None
     if (spec.factor is None) == (spec.fit is None):

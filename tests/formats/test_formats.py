@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,3 +314,47 @@ def test_schemas_are_published_for_every_format() -> None:
     assert schema("profile")["$defs"]["Point"]["properties"]["batch"]["minimum"] == 1
     with pytest.raises(InputError, match="profile, cluster, plan"):
         schema("plam")
+
+
+READ_IN_THREADS = """
+import sys, threading, types
+from pyps.formats.files import typed
+
+STRUCTS = '''
+from __future__ import annotations
+from typing import Literal
+from msgspec import Struct
+class Inner(Struct, kw_only=True):
+    size: int = 0
+    share: float | None = None
+    names: list[str] = []
+class Middle(Struct, kw_only=True):
+    inner: Inner | None = None
+    several: dict[str, Inner] = {}
+    kind: Literal["a", "b"] = "a"
+class Outer(Struct, kw_only=True):
+    middle: Middle | None = None
+    all: list[Middle] = []
+    pairs: list[tuple[int, Inner]] = []
+'''
+sys.setswitchinterval(1e-6)
+kinds = []
+for k in range(30):
+    module = sys.modules[f"made{k}"] = types.ModuleType(f"made{k}")
+    exec(STRUCTS, module.__dict__)
+    kinds.append(module.Outer)
+together = threading.Barrier(8)
+def read():
+    for kind in kinds:
+        together.wait()
+        typed("a file", {"middle": {"inner": {"size": 3}}}, kind, lambda *_: None)
+threads = [threading.Thread(target=read) for _ in range(8)]
+[one.start() for one in threads]
+[one.join() for one in threads]
+"""
+
+
+def test_threads_read_the_first_file_of_a_kind_together() -> None:
+    """Where two threads made msgspec learn a type at once, the process died."""
+    done = subprocess.run([sys.executable, "-c", READ_IN_THREADS], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
