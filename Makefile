@@ -34,7 +34,7 @@ demo: .venv/core
 
 # Three lanes at once, since a test often waits for processes that it started; the last is all that the others do
 # not name.
-LANE_1 = tests/c tests/torch
+LANE_1 = tests/c tests/torch tests/cli
 LANE_2 = tests/remote tests/project tests/policy tests/benchmarks
 test: lint
 	@mkdir -p build
