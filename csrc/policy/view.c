@@ -194,7 +194,7 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
     if (policy->waits_for_round && !policy->overlaps_rounds)
         return refuse(out, fail(PYPS_EINVAL, "the policy %s waits for each step: no step can start ahead",
                                 policy->name));
-    /* Its round opened after the worker had been told that there was none. */
+    /* The worker was told that no round was open; one has opened since. */
     if (m->claim_count && !m->claim_started) return start(v, e, out);
     bool changed = false;
     if (m->ahead_started == m->ahead && m->ahead < v->max_ahead) {

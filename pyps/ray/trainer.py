@@ -107,7 +107,10 @@ class Trainer:
             return run_prepared(spec, on_notice=on_notice, sinks=[RaySink()], start=start)
 
     def _bundles(self, spec: RunSpec) -> list[dict[str, float]]:
-        """What each rank takes. A name of no rank, beside a rank without one, is refused: it is misspelt."""
+        """What each rank takes.
+
+        Raises InputError where a name fits no rank and a rank has no name: one is misspelt.
+        """
         names = [(rank.name, rank.name.rpartition("-")[0]) for rank in spec.ranks]
         found = [next((self._resources[n] for n in pair if n in self._resources), None) for pair in names]
         if None in found and (unused := self._resources.keys() - {*chain(*names)}):

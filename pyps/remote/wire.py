@@ -326,7 +326,7 @@ def _plain(value: Any) -> Any:
     """A number of NumPy's, which a store on this machine takes too."""
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"a {type(value).__name__} does not travel over the link")
+    raise TypeError(f"a {type(value).__name__} does not travel over the link")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)

@@ -158,7 +158,7 @@ def test_a_checkpoint_of_rounds_that_were_only_fetched_is_refused() -> None:
     rounds = iter(sampler)
     for _ in range(5):
         next(rounds)
-    assert trained_rounds(sampler, None) == 5  # nobody counts: what was handed out
+    assert trained_rounds(sampler, None) == 5  # without a Rebalancer, all rounds that were handed out
     for counted in (5, 4):  # before balance.step(), and after it
         sampler.trained = counted
         assert trained_rounds(sampler, None) == 5
