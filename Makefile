@@ -1,7 +1,8 @@
 # Every command works from a fresh clone with python3 (and its venv module), a C compiler and make.
 #
 #   make demo      four unlike devices, profiled, planned and trained; the results go to demo-out/
-#   make test      lint, then every test: at most 8 minutes on 2 cores
+#   make test      lint, then the tests: at most 8 minutes on 2 cores
+#   make test-all  lint, then these and the thorough ones, in whose processes no part of torch is left out
 #   make test-fast the tests that start no processes and no sanitizers: for the inner loop
 #   make test-NAME those of one directory of tests/, as `make test-solver`
 #   make test-gpu  the tests of workers, DDP and the profiler, on a CUDA device
@@ -26,23 +27,20 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-fast test-gpu lint bench papers soak kills ray torture fuzz fuzz-input sanitize site clean
+.PHONY: demo test test-all test-fast test-gpu lint bench papers soak kills ray torture fuzz fuzz-input sanitize site clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
 	$(PY) examples/digits/demo.py
 
-# Three lanes at once, since a test often waits for processes that it started; the last is all that the others do
-# not name.
-LANE_1 = tests/c tests/torch tests/cli
-LANE_2 = tests/remote tests/project tests/policy tests/benchmarks
+# Three lanes at once, since a test often waits for processes that it started. A lane takes whole files.
+LANES ?= 3
+PYTEST = $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --cpu --ignore=tests/ray
 test: lint
-	@mkdir -p build
-	@$(PY) -m pytest $(LANE_1) > build/test-lane-1.log 2>&1 & one=$$!; \
-	  $(PY) -m pytest $(LANE_2) > build/test-lane-2.log 2>&1 & two=$$!; \
-	  $(PY) -m pytest --ignore=tests/ray $(patsubst %,--ignore=%,$(LANE_1) $(LANE_2)); rest=$$?; \
-	  wait $$one; one=$$?; wait $$two; two=$$?; cat build/test-lane-1.log build/test-lane-2.log; \
-	  exit $$((rest + one + two))
+	$(PYTEST) -m 'not thorough'
+
+test-all: lint
+	$(PYTEST) --real-torch
 
 test-fast: .venv/core
 	$(PY) -m pytest -m 'not slow'

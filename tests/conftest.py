@@ -1,4 +1,7 @@
-"""Fixtures: a folder for a test's segments that must be empty at its end, workers, ranks, the built wheel."""
+"""Fixtures: a folder for a test's segments that must be empty at its end, workers, ranks, the built wheel.
+
+Options: --cpu prints what the tests cost; with --real-torch no process leaves a part of torch out.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from leftovers import nothing_left
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -23,13 +27,27 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 QUICK_START = str(ROOT / "tests" / "helpers" / "quick_start")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for small matrices, threads only wait
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
 
 settings.register_profile("seeded", derandomize=True)  # --hypothesis-profile=default draws new examples
 settings.load_profile("seeded")
 
 TIMED_RERUNS = 3  # what is right but for a stall passes one of four; what is wrong fails all
 SLOW_FOLDERS = ("benchmarks", "c", "remote", "run", "torch")  # of processes and sanitizers
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("pyps")
+    group.addoption("--cpu", action="store_true", help="print CPU seconds by room, and the dearest tests")
+    group.addoption("--real-torch", action="store_true", help="processes of tests import all of torch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--real-torch") and QUICK_START not in os.environ.get("PYTHONPATH", ""):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
+    if config.getoption("--cpu"):
+        from cpu_time import CpuTime
+
+        config.pluginmanager.register(CpuTime(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,6 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection of garbage need look at it again."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """Fails the session that leaves a process, a segment or a temporary file behind."""
+    with nothing_left():
+        yield
 
 
 @pytest.fixture
