@@ -34,6 +34,7 @@ from pyps.formats import (
     WorkerGroup,
 )
 from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
+from pyps.solver.accumulate import best_size
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, evaluate
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
@@ -52,6 +53,7 @@ from pyps.solver.ranks import (
     max_batch_of,
     needs,
     planned_ranks,
+    unit_of,
 )
 from pyps.solver.report.warnings import Remark, doubtful_links, in_lines, link_warnings, warnings_of
 from pyps.solver.systems.goodput import efficiency_of
@@ -254,13 +256,16 @@ def planning_problem(
 
     cluster, ranks, pace, modes: as in pyps.solver.ranks.constrained_problem_of.
     """
-    factors = []
-    if cluster.job.quantile is not None:
-        factors = [
-            noise.factor(rank.quantile or cluster.job.quantile)
-            for rank, noise in zip(ranks, _noise(ranks), strict=True)
-        ]
-    return constrained_problem_of(cluster, ranks, factors, pace, modes)
+    return constrained_problem_of(cluster, ranks, factors_of(cluster, ranks), pace, modes)
+
+
+def factors_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[float]:
+    """What each rank's fitted times are multiplied by for its quantile, or the job's; empty without one."""
+    quantile = cluster.job.quantile
+    if quantile is None:
+        return []
+    pairs = zip(ranks, _noise(ranks), strict=True)
+    return [noise.factor(rank.quantile or quantile) for rank, noise in pairs]
 
 
 def _noise(ranks: Sequence[PlannedRank]) -> list[Noise]:
@@ -304,7 +309,9 @@ def plan_of(
     """
     problem, seconds = constrained.problem, solution.iteration_seconds
     even, _ = even_split(constrained)
-    workers = [_plan_worker(k, rank, solution, problem) for k, rank in enumerate(ranks)]
+    workers = [
+        _plan_worker(k, rank, solution, problem, unit_of(cluster, rank)) for k, rank in enumerate(ranks)
+    ]
     used = [worker.rank for worker in workers if worker.batch]
     compute = [float(solution.seconds[k]) for k in used]
     crossed = links_of(cluster, ranks)
@@ -464,9 +471,15 @@ def _bounds(group: WorkerGroup, profile: Profile, fit: Fit) -> dict[str, Any]:
     }
 
 
-def _plan_worker(k: int, rank: PlannedRank, solution: ConstrainedSolution, problem: Problem) -> PlanWorker:
-    batch = int(solution.batches[k])
+def _plan_worker(
+    k: int, rank: PlannedRank, solution: ConstrainedSolution, problem: Problem, unit: int
+) -> PlanWorker:
+    """unit: what a micro-batch has whole."""
+    batch, repeats = int(solution.batches[k]), rank.group.max_accumulation
     micro = batch if problem.costs.micro is None else min(batch, int(problem.costs.micro[k]))
+    if batch and repeats > 1 and problem.costs.micro is None:
+        at_once = max_batch_of(rank.group, rank.profile)
+        micro = best_size(cost_of(rank.fit), batch, at_once, repeats, unit)
     return PlanWorker(
         rank=k,
         name=rank.name,

@@ -9,7 +9,7 @@ paces do not, and pushes leave pulls their bandwidth. With [sync] the transfers 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -18,6 +18,7 @@ import numpy as np
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
 from pyps.formats.mode import ROUND, Pace, WorkerMode
+from pyps.solver.accumulate import accumulated
 from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
 from pyps.solver.exact.minmax import Bools, Problem
@@ -35,7 +36,6 @@ from pyps.solver.sync import Sync
 from pyps.solver.units import ALL_REDUCE, inside_seconds, of_node, of_one_rank, passes_of
 
 STORE = "store"  # how a link was measured that is a store on the worker's own machine
-FASTER = 0.01  # relative: how much faster a sample of a smaller micro-batch has to be
 TURNS = "turns"  # the name of the server's link, which one worker at a time uses
 
 
@@ -152,15 +152,15 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
     """
     _check_required(ranks)
     factors = factors or [1.0] * len(ranks)
-    costs = Costs.stack([cost_of(rank.fit, f) for rank, f in zip(ranks, factors, strict=True)])
     at_once = np.array([max_batch_of(rank.group, rank.profile) for rank in ranks], np.int64)
     repeats = np.array([rank.group.max_accumulation for rank in ranks], np.int64)
-    most = at_once
-    if (repeats > 1).any():
-        chosen = np.array(_micro_batches(cluster, ranks, at_once.tolist()), np.int64)
-        costs = costs.accumulated(np.maximum(chosen, 1))
-        micro = chosen if costs.micro is None else np.minimum(costs.micro, chosen)
-        most = np.minimum(micro * repeats, MAX_BATCH)
+    if cluster.run.local_steps is None:
+        costs = Costs.stack(_accumulated(cluster, ranks, factors, at_once.tolist()))
+    else:  # a local step's size is given
+        costs = Costs.stack([cost_of(rank.fit, f) for rank, f in zip(ranks, factors, strict=True)])
+        costs = costs.accumulated(np.maximum(at_once, 1))
+        at_once = at_once if costs.micro is None else np.minimum(costs.micro, at_once)
+    most = np.minimum(at_once * repeats, MAX_BATCH)
     inside = np.array([rank.inside_seconds for rank in ranks])
     if inside.any():
         costs = replace(costs, transfer=inside)
@@ -174,34 +174,31 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
     )
 
 
-def _micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], at_once: Sequence[int]) -> list[int]:
-    """The largest micro-batch of each rank: the most at once, or a measured batch with a faster sample.
-
-    It is large enough for the rank to compute the global batch, or all that its memory allows, in the
-    micro-batches that it may use. at_once: the most samples of each rank at once.
-    """
-    if cluster.run.local_steps is not None:
-        return list(at_once)
-    found: dict[tuple[int, int, int, int], int] = {}
+def _accumulated(
+    cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence[float], at_once: Sequence[int]
+) -> list[Cost]:
+    """The cost of each rank's batch in the micro-batches that it may use. at_once: samples of each rank."""
+    found: dict[tuple[int, float, int, int, int, int], Cost] = {}
     keys = []
-    for rank, most in zip(ranks, at_once, strict=True):
-        repeats, multiple = rank.group.max_accumulation, rank.group.batch_multiple
-        keys.append((id(rank.fit), most, repeats, multiple))
+    for rank, factor, most in zip(ranks, factors, at_once, strict=True):
+        repeats, multiple, unit = (
+            rank.group.max_accumulation,
+            rank.group.batch_multiple,
+            unit_of(cluster, rank),
+        )
+        keys.append((id(rank.fit), factor, most, repeats, multiple, unit))
         if keys[-1] not in found:
-            least = max(1, -(-min(most * repeats, round_samples(cluster)) // repeats))
-            measured = {batch // multiple * multiple for batch, _ in rank.fit.table or ()}
-            found[keys[-1]] = _fastest_sample(cost_of(rank.fit), least, most, measured)
+            cost = cost_of(rank.fit, factor)
+            splits = repeats > 1 and most >= unit and most * repeats >= multiple
+            total = round_samples(cluster)
+            found[keys[-1]] = accumulated(cost, most, repeats, unit, multiple, total) if splits else cost
     return [found[key] for key in keys]
 
 
-def _fastest_sample(cost: Cost, least: int, most: int, measured: Collection[int]) -> int:
-    """The measured batch from `least` on with the fastest sample; `most` unless that is clearly slower."""
-    if most < least or isinstance(cost, Line):
-        return most
-    a_sample = {batch: cost.seconds(batch) / batch for batch in measured if least <= batch < most}
-    best = min(a_sample, key=lambda batch: (a_sample[batch], -batch), default=most)
-    worth_it = best != most and a_sample[best] < cost.seconds(most) / most * (1 - FASTER)
-    return best if worth_it else most
+def unit_of(cluster: Cluster, rank: PlannedRank) -> int:
+    """What a micro-batch of a rank has whole: samples, in the job's unit, of each rank of a node."""
+    tokens = rank.profile.model.tokens_per_sample or 1
+    return rank.group.ranks_each * (tokens if cluster.job.unit == "tokens" else 1)
 
 
 def links_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[list[LinkCost]]:

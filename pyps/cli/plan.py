@@ -25,6 +25,7 @@ from pyps.solver.plan import (
     at_quantile,
     each_rank,
     even_split,
+    factors_of,
     plan_ranks,
     planning_problem,
     solve_within_limits,
@@ -327,9 +328,11 @@ def _planned(path: Path, cluster: Cluster, ranks: list[PlannedRank]) -> _Planned
 
 def _checked(planned: _Planned) -> str:
     """One line confirming the optimum. Raises PypsError if HiGHS finds a better one."""
-    from pyps.solver.milp.checks import agreement
+    from pyps.solver.milp.checks import agreement, enumerated
 
-    plan, problem, price = planned.plan, planned.problem, needs(planned.ranks, "price_per_hour")
+    factors = factors_of(planned.cluster, planned.ranks)
+    problem = enumerated(planned.cluster, planned.ranks, factors, planned.problem)
+    plan, price = planned.plan, needs(planned.ranks, "price_per_hour")
     if planned.cluster.limits.price_per_million_samples is not None and price is not None and plan.cost:
         # The plan is the fastest of all that cost no more an hour.
         hourly = Limit("price_per_hour", price, plan.cost.price_per_hour or 0.0)

@@ -1,5 +1,5 @@
-"""Two independent checks of the exact solver: the same problem as a MILP, and its relaxation with shadow
-prices.
+"""Independent checks of the exact solver: the same problem as a MILP, its relaxation with shadow prices, and
+the costs of micro-batches by enumeration.
 
 `solve_milp` states the integer program in PuLP and solves it with HiGHS, with no gap allowed. It shares
 nothing with pyps.solver.exact.minmax. `shadow_prices` states the relaxation over the workers in use as a
@@ -12,18 +12,21 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pyps.errors import Infeasible, PypsError
+from pyps.formats import Cluster
 from pyps.solver.constrained import ConstrainedProblem, evaluate
-from pyps.solver.costs import Costs, Floats
+from pyps.solver.costs import Cost, Costs, Floats, Line, Table
 from pyps.solver.exact.minmax import Problem, times
 from pyps.solver.milp.constrained import solve_by_milp
 from pyps.solver.milp.model import SolverName, minmax_milp, pieces, time_scale
+from pyps.solver.ranks import PlannedRank, cost_of, max_batch_of, unit_of
 
+MOST_ENUMERATED = 20_000  # batches: some seconds
 NEGLIGIBLE = 1e-6  # of the iteration: below, a dual value is the solver's tolerance
 FAR_FROM_BOUND = 1e-3  # samples
 HIGHS_TOLERANCE = 1e-6  # relative; HiGHS meets constraints to 1e-6 of the scaled program
@@ -68,6 +71,58 @@ def agreement(constrained: ConstrainedProblem, batches: Sequence[int]) -> str:
     if abs(theirs - ours) > HIGHS_TOLERANCE * ours:
         raise PypsError(f"HiGHS disagrees: {theirs!r} s against {ours!r} s; please report this cluster")
     return f"checked: HiGHS finds the same optimum, {theirs:.6g} s"
+
+
+def enumerated(
+    cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence[float], constrained: ConstrainedProblem
+) -> ConstrainedProblem:
+    """The problem with the costs of accumulated batches anew from the fits: for each batch, every size tried.
+
+    cluster, ranks, factors: what the problem was made from; factors may be empty. It shares nothing with
+    pyps.solver.accumulate. Of more than MOST_ENUMERATED batches of a rank the costs are left as they are.
+    """
+    problem = constrained.problem
+    if cluster.run.local_steps is not None:
+        return constrained
+    found: dict[tuple[int, float, int, int, int], Cost] = {}
+    costs: list[Cost] = []
+    for k, rank in enumerate(ranks):
+        factor = factors[k] if factors else 1.0
+        repeats, at_once = rank.group.max_accumulation, max_batch_of(rank.group, rank.profile)
+        last = int(min(problem.max_batch[k], problem.global_batch))
+        key = (id(rank.fit), factor, repeats, at_once, rank.group.batch_multiple)
+        if repeats == 1 or not 0 < last <= MOST_ENUMERATED or last < rank.group.batch_multiple:
+            costs.append(_of_one(problem.costs, k))
+            continue
+        if key not in found:
+            found[key] = _every_size(cost_of(rank.fit, factor), rank, last, unit_of(cluster, rank))
+        costs.append(found[key])
+    stacked = replace(Costs.stack(costs), transfer=problem.costs.transfer, overlap=problem.costs.overlap)
+    most = np.minimum(problem.max_batch, problem.global_batch)
+    return replace(constrained, problem=replace(problem, costs=stacked, max_batch=most))
+
+
+def _of_one(costs: Costs, k: int) -> Cost:
+    start, stop = int(costs.start[k]), int(costs.stop[k])
+    if start == stop:
+        return Line(float(costs.c[k]), float(costs.a[k]), float(costs.t0[k]))
+    pairs = zip(costs.knot_batch[start:stop].tolist(), costs.knot_seconds[start:stop].tolist(), strict=True)
+    return Table(tuple(pairs))
+
+
+def _every_size(cost: Cost, rank: PlannedRank, last: int, unit: int) -> Table:
+    most, repeats = max_batch_of(rank.group, rank.profile), rank.group.max_accumulation
+    sizes = np.arange(unit, most + 1, unit)
+    single = np.array([0.0] + [cost.seconds(int(size)) for size in sizes])
+    points = []
+    for batch in range(rank.group.batch_multiple, last + 1, rank.group.batch_multiple):
+        parts = -(-batch // sizes)
+        allowed = (parts <= repeats) & np.isfinite(single[1:])
+        size, before = sizes[allowed], parts[allowed] - 1
+        points.append(
+            (batch, float((before * single[size // unit] + single[(batch - before * size) // unit]).min()))
+        )
+    return Table(tuple(points))
 
 
 def shadow_prices(problem: Problem, batches: Sequence[int]) -> ShadowPrices:

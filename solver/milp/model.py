@@ -11,7 +11,12 @@ tolerances are absolute: their solutions are exact to about 1e-6.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -58,7 +63,7 @@ class Milp:
 
         self.model.setObjective(objective)
         if solver == "HiGHS":
-            engine = pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit)
+            engine = _silent(pulp.HiGHS)(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit)
         else:
             engine = pulp.PULP_CBC_CMD(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit)
         self.model.solve(engine)
@@ -74,6 +79,34 @@ class Milp:
         """The solution after `minimise`, in samples."""
         steps = np.array([round(u.value() or 0.0) for u in self.steps], np.int64)
         return steps * self.batch_multiple
+
+
+def _silent(solver: Any) -> Any:
+    """PuLP's HiGHS, which prints its version when it is made, before anything can turn that off."""
+
+    class Silent(solver):  # type: ignore[misc]
+        def createAndConfigureSolver(self, lp: Any) -> None:  # noqa: N802
+            with _no_output():
+                super().createAndConfigureSolver(lp)
+
+    return Silent
+
+
+@contextmanager
+def _no_output() -> Iterator[None]:
+    """What C code writes to its standard output goes nowhere."""
+    sys.stdout.flush()
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+        flush(None)  # into nowhere, not later into a file
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def minmax_milp(problem: Problem, extra: bool = False, total: bool = True) -> Milp:

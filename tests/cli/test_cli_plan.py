@@ -238,6 +238,18 @@ def test_help_lists_every_command_without_importing_them(shell: Shell) -> None:
     assert all(name in done.out for name in ("profile", "plan", "run", "shm"))
 
 
+def test_a_check_prints_nothing_but_json(shell: Shell) -> None:
+    """HiGHS is C, so what it prints passes by sys.stdout: only a process shows it."""
+    assert shell("cluster.toml").code == 0
+    program = (
+        "import sys; sys.argv = ['pyps-plan', 'cluster.toml', '--check', '--json']; "
+        "from pyps.cli import main_plan; main_plan()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["schema"] == "pyps.plan/1"
+
+
 def test_planning_imports_neither_torch_nor_the_store(shell: Shell) -> None:
     assert shell("cluster.toml").code == 0
     program = (

@@ -1,0 +1,149 @@
+"""Micro-batches: the size of each batch's is part of the program, against the enumeration of every size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_tools import profile
+
+from pyps.errors import PypsError
+from pyps.formats import Cluster, Fit, Job, Profile, WorkerGroup
+from pyps.solver.accumulate import accumulated, best_size
+from pyps.solver.constrained import ConstrainedProblem, evaluate
+from pyps.solver.costs import Cost, Line, Table
+from pyps.solver.milp.checks import agreement, enumerated
+from pyps.solver.plan import make_plan, planning_problem
+from pyps.solver.ranks import cost_of, planned_ranks
+
+CLOSE = 1e-12  # relative: a table keeps no bends that rounding makes
+
+
+def in_parts(cost: Cost, batch: int, size: int) -> float:
+    """The seconds of a batch in full micro-batches of this size and a remainder."""
+    parts = -(-batch // size)
+    return (parts - 1) * cost.seconds(size) + cost.seconds(batch - (parts - 1) * size)
+
+
+def fastest(cost: Cost, batch: int, at_once: int, repeats: int) -> float:
+    sizes = range(1, at_once + 1)
+    return min((in_parts(cost, batch, m) for m in sizes if -(-batch // m) <= repeats), default=math.inf)
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> Cost:
+    if draw(st.booleans()):
+        return Line(draw(st.floats(-0.01, 0.05)), draw(st.floats(0.011, 0.1)), draw(st.floats(0.0, 0.3)))
+    batches = sorted(draw(st.sets(st.integers(1, 40), min_size=1, max_size=6)))
+    steps = draw(st.lists(st.sampled_from([0.0, 0.001, 0.03, 0.2]), min_size=6, max_size=6))
+    seconds = itertools.accumulate(steps[: len(batches)], initial=0.01)
+    return Table(tuple(zip(batches, itertools.islice(seconds, 1, None), strict=True)))
+
+
+@settings(deadline=None)
+@given(costs(), st.integers(1, 40), st.integers(2, 5), st.integers(1, 40))
+def test_every_batch_takes_the_best_size(cost: Cost, at_once: int, repeats: int, total: int) -> None:
+    table = accumulated(cost, at_once, repeats, 1, 1, total)
+    for batch in range(1, min(2 * total, at_once * repeats) + 1):
+        best = fastest(cost, batch, at_once, repeats)
+        assert table.seconds(batch) == pytest.approx(best, rel=CLOSE)
+        if math.isfinite(best):
+            size = best_size(cost, batch, at_once, repeats, 1)
+            assert -(-batch // size) <= repeats
+            assert in_parts(cost, batch, size) == pytest.approx(best, rel=CLOSE)
+
+
+def table_profile(points: list[tuple[int, float]]) -> Profile:
+    fit = Fit(
+        kind="table",
+        fixed_seconds=0.0,
+        per_sample_seconds=0.001,
+        trusted_min_batch=1,
+        trusted_max_batch=points[-1][0],
+        table=points,
+    )
+    return msgspec.structs.replace(profile(0.001, 0.0, points[-1][0]), fit=fit)
+
+
+def cluster_of(counts: list[int], total: int, repeats: list[int]) -> Cluster:
+    groups = [
+        WorkerGroup(name=f"g{k}", profile=f"g{k}.json", count=n, max_accumulation=r)
+        for k, (n, r) in enumerate(zip(counts, repeats, strict=True))
+    ]
+    return Cluster(job=Job(global_batch=total), worker=groups)
+
+
+def test_allowing_accumulation_never_makes_a_plan_slower() -> None:
+    """One device: 64 samples take 84 ms, 80 take 114 and 96 take 150; two of them share 100 and more."""
+    device = table_profile([(64, 0.084), (80, 0.114), (96, 0.150)])
+    other = table_profile([(16, 0.090), (32, 0.105), (64, 0.200)])
+    for total in range(40, 160, 7):
+        without, allowed = (
+            make_plan(cluster_of([1, 1], total, [repeats, 1]), [device, other]).iteration_seconds
+            for repeats in (1, 2)
+        )
+        assert allowed <= without
+
+
+def random_case(seed: int) -> tuple[Cluster, list[Profile]]:
+    luck = np.random.default_rng(seed)
+    profiles = []
+    for _ in range(3):
+        batches = np.unique(luck.integers(1, 40, luck.integers(1, 6)))
+        rises = luck.choice([0.001, 0.01, 0.1], len(batches)) * luck.random(len(batches))
+        seconds = 0.005 + np.cumsum(rises)
+        profiles.append(table_profile(list(zip(batches.tolist(), seconds.tolist(), strict=True))))
+    most = sum(int(p.max_batch or 0) for p in profiles)
+    repeats = luck.integers(1, 5, 3).tolist()
+    return cluster_of([1, 1, 1], int(luck.integers(1, most + 1)), repeats), profiles
+
+
+def best_split(cluster: Cluster, profiles: list[Profile]) -> float:
+    """The least iteration seconds of all splits and sizes: the least time by which all samples are done."""
+    total, reach = cluster.job.global_batch, []
+    for group, one in zip(cluster.worker, profiles, strict=True):
+        assert one.fit is not None
+        cost, most, repeats = cost_of(one.fit), int(one.max_batch or 0), group.max_accumulation
+        last = min(total, most * repeats)
+        reach.append([0.0] + [fastest(cost, batch, most, repeats) for batch in range(1, last + 1)])
+    for t in sorted({seconds for times in reach for seconds in times}):
+        if sum(sum(seconds <= t for seconds in times) - 1 for times in reach) >= total:
+            return t
+    return math.inf
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_plan_is_the_best_of_all_splits_and_sizes(seed: int) -> None:
+    cluster, profiles = random_case(seed)
+    plan = make_plan(cluster, profiles)
+    best = best_split(cluster, profiles)
+    assert plan.iteration_seconds == pytest.approx(best, rel=CLOSE)
+    assert plan.lower_bound_seconds <= best * (1 + CLOSE)
+    for worker, one in zip(plan.workers, profiles, strict=True):
+        if worker.batch:
+            assert one.fit is not None
+            took = in_parts(cost_of(one.fit), worker.batch, worker.micro_batch)
+            assert took == pytest.approx(worker.predicted_seconds, rel=CLOSE)
+
+
+def test_the_check_enumerates_sizes_from_the_files() -> None:
+    cluster, profiles = random_case(14)
+    ranks = planned_ranks(cluster, profiles)
+    problem = planning_problem(cluster, ranks)
+    batches = [worker.batch for worker in make_plan(cluster, profiles).workers]
+    anew = enumerated(cluster, ranks, [], problem)
+    assert "same optimum" in agreement(anew, batches)
+    at_once = [msgspec.structs.replace(group, max_accumulation=1) for group in cluster.worker]
+    slower = make_plan(msgspec.structs.replace(cluster, worker=at_once), profiles)
+    assert slower.iteration_seconds > problem_seconds(anew, batches)
+    with pytest.raises(PypsError, match="disagrees"):
+        agreement(anew, [worker.batch for worker in slower.workers])
+
+
+def problem_seconds(constrained: ConstrainedProblem, batches: list[int]) -> float:
+    return evaluate(constrained, np.array(batches)).iteration_seconds
