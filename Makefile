@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-all test-fast test-gpu lint bench papers soak kills ray torture fuzz fuzz-input sanitize site clean
+.PHONY: demo test test-all test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize site clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -53,11 +53,13 @@ test-gpu: .venv/core
 	PYPS_TEST_DEVICE=cuda $(PY) -m pytest tests/worker tests/torch
 	$(PY) tests/helpers/nccl_on_one_gpu.py 2
 
-lint: .venv/core
+lint: .venv/core types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/clang-format --dry-run --Werror $(C_FILES)
-	@# The packages as they are installed, out of links: mypy reads no package-dir mapping.
+
+# The packages as they are installed, out of links: mypy reads no package-dir mapping.
+types: .venv/core
 	@rm -rf build/typed && mkdir -p build/typed/pyps
 	@ln -s $(CURDIR)/pyps/* $(CURDIR)/solver $(CURDIR)/profiler build/typed/pyps/
 	cd build/typed && ../../.venv/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p pyps
