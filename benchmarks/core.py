@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from record import DOCS, machine, milliseconds, seconds_of, table, write_section
 
-from pyps import Hyper, Store, native
+from pyps import Hyper, Store
 from pyps.native.values import Encoding, PushRequest
 from pyps.store.codec import Codec, decode, encode, encoded_bytes
 
@@ -113,8 +113,7 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
         def prepare() -> Call:
             sgd.start()
             staging = sgd.stage()
-            codes, _ = sgd._call(native.staging_codes, staging.index, data[codec].size)
-            codes[:] = data[codec]
+            sgd.backend.staging_codes(staging.index, data[codec].size)[:] = data[codec]
             request = PushRequest(staging.index, 1, (HYPER,), encoding=Encoding(codec), encoded=True)
             if exchange:
                 return lambda: sgd.send_and_pull(request, flat)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from record import machine, milliseconds, seconds_of, table, write_section
 
-from pyps import Hyper, Store, native
+from pyps import Hyper, Store
 from pyps.native.create import create
 from pyps.native.values import Codec, Config, Optimizer, Tensor
 from pyps.store.codec import encoded_bytes
@@ -121,7 +121,7 @@ def memory(parameters: int, folder: Path) -> list[list[str]]:
         report("push 1 %")
         if not np.allclose(store.pull(ranges=part[:, :2])[0], -1e-6):
             raise SystemExit("the pushed part was not applied")
-        store._call(native.staging_codes, store.stage().index, codes)
+        store.backend.staging_codes(store.stage().index, codes)
         report("int8 codes of all")
         store.leave()
         report("leave")

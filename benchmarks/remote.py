@@ -33,9 +33,9 @@ from record import machine, milliseconds, seconds_of, table, write_section
 from shaped import SERVER, Shaped, shaped
 
 from pyps import Hyper, Store
+from pyps.remote import open_store
 from pyps.remote.keys import make_keys
 from pyps.remote.server import Server
-from pyps.remote.store import RemoteStore
 from pyps.store.codec import Codec, Encoding, fed_back
 
 HYPER = Hyper(lr=LR)
@@ -120,7 +120,7 @@ def ours(
     """whole: by exchange, else by a push and a pull."""
     with served(n, host, keys) as address:
         option = f"{'&' if '?' in address else '?'}pull={pull.name.lower()}"
-        with RemoteStore.open(address + option) as store:
+        with open_store(address + option) as store:
             store.join()
             flat = np.zeros(store.layout.flat_elements, np.float32)
             how: Encoding = fed_back(codec)

@@ -8,12 +8,10 @@ from typing import Any
 from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument
 from pyps.native import (
-    Pointer,
     check,
     fill_data_set,
     fill_policy_params,
     hyper_array,
-    owned,
     segment_name,
     u32_array,
     unsigned,
@@ -28,8 +26,8 @@ F32 = 0  # PYPS_F32, the one element type
 STATE_WORDS = 16  # PYPS_STATE_WORDS
 
 
-def create(name: str, config: Config, state: StoreState | None = None) -> Pointer:
-    """Make a segment, ready to use. With a state, config.initial must be its parameters."""
+def create(name: str, config: Config, state: StoreState | None = None) -> Any:
+    """Make a segment, ready to use: a pyps_store **. With a state, config.initial must be its parameters."""
     what = f"create {name!r}"
     c, keep = _config_struct(what, config)
     out = ffi.new("pyps_store **")
@@ -40,7 +38,7 @@ def create(name: str, config: Config, state: StoreState | None = None) -> Pointe
         check(what, lib.pyps_restore(segment_name(what, name), c, c_state, out))
         del keep_state
     del keep
-    return owned(out)
+    return out
 
 
 def _config_struct(what: str, config: Config) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Parts of a store's flat vector: how they are given, and the C core's calls that move or show them alone.
+"""Parts of a store's flat vector: how they are given.
 
 Ranges are a uint64 array [n, 2]: the first element and the count of each, in ascending order and apart.
 """
@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument
-from pyps.native import Mapping, Pointer, check, raised
 from pyps.native.values import Flat
 
 Ranges = NDArray[np.uint64]
@@ -54,40 +52,3 @@ class Packer:
         index = int(np.searchsorted(self._firsts, np.uint64(first), side="right")) - 1
         place = int(self._places[index]) + first - int(self._firsts[index])
         self._out[place : place + values.size] = values
-
-
-def pull_ranges(store: Pointer, ranges: Ranges, values: Flat) -> int:
-    """Fill `values`, fp32 [elements], with the parameters of the ranges; the version."""
-    version = ffi.new("uint64_t *")
-    to, c_ranges = ffi.from_buffer("float[]", values, require_writable=True), _pointer(ranges)
-    check("pull", lib.pyps_pull_ranges(store, c_ranges, len(ranges), to, version))
-    return int(version[0])
-
-
-def read_ranges(store: Pointer, ranges: Ranges | None, visit: Visitor, timeout: float) -> int:
-    """Show `visit` one version's parameters of the ranges (None: all), piece by piece; the version."""
-    version = ffi.new("uint64_t *")
-    handle = ffi.new_handle((store, visit))
-    c_ranges, count = (ffi.NULL, 0) if ranges is None else (_pointer(ranges), len(ranges))
-    rc = lib.pyps_read(store, c_ranges, count, lib.pyps_python_visit, handle, timeout, version)
-    if rc > 0:
-        raise raised.pop()
-    check("read", rc)
-    return int(version[0])
-
-
-def _pointer(ranges: Ranges) -> Any:
-    return ffi.from_buffer("pyps_range[]", ranges)
-
-
-@ffi.def_extern(error=1)
-def pyps_python_visit(context: Any, first: int, values: Any, count: int) -> int:
-    try:
-        store, visit = ffi.from_handle(context)
-        shown = np.asarray(Mapping(store, int(ffi.cast("uintptr_t", values)), count, np.float32))
-        shown.flags.writeable = False
-        visit(first, shown)
-    except BaseException as error:
-        raised.append(error)
-        return 1
-    return 0

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
-from pyps._native import ffi, lib
-from pyps.native import Pointer, check, struct_values
 from pyps.native.values import Role
 
 
@@ -97,28 +94,3 @@ class Status:
     turn_rank: int = -1
     scheduled: bool = False
     ranks: int = 0
-
-
-def get_status(store: Pointer) -> Status:
-    c = ffi.new("pyps_status *")
-    check("status", lib.pyps_get_status(store, c))
-    flags = {"all_joined": bool(c.all_joined), "scheduled": bool(c.scheduled)}
-    return Status(**{**struct_values(Status, c), **flags})
-
-
-def get_members(store: Pointer, capacity: int) -> list[Member]:
-    c, count = ffi.new("pyps_member[]", capacity), ffi.new("uint32_t *")
-    check("members", lib.pyps_get_members(store, c, capacity, count))
-    return [_member(c[k]) for k in range(min(count[0], capacity))]
-
-
-def _member(c: Any) -> Member:
-    rank = c.rank if c.rank >= 0 else None
-    enums = {"state": MemberState(c.state), "role": Role(c.role), "waits_for": WaitKind(c.waits_for)}
-    return Member(**{**struct_values(Member, c), **enums, "rank": rank, "staged": bool(c.staged)})
-
-
-def get_ranks(store: Pointer, ranks: int) -> list[RankCounters]:
-    c = ffi.new("pyps_rank[]", ranks)
-    check("ranks", lib.pyps_get_ranks(store, c, ranks))
-    return [RankCounters(**struct_values(RankCounters, c[k])) for k in range(ranks)]

@@ -430,6 +430,15 @@ class PushResult:
     saved_pushes: int = 0
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that went over a link, headers and numbers, and calls that were sent again."""
+
+    sent: int = 0
+    received: int = 0
+    resent: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All of one version: flat parameters, the optimizer's state vectors (flat too), and the steps that each

@@ -8,42 +8,43 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyps.errors import InputError
-from pyps.remote.address import is_address
+from pyps.native.state import StoreState
+from pyps.native.values import Config
+from pyps.remote.address import is_address, is_sharded
+from pyps.store.backend import Backend
 from pyps.store.store import Store
 
-if TYPE_CHECKING:
-    from pyps.remote.store import RemoteStore
-
-__all__ = ["as_remote", "create_store", "open_store"]
+__all__ = ["create_store", "open_store"]
 
 
-def _kind(name: str) -> type[Store]:
-    if not is_address(name):
-        return Store
+def _link(name: str, config: Config | None = None, state: StoreState | None = None) -> Backend:
     try:
-        from pyps.remote.store import RemoteStore
+        from pyps.remote.backend import RemoteBackend
+        from pyps.remote.sharded import ShardedBackend
     except ModuleNotFoundError as error:
         raise InputError("address", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
-    return RemoteStore
+    return (ShardedBackend if is_sharded(name) else RemoteBackend)(name, config, state)
 
 
-def as_remote(store: Store) -> RemoteStore | None:
-    """The store, if it is over a link; needs no ZeroMQ to say that it is not."""
-    module = sys.modules.get("pyps.remote.store")
-    return store if module is not None and isinstance(store, module.RemoteStore) else None
+def _make(name: str, config: Config, state: StoreState | None, keep: bool) -> Backend:
+    return _link(name, config, state)
 
 
 def open_store(name: str) -> Store:
     """Store.open for a segment's name, or over TCP for a "tcp://host:port/name". Raises as Store.open, and
-    InputError, LinkLost, LinkRefused.
+    InputError, LinkRefused, LinkLost: the server is gone; whether it took a push under way is then not known.
+
+    Over a link Fenced also means that the server had not heard of this worker for so long that it gave its
+    samples to others.
     """
-    return _kind(name).open(name)
+    return Store(name, _link(name)) if is_address(name) else Store.open(name)
 
 
 def create_store(name: str, tensors: Any = None, **options: Any) -> Store:
     """Store.create, which see, here or on the server's machine; the server removes what it made."""
-    return _kind(name).create(name, tensors, **options)
+    if is_address(name):
+        options["make"] = _make
+    return Store.create(name, tensors, **options)

@@ -8,9 +8,8 @@ rank begins without it, unless it is given to it (keep_residual).
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -19,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
-from pyps.errors import InvalidArgument, NotFinite, PushRejected
+from pyps.errors import InvalidArgument, NotFinite, PushRejected, StoreError
 from pyps.formats.turns import TurnSchedule
 from pyps.native.ranges import Ranges, Visitor, elements
 from pyps.native.state import FlatState, StoreState
 from pyps.native.status import Member, RankCounters, Status
+from pyps.native.transfer import Finish, Transferred, TransferRequest, spans_of
 from pyps.native.values import (
     Advice,
     Claim,
@@ -42,9 +42,10 @@ from pyps.native.values import (
     RankCost,
     Role,
     Tensor,
+    Traffic,
 )
 from pyps.remote.address import Address, parse_servers
-from pyps.remote.client import Client, Traffic
+from pyps.remote.client import Client
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
 from pyps.remote.parts import extents, packed, show
@@ -58,14 +59,6 @@ from pyps.remote.wire import (
 )
 from pyps.store.codec import Residual, decode_vector, encode, encoded_vector_bytes
 from pyps.store.marks import run_and_servers
-from pyps.store.transfer import Finish, Transferred, TransferRequest, spans_of
-
-
-class _Nothing:
-    pass
-
-
-UNMAPPED: weakref.ref[Any] = weakref.ref(_Nothing())  # dead: no view needs a segment to stay mapped
 
 
 class RemoteBackend:
@@ -75,6 +68,7 @@ class RemoteBackend:
 
     def __init__(self, address: str, config: Config | None = None, state: StoreState | None = None) -> None:
         """config, state: of a store to create there; None: to open the one that is there."""
+        self.servers, self.undone, self._joined = 1, 0, False
         self.address: Address = parse_servers(address)[0]
         self.client = Client(self.address)
         try:
@@ -114,19 +108,31 @@ class RemoteBackend:
 
     def close(self) -> None:
         """Leave and hang up."""
+        with suppress(StoreError):
+            if self._joined:
+                self.leave()
         self.client.close()
 
-    def get_layout(self) -> Layout:
+    @property
+    def layout(self) -> Layout:
         return self._opened.layout
 
-    def get_tensor(self, index: int) -> Tensor:
-        return self._opened.tensors[index]
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._opened.tensors
+
+    @property
+    def policy_params(self) -> PolicyParams:
+        return self._opened.policy_params
 
     def join(self, role: Role, rank: int) -> int:
         self._staging_taken.clear()
-        return int(self.client.call("join", role, rank)[0])
+        got = int(self.client.call("join", role, rank)[0])
+        self._joined = True
+        return got
 
     def leave(self) -> None:
+        self._joined = False
         self.client.call("leave")
 
     def rejoin(self) -> None:
@@ -145,27 +151,29 @@ class RemoteBackend:
         claim: Claim = self.client.call("start_ahead")[0]
         return claim
 
-    def pull(self, flat: Flat) -> int:
+    def pull(self, flat: Flat, ranges: Ranges | None = None) -> int:
+        if ranges is not None:
+            return self._pull_ranges(ranges, flat)
         if self.address.pull is Codec.F32:
-            version, found = self.client.call("pull")
+            version, found = self.client.call("pull", None)
         else:
             version, found = self.client.call("pull_encoded", self.address.pull)
         self._receive("pull", found, flat, self.address.pull)
         self._compute_began = time.monotonic()
         return int(version)
 
-    def pull_ranges(self, ranges: Ranges, out: Flat) -> int:
-        version, found = self.client.call("pull_ranges", len(ranges), numbers=(ranges,))
+    def _pull_ranges(self, ranges: Ranges, out: Flat) -> int:
+        version, found = self.client.call("pull", len(ranges), numbers=(ranges,))
         from_frames("pull", found, out)
         self._compute_began = time.monotonic()
         return int(version)
 
-    def read_ranges(self, ranges: Ranges | None, visit: Visitor, timeout: float) -> int:
+    def read(self, visit: Visitor, ranges: Ranges | None, timeout: float) -> int:
         """One version's parameters come over, and are shown then."""
         layout = self._opened.layout
         parts = extents(self._gaps, layout.flat_elements) if ranges is None else ranges
         out = np.empty(elements("read", parts, layout.flat_elements), np.float32)
-        version, found = self.client.call("read_ranges", len(parts), _bounded(timeout), numbers=(parts,))
+        version, found = self.client.call("read", len(parts), _bounded(timeout), numbers=(parts,))
         from_frames("read", found, out)
         show(parts, out, self._gaps, visit, layout.chunk_params)
         return int(version)
@@ -190,12 +198,11 @@ class RemoteBackend:
             raise InvalidArgument("unstage", f"staging: found {staging}; expected one that stage() returned")
         self._staging_taken.discard(staging)
 
-    def staging(self, staging: int, elements: int) -> tuple[Flat, weakref.ref[Any]]:
+    def staging(self, staging: int) -> Flat:
         flat = self._staging_buffers.get(staging)
         if flat is None:
-            flat = self._staging_buffers[staging] = np.zeros(elements, np.float32)
-        view = flat[:]  # a later holder of the staging buffer gets one that may be written again
-        return view, UNMAPPED
+            flat = self._staging_buffers[staging] = np.zeros(self.layout.flat_elements, np.float32)
+        return flat[:]  # a later holder of the staging buffer gets one that may be written again
 
     def push(self, request: PushRequest) -> PushResult:
         header, numbers, counts = self._encoded(request)
@@ -281,47 +288,44 @@ class RemoteBackend:
     def set_data_set(self, data: DataSet) -> None:
         self.client.call("set_data_set", data)
 
-    def get_policy_params(self) -> PolicyParams:
-        params: PolicyParams = self.client.call("get_policy_params")[0]
-        return params
-
     def snapshot(self, flat: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float) -> int:
         version, found = self.client.call("snapshot", len(state), _bounded(timeout))
         from_frames("snapshot", found, flat, *state, steps)
         return int(version)
 
-    def read_state(self, layout: Layout, tensors: Sequence[Tensor], timeout: float) -> FlatState:
-        (header, ranks), found = self.client.call("read_state", _bounded(timeout))
+    def state(self, timeout: float) -> FlatState:
+        layout = self.layout
+        (header, ranks), found = self.client.call("state", _bounded(timeout))
         vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + layout.states + len(ranks))]
         from_frames("state", found, *vectors)
         residuals = vectors[1 + layout.states :]
         states = tuple(vectors[1 : 1 + layout.states])
         return FlatState(header, vectors[0], states, dict(zip(ranks, residuals, strict=True)))
 
-    def get_status(self) -> Status:
-        status: Status = self.client.call("get_status")[0]
+    def status(self) -> Status:
+        status: Status = self.client.call("status")[0]
         return status
 
-    def get_members(self, capacity: int) -> list[Member]:
-        members: list[Member] = self.client.call("get_members")[0]
-        return members[:capacity]
+    def members(self) -> list[Member]:
+        members: list[Member] = self.client.call("members")[0]
+        return members
 
-    def get_ranks(self, ranks: int) -> list[RankCounters]:
-        counters: list[RankCounters] = self.client.call("get_ranks")[0]
-        return counters[:ranks]
+    def ranks(self) -> list[RankCounters]:
+        counters: list[RankCounters] = self.client.call("ranks")[0]
+        return counters
 
-    def get_costs(self, ranks: int) -> list[RankCost]:
-        costs: list[RankCost] = self.client.call("get_costs")[0]
-        return costs[:ranks]
+    def costs(self) -> list[RankCost]:
+        costs: list[RankCost] = self.client.call("costs")[0]
+        return costs
 
     def set_cost_model(self, model: CostModel) -> None:
         self.client.call("set_cost_model", model)
 
-    def get_hyper(self, groups: int) -> list[Hyper | None]:
-        constants: list[Hyper | None] = self.client.call("get_hyper")[0]
-        return constants[:groups]
+    def hyper(self) -> list[Hyper | None]:
+        constants: list[Hyper | None] = self.client.call("hyper")[0]
+        return constants
 
-    def replan(self, batches: Sequence[int], plan: int | None = None) -> None:
+    def replan(self, batches: Sequence[int], plan: int | None) -> None:
         self.client.call("replan", tuple(native.u32_array("replan", "batches", batches)), plan)
 
     def set_schedule(self, schedule: TurnSchedule) -> None:
@@ -329,6 +333,9 @@ class RemoteBackend:
 
     def wait(self, sequence: int, timeout: float) -> None:
         self.client.call("wait", sequence, _bounded(timeout))
+
+    def journal(self, path: str | None) -> None:
+        raise InvalidArgument("journal", f"{path}: the store is elsewhere, and so is its journal")
 
     def _receive(self, what: str, found: Frames, flat: Flat, codec: Codec) -> None:
         """Parameters, as they came back, to `flat`."""
@@ -427,7 +434,7 @@ class RemoteBackend:
     def _values(self, request: PushRequest) -> NDArray[Any]:
         """The push's fp32 numbers; of an encoded gradient only the averaged ones count."""
         if request.gradient is None or request.encoded:
-            return self.staging(request.staging, self._opened.layout.flat_elements)[0]
+            return self.staging(request.staging)
         return request.gradient
 
     def _without_gaps(self, request: PushRequest) -> Flat:

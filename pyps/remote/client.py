@@ -14,7 +14,6 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from pyps.errors import InputError, LinkLost, LinkRefused, StoreError
+from pyps.native.values import Traffic
 from pyps.remote.address import Address
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.keys import ClientKeys, read_client_keys
@@ -63,15 +63,6 @@ REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server does not admit this key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or only one side has keys",
 }
-
-
-@dataclass
-class Traffic:
-    """Bytes of headers and numbers, both ways, and calls that were sent again."""
-
-    sent: int = 0
-    received: int = 0
-    resent: int = 0
 
 
 class Client:

@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from pyps import native
 from pyps.errors import InvalidArgument, StoreClosed
-from pyps.native.status import get_members, get_status
+from pyps.native.local import LocalBackend
 from pyps.native.values import NO_TAG, Role, Tag
 from pyps.remote.wire import Following, LogEntry, LogKind
 from pyps.store.marks import run_and_servers
@@ -45,17 +44,16 @@ class DecisionLog:
     """The log of the head of this name, kept by its server. Any thread may call it."""
 
     def __init__(self, store: str) -> None:
-        self._pointer = native.open_segment(store)
-        native.join(self._pointer, Role.OBSERVER, -1)
-        native.reap(self._pointer)  # what an earlier server's sessions had admitted is now whole
-        layout = native.get_layout(self._pointer)
-        tensors = [native.get_tensor(self._pointer, k) for k in range(layout.tensors)]
-        marked = run_and_servers(tensors)
+        self._head = LocalBackend.open(store)
+        self._head.join(Role.OBSERVER, -1)
+        self._head.reap()  # what an earlier server's sessions had admitted is now whole
+        layout = self._head.layout
+        marked = run_and_servers(self._head.tensors)
         if marked is None:
-            native.close(self._pointer)
+            self._head.close()
             raise InvalidArgument("decisions", f"store {store!r}: found one that is on a single server")
         self.run, self.servers = marked
-        members = get_members(self._pointer, layout.max_participants)
+        members = self._head.members()
         # A segment's ids of members are never used again, so no client of an earlier server has one of these
         # numbers. A segment of another run may have the same ids: shards are asked by their run.
         self._next_client = (1 + max(member.id for member in members)) << CLIENT_BITS
@@ -66,7 +64,7 @@ class DecisionLog:
         self._base = 0  # index of the first
         self._live: set[int] = set()
         self._ticketed: dict[int, int] = {}  # by client: its last push that has a ticket
-        self.version = get_status(self._pointer).version
+        self.version = self._head.status().version
         self._first = self.version + 1  # the first version whose ticket is known
         self._find_tickets(layout.max_participants * layout.staging_buffers)
 
@@ -75,7 +73,7 @@ class DecisionLog:
         found: list[LogEntry] = []
         for version in range(self.version, max(0, self.version - kept), -1):
             try:
-                ticket = native.get_ticket(self._pointer, version)
+                ticket = self._head.ticket(version)
             except InvalidArgument:
                 break
             found.append(LogEntry(LogKind.APPLY, ticket.tag, ticket))
@@ -87,7 +85,7 @@ class DecisionLog:
         with self._changed:
             if not self._closed:
                 self._closed = True
-                native.close(self._pointer)
+                self._head.close()
                 self._changed.notify_all()
 
     @property
@@ -173,9 +171,9 @@ class DecisionLog:
 
     def _log_tickets(self, version: int | None = None) -> None:
         """Log those up to a version; None: the head's."""
-        last = get_status(self._pointer).version if version is None else version
+        last = self._head.status().version if version is None else version
         while self.version < last:
-            ticket = native.get_ticket(self._pointer, self.version + 1)
+            ticket = self._head.ticket(self.version + 1)
             if ticket.tag != NO_TAG:
                 self._ticketed[ticket.tag[0]] = ticket.tag[1]
             self.version += 1

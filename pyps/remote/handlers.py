@@ -29,11 +29,8 @@ from pyps.errors import (
 )
 from pyps.formats.mode import MAX_DEPTH
 from pyps.formats.turns import TurnSchedule
-from pyps.native import planning
-from pyps.native.create import create
-from pyps.native.ranges import Packer, elements, pull_ranges, read_ranges
-from pyps.native.state import read_state
-from pyps.native.status import Member, RankCounters, Status, get_members, get_ranks, get_status
+from pyps.native.local import LocalBackend
+from pyps.native.ranges import Packer, elements
 from pyps.native.values import (
     Advice,
     Claim,
@@ -43,12 +40,9 @@ from pyps.native.values import (
     DataSet,
     Encoding,
     Flat,
-    Hyper,
     Layout,
     PushRequest,
-    RankCost,
     Role,
-    Tensor,
 )
 from pyps.remote.creation import created_arrays
 from pyps.remote.framing import Frames, Reply, ReplyBuffers, check_size, from_frames
@@ -88,8 +82,7 @@ class Handlers:
         self.place = past
         self._site = site
         self._late = past is not None and past.role is not None and past.role is not Role.OBSERVER
-        self._pointer: native.Pointer | None = None
-        self._layout: Layout | None = None
+        self._backend: LocalBackend | None = None
         self._staging: int | None = None  # handed out and not pushed
         self.replies = ReplyBuffers()
         self._failed: PypsError | None = None  # a transfer, and with it all later ones
@@ -105,7 +98,7 @@ class Handlers:
         if self._late and verb not in ("rejoin", "leave"):
             raise self.late(verb)
         self._shards.head.check()
-        if verb not in WITHOUT_STORE and self._pointer is None:
+        if verb not in WITHOUT_STORE and self._backend is None:
             self._return()
         handler: Callable[..., Reply] = getattr(self._shards if verb in VERBS_OF_SHARDS else self, verb)
         return handler(*values, numbers) if verb in WITH_NUMBERS else handler(*values)
@@ -120,43 +113,41 @@ class Handlers:
     def close(self) -> None:
         """Leave the store; the place is remembered. Idempotent."""
         self._shards.head.forget()
-        pointer, self._pointer = self._pointer, None
+        backend, self._backend = self._backend, None
         self._staging, self._in_round = None, False
-        if pointer is not None:
-            native.close(pointer)
+        if backend is not None:
+            backend.close()
         self._shards.head.close()
 
     @property
-    def _store(self) -> native.Pointer:
-        if self._pointer is None:
+    def _store(self) -> LocalBackend:
+        if self._backend is None:
             raise InvalidArgument("call", "found no store open; expected `hello` first")
-        return self._pointer
+        return self._backend
 
     @property
     def layout(self) -> Layout:
-        if self._layout is None:
-            self._layout = native.get_layout(self._store)
-        return self._layout
+        return self._store.layout
 
     def _return(self) -> None:
         """After the session left: open the store again, and give an observer its place."""
         if self.place is None:
             raise InvalidArgument("call", "found no store open; expected `hello` first")
-        self._pointer = native.open_segment(self._site.store)
+        self._backend = LocalBackend.open(self._site.store)
         if self.place.role is Role.OBSERVER:
-            native.join(self._pointer, Role.OBSERVER, -1)
+            self._backend.join(Role.OBSERVER, -1)
 
     def _check_caller(self, protocol: int, name: str) -> None:
         if protocol != PROTOCOL:
             raise InvalidArgument("hello", f"protocol: found {protocol}; expected {PROTOCOL}")
         if name != self._site.store:
             raise SegmentNotFound("hello", f"store: found {name[:80]!r}; this server's is another")
-        if self._pointer is not None:
+        if self._backend is not None:
             raise InvalidArgument("hello", "found a second one; expected one for each session")
 
     def hello(self, protocol: int, name: str) -> Reply:
         self._check_caller(protocol, name)
-        self._pointer = native.open_segment(name)
+        self._backend = LocalBackend.open(name)
         self.place = Place()
         return self._opened()
 
@@ -164,7 +155,7 @@ class Handlers:
         self._check_caller(protocol, name)
         request, initial, state = created_arrays(request_bytes, numbers)
         options = {f.name: getattr(request, f.name) for f in fields(Config) if f.name != "initial"}
-        self._pointer = create(name, Config(initial=initial, **options), state)
+        self._backend = LocalBackend.create(name, Config(initial=initial, **options), state)
         self.place = Place()
         self._site.created()
         self._site.shards.open_log()
@@ -173,90 +164,94 @@ class Handlers:
 
     def _opened(self) -> Reply:
         self._site.opened(self.layout)
-        tensors: list[Tensor] = [native.get_tensor(self._store, k) for k in range(self.layout.tensors)]
-        site = self._site
-        return OpenReply(site.server, site.client_timeout_seconds, self.layout, tuple(tensors)), ()
+        site, store = self._site, self._store
+        return OpenReply(
+            site.server, site.client_timeout_seconds, store.layout, store.tensors, store.policy_params
+        ), ()
 
     def join(self, role: Role, rank: int) -> Reply:
         """Join, waiting for a rank whose worker has died until its silence was noticed."""
         deadline = time.monotonic() + 1.5 * self._site.client_timeout_seconds
         while True:
-            sequence = get_status(self._store).sequence
+            sequence = self._store.status().sequence
             try:
-                got = native.join(self._store, role, rank)
+                got = self._store.join(role, rank)
                 break
             except Busy:
                 if (left := deadline - time.monotonic()) <= 0.0:
                     raise
                 with contextlib.suppress(TimedOut):
-                    native.wait(self._store, sequence, left)
+                    self._store.wait(sequence, left)
         self.place, self._staging, self._in_round = Place(role, got), None, False
         return got, ()
 
     def leave(self) -> Reply:
         self._shards.head.forget()
-        if self._pointer is not None:
-            native.leave(self._pointer)
+        if self._backend is not None:
+            self._backend.leave()
         self.place, self._late, self._staging = Place(), False, None
         return None, ()
 
     def rejoin(self) -> Reply:
         if not self._late:
-            native.rejoin(self._store)
+            self._store.rejoin()
         elif self.place is not None and self.place.role is not None:
-            pointer = native.open_segment(self._site.store)
+            backend = LocalBackend.open(self._site.store)
             try:
-                native.join(pointer, self.place.role, self.place.rank)
+                backend.join(self.place.role, self.place.rank)
             except BaseException:
-                native.close(pointer)
+                backend.close()
                 raise
-            self._pointer, self._late = pointer, False
+            self._backend, self._late = backend, False
         self._staging, self._in_round, self._failed = None, False, None
         self._shards.head.forget()
         return None, ()
 
     def reap(self) -> Reply:
-        return native.reap(self._store), ()
+        return self._store.reap(), ()
 
     def start(self, timeout: float) -> Reply:
         self._failed = None
         self._shards.head.start()
-        claim: Claim = native.start(self._store, timeout)
+        claim: Claim = self._store.start(timeout)
         return claim, ()
 
     def start_ahead(self) -> Reply:
-        claim: Claim = native.start_ahead(self._store)
+        claim: Claim = self._store.start_ahead()
         return claim, ()
 
-    def pull(self) -> Reply:
+    def pull(self, count: int | None = None, numbers: Frames = ()) -> Reply:
+        """count: of the ranges; None: all parameters."""
+        if count is not None:
+            return self._pull_ranges(count, numbers)
+        check_size("pull", numbers, 0)
         flat = self.replies.take(np.float32, self.layout.flat_elements)
-        version = native.pull(self._store, flat)
+        version = self._store.pull(flat)
         self._keep_pulled(version, flat)
         return version, (flat,)
 
-    def pull_ranges(self, count: int, numbers: Frames) -> Reply:
+    def _pull_ranges(self, count: int, numbers: Frames) -> Reply:
         parts, rest = sent_ranges("pull", count, numbers, self.layout.flat_elements)
         check_size("pull", rest, 0)
         out = self.replies.take(np.float32, elements("pull", parts, self.layout.flat_elements))
-        return pull_ranges(self._store, parts, out), (out,)
+        return self._store.pull(out, parts), (out,)
 
-    def read_ranges(self, count: int, timeout: float, numbers: Frames) -> Reply:
+    def read(self, count: int, timeout: float, numbers: Frames) -> Reply:
         parts, rest = sent_ranges("read", count, numbers, self.layout.flat_elements)
         check_size("read", rest, 0)
         out = self.replies.take(np.float32, elements("read", parts, self.layout.flat_elements))
-        return read_ranges(self._store, parts, Packer(parts, out), timeout), (out,)
+        return self._store.read(Packer(parts, out), parts, timeout), (out,)
 
     def pull_encoded(self, codec: Codec) -> Reply:
         data = self.replies.take(np.uint8, encoded_vector_bytes(codec, self.layout))
-        version = native.pull_encoded(self._store, codec, data)
+        version = self._store.pull_encoded(codec, data)
         if self._needs_base_params:
             self._keep_pulled(version, decode_vector(data, codec, self.layout))
         return version, (data,)
 
     @cached_property
     def _needs_base_params(self) -> bool:
-        params = native.get_policy_params(self._store)
-        return native.policy_needs(self.layout.policy, params).needs_base_params
+        return native.policy_needs(self.layout.policy, self._store.policy_params).needs_base_params
 
     def _keep_pulled(self, version: int, flat: Flat) -> None:
         """Where the policy needs base parameters, they need not travel back with their gradient."""
@@ -278,7 +273,7 @@ class Handlers:
         return found
 
     def push(self, header: PushHeader, numbers: Frames) -> Reply:
-        result = self._pushed(header, numbers, lambda request: native.push(self._store, request))
+        result = self._pushed(header, numbers, lambda request: self._store.push(request))
         return result, ()
 
     def exchange(self, header: PushHeader, back: Codec, numbers: Frames) -> Reply:
@@ -286,7 +281,7 @@ class Handlers:
             (result, _), (version, frames) = self.push(header, numbers), self.pull_encoded(back)
             return (result, version), frames
         flat = self.replies.take(np.float32, self.layout.flat_elements)
-        both = self._pushed(header, numbers, lambda request: native.exchange(self._store, request, flat))
+        both = self._pushed(header, numbers, lambda request: self._store.exchange(request, flat))
         self._keep_pulled(both[1], flat)
         return both, (flat,)
 
@@ -305,7 +300,7 @@ class Handlers:
     def _transfer(self, header: TransferHeader, numbers: Frames) -> Reply:
         began, result, pulled = time.monotonic(), None, None
         if header.max_samples is not None:
-            native.set_max_samples(self._store, header.max_samples)
+            self._store.set_max_samples(header.max_samples)
         with contextlib.suppress(PushRejected):
             if header.exchange and header.codec is Codec.F32:
                 (result, version), frames = self.exchange(header.push, header.codec, numbers)
@@ -317,7 +312,7 @@ class Handlers:
         try:
             if pulled is None and header.exchange:
                 pulled = self._pull_as(header.codec)
-            while len(claims) < header.claims and (claim := native.start_ahead(self._store)).count:
+            while len(claims) < header.claims and (claim := self._store.start_ahead()).count:
                 claims.append(claim)
             version, frames = pulled or self._pull_as(header.codec)
         except Fenced as error:
@@ -342,7 +337,7 @@ class Handlers:
             found = f"hyper: found {len(header.hyper)}; expected {self.layout.groups}, one for each group"
             raise InvalidArgument("push", found)
         if self._staging is None:
-            self._staging = native.stage(self._store, native.timeout_seconds(header.timeout))
+            self._staging = self._store.stage(native.timeout_seconds(header.timeout))
         codec = header.encoding.codec if header.samples else Codec.F32
         fields = {name: getattr(header, name) for name in header.__struct_fields__}
         fields |= {"encoding": Encoding(codec, nonfinite=header.encoding.nonfinite), "ranges": None}
@@ -377,31 +372,28 @@ class Handlers:
         }
 
     def _fill(self, staging: int, codec: Codec, numbers: Frames) -> None:
-        flat, _ = native.staging(self._store, staging, self.layout.flat_elements)
+        flat = self._store.staging(staging)
         if codec is Codec.F32:
             from_frames("push", numbers, flat)
         else:
             trained = self.layout.trained_elements
-            codes, _ = native.staging_codes(self._store, staging, encoded_bytes(codec, trained))
+            codes = self._store.staging_codes(staging, encoded_bytes(codec, trained))
             from_frames("push", numbers, codes, flat[trained:])
 
     def should_continue(self, done: int, following: int) -> Reply:
-        advice = native.should_continue(self._store, done, following)
+        advice = self._store.should_continue(done, following)
         if advice is Advice.ABORT:  # the store has taken its staging buffers back
             self._staging, self._in_round = None, False
             self._shards.head.abandon()
         return advice, ()
 
     def set_max_samples(self, most: int) -> Reply:
-        native.set_max_samples(self._store, most)
+        self._store.set_max_samples(most)
         return None, ()
 
     def set_data_set(self, data: DataSet) -> Reply:
-        native.set_data_set(self._store, data)
+        self._store.set_data_set(data)
         return None, ()
-
-    def get_policy_params(self) -> Reply:
-        return native.get_policy_params(self._store), ()
 
     def snapshot(self, states: int, timeout: float) -> Reply:
         layout = self.layout
@@ -409,48 +401,42 @@ class Handlers:
             raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {layout.states}")
         vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + states)]
         steps = np.empty(layout.chunks, np.float64)
-        version = native.snapshot(self._store, vectors[0], vectors[1:], steps, timeout)
+        version = self._store.snapshot(vectors[0], vectors[1:], steps, timeout)
         self._keep_pulled(version, vectors[0])
         return version, (*vectors, steps)
 
-    def read_state(self, timeout: float) -> Reply:
-        tensors = [native.get_tensor(self._store, k) for k in range(self.layout.tensors)]
-        found = read_state(self._store, self.layout, tensors, timeout)
+    def state(self, timeout: float) -> Reply:
+        found = self._store.state(timeout)
         ranks = tuple(found.residuals)
         return (found.header, ranks), (found.parameters, *found.vectors, *found.residuals.values())
 
-    def get_status(self) -> Reply:
-        status: Status = get_status(self._store)
-        return status, ()
+    def status(self) -> Reply:
+        return self._store.status(), ()
 
-    def get_members(self) -> Reply:
-        members: list[Member] = get_members(self._store, self.layout.max_participants)
-        return members, ()
+    def members(self) -> Reply:
+        return self._store.members(), ()
 
-    def get_ranks(self) -> Reply:
-        ranks: list[RankCounters] = get_ranks(self._store, get_status(self._store).ranks)
-        return ranks, ()
+    def ranks(self) -> Reply:
+        return self._store.ranks(), ()
 
-    def get_costs(self) -> Reply:
-        costs: list[RankCost] = planning.get_costs(self._store, get_status(self._store).ranks)
-        return costs, ()
+    def costs(self) -> Reply:
+        return self._store.costs(), ()
 
     def set_cost_model(self, model: CostModel) -> Reply:
-        planning.set_cost_model(self._store, model)
+        self._store.set_cost_model(model)
         return None, ()
 
-    def get_hyper(self) -> Reply:
-        constants: list[Hyper | None] = native.get_hyper(self._store, self.layout.groups)
-        return constants, ()
+    def hyper(self) -> Reply:
+        return self._store.hyper(), ()
 
     def replan(self, batches: tuple[int, ...], plan: int | None) -> Reply:
-        planning.replan(self._store, batches, plan)
+        self._store.replan(batches, plan)
         return None, ()
 
     def set_schedule(self, schedule: TurnSchedule) -> Reply:
-        native.set_schedule(self._store, schedule)
+        self._store.set_schedule(schedule)
         return None, ()
 
     def wait(self, sequence: int, timeout: float) -> Reply:
-        native.wait(self._store, sequence, timeout)
+        self._store.wait(sequence, timeout)
         return None, ()

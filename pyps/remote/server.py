@@ -25,6 +25,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from pyps import native
 from pyps.errors import InputError, LinkLost, SegmentNotFound, StoreError
+from pyps.native.local import LocalBackend
 from pyps.native.values import Layout
 from pyps.profiler.host_memory import cpu_free_bytes, disable_malloc_trim
 from pyps.remote.address import Address, check_store_name, endpoint_parts, is_loopback
@@ -122,7 +123,7 @@ class Server:
             self._shards,
         )
         self._created = self._closed = self._stopping = False
-        self._held: native.Pointer | None = None
+        self._held: LocalBackend | None = None
         self._hold()
         self._outbox = Outbox()
         memory = int(MEMORY_SHARE * cpu_free_bytes())
@@ -244,7 +245,7 @@ class Server:
     def _hold(self) -> None:
         """Keep the store open, so that `pyps shm gc` spares it while there is no client."""
         with contextlib.suppress(StoreError):
-            self._held = native.open_segment(self.store)
+            self._held = LocalBackend.open(self.store)
 
     def _note_opened(self, layout: Layout) -> None:
         self._hold()

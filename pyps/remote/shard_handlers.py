@@ -24,8 +24,19 @@ from pyps.errors import (
     SegmentNotFound,
     StoreError,
 )
-from pyps.native.state import StateHeader, read_state
-from pyps.native.values import Claim, Codec, Config, Encoding, Layout, PushRequest, PushResult, Tag
+from pyps.native.local import LocalBackend
+from pyps.native.state import StateHeader
+from pyps.native.values import (
+    Claim,
+    Codec,
+    Config,
+    Encoding,
+    Layout,
+    PolicyParams,
+    PushRequest,
+    PushResult,
+    Tag,
+)
 from pyps.remote.creation import created_arrays
 from pyps.remote.decisions import DecisionLog
 from pyps.remote.framing import Frames, Reply
@@ -117,7 +128,7 @@ class HeadSession:
             self._failed = StoreError("push", "an earlier transfer failed: a server did not take its part")
         log.settle(tag)
 
-    def commit(self, store: native.Pointer, header: CommitHeader) -> TransferReply:
+    def commit(self, store: LocalBackend, header: CommitHeader) -> TransferReply:
         """Push, claim ahead and pin, as far as the header says. Raises as Store.push."""
         log, tag = self._entered(header.seq)
         try:
@@ -133,11 +144,11 @@ class HeadSession:
                 log.settle(tag)
 
     def _committed(
-        self, store: native.Pointer, header: CommitHeader, log: DecisionLog, tag: Tag
+        self, store: LocalBackend, header: CommitHeader, log: DecisionLog, tag: Tag
     ) -> TransferReply:
-        began, result, layout = time.monotonic(), None, native.get_layout(store)
+        began, result, layout = time.monotonic(), None, store.layout
         if header.max_samples is not None:
-            native.set_max_samples(store, header.max_samples)
+            store.set_max_samples(header.max_samples)
         if header.push is not None:
             with contextlib.suppress(*((PushRejected,) if header.rejectable else ())):
                 result = self._pushed(store, layout, header.push, tag)
@@ -145,42 +156,40 @@ class HeadSession:
         claims: list[Claim] = []
         version: int | None = None
         try:
-            while len(claims) < header.claims and (claim := native.start_ahead(store)).count:
+            while len(claims) < header.claims and (claim := store.start_ahead()).count:
                 claims.append(claim)
             if header.pin is not None:
                 small = np.empty(layout.flat_elements, np.float32)
-                version = log.pin(tag, header.pin, lambda: native.pull(store, small))
+                version = log.pin(tag, header.pin, lambda: store.pull(small))
         except Fenced as error:
             if result is None:
                 raise
             self._failed, version = error, None
         return TransferReply(result, tuple(claims), version, pushed)
 
-    def _pushed(self, store: native.Pointer, layout: Layout, header: PushHeader, tag: Tag) -> PushResult:
+    def _pushed(self, store: LocalBackend, layout: Layout, header: PushHeader, tag: Tag) -> PushResult:
         """Push zeros to the head: its decision is that of the whole."""
         if len(header.hyper) != layout.groups:
             found = f"hyper: found {len(header.hyper)}; expected {layout.groups}, one for each group"
             raise InvalidArgument("push", found)
         if self._staging is None:
-            self._staging = native.stage(store, native.timeout_seconds(header.timeout))
+            self._staging = store.stage(native.timeout_seconds(header.timeout))
         values = {name: getattr(header, name) for name in header.__struct_fields__}
         values |= {"encoding": Encoding(Codec.F32), "ranges": None, "tag": tag}
         try:
-            result = native.push(store, PushRequest(self._staging, **values))
+            result = store.push(PushRequest(self._staging, **values))
         except (Fenced, PushRejected):
             self._staging = None
             raise
         self._staging = None
         return result
 
-    def pin_state(self, store: native.Pointer, seq: int, timeout: float) -> StateHeader:
+    def pin_state(self, store: LocalBackend, seq: int, timeout: float) -> StateHeader:
         """Pin all of one version, and what the head's state is at that version."""
-        layout = native.get_layout(store)
-        tensors = [native.get_tensor(store, k) for k in range(layout.tensors)]
         found: list[StateHeader] = []
 
         def read() -> int:
-            found.append(read_state(store, layout, tensors, timeout).header)
+            found.append(store.state(timeout).header)
             return found[-1].version
 
         log, tag = self._entered(seq)
@@ -191,7 +200,7 @@ class HeadSession:
 class ShardCalls:
     """The calls by their names on the link, of one session. store: gives its handle of the head's store."""
 
-    def __init__(self, site: Site, store: Callable[[], native.Pointer]) -> None:
+    def __init__(self, site: Site, store: Callable[[], LocalBackend]) -> None:
         self.head = HeadSession(site.shards)
         self._site, self._store = site, store
 
@@ -292,4 +301,6 @@ class ShardCalls:
 
     def _opened(self) -> Reply:
         shard, site = self._site.shards.shard, self._site
-        return OpenReply(site.server, site.client_timeout_seconds, shard.layout, shard.tensors), ()
+        return OpenReply(
+            site.server, site.client_timeout_seconds, shard.layout, shard.tensors, PolicyParams()
+        ), ()

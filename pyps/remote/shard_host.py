@@ -10,6 +10,7 @@ from typing import Any
 
 from pyps import native
 from pyps.errors import Busy, InvalidArgument, LinkLost, SegmentNotFound, StoreClosed, StoreError, TimedOut
+from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
 from pyps.native.values import Config, Layout
 from pyps.remote.address import parse_address
@@ -80,14 +81,11 @@ class ShardHost:
     def open_log(self) -> None:
         """Begin the log if the store is a head."""
         try:
-            pointer = native.open_segment(self._store)
+            found = LocalBackend.open(self._store)
         except StoreError:
             return  # none yet, or a damaged one: clients that open it get the error
-        try:
-            layout = native.get_layout(pointer)
-            marked = run_and_servers([native.get_tensor(pointer, layout.tensors - 1)])
-        finally:
-            native.close(pointer)
+        marked = run_and_servers(found.tensors)
+        found.close()
         with self._lock:
             if marked is not None and self._log is None and not self._closed:
                 self._log = DecisionLog(self._store)

@@ -31,9 +31,8 @@ from pyps.errors import (
     StoreError,
     TimedOut,
 )
-from pyps.native.create import create
+from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
-from pyps.native.status import get_status
 from pyps.native.values import Codec, Config, Encoding, Flat, PushRequest, Role, Tag
 from pyps.remote.decisions import Decisions
 from pyps.remote.framing import Frames, check_size, from_frames
@@ -74,8 +73,8 @@ class Pinned:
 
 
 def create_shard(name: str, config: Config, state: StoreState | None) -> None:
-    """Make a shard's segment. Raises as pyps.native.create."""
-    native.close(create(name, config, state))
+    """Make a shard's segment. Raises as pyps.native.create.create."""
+    LocalBackend.create(name, config, state).close()
     for path in staged_paths(name):  # of an earlier run
         path.unlink(missing_ok=True)
 
@@ -86,23 +85,22 @@ class ShardStore:
     def __init__(self, name: str, source: LogSource) -> None:
         self.name = name
         self._source = source
-        self._pointer = native.open_segment(name)
+        self._applier = LocalBackend.open(name)
         try:
-            native.join(self._pointer, Role.WORKER, 0)
-            native.reap(self._pointer)
-            self.layout = native.get_layout(self._pointer)
-            self.tensors = tuple(native.get_tensor(self._pointer, k) for k in range(self.layout.tensors))
-            self._watcher = native.open_segment(name)  # pulls what is there, without looking ahead
-            native.join(self._watcher, Role.OBSERVER, -1)
+            self._applier.join(Role.WORKER, 0)
+            self._applier.reap()
+            self.layout, self.tensors = self._applier.layout, self._applier.tensors
+            self._watcher = LocalBackend.open(name)  # pulls what is there, without looking ahead
+            self._watcher.join(Role.OBSERVER, -1)
             marked = run_and_servers(self.tensors)
             if marked is None:
                 raise InvalidArgument("shard", f"store {name!r}: found one that is not a shard")
             self._staged = StagedGradients(name, 4 * self.layout.flat_elements)
         except BaseException:
-            native.close(self._pointer)
+            self._applier.close()
             raise
         self.run, self.servers = marked
-        self.version = get_status(self._pointer).version
+        self.version = self._applier.status().version
         self._changed = threading.Condition()  # guards what follows, and the staged gradients
         self._filling: dict[int, int] = {}  # by client: gradients that are being written
         self._pins: dict[Tag, Pinned] = {}
@@ -126,8 +124,8 @@ class ShardStore:
         self._thread.join()
         self._source.close()
         self._staged.close(remove)
-        native.close(self._watcher)
-        native.close(self._pointer)
+        self._watcher.close()
+        self._applier.close()
         if remove:
             with suppress(StoreError):
                 native.unlink(self.name, force=True)
@@ -343,10 +341,10 @@ class ShardStore:
                 "shard", f"version {ticket.version} cannot be applied after {self.version}: {known}"
             )
         try:
-            native.start(self._pointer, native.STORE_TIMEOUT)
-            result = native.push(self._pointer, self._request(file.header, file.numbers, entry))
+            self._applier.start(native.STORE_TIMEOUT)
+            result = self._applier.push(self._request(file.header, file.numbers, entry))
         except OutOfSpace:
-            native.rejoin(self._pointer)  # gives back what was begun, for the next try
+            self._applier.rejoin()  # gives back what was begun, for the next try
             raise
         if result.version != ticket.version:
             raise StoreError("shard", f"version {ticket.version} became {result.version} here")
@@ -356,11 +354,11 @@ class ShardStore:
             self._changed.notify_all()
 
     def _request(self, header: PushHeader, numbers: NDArray[np.uint8], entry: LogEntry) -> PushRequest:
-        staging, codec = native.stage(self._pointer, native.STORE_TIMEOUT), header.encoding.codec
+        staging, codec = self._applier.stage(native.STORE_TIMEOUT), header.encoding.codec
         gradient: NDArray[Any] = numbers.view(np.float32) if codec is Codec.F32 else numbers
         averaged = self.layout.averaged_elements
         if codec is not Codec.F32 and averaged:
-            flat, _ = native.staging(self._pointer, staging, self.layout.flat_elements)
+            flat = self._applier.staging(staging)
             flat[self.layout.trained_elements :] = numbers[-4 * averaged :].view(np.float32)
             gradient = numbers[: -4 * averaged]
         return PushRequest(
@@ -381,11 +379,11 @@ class ShardStore:
         layout = self.layout
         flat = np.empty(layout.flat_elements, np.float32)
         if not whole_state:
-            version, pinned = native.pull(self._watcher, flat), Pinned(self.version, flat)
+            version, pinned = self._watcher.pull(flat), Pinned(self.version, flat)
         else:
             states = tuple(np.empty(layout.flat_elements, np.float32) for _ in range(layout.states))
             steps = np.empty(layout.chunks, np.float64)
-            version = native.snapshot(self._watcher, flat, states, steps, native.STORE_TIMEOUT)
+            version = self._watcher.snapshot(flat, states, steps, native.STORE_TIMEOUT)
             pinned = Pinned(self.version, flat, states, steps)
         if version != self.version:
             raise StoreError("shard", f"found version {version} in the store; expected {self.version}")

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pyps.errors import Fenced, InvalidArgument, NotFinite, NotReady, SegmentExists, ShardLost
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import VECTORS, FlatState, StateHeader, StoreState
+from pyps.native.transfer import Finish, Transferred, TransferRequest, spans_of
 from pyps.native.values import (
     Codec,
     Config,
@@ -33,11 +34,11 @@ from pyps.native.values import (
     PushResult,
     Role,
     Tag,
-    Tensor,
+    Traffic,
 )
 from pyps.remote.address import parse_servers
 from pyps.remote.backend import RemoteBackend
-from pyps.remote.client import Client, Traffic
+from pyps.remote.client import Client
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
 from pyps.remote.shards import (
@@ -64,7 +65,6 @@ from pyps.remote.wire import (
     TransferReply,
 )
 from pyps.store.codec import decode_vector, encode, encoded_vector_bytes
-from pyps.store.transfer import Finish, Transferred, TransferRequest, spans_of
 
 PINNED_SECONDS = 60.0  # for a shard to reach a version that the first server has decided
 PartNumbers = list[tuple[NDArray[Any], ...]]  # of a gradient, one for each shard
@@ -79,10 +79,10 @@ class ShardedBackend(RemoteBackend):
         self._cut: Cut
         self._layouts: tuple[Layout, ...] = ()
         self._client = 0
-        self.undone = 0  # see StoreHandle
         self._numbers = count(1)  # of pushes and pins
         try:
             super().__init__(address, config, state)
+            self.servers = len(self._servers)
         except BaseException:
             self._hang_up()
             raise
@@ -102,7 +102,7 @@ class ShardedBackend(RemoteBackend):
         try:
             return self._opened_as(whole, reply, self._take("open_shard", posted))
         except NotReady as error:
-            members = self.client.call("get_members")[0]
+            members = self.client.call("members")[0]
             if any(member.id and member.role is not Role.OBSERVER for member in members):
                 raise ShardLost("open", error.message) from None
             raise
@@ -149,7 +149,7 @@ class ShardedBackend(RemoteBackend):
             present = whole is not None and self._are_there(whole.run)
             if whole is None or present:
                 raise SegmentExists("create", f"{name!r}: found it at {self.address}")
-            self.undone = max(0, probe.call("get_status")[0].version - version)
+            self.undone = max(0, probe.call("status")[0].version - version)
             self.client.call("remove_head", PROTOCOL, name, whole.run)
         finally:
             probe.close()
@@ -193,7 +193,11 @@ class ShardedBackend(RemoteBackend):
                 found = f"found {layout.flat_elements} elements in a shard; expected {shard.elements}"
                 raise InvalidArgument("open", f"store {self.address.store!r}: {found}")
         return OpenReply(
-            head.server, head.client_timeout_seconds, whole.layout(head.layout, self._layouts), whole.tensors
+            head.server,
+            head.client_timeout_seconds,
+            whole.layout(head.layout, self._layouts),
+            whole.tensors,
+            head.policy_params,
         )
 
     def close(self) -> None:
@@ -218,7 +222,9 @@ class ShardedBackend(RemoteBackend):
         super().rejoin()
         self._client = int(self.client.call("enter")[0])
 
-    def pull(self, flat: Flat) -> int:
+    def pull(self, flat: Flat, ranges: Ranges | None = None) -> int:
+        if ranges is not None:
+            _refuse_ranges("pull")
         seq = next(self._numbers)
         reply: TransferReply = self.client.call("commit", CommitHeader(seq, pin=LogKind.PIN))[0]
         self._fetch(seq, flat, self.address.pull)
@@ -247,10 +253,7 @@ class ShardedBackend(RemoteBackend):
         out[codes.size :].view(np.float32)[:] = flat[trained:]
         return version
 
-    def pull_ranges(self, ranges: Ranges, out: Flat) -> int:
-        _refuse_ranges("pull")
-
-    def read_ranges(self, ranges: Ranges | None, visit: Visitor, timeout: float) -> int:
+    def read(self, visit: Visitor, ranges: Ranges | None, timeout: float) -> int:
         _refuse_ranges("read")
 
     def push(self, request: PushRequest) -> PushResult:
@@ -413,7 +416,8 @@ class ShardedBackend(RemoteBackend):
             from_frames("snapshot", found, *vectors, steps[at : at + layout.chunks])
             at += layout.chunks
 
-    def read_state(self, layout: Layout, tensors: Sequence[Tensor], timeout: float) -> FlatState:
+    def state(self, timeout: float) -> FlatState:
+        layout = self.layout
         seq = next(self._numbers)
         header: StateHeader = self.client.call("pin_state", seq, min(max(timeout, 0.0), MAX_CALL_SECONDS))[0]
         flat = np.empty(layout.flat_elements, np.float32)

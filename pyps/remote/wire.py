@@ -57,7 +57,7 @@ from pyps.native.values import (
     Ticket,
 )
 
-PROTOCOL = 4
+PROTOCOL = 5
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them
@@ -151,6 +151,7 @@ class OpenReply(msgspec.Struct, frozen=True):
     client_timeout_seconds: float
     layout: Layout
     tensors: tuple[Tensor, ...]
+    policy_params: PolicyParams
 
 
 class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,7 +182,7 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A step's way there and back: a push, claims of later steps, a pull (pyps.store.transfer)."""
+    """A step's way there and back: a push, claims of later steps, a pull (pyps.native.transfer)."""
 
     push: PushHeader
     codec: Codec
@@ -191,7 +192,7 @@ class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferReply(msgspec.Struct, frozen=True):
-    """As pyps.store.transfer.Transferred. push_seconds: of the push, at the server."""
+    """As pyps.native.transfer.Transferred. push_seconds: of the push, at the server."""
 
     result: PushResult | None
     claims: tuple[Claim, ...]
@@ -269,24 +270,22 @@ VERBS: Mapping[str, Verb] = {
     "reap": Verb(tuple[()], int),
     "start": Verb(tuple[CallSeconds], Claim),
     "start_ahead": Verb(tuple[()], Claim),
-    "pull": Verb(tuple[()], int),
+    "pull": Verb(tuple[Count | None], int),
     "pull_encoded": Verb(tuple[Codec], int),
-    "pull_ranges": Verb(tuple[Count], int),
-    "read_ranges": Verb(tuple[Count, CallSeconds], int),
+    "read": Verb(tuple[Count, CallSeconds], int),
     "push": Verb(tuple[PushHeader], PushResult),
     "exchange": Verb(tuple[PushHeader, Codec], tuple[PushResult, int]),
     "transfer": Verb(tuple[TransferHeader], TransferReply),
     "should_continue": Verb(tuple[Count, Count], Advice),
     "set_max_samples": Verb(tuple[Count], None),
     "set_data_set": Verb(tuple[DataSet], None),
-    "get_policy_params": Verb(tuple[()], PolicyParams),
     "snapshot": Verb(tuple[Count, CallSeconds], int),
-    "read_state": Verb(tuple[CallSeconds], tuple[StateHeader, tuple[Count, ...]]),
-    "get_status": Verb(tuple[()], Status),
-    "get_members": Verb(tuple[()], list[Member]),
-    "get_ranks": Verb(tuple[()], list[RankCounters]),
-    "get_hyper": Verb(tuple[()], list[Hyper | None]),
-    "get_costs": Verb(tuple[()], list[RankCost]),
+    "state": Verb(tuple[CallSeconds], tuple[StateHeader, tuple[Count, ...]]),
+    "status": Verb(tuple[()], Status),
+    "members": Verb(tuple[()], list[Member]),
+    "ranks": Verb(tuple[()], list[RankCounters]),
+    "hyper": Verb(tuple[()], list[Hyper | None]),
+    "costs": Verb(tuple[()], list[RankCost]),
     "set_cost_model": Verb(tuple[CostModel], None),
     "replan": Verb(tuple[tuple[Count, ...], Position | None], None),
     "set_schedule": Verb(tuple[TurnSchedule], None),
@@ -315,8 +314,8 @@ WITH_NUMBERS = (
     "exchange",
     "transfer",
     "create",
-    "pull_ranges",
-    "read_ranges",
+    "pull",
+    "read",
     "create_shard",
     "stage",
 )

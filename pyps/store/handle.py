@@ -13,41 +13,65 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, overload
+from typing import NoReturn, Self
 
 from pyps import native
-from pyps.errors import Forked, SegmentNotFound, StoreClosed, StoreError
-from pyps.native import planning
+from pyps.errors import Forked, StoreClosed
 from pyps.native.state import split
-from pyps.native.status import Member, RankCounters, Status, get_members, get_ranks, get_status
-from pyps.native.values import Flat, Hyper, Layout, PolicyNeeds, PolicyParams, RankCost, Tensor
+from pyps.native.status import Member, RankCounters, Status
+from pyps.native.values import Flat, Hyper, PolicyNeeds, PolicyParams, RankCost, Traffic
+from pyps.store.backend import Backend
 from pyps.store.staging import StagingBuffer
 
-T = TypeVar("T")
+
+class Turns:
+    """`with turns as backend`: one thread at a time has the backend, in the process that opened it."""
+
+    __slots__ = ("_backend", "_lock", "_pid", "name")
+
+    def __init__(self, name: str, backend: Backend) -> None:
+        self.name = name
+        self._backend: Backend | None = backend
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    def __enter__(self) -> Backend:
+        """Raises StoreClosed, Forked."""
+        if os.getpid() != self._pid:  # the lock may be held for ever
+            opened = f"opened by process {self._pid}, used by its child {os.getpid()}"
+            raise Forked(f"store {self.name!r}", opened)
+        self._lock.acquire()
+        if self._backend is None:
+            self._lock.release()
+            raise StoreClosed(f"store {self.name!r}", "it is closed")
+        return self._backend
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    @property
+    def ended(self) -> bool:
+        return self._backend is None
+
+    def end(self) -> None:
+        """There is no backend any more. In a turn, or in a forked child."""
+        self._backend = None
 
 
 class StoreHandle:
     """A store that this process has open; `pyps.Store` is made of it."""
 
-    def __init__(self, name: str, pointer: native.Pointer, *, unlinks: bool) -> None:
+    def __init__(self, name: str, backend: Backend) -> None:
         self.name = name
         self.rank: int | None = None
-        self._pointer: native.Pointer | None = pointer
-        self._unlinks = unlinks
+        self.layout, self.tensors, self._params = backend.layout, backend.tensors, backend.policy_params
+        self.servers, self.undone = backend.servers, backend.undone
+        self._calls = Turns(name, backend)
+        self._looks = Turns(name, backend)  # held while the mapping may change, and by each look at it
         self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._observing = threading.RLock()  # held while the mapping may change, and by each look at it
         self._staging_buffers: dict[int, StagingBuffer] = {}
         self._drawn = 0, 0  # the first sample last claimed, and the pushes rounded stochastically since
-        self._views: list[weakref.ref[native.Mapping]] = []
-        self.layout: Layout = self._call(native.get_layout)
-        self.tensors: tuple[Tensor, ...] = tuple(
-            self._call(native.get_tensor, index) for index in range(self.layout.tensors)
-        )
 
     def __enter__(self) -> Self:
         return self
@@ -57,12 +81,7 @@ class StoreHandle:
 
     @property
     def closed(self) -> bool:
-        return self._pointer is None
-
-    @property
-    def undone(self) -> int:
-        """Pushes that making this store has undone: of one that had lost shards, after the state given."""
-        return 0
+        return self._calls.ended
 
     def close(self) -> None:
         """Leave, unmap (when the last view is gone), and remove the name if this Store created it.
@@ -70,99 +89,76 @@ class StoreHandle:
 
         In a forked child the handle is only dropped.
         """
-        if os.getpid() != self._pid:
-            self._pointer = None
+        if self.closed:
             return
-        with self._lock, self._observing:
-            pointer, self._pointer = self._pointer, None
-            if pointer is None:
-                return
-            joined = self.rank is not None
+        if os.getpid() != self._pid:
+            self._calls.end()
+            self._looks.end()
+            return
+        with self._calls as backend, self._looks:
+            self._calls.end()
+            self._looks.end()
             self._retire()
-            self._release(pointer, joined)
+            backend.close()
 
-    def _release(self, pointer: native.Pointer, joined: bool) -> None:
-        if self._unlinks:
-            with suppress(SegmentNotFound):  # removed meanwhile; the name may be another's by now
-                native.remove(pointer)
-        if not any(view() for view in self._views):
-            native.close(pointer)
-        elif joined:
-            with suppress(StoreError):
-                native.leave(pointer)  # unmapped when the last view dies
+    @property
+    def backend(self) -> Backend:
+        """What this store is made of, for tools; a call of it takes no turn."""
+        with self._looks as backend:
+            return backend
+
+    @property
+    def traffic(self) -> Traffic:
+        """What went over links so far; zeros for a store on this machine."""
+        with self._looks as backend:
+            return backend.traffic
 
     def policy_params(self) -> PolicyParams:
         """The numbers of the store's policy."""
-        return self._call(native.get_policy_params)
+        return self._params
 
     def policy_needs(self) -> PolicyNeeds:
         """What the store's policy asks of its workers."""
-        return native.policy_needs(self.layout.policy, self.policy_params())
+        return native.policy_needs(self.layout.policy, self._params)
 
     def views(self, flat: Flat) -> dict[str, Flat]:
         """Views of a pulled (or any flat) vector by tensor name, each in its shape."""
         return split(flat, self.tensors)
 
     def status(self) -> Status:
-        return self._observe(get_status)
+        with self._looks as backend:
+            return backend.status()
 
     def members(self) -> list[Member]:
         """Every participant slot that was ever used, in slot order."""
-        return [m for m in self._observe(get_members, self.layout.max_participants) if m.id]
+        with self._looks as backend:
+            return backend.members()
 
     def ranks(self) -> list[RankCounters]:
         """What each rank has done, in rank order."""
-        return self._observe(get_ranks, self.status().ranks)
+        with self._looks as backend:
+            return backend.ranks()
 
     def costs(self) -> list[RankCost]:
         """What each rank's steps cost, in rank order."""
-        return self._observe(planning.get_costs, self.status().ranks)
+        with self._looks as backend:
+            return backend.costs()
 
     def hyper(self) -> list[Hyper | None]:
         """The constants in force: of the last step of each group; None: no step yet, or an averaged group."""
-        return self._observe(native.get_hyper, self.layout.groups)
+        with self._looks as backend:
+            return backend.hyper()
 
     def wait(self, sequence: int, timeout: float | None = None) -> None:
         """Sleep until the view is later than `sequence` (see `status`); None: an hour. Raises TimedOut."""
-        self._call(native.wait, sequence, native.timeout_seconds(timeout))
+        with self._calls as backend:
+            backend.wait(sequence, native.timeout_seconds(timeout))
 
     def _retire(self) -> None:
         for staging in self._staging_buffers.values():
             staging.retire()
         self._staging_buffers.clear()
         self.rank = None
-
-    @overload
-    def _call(self, function: Callable[[native.Pointer], T]) -> T: ...
-    @overload
-    def _call(self, function: Callable[..., T], *arguments: Any) -> T: ...
-    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        return self._locked(self._lock, function, arguments)
-
-    def _observe(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call what only looks at the store: while another thread's call waits, too."""
-        return self._locked(self._observing, function, arguments)
-
-    def _locked(self, lock: Any, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
-        if os.getpid() != self._pid:  # its locks may be held for ever
-            self._refuse_child(function.__name__)
-        with lock:
-            if self._pointer is None:
-                raise StoreClosed(function.__name__.removeprefix("get_"), "the store is closed")
-            return self._run(function, *arguments)
-
-    def _alone(self) -> Any:
-        """Keeps other calls out; what only looks is kept out by `_observe`."""
-        if os.getpid() != self._pid:
-            self._refuse_child("join or leave")
-        return self._lock
-
-    def _refuse_child(self, what: str) -> NoReturn:
-        opened = f"opened by process {self._pid}, used by its child {os.getpid()}"
-        raise Forked(what.removeprefix("get_"), opened)
-
-    def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        return function(self._pointer, *arguments)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"store {self.name!r}: a handle cannot be copied; open the store again")

@@ -20,13 +20,12 @@ from pyps.errors import (
     NotFinite,
     OutOfSpace,
     SnapshotCancelled,
-    StoreClosed,
 )
 from pyps.formats.turns import TurnSchedule
-from pyps.native import planning
-from pyps.native.create import create
-from pyps.native.ranges import Packer, Ranges, Visitor, as_ranges, elements, pull_ranges, read_ranges
-from pyps.native.state import StoreState, read_state
+from pyps.native.local import LocalBackend
+from pyps.native.ranges import Packer, Ranges, Visitor, as_ranges, elements
+from pyps.native.state import StoreState
+from pyps.native.transfer import Finish, Transferred, TransferRequest
 from pyps.native.values import (
     Advice,
     Agreement,
@@ -43,6 +42,7 @@ from pyps.native.values import (
     Role,
     Snapshot,
 )
+from pyps.store.backend import Backend
 from pyps.store.codec import as_codec, encoded_vector_bytes
 from pyps.store.creation import store_config
 from pyps.store.handle import StoreHandle
@@ -55,7 +55,13 @@ from pyps.store.staging import StagingBuffer
 T = TypeVar("T")
 JoinRole = Literal["worker", "observer", "new_worker"]
 UNSAID = Agreement()
+Making = Callable[[str, Config, StoreState | None, bool], Backend]
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
+
+
+def make_segment(name: str, config: Config, state: StoreState | None, keep: bool) -> Backend:
+    """A new segment of this machine."""
+    return LocalBackend.create(name, config, state, keep=keep)
 
 
 class Store(StoreHandle):
@@ -86,6 +92,7 @@ class Store(StoreHandle):
         snapshot_spares: int = 0,
         staging_buffers: int = 0,
         keep: bool = False,
+        make: Making = make_segment,
     ) -> Self:
         """Make a segment and open it. The creator's close() removes the segment's name, unless `keep`.
 
@@ -100,7 +107,7 @@ class Store(StoreHandle):
         Tensors, groups and optimizer must be those of the state; all else may differ. agreement: kept for
         the workers to compare. chunk_params (0: the
         state's), max_participants, snapshot_spares, staging_buffers (per worker): 0 takes the C core's
-        default.
+        default. make: gives the Backend; pyps.remote.create_store has others.
         Raises InputError, SegmentExists, OutOfSpace, InvalidArgument.
         """
         config, going_on = store_config(
@@ -120,11 +127,7 @@ class Store(StoreHandle):
             snapshot_spares=snapshot_spares,
             staging_buffers=staging_buffers,
         )
-        return cls._make(name, config, going_on, keep=keep)
-
-    @classmethod
-    def _make(cls, name: str, config: Config, state: StoreState | None, *, keep: bool) -> Self:
-        return cls(name, create(name, config, state), unlinks=not keep)
+        return cls(name, make(name, config, going_on, keep))
 
     @classmethod
     def open(cls, name: str) -> Self:
@@ -132,7 +135,7 @@ class Store(StoreHandle):
 
         Raises SegmentNotFound, NotReady, SegmentCorrupt, OtherABI, NotOurs, UnknownPolicy.
         """
-        return cls(name, native.open_segment(name), unlinks=False)
+        return cls(name, LocalBackend.open(name))
 
     def join(self, rank: int | None = None, role: Role | JoinRole = "worker") -> int:
         """Become a participant; the rank, -1 for an observer. None: the lowest rank that no live worker has.
@@ -146,29 +149,32 @@ class Store(StoreHandle):
         if kind is not Role.OBSERVER:
             check_known(self.layout.policy, self.policy_params())
             check_whole(self.tensors)
-        with self._alone():
-            self.rank = self._observe(native.join, kind, -1 if rank is None else rank)
-        return self.rank
+        with self._calls as backend, self._looks:
+            self.rank = backend.join(kind, -1 if rank is None else rank)
+            return self.rank
 
     def leave(self) -> None:
         """Stop participating: claimed samples go back, staging buffers are given up."""
-        with self._alone():
-            self._observe(native.leave)
+        with self._calls as backend, self._looks:
+            backend.leave()
             self._retire()
 
     def rejoin(self) -> None:
         """After Fenced: become active again with the same rank. Staging buffers must be staged anew."""
-        self._call(native.rejoin)
+        with self._calls as backend:
+            backend.rejoin()
 
     def reap(self) -> int:
         """Remove dead participants and complete their admitted pushes; how many there were."""
-        return self._call(native.reap)
+        with self._calls as backend:
+            return backend.reap()
 
     def start(self, timeout: float | None = None) -> Claim:
         """Claim the next samples, waiting as the policy says. Raises Ended, Fenced, TimedOut."""
-        claim = self._call(native.start, native.timeout_seconds(timeout))
-        self._drawn = claim.first, 0
-        return claim
+        with self._calls as backend:
+            claim = backend.start(native.timeout_seconds(timeout))
+            self._drawn = claim.first, 0
+            return claim
 
     def start_ahead(self) -> Claim | None:
         """With a step under way, claim the samples of the next one: pushes belong to claims in order.
@@ -176,11 +182,12 @@ class Store(StoreHandle):
         For a worker that computes while its gradients travel. Never waits; None where there is nothing to
         claim now: then push first, and start(). Raises Fenced, InvalidArgument under a policy that waits.
         """
-        claim = self._call(native.start_ahead)
-        if not claim.count:
-            return None
-        self._drawn = claim.first, 0
-        return claim
+        with self._calls as backend:
+            claim = backend.start_ahead()
+            if not claim.count:
+                return None
+            self._drawn = claim.first, 0
+            return claim
 
     def pull(self, out: Flat | None = None, *, strict: bool = False, ranges: Any = None) -> tuple[Flat, int]:
         """Copy the parameters to `out` (fp32 [flat_elements], contiguous; new if None): (flat, version).
@@ -195,7 +202,8 @@ class Store(StoreHandle):
             out = np.empty(self.layout.flat_elements, np.float32)
         self._target("pull", out, self.layout.flat_elements)
         if not strict:
-            return out, self._call(native.pull, out)
+            with self._calls as backend:
+                return out, backend.pull(out)
         return out, self._snapshot_into(out, (), np.empty(self.layout.chunks, np.float64), None)
 
     def _pull_ranges(self, parts: Ranges, out: Flat | None, strict: bool) -> tuple[Flat, int]:
@@ -203,10 +211,10 @@ class Store(StoreHandle):
         out = np.empty(size, np.float32) if out is None else out
         self._target("pull", out, size)
         if not strict:
-            return out, self._call(pull_ranges, parts, out)
-        with self._participating():
-            take = Packer(parts, out)
-            return out, self._retried(None, lambda left: self._call(read_ranges, parts, take, left))
+            with self._calls as backend:
+                return out, backend.pull(out, parts)
+        take = Packer(parts, out)
+        return out, self._retried(None, lambda backend, left: backend.read(take, parts, left))
 
     def ranges(self, names: str | Iterable[str], rows: Any = None) -> Ranges:
         """Which parts of the flat vector tensors are: uint64 [n, 2], the first element and the count of each.
@@ -229,8 +237,8 @@ class Store(StoreHandle):
         memory, Busy, and what `visit` raises.
         """
         parts = None if ranges is None else as_ranges("read", ranges)
-        with self._participating():
-            return self._call(read_ranges, parts, visit, native.timeout_seconds(timeout))
+        with self._participating() as backend:
+            return backend.read(visit, parts, native.timeout_seconds(timeout))
 
     def _target(self, what: str, out: Flat, size: int) -> None:
         check_vector(what, "out", out, size)
@@ -239,17 +247,17 @@ class Store(StoreHandle):
 
     def stage(self, timeout: float | None = None) -> StagingBuffer:
         """A staging buffer of this worker that is free to be filled, contents undefined. Raises Fenced."""
-        return self.staging(self._call(native.stage, native.timeout_seconds(timeout)))
+        with self._calls as backend:
+            return self.staging(backend.stage(native.timeout_seconds(timeout)))
 
     def unstage(self, staging: StagingBuffer | int) -> None:
         """Give back a staging buffer after a refused push. Raises InvalidArgument if it waits in a round."""
-        self._call(native.unstage, staging if isinstance(staging, int) else staging.index)
+        with self._calls as backend:
+            backend.unstage(staging if isinstance(staging, int) else staging.index)
 
     def staging(self, staging: int) -> StagingBuffer:
         """The zero-copy view of a staging buffer; it may only be written between stage() and push()."""
-        with self._lock:
-            if self._pointer is None:
-                raise StoreClosed("staging", "the store is closed")
+        with self._calls:
             if self.rank is None or self.rank < 0:
                 raise InvalidArgument("staging", "not a worker; join as one first")
             if not 0 <= staging < self.layout.staging_buffers:
@@ -261,10 +269,8 @@ class Store(StoreHandle):
             return self._staging_buffers[staging]
 
     def _staging_flat(self, staging: int) -> Flat:
-        with self._lock:
-            flat, view = self._call(native.staging, staging, self.layout.flat_elements)
-            self._views = [v for v in self._views if v()] + [view]
-            return flat
+        with self._calls as backend:
+            return backend.staging(staging)
 
     def push(
         self,
@@ -289,7 +295,8 @@ class Store(StoreHandle):
         if staging is None:
             if options.get("gradient") is None:
                 raise InvalidArgument("push", "staging: found None without a gradient; expected one of both")
-            staging = self._call(native.stage, native.timeout_seconds(timeout))
+            with self._calls as backend:
+                staging = backend.stage(native.timeout_seconds(timeout))
         groups = self.layout.groups
         try:
             return self.send(push_request(staging, samples, hyper, scale, timeout, groups=groups, **options))
@@ -319,12 +326,35 @@ class Store(StoreHandle):
 
     def send(self, request: PushRequest) -> PushResult:
         """Push. Raises Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument."""
-        return self._call(native.push, self._checked(request))
+        with self._calls as backend:
+            return backend.push(self._checked(request))
 
     def send_and_pull(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
         """Push and pull in one pass, as `exchange` does."""
         self._target("exchange", out, self.layout.flat_elements)
-        return self._call(native.exchange, self._checked(request), out)
+        with self._calls as backend:
+            return backend.exchange(self._checked(request), out)
+
+    def begin_transfer(self, request: TransferRequest) -> Finish:
+        """Send a step's push, claims of later steps and pull; what is returned waits for their end. As
+        Backend.begin_transfer, which see: one thread may begin transfers while another finishes them.
+        """
+        with self._calls as backend:
+            finish = backend.begin_transfer(replace(request, push=self._checked(request.push)))
+        return finish if self.servers else partial(self._finish_here, finish)
+
+    def _finish_here(self, finish: Finish, out: Flat) -> Transferred:
+        with self._calls:
+            return finish(out)
+
+    def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
+        """Over a link, what the codes of a push do not carry is this process's alone.
+
+        start: fp32 [trained_elements], to begin with; None: nothing. keep: gets the staging buffer of each
+        push, and that, before it is sent. Raises InvalidArgument for a residual of another size.
+        """
+        with self._calls as backend:
+            backend.keep_residual(start, keep)
 
     def _checked(self, request: PushRequest) -> PushRequest:
         """The request as the core takes it: checked against its sizes, with noise for this push alone.
@@ -335,7 +365,7 @@ class Store(StoreHandle):
         how = request.encoding
         if how.rounding != "stochastic":
             return request
-        with self._lock:
+        with self._calls:
             first, drawn = self._drawn = self._drawn[0], self._drawn[1] + 1
             mixed = (((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + first) * GOLDEN + drawn) * GOLDEN
         return replace(request, encoding=replace(how, seed=mixed % 2**64))
@@ -353,7 +383,8 @@ class Store(StoreHandle):
         if data.dtype != np.uint8 or data.shape != (size,) or not data.flags.c_contiguous:
             expected = f"contiguous uint8 [{size}]"
             raise InvalidArgument("pull", f"out: found {data.dtype} {list(data.shape)}; expected {expected}")
-        return data, self._call(native.pull_encoded, kind, data)
+        with self._calls as backend:
+            return data, backend.pull_encoded(kind, data)
 
     def should_continue(self, done: int, following: int) -> Advice:
         """What to do between two micro-batches: `done` samples are computed, `following` are in the next one.
@@ -361,15 +392,18 @@ class Store(StoreHandle):
         CONTINUE; PUSH_NOW what is computed, since the next micro-batch would come too late; or ABORT: the
         samples go back, the staging buffer is free, call start() again. Raises Fenced.
         """
-        return self._call(native.should_continue, done, following)
+        with self._calls as backend:
+            return backend.should_continue(done, following)
 
     def set_max_samples(self, most: int) -> None:
         """Say how many samples fit this worker's memory at once, from the next claim on; 0: no limit."""
-        self._call(native.set_max_samples, most)
+        with self._calls as backend:
+            backend.set_max_samples(most)
 
     def set_data_set(self, data: DataSet) -> None:
         """Say which data set this worker reads. Raises InvalidArgument, naming the rank that has another."""
-        self._call(native.set_data_set, data)
+        with self._calls as backend:
+            backend.set_data_set(data)
 
     def snapshot(self, timeout: float | None = None) -> Snapshot:
         """Parameters, optimizer state and step counts of exactly one version, while pushes go on.
@@ -391,19 +425,19 @@ class Store(StoreHandle):
         As `snapshot`, with residuals, samples still to be assigned, counters and what the policy keeps.
         Residuals that remote workers keep are not in it.
         """
-        with self._participating():
-            reading = (self.layout, self.tensors)
-            return StoreState.of(self._retried(timeout, lambda left: self._call(read_state, *reading, left)))
+        return StoreState.of(self._retried(timeout, lambda backend, left: backend.state(left)))
 
     def set_cost_model(self, model: CostModel) -> None:
         """Say what this worker's steps are expected to cost, for a re-plan before they are measured."""
-        self._call(planning.set_cost_model, model)
+        with self._calls as backend:
+            backend.set_cost_model(model)
 
     def journal(self, path: str | os.PathLike[str] | None) -> None:
         """From now on append every decision taken through this handle to a file, which all of a run's share;
         None: no longer. `pyps.simulate.replay` decides them again. Before `join`, or that event is missing.
         """
-        self._call(native.journal, None if path is None else os.fspath(path))
+        with self._calls as backend:
+            backend.journal(None if path is None else os.fspath(path))
 
     def replan(self, batches: Sequence[int], plan: int | None = None) -> None:
         """Change the planned batch of every rank, from the next claims on; a rank with 0 rests.
@@ -411,7 +445,8 @@ class Store(StoreHandle):
         plan: of the status that this was decided on; None: any. Raises PlanChanged if there was another
         re-plan since, InvalidArgument unless there is one batch for each rank.
         """
-        self._call(planning.replan, batches, plan)
+        with self._calls as backend:
+            backend.replan(batches, plan)
 
     def set_schedule(self, schedule: TurnSchedule) -> None:
         """Set the order, the gaps and the planned period of a policy's turns, from the next cycle on.
@@ -420,30 +455,36 @@ class Store(StoreHandle):
         one; the order always holds. The first turn comes when every rank has joined. Raises InvalidArgument
         under a policy without turns, or if there is not one turn for each rank.
         """
-        with self._participating():
-            self._call(native.set_schedule, schedule)
+        with self._participating() as backend:
+            backend.set_schedule(schedule)
 
     def _snapshot_into(self, flat: Flat, state: tuple[Flat, ...], steps: Any, timeout: float | None) -> int:
-        with self._participating():
-            return self._retried(timeout, lambda left: self._call(native.snapshot, flat, state, steps, left))
+        return self._retried(timeout, lambda backend, left: backend.snapshot(flat, state, steps, left))
 
-    def _retried(self, timeout: float | None, read: Callable[[float], T]) -> T:
+    def _retried(self, timeout: float | None, read: Callable[[Backend, float], T]) -> T:
         """Read with the time left, again if there is another reader or pushers cancelled the snapshot."""
         deadline = time.monotonic() + (60.0 if timeout is None else timeout)
-        while True:
-            sequence = self.status().sequence
-            left = max(0.0, deadline - time.monotonic())
-            try:
-                return read(left)
-            except (Busy, SnapshotCancelled) as error:
-                left = deadline - time.monotonic()
-                if left <= 0.0:
-                    raise
-                if isinstance(error, Busy):
-                    self.wait(sequence, left)  # the other reader's end is an event of the view
+        with self._as_participant():
+            while True:
+                sequence = self.status().sequence
+                left = max(0.0, deadline - time.monotonic())
+                try:
+                    with self._calls as backend:
+                        return read(backend, left)
+                except (Busy, SnapshotCancelled) as error:
+                    left = deadline - time.monotonic()
+                    if left <= 0.0:
+                        raise
+                    if isinstance(error, Busy):
+                        self.wait(sequence, left)  # the other reader's end is an event of the view
 
     @contextmanager
-    def _participating(self) -> Iterator[None]:
+    def _participating(self) -> Iterator[Backend]:
+        with self._as_participant(), self._calls as backend:
+            yield backend
+
+    @contextmanager
+    def _as_participant(self) -> Iterator[None]:
         """Reading needs a participant's place: an observer's, for as long as it takes, if there is no
         other.
         """

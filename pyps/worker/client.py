@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from pyps.errors import Fenced, NotFinite, PushRejected, TimedOut
 from pyps.formats.records import Span
+from pyps.native.transfer import Finish, TransferRequest
 from pyps.native.values import Claim, Codec, DataSet, Flat, PolicyNeeds, PushRequest
-from pyps.remote import as_remote
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
-from pyps.store.transfer import Finish, TransferRequest
 from pyps.worker.emulated_link import EmulatedLinks, RoundTrips, Way
 from pyps.worker.memory import AnnouncedBudget
 from pyps.worker.step import Outcome
@@ -139,16 +138,15 @@ class StoreClient:
         """
         if self._links.emulated:
             return self._travel(request, claims)
-        elsewhere = as_remote(self.store)
-        if elsewhere is None:
+        if not self.store.servers:
             return partial(self._transfer, request, claims)
         most = None if self._budget is None else self._budget.change()
         whole = TransferRequest(request, self._codec, self._exchanges, claims, most)
         try:
-            return partial(self._finish, request.samples > 0, False, elsewhere.begin_transfer(whole))
+            return partial(self._finish, request.samples > 0, False, self.store.begin_transfer(whole))
         except NotFinite:
             skip = replace(whole, push=PushRequest(request.staging, 0, request.hyper))
-            return partial(self._finish, False, True, elsewhere.begin_transfer(skip))
+            return partial(self._finish, False, True, self.store.begin_transfer(skip))
 
     def _travel(self, request: PushRequest, claims: int) -> Callable[[Flat], Transfer]:
         """A transfer over emulated links."""

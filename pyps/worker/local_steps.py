@@ -24,7 +24,6 @@ from torch import nn
 
 from pyps.errors import InputError
 from pyps.native.values import Codec, Flat, PolicyNeeds, PushResult
-from pyps.remote import as_remote
 from pyps.store.store import Store
 from pyps.worker.local_state import LocalState
 from pyps.worker.optimizer import OptimizerSteps
@@ -155,9 +154,8 @@ class LocalSteps:
         """Where this worker encodes its pushes, for a link: go on with what the codes of the rank's last one
         did not carry, and keep that of each from now on.
         """
-        elsewhere = as_remote(store)
-        if elsewhere is not None and codec is not Codec.F32:
-            elsewhere.keep_residual(self._state.residual(self._pushes), self._save_residual)
+        if store.servers and codec is not Codec.F32:
+            store.keep_residual(self._state.residual(self._pushes), self._save_residual)
 
     def _save_residual(self, staging: int, values: Flat) -> None:
         """Perhaps in another thread, when later pushes have been collected."""

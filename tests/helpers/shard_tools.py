@@ -12,7 +12,6 @@ from pyps.native.values import Claim, Hyper, PushResult
 from pyps.remote import create_store
 from pyps.remote.server import Server
 from pyps.remote.sharded import ShardedBackend
-from pyps.remote.store import RemoteStore
 from pyps.store import Store
 from pyps.store.request import push_request
 
@@ -64,9 +63,8 @@ def only_value(store: Store) -> tuple[float, int]:
 
 
 def backend(store: Store) -> ShardedBackend:
-    assert isinstance(store, RemoteStore)
-    assert isinstance(store._calls, ShardedBackend)
-    return store._calls
+    assert isinstance(store.backend, ShardedBackend)
+    return store.backend
 
 
 def stage_parts(store: Store, value: float) -> tuple[int, Any]:

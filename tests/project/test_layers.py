@@ -149,10 +149,8 @@ def test_native_alone_imports_the_extension() -> None:
         ".create",
         ".custom",
         ".interrupt",
-        ".planning",
-        ".ranges",
+        ".local",
         ".state",
-        ".status",
     }
 
 

@@ -15,11 +15,11 @@ from remote_tools import Relay
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 
 from pyps.formats.records import Span, StepRecord, read_run
+from pyps.native.transfer import spans_of
 from pyps.native.values import Flat, PushResult
 from pyps.remote.framing import ReplyBuffers
 from pyps.remote.server import Server
 from pyps.store.codec import Residual
-from pyps.store.transfer import spans_of
 from pyps.worker.loop import join
 
 pytestmark = pytest.mark.slow

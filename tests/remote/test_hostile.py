@@ -56,7 +56,7 @@ def hello(client: RawClient) -> Any:
 def answers(server: Server, source: str = "") -> bool:
     """Whether a client that means well, of another session or another host, is served."""
     with RawClient(server.address.replace("0.0.0.0", "127.0.0.1"), source) as client:
-        return isinstance(hello(client), Answer) and isinstance(client.ask("get_status"), Answer)
+        return isinstance(hello(client), Answer) and isinstance(client.ask("status"), Answer)
 
 
 def creation(**changes: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class TestThreads:
         with Server("model", client_timeout_seconds=0.3) as server, RawClient(server.address) as client:
             hello(client)
             client.ask("join", Role.WORKER, 0)
-            calls = [client.message("start", LONG), client.message("get_status")]
+            calls = [client.message("start", LONG), client.message("status")]
             for one in calls:  # rank 1 never comes
                 client.send(one)
             eventually(lambda: server.counters.timed_out == 1)
@@ -186,12 +186,12 @@ class TestSizes:
         push = PushHeader(4, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
         with RawClient(server.address) as client:
             hello(client)
-            for verb, arguments, follow in (("get_status", (), 8), ("push", (push,), 4 * SIZE * 1000)):
+            for verb, arguments, follow in (("status", (), 8), ("push", (push,), 4 * SIZE * 1000)):
                 client.send(client.message(verb, *arguments, follow=follow), bytes(follow))
                 refused = client.reply()
                 assert isinstance(refused, Failure)
                 assert f"numbers: found {follow} bytes" in refused.message
-                assert isinstance(client.ask("get_status"), Answer)
+                assert isinstance(client.ask("status"), Answer)
 
     def test_crumbs_are_not_collected(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         """A frame of one byte takes a hundred times its size in memory."""
@@ -248,7 +248,7 @@ class TestSizes:
                 assert reply.seq == old.seq
                 old.socket.send(ones)
                 new.seq = old.seq
-                assert isinstance(new.ask("get_status"), Answer)
+                assert isinstance(new.ask("status"), Answer)
         assert store.status().version == 1
 
     def test_what_a_client_lets_lie_is_bounded(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,11 +344,11 @@ class TestShares:
             with RawClient(near) as owner, RawClient(near, "127.0.0.2") as thief:
                 hello(owner)
                 thief.session, thief.seq = owner.session, owner.seq
-                assert isinstance(thief.ask("get_status"), Failure)
+                assert isinstance(thief.ask("status"), Failure)
                 thief.send(encode(Bye(owner.session)))
                 thief.seq = 0
                 assert isinstance(hello(thief), Failure)
-                assert isinstance(owner.ask("get_status"), Answer)
+                assert isinstance(owner.ask("status"), Answer)
 
 
 class TestParts:
@@ -409,7 +409,7 @@ FRAMES = st.one_of(
                 "wait",
                 "leave",
                 "rejoin",
-                "read_state",
+                "state",
                 "nothing",
             ]
         ),
@@ -553,7 +553,7 @@ def test_a_connection_that_is_cut_and_one_that_takes_its_place(server: Server) -
         (now,) = server._connections._open.values()
         old.descriptor = now.descriptor
         server._connections.cut(old)
-        assert isinstance(client.ask("get_status"), Answer)
+        assert isinstance(client.ask("status"), Answer)
 
 
 def test_a_revoked_key_ends_its_sessions_at_once(store: Store, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from remote_tools import eventually
 from worker_tools import X, Y, backward, loss_of, make_model
 
-from pyps import native
 from pyps.formats.records import read_run
+from pyps.native.local import LocalBackend
 from pyps.native.values import Flat, Hyper, PushRequest, PushResult
 from pyps.remote import open_store
 from pyps.remote.server import Server
@@ -85,20 +85,20 @@ def test_staleness_over_the_link_is_the_local_one(
 def test_the_link_does_not_count_as_compute(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's seconds are its own: from the parameters that have come to the gradient that goes."""
     arrived: list[PushRequest] = []
-    pull, push = native.pull, native.push
+    pull, push = LocalBackend.pull, LocalBackend.push
 
     @wraps(pull)
-    def slow_pull(store: native.Pointer, flat: Flat) -> int:
+    def slow_pull(store: LocalBackend, flat: Flat) -> int:
         time.sleep(LINK_SECONDS)
         return pull(store, flat)
 
     @wraps(push)
-    def noted_push(store: native.Pointer, request: PushRequest) -> PushResult:
+    def noted_push(store: LocalBackend, request: PushRequest) -> PushResult:
         arrived.append(request)
         return push(store, request)
 
-    monkeypatch.setattr(native, "pull", slow_pull)
-    monkeypatch.setattr(native, "push", noted_push)
+    monkeypatch.setattr(LocalBackend, "pull", slow_pull)
+    monkeypatch.setattr(LocalBackend, "push", noted_push)
     with (
         Store.create("far", {"w": np.ones(5)}, batches=[4], policy="hps"),
         Server("far") as server,

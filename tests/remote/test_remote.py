@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import threading
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import nn
 import pyps
 from pyps.native.values import Codec, DataSet, Encoding, Hyper, Rounding
 from pyps.remote import create_store, open_store
-from pyps.remote.backend import RemoteBackend
 from pyps.remote.server import Server
 from pyps.store import Store
 from pyps.store.codec import decode, encode
@@ -26,15 +24,6 @@ from pyps.store.segments import collect_garbage
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 60
 torch.set_num_threads(1)
-
-
-def test_all_that_a_store_does_goes_over_the_link() -> None:
-    tree = ast.parse((ROOT / "pyps" / "store" / "store.py").read_text())
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "self._call"]
-    names = {ast.unparse(call.args[0]).rpartition(".")[2] for call in calls}
-    assert len(names) > 15
-    refused = {"journal"}  # a file of the store's own machine
-    assert {name for name in names if not hasattr(RemoteBackend, name)} == refused
 
 
 class TestTraining:

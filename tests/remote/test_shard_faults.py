@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from shard_tools import (
     serving,
 )
 
-from pyps import native
 from pyps.errors import Busy, Fenced, InvalidArgument, LinkLost, OutOfSpace, StoreError, TimedOut
+from pyps.native.local import LocalBackend
+from pyps.native.transfer import TransferRequest
 from pyps.native.values import Codec, Encoding, PushRequest, Role
 from pyps.remote import create_store, open_store
 from pyps.remote.backend import RemoteBackend
@@ -33,8 +33,8 @@ from pyps.remote.shard_host import FarLog
 from pyps.remote.shard_store import MAX_PINS
 from pyps.remote.wire import PROTOCOL, CommitHeader, LogKind, OpenReply
 from pyps.store import Store
+from pyps.store.backend import STORE_TIMEOUT
 from pyps.store.request import push_request
-from pyps.store.transfer import TransferRequest
 
 
 def lose(server: Server) -> None:
@@ -87,7 +87,7 @@ def test_a_push_to_the_head_alone_is_refused(shm: Path) -> None:
         raw = HeadOnly(home.address)
         raw.join(Role.WORKER, 1)
         claim, staging = raw.start(5.0), raw.stage(5.0)
-        raw.staging(staging, raw.get_layout().flat_elements)
+        raw.staging(staging)
         request = PushRequest(staging, claim.count, (ONE,))
         for call in (raw.push, lambda request: raw.exchange(request, store.stage().flat)):
             with pytest.raises(InvalidArgument, match="found a model over several servers"):
@@ -105,15 +105,14 @@ def test_a_shard_that_cannot_go_on_is_replaced_by_a_state(shm: Path) -> None:
     """The head has a version of which no shard has a gradient."""
     with serving(2) as (address, _), make(address, batches=[1, 1]) as store:
         store.join(0)
-        pointer = native.open_segment("model")
-        native.join(pointer, Role.WORKER, 1)
+        head = LocalBackend.open("model")
+        head.join(Role.WORKER, 1)
         push(store)
         state = store.state()
         push(store)
-        claim = native.start(pointer, native.STORE_TIMEOUT)
-        staging = native.stage(pointer, native.STORE_TIMEOUT)
-        native.push(pointer, PushRequest(staging, claim.count, (ONE,)))
-        native.close(pointer)
+        claim, staging = head.start(STORE_TIMEOUT), head.stage(STORE_TIMEOUT)
+        head.push(PushRequest(staging, claim.count, (ONE,)))
+        head.close()
         with pytest.raises(StoreError, match="its gradient is not here"):
             store.pull()
         with pytest.raises(StoreError, match="found a shard that cannot go on"):
@@ -146,21 +145,20 @@ def test_a_shard_tries_again_where_a_server_has_no_place_or_its_host_no_memory(
     with serving(2) as (address, (_, far)), make(address) as store:
         store.join(0)
         shard, failures = far._shards.shard, [Busy("follow", "too many sessions"), OutOfSpace("push", "full")]
-        apply, real = shard._apply, native.push
+        apply, real = shard._apply, shard._applier.push
 
         def fails(entry: Any) -> None:
             if len(failures) == 2:
                 raise failures.pop(0)
             apply(entry)
 
-        @wraps(real)
-        def full(pointer: Any, request: PushRequest) -> Any:
-            if pointer is shard._pointer and failures:
+        def full(request: PushRequest) -> Any:
+            if failures:
                 raise failures.pop()
-            return real(pointer, request)
+            return real(request)
 
         monkeypatch.setattr(shard, "_apply", fails)
-        monkeypatch.setattr(native, "push", full)
+        monkeypatch.setattr(shard._applier, "push", full)
         for step in range(1, 4):
             push(store)
             assert only_value(store) == (step, step)

@@ -225,7 +225,7 @@ WRONG = {
     "an unknown verb": ("close", ()),
     "a private one": ("_return", ()),
     "too few arguments": ("start", ()),
-    "too many": ("pull", (1,)),
+    "too many": ("pull", (None, 1)),
     "not a number": ("start", (float("nan"),)),
     "for ever": ("start", (float("inf"),)),
     "a rank below any": ("join", (Role.WORKER, -2)),
@@ -295,7 +295,7 @@ def test_a_frame_larger_than_any_gradient_ends_the_connection(server: Server) ->
         assert isinstance(client.ask("hello", PROTOCOL, "model"), Answer)
         monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         huge = np.empty(1 << 28, np.uint8)  # never written: no memory of ours either
-        client.socket.send_multipart([client.message("pull"), huge], copy=False)
+        client.socket.send_multipart([client.message("pull", None), huge], copy=False)
         assert monitor.poll(20_000), "the server hung up"
         monitor.close()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # in KiB

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyps import Hyper, Store, native
+from pyps import Hyper, Store
 from pyps.errors import InvalidArgument, SystemCallFailed
+from pyps.native.local import LocalBackend
 from pyps.native.values import Codec
 from pyps.store.codec import encoded_bytes
 
@@ -44,7 +45,8 @@ def test_a_worker_has_what_it_uses(store: Store, shm: Path) -> None:
     assert blocks(shm) - joined < 2
     ranged, codes = blocks(shm), encoded_bytes(Codec.INT8, store.layout.flat_elements)
     staging = store.stage()
-    store._call(native.staging_codes, staging.index, codes)
+    assert isinstance(store.backend, LocalBackend)
+    store.backend.staging_codes(staging.index, codes)
     assert codes / MIB <= blocks(shm) - ranged < 1.2 * codes / MIB
     coded = blocks(shm)
     assert staging.flat.size == store.layout.flat_elements
@@ -115,8 +117,9 @@ def test_a_view_that_was_left_reads_zeros_of_its_own(store: Store, shm: Path) ->
 
 def test_codes_have_room_for_halves_at_most(store: Store) -> None:
     store.join()
+    assert isinstance(store.backend, LocalBackend)
     with pytest.raises(InvalidArgument, match="bytes"):
-        store._call(native.staging_codes, 0, 3 * SIZE)
+        store.backend.staging_codes(0, 3 * SIZE)
 
 
 def test_core_files_leave_the_segment_out(store: Store) -> None:

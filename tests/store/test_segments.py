@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pyps import errors, native
-from pyps.native.status import get_status
 from pyps.native.values import Hyper
 from pyps.store import Store
 from pyps.store.policies import BSP
@@ -297,16 +296,15 @@ def test_a_forked_child_is_refused_and_does_no_harm(shm: Path) -> None:
     store = Store.create("fork", TENSORS, batches=[1])
     store.join()
     staging = store.stage()
-    pointer = store._pointer
-    assert pointer is not None
+    backend = store.backend
 
     def child() -> None:
         with pytest.raises(errors.Forked, match="child"):
             store.status()
         with pytest.raises(errors.Forked):
-            get_status(pointer)
+            backend.status()
         assert str(shm) not in Path("/proc/self/maps").read_text(), "the mapping is the parent's alone"
-        native.close(pointer)
+        backend.close()
         store.close()
         with Store.open("fork") as own:
             assert own.status().active == 1

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pyps._native import ffi, lib
 from pyps.errors import Ended, InputError, InvalidArgument, StoreError, TimedOut
 from pyps.native import check
+from pyps.native.local import LocalBackend
 from pyps.native.state import VECTORS, RankHistory, StateHeader, StoreState
 from pyps.native.status import RankCounters
 from pyps.native.values import Codec, Encoding, Hyper, Optimizer, PolicyParams, Tensor
@@ -207,7 +208,8 @@ def test_a_residual_that_is_read_is_written_by_no_worker(shm: Path) -> None:
         steps(joined, INT4, 2, together=False)
         expected = store.state()
         reader.join(role="observer")
-        pointer = reader._pointer
+        assert isinstance(reader.backend, LocalBackend)
+        pointer = reader.backend.pointer
         c = ffi.new("pyps_state *")
         check("state", lib.pyps_state_begin(pointer, 5.0, c))
         steps(joined, INT4, 5, together=False)

@@ -241,7 +241,7 @@ class _NoState:
     def remove_old(self, pushes: int, saved: int) -> None: ...
 
 
-def test_a_residual_is_kept_under_the_number_of_its_push(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_residual_is_kept_under_the_number_of_its_push() -> None:
     """Encoded in another thread, perhaps after later pseudo-gradients have been collected."""
     kept: list[int] = []
     state: Any = _NoState()
@@ -250,8 +250,7 @@ def test_a_residual_is_kept_under_the_number_of_its_push(monkeypatch: pytest.Mon
     p = nn.Parameter(torch.zeros(3))
     local = LocalSteps(torch.optim.SGD([p], lr=1.0), [p], 0.0, state, 7, overlaps=True)
     keeps: list[Callable[[int, Any], None]] = []
-    store: Any = SimpleNamespace(keep_residual=lambda _, keep: keeps.append(keep))
-    monkeypatch.setattr("pyps.worker.local_steps.as_remote", lambda store: store)
+    store: Any = SimpleNamespace(servers=1, keep_residual=lambda _, keep: keeps.append(keep))
     local.keep_residual(store, Codec.INT8)
     for staging in (1, 0, 2):
         local.begin()
