@@ -43,7 +43,7 @@ MAX_CALL_SECONDS = 3600.0  # no call over a link waits longer, whatever was aske
 STORE_TIMEOUT = -1.0  # twice the store's round_timeout_seconds
 
 # What a server accepts of a client it does not trust; on this machine the core checks.
-Seconds = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]
+Timeout = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Position = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 RankNumber = Annotated[int, Meta(ge=-1, lt=1 << 31)]
@@ -104,7 +104,7 @@ class Backend(Protocol):
 
     # Claims.
 
-    def start(self, timeout: Seconds) -> Claim:
+    def start(self, timeout: Timeout) -> Claim:
         """Claim the next samples, waiting as the policy says. Raises Ended, Fenced, TimedOut."""
 
     def start_ahead(self) -> Claim:
@@ -139,23 +139,23 @@ class Backend(Protocol):
         out: uint8 [encoded_vector_bytes].
         """
 
-    def read(self, visit: Visitor, ranges: Ranges | None, timeout: Seconds) -> int:
+    def read(self, visit: Visitor, ranges: Ranges | None, timeout: Timeout) -> int:
         """Show `visit` one version's parameters of the ranges (None: all), piece by piece; the version.
 
         For a participant. Raises SnapshotCancelled, Busy, and what `visit` raises.
         """
 
-    def snapshot(self, out: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: Seconds) -> int:
+    def snapshot(self, out: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: Timeout) -> int:
         """Fill the arrays with one version's parameters, optimizer vectors (all or none) and steps of each
         chunk; the version. For a participant. Raises SnapshotCancelled, Busy.
         """
 
-    def state(self, timeout: Seconds) -> FlatState:
+    def state(self, timeout: Timeout) -> FlatState:
         """All that a store needs to go on from the present version. For a participant. As `snapshot`."""
 
     # Gradients.
 
-    def stage(self, timeout: Seconds) -> int:
+    def stage(self, timeout: Timeout) -> int:
         """The index of a staging buffer that is free to be filled. Raises Fenced."""
 
     def unstage(self, staging: int) -> None:
@@ -203,7 +203,7 @@ class Backend(Protocol):
     def hyper(self) -> list[Hyper | None]:
         """The constants of each group's last step; None: no step yet, or an averaged group."""
 
-    def wait(self, sequence: Position, timeout: Seconds) -> None:
+    def wait(self, sequence: Position, timeout: Timeout) -> None:
         """Sleep until the view is later than `sequence`. Raises TimedOut."""
 
     # Planning.
