@@ -2,8 +2,8 @@
 
 The header must name the columns `batch` and `seconds`, in any order. Three more are read if they are there,
 and may be empty in a row: `peak_bytes`, the memory that the batch took at most, and `link_bytes` and
-`link_seconds`, how long a message of so many bytes takes one way. Further columns, blank lines, a byte order
-mark and several rows of one batch are allowed. Anything else raises an error with its line number.
+`link_seconds`, the time that a message of link_bytes takes one way. Further columns, blank lines, a byte
+order mark and several rows of one batch are allowed. Anything else raises an error with its line number.
 """
 
 from __future__ import annotations

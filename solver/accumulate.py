@@ -4,10 +4,10 @@ A run computes a batch of b samples in full micro-batches of m and a remainder:
 
     T(b) = min over m of  (k - 1) T_1(m) + T_1(b - (k - 1) m),    k = ceil(b / m) <= repeats,  m <= at_once
 
-with T_1 the time of so many samples at once. Which m is best depends on b: where T_1 has steps, a size just
+with T_1(b) the time of b samples at once. Which m is best depends on b: where T_1 has steps, a size just
 below one beats the largest, and the remainder takes what is left over. So every m is tried for every b, and
-the result is one nondecreasing table: whoever solves the min-max program with it chooses sizes and batches
-together. T is nondecreasing because the parts of b + 1 samples, less one sample of the last, do b.
+the result is one nondecreasing table. A min-max solution over it chooses sizes and batches together. T is
+nondecreasing because the parts of b + 1 samples, less one sample of the last, do b.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def accumulated(cost: Cost, at_once: int, repeats: int, unit: int, multiple: int
 
     cost: T_1. at_once: the most samples in a micro-batch, at least 1. repeats: the most micro-batches. unit:
     micro-batches are multiples of it, as of a sample's tokens. total: the global batch. Past twice that a
-    straight line leads to the last batch: no worker gets so many samples, but messages name what would fit.
+    straight line leads to the last batch: no worker gets a batch there, but messages name what would fit.
     Of more than MOST_TRIED pairs of a size and a batch, equally spaced sizes are tried.
     """
     last = at_once * repeats // multiple * multiple

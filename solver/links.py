@@ -94,7 +94,7 @@ def transfer_seconds(links: Sequence[LinkCost], push: Bits = 32, pull: Bits = 32
 
 
 def moved_parameters(parameters: int) -> int:
-    """The parameters that the store moves for a model of so many: whole chunks."""
+    """The parameters that the store moves for a model of `parameters`: whole chunks."""
     return -(-parameters // CHUNK) * CHUNK
 
 

@@ -65,6 +65,6 @@ def idle_warning(cluster: Cluster, workers: Sequence[PlanWorker], iteration_seco
 
 
 def _local_batch(group: WorkerGroup, most: int) -> int:
-    """At most so many samples, in whole multiples; one multiple at least, which then may not fit."""
+    """At most `most` samples, in whole multiples; at least one multiple, which then may not fit."""
     multiple = group.batch_multiple
     return max(multiple, most // multiple * multiple)

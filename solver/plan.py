@@ -359,7 +359,7 @@ def plan_of(
 def _target(
     samples: float | None, rate: float, cost: CostEstimate | None, goodput: GoodputEstimate | None
 ) -> TargetEstimate | None:
-    """How long so many samples take, at what price.
+    """How long `samples` take, and at what price.
 
     samples: to train; None: not stated. rate: samples a second. cost, goodput: of the plan; with a goodput
     the samples are those of batches of base_batch.

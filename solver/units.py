@@ -114,7 +114,7 @@ def passes_of(sharding: Sharding | None) -> int:
 
 
 def inside_seconds(cluster: Cluster, group: WorkerGroup, model_bytes: float) -> float:
-    """Seconds in which a node's devices reduce so many bytes of gradients over a ring among themselves."""
+    """Seconds in which a node's devices reduce `model_bytes` of gradients over a ring among themselves."""
     n = group.ranks_each
     if n == 1 or group.inside_bandwidth is None:
         return 0.0

@@ -19,7 +19,7 @@ NAME = re.compile(r"rank-(\d+)-(\d+)\.safetensors")
 
 
 def state_file(run_dir: Path, rank: int, pushes: int) -> Path:
-    """The file of a rank's state after so many admitted pushes."""
+    """The file of a rank's state after `pushes` admitted pushes."""
     return run_dir / FOLDER / f"rank-{rank}-{pushes:09d}.safetensors"
 
 
@@ -29,7 +29,7 @@ def checkpoint_file(rank: int) -> str:
 
 
 def residual_file(run_dir: Path, rank: int, pushes: int) -> Path:
-    """The file of what the codes of a rank's last push have not carried, after so many admitted ones."""
+    """The file of what the codes of a rank's last push have not carried, after `pushes` admitted ones."""
     return run_dir / FOLDER / f"residual-{rank}-{pushes:09d}.safetensors"
 
 
@@ -44,8 +44,8 @@ def is_local(name: str) -> bool:
 
 
 def open_states(run_dir: Path, pushes: Sequence[int]) -> dict[str, IO[bytes]]:
-    """The open file of each rank that has one, by its name in a checkpoint: of exactly so many pushes, by
-    rank, or else the newest before. An open file stays what it is, whatever becomes of its name.
+    """The open file of each rank that has one, by its name in a checkpoint: after `pushes[rank]` pushes, or
+    else the newest before. An open file stays what it is, whatever becomes of its name.
     """
     opened: dict[str, IO[bytes]] = {}
     for rank, count in enumerate(pushes):

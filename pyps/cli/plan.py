@@ -101,7 +101,7 @@ def plan_command(
     ] = None,
     target: Annotated[
         float | None,
-        typer.Option(metavar="N", help="Say how long so many samples (or tokens) take, and their price."),
+        typer.Option(metavar="N", help="Say how long N samples (or tokens) take, and their price."),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Plan for this policy, as in pyps run.")] = None,
     codec: Annotated[str | None, typer.Option(help=f"Encoding of gradients: {CODECS}, both ways.")] = None,
@@ -117,7 +117,7 @@ def plan_command(
     local_steps: Annotated[
         int | None,
         typer.Option(
-            metavar="H", help="Workers take so many steps of their own on average between two pushes."
+            metavar="H", help="Workers take H steps of their own optimizer between two pushes, on average."
         ),
     ] = None,
     explain: Annotated[

@@ -138,7 +138,7 @@ class _Area:
 
 
 def rows(now: RunProgress, width: int) -> list[Text]:
-    """What a terminal of so many cells shows: a bar with how much is done, the figures, and a stall."""
+    """What a terminal of `width` cells shows: a bar with how much is done, the figures, and a stall."""
     first = Text()
     if now.requested and width >= MIN_BAR_WIDTH:
         share = min(1.0, now.samples / now.requested)

@@ -93,7 +93,7 @@ def _show_live(console: Console, stores: list[StoreTop], target: str | None, int
 
 
 def screen(found: Sequence[TopStore], width: int) -> RenderableType:
-    """A heading and a table for each store, for a terminal of so many cells."""
+    """A heading and a table for each store, for a terminal of `width` cells."""
     parts: list[RenderableType] = []
     for store in found:
         parts += [heading(store), "" if store.error else table(store, width), ""]

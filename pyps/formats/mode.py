@@ -48,10 +48,10 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[run]: the mode to plan for.
 
     codec: of gradients. pull_codec: of parameters; by default f32. "plan": the planner chooses, for codec
-    both ways. pipeline: transfers overlap with compute, as deep as hides them. depth: exactly so
-    many steps under way; 1: no pipeline. accumulation: every worker may compute its batch in so many
-    micro-batches. local_steps: workers take steps of their own optimizers between two pushes, so many on
-    average. round_timeout: seconds that one worker may delay the others.
+    both ways. pipeline: transfers overlap with compute, as deep as hides them. depth: the
+    steps under way, exactly; 1: no pipeline. accumulation: the most micro-batches of a worker's batch.
+    local_steps: steps of a worker's own optimizer between two pushes, on average. round_timeout: seconds that
+    one worker may delay the others.
     """
 
     policy: Name | None = None
@@ -88,9 +88,9 @@ class WorkerMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The mode that a plan was made for; its predictions hold in this one.
 
-    policy: as in `pyps run --policy`. workers: all of the plan's, in rank order. local_steps: workers take
-    steps of their own optimizers, so many on average between two pushes: of each its `accumulation`, of
-    micro_batch samples; null: none, the store steps with their gradients.
+    policy: as in `pyps run --policy`. workers: all of the plan's, in rank order. local_steps: steps
+    of a worker's own optimizer between two pushes, on average; each worker takes its `accumulation`, of
+    micro_batch samples. null: none, the store steps with their gradients.
     """
 
     policy: Name

@@ -17,7 +17,7 @@ class Jitter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sigma: of a lognormal factor with mean 1.
     spread: of a uniform factor within 1 +- spread.
     half_normal: of a factor 1 + half_normal * |N(0, 1)|.
-    spike_share, spike_factor: this share of the steps takes so many times as long.
+    spike_share, spike_factor: this share of the steps takes spike_factor times as long.
     drift, drift_seconds: relative amplitude and period of a sine.
     """
 

@@ -1,4 +1,4 @@
-"""All that is known of a run: read from its folder, or from one folder a host."""
+"""What is known of a run, read from its folder, or from one folder for each host."""
 
 from __future__ import annotations
 

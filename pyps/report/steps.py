@@ -110,7 +110,7 @@ def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPo
 
 
 def thinned(points: Sequence[LossPoint], most: int = CURVE_POINTS) -> list[LossPoint]:
-    """At most so many points: means of equally many that follow one another."""
+    """At most `most` points, each the mean of as many that follow one another."""
     size = -(-len(points) // most) if points else 1
     groups = [points[k : k + size] for k in range(0, len(points), size)]
     return [LossPoint(g[-1].seconds, g[-1].samples, sum(p.loss for p in g) / len(g)) for g in groups]

@@ -39,7 +39,7 @@ def shares(
 
 
 def pieces_for(ranks: int) -> int:
-    """Into how many pieces a run of so many ranks is cut."""
+    """Into how many pieces a run of this many ranks is cut."""
     return max(LEAST_PIECES, min(MOST_PIECES, MOST_MARKS // max(1, ranks)))
 
 

@@ -1,4 +1,4 @@
-"""How often something happens in a run: after so many versions, or after some time."""
+"""How often something happens in a run: after a number of versions, or after some time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVERY = re.compile(r"(\d{1,18})|(\d{1,9}(?:\.\d{1,9})?)([smh])")
 
 @dataclass(frozen=True)
 class Interval:
-    """So many versions, or so many seconds; neither: never."""
+    """A number of versions, or of seconds; neither: never."""
 
     versions: int = 0
     seconds: float = 0.0

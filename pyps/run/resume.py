@@ -59,7 +59,7 @@ def find_resumed(resume: str | os.PathLike[str]) -> Resumed:
 
 
 def check_unfinished(resumed: Resumed, samples: int) -> None:
-    """Raise InputError if a run of so many samples has nothing left to train. 0: it has no end."""
+    """Raise InputError if a run of `samples` has nothing left to train. 0: it has no end."""
     run_dir, checkpoint = resumed.run_dir, resumed.checkpoint
     if not samples or checkpoint is None or (run_dir is not None and not _has_ended(run_dir)):
         return

@@ -32,7 +32,7 @@ class Regrouped:
         self._waiting.append((names, buffer, done))
 
     def flush(self) -> None:
-        """Exchange all that is there, in the buckets of before; as it came if those have others."""
+        """Reduce the remaining buckets in last step's order; if their parameters changed, as they arrived."""
         parts: dict[str, torch.Tensor] = {}
         for names, buffer, _ in self._waiting:
             parts |= self._parts(names, buffer)

@@ -209,8 +209,8 @@ class BufferBinding:
         self._done += 1
 
     def begin_again(self, forwards: int) -> None:
-        """Within a step the buffers have other values now: only forwards since then have changed them, so
-        many of which are under way.
+        """The buffers got other values within a step. Only the forward passes since then changed them;
+        `forwards` of these have not finished.
         """
         self._done = forwards
 
