@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 EXECUTED = [page for page in PAGES if "<!-- executed -->" in page.read_text(encoding="utf-8")]
-MOST_WORDS = 19_500  # as `wc -w` counts, without docs/results, docs/reference and docs/decisions
+MOST_WORDS = 20_000  # as `wc -w` counts, without docs/results, docs/reference and docs/decisions
 MOST_SECURITY_WORDS = 600
 PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
 SUBCOMMANDS = {
