@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -21,6 +23,7 @@ def test_core(shm: Path) -> None:
     assert not list(shm.iterdir())
 
 
+@pytest.mark.thorough
 def test_master(shm: Path) -> None:
     text = output("master.py", "--seeds", "1", "--epochs", "1", "--parameters", "50000")
     for row in ("sgd, 0.05", "adamw, 0.001", "momentum"):
@@ -50,6 +53,7 @@ def test_pages(shm: Path) -> None:
     assert not list(shm.iterdir())
 
 
+@pytest.mark.thorough
 def test_remote(shm: Path) -> None:
     text = output("remote.py", "--parameters", "5000", "--rounds", "1")
     for row in (

@@ -13,6 +13,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "data.py"
 
 @pytest.mark.timed
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_slow_loader_is_named_and_gives_samples_away() -> None:
     """Not how long iterations last, which a busy machine decides: that is the benchmark's."""
     command = [sys.executable, str(BENCHMARK), "--cases", "6", "--iterations", "20", "--repeats", "1"]

@@ -13,6 +13,7 @@ WHY_NOT = shaped.missing()
 pytestmark = pytest.mark.usefixtures("quick_start")
 
 
+@pytest.mark.thorough
 def test_the_hook(capfd: pytest.CaptureFixture[str]) -> None:
     ddp.main(["hook", "--pairs", "1", "--size", "0.03"])
     said = capfd.readouterr().out
@@ -21,6 +22,7 @@ def test_the_hook(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are namespaces")
+@pytest.mark.thorough
 def test_the_link(capfd: pytest.CaptureFixture[str]) -> None:
     ddp.main(["link", "--mbit", "2000", "--seeds", "1", "--steps", "2"])
     said = capfd.readouterr().out

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 
 import fsdp
+import pytest
 
 
+@pytest.mark.thorough
 def test_two_steps() -> None:
     options = argparse.Namespace(scale=0.01, steps=2)
     found = fsdp.run(options, [1.0, 2.0], rebalance=True, replicas=2)

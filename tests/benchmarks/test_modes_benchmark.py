@@ -11,6 +11,7 @@ import pytest
 QUICK = next(case for case in modes.CASES if case.quick)
 
 
+@pytest.mark.thorough
 def test_a_run_as_planned(shm: Path, tmp_path: Path) -> None:
     devices = tuple(replace(one, fixed=one.fixed / 5, per_sample=one.per_sample / 5) for one in QUICK.devices)
     outcome = modes.run_case(replace(QUICK, devices=devices, iterations=6), tmp_path)

@@ -40,6 +40,7 @@ def test_task_sizes_bits_and_the_pipeline(quick: Quick) -> None:
 
 
 @pytest.mark.timed
+@pytest.mark.thorough
 def test_a_straggler(quick: Quick, shm: Path) -> None:
     text = quick("straggler")
     assert "imbalance after one re-solve: " in text
@@ -47,6 +48,7 @@ def test_a_straggler(quick: Quick, shm: Path) -> None:
     assert not list(shm.iterdir())
 
 
+@pytest.mark.thorough
 def test_processes(quick: Quick, shm: Path) -> None:
     """The simulator makes the same versions of the same gradients, the core decides the same."""
     rows = [line.split("|") for line in quick("real").splitlines() if line.startswith("| `bsp`")]
@@ -54,6 +56,7 @@ def test_processes(quick: Quick, shm: Path) -> None:
     assert not list(shm.iterdir())
 
 
+@pytest.mark.thorough
 def test_the_same_loss(quick: Quick, shm: Path) -> None:
     """Turns leave nothing to chance: processes that look ahead reach the simulator's loss."""
     row = next(line for line in quick("agreement").splitlines() if line.startswith("| `r2sp`"))

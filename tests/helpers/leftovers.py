@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,7 @@ def nothing_left() -> Iterator[None]:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # pytest keeps the folders of three runs
     cache = f"{usual}/torchinductor_{getpass.getuser()}"  # torch's own choice
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    get_temp_dir()  # multiprocessing's own, which it removes later than this
     files = Path(tempfile.mkdtemp(prefix="pyps-tests-"))
     segments = Path(tempfile.mkdtemp(prefix="test-pyps-", dir=TMPFS if os.path.isdir(TMPFS) else None))
     tempfile.tempdir = os.environ["TMPDIR"] = str(files)

@@ -52,6 +52,7 @@ def port() -> int:
         return found
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_and_report(tmp_path: Path, shm: Path, port: int) -> None:
     ranks = start(tmp_path, port)
     said = [rank.communicate(timeout=250)[0] for rank in ranks]

@@ -47,6 +47,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **job, "PATH": path}
 
 
+@pytest.mark.thorough
 def test_the_job_of_the_store(tmp_path: Path, shm: Path, environment: dict[str, str]) -> None:
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     for name in ("net.py", "train.py"):

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from remote_tools import RawClient, RawConnection, eventually
+from sampled import sampled
 
 from pyps.errors import Busy, Fenced, LinkRefused
 from pyps.native import unlink
@@ -511,7 +512,16 @@ def send_large_nonsense(address: str) -> None:
 @pytest.mark.timed
 @pytest.mark.parametrize(
     "attack",
-    [hold_the_dimensions, leave_parts_unfinished, send_many_parts, leave_while_waiting, send_large_nonsense],
+    sampled(
+        [
+            hold_the_dimensions,
+            leave_parts_unfinished,
+            send_many_parts,
+            leave_while_waiting,
+            send_large_nonsense,
+        ],
+        -1,
+    ),
 )
 def test_an_innocent_worker_waits_less_than_a_second(shm: Path, attack: Callable[[str], None]) -> None:
     """Against the command, in a process of its own."""

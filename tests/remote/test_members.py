@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from remote_tools import eventually
 from run_scripts import PYPS
 from run_tools import make_plan
@@ -157,6 +158,7 @@ class Hosts:
             self._store.close()
 
 
+@pytest.mark.thorough
 def test_launchers_die_return_and_come_new(shm: Path, tmp_path: Path) -> None:
     with Server("model", client_timeout_seconds=2.0) as server:
         hosts = Hosts(tmp_path, server.address)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import soak
+from sampled import sampled
 
 SECONDS = float(os.environ.get("PYPS_SOAK_SECONDS", "4"))
 
 
-@pytest.mark.parametrize("policy", ["saps:threshold=fixed,bound=24", "ssp:bound=4"])
+@pytest.mark.parametrize("policy", sampled(["saps:threshold=fixed,bound=24", "ssp:bound=4"]))
 def test_every_push_counts_once_whatever_happens(policy: str, shm: Path, tmp_path: Path) -> None:
     summary = soak.soak(SECONDS, policy, 11, tmp_path)
     print(summary)

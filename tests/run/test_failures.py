@@ -22,6 +22,7 @@ from run_scripts import (
     script,
     until,
 )
+from sampled import sampled
 
 from pyps.formats.events import read_events
 from pyps.report.report import read_report
@@ -57,7 +58,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("policy", ["bsp", "asp"])
+@pytest.mark.parametrize("policy", sampled(["bsp", "asp"], 1))
 def test_a_killed_worker_comes_back_and_every_sample_is_accounted_for(
     shm: Path, plan: Path, tmp_path: Path, policy: str
 ) -> None:
@@ -114,6 +115,7 @@ FAILS_AT_ONCE = """
 """
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_by_itself_before_its_first_step_is_tried_twice(
     shm: Path, plan: Path, tmp_path: Path
 ) -> None:
@@ -170,6 +172,7 @@ def test_a_script_that_fails_on_all_ranks_is_not_tried_again(
     assert not [e for e in read_events(tmp_path / "out" / "run.jsonl") if e.kind == "restarted"]
 
 
+@pytest.mark.thorough
 def test_a_misuse_shows_the_scripts_frames_alone(shm: Path, plan: Path, tmp_path: Path) -> None:
     for within, words in (("optimizer.step()", "optimizer.step()"), ("continue", "no step()")):
         path = script(tmp_path, within)
@@ -234,6 +237,7 @@ OTHER_DATA = """
     for step, (x, y) in enumerate(worker.batches(data)):"""
 
 
+@pytest.mark.thorough
 def test_a_rank_with_another_data_set_is_not_tried_again(shm: Path, plan: Path, tmp_path: Path) -> None:
     begin, _, end = TRAIN.partition("\n    for step, (x, y) in enumerate(worker.batches((inputs, targets))):")
     text = (begin + OTHER_DATA + end).replace("{within}", "")

@@ -46,6 +46,7 @@ class Slowed:
         return [str(replan.change) for replan in self.store.steps(rounds)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", [BSP(), Backup(k=1)], ids=str)
 def test_a_hopeless_rank_is_left_out_tried_and_comes_back(policy: Policy) -> None:
     run = Slowed(policy)
@@ -68,6 +69,7 @@ def test_a_hopeless_rank_is_left_out_tried_and_comes_back(policy: Policy) -> Non
     assert sum(run.store.split) == B
 
 
+@pytest.mark.thorough
 def test_the_next_launcher_tries_it_too() -> None:
     run = Slowed()
     run.factor = 20.0

@@ -14,6 +14,7 @@ import torch
 from run_scripts import pyps_run
 from run_tools import make_local_plan
 from safetensors.torch import load_file
+from sampled import sampled
 
 from pyps.formats import write_json
 from pyps.formats.records import read_run
@@ -54,6 +55,7 @@ with pyps.join() as worker:
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_goes_on_with_its_optimizer(shm: Path, tmp_path: Path) -> None:
     """It had pushed three rounds of two local steps: its successor's Adam has taken six."""
     write_json(tmp_path / "plan.json", make_local_plan())
@@ -65,8 +67,8 @@ def test_a_killed_worker_goes_on_with_its_optimizer(shm: Path, tmp_path: Path) -
     assert report.samples.trained == SAMPLES
 
 
-@pytest.mark.parametrize("options", [(), ("--even",)])
-def test_the_plan_says_how_many_local_steps(shm: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", sampled([[], ["--even"]]))
+def test_the_plan_says_how_many_local_steps(shm: Path, tmp_path: Path, options: list[str]) -> None:
     """Equal ones with --even; each push is worth the samples of all its local steps."""
     write_json(tmp_path / "plan.json", make_local_plan((3, 1)))
     (tmp_path / "train.py").write_text(kill_and_resume.TRAIN)

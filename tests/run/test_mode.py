@@ -181,6 +181,7 @@ def test_ranks_of_a_mode_are_checked(plan: Path) -> None:
         read_plan(plan)
 
 
+@pytest.mark.thorough
 def test_a_run_in_another_mode_warns_and_predicts_nothing(shm: Path, plan: Path) -> None:
     made = read_plan(plan)
     fast = mode(first=WorkerMode(rank=0, push_codec="int8"))

@@ -52,6 +52,7 @@ def plan(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
+@pytest.mark.thorough
 def test_a_run_that_has_finished_is_left_as_it_is(shm: Path, plan: Path, tmp_path: Path) -> None:
     """No process is started. More samples are trained."""
     out = tmp_path / "out"
@@ -96,6 +97,7 @@ def test_a_run_killed_and_resumed_ends_as_one_that_was_not(shm: Path, tmp_path: 
     assert len(trained) == len(set(trained)) <= KILLED_SAMPLES
 
 
+@pytest.mark.thorough
 def test_a_failed_run_keeps_what_it_learned(shm: Path, plan: Path, tmp_path: Path) -> None:
     path, out = tmp_path / "train.py", tmp_path / "out"
     path.write_text(kill_and_resume.TRAIN.replace("        worker.step(loss)", RAISES))

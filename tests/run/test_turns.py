@@ -73,6 +73,7 @@ def pushed_by(run_dir: Path) -> list[int]:
     return [record.rank for record in applied_steps(read_run(run_dir))]
 
 
+@pytest.mark.thorough
 @pytest.mark.timed
 @pytest.mark.slow
 def test_turns_follow_the_plan_and_another_plan_makes_another_run(shm: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_whatever_the_split(ranks: Ranks, drawn: list[tuple[int, int]], clip: bo
         assert max(errors) < EXACT
 
 
+@pytest.mark.thorough
 def test_compiled(ranks: Ranks) -> None:
     for errors in ranks.run(2, jobs.accumulated_errors, [7, 10], [2, 3], True, True, "aot_eager"):
         assert max(errors) < EXACT

@@ -109,6 +109,7 @@ def steps_of_last_start(folder: Path, ranks: int, after: float) -> tuple[float, 
     return started, sum(count == ranks for count in steps.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.timed
 @pytest.mark.timeout(180)
 def test_ranks_leave_and_come(tmp_path: Path) -> None:

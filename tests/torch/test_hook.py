@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
+from sampled import sampled
 
 from pyps.errors import InputError
 from pyps.torch import weighted_hook
@@ -61,8 +62,8 @@ def test_with_options_of_ddp(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
         assert max(weighted) < FP32
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("static", sampled([False, True]))
+@pytest.mark.parametrize("backend", sampled(["aot_eager", "inductor"]))
 def test_compiled(ranks: Ranks, tmp_path: Path, backend: str, static: bool) -> None:
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("inductor needs a C++ compiler")
@@ -78,7 +79,7 @@ def test_halves(ranks: Ranks, wire: str) -> None:
         assert 0 < max(weighted) < HALF[wire]
 
 
-@pytest.mark.parametrize("batches", [[48, 16], [5, 1, 3]])
+@pytest.mark.parametrize("batches", sampled([[48, 16], [5, 1, 3]], 1))
 def test_training_is_the_one_of_one_process(ranks: Ranks, batches: list[int]) -> None:
     assert max(ranks.run(len(batches), ddp_jobs.trained_apart, batches, 100)) < FP64_AFTER_100
 

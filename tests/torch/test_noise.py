@@ -6,6 +6,7 @@ import ddp_accumulate_jobs as jobs
 import pytest
 import torch
 from ranks import Ranks
+from sampled import sampled
 
 NEAR = 0.2
 
@@ -14,7 +15,9 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize(
     ("batches", "parts", "scaled", "sums"),
-    [([60, 36], 1, False, True), ([12, 27, 90], 1, True, False), ([65, 65, 15, 35], 2, False, False)],
+    sampled(
+        [([60, 36], 1, False, True), ([12, 27, 90], 1, True, False), ([65, 65, 15, 35], 2, False, False)]
+    ),
 )
 def test_the_scale_is_the_exact_one(
     ranks: Ranks, batches: list[int], parts: int, scaled: bool, sums: bool

@@ -12,6 +12,7 @@ import pytest
 import torch
 from device import DEVICE
 from ranks import Ranks
+from sampled import sampled
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
@@ -75,7 +76,7 @@ def simulate(
     return changes, over
 
 
-@pytest.mark.parametrize("first", range(100, 105))
+@pytest.mark.parametrize("first", sampled(range(100, 105)))
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_stall_does_not_take_a_rank_s_samples(first: int, length: int) -> None:
     """Some steps that take 40 times as long are no device of that speed; soon all is as before."""
@@ -94,7 +95,7 @@ def test_a_stall_does_not_take_a_rank_s_samples(first: int, length: int) -> None
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
 @pytest.mark.parametrize("profiled", [True, False])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", sampled(range(5)))
 def test_back_near_the_optimum_and_no_oscillation(noise: float, profiled: bool, seed: int) -> None:
     priors: list[Cost] | None = [*devices(0)] if profiled else None
     changes, over = simulate(priors, 320, noise, seed)
@@ -131,13 +132,17 @@ def test_a_move_says_why() -> None:
 
 @pytest.mark.parametrize(
     ("slows", "loaders", "profiled", "streamed"),
-    [
-        (24, 0, True, False),
-        (25, 0, False, False),
-        (26, 2, False, False),
-        (27, 0, False, True),
-        (28, 2, True, True),
-    ],
+    sampled(
+        [
+            (24, 0, True, False),
+            (25, 0, False, False),
+            (26, 2, False, False),
+            (27, 0, False, True),
+            (28, 2, True, True),
+        ],
+        2,
+        3,
+    ),
 )
 def test_between_ranks(ranks: Ranks, slows: int, loaders: int, profiled: bool, streamed: bool) -> None:
     """slows: the round in which a device does; requests come before, in and after the reports of a window."""
@@ -162,7 +167,7 @@ def test_between_ranks(ranks: Ranks, slows: int, loaders: int, profiled: bool, s
     assert first["report"].count("\n") == 4
 
 
-@pytest.mark.parametrize("recovers", range(40, 45))
+@pytest.mark.parametrize("recovers", sampled(range(40, 45)))
 def test_a_quicker_round_is_no_hiccup(ranks: Ranks, recovers: int) -> None:
     """Wherever a window ends: one round in which it is seen, one for the request, the new split."""
     result = ranks.run(4, jobs.balanced, SPEEDS, range(20, recovers), 60, 0, True, False)[0]
@@ -171,7 +176,7 @@ def test_a_quicker_round_is_no_hiccup(ranks: Ranks, recovers: int) -> None:
     assert own[-1] == own[0]
 
 
-@pytest.mark.parametrize("stalls", range(40, 45))
+@pytest.mark.parametrize("stalls", sampled(range(40, 45)))
 def test_a_batch_that_was_not_timed_does_not_move_again(ranks: Ranks, stalls: int) -> None:
     """A request that is under way when a change holds lets all decide once more, on what they knew."""
     job = (SPEEDS, range(stalls, stalls + 2), 60, 0, True, False, 20.0)

@@ -71,6 +71,7 @@ def test_the_examples(script: str) -> None:
         assert reported["last_loss"] < 0.8 * reported["first_loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "there are namespaces")
 def test_two_hosts(quick_start: None) -> None:
     command = [sys.executable, str(EXAMPLES / "two_hosts.py"), "--epochs", "1"]
@@ -95,6 +96,7 @@ def test_accelerate(tmp_path: Path) -> None:
     assert last <= 16
 
 
+@pytest.mark.thorough
 def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
@@ -104,6 +106,7 @@ def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert a + b == 32
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["train.py", "with_lightning.py"])
 def test_lightning(quick_start: None, tmp_path: Path, script: str) -> None:
     pytest.importorskip("lightning")

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from sampled import sampled
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from worker_tools import backward, run_threads
@@ -200,7 +201,7 @@ WAYS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "pipeline"), WAYS)
+@pytest.mark.parametrize(("policy", "pipeline"), sampled(WAYS, 0, -1))
 def test_every_sample_is_trained_once(shm: Path, tmp_path: Path, policy: str, pipeline: bool) -> None:
     split, total, taken = [6, 4, 5], 6 * LENGTH, {}
     workers = [
@@ -339,7 +340,7 @@ with pyps.join("run", 0, batches=[4, 4], samples=10**6, policy="asp") as worker:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 30.0])
+@pytest.mark.parametrize("seconds", sampled([0.0, 30.0], 1))
 def test_a_killed_worker_is_gone_though_its_loader_processes_were_left(
     shm: Path, tmp_path: Path, seconds: float
 ) -> None:
