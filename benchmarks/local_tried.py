@@ -22,7 +22,8 @@ from text import load
 from torch import nn
 from train import Transformer, loss_of
 
-from pyps.worker.sampling import even_steps, indices
+from pyps.step.parts import even_steps
+from pyps.worker.sampling import indices
 
 PAGE = "local-steps.md"
 ROUND = 200  # samples

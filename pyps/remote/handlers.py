@@ -22,7 +22,6 @@ from pyps.errors import (
     Fenced,
     InvalidArgument,
     PushRejected,
-    PypsError,
     SegmentNotFound,
     StoreError,
     TimedOut,
@@ -58,6 +57,7 @@ from pyps.remote.wire import (
     TransferHeader,
     TransferReply,
 )
+from pyps.step.transfer import Ask, Transfers, Verb
 from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
 
 KEPT_VERSIONS = MAX_DEPTH + 1  # pulled ones, at most: a pipeline computes on earlier ones
@@ -85,7 +85,7 @@ class Handlers:
         self._backend: LocalBackend | None = None
         self._staging: int | None = None  # handed out and not pushed
         self.replies = ReplyBuffers()
-        self._failed: PypsError | None = None  # a transfer, and with it all later ones
+        self._transfers = Transfers()
         self._in_round = False  # its push timed out while the round was open
         self._pulled: dict[int, Flat] = {}  # by version, the last ones at the end
         self._shards = ShardCalls(site, lambda: self._store)
@@ -203,7 +203,8 @@ class Handlers:
                 backend.close()
                 raise
             self._backend, self._late = backend, False
-        self._staging, self._in_round, self._failed = None, False, None
+        self._staging, self._in_round = None, False
+        self._transfers.begin_again()
         self._shards.head.forget()
         return None, ()
 
@@ -211,7 +212,7 @@ class Handlers:
         return self._store.reap(), ()
 
     def start(self, timeout: float) -> Reply:
-        self._failed = None
+        self._transfers.begin_again()
         self._shards.head.start()
         claim: Claim = self._store.start(timeout)
         return claim, ()
@@ -286,40 +287,30 @@ class Handlers:
         return both, (flat,)
 
     def transfer(self, header: TransferHeader, numbers: Frames) -> Reply:
-        """Push, claim ahead and pull. After one that failed all fail alike, until the worker rejoins or
-        starts: they were sent before the client knew, and a push would be taken for the one that failed.
-        """
-        if self._failed is not None:
-            raise self._failed
-        try:
-            return self._transfer(header, numbers)
-        except PypsError as error:
-            self._failed = error
-            raise
+        """Push, claim ahead and pull, as pyps.step.transfer has it."""
 
-    def _transfer(self, header: TransferHeader, numbers: Frames) -> Reply:
-        began, result, pulled = time.monotonic(), None, None
-        if header.max_samples is not None:
-            self._store.set_max_samples(header.max_samples)
-        with contextlib.suppress(PushRejected):
-            if header.exchange and header.codec is Codec.F32:
-                (result, version), frames = self.exchange(header.push, header.codec, numbers)
-                pulled = version, frames
-            else:
-                result = self.push(header.push, numbers)[0]
-        pushed = time.monotonic() - began
-        claims: list[Claim] = []
-        try:
-            if pulled is None and header.exchange:
-                pulled = self._pull_as(header.codec)
-            while len(claims) < header.claims and (claim := self._store.start_ahead()).count:
-                claims.append(claim)
-            version, frames = pulled or self._pull_as(header.codec)
-        except Fenced as error:
-            if result is None:
-                raise
-            self._failed, version, frames = error, None, ()
-        return TransferReply(result, tuple(claims), version, pushed), frames
+        def limit() -> None:
+            if header.max_samples is not None:
+                self._store.set_max_samples(header.max_samples)
+
+        def exchange() -> tuple[Any, Reply | None]:
+            if header.codec is not Codec.F32:
+                return self.push(header.push, numbers)[0], None
+            (result, version), frames = self.exchange(header.push, header.codec, numbers)
+            return result, (version, frames)
+
+        done = self._transfers.run(
+            Ask(header.exchange, header.claims),
+            {
+                Verb.LIMIT: limit,
+                Verb.PUSH: lambda: self.push(header.push, numbers)[0],
+                Verb.EXCHANGE: exchange,
+                Verb.CLAIM: lambda: claim if (claim := self._store.start_ahead()).count else None,
+                Verb.PULL: lambda: self._pull_as(header.codec),
+            },
+        )
+        version, frames = done.pulled or (None, ())
+        return TransferReply(done.result, done.claims, version, done.push_seconds), frames
 
     def _pull_as(self, codec: Codec) -> Reply:
         return self.pull() if codec is Codec.F32 else self.pull_encoded(codec)

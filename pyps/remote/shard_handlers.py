@@ -7,7 +7,6 @@ To each server: its part of a gradient, before the push is committed; its part o
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -20,14 +19,12 @@ from pyps.errors import (
     LinkLost,
     NotReady,
     PushRejected,
-    PypsError,
     SegmentNotFound,
     StoreError,
 )
 from pyps.native.local import LocalBackend
 from pyps.native.state import StateHeader
 from pyps.native.values import (
-    Claim,
     Codec,
     Config,
     Encoding,
@@ -44,6 +41,7 @@ from pyps.remote.shard_host import ShardHost
 from pyps.remote.shard_store import ShardStore
 from pyps.remote.site import Site
 from pyps.remote.wire import PROTOCOL, CommitHeader, LogKind, OpenReply, PushHeader, TransferReply
+from pyps.step.transfer import Ask, Transfers, Verb
 from pyps.store.codec import encode
 
 MAX_ENTRIES_SECONDS = 1.0
@@ -69,7 +67,7 @@ class HeadSession:
         self._client: int | None = None
         self._log: DecisionLog | None = None  # that the client has entered
         self._staging: int | None = None  # handed out and not pushed
-        self._failed: PypsError | None = None  # a commit of a transfer, and with it all later ones
+        self._transfers = Transfers()
         self._unfinished: int | None = None  # the run whose shards the client makes
 
     def created(self) -> None:
@@ -91,7 +89,8 @@ class HeadSession:
         """The session leaves the store, or begins anew: what it staged will not be pushed."""
         client, self._client = self._client, None
         log, self._log = self._log, None
-        self._staging = self._failed = None
+        self._staging = None
+        self._transfers.begin_again()
         if client is not None and log is not None:
             log.end(client)
 
@@ -108,7 +107,7 @@ class HeadSession:
 
     def start(self) -> None:
         """The worker starts afresh after a failure."""
-        self._failed = None
+        self._transfers.begin_again()
 
     def abandon(self) -> None:
         """The store has taken its staging buffers back."""
@@ -125,47 +124,49 @@ class HeadSession:
         """A server has not taken its part of a push. Later transfers fail too: they would use its claim."""
         log, tag = self._entered(seq)
         if transfer:
-            self._failed = StoreError("push", "an earlier transfer failed: a server did not take its part")
+            error = StoreError("push", "an earlier transfer failed: a server did not take its part")
+            self._transfers.fail(error)
         log.settle(tag)
 
     def commit(self, store: LocalBackend, header: CommitHeader) -> TransferReply:
         """Push, claim ahead and pin, as far as the header says. Raises as Store.push."""
         log, tag = self._entered(header.seq)
+        layout = store.layout
+
+        def limit() -> None:
+            if header.max_samples is not None:
+                store.set_max_samples(header.max_samples)
+
+        def push() -> PushResult | None:
+            return None if header.push is None else self._pushed(store, layout, header.push, tag)
+
+        def pin() -> int | None:
+            if header.pin is None:
+                return None
+            small = np.empty(layout.flat_elements, np.float32)
+            return log.pin(tag, header.pin, lambda: store.pull(small))
+
+        verbs: dict[Verb, Callable[[], object]] = {
+            Verb.LIMIT: limit,
+            Verb.PUSH: push,
+            Verb.EXCHANGE: lambda: (push(), None),
+            Verb.CLAIM: lambda: claim if (claim := store.start_ahead()).count else None,
+            Verb.PULL: pin,
+        }
         try:
-            if self._failed is not None:
-                raise self._failed
-            return self._committed(store, header, log, tag)
-        except PypsError as error:
-            if header.rejectable:
-                self._failed = error
-            raise
+            if header.transfer:
+                done = self._transfers.run(Ask(header.exchange, header.claims), verbs)
+                return TransferReply(done.result, done.claims, done.pulled, done.push_seconds)
+            result = push()
+            try:
+                return TransferReply(result, (), pin(), 0.0)
+            except Fenced:
+                if result is None:
+                    raise
+                return TransferReply(result, (), None, 0.0)
         finally:
             if header.push is not None and header.push.samples:
                 log.settle(tag)
-
-    def _committed(
-        self, store: LocalBackend, header: CommitHeader, log: DecisionLog, tag: Tag
-    ) -> TransferReply:
-        began, result, layout = time.monotonic(), None, store.layout
-        if header.max_samples is not None:
-            store.set_max_samples(header.max_samples)
-        if header.push is not None:
-            with contextlib.suppress(*((PushRejected,) if header.rejectable else ())):
-                result = self._pushed(store, layout, header.push, tag)
-        pushed = time.monotonic() - began
-        claims: list[Claim] = []
-        version: int | None = None
-        try:
-            while len(claims) < header.claims and (claim := store.start_ahead()).count:
-                claims.append(claim)
-            if header.pin is not None:
-                small = np.empty(layout.flat_elements, np.float32)
-                version = log.pin(tag, header.pin, lambda: store.pull(small))
-        except Fenced as error:
-            if result is None:
-                raise
-            self._failed, version = error, None
-        return TransferReply(result, tuple(claims), version, pushed)
 
     def _pushed(self, store: LocalBackend, layout: Layout, header: PushHeader, tag: Tag) -> PushResult:
         """Push zeros to the head: its decision is that of the whole."""

@@ -303,7 +303,9 @@ class ShardedBackend(RemoteBackend):
         header, parts, counts = self._sent(push)
         began, posted = time.monotonic(), self._post_parts(seq, header, parts)
         codec = self.address.pull if request.codec is Codec.F32 else request.codec
-        commit = CommitHeader(seq, header, LogKind.PIN, True, request.claims, request.max_samples)
+        commit = CommitHeader(
+            seq, header, LogKind.PIN, True, request.exchange, request.claims, request.max_samples
+        )
         return lambda out: self._finish(push, commit, posted, began, codec, counts, out)
 
     def _finish(

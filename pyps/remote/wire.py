@@ -241,14 +241,16 @@ class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the first of several servers decides at once: a push whose parts every server has been sent, the
     claims of later steps, and the version to pull.
 
-    seq: the client's number of it. pin: PIN or PIN_ALL; None: nothing is pulled. rejectable: a rejected push
-    is no error. max_samples, claims: as in TransferHeader.
+    seq: the client's number of it. pin: PIN or PIN_ALL; None: nothing is pulled. transfer: it is one
+    (pyps.step.transfer), in which a rejected push is no error. exchange, max_samples, claims: as in
+    TransferHeader.
     """
 
     seq: Position
     push: PushHeader | None = None
     pin: LogKind | None = None
-    rejectable: bool = False
+    transfer: bool = False
+    exchange: bool = False
     claims: Annotated[int, Meta(ge=0, le=MAX_IN_FLIGHT)] = 0
     max_samples: Count | None = None
 

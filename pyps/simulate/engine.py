@@ -22,8 +22,8 @@ from pyps.simulate.optimizer import Vector
 from pyps.simulate.pipelined import Merge, PipelinedWorker, Pulled
 from pyps.simulate.problem import Model
 from pyps.simulate.scenario import Fault, Scenario
+from pyps.step.parts import even_steps, merges_after, next_part
 from pyps.store.policies import Policy, register_policy
-from pyps.worker.sampling import even_steps, merges_after, next_part
 
 WAIT_VERDICT = 2
 DOWN, UP = range(2)

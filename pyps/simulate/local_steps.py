@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.optimizer import OptimizerState, Vector
-from pyps.worker.sampling import even_steps
+from pyps.step.parts import even_steps
 
 if TYPE_CHECKING:
     from pyps.simulate.problem import Objective

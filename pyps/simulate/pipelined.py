@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pyps.errors import Ended, Fenced, PushRejected
 from pyps.simulate.metrics import WAIT
 from pyps.simulate.optimizer import Vector
-from pyps.worker.lead import has_run_ahead, may_run_ahead
+from pyps.step.machine import Rules, has_run_ahead
 
 if TYPE_CHECKING:
     from pyps.simulate.engine import Engine
@@ -53,7 +53,7 @@ class PipelinedWorker:
         self._queue: dict[tuple[int, int], int] = {}  # (what, transfer) -> the process that waits for it
         self._fenced = self._waiting = False
         self._unaligned = local = engine.scenario.local
-        self._may_run_ahead = may_run_ahead(depth, local=local, in_rounds=engine.needs.waits_for_rounds)
+        self._may_run_ahead = Rules(depth, engine.needs, len(engine.workers), local).may_run_ahead
 
     def process(self) -> TransferProcess:
         """The compute process, from join to leave."""

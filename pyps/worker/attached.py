@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from pyps.native.values import PolicyNeeds
+from pyps.step.machine import Rules
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment
 from pyps.worker.binding import Binding
@@ -14,11 +15,10 @@ from pyps.worker.client import StoreClient
 from pyps.worker.local_steps import LocalSteps
 from pyps.worker.memory import AnnouncedBudget
 from pyps.worker.optimizer import OptimizerSteps
-from pyps.worker.pipeline import PipelinedTransport, check_depth, extra_buffers
 from pyps.worker.position import RunSchedule
 from pyps.worker.settings import Settings
 from pyps.worker.step import Step
-from pyps.worker.transport import SerialTransport, StepCallback, Transport
+from pyps.worker.transport import StepCallback, Transport, check_depth, extra_buffers
 
 TRANSFER_ROUND_TIMEOUTS = 4.0  # that a transfer may take: it waits twice, for up to two
 
@@ -38,12 +38,6 @@ class Attached:
     schedule: RunSchedule
     global_batch: int
     local: LocalSteps | None
-
-    def pull_parameters(self) -> int:
-        """Bring the newest parameters into the model, without buffers; their version. Raises Fenced."""
-        version = self.client.pull(self.binding.flat)
-        self.binding.refresh_parameters()
-        return version
 
     def refresh(self, step: Step | None) -> int:
         """Pull one single version into the model, after any transfer under way; the version. step: the one
@@ -85,19 +79,19 @@ def attached(
     client = StoreClient(
         store,
         settings.pull_codec,
-        needs=needs,
         budget=budget,
         links=settings.make_links(),
     )
-    transport: Transport
-    if settings.depth > 1:
-        check_depth(settings.depth, store)
-        limit = TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds)
-        transport = PipelinedTransport(
-            client, binding, report, depth=settings.depth, timeout=limit, aligns=local is not None
-        )
-    else:
-        transport = SerialTransport(client, binding, report)
+    check_depth(settings.depth, store)
+    merges = local.merges if local is not None else 0
+    transport = Transport(
+        client,
+        binding,
+        report,
+        Rules(settings.depth, needs, store.layout.ranks, local is not None, merges),
+        timeout=TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds),
+        merge=local.merge if local is not None else None,
+    )
     steps = OptimizerSteps(attachment.optimizer, (e.parameter for e in attachment.entries))
     whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
     return Attached(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,8 @@ from numpy.typing import NDArray
 from pyps.errors import Fenced, NotFinite, PushRejected, TimedOut
 from pyps.formats.records import Span
 from pyps.native.transfer import Finish, TransferRequest
-from pyps.native.values import Claim, Codec, DataSet, Flat, PolicyNeeds, PushRequest
+from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest, PushResult
+from pyps.step.transfer import Ask, Transfers, Verb
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
@@ -29,23 +32,20 @@ JOIN_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and r
 @dataclass(slots=True)
 class Transfer:
     """What a step's way to the store and back came to: its outcome, claims of later steps, and staging
-    buffers for those. No version came back: the worker was fenced.
+    buffers for those. fenced: the worker was, perhaps after its push.
     """
 
     outcome: Outcome
     claims: list[Claim] = field(default_factory=list)
     staging: list[StagingBuffer] = field(default_factory=list)
-
-    @property
-    def fenced(self) -> bool:
-        return self.outcome.version is None
+    fenced: bool = False
 
 
 class StoreClient:
     """One thread at a time may use it, not always the same one; begin_transfer() may be called meanwhile.
 
     `fenced` counts how often it had to rejoin.
-    pull: the codec of pulled parameters. needs: of the policy. budget: announced before each claim; None: the
+    pull: the codec of pulled parameters. budget: announced before each claim; None: the
     policy does not resize batches. links: emulated ones, which pushes and pulls cross. `ahead`: the claims of
     later steps, and of the current one until it is taken from there; after_claim_ahead gets each of them when
     it is known, in the thread that learns of it.
@@ -56,26 +56,19 @@ class StoreClient:
         store: Store,
         pull: Codec,
         *,
-        needs: PolicyNeeds,
         budget: AnnouncedBudget | None,
         links: EmulatedLinks | None = None,
     ) -> None:
         self.store = store
         self._links = links or EmulatedLinks()
         self.fenced = 0
-        self._codec, self._needs, self._budget = pull, needs, budget
-        self._exchanges = needs.uses_turns or needs.starts_at_once  # a push brings the next step's parameters
+        self._codec, self._budget = pull, budget
         self._codes: NDArray[np.uint8] | None = None
         self.ahead: deque[Claim] = deque()
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
-        self._failed: BaseException | None = None  # a transfer, and with it all later ones
+        self._transfers = Transfers()
         self._trips: RoundTrips[Transfer] | None = None  # over emulated links
         self._spare: list[Flat] = []  # for what travels back
-
-    @property
-    def waits_for_rounds(self) -> bool:
-        """Whether one step takes the gradients of all workers."""
-        return self._needs.waits_for_rounds
 
     def claim(self) -> Claim:
         """Claim the next step, waiting until every rank has joined once, and while this one rests.
@@ -84,6 +77,7 @@ class StoreClient:
         """
         if self._budget is not None:
             self._budget.announce()
+        self._transfers.begin_again()
         deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
         while True:
             try:
@@ -102,10 +96,14 @@ class StoreClient:
     def claim_ahead(self, count: int) -> list[Claim]:
         """With a step under way, claim up to `count` after it, as far as the policy allows. Raises Fenced."""
         claims: list[Claim] = []
-        while len(claims) < count and (claim := self.store.start_ahead()) is not None:
+        while len(claims) < count and (claim := self._claim_one()) is not None:
             claims.append(claim)
-            self._note(claim)
         return claims
+
+    def _claim_one(self) -> Claim | None:
+        if (claim := self.store.start_ahead()) is not None:
+            self._note(claim)
+        return claim
 
     def _note(self, claim: Claim) -> None:
         self.ahead.append(claim)
@@ -123,32 +121,30 @@ class StoreClient:
         """After Fenced: join again. All claims are gone."""
         self.fenced += 1
         self.ahead.clear()
-        self._failed = None
+        self._transfers.begin_again()
         self.store.rejoin()
         if self._budget is not None:
             self._budget.forget()
 
-    def begin_transfer(self, request: PushRequest, claims: int) -> Callable[[Flat], Transfer]:
-        """Push, claim so many steps ahead and pull. Over a link, also an emulated one, this sends all of it;
-        what is returned waits for the reply, and writes the parameters. A store on this machine is asked only
-        then.
+    def begin_transfer(self, request: PushRequest, ask: Ask) -> Callable[[Flat], Transfer]:
+        """Begin a transfer. Over a link, also an emulated one, this sends all of it; what is returned waits
+        for the reply, and writes the parameters. A store on this machine is asked only then.
 
-        Call what is returned in the order of the beginnings, perhaps in another thread. It raises Fenced
-        without rejoining. After one transfer has failed the others fail alike, until the worker has rejoined.
+        Call what is returned in the order of the beginnings, perhaps in another thread. It does not rejoin.
         """
         if self._links.emulated:
-            return self._travel(request, claims)
+            return self._travel(request, ask)
         if not self.store.servers:
-            return partial(self._transfer, request, claims)
+            return partial(self.transfer, request, ask)
         most = None if self._budget is None else self._budget.change()
-        whole = TransferRequest(request, self._codec, self._exchanges, claims, most)
+        whole = TransferRequest(request, self._codec, ask.exchanges, ask.claims, most)
         try:
             return partial(self._finish, request.samples > 0, False, self.store.begin_transfer(whole))
         except NotFinite:
             skip = replace(whole, push=PushRequest(request.staging, 0, request.hyper))
             return partial(self._finish, False, True, self.store.begin_transfer(skip))
 
-    def _travel(self, request: PushRequest, claims: int) -> Callable[[Flat], Transfer]:
+    def _travel(self, request: PushRequest, ask: Ask) -> Callable[[Flat], Transfer]:
         """A transfer over emulated links."""
         if self._trips is None:
             self._trips = RoundTrips(self._links, f"pyps-transfer-{self.store.rank}-store")
@@ -157,7 +153,7 @@ class StoreClient:
 
         def answer() -> tuple[Transfer, int]:
             travelled: Span = ("push" if request.samples else "skip", left, time.monotonic())
-            transfer = self._transfer(request, claims, params)
+            transfer = self.transfer(request, ask, params)
             transfer.outcome.spans.insert(0, travelled)
             return transfer, self._bytes(self._codec)
 
@@ -173,32 +169,97 @@ class StoreClient:
         spans.append(("pull", spans[-1][2], time.monotonic()))
         return transfer
 
-    def _transfer(self, request: PushRequest, claims: int, out: Flat) -> Transfer:
-        if self._failed is not None:
-            raise self._failed
+    def send(self, request: PushRequest, ask: Ask, out: Flat) -> Transfer:
+        """A whole transfer now, over emulated links too."""
+        began = time.monotonic()
+        if request.samples:
+            self._links.carry(Way.TO_STORE, self._bytes(request.encoding.codec))
+        transfer = self.transfer(request, ask, out, began)
+        if transfer.outcome.version is not None and self._links.emulated:
+            arrived = time.monotonic()
+            self._links.carry(Way.FROM_STORE, self._bytes(self._codec))
+            transfer.outcome.spans.append(("pull", arrived, time.monotonic()))
+        return transfer
+
+    def transfer(self, request: PushRequest, ask: Ask, out: Flat, began: float | None = None) -> Transfer:
+        """Make a transfer at the store, call by call. began: when its gradient left; None: now.
+
+        Raises what ended it, save Fenced.
+        """
         outcome = Outcome()
-        made: list[Claim] = []
+        claims: tuple[Claim, ...] = ()
         staging: list[StagingBuffer] = []
         try:
-            self._push(request, out, outcome)
-            if self._budget is not None:
+            done = self._transfers.run(ask, self._verbs(request, ask, out, outcome, began))
+            claims, fenced = done.claims, done.fenced is not None
+            staging = [] if fenced else [self.store.stage() for _ in claims]
+        except Fenced:
+            fenced = True
+        if fenced:
+            outcome.version = None
+        return Transfer(outcome, list(claims), staging, fenced)
+
+    def _verbs(
+        self, request: PushRequest, ask: Ask, out: Flat, outcome: Outcome, began: float | None
+    ) -> dict[Verb, Callable[[], Any]]:
+        """How this store answers a transfer; what it came to is noted in `outcome`."""
+
+        def push() -> PushResult | None:
+            with self._pushing(request, outcome, began):
+                outcome.result = self.store.send(request)
+            return outcome.result
+
+        def exchange() -> tuple[PushResult | None, int | None]:
+            if self._codec is not Codec.F32:
+                return push(), None
+            with self._pushing(request, outcome, began):
+                outcome.result, outcome.version = self.store.send_and_pull(request, out)
+            return outcome.result, outcome.version
+
+        def limit() -> None:
+            if self._budget is not None and ask.claims:
                 self._budget.announce()
-            made = self.claim_ahead(claims)
-            if outcome.version is None:
-                began = time.monotonic()
-                outcome.version = self._pull(out)
-                outcome.spans.append(("pull", began, time.monotonic()))
-            staging = [self.store.stage() for _ in made]
-        except BaseException as error:
-            self._failed = error
-            if not isinstance(error, Fenced) or outcome.result is None:
-                raise
-            outcome.version, staging = None, []
-        return Transfer(outcome, made, staging)
+
+        def pull() -> int:
+            left = time.monotonic()
+            outcome.version = self._pull(out)
+            outcome.spans.append(("pull", left, time.monotonic()))
+            return outcome.version
+
+        return {
+            Verb.LIMIT: limit,
+            Verb.PUSH: push,
+            Verb.EXCHANGE: exchange,
+            Verb.CLAIM: self._claim_one,
+            Verb.PULL: pull,
+        }
+
+    @contextmanager
+    def _pushing(self, request: PushRequest, outcome: Outcome, began: float | None) -> Iterator[None]:
+        """Notes what became of a push. One of values that are not finite is skipped: its claim is held."""
+        began = time.monotonic() if began is None else began
+        try:
+            yield
+        except PushRejected:
+            outcome.rejected = True
+            raise
+        except NotFinite:
+            outcome.unencodable = True
+            self.store.send(PushRequest(request.staging, 0, request.hyper))
+        finally:
+            done = time.monotonic()
+            waited = began
+            if outcome.result is not None and outcome.result.wait_seconds > 0.0:
+                waited = min(began + outcome.result.wait_seconds, done)
+                outcome.spans.append(("wait", began, waited))
+            outcome.spans.append(("push" if request.samples else "skip", waited, done))
 
     def _finish(self, pushes: bool, unencodable: bool, finish: Finish, out: Flat) -> Transfer:
         """A remote store's transfer, as a local one's."""
-        done = finish(out)
+        try:
+            done = finish(out)
+        except Fenced:
+            return Transfer(Outcome(), fenced=True)
         spans: list[Span] = [("skip", *done.spans[0][1:]), *done.spans[1:]] if not pushes else done.spans
         outcome = Outcome(
             None if unencodable else done.result,
@@ -209,17 +270,12 @@ class StoreClient:
         )
         for claim in done.claims:
             self._note(claim)
+        fenced, staging = done.version is None, []
         try:
-            staging = [self.store.stage() for _ in done.claims]
+            staging = [] if fenced else [self.store.stage() for _ in done.claims]
         except Fenced:
-            outcome.version, staging = None, []
-        return Transfer(outcome, list(done.claims), staging)
-
-    def is_old(self, version: int, claim: Claim) -> bool:
-        """Whether parameters that a push brought back should be pulled again before this step: others have
-        pushed more than once each since then, while the script evaluated the model, say. Never in a turn.
-        """
-        return self._needs.starts_at_once and claim.version - version > self.store.layout.ranks
+            outcome.version, fenced = None, True
+        return Transfer(outcome, list(done.claims), staging, fenced)
 
     def pull(self, out: Flat) -> int:
         """Fetch the parameters, each chunk whole, from the store's fp32 ones; the version."""
@@ -236,53 +292,8 @@ class StoreClient:
         decode_vector(self._codes, self._codec, self.store.layout, out)
         return version
 
-    def push(self, request: PushRequest, out: Flat) -> Outcome:
-        """Send a gradient; in an exchange fetch the parameters into `out` too.
-
-        A fenced worker has rejoined when this returns.
-        """
-        outcome, began = Outcome(), time.monotonic()
-        if request.samples:
-            self._links.carry(Way.TO_STORE, self._bytes(request.encoding.codec))
-        try:
-            self._push(request, out, outcome, began)
-        except Fenced:
-            outcome.fenced = True
-            self.rejoin()
-        if outcome.version is not None and self._links.emulated:
-            arrived = time.monotonic()
-            self._links.carry(Way.FROM_STORE, self._bytes(self._codec))
-            outcome.spans.append(("pull", arrived, time.monotonic()))
-        return outcome
-
-    def _push(self, request: PushRequest, out: Flat, outcome: Outcome, began: float | None = None) -> None:
-        """Fills in the outcome of a push that began then, by default now. Raises Fenced."""
-        began = time.monotonic() if began is None else began
-        try:
-            self._send(request, out, outcome)
-        except PushRejected:
-            outcome.rejected = True
-        except NotFinite:
-            outcome.unencodable = True
-            self.store.send(PushRequest(request.staging, 0, request.hyper))  # skip: the claim is still held
-        finally:
-            done = time.monotonic()
-            waited = began
-            if outcome.result is not None and outcome.result.wait_seconds > 0.0:
-                waited = min(began + outcome.result.wait_seconds, done)
-                outcome.spans.append(("wait", began, waited))
-            outcome.spans.append(("push" if request.samples else "skip", waited, done))
-
     def _bytes(self, codec: Codec) -> int:
         return encoded_vector_bytes(codec, self.store.layout)
-
-    def _send(self, request: PushRequest, out: Flat, outcome: Outcome) -> None:
-        if self._exchanges and self._codec is Codec.F32:
-            outcome.result, outcome.version = self.store.send_and_pull(request, out)
-            return
-        outcome.result = self.store.send(request)
-        if self._exchanges:
-            outcome.version = self._pull(out)
 
     def close(self) -> None:
         """Leave the store, after what travels over emulated links."""

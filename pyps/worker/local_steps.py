@@ -23,11 +23,10 @@ import torch
 from torch import nn
 
 from pyps.errors import InputError
-from pyps.native.values import Codec, Flat, PolicyNeeds, PushResult
+from pyps.native.values import Codec, Flat, PushResult
 from pyps.store.store import Store
 from pyps.worker.local_state import LocalState
 from pyps.worker.optimizer import OptimizerSteps
-from pyps.worker.sampling import merges_after
 from pyps.worker.settings import Settings
 
 LocalStepsArgument = int | Literal["plan"]
@@ -53,7 +52,7 @@ class LocalSteps:
         merges: int = 0,
         overlaps: bool = False,
     ) -> None:
-        self._merges, self._overlaps = merges, overlaps
+        self.merges, self._overlaps = merges, overlaps
         self._travelling: deque[list[torch.Tensor]] = deque()  # pseudo-gradients; where it overlaps
         self.optimizer = optimizer
         self._steps = OptimizerSteps(optimizer, parameters)
@@ -94,10 +93,6 @@ class LocalSteps:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self._steps.call(scaler)
         self.optimizer.zero_grad(set_to_none=True)
-
-    def merges_now(self, before: int, done: int, count: int) -> bool:
-        """Whether to merge when `done` samples of a claim have had their steps, `before` of them earlier."""
-        return merges_after(before, done, count, self._merges)
 
     @torch.no_grad()
     def merge(self, pull: Callable[[], int]) -> int:
@@ -192,14 +187,11 @@ def with_local_steps(settings: Settings, wanted: LocalStepsArgument) -> Settings
     )
 
 
-def merges_of(wanted: int, needs: PolicyNeeds, depth: int) -> int:
-    """How often a worker merges between two pushes, which it does in serial steps that wait for no others.
-
-    Raises InputError for what is not a number of times.
-    """
+def checked_merges(wanted: int) -> int:
+    """How often a worker merges between two pushes. Raises InputError for what is not a number of times."""
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
         raise InputError("attach", "merges", repr(wanted), "a number of times")
-    return 0 if needs.waits_for_rounds or needs.uses_turns or depth > 1 else wanted
+    return wanted
 
 
 def stored_optimizer(

@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from pyps.errors import Fenced, InputError
+from pyps.errors import InputError
 from pyps.formats.records import RecordWriter, drop_undone, record_path
-from pyps.native.values import Advice, Claim, Codec, Encoding, PushRequest, PushResult
+from pyps.native.values import Claim, Codec, Encoding, PushRequest, PushResult
 from pyps.profiler.host_memory import disable_malloc_trim
+from pyps.step.machine import Abort, Continue
+from pyps.step.parts import even_steps, next_part
 from pyps.store.policies import Policy, register_policy
 from pyps.store.store import Store
 from pyps.worker.agreement import check_agreed
@@ -42,7 +44,7 @@ from pyps.worker.local_state import LocalState
 from pyps.worker.local_steps import (
     LocalSteps,
     LocalStepsArgument,
-    merges_of,
+    checked_merges,
     stored_optimizer,
     with_local_steps,
 )
@@ -55,7 +57,6 @@ from pyps.worker.position import (
     warn_of_other_constants,
 )
 from pyps.worker.samples import Collate, make_source, warn_of_a_stream_anew
-from pyps.worker.sampling import even_steps, next_part
 from pyps.worker.settings import Settings
 from pyps.worker.step import Outcome, Step, number_of
 
@@ -214,8 +215,7 @@ class Worker:
             drop_undone(self.settings.run_dir, self.rank, pushes)
         if is_local:
             state, parameters = LocalState(settings, chosen), [e.parameter for e in attachment.entries]
-            merges = merges_of(merges, store.policy_needs(), settings.depth)
-            overlaps = settings.depth > 1
+            overlaps, merges = settings.depth > 1, checked_merges(merges)
             local = LocalSteps(chosen, parameters, clip_norm or 0.0, state, pushes, merges, overlaps)
             local.keep_residual(store, settings.encoding.codec)
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
@@ -334,41 +334,21 @@ class Worker:
         if step.finite and not (self.settings.allow_nonfinite or (scaler is not None and step.left)):
             self._divergence.check(step, attached.binding.flat)
         if step.left:
-            advice = self._advice(step, attached)
-            if advice is Advice.CONTINUE:
+            following = attached.transport.go_on(step, self._at_once(step.left))
+            if isinstance(following, Continue):
                 step.micro = 0
                 if attached.local is None:
                     attached.binding.keep()
                 return None
             step.finite = self._collect(step, attached, scaler)
             step.left = 0
-            if advice is Advice.ABORT:
+            if isinstance(following, Abort):
+                self.aborted += not following.fenced
                 self._step = None
                 self._report(step, Outcome(spans=[("push", ready, time.monotonic())]))
                 return None
         self._step = None
         return attached.transport.send(step, self._request(step, attached))
-
-    def _advice(self, step: Step, attached: Attached) -> Advice:
-        """Between two micro-batches: whether the next one is worth computing. A worker with local steps may
-        merge before it.
-        """
-        advice, local = Advice.CONTINUE, attached.local
-        try:
-            if attached.needs.checks_between_micro_batches:
-                advice = attached.transport.should_continue(step.done, self._at_once(step.left))
-            if local is not None and advice is Advice.CONTINUE:
-                before, count = step.done - step.micro, step.done + step.left
-                pull = attached.pull_parameters if local.merges_now(before, step.done, count) else None
-                if pull is not None or attached.transport.has_arrived:
-                    began = time.monotonic()
-                    step.version = local.merge(pull or attached.transport.take_arrived)
-                    step.spans.append(("pull", began, time.monotonic()))
-        except Fenced:
-            attached.client.rejoin()
-            return Advice.ABORT
-        self.aborted += advice is Advice.ABORT
-        return advice
 
     def refresh(self) -> int:
         """Pull one single version into the model, as for an evaluation, after any transfer under way; the

@@ -27,7 +27,6 @@ class Outcome:
     """
 
     result: PushResult | None = None
-    fenced: bool = False
     rejected: bool = False
     unencodable: bool = False
     version: int | None = None

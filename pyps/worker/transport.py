@@ -1,124 +1,418 @@
-"""How a worker's steps reach the store and come back: serially here, overlapped in pyps.worker.pipeline.
+"""Carries out a worker's steps (pyps.step.machine): serially, or with transfers in the background.
 
-begin()     claims samples, and brings parameters into the model
-send()      pushes the step's gradient
-receive()   waits until what was sent has arrived, and takes what came back
+    main thread, d = 2   compute k          compute k + 1         compute k + 2
+    transfers            push k - 1, pull   push k, pull          push k + 1, pull
+
+The period of a pipeline of depth d is the longest of compute, of what the link's busier direction takes, and
+of 1 / (d - 1) of a transfer. Over a link several transfers travel at once; a store on this machine does one
+after the other. Each brings the claim and the staging buffer of a step to come, so the main thread never
+waits for the store while it has some.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
-from pyps.errors import Ended, Fenced
-from pyps.native.values import Advice, PushRequest, PushResult
+import numpy as np
+
+from pyps.errors import Ended, Fenced, InputError
+from pyps.formats.records import Span
+from pyps.native.values import Claim as StoreClaim
+from pyps.native.values import Flat, PushRequest, PushResult
+from pyps.step.machine import (
+    Action,
+    Advised,
+    Arrived,
+    Check,
+    Claim,
+    Claimed,
+    Compute,
+    Computed,
+    Continue,
+    Control,
+    End,
+    Event,
+    Flush,
+    Interrupted,
+    Load,
+    Loaded,
+    Partial,
+    Pending,
+    Pull,
+    Pulled,
+    RanOut,
+    Refreshed,
+    Rejoin,
+    Rejoined,
+    Return,
+    Rules,
+    Send,
+    Sent,
+    StepMachine,
+    Take,
+    Wanted,
+    WasFenced,
+)
+from pyps.step.transfer import Ask
+from pyps.store.staging import StagingBuffer
+from pyps.store.store import Store
+from pyps.worker.background import BackgroundThread
 from pyps.worker.binding import Binding
-from pyps.worker.client import StoreClient
+from pyps.worker.client import CLOSE_SECONDS, StoreClient, Transfer
 from pyps.worker.step import Outcome, Step
 
 StepCallback = Callable[[Step, Outcome], None]
+Merge = Callable[[Callable[[], int]], int]
+BACK_BUFFERS = 2
 
 
-class Transport(ABC):
-    """A worker's transport. `report` receives each step that was sent, once its outcome is known.
+class Way(Protocol):
+    """How the transfers of a worker are made; one is taken after the other, in the order of the sends."""
 
-    A fenced worker rejoins by itself; what it had claimed is dropped.
-    """
-
-    depth: int  # steps of one worker that may be under way at once
-
-    def __init__(self, client: StoreClient, binding: Binding, report: StepCallback) -> None:
-        self._client, self._binding, self._report = client, binding, report
-        self._prefetched_version: int | None = None  # of parameters that came before they were asked for
-
-    @abstractmethod
-    def begin(self) -> Step | None:
-        """The next step, its parameters in the model; None when the run's samples are used up."""
-
-    @abstractmethod
-    def claim_ahead(self) -> None:
-        """Claim the samples of the next step now, if the policy lets it: they are loaded meanwhile."""
-
-    @abstractmethod
-    def send(self, step: Step, request: PushRequest) -> PushResult | None:
-        """Push a step's gradient; the result of the step that has arrived, None if that was not applied."""
-
-    @abstractmethod
-    def receive(self) -> None:
-        """Wait for the transfer under way."""
+    def send(self, request: PushRequest, ask: Ask) -> None: ...
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether parameters have come that are newer than the model's."""
-        return False
+    def ready(self) -> int:
+        """Transfers that have ended and were not taken."""
 
-    def take_arrived(self) -> int:
-        """Within a step: bring parameters that have come into the model, without buffers; their version.
+    def take(self) -> Transfer:
+        """The oldest transfer, when it has ended. Raises what it raised."""
 
-        Raises Fenced for a worker that was fenced meanwhile.
-        """
-        raise NotImplementedError("nothing arrives by itself")
+    def load(self) -> None:
+        """Put the newest parameters that came back where the binding takes them from."""
 
-    @abstractmethod
-    def should_continue(self, done: int, following: int) -> Advice:
-        """Between two micro-batches: what the policy advises. Raises Fenced."""
-
-    def refresh(self) -> int:
-        """Pull one single version into the model, after any transfer under way; the version."""
-        self.receive()
-        _, version = self._client.store.pull(self._binding.flat, strict=True)
-        self._binding.refresh()
-        return version
-
-    @abstractmethod
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
         """Leave the store after any transfer under way. Raises TimedOut. Idempotent."""
 
 
-class SerialTransport(Transport):
-    """Push, pull and compute follow one another."""
+class Serial:
+    """A transfer is made when it is taken."""
 
-    depth = 1
+    def __init__(self, client: StoreClient, flat: Flat) -> None:
+        self._client, self._flat = client, flat
+        self._sent: tuple[PushRequest, Ask] | None = None
+
+    def send(self, request: PushRequest, ask: Ask) -> None:
+        self._sent = request, ask
+
+    @property
+    def ready(self) -> int:
+        return 0
+
+    def take(self) -> Transfer:
+        assert self._sent is not None
+        (request, ask), self._sent = self._sent, None
+        return self._client.send(request, ask, self._flat)
+
+    def load(self) -> None:
+        """They are there."""
+
+    def close(self, timeout: float) -> None:
+        self._client.store.close()
+
+
+class Overlapped:
+    """Transfers are made in the background, by a thread that sends and one that receives.
+
+    flat: the binding's parameters. timeout: seconds that a transfer may take.
+    """
+
+    def __init__(self, client: StoreClient, flat: Flat, timeout: float) -> None:
+        self._client, self._flat, self._timeout = client, flat, timeout
+        # One receives what is pulled while the other has the newest parameters.
+        self._back_buffers: list[Flat] = [np.zeros(flat.size, np.float32) for _ in range(BACK_BUFFERS)]
+        self._newest = 0
+        self._lock = threading.Lock()
+        name = f"pyps-transfer-{client.store.rank}"
+        self._sender: BackgroundThread[None] = BackgroundThread(f"{name}-out")
+        self._receiver: BackgroundThread[Transfer] = BackgroundThread(name)
+
+    def send(self, request: PushRequest, ask: Ask) -> None:
+        # The model goes on while this travels.
+        params = None if request.base_params is None else request.base_params.copy()
+        self._sender.submit(partial(self._post, replace(request, base_params=params), ask))
+        while self._sender.results_ready > 1:
+            self._sender.take(0.0)
+
+    @property
+    def ready(self) -> int:
+        return self._receiver.results_ready
+
+    def take(self) -> Transfer:
+        return self._receiver.take(self._timeout)
+
+    def load(self) -> None:
+        with self._lock:
+            np.copyto(self._flat, self._back_buffers[self._newest])
+
+    def close(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        self._sender.close(_nothing, timeout)
+        self._receiver.close(self._client.close, max(0.0, deadline - time.monotonic()))
+
+    def _post(self, request: PushRequest, ask: Ask) -> None:
+        """In the sending thread: send, or hand over what is sent when its turn comes."""
+        try:
+            finish = self._client.begin_transfer(request, ask)
+        except BaseException as error:
+            finish = partial(_fail, error)
+        self._receiver.submit(partial(self._finish, finish))
+
+    def _finish(self, finish: Callable[[Flat], Transfer]) -> Transfer:
+        """In the receiving thread: what came back of a transfer."""
+        other = 1 - self._newest
+        transfer = finish(self._back_buffers[other])
+        if transfer.outcome.version is not None:
+            with self._lock:
+                self._newest = other
+        return transfer
+
+
+class Transport:
+    """A worker's steps. All methods belong to the main thread.
+
+    report: receives each step that was sent, once its outcome is known. merge: brings parameters into the
+    model in the middle of a step, by the call that it gets, with the local steps taken so far; None: no local
+    steps. timeout: seconds that a transfer of a pipeline may take. A fenced worker rejoins by itself; what it
+    had claimed is dropped.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        binding: Binding,
+        report: StepCallback,
+        rules: Rules,
+        *,
+        timeout: float,
+        merge: Merge | None = None,
+    ) -> None:
+        self.depth = rules.depth
+        self._client, self._binding, self._report = client, binding, report
+        self._merge = merge or (lambda bring: bring())
+        self._machine = StepMachine(rules)
+        self._way: Way = (
+            Serial(client, binding.flat) if rules.depth == 1 else Overlapped(client, binding.flat, timeout)
+        )
+        self._sent: deque[Step] = deque()
+        self._sending: tuple[Step, PushRequest] | None = None
+        self._claims: deque[tuple[StoreClaim, StagingBuffer]] = deque()  # of the next steps
+        self._failure: BaseException | None = None  # nothing can follow a transfer that failed
+        self._waits: list[Span] = []  # since the last step began
+        self._ready = 0.0  # when the next step's claim was there
+        self._merges: list[Span] = []  # in the middle of the step under way
+        self._landed: tuple[Step, Outcome] | None = None  # what has come back and is not reported
+        self._back: tuple[Step, Outcome] | None = None  # what came back last
+        self._taking = False
+        self._may_claim = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether no transfer is under way."""
+        return self._way.ready >= len(self._sent)
 
     def begin(self) -> Step | None:
-        began = time.monotonic()
-        while True:
-            try:
-                claim, staging = self._client.claim(), self._client.store.stage()
-                ready = time.monotonic()
-                version = self._prefetched_version
-                if version is None or self._client.is_old(version, claim):
-                    # while the last gradient is still in its staging buffer
-                    version = self._client.pull(self._binding.flat)
-                self._binding.attach_grads(staging)
-                break
-            except Ended:
-                return None
-            except Fenced:
-                self._prefetched_version = None
-                self._client.rejoin()
-        self._prefetched_version = None
+        """The next step, its parameters in the model; None when the run's samples are used up."""
+        self._ready = 0.0
+        action = self._drive(Wanted())
+        if isinstance(action, End):
+            return None
+        assert isinstance(action, Compute)
+        self._may_claim = action.may_claim
+        claim, staging = self._claims.popleft()
+        self._ready = self._ready or time.monotonic()
+        self._binding.attach_grads(staging)
         self._binding.refresh()
-        return Step(claim, staging, version, [("wait", began, ready), ("pull", ready, time.monotonic())])
+        spans, self._waits = self._waits, []
+        return Step(claim, staging, action.version, [*spans, ("pull", self._ready, time.monotonic())])
 
     def claim_ahead(self) -> None:
-        with suppress(Fenced):  # the push will say so
-            self._client.claim_ahead(1)
+        """Claim the samples of the next step now, if the policy lets it: they are loaded meanwhile."""
+        if self._may_claim:
+            with suppress(Fenced):  # the push will say so
+                self._client.claim_ahead(1)
+
+    def go_on(self, step: Step, following: int) -> Control:
+        """Between two micro-batches of a step, of which the next has so many samples: Continue, Finish or
+        Abort. Newer parameters may have come into the model.
+        """
+        event = Partial(step.done - step.micro, step.done, step.done + step.left, following)
+        action = self._drive(event)
+        if isinstance(action, Continue):
+            step.version = action.version
+        step.spans, self._merges = step.spans + self._merges, []
+        return action
 
     def send(self, step: Step, request: PushRequest) -> PushResult | None:
-        outcome = self._client.push(request, self._binding.flat)
-        self._prefetched_version = outcome.version
+        """Push a step's gradient; the result of the step that has arrived, None if that was not applied. In a
+        pipeline the gradient travels while the next steps are computed.
+        """
+        if self.depth > 1:  # the claim was made long before the compute began
+            request = replace(request, compute_seconds=time.monotonic() - step.created)
+        self._sending, self._back = (step, request), None
+        action = self._drive(Computed())
+        assert isinstance(action, Return)
+        if action.dropped:
+            self._report(step, Outcome(rejected=True))
+        if self._back is None:
+            return None
+        back, outcome = self._back
+        return outcome.result if back.finite else None
+
+    def refresh(self) -> int:
+        """Pull one single version into the model, after any transfer under way; the version. Raises what a
+        transfer raised, TimedOut if one takes too long.
+        """
+        self._drive(Flush())
+        _, version = self._client.store.pull(self._binding.flat, strict=True)
+        self._binding.refresh()
+        self._drive(Refreshed(version))
+        return version
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Leave the store after any transfer under way. Raises TimedOut. Idempotent."""
+        self._way.close(timeout)
+        while self._sent and self._failure is None and self.depth > 1:
+            self._take()
+            self._tell()
+
+    # The machine's actions.
+
+    def _drive(self, event: Event) -> Control:
+        """Carry out what follows from an event, until it is the trainer's turn."""
+        if self._failure is not None:
+            raise self._failure
+        action = self._machine.receive(event)
+        while not isinstance(action, Control):
+            try:
+                event = self._do(action)
+            except Fenced:
+                event = WasFenced()
+            except Ended:
+                event = RanOut()
+            except BaseException as error:
+                if self._taking and self.depth > 1:
+                    self._failure = error
+                self._machine.receive(Interrupted(transfer=self._taking))
+                self._taking = False
+                raise
+            action = self._machine.receive(event)
+            try:
+                self._tell()
+            except BaseException:
+                if not isinstance(action, Control):
+                    self._machine.receive(Interrupted())
+                raise
+        return action
+
+    def _tell(self) -> None:
+        """Report what has come back."""
+        if self._landed is not None:
+            landed, self._landed = self._landed, None
+            self._report(*landed)
+
+    def _do(self, action: Action) -> Event:
+        match action:
+            case Claim():
+                return self._claim(action.ahead)
+            case Pull():
+                return Pulled(self._merging(self._pull) if action.merges else self._pull())
+            case Check():
+                return Advised(self._client.store.should_continue(action.done, action.following))
+            case Send():
+                return self._send(action.ask)
+            case Take():
+                return self._take() if action.waits or self._way.ready else Pending()
+            case Load():
+                self._merging(self._load) if action.merges else self._load()
+                if self.depth > 1 and not action.merges:
+                    self._binding.refresh()
+                return Loaded()
+            case Rejoin():
+                self._claims.clear()
+                self._client.rejoin()
+                return Rejoined()
+        raise AssertionError(action)
+
+    def _claim(self, ahead: int) -> Event:
+        began = time.monotonic()
+        claims = [self._client.claim(), *self._client.claim_ahead(ahead)]
+        self._claims.extend([(claim, self._client.store.stage()) for claim in claims])
+        self._ready = time.monotonic()
+        self._waits.append(("wait", began, self._ready))
+        return Claimed(len(claims), claims[0].version)
+
+    def _send(self, ask: Ask) -> Event:
+        assert self._sending is not None
+        (step, request), self._sending = self._sending, None
+        self._sent.append(step)
+        self._way.send(request, ask)
+        return Sent()
+
+    def _take(self) -> Event:
+        began, waits = time.monotonic(), self.depth > 1 and not self._way.ready
+        step = self._sent.popleft()
+        self._taking = True
+        transfer = self._way.take()
+        self._taking = False
+        if waits:
+            self._waits.append(("wait", began, time.monotonic()))
+        outcome = transfer.outcome
         self._binding.commit_residual(outcome.result is not None and step.finite)
-        self._report(step, outcome)
-        return outcome.result if step.finite else None
+        self._landed = step, outcome
+        if transfer.fenced:
+            return Arrived(fenced=True)
+        self._back = step, outcome
+        self._claims.extend(zip(transfer.claims, transfer.staging, strict=True))
+        waited = outcome.result.wait_seconds if outcome.result is not None else 0.0
+        way = sum(end - begin for kind, begin, end in outcome.spans if kind in ("push", "pull"))
+        return Arrived(outcome.version, len(transfer.claims), False, waited, way, step.compute_seconds)
 
-    def receive(self) -> None:
-        """Nothing is under way between two calls."""
+    def _merging(self, bring: Callable[[], int]) -> int:
+        """Bring parameters into the model in the middle of a step; their version."""
 
-    def should_continue(self, done: int, following: int) -> Advice:
-        return self._client.store.should_continue(done, following)
+        def parameters() -> int:
+            version = bring()
+            self._binding.refresh_parameters()
+            return version
 
-    def close(self) -> None:
-        self._client.store.close()
+        began = time.monotonic()
+        version = self._merge(parameters)
+        self._merges.append(("pull", began, time.monotonic()))
+        return version
+
+    def _pull(self) -> int:
+        return self._client.pull(self._binding.flat)
+
+    def _load(self) -> int:
+        self._way.load()
+        return 0
+
+
+def check_depth(depth: int, store: Store) -> None:
+    """Raise InputError for more steps under way than the store has staging buffers for."""
+    if depth > store.layout.staging_buffers:
+        found = f"{depth}, in a store made for at most {store.layout.staging_buffers}"
+        raise InputError("pipeline", "depth", found, "one depth for all ranks, or rank 0's the greatest")
+
+
+def extra_buffers(depth: int) -> int:
+    """How many more vectors of parameters a pipelined worker holds than a serial one, which has one staging
+    buffer.
+    """
+    return depth - 1 + BACK_BUFFERS if depth > 1 else 0
+
+
+def _fail(error: BaseException, out: Flat) -> Transfer:
+    raise error
+
+
+def _nothing() -> None:
+    """After the last transfer was sent."""

@@ -19,7 +19,7 @@ from pyps.worker import binding
 from pyps.worker.buckets import GradientBuckets, PinnedMemory, buckets_of
 from pyps.worker.loop import join
 from pyps.worker.step import Step
-from pyps.worker.transport import SerialTransport
+from pyps.worker.transport import Transport
 
 ELEMENTS = 2048
 
@@ -156,13 +156,13 @@ def test_the_norm_is_that_of_the_gradient_wherever_it_is_encoded(
 ) -> None:
     """saps with Ringmaster's bound asks for it, since that follows the noise."""
     sent: list[list[float]] = []
-    send = SerialTransport.send
+    send = Transport.send
 
-    def noted(transport: SerialTransport, step: Step, request: PushRequest) -> PushResult | None:
+    def noted(transport: Transport, step: Step, request: PushRequest) -> PushResult | None:
         sent[-1].append(request.grad_norm_squared)
         return send(transport, step, request)
 
-    monkeypatch.setattr(SerialTransport, "send", noted)
+    monkeypatch.setattr(Transport, "send", noted)
     for where in ((), (DEVICE.type,)):
         monkeypatch.setattr(binding, "ENCODES_ON", where)
         sent.append([])

@@ -12,7 +12,8 @@ from worker_tools import X, Y, backward, loss_of, make_model, run_threads
 
 from pyps.formats.records import read_run
 from pyps.simulate import Fault, Scenario, SimWorker, simulate
-from pyps.worker.lead import has_run_ahead, may_run_ahead
+from pyps.step.machine import Rules, has_run_ahead
+from pyps.store.policies import Policy
 from pyps.worker.loop import join
 
 DEPTH, ROUNDS, LAST, BATCH = 4, 30, 11, 4
@@ -63,9 +64,10 @@ def test_in_virtual_time_too(local: bool) -> None:
 
 @pytest.mark.parametrize("depth", [2, 3])
 def test_two_steps_under_way_are_one_version_late_in_any_case(depth: int) -> None:
-    assert may_run_ahead(depth, local=False, in_rounds=True) is (depth > 2)
-    assert may_run_ahead(depth, local=True, in_rounds=True)
-    assert not may_run_ahead(depth, local=True, in_rounds=False)
+    rounds, free = Policy.known["hps"]().needs, Policy.known["asp"]().needs
+    assert Rules(depth, rounds, 3).may_run_ahead is (depth > 2)
+    assert Rules(depth, rounds, 3, local=True).may_run_ahead
+    assert not Rules(depth, free, 3, local=True).may_run_ahead
 
 
 @pytest.mark.parametrize(("waited", "way", "ahead"), [(1.5, 0.1, True), (1.5, 0.6, False), (0.9, 0.0, False)])

@@ -33,10 +33,11 @@ from worker_tools import (
 from pyps import Hyper, Store
 from pyps.errors import Diverged, InputError
 from pyps.native.values import Codec
+from pyps.step.parts import even_steps
 from pyps.store.policies import Policy, policy_named
 from pyps.worker.local_steps import LocalSteps, with_local_steps
 from pyps.worker.loop import Worker, join
-from pyps.worker.sampling import even_steps, indices
+from pyps.worker.sampling import indices
 from pyps.worker.settings import Settings
 
 SEED = 5

@@ -21,7 +21,6 @@ from pyps.store import Store
 from pyps.store.policies import Policy
 from pyps.worker.background import BackgroundThread
 from pyps.worker.loop import Worker, join
-from pyps.worker.pipeline import PipelinedTransport
 from pyps.worker.sampling import indices
 
 pytestmark = pytest.mark.slow
@@ -185,7 +184,6 @@ def test_an_error_of_a_transfer_surfaces_at_the_next_step(shm: Path) -> None:
     worker = join("run", 0, batches=[10], samples=0, policy="asp", pipeline=True)
     worker.attach(model)
     transport = worker._require().transport
-    assert isinstance(transport, PipelinedTransport)
     batches = worker.batches((X, Y))
     for k in range(4):
         x, y = next(batches)
@@ -213,7 +211,6 @@ def test_close_waits_for_a_transfer_but_not_for_ever(shm: Path) -> None:
     backward(loss_of(model, x, y))
     worker.step()
     transport = worker._require().transport
-    assert isinstance(transport, PipelinedTransport)
     began = time.monotonic()
     with pytest.raises(TimedOut, match="still under way after"):
         transport.close(0.05)

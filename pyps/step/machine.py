@@ -1,0 +1,585 @@
+"""A worker's steps as a state machine without I/O: an event goes in, the next action comes out.
+
+Threads carry its actions out in pyps.worker, the clock does in pyps.simulate: both make the same ones.
+
+    depth 1          claim, pull, compute, push (with a pull, where policies exchange)
+    depth d > 1      a step is computed while the transfers of up to d - 1 steps before it are under way; each
+                     pushes, claims a later step, and pulls
+
+A step is computed on the newest parameters that had come back when the step before was sent: those after the
+push d steps before it, or newer. Before a step is sent, a worker waits until at most d - 2 transfers are
+under way, and after it until at most d - 1 are: so with depth 1 it waits for its push.
+
+All workers take the same time for a round. A worker that goes on while another is killed or stands still
+would stay ahead for good, and compute on parameters that are as many rounds old. So one that notices that it
+has run ahead waits once for all its transfers. With local steps it also waits for the first: workers may join
+long after each other.
+
+TRANSITIONS says what may happen in which state. Anything else is an error of what drives the machine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from pyps.errors import PypsError
+from pyps.native.values import Advice, PolicyNeeds
+from pyps.step.parts import merges_after
+from pyps.step.transfer import Ask
+
+# Events: the trainer wants something.
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A micro-batch of the step was computed, and others follow: `done` of its `count` samples, `before` of
+    them earlier; `following` in the next one.
+    """
+
+    before: int
+    done: int
+    count: int
+    following: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The step's gradient is ready to be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Nothing may be under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """The parameters of this version were brought into the model, with nothing under way."""
+
+    version: int
+
+
+# Events: what an action came to.
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """`count` claims were made, of which the first is of the next step, when the store had this version."""
+
+    count: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advised:
+    """What the policy says between two micro-batches."""
+
+    advice: Advice
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A transfer is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The oldest transfer has ended: with parameters of this version (None: none came) and claims of later
+    steps, or `fenced`. waited, way, computed: for others, travelling, and of computing its step; in one unit.
+    """
+
+    version: int | None = None
+    claims: int = 0
+    fenced: bool = False
+    waited: float = 0.0
+    way: float = 0.0
+    computed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """No transfer has ended that was not taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The newest parameters are in the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoined:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class WasFenced:
+    """A call other than a transfer was refused: the samples that the worker claimed went to others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanOut:
+    """The run's samples are used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """An action raised an error. transfer: it was that of a transfer, which nothing can follow."""
+
+    transfer: bool = False
+
+
+# Actions for the driver, which answers each with an event.
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Claim the next step, waiting until the policy allows it, then up to `ahead` after it: Claimed, RanOut
+    or WasFenced.
+    """
+
+    ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Bring the newest parameters into the model; in the middle of a step, with its local steps taken so far:
+    Pulled or WasFenced.
+    """
+
+    merges: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Ask the policy whether to go on with the step: Advised or WasFenced."""
+
+    done: int
+    following: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Begin the step's transfer: Sent."""
+
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Take the oldest transfer that has ended. waits: until one has; otherwise Pending may be the answer."""
+
+    waits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bring the newest parameters that have arrived into the model: Loaded. merges: as for Pull."""
+
+    merges: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Join again; claims and their staging buffers are gone: Rejoined."""
+
+
+# Actions that give control back to the trainer.
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute the first claimed step, on parameters of this version. may_claim: the step after it may be
+    claimed meanwhile, where the policy allows it, so that its samples are loaded early.
+    """
+
+    version: int
+    may_claim: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Compute the step's next micro-batch, on parameters of this version."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The step has enough samples: send what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Give the step up: by the policy's advice; fenced: since the worker was, and has rejoined."""
+
+    fenced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """The trainer's wish is done. dropped: the step was not sent, since the store took its samples back."""
+
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """No step follows."""
+
+
+Event = (
+    Wanted
+    | Partial
+    | Computed
+    | Flush
+    | Refreshed
+    | Claimed
+    | Pulled
+    | Advised
+    | Sent
+    | Arrived
+    | Pending
+    | Loaded
+    | Rejoined
+    | WasFenced
+    | RanOut
+    | Interrupted
+)
+Control = Compute | Continue | Finish | Abort | Return | End
+Action = Claim | Pull | Check | Send | Take | Load | Rejoin | Control
+
+
+class State(Enum):
+    """What the machine waits for."""
+
+    IDLE = "the trainer, between two steps"
+    CLAIMING = "a claim"
+    PULLING = "parameters, before a step"
+    COMPUTING = "the trainer, which computes a step"
+    CHECKING = "the policy's advice in the middle of a step"
+    MERGING = "parameters in the middle of a step"
+    SENDING = "a transfer to begin"
+    TAKING = "a transfer to end"
+    LOADING = "what came back to be in the model"
+    REJOINING = "a place in the store"
+    FAILED = "the end: a transfer of a pipeline has failed"
+
+
+class WrongEvent(PypsError):
+    """What drives a step machine gave it an event that cannot happen in its state."""
+
+
+class Goal(Enum):
+    """Why the machine takes transfers: what follows."""
+
+    STEP = "claim the next step"
+    ALIGN = "the same, level with the other workers"
+    SEND = "send the step"
+    SENT = "the step is sent"
+    FLUSH = "nothing is under way"
+    MERGE = "go on with the step"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a worker's steps obey. depth: steps of the worker that may be under way at once. needs: of the
+    policy. ranks: of the store. local: steps are rounds of local steps. merges: between two pushes, in serial
+    local steps that wait for no others.
+    """
+
+    depth: int
+    needs: PolicyNeeds
+    ranks: int
+    local: bool = False
+    merges: int = 0
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a push brings the next step's parameters."""
+        return self.needs.uses_turns or self.needs.starts_at_once
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a worker's parameters may become older than its pipeline makes them: not if two steps are
+        under way, of which one is one version late in any case; local steps need not be.
+        """
+        in_pipeline = self.depth > 1 and (self.local or self.depth > 2)
+        return self.needs.waits_for_rounds and in_pipeline
+
+    @property
+    def merges_in_step(self) -> int:
+        """Pulls between two pushes."""
+        waits = self.needs.waits_for_rounds or self.needs.uses_turns
+        return 0 if waits or self.depth > 1 else self.merges
+
+    def is_old(self, version: int, claimed_at: int) -> bool:
+        """Whether parameters that a push brought back should be pulled again before this step: others have
+        pushed more than once each since then, while the script evaluated the model, say. Never in a turn.
+        """
+        return self.needs.starts_at_once and claimed_at - version > self.ranks
+
+
+def has_run_ahead(waited: float, way: float, computed: float) -> bool:
+    """Whether a gradient waited for the others so long that its step might have begun a step later.
+
+    waited, way, computed: for its round, on its way to the store and back, and of its step; in one unit.
+    """
+    return waited > way + computed
+
+
+class StepMachine:
+    """One worker's steps. Give each event to `receive`, and carry out the action that it returns."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.state = State.IDLE
+        self.version: int | None = None  # of the parameters in the model, where a step may use them
+        self._claims = 0  # of the next steps
+        self._under_way: deque[int] = deque()  # transfers: the claims that each asks for
+        self._unaligned = rules.local and rules.depth > 1  # waits for all transfers before the next step
+        self._goal = Goal.STEP
+        self._most = 0  # transfers that may stay under way
+        self._polls = False  # takes those that have ended already, too
+        self._fenced = False  # in the transfers taken since
+        self._arrived_version: int | None = None  # of parameters that came back and are not in the model
+        self._in_step = False
+        self._part = Partial(0, 0, 0, 0)  # the last one
+
+    @property
+    def under_way(self) -> int:
+        """Transfers that began and were not taken."""
+        return len(self._under_way)
+
+    def receive(self, event: Event) -> Action:
+        """What to do after this event. Raises WrongEvent."""
+        transition = TRANSITIONS[self.state].get(type(event))
+        if transition is None:
+            found = f"{type(event).__name__} while it waits for {self.state.value}"
+            expected = ", ".join(kind.__name__ for kind in TRANSITIONS[self.state])
+            raise WrongEvent(f"step machine: found {found}; expected {expected}")
+        return transition(self, event)
+
+    def _go(self, state: State, action: Action) -> Action:
+        self.state = state
+        return action
+
+    # Towards a step.
+
+    def _given_up(self, event: Event) -> Action:
+        """The trainer wants another step in place of the one under way."""
+        self._in_step = False
+        if self.rules.depth == 1:
+            self.version = None
+        return self._wanted(event)
+
+    def _wanted(self, _: Event) -> Action:
+        if self._under_way and self._unaligned:
+            self._unaligned = False
+            return self._settle(Goal.ALIGN, 0)
+        if self._under_way and not self._claims:
+            return self._settle(Goal.STEP, len(self._under_way) - 1)
+        if self._claims and self.version is not None:
+            return self._compute()
+        return self._go(State.CLAIMING, Claim(self.rules.depth - 1))
+
+    def _claimed(self, event: Event) -> Action:
+        assert isinstance(event, Claimed)
+        self._claims = event.count
+        version = self.version
+        if version is None or not self.rules.exchanges or self.rules.is_old(version, event.version):
+            return self._go(State.PULLING, Pull())
+        return self._compute()
+
+    def _pulled(self, event: Event) -> Action:
+        assert isinstance(event, Pulled)
+        self.version = event.version
+        return self._compute()
+
+    def _compute(self) -> Action:
+        assert self.version is not None
+        self._claims -= 1
+        self._in_step = True
+        return self._go(State.COMPUTING, Compute(self.version, may_claim=self.rules.depth == 1))
+
+    def _ran_out(self, _: Event) -> Action:
+        return self._go(State.IDLE, End())
+
+    def _fenced_before_step(self, _: Event) -> Action:
+        return self._rejoin(Goal.STEP)
+
+    # Within a step.
+
+    def _partial(self, event: Event) -> Action:
+        assert isinstance(event, Partial)
+        self._part = event
+        if self.rules.needs.checks_between_micro_batches and self.rules.depth == 1:
+            return self._go(State.CHECKING, Check(event.done, event.following))
+        return self._merge()
+
+    def _advised(self, event: Event) -> Action:
+        assert isinstance(event, Advised)
+        if event.advice is Advice.CONTINUE:
+            return self._merge()
+        if event.advice is Advice.ABORT:
+            self.version, self._in_step = None, False
+            return self._go(State.IDLE, Abort())
+        return self._go(State.COMPUTING, Finish())
+
+    def _merge(self) -> Action:
+        part, rules = self._part, self.rules
+        if rules.local and rules.depth > 1 and self._under_way:
+            return self._settle(Goal.MERGE, len(self._under_way))
+        if rules.local and merges_after(part.before, part.done, part.count, rules.merges_in_step):
+            return self._go(State.MERGING, Pull(merges=True))
+        return self._continue()
+
+    def _merged(self, event: Event) -> Action:
+        assert isinstance(event, Pulled)
+        self.version = event.version
+        return self._continue()
+
+    def _continue(self) -> Action:
+        assert self.version is not None
+        return self._go(State.COMPUTING, Continue(self.version))
+
+    def _fenced_in_step(self, _: Event) -> Action:
+        return self._rejoin(Goal.MERGE)
+
+    # A step's transfer.
+
+    def _computed(self, _: Event) -> Action:
+        self._in_step = False
+        return self._settle(Goal.SEND, max(0, self.rules.depth - 2))
+
+    def _send(self) -> Action:
+        overlaps = self.rules.depth > 1
+        claims = self.rules.depth - self._claims - sum(self._under_way) if overlaps else 0
+        exchanges = self.rules.exchanges
+        ask = Ask(exchanges, max(0, claims), pulls=overlaps or exchanges)
+        self._under_way.append(ask.claims)
+        if not overlaps:
+            self.version = None
+        return self._go(State.SENDING, Send(ask))
+
+    def _sent(self, _: Event) -> Action:
+        return self._settle(Goal.SENT, self.rules.depth - 1, polls=False)
+
+    def _flush(self, _: Event) -> Action:
+        return self._settle(Goal.FLUSH, 0)
+
+    def _refreshed(self, event: Event) -> Action:
+        assert isinstance(event, Refreshed)
+        if self._in_step or self.version is not None:
+            self.version = event.version
+        return self._go(self.state, Return())
+
+    # Transfers that have ended.
+
+    def _settle(self, goal: Goal, most: int, *, polls: bool = True) -> Action:
+        """Take the transfers that have ended, and wait until at most so many are under way."""
+        self._goal, self._most, self._polls = goal, most, polls
+        self._fenced = False
+        return self._take()
+
+    def _take(self) -> Action:
+        if self._under_way:
+            # All that a fenced worker has under way fails.
+            if self._fenced or len(self._under_way) > self._most:
+                return self._go(State.TAKING, Take())
+            if self._polls:
+                return self._go(State.TAKING, Take(waits=False))
+        return self._taken(None)
+
+    def _arrived(self, event: Event) -> Action:
+        assert isinstance(event, Arrived)
+        self._under_way.popleft()
+        self._fenced = self._fenced or event.fenced
+        if not event.fenced:
+            self._claims += event.claims
+            if event.version is not None:
+                self._arrived_version = event.version
+            if self.rules.may_run_ahead and has_run_ahead(event.waited, event.way, event.computed):
+                self._unaligned = True
+        return self._take()
+
+    def _taken(self, _: Event | None) -> Action:
+        if self._fenced:
+            return self._rejoin(self._goal)
+        if self._arrived_version is not None:
+            return self._go(State.LOADING, Load(merges=self._goal is Goal.MERGE))
+        return self._settled()
+
+    def _loaded(self, _: Event) -> Action:
+        self.version, self._arrived_version = self._arrived_version, None
+        return self._settled()
+
+    def _rejoin(self, goal: Goal) -> Action:
+        self._goal, self._fenced = goal, True
+        self._claims, self.version, self._arrived_version = 0, None, None
+        return self._go(State.REJOINING, Rejoin())
+
+    def _rejoined(self, _: Event) -> Action:
+        # What came back before counts no wait again, where the worker had waited for all of it.
+        self._unaligned = self.rules.local and self.rules.depth > 1
+        return self._settled()
+
+    def _settled(self) -> Action:
+        goal, fenced = self._goal, self._fenced
+        if goal in (Goal.STEP, Goal.ALIGN):
+            if goal is Goal.ALIGN and not fenced:
+                self._unaligned = False  # waits of what came back do not count again
+            return self._wanted(Wanted())
+        if goal is Goal.SEND and not fenced:
+            return self._send()
+        if goal is Goal.MERGE:
+            self._in_step = not fenced
+            return self._go(State.IDLE, Abort(fenced=True)) if fenced else self._continue()
+        if self._in_step:
+            return self._go(State.COMPUTING, Return())
+        return self._go(State.IDLE, Return(dropped=goal is Goal.SEND))
+
+    def _interrupted(self, event: Event) -> Action:
+        assert isinstance(event, Interrupted)
+        failed = event.transfer and self.rules.depth > 1
+        if event.transfer and not failed:
+            self._under_way.clear()
+        after = State.COMPUTING if self._in_step else State.IDLE
+        return self._go(State.FAILED if failed else after, Return())
+
+
+Transition = Callable[[StepMachine, Event], Action]
+_M = StepMachine
+TRANSITIONS: dict[State, dict[type[Event], Transition]] = {
+    State.IDLE: {Wanted: _M._wanted, Flush: _M._flush, Refreshed: _M._refreshed},
+    State.CLAIMING: {Claimed: _M._claimed, RanOut: _M._ran_out, WasFenced: _M._fenced_before_step},
+    State.PULLING: {Pulled: _M._pulled, WasFenced: _M._fenced_before_step},
+    State.COMPUTING: {
+        Wanted: _M._given_up,
+        Partial: _M._partial,
+        Computed: _M._computed,
+        Flush: _M._flush,
+        Refreshed: _M._refreshed,
+    },
+    State.CHECKING: {Advised: _M._advised, WasFenced: _M._fenced_in_step},
+    State.MERGING: {Pulled: _M._merged, WasFenced: _M._fenced_in_step},
+    State.SENDING: {Sent: _M._sent},
+    State.TAKING: {Arrived: _M._arrived, Pending: _M._taken},
+    State.LOADING: {Loaded: _M._loaded},
+    State.REJOINING: {Rejoined: _M._rejoined},
+    State.FAILED: {},
+}
+for _state in (s for s in State if s not in (State.IDLE, State.COMPUTING)):
+    TRANSITIONS[_state][Interrupted] = _M._interrupted

@@ -1,0 +1,135 @@
+"""One transfer at the store: push, claim ahead, pull; and which errors end it.
+
+The worker, the link's server, the first of several servers and the simulator all make it by this one body.
+Each gives the verbs; the body gives their order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from pyps.errors import Fenced, PushRejected
+from pyps.native.values import Claim, PushResult
+
+
+class Verb(Enum):
+    """What a transfer asks of the store, and what the answer is."""
+
+    LIMIT = "limit"  # nothing: says how many samples a claim may have, if that has changed
+    PUSH = "push"  # the push's result
+    EXCHANGE = "exchange"  # that, and what PULL answers
+    CLAIM = "claim"  # the claim of a later step; None: none now
+    PULL = "pull"  # the parameters, as its user has them
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a transfer is to do. exchanges: the pull comes with the push; otherwise after the claims, so that
+    parameters are no older than a bounded policy allows. claims: of later steps, as far as the policy allows.
+    pulls: whether parameters come back.
+    """
+
+    exchanges: bool = False
+    claims: int = 0
+    pulls: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """result: of the push; None: the policy rejected it. pulled: what came back; None: nothing was asked for,
+    or the worker was fenced after its push, by `fenced`. push_seconds: from the beginning until that.
+    """
+
+    result: PushResult | None
+    claims: tuple[Claim, ...]
+    pulled: Any
+    fenced: Fenced | None = None
+    push_seconds: float = 0.0
+
+
+Transfer = Generator[Verb, Any, Done]
+
+
+def transfer(ask: Ask) -> Transfer:
+    """The verbs of a transfer, in order; send each one's answer, or throw what it raised.
+
+    A rejected push is part of a transfer. A worker that is fenced after its push has pushed nonetheless. Any
+    other error ends the transfer, and is raised.
+    """
+    result = pulled = None
+    claims: list[Claim] = []
+    yield Verb.LIMIT
+    try:
+        if ask.exchanges:
+            result, pulled = yield Verb.EXCHANGE
+        else:
+            result = yield Verb.PUSH
+    except PushRejected:
+        pass
+    try:
+        if ask.exchanges and pulled is None:
+            pulled = yield Verb.PULL
+        while len(claims) < ask.claims and (claim := (yield Verb.CLAIM)) is not None:
+            claims.append(claim)
+        if ask.pulls and pulled is None:
+            pulled = yield Verb.PULL
+    except Fenced as error:
+        if result is None:
+            raise
+        return Done(result, tuple(claims), None, error)
+    return Done(result, tuple(claims), pulled)
+
+
+class Transfers:
+    """The transfers of one worker, one after another.
+
+    After one that failed all fail alike, until the worker starts or rejoins: they were sent before it knew,
+    and a push would be taken for the one that failed.
+    """
+
+    def __init__(self) -> None:
+        self._failed: BaseException | None = None
+
+    def run(self, ask: Ask, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
+        """Make a transfer by these calls. Raises what ended it, or an earlier one."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            done = _run(transfer(ask), verbs)
+        except BaseException as error:
+            self._failed = error
+            raise
+        self._failed = done.fenced
+        return done
+
+    def fail(self, error: BaseException) -> None:
+        """A transfer failed before its push."""
+        self._failed = error
+
+    def begin_again(self) -> None:
+        """The worker starts or rejoins."""
+        self._failed = None
+
+
+def _run(steps: Transfer, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
+    began, pushed = time.monotonic(), 0.0
+    try:
+        verb = next(steps)
+        while True:
+            try:
+                answer = verbs[verb]()
+            except Exception as error:
+                following = partial(steps.throw, error)
+            else:
+                following = partial(steps.send, answer)
+            if verb in (Verb.PUSH, Verb.EXCHANGE):
+                pushed = time.monotonic() - began
+            verb = following()
+    except StopIteration as end:
+        done: Done = end.value
+        return replace(done, push_seconds=pushed)

@@ -1,0 +1,232 @@
+"""The step machine by scripts of events: no store, no thread and no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyps.native.values import Advice, PolicyNeeds
+from pyps.step.machine import (
+    TRANSITIONS,
+    Abort,
+    Action,
+    Advised,
+    Arrived,
+    Check,
+    Claim,
+    Claimed,
+    Compute,
+    Computed,
+    Continue,
+    End,
+    Event,
+    Finish,
+    Flush,
+    Interrupted,
+    Load,
+    Loaded,
+    Partial,
+    Pending,
+    Pull,
+    Pulled,
+    RanOut,
+    Refreshed,
+    Rejoin,
+    Rejoined,
+    Return,
+    Rules,
+    Send,
+    Sent,
+    State,
+    StepMachine,
+    Take,
+    Wanted,
+    WasFenced,
+    WrongEvent,
+)
+from pyps.step.transfer import Ask
+from pyps.store.policies import Policy
+
+RANKS = 3
+
+
+def needs(policy: str) -> PolicyNeeds:
+    return Policy.known[policy]().needs
+
+
+def machine(policy: str = "asp", depth: int = 1, **more: int) -> StepMachine:
+    return StepMachine(Rules(depth, needs(policy), RANKS, **more))  # type: ignore[arg-type]
+
+
+def play(m: StepMachine, *script: tuple[Event, Action]) -> None:
+    """Each event leads to its action."""
+    for number, (event, action) in enumerate(script):
+        assert m.receive(event) == action, number
+
+
+STEP = ((Wanted(), Claim()), (Claimed(1, 0), Pull()), (Pulled(0), Compute(0, may_claim=True)))
+
+
+def test_a_serial_step_waits_for_its_push() -> None:
+    m = machine("bsp")
+    play(
+        m,
+        *STEP,
+        (Computed(), Send(Ask(pulls=False))),
+        (Sent(), Take()),
+        (Arrived(), Return()),
+        (Wanted(), Claim()),
+        (Claimed(1, 1), Pull()),
+        (Pulled(1), Compute(1, may_claim=True)),
+    )
+
+
+def test_an_exchange_brings_the_next_parameters_unless_they_are_old() -> None:
+    m = machine("asp")
+    exchange = (
+        (Computed(), Send(Ask(exchanges=True))),
+        (Sent(), Take()),
+        (Arrived(4), Load()),
+        (Loaded(), Return()),
+    )
+    play(m, *STEP, *exchange, (Wanted(), Claim()), (Claimed(1, 4 + RANKS), Compute(4, may_claim=True)))
+    play(m, *exchange, (Wanted(), Claim()), (Claimed(1, 5 + RANKS), Pull()))
+
+
+def test_a_turn_that_brought_parameters_is_never_old() -> None:
+    m = machine("r2sp")
+    play(m, *STEP, (Computed(), Send(Ask(exchanges=True))), (Sent(), Take()), (Arrived(4), Load()))
+    play(m, (Loaded(), Return()), (Wanted(), Claim()), (Claimed(1, 99), Compute(4, may_claim=True)))
+
+
+def test_a_pipeline_claims_ahead_and_keeps_depth_minus_one_under_way() -> None:
+    m, ask = machine("hps", 3), Ask(claims=1)
+    play(m, (Wanted(), Claim(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Computed(), Send(ask)), (Sent(), Return()), (Wanted(), Compute(0)))
+    play(
+        m, (Computed(), Take(waits=False)), (Pending(), Send(ask)), (Sent(), Return()), (Wanted(), Compute(0))
+    )
+    assert m.under_way == 2
+    play(
+        m,
+        (Computed(), Take()),
+        (Arrived(1, 1), Take(waits=False)),
+        (Pending(), Load()),
+        (Loaded(), Send(ask)),
+    )
+    play(m, (Sent(), Return()), (Wanted(), Compute(1)))
+
+
+def test_a_pipeline_without_claims_waits_for_one() -> None:
+    m = machine("ssp", 2)
+    play(m, (Wanted(), Claim(1)), (Claimed(1, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Computed(), Send(Ask(claims=2))), (Sent(), Return()))
+    play(m, (Wanted(), Take()), (Arrived(1, 0), Load()), (Loaded(), Claim(1)))
+    play(m, (Claimed(2, 3), Pull()), (Pulled(3), Compute(3)))
+
+
+def test_fenced_in_a_pipeline_all_that_travels_fails_and_the_step_is_dropped() -> None:
+    m = machine("hps", 3)
+    play(m, (Wanted(), Claim(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
+    play(m, (Computed(), Take(waits=False)), (Pending(), Send(Ask(claims=1))), (Sent(), Return()))
+    play(m, (Wanted(), Compute(0)), (Computed(), Take()), (Arrived(fenced=True), Take()))
+    play(m, (Arrived(fenced=True), Rejoin()), (Rejoined(), Return(dropped=True)), (Wanted(), Claim(2)))
+
+
+def test_fenced_before_a_step_the_worker_claims_anew() -> None:
+    m = machine("bsp")
+    play(m, (Wanted(), Claim()), (WasFenced(), Rejoin()), (Rejoined(), Claim()), (Claimed(1, 0), Pull()))
+    play(m, (WasFenced(), Rejoin()), (Rejoined(), Claim()), (RanOut(), End()))
+
+
+def test_a_worker_that_ran_ahead_waits_once_for_all() -> None:
+    m = machine("hps", 3)
+    play(m, (Wanted(), Claim(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
+    play(m, (Computed(), Take(waits=False)), (Pending(), Send(Ask(claims=1))), (Sent(), Return()))
+    late = Arrived(1, 1, waited=3.0, way=1.0, computed=1.0)
+    play(m, (Wanted(), Compute(0)), (Computed(), Take()), (late, Take(waits=False)), (Pending(), Load()))
+    play(m, (Loaded(), Send(Ask(claims=1))), (Sent(), Return()))
+    play(m, (Wanted(), Take()), (late, Take()), (Arrived(3, 1), Load()), (Loaded(), Compute(3)))
+    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(3)))
+
+
+def test_local_steps_wait_for_their_first_transfer() -> None:
+    m = machine("asp", 2, local=True)
+    play(m, (Wanted(), Claim(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()))
+    play(m, (Wanted(), Take()), (Arrived(1, 1), Load()), (Loaded(), Compute(1)))
+    play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(1)))
+
+
+def test_local_steps_of_a_pipeline_go_on_from_what_has_arrived() -> None:
+    m = machine("asp", 2, local=True)
+    play(m, (Wanted(), Claim(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Partial(0, 2, 8, 2), Continue(0)), (Computed(), Send(Ask(exchanges=True, claims=1))))
+    play(m, (Sent(), Return()), (Wanted(), Take()), (Arrived(1, 1), Load()), (Loaded(), Compute(1)))
+    play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(1)))
+    play(m, (Partial(0, 2, 8, 2), Take(waits=False)), (Pending(), Continue(1)))
+    play(
+        m,
+        (Partial(2, 4, 8, 2), Take(waits=False)),
+        (Arrived(2, 1), Load(merges=True)),
+        (Loaded(), Continue(2)),
+    )
+
+
+def test_serial_local_steps_merge_where_nothing_waits() -> None:
+    m = machine("asp", local=True, merges=1)
+    play(
+        m,
+        *STEP,
+        (Partial(0, 2, 8, 2), Continue(0)),
+        (Partial(2, 4, 8, 2), Pull(merges=True)),
+        (Pulled(7), Continue(7)),
+    )
+    m = machine("bsp", local=True, merges=1)
+    play(m, *STEP, (Partial(0, 2, 8, 2), Continue(0)), (Partial(2, 4, 8, 2), Continue(0)))
+
+
+def test_a_policy_that_looks_between_micro_batches_may_end_a_step() -> None:
+    m, check = machine("saps"), (Partial(0, 2, 8, 2), Check(2, 2))
+    assert needs("saps").checks_between_micro_batches
+    play(m, *STEP, check, (Advised(Advice.CONTINUE), Continue(0)))
+    play(m, check, (Advised(Advice.PUSH_NOW), Finish()), (Wanted(), Claim()), (Claimed(1, 0), Pull()))
+    play(
+        m,
+        (Pulled(0), Compute(0, may_claim=True)),
+        check,
+        (Advised(Advice.ABORT), Abort()),
+        (Wanted(), Claim()),
+    )
+    play(m, (Claimed(1, 0), Pull()), (Pulled(0), Compute(0, may_claim=True)), check)
+    play(m, (WasFenced(), Rejoin()), (Rejoined(), Abort(fenced=True)), (Wanted(), Claim()))
+
+
+def test_nothing_is_under_way_after_a_flush() -> None:
+    m = machine("hps", 2)
+    play(m, (Wanted(), Claim(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
+    play(m, (Flush(), Take()), (Arrived(1, 1), Load()), (Loaded(), Return()), (Refreshed(5), Return()))
+    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(5)))
+
+
+def test_after_a_pipelines_transfer_has_failed_nothing_follows() -> None:
+    m = machine("hps", 2)
+    play(m, (Wanted(), Claim(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
+    play(
+        m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)), (Computed(), Take())
+    )
+    m.receive(Interrupted(transfer=True))
+    assert m.state is State.FAILED
+    with pytest.raises(WrongEvent, match="found Wanted while it waits for the end"):
+        m.receive(Wanted())
+
+
+def test_what_is_not_in_the_table_is_refused() -> None:
+    kinds = {kind for row in TRANSITIONS.values() for kind in row}
+    assert set(TRANSITIONS) == set(State)
+    assert len(kinds) == 16, "every event has its place"
+    m = machine()
+    with pytest.raises(WrongEvent, match="found Pulled while it waits for the trainer, between two steps"):
+        m.receive(Pulled(1))
