@@ -135,9 +135,7 @@ class Overlapped:
         self._receiver: BackgroundThread[Transfer] = BackgroundThread(name)
 
     def send(self, request: PushRequest, ask: Ask) -> None:
-        # The model goes on while this travels.
-        params = None if request.base_params is None else request.base_params.copy()
-        self._sender.submit(partial(self._post, replace(request, base_params=params), ask))
+        self._sender.submit(partial(self._post, request, ask))
         while self._sender.results_ready > 1:
             self._sender.take(0.0)
 
@@ -254,8 +252,10 @@ class Transport:
         """Push a step's gradient; the result of the step that has arrived, None if that was not applied. In a
         pipeline the gradient travels while the next steps are computed.
         """
-        if self.depth > 1:  # the claim was made long before the compute began
-            request = replace(request, compute_seconds=time.monotonic() - step.created)
+        if self.depth > 1:  # the claim was made long before the compute began, and the model goes on
+            base = None if request.base_params is None else request.base_params.copy()
+            seconds = time.monotonic() - step.created
+            request = replace(request, base_params=base, compute_seconds=seconds)
         self._sending, self._back = (step, request), None
         action = self._drive(Computed())
         assert isinstance(action, Return)
