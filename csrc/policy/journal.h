@@ -28,6 +28,7 @@ struct journal_entry {
     struct outcome outcome;
 };
 
+/* replay.c */
 uint64_t journal_digest(const struct view *view);
 
 #endif

@@ -65,11 +65,6 @@ const struct policy *policy_find(uint32_t number) {
     return number < sizeof policies / sizeof *policies ? policies[number] : NULL;
 }
 
-int policy_check_number(const char *name, double found, double low, double high) {
-    if (found >= low && found <= high) return PYPS_OK;
-    return fail(PYPS_EINVAL, "policy_params: %s: found %g; expected %g to %g", name, found, low, high);
-}
-
 int policy_check(uint32_t number, const pyps_policy_params *params) {
     const struct policy *policy = policy_find(number);
     if (!policy) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);

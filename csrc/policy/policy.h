@@ -2,11 +2,19 @@
  * give it a number in policy.c and in pyps.h. Neither the store nor the simulator knows policies by name.
  *
  * A function may change the view it is given only if its answer is followed by a commit. If it answers WAIT,
- * it must leave the view as it was.
+ * it must leave the view as it was. *
+ * WHO CALLS WHOM. The files stand on floors. A file calls only files that this list has before it
+ * (tests/c/test_layers_c.py):
+ *
+ *   views      view_parts, view_clocks, view_samples
+ *   policies   policy_round, policy_bounded, policy_custom, saps_bound, policy_saps, policy_r2sp, policy
+ *   decisions  config, view_ranks, view_round, view
+ *   runs       view_state, core, replay
  */
 #ifndef PYPS_POLICY_H
 #define PYPS_POLICY_H
 
+#include "error.h"
 #include "policy/view.h"
 
 enum start_decision { START_GO, START_WAIT };
@@ -81,9 +89,14 @@ static inline void policy_average(double *mean, double newest, uint64_t count, u
         *mean > 0 ? *mean + (newest - *mean) / (double)(count && count < window ? count : window) : newest;
 }
 
+static inline int policy_check_number(const char *name, double found, double low, double high) {
+    if (found >= low && found <= high) return PYPS_OK;
+    return fail(PYPS_EINVAL, "policy_params: %s: found %g; expected %g to %g", name, found, low, high);
+}
+
+/* policy.c */
 const struct policy *policy_find(uint32_t number); /* NULL if unknown */
 /* PYPS_OK, PYPS_EPOLICY, or PYPS_EINVAL with the parameter that is out of range. */
 int policy_check(uint32_t number, const pyps_policy_params *params);
-int policy_check_number(const char *name, double found, double low, double high);
 
 #endif

@@ -8,76 +8,6 @@
 #include "error.h"
 #include "policy/policy.h"
 
-struct view_offsets {
-    size_t members, tickets, sources, pending, ranges, ahead, ranks, bytes;
-};
-
-/* Each staging buffer holds the gradient of one step that is computed or sent: one of them the current one. */
-static uint32_t max_ahead(uint32_t staging_buffers) { return staging_buffers > 2 ? staging_buffers - 1 : 1; }
-
-/* Each claim of each member may come back in two parts. */
-static uint32_t max_ranges(uint32_t participants, uint32_t staging_buffers) {
-    return 2 * (1 + max_ahead(staging_buffers)) * participants;
-}
-
-static struct view_offsets offsets(uint32_t participants, uint32_t staging_buffers) {
-    struct view_offsets p;
-    p.members = sizeof(struct view);
-    p.tickets = p.members + participants * sizeof(struct member);
-    p.sources = p.tickets + (size_t)participants * staging_buffers * sizeof(struct ticket);
-    p.pending = p.sources + participants * sizeof(struct source);
-    p.ranges = p.pending + participants * sizeof(struct source);
-    p.ahead = p.ranges + max_ranges(participants, staging_buffers) * sizeof(struct range);
-    p.ranks = p.ahead + (size_t)participants * max_ahead(staging_buffers) * sizeof(struct range);
-    p.bytes = p.ranks + participants * sizeof(struct rank);
-    return p;
-}
-
-static void *at(const struct view *v, size_t offset) { return (char *)(uintptr_t)v + offset; }
-static struct view_offsets offsets_of(const struct view *v) {
-    return offsets(v->participants, v->staging_buffers);
-}
-
-size_t view_bytes(uint32_t participants, uint32_t staging_buffers) {
-    return offsets(participants, staging_buffers).bytes;
-}
-size_t view_used_bytes(const struct view *v) { return offsets_of(v).ranks + v->ranks * sizeof(struct rank); }
-struct member *view_member(const struct view *v, uint32_t slot) {
-    return (struct member *)at(v, offsets_of(v).members) + slot;
-}
-struct rank *view_rank(const struct view *v, uint32_t rank) {
-    return (struct rank *)at(v, offsets_of(v).ranks) + rank;
-}
-struct ticket *view_ticket(const struct view *v, uint64_t number) {
-    return (struct ticket *)at(v, offsets_of(v).tickets) + number % v->tickets;
-}
-struct source *view_sources(const struct view *v) { return at(v, offsets_of(v).sources); }
-struct source *view_pending(const struct view *v) { return at(v, offsets_of(v).pending); }
-struct range *view_ranges(const struct view *v) { return at(v, offsets_of(v).ranges); }
-struct range *view_ahead(const struct view *v, uint32_t slot) {
-    return (struct range *)at(v, offsets_of(v).ahead) + (size_t)slot * v->max_ahead;
-}
-
-void view_init(struct view *v, const struct view_config *c) {
-    memset(v, 0, view_bytes(c->participants, c->staging_buffers));
-    v->participants = c->participants, v->ranks = c->ranks, v->staging_buffers = c->staging_buffers;
-    v->policy = c->policy, v->policy_params = c->policy_params;
-    v->tickets = c->participants * c->staging_buffers, v->max_ahead = max_ahead(c->staging_buffers);
-    v->ranges = max_ranges(c->participants, c->staging_buffers);
-    v->limit = c->samples, v->round_timeout = c->round_timeout;
-    for (uint32_t slot = 0; slot < v->participants; slot++) view_member(v, slot)->rank = -1;
-    for (uint32_t r = 0; r < v->ranks; r++) {
-        struct rank *rank = view_rank(v, r);
-        rank->total.batch = c->batches[r];
-        rank->turn_place = rank->turn_rank = r;
-    }
-}
-
-static enum verdict refuse(struct outcome *out, int code) {
-    out->code = code;
-    return STEP_REFUSED;
-}
-
 static bool in_slot(uint32_t residual, uint32_t slot) {
     return residual && (residual - 1) / RESIDUALS_A_SLOT == slot;
 }
@@ -86,12 +16,12 @@ static enum verdict check_rank(const struct view *v, const struct event *e, int3
                                struct outcome *out) {
     uint32_t most = e->grows ? v->participants : v->ranks;
     if (rank < 0)
-        return refuse(out, fail(PYPS_EFULL, "rank: all %u planned ranks have a live worker", v->ranks));
+        return step_refuse(out, fail(PYPS_EFULL, "rank: all %u planned ranks have a live worker", v->ranks));
     if ((uint32_t)rank >= most)
-        return refuse(out, fail(PYPS_EINVAL, "rank: found %d; expected 0 to %u", rank, most - 1));
+        return step_refuse(out, fail(PYPS_EINVAL, "rank: found %d; expected 0 to %u", rank, most - 1));
     uint32_t holder = (uint32_t)rank < v->ranks ? view_rank(v, (uint32_t)rank)->slot_plus_1 : 0;
     if (!holder) return STEP_COMMIT;
-    return refuse(
+    return step_refuse(
         out, fail(PYPS_EBUSY, "rank %d: held by live process %u", rank, view_member(v, holder - 1)->pid));
 }
 
@@ -106,7 +36,7 @@ static void take_rank(struct view *v, uint32_t slot, uint32_t number, uint64_t n
 static enum verdict join(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
     if (m->state == PYPS_ACTIVE || m->state == PYPS_FENCED || m->staged)
-        return refuse(out, fail(PYPS_EBUSY, "slot %u is still in use", e->slot));
+        return step_refuse(out, fail(PYPS_EBUSY, "slot %u is still in use", e->slot));
     int32_t rank = e->rank;
     if (e->role == PYPS_WORKER) {
         for (uint32_t r = 0; rank < 0 && r < v->ranks; r++)
@@ -170,7 +100,7 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     out->until = policy->assigns_rounds ? v->round + 1 : 0;
     if (!v->all_joined || (policy->waits_for_round && m->staged)) return STEP_WAIT;
     if (!m->claim_count) {
-        if (!view_samples_left(v) && !v->outstanding && !v->staged) return refuse(out, PYPS_EEND);
+        if (!view_samples_left(v) && !v->outstanding && !v->staged) return step_refuse(out, PYPS_EEND);
         if (policy->assigns_rounds || !view_samples_left(v) || !view_takes_part(v, m)) return STEP_WAIT;
         if (policy->on_start && policy->on_start(v, e, out) == START_WAIT)
             return out->code ? STEP_REFUSED : STEP_WAIT;
@@ -192,8 +122,9 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
     struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
     if (policy->waits_for_round && !policy->overlaps_rounds)
-        return refuse(out, fail(PYPS_EINVAL, "the policy %s waits for each step: no step can start ahead",
-                                policy->name));
+        return step_refuse(
+            out,
+            fail(PYPS_EINVAL, "the policy %s waits for each step: no step can start ahead", policy->name));
     /* The worker was told that no round was open; one has opened since. */
     if (m->claim_count && !m->claim_started) return start(v, e, out);
     bool changed = false;
@@ -273,9 +204,9 @@ static enum verdict snapshot_end(struct view *v, const struct event *e) {
 static enum verdict set_schedule(struct view *v, const struct event *e, struct outcome *out) {
     const struct policy *policy = policy_find(v->policy);
     if (!policy->on_schedule)
-        return refuse(out, fail(PYPS_EINVAL, "schedule: the policy %s has no turns", policy->name));
+        return step_refuse(out, fail(PYPS_EINVAL, "schedule: the policy %s has no turns", policy->name));
     if (e->count != v->ranks)
-        return refuse(
+        return step_refuse(
             out, fail(PYPS_EINVAL, "turns: found %u; expected one for each of %u ranks", e->count, v->ranks));
     policy->on_schedule(v, e);
     v->wake_epoch++;
@@ -306,16 +237,18 @@ static enum verdict set_data_set(struct view *v, const struct event *e, struct o
         const pyps_data_set *other = &view_rank(v, r)->data_set;
         if (!other->size) continue;
         if (mine->length != other->length)
-            return refuse(out, fail(PYPS_EINVAL, "data set: rank %d has %llu samples, rank %u has %llu", rank,
+            return step_refuse(out,
+                               fail(PYPS_EINVAL, "data set: rank %d has %llu samples, rank %u has %llu", rank,
                                     (unsigned long long)mine->length, r, (unsigned long long)other->length));
         if (mine->digest != other->digest)
-            return refuse(out,
-                          fail(PYPS_EINVAL,
-                               "data set: rank %d and rank %u read different types, labels or texts "
-                               "(digests %llx, %llx)",
-                               rank, r, (unsigned long long)mine->digest, (unsigned long long)other->digest));
+            return step_refuse(
+                out, fail(PYPS_EINVAL,
+                          "data set: rank %d and rank %u read different types, labels or texts "
+                          "(digests %llx, %llx)",
+                          rank, r, (unsigned long long)mine->digest, (unsigned long long)other->digest));
         if (!(fabs(mine->mean - other->mean) <= mine->tolerance + other->tolerance))
-            return refuse(out, fail(PYPS_EINVAL,
+            return step_refuse(out,
+                               fail(PYPS_EINVAL,
                                     "data set: rank %d and rank %u read different values (mean %.9g, %.9g)",
                                     rank, r, mine->mean, other->mean));
     }
@@ -406,7 +339,7 @@ enum verdict view_step(struct view *v, const struct event *e, struct outcome *ou
     *out = (struct outcome){.rank = -1, .scale = 1.0f};
     if (needs_member(e->kind)) {
         int code = member_code(v, e);
-        if (code) return refuse(out, code);
+        if (code) return step_refuse(out, code);
     }
     enum verdict verdict = step(v, e, out);
     if (verdict != STEP_COMMIT) return verdict;
@@ -414,55 +347,4 @@ enum verdict view_step(struct view *v, const struct event *e, struct outcome *ou
     v->sequence++, v->now = e->now;
     v->event_kind = e->kind, v->event_slot = e->slot, v->event_id = e->id;
     return STEP_COMMIT;
-}
-
-bool view_sized(const struct view *v) {
-    return v->tickets == v->participants * v->staging_buffers &&
-           v->ranges == max_ranges(v->participants, v->staging_buffers) &&
-           v->max_ahead == max_ahead(v->staging_buffers);
-}
-
-static bool source_valid(const struct view *v, const struct source *source) {
-    return source->slot < v->participants && source->staging < v->staging_buffers;
-}
-
-bool view_valid(const struct view *v, const struct view *expected) {
-    if (v->participants != expected->participants || v->staging_buffers != expected->staging_buffers ||
-        v->tickets != expected->tickets || v->ranges != expected->ranges ||
-        v->max_ahead != expected->max_ahead || v->policy != expected->policy ||
-        memcmp(&v->policy_params, &expected->policy_params, sizeof v->policy_params) != 0)
-        return false;
-    const uint32_t count = v->ranks; /* read once: another process may damage it meanwhile */
-    if (count < expected->ranks || count > expected->participants) return false;
-    if (v->returned > v->ranges || v->round_sources > v->participants || v->staged > v->participants ||
-        v->snapshot_slot >= v->participants)
-        return false;
-    const struct member *members = view_member(v, 0);
-    const struct rank *ranks = view_rank(v, 0);
-    const struct ticket *tickets = view_ticket(v, 0);
-    for (uint32_t i = 0; i < v->participants; i++) {
-        const struct member *m = &members[i];
-        if (m->rank < -1 || m->rank >= (int32_t)count) return false;
-        bool works = m->role == PYPS_WORKER && m->state != PYPS_EMPTY;
-        if (m->ahead > v->max_ahead || m->ahead_started > m->ahead || m->wants_ahead > v->max_ahead)
-            return false;
-        if (m->rank < 0 && (works || m->claim_count || m->ahead || m->staged)) return false;
-    }
-    for (uint32_t i = 0; i < v->round_sources; i++)
-        if (!source_valid(v, &view_sources(v)[i])) return false;
-    for (uint32_t i = 0; i < v->staged; i++)
-        if (!source_valid(v, &view_pending(v)[i])) return false;
-    uint32_t residuals = RESIDUALS_A_SLOT * v->participants;
-    for (uint32_t r = 0; r < count; r++) {
-        uint32_t slot_plus_1 = ranks[r].slot_plus_1;
-        if (ranks[r].residual > residuals || ranks[r].version_residual > residuals ||
-            ranks[r].held_residual > residuals)
-            return false;
-        if (slot_plus_1 > v->participants) return false;
-        if (slot_plus_1 && members[slot_plus_1 - 1].rank != (int32_t)r) return false;
-        if (ranks[r].turn_rank >= count || ranks[ranks[r].turn_rank].turn_place != r) return false;
-    }
-    for (uint32_t t = 0; t < v->tickets; t++)
-        if (tickets[t].slot >= v->participants || tickets[t].staging >= v->staging_buffers) return false;
-    return true;
 }

@@ -110,6 +110,11 @@ struct outcome {
     };
 };
 
+static inline enum verdict step_refuse(struct outcome *out, int code) {
+    out->code = code;
+    return STEP_REFUSED;
+}
+
 struct member {
     uint64_t id;
     uint32_t state, role;
@@ -254,6 +259,7 @@ struct view {
     uint64_t event_id;
 };
 
+/* view_parts.c */
 size_t view_bytes(uint32_t participants, uint32_t staging_buffers); /* room for a view */
 size_t view_used_bytes(const struct view *view);                    /* of that, up to its last rank */
 struct member *view_member(const struct view *view, uint32_t slot);
@@ -266,12 +272,17 @@ struct range *view_ahead(const struct view *view, uint32_t slot); /* its claims 
 
 void view_init(struct view *view, const struct view_config *config);
 
-/* The only way to change a view. */
+/* Do the sizes of its parts follow from its participants and staging buffers? */
+bool view_sized(const struct view *view);
+/* False if an index in a view that came from shared memory is out of range. */
+bool view_valid(const struct view *view, const struct view *expected);
+bool view_takes_part(const struct view *view, const struct member *member); /* active, its rank has samples */
+
+/* view.c: the only way to change a view */
 enum verdict view_step(struct view *view, const struct event *event, struct outcome *out);
 
 /* view_ranks.c */
-bool view_takes_part(const struct view *view, const struct member *member); /* active, its rank has samples */
-void view_enter(struct view *view, struct member *member);                  /* after it became active */
+void view_enter(struct view *view, struct member *member);            /* after it became active */
 void view_ranks_add(struct view *view, uint32_t ranks, uint64_t now); /* there are so many from now on */
 void view_forget_cost(struct rank *rank);
 void view_find_all_joined(struct view *view);
@@ -318,10 +329,5 @@ uint32_t view_state_ranges(const struct view *view); /* the most ranges that a s
 int view_capture(struct view *view, pyps_state *out, pyps_rank_state *ranks, pyps_range *ranges);
 /* A view just made becomes one that goes on from the state; PYPS_EINVAL names what is out of range in it. */
 int view_restore(struct view *view, const pyps_state *state);
-
-/* Do the sizes of its parts follow from its participants and staging buffers? */
-bool view_sized(const struct view *view);
-/* False if an index in a view that came from shared memory is out of range. */
-bool view_valid(const struct view *view, const struct view *expected);
 
 #endif

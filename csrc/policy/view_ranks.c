@@ -7,10 +7,6 @@
 #include "policy/policy.h"
 #include "policy/view.h"
 
-bool view_takes_part(const struct view *v, const struct member *m) {
-    return m->state == PYPS_ACTIVE && m->rank >= 0 && view_rank(v, (uint32_t)m->rank)->total.batch > 0;
-}
-
 void view_enter(struct view *v, struct member *m) {
     if (!view_takes_part(v, m)) return;
     v->active++;
@@ -37,11 +33,6 @@ void view_find_all_joined(struct view *v) {
     if (v->all_joined) view_clock_find_min(v);
 }
 
-static enum verdict refuse(struct outcome *out, int code) {
-    out->code = code;
-    return STEP_REFUSED;
-}
-
 /* A rank without samples leaves those that others wait for, once it has pushed what it holds; one that gets some
  * again comes back. */
 static void set_batch(struct view *v, struct rank *rank, uint32_t batch) {
@@ -57,11 +48,11 @@ enum verdict view_step_replan(struct view *v, const struct event *e, struct outc
     const struct policy *policy = policy_find(v->policy);
     bool changed = false;
     if (e->count != v->ranks)
-        return refuse(out, fail(PYPS_EINVAL, "batches: found %u; expected one for each of %u ranks", e->count,
-                                v->ranks));
+        return step_refuse(out, fail(PYPS_EINVAL, "batches: found %u; expected one for each of %u ranks",
+                                     e->count, v->ranks));
     if (e->plan_plus_1 && e->plan_plus_1 - 1 != v->plan)
-        return refuse(out, fail(PYPS_EPLAN, "plan: found %llu; the store's is %llu",
-                                (unsigned long long)e->plan_plus_1 - 1, (unsigned long long)v->plan));
+        return step_refuse(out, fail(PYPS_EPLAN, "plan: found %llu; the store's is %llu",
+                                     (unsigned long long)e->plan_plus_1 - 1, (unsigned long long)v->plan));
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
         if (rank->total.batch == e->batches[r]) continue;

@@ -134,11 +134,6 @@ static void stage(struct view *v, const struct event *e, const struct outcome *o
                                                    .staleness = out->staleness};
 }
 
-static enum verdict refuse(struct outcome *out, int code) {
-    out->code = code;
-    return STEP_REFUSED;
-}
-
 static bool round_closed_without(const struct view *v, const struct member *m) {
     return policy_find(v->policy)->drops_late && !(m->claim_count && m->claim_started);
 }
@@ -166,16 +161,16 @@ static enum verdict check_push(struct view *v, const struct event *e, struct out
     const struct member *m = view_member(v, e->slot);
     const struct policy *policy = policy_find(v->policy);
     if (round_closed_without(v, m))
-        return refuse(out, fail(PYPS_EREJECTED, "the round closed without rank %d", m->rank));
+        return step_refuse(out, fail(PYPS_EREJECTED, "the round closed without rank %d", m->rank));
     if (m->staged >> e->staging & 1 || e->samples > m->claim_count || !m->claim_count)
-        return refuse(out,
-                      fail(PYPS_EINVAL, "samples: found %u; expected at most the %u that this worker claimed",
-                           e->samples, m->claim_count));
+        return step_refuse(out, fail(PYPS_EINVAL,
+                                     "samples: found %u; expected at most the %u that this worker claimed",
+                                     e->samples, m->claim_count));
     /* There is one round record, so no round may close before every chunk has the last round's ticket. The
      * pusher has brought every chunk to e->version, so that must still be the last version. */
     if (policy->stages && (e->version != v->version || v->staged == v->participants)) return STEP_WAIT;
     if (e->residual && view_rank(v, (uint32_t)m->rank)->residual != e->residual_before)
-        return refuse(out, TRY_AGAIN); /* a new worker has taken the residual's slot meanwhile */
+        return step_refuse(out, TRY_AGAIN); /* a new worker has taken the residual's slot meanwhile */
     return view_step_gate(v, e, out);
 }
 

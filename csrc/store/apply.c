@@ -7,43 +7,7 @@
 
 #include "store/store.h"
 
-#define BLOCK 1024u         /* floats at a time: what is decoded or reduced stays in the first-level cache */
-#define SPAN  (16u * BLOCK) /* what is done again where a value is to be mended */
-
-static uint8_t *staging_start(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return s->base + s->layout.staging +
-           ((uint64_t)slot * s->geometry.staging_buffers + staging) * s->layout.staging_stride;
-}
-
-struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return (struct staging_header *)(void *)staging_start(s, slot, staging);
-}
-
-float *staging_data(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return (float *)(void *)(staging_start(s, slot, staging) + s->layout.staging_data);
-}
-
-float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return (float *)(void *)(staging_start(s, slot, staging) + s->layout.staging_base_params);
-}
-
-/* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for a run of `length` floats from `at` of the
- * flat vector, in rank order. It multiplies by whole numbers and divides once, which rounds least. */
-static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) {
-    const struct kernels *kernels = kernels_chosen();
-    bool summed = false;
-    for (uint32_t i = 0; i < s->source_count; i++) {
-        const struct source *from = &s->sources[i];
-        if (!staging_has(s, from->slot, from->staging, at)) continue;
-        float block[BLOCK], scale = staging_header(s, from->slot, from->staging)->scale * from->scale;
-        float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
-        const float *gradient = staging_gradient(
-            s, from->slot, from->staging, staging_codec(s, from->slot, from->staging), at, length, block);
-        (summed ? kernels->multiply_add : kernels->multiply)(sum, gradient, weight, length);
-        summed = true;
-    }
-    if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
-}
+#define SPAN (16u * BLOCK) /* what is done again where a value is to be mended */
 
 /* For policies that need the base parameters: g + lambda g g (w - w_base), with g scaled. */
 static const float *compensate(const struct staging_header *staged, float scale, const float *base,
@@ -52,26 +16,6 @@ static const float *compensate(const struct staging_header *staged, float scale,
     for (size_t i = 0; i < step->length; i++)
         block[i] = gradient[i] + weight * gradient[i] * gradient[i] * (step->old[0][i] - base[i]);
     return block;
-}
-
-const float *ticket_gradient(const pyps_store *s, uint64_t at, size_t length, float *block) {
-    uint32_t slot = s->ticket.slot, staging = s->ticket.staging; /* of a push */
-    if (s->ticket.kind != TICKET_ROUND)
-        return staging_gradient(s, slot, staging, staging_codec(s, slot, staging), at, length, block);
-    reduce(s, block, at, length);
-    return block;
-}
-
-/* Of a round, the gradient whose constants are the furthest in their schedule: a worker that began again must not
- * bring back the first ones. */
-const struct staging_header *ticket_constants(const pyps_store *s) {
-    const struct staging_header *lead = NULL;
-    if (s->ticket.kind != TICKET_ROUND) return staging_header(s, s->ticket.slot, s->ticket.staging);
-    for (uint32_t i = 0; i < s->source_count; i++) {
-        const struct staging_header *staged = staging_header(s, s->sources[i].slot, s->sources[i].staging);
-        if (!lead || staged->position > lead->position) lead = staged;
-    }
-    return lead;
 }
 
 /* What a ticket does to a chunk, the same on all of its runs. */
@@ -227,13 +171,6 @@ static void save_for_snapshot(pyps_store *s, uint32_t chunk, uint64_t word) {
     FAILPOINT("apply.saved");
 }
 
-void wake_progress(pyps_store *s) {
-    if (!load32_seq(&s->header->progress_waiters)) return;
-    add32_seq(&s->header->progress, 1);
-    wait_was_announced(&s->header->progress_waiters, &s->header->progress);
-    wait_wake_all(&s->header->progress);
-}
-
 /* The ticket changes nothing of the chunk. */
 static int pass(pyps_store *s, uint32_t chunk, uint64_t word) {
     save_for_snapshot(s, chunk, word);
@@ -287,21 +224,6 @@ int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version) {
             return fail(PYPS_ECORRUPT, "chunk %u: at version %llu, but the next ticket is gone", chunk,
                         (unsigned long long)have);
     }
-}
-
-bool wait_for_word(pyps_store *s, const a64 *word, uint64_t least) {
-    bool moved;
-    FAILPOINT("apply.waits");
-    uint64_t deadline = wait_now_nanoseconds() + STALL_NANOSECONDS;
-    for (;;) {
-        uint32_t seen = load32_seq(&s->header->progress);
-        uint64_t now = wait_now_nanoseconds();
-        wait_announce(&s->header->progress_waiters, seen);
-        moved = load_seq(word) >= least;
-        if (moved || now >= deadline) break;
-        wait_on_word(&s->header->progress, seen, deadline - now);
-    }
-    return moved;
 }
 
 int chunks_follow(pyps_store *s, uint64_t version, uint64_t own) {

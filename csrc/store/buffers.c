@@ -15,46 +15,6 @@
  */
 #include "store/store.h"
 
-/* Two view buffers are free at any moment, but other ones by the time that a scan reaches them. */
-#define VIEW_SCANS 1000u
-
-uint8_t *buffer_halves(const pyps_store *s, uint32_t buffer) {
-    return s->base + s->layout.buffers + buffer * s->layout.buffer_stride + sizeof(struct chunk_header);
-}
-
-float *buffer_floats(const pyps_store *s, uint32_t buffer, uint32_t vector) {
-    uint8_t *start = buffer_halves(s, buffer);
-    if (vector) start += s->layout.buffer_states + (vector - 1) * 4 * (size_t)s->geometry.chunk_params;
-    return (float *)(void *)start;
-}
-
-const float *buffer_params(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t first,
-                           size_t length, float *block) {
-    if (!chunk_has_halves(s, chunk)) return buffer_floats(s, buffer, 0) + first;
-    kernels_chosen()->decode(PYPS_BF16, block, buffer_halves(s, buffer) + 2 * (size_t)first, NULL, length);
-    return block;
-}
-
-struct chunk_header *buffer_header(const pyps_store *s, uint32_t buffer) {
-    return (struct chunk_header *)(void *)(s->base + s->layout.buffers + buffer * s->layout.buffer_stride);
-}
-
-static bool hazarded(const pyps_store *s, size_t field, uint64_t value) {
-    for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
-        const a64 *hazard = (const a64 *)(const void *)((const char *)&s->slots[slot] + field);
-        if (load_seq(hazard) == value) return true; /* W2 of atomics.h; W1 is the caller's */
-    }
-    return false;
-}
-
-bool staging_has_reader(const pyps_store *s, uint64_t ticket) {
-    return hazarded(s, offsetof(struct slot, ticket_hazard), ticket);
-}
-
-bool residual_has_reader(const pyps_store *s, uint32_t residual) {
-    return hazarded(s, offsetof(struct slot, residual_hazard), residual);
-}
-
 /* Does a snapshot that may still be read save this buffer? A later snapshot than this handle has seen counts
  * as alive. */
 static bool saved_alive(pyps_store *s, uint32_t chunk, uint32_t buffer) {
@@ -73,7 +33,7 @@ static bool try_claim(pyps_store *s, uint32_t buffer, uint32_t chunk) {
         if (word_buffer(load_seq(&s->words[last])) == buffer) return false; /* W1 */
         if (saved_alive(s, last, buffer)) return false;
     }
-    if (hazarded(s, offsetof(struct slot, chunk_hazard), buffer + UINT64_C(1))) return false;
+    if (buffer_has_reader(s, buffer)) return false;
     FAILPOINT("claim.scanned");
     return cas_seq(&s->owners[buffer], owner, owner_make(owner_generation(owner) + 1, holder_of(s), chunk));
 }
@@ -109,7 +69,7 @@ static int wait_for_spare(pyps_store *s, uint32_t chunk) {
         if (!s->snapshot_active)
             return fail(PYPS_EFULL, "no free buffer for chunk %u: %u are held; the segment may be damaged",
                         chunk, s->layout.buffer_count - s->geometry.chunks);
-        if ((rc = snapshot_cancel(s, s->snapshot))) return rc;
+        if ((rc = snapshot_end(s, EVENT_SNAPSHOT_CANCEL, s->snapshot))) return rc;
         deadline = wait_deadline_after(SNAPSHOT_GRACE_SECONDS);
     }
     return PYPS_OK;
@@ -128,49 +88,13 @@ int buffer_claim(pyps_store *s, uint32_t chunk) {
     return s->private_buffer != NONE ? PYPS_OK : wait_for_spare(s, chunk);
 }
 
-static void release(a64 *owner_word, uint32_t holder) {
-    uint64_t owner = load_acquire(owner_word);
-    if (owner_holder(owner) == holder)
-        cas_seq(owner_word, owner, owner_make(owner_generation(owner), HOLDER_NONE, owner_chunk(owner)));
-}
-
 void buffer_published(pyps_store *s, uint32_t displaced) {
     FAILPOINT("publish.unreleased");
-    release(&s->owners[s->private_buffer], holder_of(s)); /* release: the word's CAS is visible first */
+    owner_release(&s->owners[s->private_buffer], holder_of(s)); /* release: the word's CAS is visible first */
     s->private_buffer = NONE;
     for (size_t i = 1; i < sizeof s->free_cache / sizeof *s->free_cache; i++)
         s->free_cache[i - 1] = s->free_cache[i];
     s->free_cache[sizeof s->free_cache / sizeof *s->free_cache - 1] = displaced;
-}
-
-void buffers_release(pyps_store *s, uint32_t holder) {
-    for (uint32_t b = 0; b < s->layout.buffer_count; b++) release(&s->owners[b], holder);
-    for (uint32_t v = 0; v < s->layout.view_count; v++) release(&s->view_owners[v], holder);
-}
-
-int view_buffer_claim(pyps_store *s) {
-    if (s->private_view != NONE) return PYPS_OK;
-    for (uint32_t i = 0; i < VIEW_SCANS * s->layout.view_count; i++) {
-        uint32_t buffer = (s->view_scan + i) % s->layout.view_count;
-        uint64_t owner = load_acquire(&s->view_owners[buffer]);
-        if (owner_holder(owner) != HOLDER_NONE) continue;
-        if (word_buffer(load_seq(&s->header->view)) == buffer) continue; /* W1 */
-        if (hazarded(s, offsetof(struct slot, view_hazard), buffer + UINT64_C(1))) continue;
-        FAILPOINT("view.scanned");
-        if (!cas_seq(&s->view_owners[buffer], owner,
-                     owner_make(owner_generation(owner) + 1, holder_of(s), 0)))
-            continue;
-        s->private_view = buffer;
-        s->view_scan = buffer + 1;
-        return PYPS_OK;
-    }
-    return fail(PYPS_EFULL, "no free view buffer among %u; the segment may be damaged", s->layout.view_count);
-}
-
-void view_buffer_published(pyps_store *s) {
-    FAILPOINT("view.unreleased");
-    release(&s->view_owners[s->private_view], holder_of(s));
-    s->private_view = NONE;
 }
 
 int chunk_pin(pyps_store *s, uint32_t chunk, uint64_t *word_out) {
@@ -192,3 +116,25 @@ int chunk_pin(pyps_store *s, uint32_t chunk, uint64_t *word_out) {
 
 /* Release: the copy made under the hazard ends before another participant can claim the buffer. */
 void chunk_unpin(pyps_store *s) { store_release(&s->slots[s->slot].chunk_hazard, 0); }
+
+void wake_progress(pyps_store *s) {
+    if (!load32_seq(&s->header->progress_waiters)) return;
+    add32_seq(&s->header->progress, 1);
+    wait_was_announced(&s->header->progress_waiters, &s->header->progress);
+    wait_wake_all(&s->header->progress);
+}
+
+bool wait_for_word(pyps_store *s, const a64 *word, uint64_t least) {
+    bool moved;
+    FAILPOINT("apply.waits");
+    uint64_t deadline = wait_now_nanoseconds() + STALL_NANOSECONDS;
+    for (;;) {
+        uint32_t seen = load32_seq(&s->header->progress);
+        uint64_t now = wait_now_nanoseconds();
+        wait_announce(&s->header->progress_waiters, seen);
+        moved = load_seq(word) >= least;
+        if (moved || now >= deadline) break;
+        wait_on_word(&s->header->progress, seen, deadline - now);
+    }
+    return moved;
+}

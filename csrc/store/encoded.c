@@ -15,46 +15,6 @@
 
 #include "store/store.h"
 
-uint8_t *staging_codes(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return (uint8_t *)(void *)staging_header(s, slot, staging) + s->layout.staging_codes;
-}
-
-float *staging_scales(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec) {
-    return (float *)(void *)(staging_codes(s, slot, staging) + codec_codes(codec, s->trained));
-}
-
-float *residual_at(const pyps_store *s, uint32_t name) {
-    return (float *)(void *)(s->base + s->layout.residuals + (name - 1) * s->layout.residual_stride);
-}
-
-/* Read once from shared memory, where a hostile owner may change it. */
-uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    uint32_t codec = *(volatile uint32_t *)&staging_header(s, slot, staging)->codec;
-    return codec < STAGED_FORMS ? codec : PYPS_F32;
-}
-
-/* A block that is not finite as an encoder would send it: as zeros, or with zeros in it. */
-static const float *mended(uint32_t codec, const float *gradient, size_t length, float *block) {
-    if (kernels_chosen()->finite(gradient, length)) return gradient;
-    for (size_t i = 0; i < length; i++)
-        block[i] = codec == STAGED_ZERO && isfinite(gradient[i]) ? gradient[i] : 0;
-    return block;
-}
-
-const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
-                              uint64_t at, size_t length, float *block) {
-    if (codec == PYPS_F32) return staging_data(s, slot, staging) + at;
-    if (codec >= CODECS) return mended(codec, staging_data(s, slot, staging) + at, length, block);
-    kernels_chosen()->decode(codec, block, staging_codes(s, slot, staging) + codec_codes(codec, at),
-                             staging_scales(s, slot, staging, codec) + codec_scales(codec, at), length);
-    return block;
-}
-
-int residual_allocate(pyps_store *s, uint32_t name) {
-    return segment_allocate(s, s->layout.residuals + (name - 1) * s->layout.residual_stride,
-                            s->layout.residual_stride);
-}
-
 /* Is this residual a rank's, or one that a snapshot reads? */
 static bool residual_needed(pyps_store *s, const struct view *v, uint32_t name) {
     for (uint32_t r = 0, ranks = pinned_ranks(s, v); r < ranks; r++) {
@@ -98,7 +58,7 @@ static int take_residuals(pyps_store *s, struct event *e) {
             return PYPS_OK;
         }
         if (e->residual && (rc != PYPS_ENOSPC || !s->snapshot_active)) return rc;
-        if (s->snapshot_active) rc = snapshot_cancel(s, s->snapshot);
+        if (s->snapshot_active) rc = snapshot_end(s, EVENT_SNAPSHOT_CANCEL, s->snapshot);
         else if (wait_now_nanoseconds() >= deadline)
             rc = fail(PYPS_EFULL, "stopped processes read all residuals of slot %u", s->slot);
         else wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), STALL_NANOSECONDS);

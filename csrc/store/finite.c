@@ -3,7 +3,7 @@
  * All of it is looked at before the admission, so that a refused push changes nothing. That costs one more read of a
  * gradient that is applied as it lies there. Chunks are looked at from the last one to the first: the apply that
  * follows begins at the first, and finds those in the caches. Where a gradient is copied anyway, each chunk is looked
- * at while it is copied; where its norm is summed anyway (clip.c), the norm says it. Where a push asks for zeros in
+ * at while it is copied; where its norm is summed anyway (clip_norm.c), the norm says it. Where a push asks for zeros in
  * place of such values, they are looked for block by block while it is applied (encoded.c), which costs no read.
  */
 #include <math.h>

@@ -1,10 +1,7 @@
 /* journal.c: appends the events that a handle commits to a journal file (policy/journal.h). */
 #include <errno.h>
-#include <fcntl.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include "policy/journal.h"
 #include "store/store.h"
@@ -34,30 +31,9 @@ void journal_event(pyps_store *s, const struct event *e, const struct outcome *o
     if (put(s->journal, &entry, more, more ? e->count * each : 0)) journal_close(s);
 }
 
-void journal_close(pyps_store *s) {
-    if (s->journal >= 0) close(s->journal);
-    s->journal = -1;
-}
-
-static int put_view(pyps_store *s) {
-    struct view *v = view_allocate(s);
-    if (!v) return PYPS_ENOSPC;
-    int rc = view_observe(s, v);
+int journal_view(const pyps_store *s, const struct view *v) {
     struct journal_entry entry;
     memset(&entry, 0, sizeof entry);
-    entry.sequence = v->sequence, entry.digest = rc ? 0 : journal_digest(v);
-    if (!rc) rc = put(s->journal, &entry, v, view_used_bytes(v));
-    free(v);
-    return rc;
-}
-
-int pyps_journal(pyps_store *s, const char *path) {
-    int rc = store_check_usable(s, false);
-    if (rc) return rc;
-    journal_close(s);
-    if (!path) return PYPS_OK;
-    s->journal = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
-    if (s->journal < 0) return fail(PYPS_ESYS, "journal: %s: %s", path, strerror(errno));
-    if ((rc = put_view(s))) journal_close(s);
-    return rc;
+    entry.sequence = v->sequence, entry.digest = journal_digest(v);
+    return put(s->journal, &entry, v, view_used_bytes(v));
 }

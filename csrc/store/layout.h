@@ -90,7 +90,7 @@ _Static_assert(sizeof(struct chunk_header) == 64, "one cache line");
 enum { STAGED_SKIP = PYPS_NF4 + 1, STAGED_ZERO, STAGED_FORMS };
 
 /* Before every staging buffer, followed by [groups] hyper constants. Does not change after admission. Then come
- * [chunks] words of clip.c, which do. Last come the ranges of which the gradient is. */
+ * [chunks] words of clip_norm.c, which do. Last come the ranges of which the gradient is. */
 struct staging_header {
     float scale;
     uint32_t samples, codec; /* or STAGED_SKIP ... */

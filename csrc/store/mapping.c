@@ -83,7 +83,7 @@ static bool make_huge_page(const pyps_store *s, uint64_t from) {
     return !posix_fallocate(s->fd, (off_t)from, 1) && !madvise(s->base + from, HUGE_PAGE, COLLAPSE);
 }
 
-void mapping_use_huge_pages(const pyps_store *s, uint64_t offset, uint64_t bytes) {
+static void use_huge_pages(const pyps_store *s, uint64_t offset, uint64_t bytes) {
     const char *wanted = getenv("PYPS_HUGE_PAGES");
     uint64_t from = (offset + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     unsigned refused = 0;
@@ -145,4 +145,25 @@ void mapping_end(pyps_store *s) {
         free(s->detached);
         s->detached = next;
     }
+}
+
+int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes) {
+    int error;
+    if (s->base) use_huge_pages(s, offset, bytes);
+    do error = posix_fallocate(s->fd, (off_t)offset, (off_t)bytes);
+    while (error == EINTR);
+    if (!error) return PYPS_OK;
+    if (error == ENOSPC)
+        return fail(PYPS_ENOSPC,
+                    "%s: no room for %llu MiB more; enlarge it (Docker: --shm-size) or set PYPS_SHM_DIR",
+                    segment_directory(), (unsigned long long)(bytes >> 20) + 1);
+    return fail(PYPS_ESYS, "%s: allocating %llu bytes: %s", segment_directory(), (unsigned long long)bytes,
+                strerror(error));
+}
+
+void segment_release(pyps_store *s, uint64_t offset, uint64_t bytes) {
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), from = (offset + page - 1) / page * page;
+    uint64_t to = (offset + bytes) / page * page;
+    if (from < to)
+        fallocate(s->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)from, (off_t)(to - from));
 }

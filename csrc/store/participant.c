@@ -1,172 +1,12 @@
-/* participant.c: joining, leaving, and detection of dead participants.
- *
- * The participant in slot i write-locks byte i of the file; the kernel releases the lock when the process
- * ends. The same byte makes reclaiming exclusive: the reclaimer of a dead participant's slot holds its lock,
- * and if that reclaimer dies the lock is free again. A stopped reclaimer keeps only a dead participant's
- * slot, for which no other participant waits.
+/* participant.c: joining and leaving: which slot a participant takes, with what memory, and what it leaves behind.
  */
-#include <errno.h>
-#include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include "store/segment.h"
 #include "store/store.h"
 
 #define READER_GRACE_NANOSECONDS UINT64_C(20000000) /* the time that helpers get to finish reading */
 #define READER_SLICE_NANOSECONDS UINT64_C(100000)
-#define UNKNOWN_START            UINT64_MAX
-
-int store_check_usable(pyps_store *s, bool joined) {
-    if (!s) return fail(PYPS_EINVAL, "store: found NULL");
-    if (!s->process)
-        return fail(PYPS_EFORKED,
-                    "this handle belongs to the parent process; open the store again after fork");
-    struct stat status = {0}; /* what is behind a file's end cannot be read: SIGBUS */
-    if (fstat(s->fd, &status) || (uint64_t)status.st_size < s->layout.bytes)
-        return fail(PYPS_ECORRUPT, "the segment was truncated: found %lld bytes; expected %llu",
-                    (long long)status.st_size, (unsigned long long)s->layout.bytes);
-    if (joined && s->slot == NONE) return fail(PYPS_EINVAL, "not a participant; join first");
-    return PYPS_OK;
-}
-
-int store_check_worker(pyps_store *s) {
-    int rc = store_check_usable(s, true);
-    return rc || s->role == PYPS_WORKER ? rc
-                                        : fail(PYPS_EINVAL, "an observer takes no steps; join as a worker");
-}
-
-int slot_lock(pyps_store *s, uint32_t slot) { return segment_lock_byte(s->fd, F_WRLCK, slot); }
-void slot_unlock(pyps_store *s, uint32_t slot) { segment_lock_byte(s->fd, F_UNLCK, slot); }
-
-static uint64_t pid_namespace(void) {
-    struct stat status;
-    return stat("/proc/self/ns/pid", &status) ? 0 : (uint64_t)status.st_ino;
-}
-
-/* Start time of a process in ticks since boot; 0: it is gone, or a zombie. UNKNOWN_START: it could not be
- * read, for example because this process has no free descriptor. */
-static uint64_t start_time(uint64_t pid) {
-    char path[64], line[1024];
-    snprintf(path, sizeof path, "/proc/%llu/stat", (unsigned long long)pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    ssize_t length = fd < 0 ? -1 : read(fd, line, sizeof line - 1);
-    int error = errno;
-    if (fd >= 0) close(fd);
-    if (length < 0) return error == ENOENT || error == ESRCH ? 0 : UNKNOWN_START;
-    line[length] = 0;
-    char *after = strrchr(line, ')'); /* the name before it may hold anything */
-    char state = 0;
-    unsigned long threads = 0;
-    unsigned long long started = 0;
-    if (!after ||
-        sscanf(after + 1, " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %lu %*s %llu",
-               &state, &threads, &started) != 3)
-        return UNKNOWN_START;
-    /* A main thread that has ended shows as a zombie while other threads of its process live. */
-    return (state == 'Z' && threads < 2) || state == 'X' ? 0 : started;
-}
-
-bool slot_is_dead(pyps_store *s, uint32_t slot) {
-    const struct slot *other = &s->slots[slot];
-    if (slot == s->slot || !load_acquire(&other->id)) return false;
-    if (!segment_byte_locked(s->fd, slot)) return true;
-    if (load_acquire(&other->pid_namespace) != pid_namespace()) return false;
-    uint64_t found = start_time(load_acquire(&other->process)), expected = load_acquire(&other->start_time);
-    return found != expected && found != UNKNOWN_START && expected != UNKNOWN_START;
-}
-
-static int commit_leave(pyps_store *s, uint32_t slot, uint64_t id, uint32_t state, bool *changed) {
-    struct event e = store_event(s, EVENT_LEAVE);
-    struct outcome out;
-    enum verdict verdict = STEP_UNCHANGED;
-    e.slot = slot, e.id = id, e.state = state;
-    int rc = view_commit(s, &e, &out, &verdict);
-    *changed = !rc && verdict == STEP_COMMIT;
-    return rc;
-}
-
-static int present_version(pyps_store *s, uint64_t *version) {
-    uint64_t word;
-    const struct view *v = view_pin(s, &word);
-    if (!v) return PYPS_ECORRUPT;
-    *version = v->version;
-    view_unpin(s);
-    return PYPS_OK;
-}
-
-static void clear_slot(pyps_store *s, uint32_t slot) {
-    struct slot *t = &s->slots[slot];
-    store_seq(&t->chunk_hazard, 0), store_seq(&t->view_hazard, 0), store_seq(&t->ticket_hazard, 0);
-    store_seq(&t->residual_hazard, 0);
-    buffers_release(s, slot + 1);
-}
-
-/* With the dead participant's lock held: releases what it pinned or held, of which others may be in need, and then
- * completes its admitted pushes. */
-static int reclaim(pyps_store *s, uint32_t slot, uint64_t id) {
-    uint64_t version;
-    clear_slot(s, slot);
-    FAILPOINT("reclaim.released");
-    int rc = present_version(s, &version);
-    if (rc || (rc = chunks_complete(s, version))) return rc;
-    if (load_acquire(&s->slots[slot].id) == id) store_seq(&s->slots[slot].id, 0);
-    return PYPS_OK;
-}
-
-/* With its lock held, or PYPS_EBUSY: another reclaimer, or a fork of the dead process, has it; or this handle does,
- * for which a second lock would be the same one. */
-static int lock_dead(pyps_store *s, uint32_t slot, uint64_t id) {
-    if (slot == s->reclaims) return PYPS_EBUSY;
-    int rc = slot_lock(s, slot);
-    if (rc) return rc;
-    if (load_acquire(&s->slots[slot].id) == id) return PYPS_OK;
-    slot_unlock(s, slot);
-    return PYPS_EBUSY;
-}
-
-void slots_release_dead(pyps_store *s) {
-    for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
-        uint64_t id = load_acquire(&s->slots[slot].id);
-        if (!slot_is_dead(s, slot) || lock_dead(s, slot, id)) continue;
-        clear_slot(s, slot);
-        slot_unlock(s, slot);
-    }
-}
-
-int slot_reap_dead(pyps_store *s, uint32_t *dead_out) {
-    uint32_t dead = 0;
-    int rc = PYPS_OK;
-    for (uint32_t slot = 0; slot < s->geometry.max_participants && !rc; slot++) {
-        uint64_t id = load_acquire(&s->slots[slot].id);
-        bool changed;
-        if (!slot_is_dead(s, slot)) continue;
-        if ((rc = commit_leave(s, slot, id, PYPS_DEAD, &changed))) break;
-        dead += changed;
-        if (lock_dead(s, slot, id)) continue;
-        s->reclaims = slot;
-        rc = reclaim(s, slot, id);
-        s->reclaims = NONE;
-        slot_unlock(s, slot);
-    }
-    if (dead_out) *dead_out = dead;
-    return rc;
-}
-
-/* Names this process as the slot's owner. If it dies from here on, reaping releases the hazards and buffers
- * that it holds as a helper, even before it is a member. */
-static void sign_slot(pyps_store *s) {
-    struct slot *slot = &s->slots[s->slot];
-    s->id = add64_relaxed(&s->header->next_id, 1);
-    store_relaxed(&slot->process, (uint64_t)getpid());
-    store_relaxed(&slot->start_time, start_time((uint64_t)getpid()));
-    store_relaxed(&slot->pid_namespace, pid_namespace());
-    activity_joined(s);
-    store_release(&slot->id, s->id);
-}
 
 /* Is any staging buffer of this slot still needed, by a round that has not closed or by a helper that still
  * reads a completed ticket? */
@@ -259,14 +99,14 @@ static const struct pass {
 static int take_over(pyps_store *s, enum purpose purpose, int rank, enum taste taste) {
     uint64_t id = load_acquire(&s->slots[s->slot].id), version, word;
     bool changed = false;
-    clear_slot(s, s->slot);
-    int rc = id ? commit_leave(s, s->slot, id, PYPS_DEAD, &changed) : PYPS_OK;
+    slot_clear(s, s->slot);
+    int rc = id ? member_leave(s, s->slot, id, PYPS_DEAD, &changed) : PYPS_OK;
     s->found_dead += changed;
     if (rc || (rc = bring_spares(s)) || (purpose == TO_WORK && (rc = bring_staging(s)))) return rc;
     FAILPOINT("join.supplied");
-    sign_slot(s);
+    slot_sign(s);
     FAILPOINT("join.signed");
-    if ((rc = present_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
+    if ((rc = view_version(s, &version)) || (rc = chunks_complete(s, version))) return rc;
     if (purpose == TO_REAP) return PYPS_OK; /* it leaves staging and residuals as they are */
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
@@ -303,7 +143,7 @@ static int enter(pyps_store *s, int role, int rank) {
 }
 
 static void release_slot(pyps_store *s) {
-    clear_slot(s, s->slot);
+    slot_clear(s, s->slot);
     store_seq(&s->slots[s->slot].id, 0);
     slot_unlock(s, s->slot);
     reset_membership(s);
@@ -365,7 +205,7 @@ int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
 /* Where no round that is open and no helper needs it. */
 static void give_back_staging(pyps_store *s) {
     uint64_t version, word;
-    if (s->role != PYPS_WORKER || present_version(s, &version) || chunks_complete(s, version)) return;
+    if (s->role != PYPS_WORKER || view_version(s, &version) || chunks_complete(s, version)) return;
     const struct view *v = view_pin(s, &word);
     bool needed = !v || staging_is_needed(s, pinned_member(s, v, s->slot));
     view_unpin(s);
@@ -376,7 +216,7 @@ static int leave(pyps_store *s, bool detaches) {
     int rc = store_check_usable(s, true), failed = PYPS_OK;
     if (rc) return rc;
     bool changed;
-    rc = commit_leave(s, s->slot, s->id, PYPS_LEFT, &changed);
+    rc = member_leave(s, s->slot, s->id, PYPS_LEFT, &changed);
     if (!rc) give_back_staging(s);
     if (detaches && s->role == PYPS_WORKER) failed = mapping_detach_staging(s);
     if (failed) return failed; /* the slot stays this handle's: pointers into it may be left */
@@ -391,9 +231,7 @@ int pyps_rejoin(pyps_store *s) {
     int rc = store_check_usable(s, true);
     if (rc) return rc;
     struct event e = store_event(s, EVENT_REJOIN);
-    struct outcome out;
-    enum verdict verdict;
-    if ((rc = view_commit(s, &e, &out, &verdict))) return rc;
+    if ((rc = view_commit_only(s, &e))) return rc;
     staging_abandon(s);
     return PYPS_OK;
 }

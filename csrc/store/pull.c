@@ -1,149 +1,22 @@
 /* pull.c: copies parameters out. A pull has each chunk whole and reports the oldest version. */
-#include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "store/store.h"
-
-#define STREAM_BYTES (UINT64_C(16) << 20) /* a copy too large for the cache of one core bypasses it */
-#define BLOCK        1024u                /* floats of a gradient that are decoded at a time, as in apply.c */
-
-static bool copies_stream(const pyps_store *s) { return store_elements(s) * sizeof(float) >= STREAM_BYTES; }
-
-/* `flat` from the chunk on: its unused end reads as zeros. */
-static void put_end(const pyps_store *s, uint32_t length, float *flat) {
-    memset(flat + length, 0, (s->geometry.chunk_params - length) * sizeof *flat);
-}
-
-void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat) {
-    uint32_t length = s->chunks[chunk].length;
-    flat += (uint64_t)chunk * s->geometry.chunk_params;
-    if (copies_stream(s)) kernels_chosen()->stream(flat, from, length);
-    else memcpy(flat, from, length * sizeof *flat);
-    put_end(s, length, flat);
-}
-
-static void widen(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat) {
-    uint32_t length = s->chunks[chunk].length;
-    flat += (uint64_t)chunk * s->geometry.chunk_params;
-    if (!copies_stream(s)) buffer_params(s, chunk, buffer, 0, length, flat);
-    for (uint32_t at = 0, count; at < length && copies_stream(s); at += count) {
-        float block[BLOCK];
-        count = length - at < BLOCK ? length - at : BLOCK;
-        kernels_chosen()->stream(flat + at, buffer_params(s, chunk, buffer, at, count, block), count);
-    }
-    put_end(s, length, flat);
-}
-
-void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat) {
-    if (vector > chunk_states(s, chunk)) put_end(s, 0, flat + (uint64_t)chunk * s->geometry.chunk_params);
-    else if (!vector && chunk_has_halves(s, chunk)) widen(s, chunk, buffer, flat);
-    else chunk_put(s, chunk, buffer_floats(s, buffer, vector), flat);
-}
-
-static bool has_scratch(pyps_store *s) {
-    if (!s->chunk_floats) s->chunk_floats = malloc(s->geometry.chunk_params * sizeof *s->chunk_floats);
-    if (!s->chunk_floats) fail(PYPS_ENOSPC, "out of memory for %u parameters", s->geometry.chunk_params);
-    return s->chunk_floats;
-}
-
-const float *chunk_params(pyps_store *s, uint32_t chunk, uint32_t buffer) {
-    if (chunk_has_halves(s, chunk) && !has_scratch(s)) return NULL;
-    return buffer_params(s, chunk, buffer, 0, s->chunks[chunk].length, s->chunk_floats);
-}
-
-int lookahead_set(pyps_store *s) {
-    uint64_t word;
-    s->lookahead = 0;
-    if (s->role != PYPS_WORKER || !kernels_chosen()->look[s->geometry.optimizer]) return PYPS_OK;
-    const struct view *v = view_pin(s, &word);
-    if (!v) return PYPS_ECORRUPT;
-    bool valid = view_valid(v, s->expected);
-    if (valid) s->lookahead = view_lookahead(v, s->slot);
-    view_unpin(s);
-    return valid ? PYPS_OK : fail(PYPS_ECORRUPT, "the view is damaged");
-}
-
-/* How to write a chunk's parameters as they will be; false: it is pulled as it is. */
-static bool look_at(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct look *l) {
-    const struct chunk_header *header = buffer_header(s, buffer);
-    unsigned optimizer = s->geometry.optimizer;
-    if (!(s->lookahead > 0) || s->chunks[chunk].averaged) return false;
-    *l = (struct look){.length = s->chunks[chunk].length};
-    l->ahead = kernels_ahead(optimizer, &header->hyper, header->steps, s->lookahead);
-    for (uint32_t vector = 1; vector <= s->layout.states; vector++)
-        l->from[vector] = buffer_floats(s, buffer, vector);
-    return l->ahead.carried > 0;
-}
-
-/* With the worker's own last gradient from `at` of the flat vector. A gradient is decoded, and parameters are widened,
- * from the beginning of a block and a block at a time. */
-static void look_along(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint64_t at, struct look l) {
-    uint32_t staging = s->own.staging, codec = s->own.ticket ? staging_codec(s, s->slot, staging) : PYPS_F32;
-    uint32_t first = (uint32_t)(at % s->geometry.chunk_params);
-    bool whole = codec == PYPS_F32 && !chunk_has_halves(s, chunk);
-    size_t length = l.length;
-    const pyps_hyper *pushed = &staging_header(s, s->slot, staging)->hyper[s->chunks[chunk].group];
-    l.scale = s->own.scale, l.clip = pushed->clip > 0 ? pushed->clip : INFINITY;
-    if (pushed->clip_norm > 0) l.scale *= norm_factor(s->own.norm, pushed->clip_norm);
-    for (size_t from = 0; from < length; from += l.length) {
-        float block[BLOCK], params[BLOCK];
-        size_t before = whole ? 0 : (at + from) % BLOCK, at_a_time = whole ? length : BLOCK - before;
-        l.length = length - from < at_a_time ? length - from : at_a_time;
-        l.from[0] = buffer_params(s, chunk, buffer, first + (uint32_t)from, l.length, params);
-        if (s->own.ticket)
-            l.gradient = before + staging_gradient(s, s->slot, staging, codec, at + from - before,
-                                                   before + l.length, block);
-        kernels_chosen()->look[s->geometry.optimizer](&l);
-        l.to += l.length;
-        for (uint32_t vector = 1; vector <= s->layout.states; vector++) l.from[vector] += l.length;
-    }
-}
-
-void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat) {
-    struct look l;
-    if (!look_at(s, chunk, buffer, &l)) {
-        chunk_copy(s, chunk, buffer, 0, flat);
-        return;
-    }
-    l.to = flat + (uint64_t)chunk * s->geometry.chunk_params;
-    l.streams = copies_stream(s) && (uintptr_t)l.to % 16 == 0;
-    look_along(s, chunk, buffer, (uint64_t)chunk * s->geometry.chunk_params, l);
-    put_end(s, s->chunks[chunk].length, l.to);
-}
-
-/* Encodes a chunk as it will be. */
-static int encode_ahead(pyps_store *s, uint32_t chunk, uint32_t buffer, struct encoding *flat) {
-    struct look l;
-    if (!look_at(s, chunk, buffer, &l)) {
-        const float *params = chunk_params(s, chunk, buffer);
-        return params ? chunk_encode(s, chunk, params, flat) : PYPS_ENOSPC;
-    }
-    if (!has_scratch(s)) return PYPS_ENOSPC;
-    l.to = s->chunk_floats;
-    look_along(s, chunk, buffer, (uint64_t)chunk * s->geometry.chunk_params, l);
-    return chunk_encode(s, chunk, s->chunk_floats, flat);
-}
 
 int pull_record(pyps_store *s, uint64_t version) {
     s->pulled_version = version;
     if (s->role != PYPS_WORKER) return PYPS_OK;
     struct event e = store_event(s, EVENT_PULL);
     e.version = version;
-    struct outcome outcome;
-    enum verdict verdict;
-    return view_commit(s, &e, &outcome, &verdict);
+    return view_commit_only(s, &e);
 }
 
 /* In a synchronous run every worker computes on the same version. */
 static int round_complete(pyps_store *s) {
     if (!s->policy->waits_for_round) return PYPS_OK;
-    uint64_t word;
-    const struct view *v = view_pin(s, &word);
-    if (!v) return PYPS_ECORRUPT;
-    uint64_t version = v->version;
-    view_unpin(s);
-    return chunks_complete(s, version);
+    uint64_t version;
+    int rc = view_version(s, &version);
+    return rc ? rc : chunks_complete(s, version);
 }
 
 int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
@@ -166,22 +39,6 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     return pull_record(s, oldest);
 }
 
-/* Of a chunk, without its unused end. */
-static void look_run(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct run run, float *to) {
-    uint64_t at = (uint64_t)chunk * s->geometry.chunk_params, end = at + s->chunks[chunk].length;
-    uint64_t used = run.first < end ? (run.end < end ? run.end : end) - run.first : 0;
-    struct look l;
-    memset(to + used, 0, (run.end - run.first - used) * sizeof *to);
-    if (!look_at(s, chunk, buffer, &l)) {
-        const float *from = buffer_params(s, chunk, buffer, (uint32_t)(run.first - at), used, to);
-        if (from != to) memcpy(to, from, used * sizeof *to);
-        return;
-    }
-    for (uint32_t vector = 1; vector <= s->layout.states; vector++) l.from[vector] += run.first - at;
-    l.to = to, l.length = used;
-    look_along(s, chunk, buffer, run.first, l);
-}
-
 /* Values of one chunk are of one version: it stays pinned from its first range to its last. */
 static int copy_ranges(pyps_store *s, const pyps_range *ranges, uint64_t count, float *to, uint64_t *oldest) {
     uint64_t word = 0, whole = s->geometry.chunk_params;
@@ -195,7 +52,7 @@ static int copy_ranges(pyps_store *s, const pyps_range *ranges, uint64_t count, 
             int rc = chunk == pinned ? PYPS_OK : chunk_pin(s, chunk, &word);
             if (rc) return rc;
             pinned = chunk;
-            look_run(s, chunk, word_buffer(word), run, to);
+            chunk_look_run(s, chunk, word_buffer(word), run, to);
             FAILPOINT("pull.copied");
             to += run.end - run.first;
             if (word_version(word) < *oldest) *oldest = word_version(word);
@@ -227,6 +84,12 @@ static void averaged_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, 
     memset(to + length, 0, (s->geometry.chunk_params - length) * sizeof *to);
 }
 
+/* A chunk as it will be. */
+static int encode(pyps_store *s, uint32_t chunk, uint32_t buffer, struct encoding *flat) {
+    const float *params = chunk_params_ahead(s, chunk, buffer);
+    return params ? chunk_encode(s, chunk, params, flat) : PYPS_ENOSPC;
+}
+
 int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes, uint64_t *version_out) {
     uint64_t averaged = 4 * (store_elements(s) - s->trained);
     int rc = store_check_usable(s, true);
@@ -242,7 +105,7 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
         if ((rc = chunk_pin(s, chunk, &word))) return rc;
         if (s->chunks[chunk].averaged)
             averaged_copy(s, chunk, word_buffer(word), (float *)(void *)(flat.codes + bytes - averaged));
-        else rc = encode_ahead(s, chunk, word_buffer(word), &flat);
+        else rc = encode(s, chunk, word_buffer(word), &flat);
         chunk_unpin(s);
         if (word_version(word) < oldest) oldest = word_version(word);
     }

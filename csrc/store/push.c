@@ -21,11 +21,6 @@
 
 #include "store/store.h"
 
-uint64_t store_deadline(const pyps_store *s, double timeout_seconds) {
-    return timeout_seconds < 0 ? wait_deadline_after((double)s->geometry.round_timeout_nanoseconds * 2e-9)
-                               : wait_deadline_after(timeout_seconds);
-}
-
 int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     int rc = store_check_worker(s);
     if (!rc) rc = given(out);
@@ -52,15 +47,6 @@ int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
     if ((rc = view_commit(s, &e, &outcome, &verdict))) return rc;
     *out = outcome.claim;
     return PYPS_OK;
-}
-
-/* A push that timed out in a round stays there until the round closes; no call waits for it any more. */
-void staging_abandon(pyps_store *s) {
-    s->own.ticket = 0; /* a gradient given up may lie there in part */
-    if (s->in_round) s->parked |= 1u << s->round_staging;
-    s->in_round = false;
-    for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++)
-        s->staging_taken[staging] = s->parked >> staging & 1;
 }
 
 /* Parked buffers whose round has closed become ordinary ones again. */
@@ -142,26 +128,6 @@ int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *staging_out) {
     }
 }
 
-int pyps_unstage(pyps_store *s, uint32_t staging) {
-    int rc = staging_check(s, staging);
-    if (rc) return rc;
-    bool waits = (s->in_round && staging == s->round_staging) || s->parked >> staging & 1;
-    if (!s->staging_taken[staging] || waits)
-        return fail(PYPS_EINVAL, "unstage: staging: found %u; expected one that pyps_stage returned%s",
-                    staging, waits ? ", and that waits in no round" : "");
-    s->staging_taken[staging] = false;
-    if (staging == s->own.staging) s->own.ticket = 0;
-    return PYPS_OK;
-}
-
-int staging_check(pyps_store *s, uint32_t staging) {
-    int rc = store_check_worker(s);
-    return rc || staging < s->geometry.staging_buffers
-               ? rc
-               : fail(PYPS_EINVAL, "staging: found %u; expected below %u", staging,
-                      s->geometry.staging_buffers);
-}
-
 static bool hyper_is_finite(const pyps_hyper *h) {
     return isfinite(h->lr) && isfinite(h->weight_decay) && isfinite(h->momentum) && isfinite(h->dampening) &&
            isfinite(h->beta1) && isfinite(h->beta2) && isfinite(h->eps) && isfinite(h->lr_decay) &&
@@ -240,13 +206,9 @@ static int wait_for_round(pyps_store *s, uint32_t staging, uint64_t deadline, py
 
 /* Sets the version that a round's gradient is staged after, complete in every chunk. */
 static int set_staged_version(pyps_store *s, struct event *e) {
-    uint64_t word;
     if (!s->policy->stages) return PYPS_OK;
-    const struct view *v = view_pin(s, &word);
-    if (!v) return PYPS_ECORRUPT;
-    e->version = v->version;
-    view_unpin(s);
-    return chunks_complete(s, e->version);
+    int rc = view_version(s, &e->version);
+    return rc ? rc : chunks_complete(s, e->version);
 }
 
 /* TRY_AGAIN: the rank's residual has changed, or the policy wants to be asked again. */
@@ -376,10 +338,8 @@ int pyps_set_max_samples(pyps_store *s, uint32_t samples) {
     int rc = store_check_worker(s);
     if (rc) return rc;
     struct event e = store_event(s, EVENT_MAX_SAMPLES);
-    struct outcome outcome;
-    enum verdict verdict;
     e.next = samples;
-    return view_commit(s, &e, &outcome, &verdict);
+    return view_commit_only(s, &e);
 }
 
 int pyps_set_data_set(pyps_store *s, const pyps_data_set *given_data) {
@@ -391,10 +351,8 @@ int pyps_set_data_set(pyps_store *s, const pyps_data_set *given_data) {
         return fail(PYPS_EINVAL, "data_set: found mean %g, tolerance %g; expected finite numbers", data->mean,
                     data->tolerance);
     struct event e = store_event(s, EVENT_DATA_SET);
-    struct outcome outcome;
-    enum verdict verdict;
     e.data_set = *data;
-    return view_commit(s, &e, &outcome, &verdict);
+    return view_commit_only(s, &e);
 }
 
 int pyps_set_cost_model(pyps_store *s, const pyps_cost_model *model) {
@@ -410,8 +368,6 @@ int pyps_set_cost_model(pyps_store *s, const pyps_cost_model *model) {
                     "cost_model: sample_seconds, least_seconds: found %g, %g; expected at least 0",
                     model->sample_seconds, model->least_seconds);
     struct event e = store_event(s, EVENT_COST_MODEL);
-    struct outcome outcome;
-    enum verdict verdict;
     e.cost_model = *model;
-    return view_commit(s, &e, &outcome, &verdict);
+    return view_commit_only(s, &e);
 }

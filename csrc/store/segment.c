@@ -18,61 +18,6 @@
 
 #define NAME_LIMIT 200u
 
-static pthread_mutex_t handles_lock = PTHREAD_MUTEX_INITIALIZER;
-static pyps_store *handles;
-
-static void before_fork(void) { pthread_mutex_lock(&handles_lock); }
-static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
-
-/* The child shares the parent's file descriptions and so its locks. It closes them, or the parent would never
- * be found dead. It does not have the mapping (mapping.c). */
-static void after_fork_child(void) {
-    for (pyps_store *s = handles; s; s = s->next) {
-        close(s->fd);
-        journal_close(s);
-        s->fd = -1, s->process = 0, s->base = NULL, s->detached = NULL;
-    }
-    pthread_mutex_unlock(&handles_lock);
-}
-
-static void install_fork_handlers(void) { pthread_atfork(before_fork, after_fork_parent, after_fork_child); }
-
-/* No fork may happen between opening a file and listing its handle, where a forked child finds what to
- * close. */
-void segment_hold_forks(void) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, install_fork_handlers);
-    pthread_mutex_lock(&handles_lock);
-}
-void segment_release_forks(void) { pthread_mutex_unlock(&handles_lock); }
-
-static void handles_remove(const pyps_store *s) {
-    pthread_mutex_lock(&handles_lock);
-    for (pyps_store **at = &handles; *at; at = &(*at)->next)
-        if (*at == s) {
-            *at = s->next;
-            break;
-        }
-    pthread_mutex_unlock(&handles_lock);
-}
-
-int segment_lock_byte(int fd, short type, int64_t byte) {
-    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = LOCK_BASE + byte, .l_len = 1};
-    if (fcntl(fd, F_OFD_SETLK, &lock) == 0) return PYPS_OK;
-    if (errno == EAGAIN || errno == EACCES) return PYPS_EBUSY;
-    return fail(PYPS_ESYS, "locking byte %lld of the segment: %s", (long long)byte, strerror(errno));
-}
-
-int segment_byte_locked(int fd, int64_t byte) {
-    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = LOCK_BASE + byte, .l_len = 1};
-    return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK ? 0 : 1;
-}
-
-static const char *directory(void) {
-    const char *dir = getenv("PYPS_SHM_DIR");
-    return dir && *dir ? dir : "/dev/shm";
-}
-
 static int path_of(const char *name, char *path, size_t capacity) {
     size_t length = name ? strlen(name) : 0;
     size_t legal =
@@ -80,34 +25,13 @@ static int path_of(const char *name, char *path, size_t capacity) {
     if (!length || length > NAME_LIMIT || legal != length)
         return fail(PYPS_EINVAL, "name: found '%.60s'; expected 1 to %u letters, digits, '.', '_' or '-'",
                     name ? name : "(null)", NAME_LIMIT);
-    if ((size_t)snprintf(path, capacity, "%s/pyps-%s", directory(), name) >= capacity)
+    if ((size_t)snprintf(path, capacity, "%s/pyps-%s", segment_directory(), name) >= capacity)
         return fail(PYPS_EINVAL, "PYPS_SHM_DIR: longer than %zu characters", capacity - NAME_LIMIT - 8);
     return PYPS_OK;
 }
 
-int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes) {
-    int error;
-    if (s->base) mapping_use_huge_pages(s, offset, bytes);
-    do error = posix_fallocate(s->fd, (off_t)offset, (off_t)bytes);
-    while (error == EINTR);
-    if (!error) return PYPS_OK;
-    if (error == ENOSPC)
-        return fail(PYPS_ENOSPC,
-                    "%s: no room for %llu MiB more; enlarge it (Docker: --shm-size) or set PYPS_SHM_DIR",
-                    directory(), (unsigned long long)(bytes >> 20) + 1);
-    return fail(PYPS_ESYS, "%s: allocating %llu bytes: %s", directory(), (unsigned long long)bytes,
-                strerror(error));
-}
-
-void segment_release(pyps_store *s, uint64_t offset, uint64_t bytes) {
-    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), from = (offset + page - 1) / page * page;
-    uint64_t to = (offset + bytes) / page * page;
-    if (from < to)
-        fallocate(s->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)from, (off_t)(to - from));
-}
-
 static int map_failed(const char *what) {
-    return fail(PYPS_ESYS, "%s in %s: %s", what, directory(), strerror(errno));
+    return fail(PYPS_ESYS, "%s in %s: %s", what, segment_directory(), strerror(errno));
 }
 
 static struct view_config view_config_of(const struct geometry *g, const uint32_t *batches) {
@@ -160,7 +84,7 @@ static pyps_store *new_handle(int fd) {
         close(fd);
         return fail(PYPS_ENOSPC, "out of memory for a handle"), NULL;
     }
-    s->next = handles, handles = s;
+    handle_list(s);
     s->fd = fd, s->process = getpid();
     s->slot = s->private_view = s->private_buffer = s->reclaims = NONE;
     s->rank = s->journal = -1;
@@ -169,7 +93,7 @@ static pyps_store *new_handle(int fd) {
 }
 
 static void destroy(pyps_store *s) {
-    handles_remove(s);
+    handle_unlist(s);
     mapping_end(s);
     if (s->fd >= 0) close(s->fd);
     journal_close(s);
@@ -178,18 +102,9 @@ static void destroy(pyps_store *s) {
         free(s->sources), free(s->expected), free(s);
 }
 
-static bool is_open(const pyps_store *s) {
-    const pyps_store *each = handles;
-    while (each && each != s) each = each->next;
-    return each;
-}
-
 int pyps_close(pyps_store *s) {
     if (!s) return PYPS_OK;
-    segment_hold_forks();
-    bool open = is_open(s);
-    segment_release_forks();
-    if (!open) return fail(PYPS_EINVAL, "close: the handle is closed already");
+    if (!handle_is_listed(s)) return fail(PYPS_EINVAL, "close: the handle is closed already");
     int rc = s->process && s->slot != NONE ? participant_leave(s) : PYPS_OK;
     destroy(s);
     return rc;
@@ -251,7 +166,7 @@ static int create(const char *name, const pyps_config *config, const pyps_state 
     pyps_store *s = NULL;
     if ((rc = layout_compute(&geometry, &layout)) == PYPS_OK) {
         segment_hold_forks();
-        int fd = open(directory(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+        int fd = open(segment_directory(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
         if (fd < 0) rc = map_failed("creating a segment");
         else if (!(s = new_handle(fd))) rc = PYPS_ENOSPC;
         segment_release_forks();

@@ -10,15 +10,6 @@
 
 #include "store/store.h"
 
-/* A state between its begin and its end. */
-struct reading {
-    uint64_t snapshot, version;
-    double taken; /* steps, by the view */
-    pyps_rank_state *ranks;
-    pyps_range *ranges;
-    uint32_t *residuals; /* [ranks] as in struct rank */
-};
-
 /* What a read shows, and what its visitor said last. */
 struct show {
     const pyps_range *ranges; /* [count] */
@@ -133,16 +124,6 @@ static int begin(pyps_store *s, double timeout_seconds, bool holds_residuals, st
     return view_commit_waiting(s, &e, PYPS_WAITS_NOT, store_deadline(s, timeout_seconds), outcome, &waited);
 }
 
-static int end(pyps_store *s, enum event_kind kind, uint64_t snapshot) {
-    struct event e = store_event(s, kind);
-    struct outcome outcome;
-    enum verdict verdict;
-    e.snapshot = snapshot;
-    return view_commit(s, &e, &outcome, &verdict);
-}
-
-int snapshot_cancel(pyps_store *s, uint64_t snapshot) { return end(s, EVENT_SNAPSHOT_CANCEL, snapshot); }
-
 /* Begins a snapshot, takes it to a target, and ends it. */
 static int take(pyps_store *s, struct target *to, double timeout_seconds, uint64_t *version_out) {
     struct outcome outcome;
@@ -151,7 +132,7 @@ static int take(pyps_store *s, struct target *to, double timeout_seconds, uint64
     FAILPOINT("snapshot.begun");
     to->snapshot = outcome.snapshot, to->version = outcome.version, to->taken = outcome.steps;
     rc = copy_chunks(s, to);
-    int ended = end(s, EVENT_SNAPSHOT_END, outcome.snapshot);
+    int ended = snapshot_end(s, EVENT_SNAPSHOT_END, outcome.snapshot);
     *version_out = outcome.version;
     return rc ? rc : ended;
 }
@@ -177,18 +158,14 @@ int pyps_read(pyps_store *s, const pyps_range *ranges, uint64_t count, pyps_visi
 
 /* ---- states ---- */
 
-void reading_drop(pyps_store *s) {
-    if (!s->reading) return;
-    free(s->reading->ranks), free(s->reading->ranges), free(s->reading->residuals), free(s->reading);
-    s->reading = NULL;
-}
-
 static struct reading *reading_allocate(const pyps_store *s) {
-    struct reading *r = calloc(1, sizeof *r);
+    uint32_t ranks = s->geometry.max_participants, ranges = view_state_ranges(s->expected);
+    struct reading *r =
+        calloc(1, sizeof *r + ranks * (sizeof *r->ranks + sizeof *r->residuals) + ranges * sizeof *r->ranges);
     if (!r) return NULL;
-    r->ranks = calloc(s->geometry.max_participants, sizeof *r->ranks);
-    r->residuals = calloc(s->geometry.max_participants, sizeof *r->residuals);
-    r->ranges = calloc(view_state_ranges(s->expected), sizeof *r->ranges);
+    r->ranks = (pyps_rank_state *)(r + 1);
+    r->ranges = (pyps_range *)(r->ranks + ranks);
+    r->residuals = (uint32_t *)(r->ranges + ranges);
     return r;
 }
 
@@ -203,7 +180,8 @@ static int begin_reading(pyps_store *s, double timeout_seconds, struct view *beg
     r->snapshot = outcome.snapshot, r->version = outcome.version, r->taken = outcome.steps;
     for (uint32_t rank = 0; rank < begun->ranks; rank++)
         r->residuals[rank] = view_rank(begun, rank)->held_residual;
-    if ((rc = view_capture(begun, out, r->ranks, r->ranges))) end(s, EVENT_SNAPSHOT_END, r->snapshot);
+    if ((rc = view_capture(begun, out, r->ranks, r->ranges)))
+        snapshot_end(s, EVENT_SNAPSHOT_END, r->snapshot);
     out->optimizer = s->geometry.optimizer;
     out->chunk_params = s->geometry.chunk_params;
     out->master = s->geometry.master, out->rounding_seed = s->geometry.rounding_seed;
@@ -218,7 +196,7 @@ int pyps_state_begin(pyps_store *s, double timeout_seconds, pyps_state *out) {
     if (s->reading) return fail(PYPS_EINVAL, "state: begun already; end that one first");
     struct view *begun = view_allocate(s);
     s->reading = reading_allocate(s);
-    if (!begun || !s->reading || !s->reading->ranks || !s->reading->residuals || !s->reading->ranges)
+    if (!begun || !s->reading)
         rc = fail(PYPS_ENOSPC, "out of memory for a state of %u ranks", s->geometry.max_participants);
     else rc = begin_reading(s, timeout_seconds, begun, out);
     free(begun);
@@ -285,7 +263,7 @@ int pyps_state_residual(pyps_store *s, uint32_t rank, float *flat) {
 int pyps_state_end(pyps_store *s) {
     int rc = check_reading(s);
     if (rc) return rc;
-    rc = end(s, EVENT_SNAPSHOT_END, s->reading->snapshot);
+    rc = snapshot_end(s, EVENT_SNAPSHOT_END, s->reading->snapshot);
     reading_drop(s);
     return rc;
 }

@@ -1,4 +1,6 @@
 /* status.c: observing and steering: the view in the public structs, and re-planning. */
+#include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -172,20 +174,16 @@ int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count, uint64_t
                     s->geometry.ranks);
     if ((rc = config_check_batches(batches, count))) return rc;
     struct event e = store_event(s, EVENT_REPLAN);
-    struct outcome out;
-    enum verdict verdict;
     e.batches = batches, e.count = count, e.plan_plus_1 = plan + 1;
-    return view_commit(s, &e, &out, &verdict);
+    return view_commit_only(s, &e);
 }
 
 int pyps_set_schedule(pyps_store *s, const pyps_turn *turns, uint32_t count, double period_seconds) {
     int rc = store_check_usable(s, true);
     if (rc || (rc = config_check_turns(turns, count, s->geometry.ranks, period_seconds))) return rc;
     struct event e = store_event(s, EVENT_SCHEDULE);
-    struct outcome out;
-    enum verdict verdict;
     e.turns = turns, e.count = count, e.period_seconds = period_seconds;
-    return view_commit(s, &e, &out, &verdict);
+    return view_commit_only(s, &e);
 }
 
 int pyps_wait(pyps_store *s, uint64_t sequence, double timeout_seconds) {
@@ -221,5 +219,26 @@ int pyps_get_ticket(pyps_store *s, uint64_t version, pyps_ticket *out) {
                              .share = t->share,
                              .part = t->part};
     free(v);
+    return rc;
+}
+
+/* The journal begins with the view that it finds. */
+static int begin_journal(pyps_store *s) {
+    struct view *v = view_allocate(s);
+    if (!v) return PYPS_ENOSPC;
+    int rc = view_observe(s, v);
+    if (!rc) rc = journal_view(s, v);
+    free(v);
+    return rc;
+}
+
+int pyps_journal(pyps_store *s, const char *path) {
+    int rc = store_check_usable(s, false);
+    if (rc) return rc;
+    journal_close(s);
+    if (!path) return PYPS_OK;
+    s->journal = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    if (s->journal < 0) return fail(PYPS_ESYS, "journal: %s: %s", path, strerror(errno));
+    if ((rc = begin_journal(s))) journal_close(s);
     return rc;
 }

@@ -13,7 +13,7 @@
  *           private spare, CAS the word to {k, spare}. A participant that loses that CAS finds the ticket
  *           applied; nothing is done twice. So the parameters depend on the order of admission alone.
  *   clip    Where a gradient's norm is bounded, a participant finds the norm over all chunks before it applies one
- *           (clip.c): chunk by chunk, in words of the staging buffer, so that every helper finds the same.
+ *           (clip_norm.c): chunk by chunk, in words of the staging buffer, so that every helper finds the same.
  *   help    A participant that needs a chunk at a later ticket applies the missing tickets itself, from their
  *           staging buffers. A staging buffer does not change from admission until every chunk has its ticket
  *           and no ticket hazard names it. It carries all that apply reads, so the settings of the helper do
@@ -24,13 +24,29 @@
  *           no hazard does (buffers.c). Each participant pins at most one buffer by its hazard and holds at
  *           most one in private. It brings two before it is a member or helps, so any number of them may stop or
  *           die at once, and each of the others still finds a buffer.
- *   death   A participant is dead when its lock byte is free or its process is gone (participant.c). Its
- *           admitted pushes are completed, its claims returned, its buffers released. A *stopped* process is
+ *   death   A participant is dead when its lock byte is free or its process is gone (slots.c). Its
+ *           admitted pushes are completed, its claims returned, its buffers released (reap.c). A *stopped* process is
  *           not dead: it keeps its buffers. If it delays a round it is fenced: its next admission is refused.
  *
  * What may be out of date, and why that does no harm: the cache of free buffers (a claim checks them), the
  * cached ticket (tickets do not change), a pinned view (its CAS is lost, and with it the decision), marks of
  * waiters (one wake-up too many, or one slice of waiting too long).
+ *
+ * WHO CALLS WHOM. The files stand on floors. A file calls only files that this list has before it
+ * (tests/c/test_layers_c.py):
+ *
+ *   words         wait, activity, layout, geometry, handle, mapping, places
+ *   buffers       slots, journal, view_store, buffers
+ *   gradients     ranges, gradient, clip_norm, averaged, look, staging, encoded
+ *   apply         apply
+ *   participants  reap, participant
+ *   push          finite, fill, push
+ *   pull          pull, exchange, snapshot
+ *   stores        contents, segment, status
+ *
+ * Two parts of the protocol need more than one floor. Who waits for a buffer frees what the dead hold (slots.c), but
+ * does not decide that they are gone from the run: their tickets are completed and their samples come back a floor
+ * above (reap.c). Apply takes a ticket's gradient as it lies, whichever push has put it there.
  */
 #ifndef PYPS_STORE_H
 #define PYPS_STORE_H
@@ -48,6 +64,7 @@
 #include "store/wait.h"
 #include "store/words.h"
 
+#define BLOCK 1024u /* floats at a time: what is decoded or reduced stays in the first-level cache */
 #define WAIT_SLICE_NANOSECONDS UINT64_C(50000000)  /* how often a waiter looks for the dead */
 #define STOP_NANOSECONDS       UINT64_C(100000000) /* a sleep that lasts so much longer was a stop */
 #define STALL_NANOSECONDS      UINT64_C(500000)    /* a predecessor that takes longer on a chunk is helped */
@@ -124,8 +141,14 @@ struct pyps_store {
     uint64_t norm_ticket; /* whose gradient has this norm; 0: none */
     double norm;
 
-    struct view *begun;      /* NULL, or where view_commit copies the views that it publishes */
-    struct reading *reading; /* the state that is being read, or NULL: snapshot.c */
+    struct view *begun; /* NULL, or where view_commit copies the views that it publishes */
+    struct reading {    /* a state between its begin and its end: one block of memory; NULL: none */
+        uint64_t snapshot, version;
+        double taken;           /* steps, by the view */
+        pyps_rank_state *ranks; /* [max_participants] */
+        pyps_range *ranges;
+        uint32_t *residuals; /* [max_participants] as in struct rank */
+    } *reading;
 
     int journal; /* file of its events; -1: none */
 
@@ -162,67 +185,7 @@ static inline uint32_t chunk_states(const pyps_store *s, uint32_t chunk) {
 
 static inline uint32_t holder_of(const pyps_store *s) { return s->slot + 1; }
 
-/* participant.c */
-int store_check_usable(pyps_store *s, bool joined); /* PYPS_OK, PYPS_EFORKED or PYPS_EINVAL */
-int store_check_worker(pyps_store *s);              /* the same, and that it has joined as a worker */
-int participant_leave(pyps_store *s);               /* pyps_leave, but the staging buffers stay mapped */
-bool slot_is_dead(pyps_store *s, uint32_t slot);
-int slot_reap_dead(pyps_store *s, uint32_t *dead_out); /* every slot whose participant is dead */
-/* Releases what the dead pin and hold, without completing their pushes: in a wait for a buffer. */
-void slots_release_dead(pyps_store *s);
-int slot_lock(pyps_store *s, uint32_t slot); /* PYPS_OK, PYPS_EBUSY or PYPS_ESYS */
-void slot_unlock(pyps_store *s, uint32_t slot);
-
-/* mapping.c */
-int mapping_make(pyps_store *s);
-/* Makes this slot's staging buffers private memory of this process, before another worker gets them. */
-int mapping_detach_staging(pyps_store *s);
-int mapping_renew(pyps_store *s); /* before the handle joins again */
-void mapping_end(pyps_store *s);
-/* Gives whole huge pages of a part of the file memory, as far as the system has such ones. */
-void mapping_use_huge_pages(const pyps_store *s, uint64_t offset, uint64_t bytes);
-/* Says on which nodes the first `bytes` of the file get their memory, if PYPS_NUMA does. */
-int mapping_spread(const pyps_store *s, uint64_t bytes);
-
-/* segment.c */
-/* Gives a hole of the file memory; PYPS_ENOSPC. */
-int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes);
-/* Makes whole pages of the file holes again, where the file system can. */
-void segment_release(pyps_store *s, uint64_t offset, uint64_t bytes);
-
-/* view_store.c: a copy of the present view for reading, and the commit of an event */
-int view_copy(pyps_store *s, struct view *out);
-/* The same without a hazard, and so without a slot: while other calls of this handle run, too. */
-int view_observe(pyps_store *s, struct view *out);
-int view_observe_head(pyps_store *s,
-                      struct view *out); /* without members, ranks and all else that follows it */
-/* Decides `e` on the present view, at the present time, which it writes into `e`, until its CAS succeeds. */
-int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict);
-struct view *view_allocate(const pyps_store *s);
-uint32_t view_sequence_word(const pyps_store *s);
-void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds);
-struct event store_event(const pyps_store *s, enum event_kind kind);
-/* Commits `e`, and waits while the verdict is STEP_WAIT: reaps the dead, ticks after the round timeout.
- * `kind`: PYPS_WAITS_START ... */
-int view_commit_waiting(pyps_store *s, struct event *e, uint32_t kind, uint64_t deadline, struct outcome *out,
-                        uint64_t *waited);
-/* Into s->ticket, s->sources and s->snapshot*. TRY_AGAIN: the ring has moved on, so every chunk has that
- * ticket. */
-int view_load_ticket(pyps_store *s, uint64_t number);
-int view_load_snapshot(pyps_store *s);                          /* s->snapshot* alone */
-void store_snapshot_seen(pyps_store *s, const struct view *v);  /* the same, of a view that is pinned */
-const struct view *view_pin(pyps_store *s, uint64_t *word_out); /* NULL: PYPS_ECORRUPT, message set */
-void view_unpin(pyps_store *s);
-struct waiting {
-    uint32_t kind;            /* PYPS_WAITS_START ... */
-    uint64_t since, deadline; /* nanoseconds; both move on by the time for which this process was stopped */
-};
-struct waiting waiting_until(uint32_t kind, uint64_t deadline);
-/* Sleeps until the view is another one than `seen`, the time `at` has come (0: no such time) or a slice of the
- * deadline has passed. Then reaps the dead, does what the view's next_deadline asks for, and fences late members if
- * the wait has lasted for a round timeout. PYPS_ETIMEDOUT at the deadline, PYPS_EINTR if the process says so. */
-int view_wait_for_others(pyps_store *s, struct waiting *waiting, uint32_t seen, uint64_t at);
-int store_check_interrupt(void);
+/* ---- words ---- */
 
 /* activity.c: shows others what this participant does. `slept`: nanoseconds; `kind`: PYPS_WAITS_START ... */
 void activity_joined(pyps_store *s);
@@ -232,12 +195,31 @@ void activity_pushed(pyps_store *s, uint64_t bytes);
 void activity_pulled(pyps_store *s, uint64_t bytes);
 void activity_show(const pyps_store *s, uint32_t index, const struct member *m, pyps_member *out);
 
-/* journal.c */
-void journal_event(pyps_store *s, const struct event *e, const struct outcome *o, enum verdict verdict,
-                   const struct view *v);
+/* handle.c */
+int store_check_usable(pyps_store *s, bool joined); /* PYPS_OK, PYPS_EFORKED or PYPS_EINVAL */
+int store_check_worker(pyps_store *s);              /* the same, and that it has joined as a worker */
+uint64_t store_deadline(const pyps_store *s, double timeout_seconds); /* of a timeout as in pyps.h */
+int store_check_interrupt(void);
+void handle_list(pyps_store *s); /* with forks held */
+void handle_unlist(const pyps_store *s);
+bool handle_is_listed(const pyps_store *s);
 void journal_close(pyps_store *s);
+void reading_drop(pyps_store *s); /* frees what pyps_state_begin gave; the view is not changed */
 
-/* buffers.c */
+/* mapping.c */
+int mapping_make(pyps_store *s);
+/* Makes this slot's staging buffers private memory of this process, before another worker gets them. */
+int mapping_detach_staging(pyps_store *s);
+int mapping_renew(pyps_store *s); /* before the handle joins again */
+void mapping_end(pyps_store *s);
+/* Says on which nodes the first `bytes` of the file get their memory, if PYPS_NUMA does. */
+int mapping_spread(const pyps_store *s, uint64_t bytes);
+/* Gives a hole of the file memory, as whole huge pages where the system has such ones; PYPS_ENOSPC. */
+int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes);
+/* Makes whole pages of the file holes again, where the file system can. */
+void segment_release(pyps_store *s, uint64_t offset, uint64_t bytes);
+
+/* places.c */
 /* 0: parameters, if they are floats, 1..: states. Averaged chunks have none. */
 float *buffer_floats(const pyps_store *s, uint32_t buffer, uint32_t vector);
 uint8_t *buffer_halves(const pyps_store *s, uint32_t buffer); /* parameters, if they are bf16 */
@@ -245,70 +227,74 @@ uint8_t *buffer_halves(const pyps_store *s, uint32_t buffer); /* parameters, if 
 const float *buffer_params(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t first,
                            size_t length, float *block);
 struct chunk_header *buffer_header(const pyps_store *s, uint32_t buffer);
+struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging);
+float *staging_data(const pyps_store *s, uint32_t slot, uint32_t staging);
+float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging);
+uint8_t *staging_codes(const pyps_store *s, uint32_t slot, uint32_t staging);
+float *staging_scales(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec);
+float *residual_at(const pyps_store *s, uint32_t name); /* of a name within the view's bounds */
+
+/* ---- buffers ---- */
+
+/* slots.c */
+bool buffer_has_reader(const pyps_store *s, uint32_t buffer);     /* a chunk hazard names it */
+bool view_has_reader(const pyps_store *s, uint32_t buffer);       /* a view hazard does */
+bool staging_has_reader(const pyps_store *s, uint64_t ticket);    /* a ticket hazard does */
+bool residual_has_reader(const pyps_store *s, uint32_t residual); /* a residual hazard does */
+void owner_release(a64 *owner_word, uint32_t holder);             /* if it is the holder */
+bool slot_is_dead(pyps_store *s, uint32_t slot);
+int slot_lock(pyps_store *s, uint32_t slot); /* PYPS_OK, PYPS_EBUSY or PYPS_ESYS */
+void slot_unlock(pyps_store *s, uint32_t slot);
+/* Locks a dead participant's slot. PYPS_EBUSY: another reclaimer, or a fork of the dead process, has it; or this
+ * handle does, for which a second lock would be the same one. */
+int slot_lock_dead(pyps_store *s, uint32_t slot, uint64_t id);
+void slot_clear(pyps_store *s, uint32_t slot); /* of its hazards and buffers; its lock is held */
+/* Names this process as the slot's owner. If it dies from here on, reaping releases the hazards and buffers
+ * that it holds as a helper, even before it is a member. */
+void slot_sign(pyps_store *s);
+/* Releases what the dead pin and hold, without completing their pushes: in a wait for a buffer. */
+void slots_release_dead(pyps_store *s);
+
+/* journal.c */
+void journal_event(pyps_store *s, const struct event *e, const struct outcome *o, enum verdict verdict,
+                   const struct view *v);
+int journal_view(const pyps_store *s, const struct view *v); /* with which the journal begins */
+
+/* view_store.c: a copy of the present view for reading, and the commit of an event */
+struct view *view_allocate(const pyps_store *s);
+int view_copy(pyps_store *s, struct view *out);
+/* The same without a hazard, and so without a slot: while other calls of this handle run, too. */
+int view_observe(pyps_store *s, struct view *out);
+/* Without members, ranks and all else that follows it. */
+int view_observe_head(pyps_store *s, struct view *out);
+int view_version(pyps_store *s, uint64_t *version);             /* the present one */
+const struct view *view_pin(pyps_store *s, uint64_t *word_out); /* NULL: PYPS_ECORRUPT, message set */
+void view_unpin(pyps_store *s);
+struct event store_event(const pyps_store *s, enum event_kind kind);
+/* Decides `e` on the present view, at the present time, which it writes into `e`, until its CAS succeeds. */
+int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict);
+int view_commit_only(pyps_store *s, struct event *e); /* of an event whose outcome is its code alone */
+uint32_t view_sequence_word(const pyps_store *s);
+void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds);
+/* Into s->ticket, s->sources and s->snapshot*. TRY_AGAIN: the ring has moved on, so every chunk has that
+ * ticket. */
+int view_load_ticket(pyps_store *s, uint64_t number);
+int view_load_snapshot(pyps_store *s);                         /* s->snapshot* alone */
+void store_snapshot_seen(pyps_store *s, const struct view *v); /* the same, of a view that is pinned */
+int snapshot_end(pyps_store *s, enum event_kind kind, uint64_t snapshot); /* EVENT_SNAPSHOT_END or _CANCEL */
+
+/* buffers.c */
 int buffer_claim(pyps_store *s, uint32_t chunk); /* into s->private_buffer */
 void buffer_published(pyps_store *s, uint32_t displaced);
-void buffers_release(pyps_store *s, uint32_t holder); /* all that a dead or leaving participant holds */
-int view_buffer_claim(pyps_store *s);                 /* into s->private_view */
-void view_buffer_published(pyps_store *s);
 /* Pins the buffer that a chunk's word names; PYPS_ECORRUPT if its index is impossible. */
 int chunk_pin(pyps_store *s, uint32_t chunk, uint64_t *word_out);
 void chunk_unpin(pyps_store *s);
-bool staging_has_reader(const pyps_store *s, uint64_t ticket);    /* a ticket hazard names it */
-bool residual_has_reader(const pyps_store *s, uint32_t residual); /* a residual hazard does */
+/* Another participant may be working on what this word shows, from `least` on as done: waits a moment before doing
+ * its work. False: it is not done. */
+bool wait_for_word(pyps_store *s, const a64 *word, uint64_t least);
+void wake_progress(pyps_store *s);
 
-/* push.c */
-int staging_check(pyps_store *s, uint32_t staging);                   /* that it is one of this worker's */
-uint64_t store_deadline(const pyps_store *s, double timeout_seconds); /* of a timeout as in pyps.h */
-/* Gives up the current step: takes back every staging buffer but those that wait in a round. */
-void staging_abandon(pyps_store *s);
-
-/* pull.c */
-/* A chunk's values to their place in a flat vector. */
-void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat);
-/* The same of a vector of its buffer; zeros if it has no such one. */
-void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);
-/* All its parameters, in place or in s->chunk_floats. NULL: PYPS_ENOSPC, message set. */
-const float *chunk_params(pyps_store *s, uint32_t chunk, uint32_t buffer);
-/* The same of its parameters, s->lookahead further on. */
-void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat);
-int lookahead_set(pyps_store *s);                 /* from the present view */
-int pull_record(pyps_store *s, uint64_t version); /* in the view */
-
-/* snapshot.c */
-void reading_drop(pyps_store *s); /* frees what pyps_state_begin gave; the view is not changed */
-int snapshot_cancel(pyps_store *s, uint64_t snapshot);
-
-/* contents.c */
-/* Fills a new segment: the config's parameters, and all of `state` unless it is NULL. */
-int contents_write(pyps_store *s, const pyps_config *config, const pyps_state *state,
-                   const pyps_tensor *tensors, struct view *view);
-
-/* encoded.c */
-float *residual_at(const pyps_store *s, uint32_t name); /* of a name within the view's bounds */
-int residual_allocate(pyps_store *s, uint32_t name);
-/* `length` floats from `at` of a staged gradient: in place, or unless it is PYPS_F32 maybe in `block`. */
-const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
-                              uint64_t at, size_t length, float *block);
-uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging); /* or STAGED_SKIP ... */
-/* Encodes one chunk, whose parameters are `values`; everything else in `flat` is of the whole vector. */
-int chunk_encode(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat);
-/* Encodes args->gradient, or what is in the staging buffer, into its codes; with error_feedback `e` names the residuals
- * from then on. */
-int staging_encode(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
-uint8_t *staging_codes(const pyps_store *s, uint32_t slot, uint32_t staging);
-float *staging_scales(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec);
-
-/* staging.c */
-int staging_allocate(pyps_store *s, uint32_t staging); /* memory for a whole gradient */
-void staging_forget_memory(pyps_store *s);             /* the handle knows of none any more */
-void staging_give_back(pyps_store *s);                 /* all but headers, of buffers that no process reads */
-/* Writes all that apply reads into the staging buffer. Nothing has happened until `e` is committed. */
-int staging_fill(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
-
-/* averaged.c */
-/* Fills step->new from step->old and what the workers have, for a run of an averaged chunk's floats from `at` of the
- * flat vector. */
-void averaged_step(const pyps_store *s, const struct step *step, float lr, uint64_t at);
+/* ---- gradients ---- */
 
 /* ranges.c */
 struct run {
@@ -329,14 +315,17 @@ bool staging_has(const pyps_store *s, uint32_t slot, uint32_t staging, uint64_t 
 bool ticket_is_ranged(const pyps_store *s);
 bool ticket_next_run(const pyps_store *s, uint64_t at, uint64_t end, struct run *run);
 
-/* finite.c */
-/* That every value for a trained tensor is finite; copies the gradient meanwhile, unless `to` is NULL. */
-int finite_check(const pyps_store *s, const float *values, float *to);
-/* The same of ranges, which lie at their places, or packed one after the other. */
-int finite_check_ranges(const pyps_store *s, const float *values, bool packed, const pyps_range *ranges,
-                        uint64_t count);
+/* gradient.c */
+uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging); /* or STAGED_SKIP ... */
+/* `length` floats from `at` of a staged gradient: in place, or unless it is PYPS_F32 maybe in `block`. */
+const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
+                              uint64_t at, size_t length, float *block);
+/* Of the ticket that was loaded last: where its constants are, and `length` floats of its gradient from `at` of the
+ * flat vector, in place or in `block`. A round's mean is scaled; a push's gradient is not. */
+const struct staging_header *ticket_constants(const pyps_store *s);
+const float *ticket_gradient(const pyps_store *s, uint64_t at, size_t length, float *block);
 
-/* clip.c */
+/* clip_norm.c */
 /* Forgets the sums of squares in a staging buffer that is not admitted yet. */
 void norm_reset(const pyps_store *s, uint32_t staging);
 /* The same, and sums the gradient of a push that is applied alone, if it is to be clipped. *finite_out: it was summed,
@@ -347,23 +336,99 @@ void norm_of_ticket(pyps_store *s);
 /* What the gradient is multiplied by so that its norm, s->norm, keeps within `clip_norm`. */
 float norm_factor(double norm, float clip_norm);
 
+/* averaged.c */
+/* Fills step->new from step->old and what the workers have, for a run of an averaged chunk's floats from `at` of the
+ * flat vector. */
+void averaged_step(const pyps_store *s, const struct step *step, float lr, uint64_t at);
+
+/* look.c */
+/* A chunk's values to their place in a flat vector. */
+void chunk_put(const pyps_store *s, uint32_t chunk, const float *from, float *flat);
+/* The same of a vector of its buffer; zeros if it has no such one. */
+void chunk_copy(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint32_t vector, float *flat);
+/* All its parameters, in place or in s->chunk_floats. NULL: PYPS_ENOSPC, message set. */
+const float *chunk_params(pyps_store *s, uint32_t chunk, uint32_t buffer);
+int lookahead_set(pyps_store *s); /* s->lookahead, from the present view */
+/* As chunk_copy and chunk_params do, s->lookahead further on; and a run of the chunk, without its unused end. */
+void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat);
+const float *chunk_params_ahead(pyps_store *s, uint32_t chunk, uint32_t buffer);
+void chunk_look_run(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct run run, float *to);
+
+/* staging.c */
+int staging_check(pyps_store *s, uint32_t staging);    /* that it is one of this worker's */
+int staging_allocate(pyps_store *s, uint32_t staging); /* memory for a whole gradient */
+int staging_allocate_codes(pyps_store *s, uint32_t staging, uint64_t bytes);
+int staging_allocate_base_params(pyps_store *s, uint32_t staging);
+int staging_allocate_averaged(pyps_store *s,
+                              uint32_t staging); /* averaged tensors, which are never encoded */
+int residual_allocate(pyps_store *s, uint32_t name);
+void staging_forget_memory(pyps_store *s); /* the handle knows of none any more */
+void staging_give_back(pyps_store *s);     /* all but headers, of buffers that no process reads */
+/* Gives up the current step: takes back every staging buffer but those that wait in a round. */
+void staging_abandon(pyps_store *s);
+
+/* encoded.c */
+/* Encodes one chunk, whose parameters are `values`; everything else in `flat` is of the whole vector. */
+int chunk_encode(const pyps_store *s, uint32_t chunk, const float *values, struct encoding *flat);
+/* Encodes args->gradient, or what is in the staging buffer, into its codes; with error_feedback `e` names the residuals
+ * from then on. */
+int staging_encode(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
+
+/* ---- apply ---- */
+
 /* apply.c */
-struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging);
-float *staging_data(const pyps_store *s, uint32_t slot, uint32_t staging);
-float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging);
-/* Of the ticket that was loaded last: where its constants are, and `length` floats of its gradient from `at` of the
- * flat vector, in place or in `block`. A round's mean is scaled; a push's gradient is not. */
-const struct staging_header *ticket_constants(const pyps_store *s);
-const float *ticket_gradient(const pyps_store *s, uint64_t at, size_t length, float *block);
-/* Another participant may be working on what this word shows, from `least` on as done: waits a moment before doing
- * its work. False: it is not done. */
-bool wait_for_word(pyps_store *s, const a64 *word, uint64_t least);
-void wake_progress(pyps_store *s);
 /* Applies the tickets that the chunk lacks, up to `version`. */
 int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version);
 /* Brings every chunk to `version`, behind participants that are already at it. `own`: a ticket that no other
  * participant is expected to apply, or 0. */
 int chunks_follow(pyps_store *s, uint64_t version, uint64_t own);
 int chunks_complete(pyps_store *s, uint64_t version); /* the same, at once if it has been seen before */
+
+/* ---- participants ---- */
+
+/* reap.c */
+int member_leave(pyps_store *s, uint32_t slot, uint64_t id, uint32_t state,
+                 bool *changed);                       /* PYPS_LEFT, _DEAD */
+int slot_reap_dead(pyps_store *s, uint32_t *dead_out); /* every slot whose participant is dead */
+struct waiting {
+    uint32_t kind;            /* PYPS_WAITS_START ... */
+    uint64_t since, deadline; /* nanoseconds; both move on by the time for which this process was stopped */
+};
+struct waiting waiting_until(uint32_t kind, uint64_t deadline);
+/* Sleeps until the view is another one than `seen`, the time `at` has come (0: no such time) or a slice of the
+ * deadline has passed. Then reaps the dead, does what the view's next_deadline asks for, and fences late members if
+ * the wait has lasted for a round timeout. PYPS_ETIMEDOUT at the deadline, PYPS_EINTR if the process says so. */
+int view_wait_for_others(pyps_store *s, struct waiting *waiting, uint32_t seen, uint64_t at);
+/* Commits `e`, and waits while the verdict is STEP_WAIT. */
+int view_commit_waiting(pyps_store *s, struct event *e, uint32_t kind, uint64_t deadline, struct outcome *out,
+                        uint64_t *waited);
+
+/* participant.c */
+int participant_leave(pyps_store *s); /* pyps_leave, but the staging buffers stay mapped */
+
+/* ---- push ---- */
+
+/* finite.c */
+/* That every value for a trained tensor is finite; copies the gradient meanwhile, unless `to` is NULL. */
+int finite_check(const pyps_store *s, const float *values, float *to);
+/* The same of ranges, which lie at their places, or packed one after the other. */
+int finite_check_ranges(const pyps_store *s, const float *values, bool packed, const pyps_range *ranges,
+                        uint64_t count);
+
+/* fill.c */
+/* Writes all that apply reads into the staging buffer. Nothing has happened until `e` is committed. */
+int staging_fill(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
+
+/* ---- pull ---- */
+
+/* pull.c */
+int pull_record(pyps_store *s, uint64_t version); /* in the view */
+
+/* ---- stores ---- */
+
+/* contents.c */
+/* Fills a new segment: the config's parameters, and all of `state` unless it is NULL. */
+int contents_write(pyps_store *s, const pyps_config *config, const pyps_state *state,
+                   const pyps_tensor *tensors, struct view *view);
 
 #endif

@@ -5,6 +5,8 @@
 #include "store/store.h"
 
 #define OBSERVE_SECONDS 10.0
+#define VIEW_SCANS                                                                                           \
+    1000u /* two buffers are free at any moment, but other ones by the time that a scan comes there */
 
 static struct view *view_at(const pyps_store *s, uint32_t buffer) {
     return (struct view *)(void *)(s->base + s->layout.views + buffer * s->layout.view_stride);
@@ -42,6 +44,15 @@ const struct view *view_pin(pyps_store *s, uint64_t *word_out) {
 }
 
 void view_unpin(pyps_store *s) { store_release(&s->slots[s->slot].view_hazard, 0); }
+
+int view_version(pyps_store *s, uint64_t *version) {
+    uint64_t word;
+    const struct view *v = view_pin(s, &word);
+    if (!v) return PYPS_ECORRUPT;
+    *version = v->version;
+    view_unpin(s);
+    return PYPS_OK;
+}
 
 static int copy_pinned(pyps_store *s, struct view *out, uint64_t *word) {
     const struct view *present = view_pin(s, word);
@@ -110,6 +121,32 @@ void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds) {
     FAILPOINT("wait.slept");
 }
 
+/* Into s->private_view. */
+static int view_buffer_claim(pyps_store *s) {
+    if (s->private_view != NONE) return PYPS_OK;
+    for (uint32_t i = 0; i < VIEW_SCANS * s->layout.view_count; i++) {
+        uint32_t buffer = (s->view_scan + i) % s->layout.view_count;
+        uint64_t owner = load_acquire(&s->view_owners[buffer]);
+        if (owner_holder(owner) != HOLDER_NONE) continue;
+        if (word_buffer(load_seq(&s->header->view)) == buffer) continue; /* W1 */
+        if (view_has_reader(s, buffer)) continue;
+        FAILPOINT("view.scanned");
+        if (!cas_seq(&s->view_owners[buffer], owner,
+                     owner_make(owner_generation(owner) + 1, holder_of(s), 0)))
+            continue;
+        s->private_view = buffer;
+        s->view_scan = buffer + 1;
+        return PYPS_OK;
+    }
+    return fail(PYPS_EFULL, "no free view buffer among %u; the segment may be damaged", s->layout.view_count);
+}
+
+static void view_buffer_published(pyps_store *s) {
+    FAILPOINT("view.unreleased");
+    owner_release(&s->view_owners[s->private_view], holder_of(s));
+    s->private_view = NONE;
+}
+
 int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdict *verdict) {
     for (;;) {
         uint64_t word;
@@ -134,79 +171,10 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
     }
 }
 
-static uint64_t present_deadline(pyps_store *s) {
-    uint64_t word;
-    const struct view *v = view_pin(s, &word);
-    uint64_t next_deadline = v && v->next_deadline ? v->next_deadline : UINT64_MAX;
-    view_unpin(s);
-    return next_deadline;
-}
-
-static uint64_t earlier(uint64_t a, uint64_t b) { return a < b ? a : b; }
-
-static int (*interrupted)(void);
-
-int pyps_set_interrupt(int (*check)(void)) {
-    interrupted = check;
-    return PYPS_OK;
-}
-
-int store_check_interrupt(void) {
-    return interrupted && interrupted() ? fail(PYPS_EINTR, "interrupted") : PYPS_OK;
-}
-
-struct waiting waiting_until(uint32_t kind, uint64_t deadline) {
-    return (struct waiting){.kind = kind, .since = wait_now_nanoseconds(), .deadline = deadline};
-}
-
-/* Sleeps until that time. One that lasts much longer was a stop of this process, and maybe of all: it counts neither
- * as waiting nor against the deadline, or the first to wake would fence the others. */
-static void sleep_until(pyps_store *s, struct waiting *w, uint32_t seen, uint64_t until) {
-    uint64_t from = wait_now_nanoseconds();
-    if (until <= from) return;
-    activity_waits(s, w->kind, w->since);
-    view_wait(s, seen, until - from);
-    uint64_t now = wait_now_nanoseconds();
-    activity_goes_on(s, now - from);
-    if (now < until + STOP_NANOSECONDS) return;
-    w->since += now - until;
-    if (w->deadline < UINT64_MAX - (now - until)) w->deadline += now - until;
-}
-
-/* Reaps dead members; a tick fences those that only took too long. */
-int view_wait_for_others(pyps_store *s, struct waiting *w, uint32_t seen, uint64_t at) {
-    uint64_t now = wait_now_nanoseconds(), next_deadline = present_deadline(s);
-    if (now >= w->deadline)
-        return fail(PYPS_ETIMEDOUT, "waited %.3f s for the other workers", (double)(now - w->since) / 1e9);
-    uint64_t until = earlier(earlier(now + WAIT_SLICE_NANOSECONDS, w->deadline), next_deadline);
-    if (at && at <= now) return PYPS_OK; /* the time came while the event was decided */
-    sleep_until(s, w, seen, at ? earlier(until, at) : until);
-    int rc = store_check_interrupt();
-    if (rc || view_sequence_word(s) != seen) return rc;
-    now = wait_now_nanoseconds();
-    if (at && now >= at && now < next_deadline) return PYPS_OK;
-    rc = slot_reap_dead(s, NULL);
-    now = wait_now_nanoseconds();
-    if (rc || (now < next_deadline && now - w->since < s->geometry.round_timeout_nanoseconds)) return rc;
-    struct event tick = store_event(s, EVENT_TICK);
-    tick.waited = now - w->since;
-    struct outcome out;
+int view_commit_only(pyps_store *s, struct event *e) {
+    struct outcome outcome;
     enum verdict verdict;
-    return view_commit(s, &tick, &out, &verdict);
-}
-
-int view_commit_waiting(pyps_store *s, struct event *e, uint32_t kind, uint64_t deadline, struct outcome *out,
-                        uint64_t *waited) {
-    struct waiting waiting = waiting_until(kind, deadline);
-    for (;;) {
-        enum verdict verdict;
-        uint32_t seen =
-            view_sequence_word(s); /* read before deciding, so that no change in between is missed */
-        int rc = view_commit(s, e, out, &verdict);
-        *waited = wait_now_nanoseconds() - waiting.since;
-        if (rc || verdict != STEP_WAIT) return rc;
-        if ((rc = view_wait_for_others(s, &waiting, seen, out->at))) return rc;
-    }
+    return view_commit(s, e, &outcome, &verdict);
 }
 
 void store_snapshot_seen(pyps_store *s, const struct view *v) {
@@ -265,4 +233,10 @@ int view_load_ticket(pyps_store *s, uint64_t number) {
     int rc = load_ticket_from(s, v, number);
     view_unpin(s);
     return rc;
+}
+
+int snapshot_end(pyps_store *s, enum event_kind kind, uint64_t snapshot) {
+    struct event e = store_event(s, kind);
+    e.snapshot = snapshot;
+    return view_commit_only(s, &e);
 }

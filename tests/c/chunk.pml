@@ -254,7 +254,7 @@ inline chunks_follow() {
     od
 }
 
-/* reclaim in participant.c. At most one buffer is the dead one's: to let go of it is one step. */
+/* reclaim in reap.c. At most one buffer is the dead one's: to let go of it is one step. */
 inline reclaim() {
     version = (MUTANT == NO_COMPLETION -> 0 : admitted);
     chunks_follow();
@@ -301,7 +301,7 @@ inline take_over() {
     fi
 }
 
-/* pyps_push in push.c, and reap_dead in participant.c */
+/* pyps_push in push.c, and reap_dead in reap.c */
 proctype worker(byte me) {
     byte version, chunk, word, buffer, slot;
 #if DEATHS

@@ -73,7 +73,7 @@ inline push() {
     fi
 }
 
-/* norm_of_ticket in clip.c: brings every word to its sum, then reads them all */
+/* norm_of_ticket in clip_norm.c: brings every word to its sum, then reads them all */
 inline norm_of_ticket() {
     other = 0;
     do
@@ -126,7 +126,7 @@ end:    do
         :: atomic { words[CHUNKS - 1] < admitted -> ticket = words[CHUNKS - 1] + 1 } apply(CHUNKS - 1)
         :: me == 0 && admitted < ROUNDS && complete(admitted) -> push()
         :: atomic { dead != NONE && !locked -> locked = true; goal = admitted }
-           do /* reclaim in participant.c */
+           do /* reclaim in reap.c */
            :: complete(goal) -> break
            :: atomic { words[0] < goal -> ticket = words[0] + 1 } apply(0)
            :: atomic { words[CHUNKS - 1] < goal -> ticket = words[CHUNKS - 1] + 1 } apply(CHUNKS - 1)

@@ -39,7 +39,7 @@ MUTATIONS = {
     "ranks are believed": (
         "attach",
         programs.Change(
-            "policy/view.c",
+            "policy/view_parts.c",
             "if (slot_plus_1 > v->participants) return false;",
             "",
         ),

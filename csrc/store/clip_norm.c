@@ -1,4 +1,4 @@
-/* clip.c: the norm of a ticket's gradient, by which the gradient is clipped.
+/* clip_norm.c: the norm of a ticket's gradient, by which the gradient is clipped.
  *
  * No chunk may take a clipped step before the norm over all chunks is known. So the staging buffer that has the
  * ticket's constants has a word for each chunk: 0, or 1 + the bits of the sum of squares of the gradient there.
@@ -15,8 +15,6 @@
 #include <string.h>
 
 #include "store/store.h"
-
-#define BLOCK 1024u /* floats at a time, as in apply.c */
 
 static a64 *sums_of(const pyps_store *s, const struct staging_header *header) {
     return (a64 *)(void *)((uintptr_t)header + s->layout.staging_sums);

@@ -1,0 +1,104 @@
+/* fill.c: what a push writes into its staging buffer: all that apply reads. */
+#include <math.h>
+#include <string.h>
+
+#include "store/store.h"
+
+static int check(const pyps_store *s, const pyps_push_args *a) {
+    if (a->codec >= CODECS)
+        return fail(PYPS_EINVAL, "push: codec: found %u; expected PYPS_F32 to PYPS_NF4", a->codec);
+    if (s->needs.needs_base_params && !a->base_params && a->samples)
+        return fail(PYPS_EINVAL,
+                    "push: base_params: found NULL; the policy %s needs the parameters that the "
+                    "gradient was computed on",
+                    s->policy->name);
+    if (a->codec == PYPS_F32 && (a->error_feedback || a->encoded))
+        return fail(PYPS_EINVAL,
+                    "push: codec: found PYPS_F32; expected another codec with error_feedback or encoded");
+    if (a->encoded && (a->error_feedback || a->gradient))
+        return fail(PYPS_EINVAL, "push: encoded: found with error_feedback or gradient; expected neither: "
+                                 "the codes are in the buffer");
+    if (a->ranges && a->codec != PYPS_F32)
+        return fail(PYPS_EINVAL, "push: codec: found %u with ranges; expected PYPS_F32", a->codec);
+    if (a->ranges || a->range_count) {
+        int rc = given(a->ranges);
+        if (rc || (rc = ranges_check(s, "push", a->ranges, a->range_count))) return rc;
+    }
+    pyps_encode_args encode = {.size = sizeof encode,
+                               .codec = a->codec,
+                               .rounding = a->rounding,
+                               .nonfinite = a->nonfinite,
+                               .scale = a->scale};
+    return codec_check_args("push", &encode);
+}
+
+static int fill_base_params(pyps_store *s, const pyps_push_args *a) {
+    float *to = staging_base_params(s, s->slot, a->staging);
+    if (a->ranges) return ranges_place(s, to, a->base_params, a->ranges, a->range_count);
+    int rc = staging_allocate_base_params(s, a->staging);
+    if (!rc) memcpy(to, a->base_params, 4 * store_elements(s));
+    return rc;
+}
+
+/* Nothing is written before all of it is found to be finite, so a refused gradient in the buffer is still there. */
+static int fill_ranges(pyps_store *s, const pyps_push_args *a) {
+    float *data = staging_data(s, s->slot, a->staging);
+    bool packed = a->gradient != NULL;
+    int rc = packed ? PYPS_OK : ranges_place(s, data, NULL, a->ranges, a->range_count);
+    if (!rc && a->nonfinite == PYPS_NONFINITE_ERROR)
+        rc = finite_check_ranges(s, packed ? a->gradient : data, packed, a->ranges, a->range_count);
+    if (!rc && packed) rc = ranges_place(s, data, a->gradient, a->ranges, a->range_count);
+    return rc;
+}
+
+static int fill_codes(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
+    uint64_t scales = codec_scales(a->codec, s->trained);
+    int rc = staging_allocate_codes(s, a->staging, pyps_encoded_bytes(a->codec, s->trained));
+    if (rc || (rc = staging_allocate_averaged(s, a->staging))) return rc;
+    if (!a->encoded) {
+        if (!a->gradient && (rc = staging_allocate(s, a->staging))) return rc;
+        staging_header(s, s->slot, a->staging)->scale = 1.0f; /* the codes hold the scaled gradient */
+        return staging_encode(s, a, e, out);
+    }
+    if (codec_scales_finite(staging_scales(s, s->slot, a->staging, a->codec), scales)) return PYPS_OK;
+    return fail(PYPS_ENONFINITE, "push: staging %u: found a scale that is not finite", a->staging);
+}
+
+static int fill_floats(pyps_store *s, const pyps_push_args *a) {
+    float *data = staging_data(s, s->slot, a->staging);
+    int rc = staging_allocate(s, a->staging);
+    if (rc || !a->gradient) return rc;
+    if (a->nonfinite == PYPS_NONFINITE_ERROR) return finite_check(s, a->gradient, data);
+    memcpy(data, a->gradient, 4 * store_elements(s));
+    return PYPS_OK;
+}
+
+/* Sums the gradient's norm, if it is to be clipped, and finds whether what lies in the buffer is finite. */
+static int finish_fill(pyps_store *s, const pyps_push_args *a) {
+    bool finite = false, checked = a->codec != PYPS_F32 || a->gradient || a->ranges;
+    if (s->policy->stages) norm_reset(s, a->staging);
+    else norm_of_push(s, a->staging, &finite);
+    if (finite || checked || a->nonfinite != PYPS_NONFINITE_ERROR) return PYPS_OK;
+    return finite_check(s, staging_data(s, s->slot, a->staging), NULL);
+}
+
+static uint32_t form(const pyps_push_args *a) {
+    if (a->codec != PYPS_F32 || a->nonfinite == PYPS_NONFINITE_ERROR) return a->codec;
+    return a->nonfinite == PYPS_NONFINITE_ZERO ? STAGED_ZERO : STAGED_SKIP;
+}
+
+int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_push_result *out) {
+    struct staging_header *header = staging_header(s, s->slot, a->staging);
+    int rc = check(s, a);
+    if (rc) return rc;
+    header->codec = form(a), header->scale = a->scale, header->samples = a->samples;
+    header->position = a->position;
+    memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
+    header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.lambda_ : 0;
+    if (!a->samples) return PYPS_OK; /* the step is skipped: the gradient is not read */
+    if ((rc = ranges_stage(s, a->staging, a->ranges, a->range_count))) return rc;
+    if (header->compensation > 0 && (rc = fill_base_params(s, a))) return rc;
+    if (a->codec != PYPS_F32) rc = fill_codes(s, a, e, out);
+    else rc = a->ranges ? fill_ranges(s, a) : fill_floats(s, a);
+    return rc ? rc : finish_fill(s, a);
+}

@@ -1,0 +1,65 @@
+/* gradient.c: the gradient of a ticket, and the constants of its step, as the staging buffers have them. */
+#include <math.h>
+
+#include "store/store.h"
+
+/* Read once from shared memory, where a hostile owner may change it. */
+uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging) {
+    uint32_t codec = *(volatile uint32_t *)&staging_header(s, slot, staging)->codec;
+    return codec < STAGED_FORMS ? codec : PYPS_F32;
+}
+
+/* A block that is not finite as an encoder would send it: as zeros, or with zeros in it. */
+static const float *mended(uint32_t codec, const float *gradient, size_t length, float *block) {
+    if (kernels_chosen()->finite(gradient, length)) return gradient;
+    for (size_t i = 0; i < length; i++)
+        block[i] = codec == STAGED_ZERO && isfinite(gradient[i]) ? gradient[i] : 0;
+    return block;
+}
+
+const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
+                              uint64_t at, size_t length, float *block) {
+    if (codec == PYPS_F32) return staging_data(s, slot, staging) + at;
+    if (codec >= CODECS) return mended(codec, staging_data(s, slot, staging) + at, length, block);
+    kernels_chosen()->decode(codec, block, staging_codes(s, slot, staging) + codec_codes(codec, at),
+                             staging_scales(s, slot, staging, codec) + codec_scales(codec, at), length);
+    return block;
+}
+
+/* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for a run of `length` floats from `at` of the
+ * flat vector, in rank order. It multiplies by whole numbers and divides once, which rounds least. */
+static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) {
+    const struct kernels *kernels = kernels_chosen();
+    bool summed = false;
+    for (uint32_t i = 0; i < s->source_count; i++) {
+        const struct source *from = &s->sources[i];
+        if (!staging_has(s, from->slot, from->staging, at)) continue;
+        float block[BLOCK], scale = staging_header(s, from->slot, from->staging)->scale * from->scale;
+        float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
+        const float *gradient = staging_gradient(
+            s, from->slot, from->staging, staging_codec(s, from->slot, from->staging), at, length, block);
+        (summed ? kernels->multiply_add : kernels->multiply)(sum, gradient, weight, length);
+        summed = true;
+    }
+    if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
+}
+
+const float *ticket_gradient(const pyps_store *s, uint64_t at, size_t length, float *block) {
+    uint32_t slot = s->ticket.slot, staging = s->ticket.staging; /* of a push */
+    if (s->ticket.kind != TICKET_ROUND)
+        return staging_gradient(s, slot, staging, staging_codec(s, slot, staging), at, length, block);
+    reduce(s, block, at, length);
+    return block;
+}
+
+/* Of a round, the gradient whose constants are the furthest in their schedule: a worker that began again must not
+ * bring back the first ones. */
+const struct staging_header *ticket_constants(const pyps_store *s) {
+    const struct staging_header *lead = NULL;
+    if (s->ticket.kind != TICKET_ROUND) return staging_header(s, s->ticket.slot, s->ticket.staging);
+    for (uint32_t i = 0; i < s->source_count; i++) {
+        const struct staging_header *staged = staging_header(s, s->sources[i].slot, s->sources[i].staging);
+        if (!lead || staged->position > lead->position) lead = staged;
+    }
+    return lead;
+}

@@ -1,0 +1,120 @@
+/* handle.c: a process's handles: which may be used, the file locks of each, and what becomes of them in a forked
+ * child. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "store/segment.h"
+#include "store/store.h"
+
+static pthread_mutex_t handles_lock = PTHREAD_MUTEX_INITIALIZER;
+static pyps_store *handles;
+static int (*interrupted)(void);
+
+static void before_fork(void) { pthread_mutex_lock(&handles_lock); }
+static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
+
+/* The child shares the parent's file descriptions and so its locks. It closes them, or the parent would never
+ * be found dead. It does not have the mapping (mapping.c). */
+static void after_fork_child(void) {
+    for (pyps_store *s = handles; s; s = s->next) {
+        close(s->fd);
+        journal_close(s);
+        s->fd = -1, s->process = 0, s->base = NULL, s->detached = NULL;
+    }
+    pthread_mutex_unlock(&handles_lock);
+}
+
+static void install_fork_handlers(void) { pthread_atfork(before_fork, after_fork_parent, after_fork_child); }
+
+/* No fork may happen between opening a file and listing its handle, where a forked child finds what to
+ * close. */
+void segment_hold_forks(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, install_fork_handlers);
+    pthread_mutex_lock(&handles_lock);
+}
+void segment_release_forks(void) { pthread_mutex_unlock(&handles_lock); }
+
+void handle_list(pyps_store *s) { s->next = handles, handles = s; }
+
+void handle_unlist(const pyps_store *s) {
+    pthread_mutex_lock(&handles_lock);
+    for (pyps_store **at = &handles; *at; at = &(*at)->next)
+        if (*at == s) {
+            *at = s->next;
+            break;
+        }
+    pthread_mutex_unlock(&handles_lock);
+}
+
+bool handle_is_listed(const pyps_store *s) {
+    segment_hold_forks();
+    const pyps_store *each = handles;
+    while (each && each != s) each = each->next;
+    segment_release_forks();
+    return each;
+}
+
+void journal_close(pyps_store *s) {
+    if (s->journal >= 0) close(s->journal);
+    s->journal = -1;
+}
+
+void reading_drop(pyps_store *s) {
+    free(s->reading);
+    s->reading = NULL;
+}
+
+const char *segment_directory(void) {
+    const char *dir = getenv("PYPS_SHM_DIR");
+    return dir && *dir ? dir : "/dev/shm";
+}
+
+int segment_lock_byte(int fd, short type, int64_t byte) {
+    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = LOCK_BASE + byte, .l_len = 1};
+    if (fcntl(fd, F_OFD_SETLK, &lock) == 0) return PYPS_OK;
+    if (errno == EAGAIN || errno == EACCES) return PYPS_EBUSY;
+    return fail(PYPS_ESYS, "locking byte %lld of the segment: %s", (long long)byte, strerror(errno));
+}
+
+int segment_byte_locked(int fd, int64_t byte) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = LOCK_BASE + byte, .l_len = 1};
+    return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK ? 0 : 1;
+}
+
+int store_check_usable(pyps_store *s, bool joined) {
+    if (!s) return fail(PYPS_EINVAL, "store: found NULL");
+    if (!s->process)
+        return fail(PYPS_EFORKED,
+                    "this handle belongs to the parent process; open the store again after fork");
+    struct stat status = {0}; /* what is behind a file's end cannot be read: SIGBUS */
+    if (fstat(s->fd, &status) || (uint64_t)status.st_size < s->layout.bytes)
+        return fail(PYPS_ECORRUPT, "the segment was truncated: found %lld bytes; expected %llu",
+                    (long long)status.st_size, (unsigned long long)s->layout.bytes);
+    if (joined && s->slot == NONE) return fail(PYPS_EINVAL, "not a participant; join first");
+    return PYPS_OK;
+}
+
+int store_check_worker(pyps_store *s) {
+    int rc = store_check_usable(s, true);
+    return rc || s->role == PYPS_WORKER ? rc
+                                        : fail(PYPS_EINVAL, "an observer takes no steps; join as a worker");
+}
+
+uint64_t store_deadline(const pyps_store *s, double timeout_seconds) {
+    return timeout_seconds < 0 ? wait_deadline_after((double)s->geometry.round_timeout_nanoseconds * 2e-9)
+                               : wait_deadline_after(timeout_seconds);
+}
+
+int pyps_set_interrupt(int (*check)(void)) {
+    interrupted = check;
+    return PYPS_OK;
+}
+
+int store_check_interrupt(void) {
+    return interrupted && interrupted() ? fail(PYPS_EINTR, "interrupted") : PYPS_OK;
+}
