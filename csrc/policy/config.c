@@ -12,6 +12,7 @@
 
 int config_read(const pyps_config *config, pyps_config *c) {
     int rc = read_struct("config", config, initial, c);
+    c->policy_params.size = sizeof c->policy_params;
     return rc ? rc : policy_check(c->policy, &c->policy_params);
 }
 

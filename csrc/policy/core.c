@@ -100,10 +100,13 @@ static struct event event_in(const struct view *v, const pyps_event *e) {
 
 int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decision *out) {
     struct outcome o;
+    pyps_event copy;
     int rc = given(core);
-    if (rc || (rc = given(event)) || (rc = given(out)) || (rc = check(core, event))) return rc;
+    if (rc || (rc = read_struct("event", event, next, &copy)) || (rc = given(out)) ||
+        (rc = check(core, &copy)))
+        return rc;
     struct view *v = core->view;
-    struct event e = event_in(v, event);
+    struct event e = event_in(v, &copy);
     enum verdict verdict = view_step(v, &e, &o);
     *out = (pyps_decision){.verdict = verdict,
                            .advice = (uint32_t)o.advice,

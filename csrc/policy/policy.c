@@ -39,10 +39,10 @@ static enum push_decision admit_by_share(struct view *v, const struct event *e, 
 }
 
 static int check_dcasgd(const pyps_policy_params *params) {
-    return policy_check_number("lambda_", params->lambda_, 0, 1e9);
+    return policy_check_number("correction", params->correction, 0, 1e9);
 }
 
-static bool corrects(const pyps_policy_params *params) { return !params || params->lambda_ > 0; }
+static bool corrects(const pyps_policy_params *params) { return !params || params->correction > 0; }
 
 const struct policy policy_asp = {.name = "asp", .starts_at_once = true, .on_push = admit};
 const struct policy policy_dynsgd = {.name = "dynsgd", .starts_at_once = true, .on_push = admit_by_staleness};
@@ -68,10 +68,10 @@ const struct policy *policy_find(uint32_t number) {
 int policy_check(uint32_t number, const pyps_policy_params *params) {
     const struct policy *policy = policy_find(number);
     if (!policy) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
-    if (!policy->needs_base_params && !(params->lambda_ >= 0 && params->lambda_ <= 0))
+    if (!policy->needs_base_params && !(params->correction >= 0 && params->correction <= 0))
         return fail(PYPS_EINVAL,
-                    "policy_params: lambda_: found %g; expected 0: the policy %s corrects nothing",
-                    params->lambda_, policy->name);
+                    "policy_params: correction: found %g; expected 0: the policy %s corrects nothing",
+                    params->correction, policy->name);
     int rc = policy_check_number("scaling", params->scaling, PYPS_SCALE_SAMPLES, PYPS_SCALE_NONE);
     if (!rc) rc = policy_check_number("plain_pulls", params->plain_pulls, 0, 1);
     return rc || !policy->check_params ? rc : policy->check_params(params);
@@ -79,8 +79,10 @@ int policy_check(uint32_t number, const pyps_policy_params *params) {
 
 int pyps_get_policy_needs(uint32_t number, const pyps_policy_params *params, pyps_policy_needs *out) {
     const struct policy *p = policy_find(number);
+    pyps_policy_params copy;
     int rc = given(out);
-    if (rc) return rc;
+    if (rc || (params && (rc = read_struct("policy_params", params, scaling, &copy)))) return rc;
+    if (params) params = &copy;
     if (!p) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
     *out = (pyps_policy_needs){.uses_turns = p->uses_turns,
                                .checks_between_micro_batches = p->on_check || p->drops_late,

@@ -9,10 +9,12 @@
 static pyps_custom callbacks;
 
 int pyps_set_custom(const pyps_custom *custom) {
-    if (!custom || !custom->start || !custom->push)
-        return fail(PYPS_EINVAL, "custom: found NULL; expected start and push");
-    callbacks = *custom;
-    return PYPS_OK;
+    pyps_custom copy;
+    int rc = read_struct("custom", custom, push, &copy);
+    if (!rc && (!copy.start || !copy.push))
+        rc = fail(PYPS_EINVAL, "custom: found NULL; expected start and push");
+    if (!rc) callbacks = copy;
+    return rc;
 }
 
 static int check_params(const pyps_policy_params *params) {

@@ -94,7 +94,7 @@ int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_p
     header->codec = form(a), header->scale = a->scale, header->samples = a->samples;
     header->position = a->position;
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
-    header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.lambda_ : 0;
+    header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.correction : 0;
     if (!a->samples) return PYPS_OK; /* the step is skipped: the gradient is not read */
     if ((rc = ranges_stage(s, a->staging, a->ranges, a->range_count))) return rc;
     if (header->compensation > 0 && (rc = fill_base_params(s, a))) return rc;

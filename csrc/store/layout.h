@@ -35,7 +35,7 @@ struct geometry {
     uint32_t averaged; /* 1: the last group is of averaged tensors */
 };
 
-_Static_assert(sizeof(pyps_policy_params) == 10 * 4 + 6 * 8, "no padding");
+_Static_assert(sizeof(pyps_policy_params) == 10 * 4 + 7 * 8, "no padding");
 
 struct group {
     uint64_t elements;

@@ -221,8 +221,11 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
         int rc = set_staged_version(s, e);
         e->waited = wait_now_nanoseconds() - waiting.since;
         if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
-        out->wait_nanoseconds = e->now - waiting.since, out->admitted_nanoseconds = e->now;
-        if (verdict != STEP_WAIT) return PYPS_OK;
+        out->wait_nanoseconds = e->now - waiting.since;
+        if (verdict != STEP_WAIT) {
+            out->admitted_nanoseconds = e->now;
+            return PYPS_OK;
+        }
         if ((rc = view_wait_for_others(s, &waiting, seen, outcome->at))) return rc;
     }
 }
@@ -276,15 +279,21 @@ static uint64_t bytes_of_gradient(const pyps_store *s, const pyps_push_args *arg
 
 static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_result *out) {
     pyps_push_args copy;
+    pyps_ticket as;
     const pyps_push_args *args = &copy;
     int rc = store_check_worker(s);
     if (rc || (rc = given(out)) || (rc = read_struct("push", given_args, hyper, &copy)) ||
-        (rc = check_args(s, args)))
+        (copy.as && (rc = read_struct("push: as", copy.as, share, &as))))
         return rc;
+    if (copy.as) copy.as = &as;
+    if ((rc = check_args(s, args))) return rc;
     *out = (pyps_push_result){0};
     uint64_t deadline = store_deadline(s, args->timeout_seconds);
     struct outcome outcome;
-    if (s->in_round) return wait_for_round(s, args->staging, deadline, out); /* an earlier call timed out */
+    if (s->in_round) { /* an earlier call timed out */
+        *out = s->staged;
+        return wait_for_round(s, args->staging, deadline, out);
+    }
     s->own.ticket = 0;
     rc = admit(s, args, deadline, &outcome, out);
     if (rc == PYPS_EREJECTED) s->staging_taken[args->staging] = false; /* no other participant has seen it */
@@ -296,6 +305,7 @@ static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_resul
     if (args->samples) activity_pushed(s, bytes_of_gradient(s, args));
     if (s->policy->waits_for_round) {
         s->in_round = true, s->round = outcome.round, s->round_staging = args->staging;
+        s->staged = *out;
         return wait_for_round(s, args->staging, deadline, out);
     }
     if (s->policy->stages) return park(s, args, &outcome, out);
@@ -355,10 +365,11 @@ int pyps_set_data_set(pyps_store *s, const pyps_data_set *given_data) {
     return view_commit_only(s, &e);
 }
 
-int pyps_set_cost_model(pyps_store *s, const pyps_cost_model *model) {
+int pyps_set_cost_model(pyps_store *s, const pyps_cost_model *given_model) {
+    pyps_cost_model copy, *model = &copy;
     int rc = store_check_worker(s);
-    if (rc) return rc;
-    if (!model) return fail(PYPS_EINVAL, "cost_model: found NULL; expected one");
+    if (rc || (rc = read_struct("cost_model", given_model, least_seconds, model))) return rc;
+    model->size = sizeof *model;
     const double seconds[] = {model->fixed_seconds, model->sample_seconds, model->least_seconds};
     for (size_t i = 0; i < sizeof seconds / sizeof *seconds; i++)
         if (!(fabs(seconds[i]) <= 1e9))

@@ -203,7 +203,9 @@ static int open_file(const char *name, int *fd_out, struct stat *status) {
     if (fd < 0) {
         if (errno == ENOENT) return fail(PYPS_ENOENT, "%s: no such segment", path);
         if (errno == EACCES || errno == EPERM) return fail(PYPS_EPERM, "%s: belongs to another user", path);
-        return fail(PYPS_ECORRUPT, "%s: not a segment: %s", path, strerror(errno));
+        bool wrong = errno == ELOOP || errno == ENXIO || errno == EISDIR || errno == ENODEV;
+        return wrong ? fail(PYPS_ECORRUPT, "%s: not a segment: %s", path, strerror(errno))
+                     : fail(PYPS_ESYS, "%s: %s", path, strerror(errno));
     }
     if (fstat(fd, status)) rc = map_failed("examining the segment");
     else if (!S_ISREG(status->st_mode)) rc = fail(PYPS_ECORRUPT, "%s: not a regular file", path);

@@ -212,7 +212,8 @@ int pyps_get_ticket(pyps_store *s, uint64_t version, pyps_ticket *out) {
     else if (t->kind != TICKET_PUSH)
         rc = fail(PYPS_EINVAL, "ticket: found %llu, a round; expected one push", (unsigned long long)version);
     else
-        *out = (pyps_ticket){.version = version,
+        *out = (pyps_ticket){.size = sizeof *out,
+                             .version = version,
                              .tag = {t->tag[0], t->tag[1]},
                              .samples = t->samples,
                              .scale = t->scale,

@@ -128,6 +128,7 @@ struct pyps_store {
     uint64_t stream_ticket;
     bool in_round; /* round_staging is staged into `round`, and no push has returned its outcome yet */
     uint32_t round_staging;
+    pyps_push_result staged; /* what that push knew when it was staged */
     uint64_t round, pulled_version;
     uint64_t
         claimed_at; /* nanoseconds: when start returned the current claim, or the push before it was taken */

@@ -68,6 +68,7 @@ def isa() -> str:
 
 
 def fill_policy_params(c: Any, params: PolicyParams) -> None:
+    c.size = ffi.sizeof("pyps_policy_params")
     for field in fields(PolicyParams):
         setattr(c, field.name, getattr(params, field.name))
 
@@ -164,7 +165,7 @@ def push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
 
 def _ticket_struct(ticket: Ticket) -> Any:
     c = ffi.new("pyps_ticket *")
-    c.scale, c.share, c.part = ticket.scale, ticket.share, ticket.part
+    c.size, c.scale, c.share, c.part = ffi.sizeof("pyps_ticket"), ticket.scale, ticket.share, ticket.part
     return c
 
 

@@ -32,6 +32,7 @@ class Core:
         check("core", lib.pyps_core_create(c, out))
         self._core = ffi.gc(out[0], lib.pyps_core_free)
         self._event, self._decision = ffi.new("pyps_event *"), ffi.new("pyps_decision *")
+        self._event.size = ffi.sizeof("pyps_event")
         self.last: Decision = self._decision
         self._step = lib.pyps_core_step
         self._ranks = len(config.batches)

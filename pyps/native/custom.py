@@ -57,6 +57,7 @@ def pyps_python_push(context: Any, shared_state: Any, scale: Any) -> int:
 
 def _set_custom() -> None:
     c = ffi.new("pyps_custom *")
+    c.size = ffi.sizeof("pyps_custom")
     c.start, c.push = lib.pyps_python_start, lib.pyps_python_push
     check("custom policy", lib.pyps_set_custom(c))
 

@@ -177,6 +177,7 @@ class LocalBackend:
 
     def set_cost_model(self, model: CostModel) -> None:
         c = ffi.new("pyps_cost_model *")
+        c.size = ffi.sizeof("pyps_cost_model")
         c.fixed_seconds, c.sample_seconds = model.fixed_seconds, model.sample_seconds
         c.least_seconds = model.least_seconds
         c.max_batch = unsigned("set_cost_model", "max_batch", model.max_batch, 32)

@@ -160,11 +160,12 @@ class PolicyParams:
     scaling: int = 0
     plain_pulls: int = 0
     quantile: float = 0.0
-    lambda_: float = 0.0
+    correction: float = 0.0
     slack: float = 0.0
     patience: float = 0.0
     late: int = 0
     noise: float = 0.0
+    own: float = 0.0
     custom: int = 0
 
 

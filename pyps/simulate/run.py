@@ -63,7 +63,7 @@ def simulate(
         found = "nothing" if local is None else "an optimizer"
         expected = "one in a scenario of local steps, nothing in others"
         raise InputError("simulate", "local", found, expected)
-    model = Model(objective, Optimizer.of(optimizer), hyper, chosen.params().lambda_, local)
+    model = Model(objective, Optimizer.of(optimizer), hyper, chosen.params().correction, local)
     metrics = Metrics(max(depths) * len(scenario.workers), timeline)
     engine = Engine(scenario, chosen, model, metrics, iterations * scenario.global_batch, seed, depths)
     if objective is not None:

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import MutableSequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
@@ -79,7 +79,7 @@ class Policy:
 
     def __str__(self) -> str:
         changed = (f for f in fields(self) if f.name not in COMMON and getattr(self, f.name) != f.default)
-        numbers = ",".join(f"{_key(f.name)}={_text(getattr(self, f.name))}" for f in changed)
+        numbers = ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in changed)
         return f"{self.name}:{numbers}" if numbers else self.name
 
     def _check(self, field: str, *, least: float = -math.inf, above: float = -math.inf) -> None:
@@ -119,6 +119,17 @@ class ASP(Policy):
 
     name: ClassVar[str] = "asp"
     number: ClassVar[int] = 1
+
+
+def ConSGD(*, scaling: Scaling = "samples", **others: Any) -> ASP:  # noqa: N802 - a class once
+    """ASP by another name: of N workers each push takes 1 / N of a step, by its part of a global batch.
+
+    Raises InputError for scaling "none", where the two differed.
+    """
+    if scaling != "samples":
+        expected = "ASP(scaling='none') with 1 / N of the learning rate: consgd is another name of asp"
+        raise InputError("consgd", "scaling", repr(scaling), expected)
+    return ASP(**others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,28 +227,23 @@ class DynSGD(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConSGD(Policy):
-    """ASP with 1 / N of a step from every gradient; unlike batches count in proportion."""
-
-    name: ClassVar[str] = "consgd"
-    number: ClassVar[int] = 7
-
-
-@dataclass(frozen=True, kw_only=True)
 class DCASGD(Policy):
-    """ASP with the delay compensated: g + lambda * g * g * (w - w_base); 0 is ASP."""
+    """ASP with the delay compensated: g + correction * g * g * (w - w_base); 0 is ASP.
 
-    lambda_: float = 0.04
+    The paper calls it lambda, and texts may say it so: `dcasgd:lambda=0.1`.
+    """
+
+    correction: float = field(default=0.04, metadata={"also": "lambda"})
 
     name: ClassVar[str] = "dcasgd"
     number: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("lambda_", least=0.0)
+        self._check("correction", least=0.0)
 
     def _params(self) -> PolicyParams:
-        return PolicyParams(lambda_=float(self.lambda_))
+        return PolicyParams(correction=float(self.correction))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,11 +368,6 @@ def _bound(value: float) -> int:
     return NO_BOUND if value == math.inf else int(value)
 
 
-def _key(field: str) -> str:
-    """A field as texts name it: `lambda` is a keyword of Python's, so the field is `lambda_`."""
-    return field.rstrip("_")
-
-
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -400,18 +401,21 @@ def policy_named(text: str, round_timeout_seconds: float = 60.0, source: str = "
 
 def _policy_of(text: str, round_timeout_seconds: float) -> Policy:
     name, _, rest = text.partition(":")
-    kind = Policy.known.get(name) or _imported(name)
+    former = ConSGD if name == "consgd" else None
+    kind = ASP if former else Policy.known.get(name) or _imported(name)
     if kind is None:
         raise InputError("policy", "", repr(name), one_of(name, Policy.known))
-    own = {_key(f.name): f for f in fields(kind) if f.name not in COMMON and f.default is not MISSING}
+    own = {f.name: f for f in fields(kind) if f.name not in COMMON and f.default is not MISSING}
+    also = {f.metadata["also"]: f for f in own.values() if "also" in f.metadata}
     values: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
-        if key not in own:
+        if key not in own | also:
             expected = f"key=value, the key {one_of(key, own)}"
             raise InputError(name, "", repr(item), expected)
-        values[own[key].name] = _parsed(name, key, value, own[key].default)
-    return kind(round_timeout_seconds=round_timeout_seconds, **values)
+        found = (own | also)[key]
+        values[found.name] = _parsed(name, key, value, found.default)
+    return (former or kind)(round_timeout_seconds=round_timeout_seconds, **values)
 
 
 def _imported(name: str) -> type[Policy] | None:

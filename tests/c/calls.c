@@ -310,7 +310,8 @@ static int data_set(void) {
 }
 
 static int cost_model(void) {
-    pyps_cost_model model = {seldom(5) ? (double)NAN : 0.1, seldom(5) ? -1 : 0.1, 0, odd(), 0};
+    pyps_cost_model model = {seldom(9) ? odd() : (uint32_t)sizeof model, odd(), seldom(5) ? (double)NAN : 0.1,
+                             seldom(5) ? -1 : 0.1, 0};
     return pyps_set_cost_model(s, &model);
 }
 

@@ -59,9 +59,9 @@ static void push_when_told(pyps_store *s, int go) {
     must(push_value(s, 1, PYPS_F32, &result), "push");
 }
 
-/* A process that cannot look at others must not take them for dead. */
+/* A process that cannot look at others must not take them for dead, nor a store that it cannot open for a wrong file. */
 static void out_of_descriptors(void) {
-    pyps_store *s = created(2, PYPS_ASP, 60);
+    pyps_store *s = created(2, PYPS_ASP, 60), *other;
     int go[2];
     pid_t pid = peer(go, push_when_told);
     uint32_t dead = 9;
@@ -71,6 +71,8 @@ static void out_of_descriptors(void) {
     none = limit, none.rlim_cur = 0;
     CHECK(!setrlimit(RLIMIT_NOFILE, &none), "no limit set");
     must(pyps_reap(s, &dead), "reap");
+    expect(pyps_open("edges", &other), PYPS_ESYS, "open");
+    CHECK(strstr(pyps_error_message(), "open files"), "found '%s'", pyps_error_message());
     CHECK(!setrlimit(RLIMIT_NOFILE, &limit), "no limit set");
     CHECK(!dead, "a process without descriptors found %u dead", dead);
     let_push(pid, go);
@@ -217,7 +219,7 @@ static void unknown_policy(void) {
         expect(pyps_open("edges", &s), PYPS_EPOLICY, "open");
         exit(0);
     }
-    must(pyps_set_custom(&(pyps_custom){.start = allow, .push = admit}), "set");
+    must(pyps_set_custom(&(pyps_custom){.size = sizeof(pyps_custom), .start = allow, .push = admit}), "set");
     pyps_store *s = created(1, PYPS_CUSTOM, 60);
     CHECK(write(ready_pipe[1], "", 1) == 1 && waitpid(pid, &status, 0) == pid && !status,
           "the other process failed");
@@ -320,15 +322,15 @@ static void huge_round(void) {
 }
 
 /* A correction under a policy that has none: there is no room for what it reads. */
-static void needless_lambda(void) {
+static void needless_correction(void) {
     static const uint32_t batches[] = {4};
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
     pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
     pyps_store *s, *opened;
-    config.policy_params.lambda_ = 0.5;
+    config.policy_params.correction = 0.5;
     expect(pyps_create("edges", &config, &s), PYPS_EINVAL, "create");
     s = created(1, PYPS_ASP, 60);
-    s->header->geometry.policy_params.lambda_ = 0.5;
+    s->header->geometry.policy_params.correction = 0.5;
     s->header->checksum = geometry_checksum(&s->header->geometry, (void *)(s->base + s->layout.tensors),
                                             (void *)(s->base + s->layout.groups));
     expect(pyps_open("edges", &opened), PYPS_ECORRUPT, "open");
@@ -367,7 +369,12 @@ static uint64_t core_time; /* nanoseconds */
 
 static void step_core(pyps_core *core, uint32_t kind, pyps_decision *out) {
     static const uint32_t batches[] = {7};
-    pyps_event e = {.kind = kind, .now = ++core_time, .rank = -1, .state = PYPS_DEAD, .batches = batches};
+    pyps_event e = {.size = sizeof e,
+                    .kind = kind,
+                    .now = ++core_time,
+                    .rank = -1,
+                    .state = PYPS_DEAD,
+                    .batches = batches};
     must(pyps_core_step(core, &e, out), "step");
 }
 
@@ -391,7 +398,7 @@ static void many_deaths(void) {
         CHECK(d.first == assigned && d.count, "after %u samples: found %u from %llu", assigned, d.count,
               (unsigned long long)d.first);
         assigned += d.count;
-        pyps_event push = {.kind = PYPS_ON_PUSH, .now = ++core_time, .samples = d.count};
+        pyps_event push = {.size = sizeof push, .kind = PYPS_ON_PUSH, .now = ++core_time, .samples = d.count};
         must(pyps_core_step(core, &push, &d), "push");
     }
     pyps_core_free(core);
@@ -437,7 +444,7 @@ static void schedule(void) {
 
 static const struct test_case tests[] = {
     {"huge-round", huge_round},
-    {"needless-lambda", needless_lambda},
+    {"needless-correction", needless_correction},
     {"false-master", false_master},
     {"many-deaths", many_deaths},
     {"full-house", full_house},

@@ -165,6 +165,32 @@ static int push_of_size(pyps_store *s, uint32_t size, char beyond) {
     return rc;
 }
 
+/* A caller that forgot the size, of every struct that has one and is not refused for another reason. */
+static void other_sizes(pyps_store *s) {
+    static const uint32_t batches[] = {4};
+    pyps_store *made;
+    pyps_core *core;
+    pyps_decision decision;
+    pyps_policy_needs needs;
+    pyps_encode_result encoded;
+    pyps_push_result result;
+    float value = 1, code;
+    pyps_ticket as = {.scale = 1};
+    pyps_push_args push = {.size = sizeof push, .hyper = &(pyps_hyper){.lr = 1}, .as = &as};
+    pyps_config config = {.size = sizeof config, .ranks = 1, .batches = batches};
+    REFUSED(pyps_create("other", &(pyps_config){.ranks = 1}, &made));
+    REFUSED(pyps_restore("other", &config, &(pyps_state){.ranks = 1}, &made));
+    REFUSED(pyps_push(s, &push, &result));
+    REFUSED(pyps_set_data_set(s, &(pyps_data_set){.length = 1}));
+    REFUSED(pyps_set_cost_model(s, &(pyps_cost_model){.max_batch = 1}));
+    REFUSED(pyps_set_custom(&(pyps_custom){.start = NULL}));
+    REFUSED(pyps_get_policy_needs(PYPS_ASP, &(pyps_policy_params){.bound = 1}, &needs));
+    REFUSED(pyps_encode(&(pyps_encode_args){.scale = 1}, &value, 1, &code, sizeof code, &encoded));
+    must(pyps_core_create(&config, &core), "core");
+    REFUSED(pyps_core_step(core, &(pyps_event){.kind = PYPS_ON_TICK}, &decision));
+    pyps_core_free(core);
+}
+
 static void sizes(void) {
     pyps_store *s = created();
     uint32_t size = sizeof(pyps_push_args), least = offsetof(pyps_push_args, gradient);
@@ -175,6 +201,7 @@ static void sizes(void) {
     REFUSED(push_of_size(s, least - 1, 0));
     REFUSED(push_of_size(s, 0, 0));
     REFUSED(push_of_size(s, UINT32_MAX, 0));
+    other_sizes(s);
     must(pyps_close(s), "close");
 }
 

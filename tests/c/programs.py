@@ -64,11 +64,22 @@ MISUSE = (
     "other-clock",
     "changed-tensor",
 )
+OUTCOMES = (
+    "invalid",
+    "not-finite",
+    "rejected",
+    "fenced",
+    "before-turn",
+    "staged",
+    "left-staged",
+    "interrupted",
+    "no-space",
+)
 WAITS = ("passed-time", "odd-timeouts", "paused-job", "killed-waiter", "interrupted-wait")
 EDGES = (
     "full-house",
     "huge-round",
-    "needless-lambda",
+    "needless-correction",
     "false-master",
     "many-deaths",
     "out-of-descriptors",
@@ -186,6 +197,7 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
     ]
     commands += [("deaths", name) for name in DEATHS]
     commands += [("misuse", name) for name in MISUSE]
+    commands += [("outcomes", name) for name in OUTCOMES]
     commands += [("waits", name) for name in WAITS]
     commands += [("edges", name) for name in EDGES]
     fuzz = [(f"fuzz_{of}", str(corpus(of)), "1", str(100 * faults)) for of in FUZZED]

@@ -55,6 +55,12 @@ def test_waiting(programs_folder: Path, name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("name", programs.OUTCOMES)
+def test_what_becomes_of_a_push_that_failed(programs_folder: Path, name: str) -> None:
+    done = programs.run(programs.build(programs_folder, "outcomes"), name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", programs.MISUSE)
 def test_what_is_wrong_is_an_error(programs_folder: Path, name: str) -> None:
     done = programs.run(programs.build(programs_folder, "misuse"), name)

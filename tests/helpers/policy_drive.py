@@ -16,7 +16,6 @@ from pyps.store.policies import (
     R2SP,
     SSP,
     Backup,
-    ConSGD,
     DynSGD,
     Policy,
     SaPS,
@@ -28,7 +27,7 @@ SECOND = 10**9
 STEP = 10**6  # nanoseconds between two events
 POLICIES: list[Policy] = [
     BSP(), ASP(), Backup(k=1), Backup(k=2), Softsync(n=1), Softsync(n=2), SSP(bound=0), SSP(bound=2), DSSP(),
-    DynSGD(), ConSGD(), DCASGD(), SaPS(), SaPS(threshold="quantile"), SaPS(threshold="fixed", bound=2),
+    DynSGD(), DCASGD(), SaPS(), SaPS(threshold="quantile"), SaPS(threshold="fixed", bound=2),
     SaPS(late="drop", noise=1.0), SaPS(threshold="ringmaster", late="weigh"),
     SaPS(threshold="fixed", bound=3, abort=True), R2SP(slack=0.0), R2SP(), HPS(),
 ]  # fmt: skip

@@ -20,7 +20,6 @@ from pyps.store.policies import (
     DSSP,
     SSP,
     Backup,
-    ConSGD,
     DynSGD,
     Policy,
     Softsync,
@@ -154,8 +153,6 @@ def test_softsync_steps_from_every_share_of_the_workers_scaled_by_staleness(orde
         (DCASGD(), lambda tau: 1.0),
         (DynSGD(), lambda tau: 4 / (tau + 1)),
         (DynSGD(scaling="none"), lambda tau: 1 / (tau + 1)),
-        (ConSGD(), lambda tau: 1.0),
-        (ConSGD(scaling="none"), lambda tau: 1 / 4),
     ],
     ids=str,
 )

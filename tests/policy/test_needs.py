@@ -19,7 +19,7 @@ NEEDS = {
     "resizes_batches": {"hps"},
     "allows_pipeline": set(Policy.known) - {"bsp", "backup"},
     "waits_for_rounds": {"bsp", "backup", "hps"},
-    "starts_at_once": {"asp", "dynsgd", "consgd", "dcasgd", "saps"},
+    "starts_at_once": {"asp", "dynsgd", "dcasgd", "saps"},
     "collects_pushes": {"bsp", "backup", "hps", "softsync"},
 }
 
@@ -31,8 +31,8 @@ def test_needs_of_each_policy(name: str) -> None:
 
 
 def test_parameters_can_make_a_need_go_away() -> None:
-    assert native.policy_needs(DCASGD.number, DCASGD(lambda_=0.1).params()).needs_base_params
-    assert not native.policy_needs(DCASGD.number, DCASGD(lambda_=0.0).params()).needs_base_params
+    assert native.policy_needs(DCASGD.number, DCASGD(correction=0.1).params()).needs_base_params
+    assert not native.policy_needs(DCASGD.number, DCASGD(correction=0.0).params()).needs_base_params
     assert native.policy_needs(SaPS.number, SaPS(threshold="ringmaster").params()).needs_grad_norm
     assert not native.policy_needs(SaPS.number, SaPS(threshold="quantile").params()).needs_grad_norm
 

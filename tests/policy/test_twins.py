@@ -20,7 +20,6 @@ from pyps.store.policies import (
     R2SP,
     SSP,
     Backup,
-    ConSGD,
     DynSGD,
     Policy,
     SaPS,
@@ -31,7 +30,7 @@ from pyps.store.staging import StagingBuffer
 BATCHES = [5, 3, 2, 7]
 SAMPLES = 100
 ORDERED = [  # those that decide by order alone, not by how long things took
-    BSP(), ASP(), Backup(k=1), Softsync(n=2), SSP(bound=1), DynSGD(), ConSGD(), DCASGD(lambda_=0.0),
+    BSP(), ASP(), Backup(k=1), Softsync(n=2), SSP(bound=1), DynSGD(), DCASGD(correction=0.0),
     SaPS(threshold="fixed", bound=2), SaPS(threshold="ringmaster"), SaPS(threshold="quantile", quantile=0.5),
     SaPS(threshold="fixed", bound=2, late="weigh"),
     R2SP(slack=0.0, patience=1e6),

@@ -85,7 +85,7 @@ def two(
 def test_dcasgd_adds_its_correction(shm: Path, codec: str) -> None:
     draws = np.random.default_rng(0)
     w0, g1, g2 = (draws.standard_normal(3000).astype(np.float32) for _ in range(3))
-    one, other = two("delay", DCASGD(lambda_=0.3, scaling="none"), w0)
+    one, other = two("delay", DCASGD(correction=0.3, scaling="none"), w0)
     with one, other:
         pulled = {}
         for store in (one, other):
