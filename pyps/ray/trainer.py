@@ -123,7 +123,7 @@ class Trainer:
         if isinstance(store, NearStore):
             env |= _environment()
         train = self._train if callable(self._train) else os.path.abspath(self._train)
-        return Work(train, spec.options.args, spec.folder, env, store)
+        return Work(rank.rank, train, spec.options.args, spec.folder, env, spec.run_dir, store)
 
     @contextmanager
     def _placed(self, ray: Any, bundles: list[dict[str, float]], strategy: str, field: str) -> Iterator[Any]:

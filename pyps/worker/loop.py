@@ -31,7 +31,7 @@ from pyps.native.values import Claim, Codec, Encoding, PushRequest, PushResult
 from pyps.profiler.host_memory import disable_malloc_trim
 from pyps.step.machine import Abort, Continue
 from pyps.step.parts import even_steps, next_part
-from pyps.store.policies import Policy, register_policy
+from pyps.store.policies import DEFAULT_POLICY, Policy, register_policy
 from pyps.store.store import Store
 from pyps.worker.agreement import check_agreed
 from pyps.worker.attach import check_same, hyper_of, inspect, open_or_create, set_planned_turns
@@ -49,6 +49,7 @@ from pyps.worker.local_steps import (
     with_local_steps,
 )
 from pyps.worker.misuse import shorten_tracebacks
+from pyps.worker.mode import ModeOptions
 from pyps.worker.position import (
     RunPosition,
     RunSchedule,
@@ -91,8 +92,22 @@ def join(
     steps under way at once, up to 8; True: as planned, or 2. allow_nonfinite: go on when the loss is not
     finite. Raises InputError, naming what is missing.
     """
-    settings = Settings.from_env(
-        store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline, allow_nonfinite
+    if store is not None and rank is None:
+        raise InputError("join", "rank", "nothing", "a whole number of at least 0, as store is given")
+    settings = Settings.from_env() if store is None else Settings(store, rank or 0, DEFAULT_POLICY)
+    depth = None if isinstance(pipeline, bool) else pipeline
+    mode = ModeOptions(
+        policy=policy, codec=codec, pipeline=pipeline if isinstance(pipeline, bool) else None, depth=depth
+    )
+    settings = settings.with_arguments(
+        mode,
+        rank=rank,
+        batches=batches,
+        samples=samples,
+        seed=seed,
+        run_dir=None if run_dir is None else Path(run_dir),
+        micro_batch=micro_batch,
+        allow_nonfinite=allow_nonfinite,
     )
     shorten_tracebacks()
     return Worker(settings)
