@@ -25,8 +25,9 @@ from pyps.ray.servers import TRAINER, NearStore, ShardedStore, StoreActor, node_
 from pyps.report.report import Report
 from pyps.run.launcher import OnNotice
 from pyps.run.main import run_prepared
+from pyps.run.options import RunOptions, StrPath
 from pyps.run.ranks import RankSpec
-from pyps.run.spec import RunOptions, RunSpec, StrPath, prepare
+from pyps.run.spec import RunSpec, prepare
 
 ONE_CPU: Resources = {"CPU": 1}
 CLIENT_TIMEOUT_SECONDS = 10.0

@@ -141,8 +141,6 @@ class Settings:
         mode: the arguments that the plan may answer. given: the others, by the names of fields. Raises
         InputError.
         """
-        if given.get("micro_batch") is not None and given["micro_batch"] < 1:
-            raise InputError("join", "micro_batch", str(given["micro_batch"]), "at least 1")
         changes = {name: value for name, value in given.items() if value is not None}
         batches = changes.pop("batches", None)
         settings = self
