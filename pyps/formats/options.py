@@ -51,12 +51,12 @@ Policy = Annotated[Name, option("Synchronization policy, with parameters after a
 Codec = Annotated[
     CodecName | Literal["plan"],
     option(
-        f"Encoding of gradients: {', '.join(get_args(CodecName))}; plan: the planner's choice, both ways."
+        f"How gradients are encoded: {', '.join(get_args(CodecName))}; plan: the planner's choice, both ways."
     ),
 ]
 PullCodec = Annotated[
     CodecName | Literal["plan"],
-    option(f"Encoding of parameters: {', '.join(get_args(CodecName))}; plan: the planner's choice."),
+    option(f"How parameters are encoded: {', '.join(get_args(CodecName))}; plan: the planner's choice."),
 ]
 Pipeline = Annotated[bool, option("Overlap push and pull with the next steps' compute.")]
 Depth = Annotated[
