@@ -1,4 +1,4 @@
-"""Writes docs/reference/: pages made of docstrings, options of commands, csrc/pyps.h, first lines of files; and
+"""Writes docs/reference/: pages made of docstrings, options of commands, csrc/pyps.h and titles of files; and
 the JSON schemas of the formats.
 
 `make reference` runs it, and so does `make site`. Git does not keep what it writes.

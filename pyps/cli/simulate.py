@@ -51,11 +51,11 @@ app = typer.Typer(add_completion=False)
 class SimulateOptions:
     """The options of a run that a simulation takes."""
 
-    even: options.Even = False
-    micro_batch: options.MicroBatch | None = None
-    pipeline: options.Pipeline | None = None
-    seed: options.Seed = 0
-    round_timeout: options.RoundTimeout = 60.0
+    even: options.EvenOption = False
+    micro_batch: options.MicroBatchOption | None = None
+    pipeline: options.PipelineOption | None = None
+    seed: options.SeedOption = 0
+    round_timeout: options.RoundTimeoutOption = 60.0
 
 
 @app.command("simulate")

@@ -50,14 +50,14 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     transfers; depth: exactly so deep.
     """
 
-    policy: options.Policy | None = None
-    codec: options.Codec | None = None
-    pull_codec: options.PullCodec | None = None
-    pipeline: options.Pipeline | None = None
-    depth: options.Depth | None = None
-    accumulation: options.Accumulation | None = None
-    local_steps: options.LocalSteps | None = None
-    round_timeout: options.RoundTimeout | None = None
+    policy: options.PolicyOption | None = None
+    codec: options.CodecOption | None = None
+    pull_codec: options.PullCodecOption | None = None
+    pipeline: options.PipelineOption | None = None
+    depth: options.DepthOption | None = None
+    accumulation: options.AccumulationOption | None = None
+    local_steps: options.LocalStepsOption | None = None
+    round_timeout: options.RoundTimeoutOption | None = None
 
     @property
     def is_stated(self) -> bool:
@@ -92,7 +92,7 @@ class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: Name
     round_timeout: Seconds | None = None
     workers: list[WorkerMode]
-    local_steps: options.LocalSteps | None = None
+    local_steps: options.LocalStepsOption | None = None
 
 
 def check_run_table(where: str, run: RunTable) -> None:

@@ -1,6 +1,6 @@
 """The options of a run, each declared once: its type, its limits, its unit and its help.
 
-An option is a type. What may set it has a field or an argument of the option's name and type:
+An option is a type: `DepthOption`. What may set it has a field or an argument `depth` of this type:
 
     RunTable        (pyps.formats.mode)   [run] of a cluster file, and the options of `pyps-plan`
     RunOptions      (pyps.run.options)    the options of `pyps run`, and of Trainer of pyps.ray
@@ -47,30 +47,32 @@ def option(said: str, *, unit: str = "", text: str = "", **limits: float) -> Met
 
 CodecName = Literal["f32", "bf16", "f16", "int8", "int4", "nf4"]
 
-Policy = Annotated[Name, option("Synchronization policy, with parameters after a colon as in ssp:bound=4.")]
-Codec = Annotated[
+PolicyOption = Annotated[
+    Name, option("Synchronization policy, with parameters after a colon as in ssp:bound=4.")
+]
+CodecOption = Annotated[
     CodecName | Literal["plan"],
     option(
         f"How gradients are encoded: {', '.join(get_args(CodecName))}; plan: the planner's choice, both ways."
     ),
 ]
-PullCodec = Annotated[
+PullCodecOption = Annotated[
     CodecName | Literal["plan"],
     option(f"How parameters are encoded: {', '.join(get_args(CodecName))}; plan: the planner's choice."),
 ]
-Pipeline = Annotated[bool, option("Overlap push and pull with the next steps' compute.")]
-Depth = Annotated[
+PipelineOption = Annotated[bool, option("Overlap push and pull with the next steps' compute.")]
+DepthOption = Annotated[
     int, option("Steps of a worker under way at once; 1: no pipeline.", unit="steps", ge=1, le=MAX_DEPTH)
 ]
-RoundTimeout = Annotated[
+RoundTimeoutOption = Annotated[
     float,
     option("Seconds that one worker may delay the others.", unit="seconds", gt=0, le=MAX_SECONDS),
 ]
-Accumulation = Annotated[
+AccumulationOption = Annotated[
     int,
     option("Micro-batches in which every worker may compute its batch.", ge=1, le=MAX_ACCUMULATION),
 ]
-LocalSteps = Annotated[
+LocalStepsOption = Annotated[
     int,
     option(
         "Workers take so many steps of their own on average between two pushes.",
@@ -80,7 +82,7 @@ LocalSteps = Annotated[
         le=MAX_LOCAL_STEPS,
     ),
 ]
-MicroBatch = Annotated[
+MicroBatchOption = Annotated[
     int,
     option(
         "Most samples to compute at once; in between, saps:abort=true ends late steps.",
@@ -89,52 +91,54 @@ MicroBatch = Annotated[
         le=MAX_COUNT,
     ),
 ]
-Samples = Annotated[
+SamplesOption = Annotated[
     int, option("Samples to train; 0: until the script ends.", unit="samples", ge=0, le=MAX_COUNT)
 ]
-DatasetSize = Annotated[
+DatasetSizeOption = Annotated[
     int, option("Samples in one epoch, with --epochs; 0: not known.", unit="samples", ge=0, le=MAX_COUNT)
 ]
-Seed = Annotated[int, option("Seed of the order of samples.", ge=0, le=MAX_SEED)]
-AllowNonfinite = Annotated[bool, option("Go on when the loss is not finite.")]
-RunDir = Annotated[Path, option("Folder of the run, by default pyps-runs/<time>-<pid>.")]
-Journal = Annotated[bool, option("Record each decision, to replay it.")]
-ThrottleFrom = Annotated[
+SeedOption = Annotated[int, option("Seed of the order of samples.", ge=0, le=MAX_SEED)]
+AllowNonfiniteOption = Annotated[bool, option("Go on when the loss is not finite.")]
+RunDirOption = Annotated[Path, option("Folder of the run, by default pyps-runs/<time>-<pid>.")]
+JournalOption = Annotated[bool, option("Record each decision, to replay it.")]
+ThrottleFromOption = Annotated[
     str,
     option(
         "Emulate devices: by the plan's factors, or by the cost models of a cluster file.",
         text="plan|CLUSTER",
     ),
 ]
-Even = Annotated[bool, option("Equal batches instead of the plan's.")]
-MaxRestarts = Annotated[int, option("Restarts allowed per rank.", ge=0, le=MAX_COUNT)]
-CheckpointEvery = Annotated[
+EvenOption = Annotated[bool, option("Equal batches instead of the plan's.")]
+MaxRestartsOption = Annotated[int, option("Restarts allowed per rank.", ge=0, le=MAX_COUNT)]
+CheckpointEveryOption = Annotated[
     int | str,
     option("Versions (500) or time (30s, 5m, 2h) between checkpoints; 0: only at the end.", text="N|TIME"),
 ]
-KeepCheckpoints = Annotated[int, option("Checkpoints to keep; 0: write none.", ge=0, le=MAX_COUNT)]
-Resume = Annotated[
+KeepCheckpointsOption = Annotated[int, option("Checkpoints to keep; 0: write none.", ge=0, le=MAX_COUNT)]
+ResumeOption = Annotated[
     Path,
     option(
         "Go on from a run's newest checkpoint in its folder, or begin a new run with one checkpoint.",
         text="RUN|CHECKPOINT",
     ),
 ]
-Connect = Annotated[
+ConnectOption = Annotated[
     str, option("Address of a store served by `pyps serve`: tcp://host:port/name.", text="ADDRESS")
 ]
-Ranks = Annotated[
+RanksOption = Annotated[
     Sequence[int],
     option("Start only these ranks here; ones that the plan does not have join its run.", text="R,R..."),
 ]
-Profile = Annotated[
+ProfileOption = Annotated[
     Path, option("Profile of a rank that the plan does not have; without one it is measured.")
 ]
-Rebalance = Annotated[
+RebalanceOption = Annotated[
     bool, option("Move samples between workers that become slower or faster, on all hosts.")
 ]
-Metrics = Annotated[Sequence[str], option("Send figures while it trains; may be repeated.", text="SINK")]
-Args = Annotated[Sequence[str], option("The script's arguments.")]
+MetricsOption = Annotated[
+    Sequence[str], option("Send figures while it trains; may be repeated.", text="SINK")
+]
+ArgsOption = Annotated[Sequence[str], option("The script's arguments.")]
 
 
 def declared(holder: Any) -> Iterator[tuple[str, Any, Meta]]:

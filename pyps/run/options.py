@@ -30,25 +30,25 @@ class RunOptions(ModeOptions):
     machine. ranks None: all. metrics: see pyps.metrics.SINKS.
     """
 
-    samples: options.Samples
-    args: options.Args = ()
-    dataset_size: options.DatasetSize = 0
-    seed: options.Seed = 0
-    journal: options.Journal = False
-    run_dir: StrPath | options.RunDir | None = None
-    throttle_from: StrPath | options.ThrottleFrom | None = None
-    even: options.Even = False
-    max_restarts: options.MaxRestarts = MAX_RESTARTS
-    checkpoint_every: options.CheckpointEvery = CHECKPOINT_EVERY
-    keep_checkpoints: options.KeepCheckpoints = KEEP
-    resume: StrPath | options.Resume | None = None
-    connect: options.Connect | None = None
-    ranks: options.Ranks | None = None
-    profile: StrPath | options.Profile | None = None
-    rebalance: options.Rebalance = False
-    allow_nonfinite: options.AllowNonfinite = False
-    micro_batch: options.MicroBatch | None = None
-    metrics: options.Metrics = ()
+    samples: options.SamplesOption
+    args: options.ArgsOption = ()
+    dataset_size: options.DatasetSizeOption = 0
+    seed: options.SeedOption = 0
+    journal: options.JournalOption = False
+    run_dir: StrPath | options.RunDirOption | None = None
+    throttle_from: StrPath | options.ThrottleFromOption | None = None
+    even: options.EvenOption = False
+    max_restarts: options.MaxRestartsOption = MAX_RESTARTS
+    checkpoint_every: options.CheckpointEveryOption = CHECKPOINT_EVERY
+    keep_checkpoints: options.KeepCheckpointsOption = KEEP
+    resume: StrPath | options.ResumeOption | None = None
+    connect: options.ConnectOption | None = None
+    ranks: options.RanksOption | None = None
+    profile: StrPath | options.ProfileOption | None = None
+    rebalance: options.RebalanceOption = False
+    allow_nonfinite: options.AllowNonfiniteOption = False
+    micro_batch: options.MicroBatchOption | None = None
+    metrics: options.MetricsOption = ()
 
     def check(self) -> None:
         """Raise InputError, naming the option, if a number is outside its limits."""

@@ -40,11 +40,11 @@ class ModeOptions:
     for a policy given as text.
     """
 
-    policy: Policy | options.Policy | None = None
-    codec: Codec | str | options.Codec | None = None
-    pipeline: options.Pipeline | None = None
-    depth: options.Depth | None = None
-    round_timeout: options.RoundTimeout | None = None
+    policy: Policy | options.PolicyOption | None = None
+    codec: Codec | str | options.CodecOption | None = None
+    pipeline: options.PipelineOption | None = None
+    depth: options.DepthOption | None = None
+    round_timeout: options.RoundTimeoutOption | None = None
 
 
 def launched_policy(wanted: ModeOptions, plan: Plan | None, where: str = "plan") -> Policy:

@@ -23,7 +23,7 @@ from pyps.worker.loop import join
 ROOT = Path(__file__).resolve().parents[2]
 HOLDERS = (RunTable, RunOptions, SimulateOptions, join)
 DECLARED = {
-    re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): get_args(kind)[-1]
+    re.sub(r"(?<!^)(?=[A-Z])", "_", name.removesuffix("Option")).lower(): get_args(kind)[-1]
     for name, kind in vars(options).items()
     if isinstance((get_args(kind) or (None,))[-1], options.Meta) and name != "Name"
 }
