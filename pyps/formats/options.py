@@ -70,12 +70,12 @@ RoundTimeoutOption = Annotated[
 ]
 AccumulationOption = Annotated[
     int,
-    option("Micro-batches in which every worker may compute its batch.", ge=1, le=MAX_ACCUMULATION),
+    option("Most micro-batches in which a worker computes its batch.", ge=1, le=MAX_ACCUMULATION),
 ]
 LocalStepsOption = Annotated[
     int,
     option(
-        "Workers take so many steps of their own on average between two pushes.",
+        "Steps of a worker's own optimizer between two pushes, on average.",
         unit="steps",
         text="H",
         ge=1,
