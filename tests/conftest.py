@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import sampled
 from hypothesis import settings
 from leftovers import nothing_left
 
@@ -44,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--real-torch") and QUICK_START not in os.environ.get("PYTHONPATH", ""):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
+    sampled.thorough = config.option.markexpr != "not thorough"
     if config.getoption("--cpu"):
         from cpu_time import CpuTime
 
@@ -53,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests of these folders are slow; elsewhere a test or its module says so. Timed ones get reruns."""
     for item in items:
+        assert " at 0x" not in item.nodeid, f"{item.nodeid}: lanes need the same name of a test"
         if item.path.parent.name in SLOW_FOLDERS:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("timed"):

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from sampled import sampled
 
 MODELS = Path(__file__).parent
 MEGABYTES = 1024  # a search that wants more stops, short of its states
@@ -42,7 +43,7 @@ SIZES = {  # as Spin 6.5.2 counts states: another number is another protocol
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", sampled(SIZES, 2))
 def test_no_interleaving_and_no_death_breaks_the_protocol(tmp_path: Path, size: str) -> None:
     model, macros, expected = SIZES[size]
     errors, states, output = search(tmp_path, model, **macros)
@@ -77,14 +78,14 @@ NORM_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", sampled(MUTANTS, 1, 5))
 def test_a_fault_in_the_protocol_is_found(tmp_path: Path, mutant: str) -> None:
     chunks, deaths = (2 if mutant == "NO_CHUNK" else 1), (2 if mutant == "HELP_FIRST" else 0)
     found = search(tmp_path, "chunk.pml", CHUNKS=chunks, MUTANT=mutant, DEATHS=deaths)
     assert_found(MUTANTS[mutant], *found)
 
 
-@pytest.mark.parametrize("mutant", NORM_MUTANTS)
+@pytest.mark.parametrize("mutant", sampled(NORM_MUTANTS, 1))
 def test_a_fault_in_finding_the_norm_is_found(tmp_path: Path, mutant: str) -> None:
     assert_found(NORM_MUTANTS[mutant], *search(tmp_path, "clip.pml", MUTANT=mutant))
 

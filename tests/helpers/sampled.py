@@ -1,4 +1,4 @@
-"""Parameters of tests of which `make test` takes a sample; `make test-all` takes all."""
+"""Parameters and drawn examples of which `make test` takes a sample; `make test-all` takes all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+thorough = True  # conftest.py: whether thorough tests run
+
+
+def examples(few: int, many: int) -> int:
+    """For hypothesis: how many examples it draws, `many` where thorough tests run."""
+    return many if thorough else few
 
 
 def sampled(values: Iterable[Any], *kept: int) -> list[Any]:

@@ -154,7 +154,7 @@ def test_softsync_steps_from_every_share_of_the_workers_scaled_by_staleness(orde
         (DynSGD(), lambda tau: 4 / (tau + 1)),
         (DynSGD(scaling="none"), lambda tau: 1 / (tau + 1)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Policy) else "",
 )
 def test_asynchronous_policies_take_every_push_at_once(
     policy: Policy, scale: Callable[[int], float], order: list[int]

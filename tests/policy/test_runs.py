@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from run_scripts import script
 from run_tools import make_plan
+from sampled import sampled
 
 from pyps.formats import write_json
 from pyps.formats.records import read_run
@@ -132,7 +133,7 @@ def test_a_run_of_every_policy_ends(shm: Path, tmp_path: Path, name: str) -> Non
     assert report.samples.trained == SAMPLES
 
 
-@pytest.mark.parametrize("name", ["backup", "softsync", "ssp:bound=1", "saps", "r2sp", "hps"])
+@pytest.mark.parametrize("name", sampled(["backup", "softsync", "ssp:bound=1", "saps", "r2sp", "hps"], 0, 4))
 @pytest.mark.parametrize("befalls", [DIES, STOPS], ids=["dies", "stops"])
 def test_no_worker_waits_for_ever(shm: Path, tmp_path: Path, name: str, befalls: str) -> None:
     report = loop(tmp_path, name, befalls)
@@ -141,7 +142,7 @@ def test_no_worker_waits_for_ever(shm: Path, tmp_path: Path, name: str, befalls:
     assert (tmp_path / "run" / "befallen").exists()
 
 
-@pytest.mark.parametrize("name", ["bsp", "dssp", "dcasgd", "softsync"])
+@pytest.mark.parametrize("name", sampled(["bsp", "dssp", "dcasgd", "softsync"], 1))
 def test_a_leaving_worker_comes_back(shm: Path, tmp_path: Path, name: str) -> None:
     report = loop(tmp_path, name, LEAVES)
     assert report.outcome == "finished"
@@ -161,7 +162,7 @@ def test_with_two_claims_too(shm: Path, tmp_path: Path, name: str, befalls: str)
     assert (tmp_path / "run" / "befallen").exists()
 
 
-@pytest.mark.parametrize("policy", ["r2sp:slack=1.2", "saps:threshold=fixed,bound=1"])
+@pytest.mark.parametrize("policy", sampled(["r2sp:slack=1.2", "saps:threshold=fixed,bound=1"]))
 def test_pyps_run_trains_with_it(shm: Path, tmp_path: Path, policy: str) -> None:
     write_json(tmp_path / "plan.json", make_plan())
     command = [PYPS, "run", "--plan", str(tmp_path / "plan.json"), "--policy", policy, "--samples", "96"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples, sampled
 
 from pyps.formats import Fit, Point
 from pyps.profiler import fit_points, predict_seconds, select_fit
@@ -16,7 +17,7 @@ from pyps.profiler.blend import HEDGE, monotone_polygon
 pytestmark = pytest.mark.slow
 
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128)
-SETTINGS = settings(derandomize=True, deadline=None, max_examples=40)
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=examples(15, 40))
 
 
 def points(times: dict[int, float], noise: float = 0.0, repeats: int = 7, seed: int = 0) -> list[Point]:
@@ -27,7 +28,7 @@ def points(times: dict[int, float], noise: float = 0.0, repeats: int = 7, seed: 
     ]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", sampled(range(5)))
 @pytest.mark.parametrize(
     ("kind", "curve"),
     [
@@ -131,6 +132,7 @@ def test_the_band_encloses_the_curve_and_widens_with_noise() -> None:
     assert select_fit(points({1: 0.1, 2: 0.2}, repeats=1)).band is None
 
 
+@pytest.mark.thorough
 def test_the_band_holds_the_truth_as_often_as_it_says() -> None:
     inside = 0
     for seed in range(20):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.errors import Infeasible
 from pyps.solver.costs import Cost, Costs, Line, Table
@@ -111,7 +112,7 @@ clusters = st.one_of(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=600)
+@settings(derandomize=True, deadline=None, max_examples=examples(200, 600))
 @given(clusters, st.integers(1, MAX_B), st.randoms(use_true_random=False))
 def test_equal_to_brute_force_and_to_itself_permuted(some: list[Worker], B: int, luck: random.Random) -> None:
     best = brute_force(some, B)
