@@ -77,7 +77,7 @@ def fill_folder(parent: Path, version: int, fill: Fill, keep: int = KEEP) -> Pat
     target, temporary = parent / f"{version:09d}", parent / f".{version:09d}.new"
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with _only_writer(parent):
+        with only_writer(parent):
             _remove_temporaries(parent)
             last = newest_checkpoint(parent)
             try:
@@ -158,7 +158,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _only_writer(parent: Path) -> Iterator[None]:
+def only_writer(parent: Path) -> Iterator[None]:
     """Hold the folder's lock, so that every temporary in it is a dead writer's. Raises InputError."""
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

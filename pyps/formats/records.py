@@ -121,17 +121,17 @@ class RecordWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._warned = path, False
-        self._file = path.open("ab", buffering=0)
+        self.file = path.open("ab", buffering=0)
         self._encoder = msgspec.json.Encoder()
 
     def write(self, record: StepRecord) -> None:
-        if append_whole(self._file, self._encoder.encode(record) + b"\n") or self._warned:
+        if append_whole(self.file, self._encoder.encode(record) + b"\n") or self._warned:
             return
         self._warned = True
         warnings.warn(f"{self._path}: the disk is full: records of steps are left out", stacklevel=2)
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def __enter__(self) -> Self:
         return self

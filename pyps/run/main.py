@@ -82,7 +82,7 @@ def run_prepared(
             log.write("resumed", version=spec.resumed_version, detail=str(spec.resumed.path or ""))
         watch = Watch(spec.setup, spec.run_dir, log.events, on_progress, [*own, *sinks])
         stack.callback(watch.finish)
-        return _launch(Launcher(spec, log, on_line, watch.tick, on_notice, start))
+        return launch(Launcher(spec, log, on_line, watch.tick, on_notice, start))
 
 
 def _may_be_there(spec: RunSpec) -> bool:
@@ -101,7 +101,7 @@ def _may_be_there(spec: RunSpec) -> bool:
     return True
 
 
-def _launch(launcher: Launcher) -> Report:
+def launch(launcher: Launcher) -> Report:
     """Launch the ranks, and write the report and the trace however the run ends."""
     spec, log = launcher.spec, launcher.log
     outcome: RunOutcome = "failed"

@@ -30,7 +30,7 @@ class OptimizerState:
 
     def __init__(self, kind: Optimizer, hyper: Hyper, size: int) -> None:
         self.kind, self.hyper, self.steps = kind, hyper, 0.0
-        self._first, self._second = np.zeros(size), np.zeros(size)
+        self.first, self.second = np.zeros(size), np.zeros(size)
 
     def step(self, w: Vector, gradient: Vector, part: float) -> Vector:
         """The parameters after a part of a step; `w` is unchanged."""
@@ -63,9 +63,9 @@ class OptimizerState:
         steady, left, rate = (1.0, beta, 1.0) if adam else self._steady(1.0 - h.dampening)
         a, _ = coefficients(beta, distance, left, rate, steady)
         _, b = coefficients(beta, min(distance, distance**-2), left, rate, steady)
-        way = a * self._first + b * g
+        way = a * self.first + b * g
         if adam:
-            root = np.sqrt(self._second / (1.0 - h.betas[1] ** self.steps))
+            root = np.sqrt(self.second / (1.0 - h.betas[1] ** self.steps))
             way = way / (1.0 - beta**self.steps) / (root + h.eps)
         return np.asarray(w - h.lr * way)
 
@@ -82,8 +82,8 @@ class OptimizerState:
         h, beta = self.hyper, self.hyper.momentum
         steady, left, rate = self._steady(1.0 if self.steps + part / 2 < 1.0 else 1.0 - h.dampening)
         a, b = coefficients(beta, part, left, rate, steady)
-        moved = h.lr * (a * self._first + b * d)
-        self._first = beta**part * self._first + (1.0 - beta**part) * steady * d
+        moved = h.lr * (a * self.first + b * d)
+        self.first = beta**part * self.first + (1.0 - beta**part) * steady * d
         return moved
 
     def _adam(self, d: Vector, part: float) -> Vector:
@@ -91,16 +91,16 @@ class OptimizerState:
         a, b = coefficients(beta1, part, beta1, 1.0, 1.0)
         calmed = d
         if self.steps > 0.0:
-            mean = self._first / (1.0 - beta1**self.steps)
+            mean = self.first / (1.0 - beta1**self.steps)
             calmed = mean + math.sqrt(part) * (d - mean)
-        way = (a * self._first + b * d) / (1.0 - a / part * beta1**self.steps)
-        self._first = beta1**part * self._first + (1.0 - beta1**part) * d
-        self._second = beta2**part * self._second + (1.0 - beta2**part) * calmed * calmed
-        root = np.sqrt(self._second / (1.0 - beta2 ** (self.steps + part)))
+        way = (a * self.first + b * d) / (1.0 - a / part * beta1**self.steps)
+        self.first = beta1**part * self.first + (1.0 - beta1**part) * d
+        self.second = beta2**part * self.second + (1.0 - beta2**part) * calmed * calmed
+        root = np.sqrt(self.second / (1.0 - beta2 ** (self.steps + part)))
         moved: Vector = h.lr * way / (root + h.eps)
         return moved
 
     def _adagrad(self, d: Vector, part: float) -> Vector:
         h = self.hyper
-        self._first = self._first + part * d * d
-        return part * h.lr / (1.0 + self.steps * h.lr_decay) * d / (np.sqrt(self._first) + h.eps)
+        self.first = self.first + part * d * d
+        return part * h.lr / (1.0 + self.steps * h.lr_decay) * d / (np.sqrt(self.first) + h.eps)

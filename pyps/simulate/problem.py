@@ -46,21 +46,21 @@ class Logistic:
     ) -> None:
         draw = np.random.default_rng(seed)
         centres = draw.standard_normal((classes, features))
-        self._labels = draw.integers(classes, size=samples)
-        self._x = centres[self._labels] + noise * draw.standard_normal((samples, features))
+        self.labels = draw.integers(classes, size=samples)
+        self.x = centres[self.labels] + noise * draw.standard_normal((samples, features))
         self._shape, self._seed = (features, classes), seed
 
     def start(self) -> Vector:
         return np.zeros(self._shape[0] * self._shape[1])
 
     def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float]:
-        return self._at(w, indices(first, count, len(self._labels), self._seed))
+        return self._at(w, indices(first, count, len(self.labels), self._seed))
 
     def loss(self, w: Vector) -> float:
-        return self._at(w, np.arange(len(self._labels)))[1]
+        return self._at(w, np.arange(len(self.labels)))[1]
 
     def _at(self, w: Vector, rows: NDArray[np.int64]) -> tuple[Vector, float]:
-        x, y = self._x[rows], self._labels[rows]
+        x, y = self.x[rows], self.labels[rows]
         scores = x @ w.reshape(self._shape)
         scores -= scores.max(axis=1, keepdims=True)
         p = np.exp(scores)

@@ -55,7 +55,7 @@ def solve_subset(problem: Problem, sync: Sync) -> SubsetSolution:
     first = _valued(problem, sync, solve(problem).batches)
     if sync.kind == "none":
         return first
-    return _Search(within_total(rounded(problem)), sync, first).run()
+    return SubsetSearch(within_total(rounded(problem)), sync, first).run()
 
 
 def _valued(problem: Problem, sync: Sync, batches: Ints) -> SubsetSolution:
@@ -92,7 +92,7 @@ def _most_at_most(bounds: Problem, t: float) -> Ints:
     return np.where(most < bounds.min_batch, np.where(bounds.required, bounds.min_batch, 0), most)
 
 
-class _Search:
+class SubsetSearch:
     """Branch and bound over the count of workers and the slowest link that may be used.
 
     `best_seconds` is the least time found, compute plus synchronisation. `winner` holds its count, its
@@ -111,7 +111,7 @@ class _Search:
         self.least_seconds = float(times(bounds.costs, np.where(self.required, bounds.min_batch, 0)).max())
 
     def run(self) -> SubsetSolution:
-        self._explore()
+        self.explore()
         boxes = [_Box(self.least_count, self.most_count, 0.0, math.inf)]
         while boxes:
             boxes += self._halves(boxes.pop())
@@ -129,7 +129,7 @@ class _Search:
             links = by_link[allowed]
             box = replace(box, least=max(box.least, self._least_sync(box.low, links)))
             t = self._to_beat(box.least)
-            sums = self._sums_by(t, allowed)
+            sums = self.sums_by(t, allowed)
             if sums is None or sums[min(box.high, len(sums) - 1)] < self.bounds.global_batch:
                 return []
             needed = int(np.searchsorted(sums, self.bounds.global_batch))
@@ -151,10 +151,10 @@ class _Search:
         if len(values) > 1:
             return _cut(box, float(values[(len(values) - 1) // 2]))
         if len(values):
-            self._try(box.high, float(values[0]))
+            self.consider(box.high, float(values[0]))
         return []
 
-    def _sums_by(self, t: float, allowed: Bools) -> Ints | None:
+    def sums_by(self, t: float, allowed: Bools) -> Ints | None:
         """The most samples that 0, 1, 2... allowed workers can do by t, if samples were shared freely.
 
         0 for fewer workers than the required ones; None if a required worker is late or not allowed.
@@ -168,7 +168,7 @@ class _Search:
         sums[self.least_held + 1 :] += np.cumsum(np.sort(most[~bounds.required])[::-1])
         return sums
 
-    def _explore(self) -> None:
+    def explore(self) -> None:
         """Good first solutions: a coarse grid of counts and links in random order, then a local search."""
         spots = [
             (count, share)
@@ -192,7 +192,7 @@ class _Search:
             return best
         links = np.sort(self.sync.by_link(count)[self.usable])
         limit = max(float(links[round(share * (len(links) - 1))]), self._least_sync(count, links))
-        return (count, share) if self._try(count, limit) else best
+        return (count, share) if self.consider(count, limit) else best
 
     def _least_sync(self, count: int, by_link: Floats) -> float:
         """The least that `count` of these workers pay: for the count-th fastest link, or a required one.
@@ -219,7 +219,7 @@ class _Search:
     def _to_beat(self, sync_seconds: float) -> float:
         return math.nextafter(self.sync.compute_by(self.best_seconds, sync_seconds), -math.inf)
 
-    def _try(self, count: int, limit: float) -> bool:
+    def consider(self, count: int, limit: float) -> bool:
         """Whether `count` workers whose synchronisation is within `limit` seconds beat the best so far."""
         allowed = self.usable & (self.sync.by_link(count) <= limit)
         if not self._could_win(limit, count, allowed):

@@ -186,7 +186,7 @@ def test_a_full_disk_is_an_error_and_leaves_what_there_was(tmp_path: Path) -> No
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    with folder._only_writer(tmp_path), pytest.raises(InputError, match="one writer at a time"):
+    with folder.only_writer(tmp_path), pytest.raises(InputError, match="one writer at a time"):
         write(tmp_path, 1)
     assert check(write(tmp_path, 1)) == 1
 

@@ -100,10 +100,10 @@ class VirtualRounds:
         before = len(self.changes)
         for _ in range(rounds):
             self.look()
-            self._train()
+            self.train()
         return self.changes[before:]
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self.round += 1
         self.assigned.append(0)
         for number, rank in enumerate(self.ranks):

@@ -65,6 +65,7 @@ def test_two_ranks_train_and_report(tmp_path: Path, shm: Path, port: int) -> Non
     assert all("holds an earlier run" in text for text in said)
 
 
+@pytest.mark.thorough
 def test_all_ranks_end_when_one_fails(tmp_path: Path, shm: Path, port: int) -> None:
     ranks = start(tmp_path, port, NET="missing.py")
     said = [rank.communicate(timeout=120)[0] for rank in ranks]

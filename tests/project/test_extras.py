@@ -41,6 +41,7 @@ def test_only_modules_for_an_extra_need_it() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_run_needs_torch_alone(plan: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(QUICK_START.read_text() + WITHOUT)
     command = [sys.executable, "-m", "pyps", "run", "--plan", plan, "--samples", "16"]

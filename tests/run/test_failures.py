@@ -90,6 +90,7 @@ def test_a_script_that_raises_ends_the_run_with_its_last_words(shm: Path, plan: 
     assert (tmp_path / "out" / "trace.json").is_file()
 
 
+@pytest.mark.thorough
 def test_a_death_is_announced_when_it_happens(shm: Path, plan: Path, tmp_path: Path) -> None:
     done = pyps_run(*options_for(plan, SAMPLES, tmp_path), script(tmp_path, KILLED_ONCE))
     assert done.returncode == 0, done.stderr
@@ -160,6 +161,7 @@ def test_a_link_may_be_lost_twice() -> None:
     assert lost == [None, None]
 
 
+@pytest.mark.thorough
 def test_a_script_that_fails_on_all_ranks_is_not_tried_again(
     shm: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +212,7 @@ DIVERGES = """
 """
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_not_finite_ends_the_run(shm: Path, plan: Path, tmp_path: Path) -> None:
     text = TRAIN.replace("{within}\n", DIVERGES.strip() + "\n")
     options = [*options_for(plan, SAMPLES, tmp_path), "--policy", "asp"]

@@ -49,7 +49,7 @@ def test_records_are_left_out_with_one_warning(tmp_path: Path) -> None:
     record = make_record(0, 1, 4, [("compute", 0.0, 1.0)])
     path = record_path(tmp_path, 0, 1)
     writer = RecordWriter(path)
-    file = writer._file = FullFile(str(path), "ab")
+    file = writer.file = FullFile(str(path), "ab")
     with pytest.warns(UserWarning, match=r"worker-0-1\.jsonl: the disk is full") as seen:
         writer.write(record)
     assert len(seen) == 1
@@ -89,7 +89,7 @@ def test_a_report_that_does_not_fit_hides_no_failure(
     monkeypatch.setattr(main, "write_json", full)
     spec = type("Spec", (), {"run_dir": tmp_path, "setup": make_setup({0: 4})})
     with EventLog(tmp_path / "run.jsonl") as log, pytest.raises(TrainingFailed) as raised:
-        main._launch(EndsWith(cast(Any, spec), log, error))
+        main.launch(EndsWith(cast(Any, spec), log, error))
     said = [str(raised.value), *getattr(raised.value, "__notes__", [])]
     assert raised.value.exit_code == 1
     assert any("trace.json: found No space left on device" in line for line in said)

@@ -89,7 +89,7 @@ def test_what_was_tried_may_die_in_it() -> None:
     run.steps(20)
     while run.store.split[2] == 0:
         run.store.look()
-        run.store._train() if run.store.split[2] == 0 else None
+        run.store.train() if run.store.split[2] == 0 else None
     run.store.kill_host((2,))
     run.steps(5)
     assert run.store.split == (30, 30, 0)

@@ -263,7 +263,7 @@ def test_torch_and_numpy_objectives_agree() -> None:
     model = torch.nn.Linear(20, 5, bias=False).double()
     torch.nn.init.zeros_(model.weight)
     task = TrainingTask(model, lambda b: (None, None), torch.nn.functional.cross_entropy)
-    x, y = torch.from_numpy(numpy_side._x), torch.from_numpy(numpy_side._labels)
+    x, y = torch.from_numpy(numpy_side.x), torch.from_numpy(numpy_side.labels)
     results = [
         simulate(PLAIN, "asp", iterations=20, objective=objective)
         for objective in (numpy_side, TorchObjective(task, x, y))

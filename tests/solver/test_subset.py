@@ -119,7 +119,7 @@ def test_exact_without_the_good_first_solutions(seed: int, monkeypatch: pytest.M
             chosen = replace(chosen, required=np.ones(len(chosen.costs), bool))
             with contextlib.suppress(Infeasible):
                 best = min(best, sync.end(solve(chosen).iteration_seconds, sync.seconds(used)))
-    monkeypatch.setattr(subset._Search, "_explore", lambda self: None)
+    monkeypatch.setattr(subset.SubsetSearch, "explore", lambda self: None)
     assert solve_subset(problem, sync).iteration_seconds == pytest.approx(best, rel=1e-12)
 
 
@@ -136,12 +136,14 @@ def test_no_count_and_link_is_missed(kind: SyncKind, scale: int, monkeypatch: py
         min_batch=luck.choice([1, 32], n),
     )
     sync = Sync.of(kind, n, luck.uniform(1e-4, 1e-3, n), scale * luck.uniform(1e-4, 1e-3, n))
-    monkeypatch.setattr(subset._Search, "_explore", lambda self: None)
+    monkeypatch.setattr(subset.SubsetSearch, "explore", lambda self: None)
     found = solve_subset(problem, sync)
-    every = subset._Search(within_total(rounded(problem)), sync, replace(found, iteration_seconds=math.inf))
+    every = subset.SubsetSearch(
+        within_total(rounded(problem)), sync, replace(found, iteration_seconds=math.inf)
+    )
     for count in range(1, n + 1):
         for seconds in sync.by_link(count):
-            every._try(count, float(seconds))
+            every.consider(count, float(seconds))
     assert found.iteration_seconds == pytest.approx(every.best_seconds, rel=1e-12)
 
 
@@ -264,14 +266,14 @@ def test_a_thousand_unlike_workers_take_few_looks(
     )
     sync = Sync.of(kind, n, luck.uniform(1e-5, 1e-4, n), scale * luck.uniform(1e-4, 1e-3, n))
     looks = 0
-    look = subset._Search._sums_by
+    look = subset.SubsetSearch.sums_by
 
     def counted(*arguments: Any) -> Any:
         nonlocal looks
         looks += 1
         return look(*arguments)
 
-    monkeypatch.setattr(subset._Search, "_sums_by", counted)
+    monkeypatch.setattr(subset.SubsetSearch, "sums_by", counted)
     found = solve_subset(problem, sync)
     assert found.batches.sum() == problem.global_batch
     assert (found.batches % problem.batch_multiple == 0).all()

@@ -132,7 +132,7 @@ def test_adams_second_moment_is_that_of_the_global_batch() -> None:
         state = OptimizerState(Optimizer.ADAM, Hyper(lr=0.0, betas=(0.9, 0.95)), size)
         for _ in range(batches * WHOLE // batch):
             state.step(np.zeros(size), mean + noise / batch**0.5 * draw.standard_normal(size), batch / WHOLE)
-        found[batch] = float(state._second.mean())
+        found[batch] = float(state.second.mean())
     expected = (mean**2 + noise**2 / WHOLE) * (1.0 - 0.95**batches)
     assert found[WHOLE] == pytest.approx(expected, rel=0.03)
     assert found[3] == pytest.approx(expected, rel=0.06)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
+from sampled import examples
 
 EXACT = 1e-12
 
@@ -17,7 +18,7 @@ torch.set_num_threads(1)
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=15,
+    max_examples=examples(6, 15),
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the ranks are meant to be used again
 )
 @given(

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
-from sampled import sampled
+from sampled import examples, sampled
 
 from pyps.errors import InputError
 from pyps.torch import weighted_hook
@@ -39,7 +39,7 @@ def test_the_gradient_is_the_one_of_one_process(ranks: Ranks, batches: list[int]
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=25,
+    max_examples=examples(8, 25),
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the ranks are meant to be used again
 )
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=4), st.data())

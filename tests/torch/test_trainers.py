@@ -49,6 +49,7 @@ def test_accelerate(tmp_path: Path) -> None:
     check(trained("accelerate_train.py", tmp_path), 0.1)
 
 
+@pytest.mark.thorough
 def test_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = trained("transformers_train.py", tmp_path)

@@ -1,0 +1,84 @@
+"""Tests look at pyps as its users do, through public members. Each exception has its reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+OWN = {"self", "cls", "os", "torch"}  # their private members are not pyps's
+
+EMULATED = "emulated times take the place of measured ones"
+FAULT = "a fault is put in that no call of a user can cause at this place"
+WITHIN = "what attach() made: its buffers, its transport, its step"
+EXCEPTIONS = {
+    "helpers/accelerate_train.py": EMULATED,
+    "helpers/adaptive_jobs.py": EMULATED,
+    "helpers/ddp_balance_jobs.py": EMULATED,
+    "helpers/ddp_gpu_jobs.py": FAULT,
+    "helpers/ddp_misuse_jobs.py": EMULATED,
+    "helpers/fsdp_jobs.py": EMULATED,
+    "helpers/input_fuzz.py": "a command without the start of a process",
+    "helpers/lightning_train.py": EMULATED,
+    "helpers/shard_tools.py": FAULT,
+    "helpers/tensor_parallel_jobs.py": EMULATED,
+    "remote/test_connections.py": FAULT,
+    "remote/test_hostile.py": FAULT,
+    "remote/test_pipelined_staleness.py": WITHIN,
+    "remote/test_shard_faults.py": FAULT,
+    "remote/test_shards.py": FAULT,
+    "torch/test_adaptive.py": EMULATED,
+    "worker/test_buckets.py": WITHIN,
+    "worker/test_exchange.py": WITHIN,
+    "worker/test_on_gpu.py": WITHIN,
+    "worker/test_pipeline.py": WITHIN,
+    "worker/test_plan_bits.py": WITHIN,
+}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def root(node: ast.expr) -> str:
+    """The name that a chain of attributes, calls and indices begins with."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def private_members(text: str) -> Iterator[str]:
+    """The private members of pyps's objects and modules that a file reads, sets, imports or replaces."""
+    nodes = list(ast.walk(ast.parse(text)))
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    defined |= {node.attr for node in attributes if root(node) in ("self", "cls")}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and root(node) not in OWN and node.attr not in defined:
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pyps."):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"pyps(\.\w+)+", str(node.value)):
+            names = str(node.value).split(".")[2:]
+        else:
+            continue
+        yield from filter(private, names)
+
+
+def test_it_sees_them() -> None:
+    text = "store._x\na.b()[0]._y = 1\nfrom pyps.store.store import _z\nm.setattr('pyps.run.main._w', 0)"
+    assert sorted(private_members(text)) == ["_w", "_x", "_y", "_z"]
+    text = "torch._C\nself._x\none._x\nstore.__class__\nfrom pyps import Store"
+    assert not list(private_members(text))
+
+
+def test_through_public_members() -> None:
+    """But in the exceptions, where there are some: the list has no entry that is needed no more."""
+    found = {}
+    for path in TESTS.rglob("*.py"):
+        if path.parent.name != "quick_start" and (names := set(private_members(path.read_text("utf-8")))):
+            found[str(path.relative_to(TESTS))] = names
+    assert {file: names for file, names in found.items() if file not in EXCEPTIONS} == {}
+    assert set(EXCEPTIONS) <= set(found)
