@@ -118,8 +118,8 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
             optimizer.step()
             if balance is not None:
                 balance.step()
-                found = [measured for batch_of, measured in balance._times if batch_of == len(rows)]
-                off += [found[-1] / device.seconds() - 1] if found else []
+                batch_of, measured = balance.latest or (0, 0.0)
+                off += [measured / device.seconds() - 1] if batch_of == len(rows) else []
             seconds.append(time.perf_counter() - began)
             if len(seconds) == chosen.steps:
                 break

@@ -1,4 +1,4 @@
-"""Disturbed runs in virtual time: how near to the best split the rebalancers keep them.
+"""Disturbed runs in virtual time: how near to the best split the Balancer keeps them.
 
     python benchmarks/replay.py [--seeds 24] [--first-seed 0] [--hiccups 0.01] [--docs]
 
@@ -8,10 +8,11 @@ four fifths of the device's time more) or for every sample (1.1 to 2 times as lo
 1 or 3 %, and one step in a hundred takes three times as long. The oracle knows every cost exactly and
 changes the split at once.
 
-The store's RunRebalancer looks at every round. DDP's Rebalancer reports every 5 rounds, and its change holds
-from the third round after a report; a rank that is sure of a change lets all report a round later, on GPUs
-two, and what is decided then holds at once. Estimates and decisions are the same code; they were tuned with
-other seeds (--first-seed 1000) than those that the page shows.
+The Balancer is the product's own. Driven as a store's run drives it, it looks at every round. Driven as the
+ranks of DDP drive it, by the product's Cadence, it hears of each rank every 5 rounds, and a change holds from
+the third round after a report; a rank that is sure of a change lets all report a round later, on GPUs two,
+and what is decided then holds at once. It was tuned with other seeds (--first-seed 1000) than those that the
+page shows.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ import numpy as np
 from record import machine, table, write_section
 
 from pyps.solver import Cost, Line
-from pyps.solver.online.decide import Split, best_split, decide, gain_worth_a_change, round_seconds
-from pyps.solver.online.refit import OnlineCost, stretched
-from pyps.solver.online.window import CONFIRMED, quicker, settled, tells, undecided
+from pyps.solver.online.balancer import Balancer, Rules
+from pyps.solver.online.cadence import Cadence
+from pyps.solver.online.decide import Split, best_split, round_seconds
+from pyps.solver.online.device import Device, Reading
+from pyps.solver.online.members import Ranks
+from pyps.solver.online.refit import stretched
 
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
 GLOBAL_BATCH, ROTATES, ROUNDS = 512, 40, 360
@@ -41,26 +45,9 @@ WAITS = (1, 2, 3, 4)  # rounds: the store's, DDP's, DDP's on GPUs; one more wher
 IMBALANCE = 0.10  # the longest step over the mean, less 1
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """When a rebalancer looks, and what a change must save.
-
-    window: rounds between two looks, after which a change holds `lag` rounds later. ask: rounds from being
-    sure of a change to a look of its own, after which the next round has the new split.
-    """
-
-    name: str
-    window: int
-    lag: int
-    ask: int
-    deadband: float
-
-
-SCHEDULES = (
-    Schedule("store", 7, 0, 0, 0.05),
-    Schedule("ddp", 5, 2, 1, 0.03),
-    Schedule("ddp on GPUs", 5, 2, 2, 0.03),
-)
+STORE, DDP = Rules(), Rules(window=5, deadband=0.03, rests=False)
+DRIVERS = ("store", "ddp", "ddp on GPUs")
+ASKS = {"ddp": 1, "ddp on GPUs": 2}  # rounds from a rank's being sure of a change to all ranks' knowing it
 PROFILES: list[Cost] = [Line(0.010 * s, 0.0008 * s) for s in SPEEDS]
 
 
@@ -117,54 +104,97 @@ def slope(cost: Cost) -> float:
     return cost.seconds(200) - cost.seconds(199)
 
 
-def replay(schedule: Schedule, kind: str, noise: float, seed: int, hiccups: float) -> Run:
+class Driven:
+    """A Balancer at work. split: of the next round."""
+
+    def __init__(self, rules: Rules, split: Split) -> None:
+        self.split = split
+        self.devices = [Device(profile) for profile in PROFILES]
+        self.balancer = Balancer(self.devices, split, rules)
+        self.changes: list[int] = []
+
+    def trained(self, step: int, seconds: Sequence[float]) -> None:
+        """A round is over."""
+        for device, batch, own in zip(self.devices, self.split, seconds, strict=True):
+            device.hear(batch, own)
+
+
+class OfStore(Driven):
+    """As a launcher drives it that looks once a round."""
+
+    def trained(self, step: int, seconds: Sequence[float]) -> None:
+        super().trained(step, seconds)
+        change = self.balancer.look(Ranks({rank: rank for rank in range(4)}, self.split), step, step)
+        if change is not None:
+            self.balancer.adopt(change)
+            self.split, self.changes = change.after, [*self.changes, step]
+
+
+class OfDDP(Driven):
+    """As ranks drive it that train in lockstep, without loaders that draw ahead."""
+
+    def __init__(self, rules: Rules, split: Split, ask: int) -> None:
+        super().__init__(rules, split)
+        self._cadence, self._ask = Cadence(rules.window), ask
+        self._asked: set[int] = set()  # rounds in which all know that one asks
+        self._readings: list[Reading] = []
+        self._found: tuple[int, Split] | None = None  # decided: from which round on
+        self._coming: tuple[int, Split] | None = None  # read
+        self._step = self._reported = 0
+
+    def trained(self, step: int, seconds: Sequence[float]) -> None:
+        super().trained(step, seconds)
+        self._step = step
+        if any(device.tells(self.balancer.rules.window) for device in self.devices):
+            self._asked.add(step + self._ask)
+        if self._cadence.step(step in self._asked, self):
+            self._asked.discard(step + self._ask)
+        if self._coming is not None and self._coming[0] <= step + 1:
+            self.split, self._coming = self._coming[1], None
+
+    def report(self, number: int, asked: bool) -> None:
+        """As in Cadence."""
+        next_split = self._coming[1] if self._coming is not None else self.split
+        batches = zip(self.devices, self.split, next_split, strict=True)
+        window, self._reported = self.balancer.rules.window, self._step
+        self._readings = [device.read(window, asked, now, then) for device, now, then in batches]
+
+    def decide(self, number: int, lead: int) -> None:
+        """As in Cadence: it holds once all ranks have drawn `lead` rounds since their report."""
+        change, _ = self.balancer.decide_read(self._readings, self._step)
+        self._found = None
+        if change is not None:
+            self._found = self._reported + 1 + lead, change.after
+            self.balancer.adopt(change, [reading.estimate.level for reading in self._readings])
+            self.changes.append(self._step)
+
+    def read(self, number: int) -> bool:
+        """As in Cadence."""
+        found, self._found = self._found, None
+        self._coming = found or self._coming
+        return found is not None
+
+
+def driven(driver: str, split: Split) -> Driven:
+    """A Balancer with its driver."""
+    return OfStore(STORE, split) if driver == "store" else OfDDP(DDP, split, ASKS[driver])
+
+
+def replay(driver: str, kind: str, noise: float, seed: int, hiccups: float) -> Run:
     """One run with its rebalancer. hiccups: the share of steps that take longer for no reason."""
     luck, at, run = random.Random(1000 + seed), disturbed(seed, kind), Run()
-    learned = [OnlineCost(profile) for profile in PROFILES]
-    split = best_split(GLOBAL_BATCH, PROFILES, *FREE)
-    seen: list[list[float]] = [[] for _ in learned]
-    coming: tuple[int, Split] | None = None
-    corrected, since = False, 0  # rounds since a report
-    asking = set[int]()  # rounds in which a request arrives
+    one = driven(driver, best_split(GLOBAL_BATCH, PROFILES, *FREE))
     for step in range(ROUNDS):
         costs = at(step)
-        if coming is not None and coming[0] <= step:
-            split, coming, seen = coming[1], None, [[] for _ in learned]
-        run.note(split, costs)
-        for rank, cost in enumerate(costs):
+        run.note(one.split, costs)
+        seconds = []
+        for cost, batch in zip(costs, one.split, strict=True):
             hiccup = HICCUP if luck.random() < hiccups else 1.0
-            seen[rank].append(cost.seconds(split[rank]) * hiccup * luck.lognormvariate(0, noise))
-        if any(map(tells, seen, learned, split)):
-            asking.add(step + schedule.ask)
-        since, urgent = since + 1, step in asking
-        if coming is not None and urgent and since == 1:
-            coming = step + 1, coming[1]  # the decision that is under way, at once
-        full = since >= schedule.window and len(seen[0]) > schedule.window // 2
-        if coming is not None or not (urgent or full):
-            continue
-        moved = not schedule.lag and any(map(quicker, seen, learned, split))
-        confirmed = 1 if moved else CONFIRMED
-        for rank, (device, batch) in enumerate(zip(learned, split, strict=True)):
-            times, seen[rank] = seen[rank][-schedule.window :], []
-            if confirmed > 1 and undecided(times, device, batch):
-                times, seen[rank] = times[:-1], times[-1:]
-            if len(times) >= (CONFIRMED if urgent and schedule.lag else 1):
-                device.observe(batch, settled(times, device, batch, confirmed))
-        since = 0
-        unsure = [device.unsure for device in learned]
-        corrected = corrected and not any(unsure)
-        least = gain_worth_a_change(schedule.deadband, max(device.error for device in learned), corrected)
-        if schedule.lag and any(one.awaits(batch) for one, batch in zip(learned, split, strict=True)):
-            asking.discard(step + schedule.ask)
-            continue  # no rank moves again before the batch that it has now is timed
-        move = decide(split, [d.cost for d in learned], [1.0] * 4, *FREE, least, step, unsure=unsure)
-        run.slopes += [slope(one.cost) / slope(true) for one, true in zip(learned, costs, strict=True)]
-        if urgent:
-            asking.discard(step + schedule.ask)
-        if move is not None:
-            coming = step + 1 + (0 if urgent else schedule.lag), move.after
-            run.changes.append(step)
-            corrected = not any(unsure)
+            seconds.append(cost.seconds(batch) * hiccup * luck.lognormvariate(0, noise))
+        one.trained(step, seconds)
+        believed = [device.online.cost for device in one.devices]
+        run.slopes += [slope(found) / slope(true) for found, true in zip(believed, costs, strict=True)]
+    run.changes = one.changes
     return run
 
 
@@ -183,7 +213,7 @@ def waiting_alone(kind: str, rounds: int, seeds: Sequence[int]) -> float:
     return mean(over)
 
 
-def row(schedule: Schedule, kind: str, noise: float, runs: Sequence[Run]) -> tuple[list[str], list[str]]:
+def row(driver: str, kind: str, noise: float, runs: Sequence[Run]) -> tuple[list[str], list[str]]:
     """The figures of runs, and what was promised of them and is not kept."""
     late = [run.over[ROTATES:] for run in runs]
     over = float(np.mean(late))
@@ -192,7 +222,7 @@ def row(schedule: Schedule, kind: str, noise: float, runs: Sequence[Run]) -> tup
     apart = float(np.mean([np.mean(np.array(run.imbalance[ROTATES:]) > IMBALANCE) for run in runs]))
     replans = [count for run in runs for count in run.replans]
     cells = [
-        f"{schedule.name}, {kind}, {noise:.0%}",
+        f"{driver}, {kind}, {noise:.0%}",
         f"{over:.3f}",
         f"{low:.2f} to {high:.2f}",
         f"{outside:.2%}",
@@ -229,16 +259,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=24)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--hiccups", type=float, default=0.01, help="the share of steps that hiccup")
+    parser.add_argument("--drivers", nargs="+", choices=DRIVERS, default=DRIVERS)
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     heading = ["run, disturbance, noise", "over the oracle", "slope over true", "slopes off", "imbalanced"]
     rows, short = [[*heading, "re-plans", "over two, most"]], []
-    for schedule in SCHEDULES:
+    for driver in options.drivers:
         for kind in ("additive", "multiplicative"):
             for noise in (0.01, 0.03):
-                runs = [replay(schedule, kind, noise, seed, options.hiccups) for seed in seeds]
-                cells, missed = row(schedule, kind, noise, runs)
+                runs = [replay(driver, kind, noise, seed, options.hiccups) for seed in seeds]
+                cells, missed = row(driver, kind, noise, runs)
                 rows.append(cells)
                 short += missed
     text = (

@@ -747,7 +747,8 @@ typedef struct {
     uint64_t base_version;        /* push: 1 + the version computed on; 0: what was pulled last */
     const pyps_turn *turns;       /* schedule: [ranks] */
     double period_seconds;        /* schedule */
-    uint64_t sent; /* push: nanoseconds since its turn began, for which the gradient travelled */
+    uint64_t sent;             /* push: nanoseconds since its turn began, for which the gradient travelled */
+    uint64_t cost_nanoseconds; /* push: what the step cost its worker; 0: as compute_nanoseconds */
 } pyps_event;
 
 typedef struct {
@@ -782,6 +783,7 @@ PYPS_API uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint
 /* How far a pull of this slot's worker looks ahead, in global batches; 0: not at all. */
 PYPS_API double pyps_core_lookahead(const pyps_core *core, uint32_t slot);
 PYPS_API int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity);
+PYPS_API int pyps_core_costs(const pyps_core *core, pyps_rank_cost *out, uint32_t capacity);
 
 /* cffi: end */
 

@@ -17,14 +17,15 @@ from tuning import Budget
 
 from pyps.formats.records import StepRecord, read_run
 from pyps.run import RunOptions, run
-from pyps.run.rebalance import WINDOW_STEPS
+from pyps.solver.online.balancer import Rules
 
 WORKER = Path(__file__).resolve().parent / "straggler_worker.py"
 COSTS = [[0.02 * k, 0.005 * k] for k in (1.0, 1.4, 2.0, 2.9)]  # of clusters/four.toml
 GLOBAL_BATCH = 64
 LATE, ADDED = 1, 0.05  # which rank, and seconds
 QUICK_SCALE = 0.5  # of all times
-BEGINS, SEEN, WATCHED = 30, 3 * WINDOW_STEPS, 200  # rounds: before the slowdown, until the re-solve, after it
+WINDOW = Rules().window
+BEGINS, SEEN, WATCHED = 30, 3 * WINDOW, 200  # rounds: before the slowdown, until the re-solve, after it
 BALANCED = 0.1  # the longest step over the mean, less 1
 
 Rounds = dict[int, dict[int, StepRecord]]  # round -> rank -> record
@@ -36,8 +37,8 @@ def straggler(budget: Budget, out: Path) -> Findings:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_plan("four", folder / "plan.json")
-    begins, watched = (2 * WINDOW_STEPS, 10) if budget.quick else (BEGINS, SEEN + WATCHED)
-    samples = (begins + WINDOW_STEPS + watched) * GLOBAL_BATCH
+    begins, watched = (2 * WINDOW, 10) if budget.quick else (BEGINS, SEEN + WATCHED)
+    samples = (begins + WINDOW + watched) * GLOBAL_BATCH
     scale = QUICK_SCALE if budget.quick else 1.0
     costs = [[scale * seconds for seconds in cost] for cost in COSTS]
     slowdown = [json.dumps(costs), str(LATE), str(begins), str(scale * ADDED)]

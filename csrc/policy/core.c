@@ -95,7 +95,8 @@ static struct event event_in(const struct view *v, const pyps_event *e) {
                           .count = v->ranks,
                           .turns = e->turns,
                           .period_seconds = e->period_seconds,
-                          .sent = e->sent};
+                          .sent = e->sent,
+                          .cost_nanoseconds = e->cost_nanoseconds};
 }
 
 int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decision *out) {
@@ -150,5 +151,13 @@ int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity) {
     int rc = given(core);
     if (rc || (capacity && (rc = given(out)))) return rc;
     for (uint32_t r = 0; r < core->view->ranks && r < capacity; r++) out[r] = view_rank(core->view, r)->total;
+    return PYPS_OK;
+}
+
+int pyps_core_costs(const pyps_core *core, pyps_rank_cost *out, uint32_t capacity) {
+    int rc = given(core);
+    if (rc || (capacity && (rc = given(out)))) return rc;
+    for (uint32_t r = 0; r < core->view->ranks && r < capacity; r++)
+        out[r] = view_cost(view_rank(core->view, r));
     return PYPS_OK;
 }

@@ -284,6 +284,7 @@ enum verdict view_step(struct view *view, const struct event *event, struct outc
 /* view_ranks.c */
 void view_enter(struct view *view, struct member *member);            /* after it became active */
 void view_ranks_add(struct view *view, uint32_t ranks, uint64_t now); /* there are so many from now on */
+pyps_rank_cost view_cost(const struct rank *rank);
 void view_forget_cost(struct rank *rank);
 void view_find_all_joined(struct view *view);
 enum verdict view_step_replan(struct view *view, const struct event *event, struct outcome *out);

@@ -23,6 +23,12 @@ void view_ranks_add(struct view *v, uint32_t ranks, uint64_t now) {
     }
 }
 
+pyps_rank_cost view_cost(const struct rank *rank) {
+    pyps_rank_cost cost = rank->cost;
+    cost.sample_seconds = rank->sample_seconds;
+    return cost;
+}
+
 void view_forget_cost(struct rank *rank) { rank->cost.steps = 0, rank->cost.data_seconds = 0; }
 
 void view_find_all_joined(struct view *v) {

@@ -158,10 +158,8 @@ int pyps_get_costs(pyps_store *s, pyps_rank_cost *out, uint32_t capacity) {
     struct view *v;
     int rc = capacity ? given(out) : PYPS_OK;
     if (rc || (rc = copy_view(s, &v))) return rc;
-    for (uint32_t rank = 0; rank < v->ranks && rank < capacity; rank++) {
-        out[rank] = view_rank(v, rank)->cost;
-        out[rank].sample_seconds = view_rank(v, rank)->sample_seconds;
-    }
+    for (uint32_t rank = 0; rank < v->ranks && rank < capacity; rank++)
+        out[rank] = view_cost(view_rank(v, rank));
     free(v);
     return PYPS_OK;
 }

@@ -1,14 +1,21 @@
-"""`python -m pyps.formats plan` prints the JSON schema of a plan; so for the other formats."""
+"""`python -m pyps.formats` writes the JSON schemas that the package publishes, into this folder."""
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 
-from pyps.errors import InputError
-from pyps.formats import encode, schema
+from pyps.formats import schema, write_json
+
+FOLDER = Path(__file__).parent / "schemas"
+PUBLISHED = ("checkpoint", "cluster", "plan", "profile", "noise")
+
+
+def schema_file(name: str) -> Path:
+    """Where the schema of a format lies."""
+    return FOLDER / f"{name}.schema.json"
+
 
 if __name__ == "__main__":
-    try:
-        sys.stdout.write(encode(schema(*sys.argv[1:2] or [""])).decode())
-    except InputError as error:
-        sys.exit(f"pyps.formats: {error}")
+    FOLDER.mkdir(exist_ok=True)
+    for name in PUBLISHED:
+        write_json(schema_file(name), schema(name))

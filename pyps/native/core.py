@@ -10,8 +10,8 @@ from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument
 from pyps.formats.turns import TurnSchedule
 from pyps.native import check, fill_policy_params, turn_array, u32_array, unsigned
-from pyps.native.status import RankCounters
-from pyps.native.values import Config, Decision, EventKind
+from pyps.native.status import RankCounters, rank_cost
+from pyps.native.values import Config, Decision, EventKind, RankCost
 
 
 class Core:
@@ -60,16 +60,17 @@ class Core:
         base_version: int = 0,
         waited: int = 0,
         sent: int = 0,
+        cost_nanoseconds: int = 0,
     ) -> Decision:
         """A push, the most frequent of the steps that have values.
 
         staging, samples, norm: as in a PushRequest. compute_nanoseconds: that the gradient took.
         base_version: 1 + the version computed on; 0: what was pulled last. waited: nanoseconds, for its turn.
-        sent: nanoseconds since its turn began.
+        sent: nanoseconds since its turn began. cost_nanoseconds: what the step cost; 0: as it took.
         """
         e = self._event
         e.staging, e.samples, e.base_version = staging, samples, base_version
-        e.waited, e.sent = waited, sent
+        e.waited, e.sent, e.cost_nanoseconds = waited, sent, cost_nanoseconds
         e.compute_nanoseconds, e.grad_norm_squared = compute_nanoseconds, norm
         return self.step(EventKind.PUSH, slot, now)
 
@@ -78,6 +79,7 @@ class Core:
         return self.step(EventKind.PULL, slot, now)
 
     def replan(self, now: int, batches: Sequence[int]) -> Decision:
+        """Another batch for each rank; one of 0 lets it rest."""
         keep = u32_array("replan", "batches", batches)
         decision = self.step(EventKind.REPLAN, 0, now, batches=keep)
         self._event.batches = ffi.NULL
@@ -110,3 +112,9 @@ class Core:
         check("ranks", lib.pyps_core_ranks(self._core, c, self._ranks))
         names = [field.name for field in fields(RankCounters)]
         return [RankCounters(*(getattr(c[k], name) for name in names)) for k in range(self._ranks)]
+
+    def costs(self) -> list[RankCost]:
+        """What each rank's steps cost, as a store shows it."""
+        c = ffi.new("pyps_rank_cost[]", self._ranks)
+        check("costs", lib.pyps_core_costs(self._core, c, self._ranks))
+        return [rank_cost(c[k]) for k in range(self._ranks)]

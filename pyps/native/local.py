@@ -37,7 +37,7 @@ from pyps.native import (
 from pyps.native.create import create
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState, StoreState, read_state
-from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind
+from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind, rank_cost
 from pyps.native.transfer import Finish, Transferred, TransferRequest, spans_of
 from pyps.native.values import (
     Advice,
@@ -342,7 +342,7 @@ class LocalBackend:
         ranks = self.status().ranks
         c = ffi.new("pyps_rank_cost[]", ranks)
         check("costs", lib.pyps_get_costs(self.pointer, c, ranks))
-        return [_rank_cost(c[k]) for k in range(ranks)]
+        return [rank_cost(c[k]) for k in range(ranks)]
 
     def hyper(self) -> list[Hyper | None]:
         c = ffi.new("pyps_hyper[]", self.layout.groups)
@@ -385,20 +385,6 @@ def _member(c: Any) -> Member:
     rank = c.rank if c.rank >= 0 else None
     enums = {"state": MemberState(c.state), "role": Role(c.role), "waits_for": WaitKind(c.waits_for)}
     return Member(**{**struct_values(Member, c), **enums, "rank": rank, "staged": bool(c.staged)})
-
-
-def _rank_cost(c: Any) -> RankCost:
-    kept = len(c.seconds)
-    steps = range(max(0, c.steps - kept), c.steps)
-    model = CostModel(**struct_values(CostModel, c.model))
-    known = any((model.fixed_seconds, model.sample_seconds, model.least_seconds))
-    return RankCost(
-        c.steps,
-        tuple(c.seconds[step % kept] for step in steps),
-        c.data_seconds,
-        c.sample_seconds,
-        model if known else None,
-    )
 
 
 @ffi.def_extern(error=1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
-from pyps.native.values import Role
+from pyps.native import struct_values
+from pyps.native.values import CostModel, RankCost, Role
 
 
 class MemberState(IntEnum):
@@ -94,3 +96,18 @@ class Status:
     turn_rank: int = -1
     scheduled: bool = False
     ranks: int = 0
+
+
+def rank_cost(c: Any) -> RankCost:
+    """What a rank's steps cost, of a pyps_rank_cost."""
+    kept = len(c.seconds)
+    steps = range(max(0, c.steps - kept), c.steps)
+    model = CostModel(**struct_values(CostModel, c.model))
+    known = any((model.fixed_seconds, model.sample_seconds, model.least_seconds))
+    return RankCost(
+        c.steps,
+        tuple(c.seconds[step % kept] for step in steps),
+        c.data_seconds,
+        c.sample_seconds,
+        model if known else None,
+    )

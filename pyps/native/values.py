@@ -192,6 +192,11 @@ class PolicyNeeds:
     starts_at_once: bool
     collects_pushes: bool
 
+    @property
+    def lets_ranks_rest(self) -> bool:
+        """Whether a step waits for all ranks that have samples, by a split that re-plans change."""
+        return self.waits_for_rounds and not self.resizes_batches
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:

@@ -26,7 +26,7 @@ from pyps.errors import (
     StoreError,
     TimedOut,
 )
-from pyps.formats.options import MAX_DEPTH
+from pyps.formats.mode import MAX_DEPTH
 from pyps.formats.turns import TurnSchedule
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, elements

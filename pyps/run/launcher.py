@@ -37,10 +37,9 @@ from pyps.report.activity import StoreActivity, look
 from pyps.report.report import StoreTotals
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.guard import Guard
-from pyps.run.membership import present_ranks
 from pyps.run.process import RankProcess, WorkerProcess, end_processes
 from pyps.run.ranks import RankSpec
-from pyps.run.rebalance import RunRebalancer
+from pyps.run.rebalance import RunRebalancer, present_ranks
 from pyps.run.restarts import Restarts
 from pyps.run.spec import RunSpec
 from pyps.run.store import RunStore

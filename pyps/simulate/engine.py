@@ -83,9 +83,9 @@ class Engine:
             for k, w in enumerate(scenario.workers)
         ]
         self._kinds, networks = _networks(scenario)
-        self._depths = tuple(depths) or (1,) * len(self.workers)
+        self.depths = tuple(depths) or (1,) * len(self.workers)
         self._staging_count = config.staging_buffers
-        self.clock = Clock(max(self._depths) * len(self.workers), networks)
+        self.clock = Clock(max(self.depths) * len(self.workers), networks)
         self.version = self.rounds = self.trained = 0
         self.finished_at = 1
         self._fenced_since = 0  # workers, since then
@@ -94,6 +94,8 @@ class Engine:
         self._wake_epoch = self._next_deadline = self._tick_at = 0
         self._staging_buffers = [0] * len(self.workers)  # bit k: staging buffer k waits in the open round
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
+        self._computed: list[list[int]] = [[] for _ in self.workers]  # nanoseconds of steps to be pushed
+        self.ending = False  # a worker has found no samples
         self._own: dict[int, Vector] = {}  # each worker's gradient that was applied last
         # What each worker pulled last between two pushes, and the samples of the local steps before.
         self._merged: dict[int, tuple[Pulled, int]] = {}
@@ -126,7 +128,7 @@ class Engine:
     # One worker.
 
     def _process(self, k: int) -> Process:
-        depth = self._depths[k]
+        depth = self.depths[k]
         return PipelinedWorker(self, k, depth).process() if depth > 1 else self._serial_process(k)
 
     def _serial_process(self, k: int) -> Process:
@@ -175,6 +177,16 @@ class Engine:
         self._note(self.core.step(EventKind.LEAVE, k, self.clock.now, state=int(MemberState.LEFT)))
         self._left -= 1
         self._present.discard(k)
+        self.ending = True
+
+    def replan(self, batches: Sequence[int]) -> None:
+        """Another split, by rank, from each worker's next claim on."""
+        self._note(self.core.replan(self.clock.now, batches))
+
+    @property
+    def present(self) -> frozenset[int]:
+        """The ranks that have a worker."""
+        return frozenset(self._present)
 
     def rejoin(self, k: int) -> None:
         self._forget(k)
@@ -192,6 +204,7 @@ class Engine:
         """A worker begins anew: what it computed and did not push is gone."""
         self._own.pop(k, None)
         self._merged.pop(k, None)
+        self._computed[k].clear()
         self.model.forget(k)
 
     def rejected(self, k: int) -> None:
@@ -268,7 +281,7 @@ class Engine:
 
         merge: between two micro-batches; gets the samples before the last one, after it, and of the step.
         """
-        began, device, done = self.clock.now, self.devices[k], 0
+        began, device, done, cost = self.clock.now, self.devices[k], 0, 0
         limit = self.workers[k].micro_batch or count
         while done < count:
             part = even_steps(count - done, limit) if self.scenario.local else next_part(count - done, limit)
@@ -279,8 +292,9 @@ class Engine:
                     done = 0
                 if d.advice != Advice.CONTINUE:
                     break
-            yield self.clock.now + _ns(device.seconds(part, self.clock.now * 1e-9))
-            done += part
+            seconds = _ns(device.seconds(part, self.clock.now * 1e-9))
+            yield self.clock.now + seconds
+            done, cost = done + part, cost + seconds
             if merge is not None and done < count:
                 stopped = self.clock.now
                 yield from merge(done - part, done, count)
@@ -288,6 +302,8 @@ class Engine:
                     self.metrics.add(k, COMPUTE, began, stopped, self.version)
                     began = self.clock.now
         self.metrics.add(k, COMPUTE, began, self.clock.now, self.version)
+        if done:
+            self._computed[k].append(cost)
         return done
 
     def push(
@@ -309,7 +325,7 @@ class Engine:
         travelled: the gradient is at the store already.
         """
         clock, began = self.clock, self.clock.now
-        compute_nanoseconds = clock.now - claimed
+        compute_nanoseconds, cost = clock.now - claimed, self._computed[k].pop(0) if self._computed[k] else 0
         norm = float(gradient[0] @ gradient[0]) if gradient else 0.0
         while self.needs.uses_turns:
             d = self.core.step(EventKind.GATE, k, clock.now)
@@ -332,7 +348,7 @@ class Engine:
             self._staged[k, staging] = (gradient[0], base) if gradient else None
             self._staging_buffers[k] |= 1 << staging
             try:
-                more = compute_nanoseconds, norm, base_version, waited, clock.now - opened
+                more = compute_nanoseconds, norm, base_version, waited, clock.now - opened, cost
                 d = self.core.push(k, clock.now, staging, done, *more)
             except PypsError:
                 self._release(k, staging)
@@ -454,7 +470,7 @@ class Engine:
         k, now = fault.rank, self.clock.now
         if k not in self._present:
             return
-        processes = range(k, self._depths[k] * len(self.workers), len(self.workers))
+        processes = range(k, self.depths[k] * len(self.workers), len(self.workers))
         if fault.kind == "stop":
             for process in processes:
                 self.clock.stopped_until[process] = now + _ns(fault.seconds)

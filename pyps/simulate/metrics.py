@@ -72,8 +72,26 @@ class RankResult:
 
 
 @dataclass(frozen=True)
+class Replan:
+    """A change of the split at time `at` (seconds), with its reasons.
+
+    expected_seconds: of a round before and after it, by what the Balancer knew. iteration_seconds: for one
+    global batch, from the change before it until this one, and from this one until the next.
+    """
+
+    at: float
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    reasons: tuple[str, ...]
+    expected_seconds: tuple[float, float]
+    iteration_seconds: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Result:
-    """One policy in one scenario. `iteration_seconds`: mean time for one global batch of samples."""
+    """One policy in one scenario. `iteration_seconds`: mean time for one global batch of samples. `replans`:
+    the changes of the split; None: the run was not rebalanced.
+    """
 
     policy: str
     seed: int
@@ -94,6 +112,7 @@ class Result:
     events: int
     timeline: tuple[Slice, ...]
     pushed_at: tuple[tuple[int, float], ...]
+    replans: tuple[Replan, ...] | None = None
 
     @property
     def idle_share(self) -> float:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable
 
 from pyps.errors import InputError
-from pyps.formats.options import MAX_DEPTH
+from pyps.formats.mode import MAX_DEPTH
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.engine import Engine
 from pyps.simulate.local_steps import LocalOptimizer
-from pyps.simulate.metrics import Metrics, Result, rank_results
+from pyps.simulate.metrics import Metrics, Replan, Result, rank_results
 from pyps.simulate.problem import Model, Objective
+from pyps.simulate.rebalance import Rebalancing
 from pyps.simulate.scenario import Scenario
 from pyps.store.policies import Policy, check_pipeline, policy_named
 
@@ -33,6 +34,7 @@ def simulate(
     pipeline: bool | int = False,
     measure_every: int = 0,
     local: LocalOptimizer | None = None,
+    rebalance: bool = False,
 ) -> Result:
     """Train in virtual time. The same arguments give the same result to the bit.
 
@@ -44,7 +46,8 @@ def simulate(
     steps under way; True: as the scenario says of each worker, or 2. measure_every: samples between
     two measurements of the loss; 0: a global batch, or more so that there are at most about 200. local: the
     workers' own optimizer, in a scenario of local steps; `lr` and `optimizer` are then the store's, for the
-    difference that local steps make.
+    difference that local steps make. rebalance: move samples between workers as `pyps run --rebalance` does;
+    the result's `replans` tell what that changed.
 
     Raises InputError, and Deadlock where the workers would wait for ever.
     """
@@ -69,8 +72,9 @@ def simulate(
     if objective is not None:
         every = max(1, iterations // CURVE_POINTS) * scenario.global_batch
         engine.measure(measure_every or every, target_loss)
+    balancing = Rebalancing(engine) if rebalance else None
     engine.work(seconds)
-    return _result(engine, chosen, seed)
+    return _result(engine, chosen, seed, balancing.replans() if balancing is not None else None)
 
 
 def _depths(scenario: Scenario, pipeline: bool | int) -> list[int]:
@@ -87,7 +91,7 @@ def compare(scenario: Scenario, policies: Iterable[Policy | str], **arguments: o
     return [simulate(scenario, policy, **arguments) for policy in policies]  # type: ignore[arg-type]
 
 
-def _result(engine: Engine, policy: Policy, seed: int) -> Result:
+def _result(engine: Engine, policy: Policy, seed: int, replans: tuple[Replan, ...] | None) -> Result:
     metrics, scenario = engine.metrics, engine.scenario
     counters = engine.core.ranks()
     samples = sum(c.samples for c in counters)
@@ -112,4 +116,5 @@ def _result(engine: Engine, policy: Policy, seed: int) -> Result:
         events=metrics.events,
         timeline=tuple(metrics.timeline),
         pushed_at=tuple(metrics.pushed_at),
+        replans=replans,
     )

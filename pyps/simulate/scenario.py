@@ -15,6 +15,7 @@ from pyps.formats import (
     FaultSpec,
     Jitter,
     Plan,
+    PlanWorker,
     Profile,
     Shared,
     WorkerGroup,
@@ -44,7 +45,8 @@ class SimWorker:
     once; 0: no limit. `max_samples`: the samples that fit in its memory; 0: no limit. `recorded`: seconds of
     its first steps in a real run, whatever their size; `cost` and jitter give the later ones. `up_share`,
     `down_share`: of the scenario's bytes, in this worker's codecs. `depth`: steps under way in a pipeline; 0:
-    2.
+    2. `planned`: its line of the plan, with what is known of its device and the bounds of its batch, for
+    rebalancing; None: its cost is known, and `max_samples` is its only bound.
     """
 
     name: str
@@ -61,6 +63,7 @@ class SimWorker:
     up_share: float = 1.0
     down_share: float = 1.0
     depth: int = 0
+    planned: PlanWorker | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     local = plan.run is not None and plan.run.local_steps is not None
     micro = {w.name: w.max_batch or 0 if local else 0 if even else w.micro_batch for w in plan.workers}
     used = [name for name in names if batches[name] > 0]
+    planned = {w.name: w for w in plan.workers}
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
     simulation = cluster.simulation
     shares = {names[mode.rank]: _byte_shares(mode) for mode in plan.run.workers} if plan.run else {}
@@ -162,6 +166,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
             up_share=shares[name][0] if shares else 1.0,
             down_share=shares[name][1] if shares else 1.0,
             depth=depths.get(name, 2),
+            planned=planned[name] if planned[name].batch else None,
         )
         for name in used
     )

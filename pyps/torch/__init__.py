@@ -9,12 +9,13 @@ from pyps.solver.online.decide import SplitChange
 from pyps.torch.adaptive import AdaptiveBatch
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.checkpoint import load, save
+from pyps.torch.decisions import RankState
 from pyps.torch.hook import weighted_hook
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.metrics import to_sink
 from pyps.torch.noise import GradientNoise
 from pyps.torch.norm import UnevenSyncBatchNorm
-from pyps.torch.rebalance import RankState, Rebalancer
+from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.scale import loss_scale
 from pyps.torch.stream import UnevenIterableDataset

@@ -20,27 +20,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from pyps.errors import InputError
 from pyps.formats.learnt import learnt
-from pyps.solver.costs import Cost, Line, Table
 
 DEADLINE_SECONDS = 300.0
 WARN_SECONDS = 10.0
 Message = TypeVar("Message", bound=msgspec.Struct)
-
-
-class CostMessage(msgspec.Struct, frozen=True):
-    """A cost as a message: the three numbers of a line, or the points of a table."""
-
-    line: tuple[float, float, float] | None = None
-    table: list[tuple[int, float]] | None = None
-
-    @staticmethod
-    def of(cost: Cost) -> CostMessage:
-        if isinstance(cost, Table):
-            return CostMessage(table=list(cost.points))
-        return CostMessage(line=(cost.fixed_seconds, cost.per_sample_seconds, cost.floor_seconds))
-
-    def cost(self) -> Cost:
-        return Line(*self.line) if self.line else Table(tuple(self.table or ()))
 
 
 class _Refusal(msgspec.Struct, frozen=True):

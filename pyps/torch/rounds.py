@@ -114,3 +114,24 @@ class Rounds(ABC):
     @abstractmethod
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of `epoch` on."""
+
+
+class TrainedRounds:
+    """The rounds of a sampler's pass that were trained, counted after each. trained: so many of this pass."""
+
+    def __init__(self, sampler: Rounds) -> None:
+        self._sampler = sampler
+        self.passes = self.trained = 0
+        self._before_pass = 0
+
+    def skip(self, rounds: int) -> None:
+        """The next pass begins with that many rounds that are read but not trained."""
+        self._before_pass = rounds
+
+    def count(self) -> tuple[int, int] | None:
+        """One more was trained: its samples, and this rank's; None if it is not known any more."""
+        if self._sampler.passes != self.passes:
+            self.passes, self.trained, self._before_pass = self._sampler.passes, self._before_pass, 0
+        self.trained += 1
+        self._sampler.trained = self.trained
+        return self._sampler.round_samples(self.trained - 1)

@@ -32,7 +32,7 @@ class SplitChange:
     """A change of the split, decided at `step`, with its reasons.
 
     The seconds are those of a round, predicted by the ranks' costs. start: (epoch, round) from which the
-    change holds, in runs that count rounds.
+    change holds, in runs that count rounds. probed: the rank that is tried, or whose trial ends; None: none.
     """
 
     step: int
@@ -42,6 +42,7 @@ class SplitChange:
     seconds_after: float
     reasons: tuple[str, ...]
     start: tuple[int, int] | None = None
+    probed: int | None = None
 
     def __str__(self) -> str:
         return "; ".join(self.reasons)

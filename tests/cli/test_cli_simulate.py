@@ -212,3 +212,20 @@ def test_a_pipeline_leaves_out_policies_that_refuse_it(cluster: Path) -> None:
     done = CliRunner().invoke(app, [str(cluster), "--iterations", "5", "--pipeline", "--json"])
     named = [r["policy"] for r in json.loads(done.stdout)]
     assert named == [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline]
+
+
+def test_rebalancing_shows_each_change_and_what_it_gained(cluster: Path) -> None:
+    slowed = '[[simulation.fault]]\nworker = "fast-0"\nat = 2.0\nkind = "slow"\nfactor = 2.0\n'
+    cluster.write_text(CLUSTER + slowed)
+    options = (cluster, "--policies", "bsp", "--iterations", 200, "--rebalance")
+    said = ask(*options)
+    assert "bsp, rebalanced" in said
+    assert "of the split" in said
+    assert "rank 0 slowed by 2.0x" in said
+    alone, rebalanced = json.loads(ask(*options, "--json"))
+    assert alone["replans"] is None
+    first = rebalanced["replans"][0]
+    assert first["at"] > 2.0
+    assert first["after"][0] < first["before"][0]
+    assert sum(first["after"]) == 96
+    assert rebalanced["seconds"] < alone["seconds"]

@@ -37,7 +37,7 @@ class Script:
     def emulate(self) -> None:
         balance = self.accelerator.run.balance
         assert balance is not None
-        balance._timer = checks.EmulatedTimer(self.accelerator.process_index)  # type: ignore[assignment]
+        balance.timer = checks.EmulatedTimer(self.accelerator.process_index)  # type: ignore[assignment]
 
     def epoch(self, epoch: int, folder: str, skipped: int = 0) -> None:
         accelerator, loader = self.accelerator, self.loader

@@ -38,7 +38,7 @@ def trained(
     hook = weighted_hook(model, sampler)
     cost = costs[dist.get_rank(group)]
     noise, balance = GradientNoise(hook, 0.9), Rebalancer(sampler, hook, profile_of(cost))
-    balance._timer = EmulatedTimer(cost)  # type: ignore[assignment]
+    balance.timer = EmulatedTimer(cost)  # type: ignore[assignment]
     adaptive = AdaptiveBatch(sampler, noise, balance, optimizer, **options)
     state: dict[str, Any] = {"hook": hook, "noise": noise, "balance": balance, "adaptive": adaptive}
     if loads and folder is not None:

@@ -129,7 +129,7 @@ def idle(group: dist.ProcessGroup) -> list[str]:
     """The warnings of a run whose epochs are too short for a change of the split."""
     training = Training(group, samples=10)  # two rounds an epoch
     balance = Rebalancer(training.sampler, training.hook, window=5)
-    balance._timer = EmulatedTimer(Line(0.01, 0.001))  # type: ignore[assignment]
+    balance.timer = EmulatedTimer(Line(0.01, 0.001))  # type: ignore[assignment]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for epoch in range(20):

@@ -286,7 +286,7 @@ def balanced(
     )
     model = sharded(net(), mesh_of(group, 1))
     balance = Rebalancer(sampler, weighted_hook(model, sampler), profile, max_batch=cap)
-    timer = balance._timer = EmulatedTimer(cost)  # type: ignore[assignment]
+    timer = balance.timer = EmulatedTimer(cost)  # type: ignore[assignment]
     seen, seconds = [], []
     for step, rows in enumerate(sampler):
         timer.cost = pace(speeds[rank], rank == 0 and step >= slows_at)

@@ -54,8 +54,8 @@ class Emulated(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         balance = trainer.strategy.run.balance
-        if not isinstance(balance._timer, checks.EmulatedTimer):
-            balance._timer = checks.EmulatedTimer(trainer.global_rank)
+        if not isinstance(balance.timer, checks.EmulatedTimer):
+            balance.timer = checks.EmulatedTimer(trainer.global_rank)
 
 
 def where() -> dict[str, Any]:
@@ -104,7 +104,7 @@ def train_with_fabric(plan: list[int], epochs: int, save_at: int = 0, resume: bo
         strategy.run.load_state_dict(state["run"])
         first, done = state["epoch"], state["rounds"]
         strategy.run.skip(done)
-    strategy.run.balance._timer = checks.EmulatedTimer(fabric.global_rank)
+    strategy.run.balance.timer = checks.EmulatedTimer(fabric.global_rank)
     for epoch in range(first, epochs):
         for number, (inputs, targets, samples) in enumerate(loader, 1):
             last = number % PARTS == 0

@@ -34,6 +34,11 @@ POLICIES: list[Policy] = [
 orders = st.lists(st.integers(0, 3), min_size=30, max_size=250)
 
 
+def cost_nanoseconds(k: int, samples: int) -> int:
+    """What a worker says that a step cost it."""
+    return 1_000_000 * (k + 1) * samples
+
+
 class Drive:
     """Workers that take their steps in whatever order they are called, and what came of it."""
 
@@ -94,9 +99,10 @@ class Drive:
         staging = 1 if 0 in self.staging_buffers[k] else 0
         before, waited = self.version, self.now - self.asked.setdefault(k, self.now)
         try:
-            d = self.core.push(k, self.now, staging, chosen, compute_nanoseconds, norm, 0, waited)
+            more = compute_nanoseconds, norm, 0, waited, 0, cost_nanoseconds(k, chosen)
+            d = self.core.push(k, self.now, staging, chosen, *more)
             while d.verdict == WAIT and 0 < d.at <= self.now:
-                d = self.core.push(k, self.now, staging, chosen, compute_nanoseconds, norm, 0, waited)
+                d = self.core.push(k, self.now, staging, chosen, *more)
         except PushRejected:
             del self.claims[k], self.asked[k]
             self.see()

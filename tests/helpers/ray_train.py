@@ -5,7 +5,6 @@ A process takes its first steps slowly, so that it can be killed among them, and
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -38,7 +37,7 @@ def train_wide() -> None:
 
 
 def pace(step: int) -> None:
-    go = Path(json.loads(os.environ["PYPS_RUN"])["run_dir"]) / "go"
+    go = Path(os.environ["PYPS_RUN_DIR"]) / "go"
     if step < SLOW_STEPS and not go.exists():
         time.sleep(SLOW_SECONDS)
     while step >= SLOW_STEPS and not go.exists():

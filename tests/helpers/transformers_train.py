@@ -64,9 +64,9 @@ class Observed(UnevenTrainer):
         self.checks.saw(inputs["samples"])
         found = super().training_step(model, inputs, num_items_in_batch)
         if self.run.balance is not None:
-            timer = self.run.balance._timer
+            timer = self.run.balance.timer
             if not isinstance(timer, checks.EmulatedTimer):
-                self.run.balance._timer = checks.EmulatedTimer(self.args.process_index)  # type: ignore[assignment]
+                self.run.balance.timer = checks.EmulatedTimer(self.args.process_index)  # type: ignore[assignment]
         return found
 
 

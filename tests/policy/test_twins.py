@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from policy_drive import COMMITTED, REFUSED, WAIT, Drive, orders
+from hypothesis import strategies as st
+from policy_drive import COMMITTED, REFUSED, WAIT, Drive, cost_nanoseconds, orders
 
 from pyps.errors import Ended, PushRejected, TimedOut
 from pyps.native.values import Hyper, PushResult
@@ -88,11 +89,23 @@ class Twins:
     def push(self, k: int, staging: StagingBuffer, samples: int) -> PushResult | None:
         """None: it has to wait."""
         try:
-            return self.stores[k].push(
-                staging, samples, Hyper(lr=0.1), timeout=0.0, base_params=self.flats[k]
-            )
+            cost = cost_nanoseconds(k, samples) * 1e-9
+            more = {"timeout": 0.0, "base_params": self.flats[k], "cost_seconds": cost}
+            return self.stores[k].push(staging, samples, Hyper(lr=0.1), **more)
         except TimedOut:
             return None
+
+    def replan(self, batches: list[int]) -> None:
+        """In both, as a Balancer's change is made in a run and in a simulation."""
+        self.drive.core.replan(self.drive.now, batches)
+        self.drive.see()
+        self.stores[0].replan(batches)
+
+    def costs(self) -> None:
+        """What both show of the ranks' steps, which is all that a Balancer learns of them."""
+        found = [(cost.steps, cost.seconds) for cost in self.stores[0].costs()]
+        expected = [(cost.steps, pytest.approx(cost.seconds)) for cost in self.drive.core.costs()]
+        assert found == expected
 
     def push_both(self, k: int) -> None:
         drive, samples = self.drive, self.drive.claims[k][1]
@@ -133,6 +146,23 @@ def test_stores_decide_as_the_core_does(shm: Path, policy: Policy) -> None:
                 twins.turn(k)
             status = twins.stores[0].status()
             assert (status.version, status.round) == (twins.drive.version, twins.drive.round)
+            assert twins.stores[0].ranks() == twins.drive.core.ranks()
+
+    agree()
+
+
+@pytest.mark.parametrize("policy", [BSP(), Backup(k=1), ASP(), SSP(bound=1)], ids=str)
+def test_they_re_plan_alike_and_show_the_same_costs(shm: Path, policy: Policy) -> None:
+    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(order=orders, splits=st.lists(st.permutations([0, 4, 6, 7]), min_size=1, max_size=3))
+    def agree(order: list[int], splits: list[list[int]]) -> None:
+        with ExitStack() as stack:
+            twins = Twins(policy, "twins", stack)
+            for step, k in enumerate(order):
+                if step % 8 == 7 and splits:
+                    twins.replan(splits.pop())
+                twins.turn(k)
+                twins.costs()
             assert twins.stores[0].ranks() == twins.drive.core.ranks()
 
     agree()

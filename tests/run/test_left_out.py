@@ -8,7 +8,7 @@ from run_tools import make_plan
 from virtual_rounds import VirtualRounds
 
 from pyps.formats import Fit, Plan
-from pyps.run.rebalance import PROBE_ROUNDS
+from pyps.solver.online.balancer import PROBE_ROUNDS
 from pyps.store.policies import ASP, BSP, SSP, Backup, Policy
 
 B = 60

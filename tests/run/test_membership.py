@@ -17,15 +17,15 @@ from pyps.formats.records import read_run
 from pyps.native.status import MemberState
 from pyps.native.values import CostModel
 from pyps.run import RunOptions, run
-from pyps.run.membership import share_out
 from pyps.solver.costs import Line
+from pyps.solver.online.members import share_out
 from pyps.store.policies import ASP, BSP, HPS, R2SP, Backup, Policy
 
 SCRIPT = """
-import json, os, signal, time
+import os, signal, time
 from pathlib import Path
 import torch, pyps
-run_dir = Path(json.loads(os.environ["PYPS_RUN"])["run_dir"])
+run_dir = Path(os.environ["PYPS_RUN_DIR"])
 def wait_for(name):  # events order the run, not its speed
     end = time.monotonic() + 60
     while not (run_dir / name).exists() and time.monotonic() < end:

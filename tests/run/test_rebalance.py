@@ -16,7 +16,7 @@ from pyps.formats import EvenSplit, Fit, HpsEstimate, Plan, PlanWorker, write_js
 from pyps.formats.records import RecordWriter, RunReader, StepRecord, read_run, record_path
 from pyps.native.values import Claim
 from pyps.run import RunOptions, run
-from pyps.run.rebalance import WINDOW_STEPS
+from pyps.solver.online.balancer import Rules
 from pyps.solver.online.decide import Split, best_split, round_seconds
 from pyps.solver.ranks import cost_of
 from pyps.worker.step import Step
@@ -26,6 +26,7 @@ Costs = tuple[tuple[float, float], ...]
 COSTS = ((0.004, 0.0010), (0.004, 0.0014), (0.004, 0.0029))  # fixed and per-sample seconds
 GLOBAL_BATCH = 60
 LARGE_COSTS = ((0.02, 0.005), (0.02, 0.007), (0.02, 0.0145))  # steps of 0.16 s: 50 ms are a third of one
+WINDOW = Rules().window
 BALANCED = 0.1  # the longest step over the mean, less 1
 
 
@@ -164,7 +165,7 @@ def test_fifty_milliseconds_more_cost_one_change(tmp_path: Path, noise: float, s
     assert run.steps(30) == 0
     run.added[late] = 0.05
     assert run.imbalance() > BALANCED
-    assert any(run.steps(1) for _ in range(2 * WINDOW_STEPS))
+    assert any(run.steps(1) for _ in range(2 * WINDOW))
     assert run.imbalance() < BALANCED, "one change is enough"
     assert run.steps(200) <= 1, "it oscillates"
     assert run.imbalance() < BALANCED
@@ -182,7 +183,7 @@ def test_a_load_that_moves_to_another_rank_is_followed_at_once(tmp_path: Path) -
     assert run.imbalance() < BALANCED
 
 
-@pytest.mark.parametrize("early", range(WINDOW_STEPS))
+@pytest.mark.parametrize("early", range(WINDOW))
 def test_two_slow_rounds_count_wherever_a_window_ends(tmp_path: Path, early: int) -> None:
     run = Run(a_plan())
     assert run.steps(20 + early) == 0
@@ -191,7 +192,7 @@ def test_two_slow_rounds_count_wherever_a_window_ends(tmp_path: Path, early: int
     assert run.steps(1) == 1
 
 
-@pytest.mark.parametrize("early", range(WINDOW_STEPS))
+@pytest.mark.parametrize("early", range(WINDOW))
 def test_one_slow_round_moves_nothing(tmp_path: Path, early: int) -> None:
     run = Run(a_plan(), 0.01)
     assert run.steps(20 + early) == 0

@@ -1,8 +1,8 @@
 """The ranks of a run at present: which are there, which are away, and which wait for samples.
 
-A rank takes part while it has samples planned. One without rests: its worker waits in the store. A rank that
-is away has none, so that a step never has more than the global batch when it comes back; the re-plan that
-follows gives it samples again. Ranks that the plan does not have rest from the start.
+A rank takes part while it has samples planned. One without rests: its worker waits. A rank that is away has
+none, so that a step never has more than the global batch when it comes back; the re-plan that follows gives
+it samples again. Ranks that the plan does not have rest from the start.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pyps.errors import Infeasible
-from pyps.native.status import MemberState
-from pyps.native.values import Role
-from pyps.report.activity import StoreActivity
 from pyps.solver.costs import Cost
 from pyps.solver.online.decide import Split, best_split
-
-HERE = (MemberState.ACTIVE, MemberState.FENCED)  # a fenced worker comes back by itself
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who is there: the id of each rank's worker, and the split in force."""
+    """The id of each present rank's worker, and the split in force."""
 
     workers: dict[int, int]
     split: Split
@@ -41,16 +36,6 @@ class Ranks:
     def resting(self) -> frozenset[int]:
         """Ranks with a worker and without samples."""
         return frozenset(rank for rank in self.workers if not self.split[rank])
-
-
-def present_ranks(state: StoreActivity) -> Ranks:
-    """The ranks of a store as last seen."""
-    workers = {
-        m.rank: m.id
-        for m in state.members
-        if m.role is Role.WORKER and m.state in HERE and m.rank is not None and m.rank < len(state.ranks)
-    }
-    return Ranks(workers, tuple(rank.batch for rank in state.ranks))
 
 
 def share_out(

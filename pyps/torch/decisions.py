@@ -1,0 +1,141 @@
+"""Decisions: how the ranks of DDP agree on a change of the split. Each reports, the first decides, all read.
+
+When they do is the Cadence's; what is decided is the Balancer's, on the first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from pyps.solver.online.balancer import Balancer
+from pyps.solver.online.cadence import Cadence
+from pyps.solver.online.decide import SplitChange
+from pyps.solver.online.device import Device, Reading
+from pyps.solver.online.state import ReadingMessage
+from pyps.torch.consensus import Consensus
+from pyps.torch.rounds import RoundIndex, Rounds, TrainedRounds
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A rank at the end of a window: what it read, and where it is in its pass over the data."""
+
+    reading: ReadingMessage
+    epoch: int
+    trained: int  # rounds of this pass that were trained
+    max_drawn: int  # the most rounds of this pass that may have been handed out
+    rounds: int | None  # of the pass, if known
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What all ranks read: the state of each rank, and the change of the split if there is one."""
+
+    states: list[RankState]
+    change: SplitChange | None = None
+    idle: str = ""  # why nothing could be moved
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """One rank in the latest window.
+
+    seconds: of its own part of a step. slowdown: its time now over its time at first. waiting: the share of a
+    round in which it waits for other ranks.
+    """
+
+    rank: int
+    batch: int
+    seconds: float
+    slowdown: float
+    waiting: float
+
+
+class Decisions:
+    """A rank's part in them. device: this rank's. balancer: with the changes that were made; only the first
+    rank's decides. on_read: called with each decision; whether it takes effect is known by then.
+    """
+
+    def __init__(
+        self,
+        consensus: Consensus,
+        device: Device,
+        balancer: Balancer,
+        sampler: Rounds,
+        trained: TrainedRounds,
+        on_read: Callable[[Decision], None],
+    ) -> None:
+        self._consensus, self._device, self._balancer = consensus, device, balancer
+        self._sampler, self._trained, self._on_read = sampler, trained, on_read
+        self._cadence = Cadence(balancer.rules.window)
+        self._reported_pass = 0
+        self.steps = 0
+
+    def step(self, asked: bool) -> bool:
+        """A step has ended: as Cadence.step."""
+        self.steps += 1
+        return self._cadence.step(asked, self)
+
+    def report(self, number: int, asked: bool) -> None:
+        """As in Cadence: this rank's report. The window's times are added to what is known of the device.
+        asked: a rank asked for it, so that what was known before may do.
+        """
+        sampler, trained = self._sampler, self._trained
+        batches = sampler.batch, sampler.latest_split[sampler.rank]
+        reading = self._device.read(self._balancer.rules.window, asked, *batches)
+        self._reported_pass = trained.passes
+        drawn = sampler.max_drawn(trained.trained)
+        position = sampler.epoch, trained.trained, drawn, sampler.rounds
+        self._consensus.report(number, Report(ReadingMessage.of(reading), *position))
+
+    def decide(self, number: int, lead: int) -> None:
+        """As in Cadence: decide, on the first rank. lead: rounds that each rank draws before it reads."""
+        if self._consensus.decides:
+            reports = self._consensus.reports(number, Report)
+            self._consensus.decide(number, self._decided(reports, lead))
+
+    def read(self, number: int) -> bool:
+        """As in Cadence: take the decision; whether it is a change of the split."""
+        decision = self._consensus.decision(number, Decision)
+        self._adopt(decision)
+        self._on_read(decision)
+        return decision.change is not None
+
+    def _decided(self, reports: Sequence[Report], lead: int) -> Decision:
+        readings = [report.reading.reading() for report in reports]
+        states, start = _states(readings), _start(reports, lead)
+        if start is None and all(reading.seconds is not None for reading in readings):
+            return Decision(states, idle="no round of the epoch is left when all have read a decision")
+        change, idle = self._balancer.decide_read(readings, self.steps - self._cadence.since)
+        return Decision(states, replace(change, start=start) if change is not None else None, idle)
+
+    def _adopt(self, decision: Decision) -> None:
+        change = decision.change
+        if change is None or change.start is None:
+            return
+        if self._sampler.passes != self._reported_pass:
+            return  # a stream has ended since, on all ranks: the round of the change did not come
+        self._sampler.replan(change.after, *change.start)
+        self._balancer.adopt(change, [state.slowdown for state in decision.states])
+
+
+def _start(reports: Sequence[Report], lead: int) -> RoundIndex | None:
+    """The first round that no rank will have handed out when it reads the decision, or None.
+
+    lead: rounds that each rank draws between its report and that.
+    """
+    epoch, rounds, trained = reports[0].epoch, reports[0].rounds, reports[0].trained
+    number = max(report.max_drawn for report in reports) + lead
+    if rounds is None or number < rounds:
+        return epoch, number
+    # In the next epoch, if all ranks read the decision before that begins.
+    return (epoch + 1, 0) if trained + lead <= rounds else None
+
+
+def _states(readings: Sequence[Reading]) -> list[RankState]:
+    seconds = [r.seconds if r.seconds is not None else r.estimate.cost.seconds(r.batch) for r in readings]
+    longest = max(seconds)
+    return [
+        RankState(k, reading.batch, own, reading.estimate.level, 1 - own / longest)
+        for k, (reading, own) in enumerate(zip(readings, seconds, strict=True))
+    ]
