@@ -116,8 +116,8 @@ PYPS_API const char *pyps_isa(void); /* the kernels in use: "scalar", "avx2", "a
 
 typedef struct pyps_store pyps_store;
 
-/* Roles. A new worker's rank may be one that was not planned, below max_participants: the store then has so many ranks.
- * Such a rank rests until pyps_replan gives it samples. */
+/* Roles. A new worker's rank may be one that was not planned, below max_participants: the
+ * store then has all ranks up to it. Such a rank rests until pyps_replan gives it samples. */
 enum { PYPS_WORKER = 0, PYPS_OBSERVER = 1, PYPS_NEW_WORKER = 2 };
 /* What a push does to a tensor. Trained: it takes the optimizer's step. Averaged (BatchNorm's running
  * statistics): what is staged is not a gradient but values, and the store's values move toward them: in a round
@@ -282,7 +282,7 @@ PYPS_API float *pyps_staging_range(pyps_store *store, uint32_t staging, pyps_ran
  * chunks are read. */
 PYPS_API int pyps_pull_ranges(pyps_store *store, const pyps_range *ranges, uint64_t count, float *values,
                               uint64_t *version_out);
-/* Where to write an encoded gradient of n = flat_elements - averaged_elements values, with memory for so many bytes:
+/* Where to write an encoded gradient of n = flat_elements - averaged_elements values, with memory for `bytes`:
  * pyps_encoded_bytes(codec, n). NULL as above. */
 PYPS_API void *pyps_staging_codes(pyps_store *store, uint32_t staging, uint64_t bytes);
 /* A pull that encodes, to nearest, from the fp32 parameters; averaged tensors follow as they are. `bytes` is
@@ -295,7 +295,7 @@ PYPS_API int pyps_pull_encoded(pyps_store *store, uint32_t codec, void *data, ui
 PYPS_API int pyps_exchange(pyps_store *store, const pyps_push_args *args, float *flat, pyps_push_result *out,
                            uint64_t *version_out);
 /* Claims the samples of the step after the last one claimed, for a worker that computes while its gradients
- * are sent. So many claims may follow the current one as there are staging buffers, less one (always one).
+ * are sent. Claims that may follow the current one: staging_buffers - 1, and at least one.
  * Pushes belong to claims in the order of the claims. Never waits: count is 0 if there is nothing to claim
  * now; then push first, and start. PYPS_EINVAL under a policy without allows_pipeline. */
 PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);

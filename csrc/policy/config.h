@@ -12,7 +12,7 @@ int config_read(const pyps_config *config, pyps_config *copy);
 int config_check_batches(const uint32_t *batches, uint32_t count); /* some rank has samples */
 int config_check_ranks(const pyps_config *config);                 /* ranks, batches and the round timeout */
 uint64_t config_round_timeout(const pyps_config *config);          /* nanoseconds */
-/* Each of so many ranks has one turn, and times are possible. */
+/* Each of `ranks` ranks has one turn, and times are possible. */
 int config_check_turns(const pyps_turn *turns, uint32_t count, uint32_t ranks, double period_seconds);
 
 #endif

@@ -61,7 +61,7 @@ struct policy {
     int (*restore)(struct view *view, const pyps_state *state);
     /* Sets the turns, as given by the event. NULL: the policy has none. */
     void (*on_schedule)(struct view *view, const struct event *event);
-    /* There will be more ranks, so many. NULL: nothing to do. */
+    /* The store will have `ranks` ranks, more than now. NULL: nothing to do. */
     void (*on_grow)(struct view *view, uint32_t ranks, uint64_t now);
     /* Planned batches have changed. NULL: nothing to do. */
     void (*on_replan)(struct view *view);

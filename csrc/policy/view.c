@@ -125,7 +125,7 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
         return step_refuse(
             out,
             fail(PYPS_EINVAL, "the policy %s waits for each step: no step can start ahead", policy->name));
-    /* The worker was told that no round was open; one has opened since. */
+    /* The worker saw that no round was open; one has opened since. */
     if (m->claim_count && !m->claim_started) return start(v, e, out);
     bool changed = false;
     if (m->ahead_started == m->ahead && m->ahead < v->max_ahead) {
