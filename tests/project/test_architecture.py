@@ -17,7 +17,6 @@ MOST_RECORD_WORDS = 150
 FILE = re.compile(r"`((?:csrc|pyps|solver|profiler|tests)/[\w./-]+\.(?:py|c|h|pml))`")
 ANSWER = re.compile(rf"^\| (.+?) \|.* {FILE.pattern}: `([\w.]+)` \|$", re.MULTILINE)
 ANSWERS = ANSWER.findall(PAGE)
-FILES = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
 
 
 def defined(path: Path) -> set[str]:
@@ -54,9 +53,10 @@ def test_every_file_that_the_page_names_exists() -> None:
     assert not {name for name in FILE.findall(PAGE) if not (ROOT / name).is_file()}
 
 
-def test_every_source_file_says_what_it_is() -> None:
-    """docs/reference/files.md has the first sentence of each; tests/project/test_reference.py keeps it so."""
-    entries = re.findall(r"^- \[`[\w.]+`\]\(../../([\w/.]+)\)(: .+)?$", FILES, re.MULTILINE)
+def test_every_source_file_says_what_it_is(reference: Path) -> None:
+    """The reference has the first sentence of each."""
+    page = (reference / "files.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^- \[`[\w.]+`\]\(../../([\w/.]+)\)(: .+)?$", page, re.MULTILINE)
     assert len(entries) > 100
     assert not {name for name, title in entries if not title}
 
