@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps._native import ffi, lib
-from pyps.errors import Fenced, Forked, PushRejected, PypsError, SegmentNotFound, StoreError
+from pyps.errors import Forked, SegmentNotFound, StoreError
 from pyps.formats.turns import TurnSchedule
 from pyps.native import (
     AVERAGED,
@@ -59,6 +59,7 @@ from pyps.native.values import (
     Ticket,
     Traffic,
 )
+from pyps.step.transfer import Ask, Transfers, Verb
 
 ANY_PLAN = 2**64 - 1
 
@@ -87,7 +88,7 @@ class LocalBackend:
         self.traffic = Traffic()
         self._removes = removes
         self._views: list[weakref.ref[Mapping]] = []
-        self._failed: PypsError | None = None  # a transfer, and with it all later ones
+        self._transfers = Transfers()
         self.layout = self._layout()
         self.tensors = tuple(self._tensor(k) for k in range(self.layout.tensors))
         c = ffi.new("pyps_policy_params *")
@@ -140,7 +141,7 @@ class LocalBackend:
         check("leave", lib.pyps_leave(self.pointer))
 
     def rejoin(self) -> None:
-        self._failed = None
+        self._transfers.begin_again()
         check("rejoin", lib.pyps_rejoin(self.pointer))
 
     def reap(self) -> int:
@@ -151,7 +152,7 @@ class LocalBackend:
     # Claims.
 
     def start(self, timeout: float) -> Claim:
-        self._failed = None
+        self._transfers.begin_again()
         c = ffi.new("pyps_claim *")
         check("start", lib.pyps_start(self.pointer, timeout, c))
         return Claim(c.first, c.count, c.batch, c.round, c.plan, c.wait_nanoseconds * NANOSECOND, c.version)
@@ -272,37 +273,29 @@ class LocalBackend:
         return partial(self._transfer, request)
 
     def _transfer(self, request: TransferRequest, out: Flat) -> Transferred:
-        if self._failed is not None:
-            raise self._failed
-        try:
-            return self._transferred(request, out)
-        except PypsError as error:
-            self._failed = error
-            raise
+        began = time.monotonic()
 
-    def _transferred(self, request: TransferRequest, out: Flat) -> Transferred:
-        began, result = time.monotonic(), None
-        version: int | None = None
-        if request.max_samples is not None:
-            self.set_max_samples(request.max_samples)
-        with suppress(PushRejected):
-            if request.exchange and request.codec is Codec.F32:
-                result, version = self.exchange(request.push, out)
-            else:
-                result = self.push(request.push)
-        pushed = time.monotonic()
-        claims: list[Claim] = []
-        try:
-            if request.exchange and version is None:
-                version = self._pull_as(request.codec, out)
-            while len(claims) < request.claims and (claim := self.start_ahead()).count:
-                claims.append(claim)
-            version = self._pull_as(request.codec, out) if version is None else version
-        except Fenced as error:
-            if result is None:
-                raise
-            self._failed, version = error, None
-        return Transferred(result, tuple(claims), version, spans_of(began, pushed, time.monotonic(), result))
+        def limit() -> None:
+            if request.max_samples is not None:
+                self.set_max_samples(request.max_samples)
+
+        def exchange() -> tuple[PushResult, int | None]:
+            if request.codec is not Codec.F32:
+                return self.push(request.push), None
+            return self.exchange(request.push, out)
+
+        done = self._transfers.run(
+            Ask(request.exchange, request.claims),
+            {
+                Verb.LIMIT: limit,
+                Verb.PUSH: lambda: self.push(request.push),
+                Verb.EXCHANGE: exchange,
+                Verb.CLAIM: lambda: claim if (claim := self.start_ahead()).count else None,
+                Verb.PULL: lambda: self._pull_as(request.codec, out),
+            },
+        )
+        spans = spans_of(began, began + done.push_seconds, time.monotonic(), done.result)
+        return Transferred(done.result, done.claims, done.pulled, spans)
 
     def _pull_as(self, codec: Codec, out: Flat) -> int:
         """Pull as a worker does whose parameters travel in this codec."""

@@ -128,7 +128,7 @@ class StoreActor:
 
     def close(self) -> None:
         """End, and remove what is left of the store on this node."""
-        from pyps.remote.shard_host import remove_all
+        from pyps.store.segments import remove_all
 
         server, self._server = self._server, None
         if server is not None:

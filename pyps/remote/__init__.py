@@ -22,11 +22,14 @@ __all__ = ["create_store", "open_store"]
 
 def _link(name: str, config: Config | None = None, state: StoreState | None = None) -> Backend:
     try:
-        from pyps.remote.backend import RemoteBackend
-        from pyps.remote.sharded import ShardedBackend
+        if is_sharded(name):
+            from pyps.remote.site import wing
+
+            return wing().backend(name, config, state)
+        from pyps.remote.link import LinkBackend
     except ModuleNotFoundError as error:
         raise InputError("address", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
-    return (ShardedBackend if is_sharded(name) else RemoteBackend)(name, config, state)
+    return LinkBackend(name, config, state)
 
 
 def _make(name: str, config: Config, state: StoreState | None, keep: bool) -> Backend:

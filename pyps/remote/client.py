@@ -14,7 +14,8 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -27,16 +28,15 @@ from pyps.remote.address import Address
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.keys import ClientKeys, read_client_keys
 from pyps.remote.local import check_socket
+from pyps.remote.verbs import Asked, LinkVerb
 from pyps.remote.wire import (
     SESSION_BYTES,
-    VERBS,
     Answer,
     Bye,
     Call,
     Failure,
     Ping,
     Pong,
-    Verb,
     check_byte_order,
     decode_reply,
     encode,
@@ -44,6 +44,7 @@ from pyps.remote.wire import (
     raised,
 )
 
+R = TypeVar("R")
 CONNECT_SECONDS = 10.0  # for the first sign of a server
 PINGS_PER_TIMEOUT = 8
 SLICE_MS = 200  # how often a waiting call looks whether the server still lives
@@ -63,6 +64,14 @@ REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server does not admit this key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or only one side has keys",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Posted(Generic[R]):
+    """A call that was sent."""
+
+    verb: LinkVerb[Any, R]
+    seq: int
 
 
 class Client:
@@ -95,20 +104,23 @@ class Client:
             raise
         self._heartbeat.start()
 
-    def call(self, verb: str, *arguments: Any, numbers: Iterable[NDArray[Any]] = ()) -> tuple[Any, Frames]:
-        """The call's value, and the numbers that came with it. Raises what the call raised over there."""
-        return self.take(verb, self.post(verb, *arguments, numbers=numbers))
+    def call(self, asked: Asked[R]) -> R:
+        """The call's value. Raises what the call raised over there."""
+        return self.exchange(asked)[0]
 
-    def post(self, verb: str, *arguments: Any, numbers: Iterable[NDArray[Any]] = ()) -> int:
-        """Send a call without waiting for its reply; its number, for `take`. `numbers` may not change until
-        then.
-        """
+    def exchange(self, asked: Asked[R], numbers: Iterable[NDArray[Any]] = ()) -> tuple[R, Frames]:
+        """The same for a call with numbers: its value, and those that came back."""
+        return self.take(self.post(asked, numbers))
+
+    def post(self, asked: Asked[R], numbers: Iterable[NDArray[Any]] = ()) -> Posted[R]:
+        """Send a call without waiting for its reply; for `take`. `numbers` may not change until then."""
         frames = to_frames(numbers)
         with self._changed:
             self._seq += 1
             received = min(self._unanswered, default=self._seq) - 1
             follow = sum(len(frame) for frame in frames)
-            call = Call(self._session, self._seq, verb, encode_raw(arguments), received, follow)
+            arguments = encode_raw(asked.arguments)
+            call = Call(self._session, self._seq, asked.verb.name, arguments, received, follow)
             if self._broken():
                 self._reconnect()
             self._unanswered[self._seq] = [encode(call), *frames]
@@ -116,14 +128,14 @@ class Client:
             self._send(self._unanswered[self._seq])
             if self._receiving:  # what it waits on may have been used up
                 os.eventfd_write(self._bell, 1)
-            return self._seq
+            return Posted(asked.verb, self._seq)
 
-    def take(self, verb: str, seq: int) -> tuple[Any, Frames]:
-        """Wait for the reply to a posted call: as `call`. Once for each."""
-        reply, frames = self._wait(seq)
+    def take(self, posted: Posted[R]) -> tuple[R, Frames]:
+        """Wait for the reply to a posted call: as `exchange`. Once for each."""
+        reply, frames = self._wait(posted.seq)
         if isinstance(reply, Failure):
             raise raised(reply)
-        return self._value(verb, VERBS[verb], reply), [frame.buffer for frame in frames]
+        return self._value(posted.verb, reply), [frame.buffer for frame in frames]
 
     def set_server(self, server: bytes, client_timeout_seconds: float) -> None:
         """Set the server's identity and client timeout; the interval of pings follows from it."""
@@ -149,11 +161,11 @@ class Client:
         os.close(self._bell)
 
     @staticmethod
-    def _value(verb: str, kind: Verb, reply: Answer) -> Any:
+    def _value(verb: LinkVerb[Any, R], reply: Answer) -> R:
         try:
-            return kind.value.decode(reply.value)
+            return verb.value.decode(reply.value)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise StoreError(verb, f"the server's answer is not understood: {error}") from None
+            raise StoreError(verb.name, f"the server's answer is not understood: {error}") from None
 
     def _dial(self, monitored: bool = False) -> zmq.Socket[bytes]:
         """A socket on its way to the server."""

@@ -18,7 +18,8 @@ from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.outbox import Outbox
 from pyps.remote.session import SessionThread
 from pyps.remote.site import Site
-from pyps.remote.wire import MAX_IN_FLIGHT, MAX_REQUEST_BYTES, WITH_NUMBERS, Call
+from pyps.remote.verbs import Bulk
+from pyps.remote.wire import MAX_IN_FLIGHT, MAX_REQUEST_BYTES, Call
 
 MAX_SESSIONS = 256
 SESSIONS_PER_PEER = 32
@@ -193,13 +194,12 @@ class Clients:
             raise Busy("session", text)
         if call.seq != record.due:
             raise InvalidArgument("session", f"seq: found {call.seq}; expected {record.due}")
-        if call.follow and call.verb not in WITH_NUMBERS:
+        handler = self._site.handlers.get(call.verb)
+        bulk = Bulk.NONE if handler is None else handler.verb.bulk
+        if call.follow and bulk is Bulk.NONE:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected none")
-        most = (
-            self._memory_bytes + MAX_REQUEST_BYTES
-            if call.verb.startswith("create")
-            else self.largest_gradient
-        )
+        whole = self._memory_bytes + MAX_REQUEST_BYTES
+        most = whole if bulk is Bulk.STORE else self.largest_gradient
         if call.follow > most:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected {most}")
         self._check_memory(record.peer, call.follow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
@@ -20,12 +21,14 @@ from pyps.store.creation import checked_state
 MAX_ELEMENTS = 1 << 44  # of a tensor, as in the core
 
 
-def created_numbers(
-    request: CreateRequest, config: Config, state: StoreState | None
-) -> tuple[int, list[NDArray[Any]]]:
+def created_numbers(config: Config, state: StoreState | None) -> tuple[int, list[NDArray[Any]]]:
     """The length of the encoded request, and what is sent: the request, initial values, then the state's
     vectors and residuals, each a concatenation of its tensors. Raises InvalidArgument.
     """
+    options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "initial"}
+    if state is not None:
+        options |= {"state": state.header, "residuals": tuple(state.residuals)}
+    request = CreateRequest(**options)
     encoded = np.frombuffer(encode_raw(request), np.uint8)
     if encoded.size > MAX_REQUEST_BYTES:
         expected = f"at most {MAX_REQUEST_BYTES}: fewer tensors, or shorter names"
@@ -38,10 +41,8 @@ def created_numbers(
     return encoded.size, [encoded, *arrays]
 
 
-def created_arrays(
-    request_bytes: int, numbers: Frames
-) -> tuple[CreateRequest, tuple[Flat, ...], StoreState | None]:
-    """What `created_numbers` sent: the request, initial values, and the state.
+def created_arrays(request_bytes: int, numbers: Frames) -> tuple[Config, StoreState | None]:
+    """What `created_numbers` sent.
 
     Raises InvalidArgument, and msgspec's errors for a wrong request.
     """
@@ -56,7 +57,9 @@ def created_arrays(
     parts = [np.empty(size, np.float32) for size in sizes]
     from_frames("create", numbers, *parts)
     initial = tuple(parts[: len(request.tensors)])
-    return request, initial, None if header is None else _state(request, header, trained, parts)
+    options = {f.name: getattr(request, f.name) for f in fields(Config) if f.name != "initial"}
+    config = Config(initial=initial, **options)
+    return config, None if header is None else _state(request, header, trained, parts)
 
 
 def _elements(tensor: Tensor) -> int:

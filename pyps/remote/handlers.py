@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,41 +27,34 @@ from pyps.errors import (
     TimedOut,
 )
 from pyps.formats.mode import MAX_DEPTH
-from pyps.formats.turns import TurnSchedule
 from pyps.native.local import LocalBackend
-from pyps.native.ranges import Packer, elements
+from pyps.native.ranges import Packer, Ranges, elements
+from pyps.native.state import StateHeader
 from pyps.native.values import (
     Advice,
     Claim,
     Codec,
-    Config,
-    CostModel,
-    DataSet,
     Encoding,
     Flat,
     Layout,
     PushRequest,
+    PushResult,
     Role,
 )
+from pyps.remote import verbs
 from pyps.remote.creation import created_arrays
 from pyps.remote.framing import Frames, Reply, ReplyBuffers, check_size, from_frames
 from pyps.remote.parts import packed, sent_ranges
-from pyps.remote.shard_handlers import VERBS_OF_SHARDS, WITHOUT_HEAD, ShardCalls
 from pyps.remote.site import Site
-from pyps.remote.wire import (
-    PROTOCOL,
-    VERBS,
-    WITH_NUMBERS,
-    OpenReply,
-    PushHeader,
-    TransferHeader,
-    TransferReply,
-)
+from pyps.remote.verbs import Arrays, Caller, Handlers, LinkVerb
+from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
 from pyps.step.transfer import Ask, Transfers, Verb
 from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
 
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 KEPT_VERSIONS = MAX_DEPTH + 1  # pulled ones, at most: a pipeline computes on earlier ones
-WITHOUT_STORE = ("hello", "create", "rejoin", "leave", *WITHOUT_HEAD)
 
 
 @dataclass(frozen=True)
@@ -72,36 +65,59 @@ class Place:
     rank: int = -1
 
 
-class Handlers:
-    """One participant of the store. Public methods other than `do` and `close` are the verbs of the link.
+@dataclass(frozen=True)
+class Past:
+    """What a session was before its thread ended: its place, and what the wing's calls had made of it."""
 
-    Not thread-safe. `numbers` are the frames that came with a call.
+    place: Place | None
+    caller: Caller
+
+
+STRANGER = Past(None, Caller(0))
+HANDLERS = Handlers()
+
+
+class LinkSession:
+    """One participant of the store: what the handlers of its calls have in common. Not thread-safe.
+
+    `numbers` are the frames that came with a call.
     """
 
-    def __init__(self, site: Site, past: Place | None) -> None:
-        self.place = past
+    def __init__(self, site: Site, past: Past = STRANGER) -> None:
+        self.place = place = past.place
         self._site = site
-        self._late = past is not None and past.role is not None and past.role is not Role.OBSERVER
+        self._late = place is not None and place.role not in (None, Role.OBSERVER)
         self._backend: LocalBackend | None = None
         self._staging: int | None = None  # handed out and not pushed
         self.replies = ReplyBuffers()
         self._transfers = Transfers()
         self._in_round = False  # its push timed out while the round was open
         self._pulled: dict[int, Flat] = {}  # by version, the last ones at the end
-        self._shards = ShardCalls(site, lambda: self._store)
+        self._wing = site.shards.session(site, lambda: self.store, past.caller)
 
-    def do(self, verb: str, arguments: msgspec.Raw, numbers: Frames) -> Reply:
-        """One call. Raises StoreError as pyps.native does, or msgspec's errors for wrong arguments."""
-        if verb not in VERBS:
-            raise InvalidArgument("call", f"verb: found {verb[:40]!r}; expected one of {', '.join(VERBS)}")
-        values = VERBS[verb].arguments.decode(arguments)
-        if self._late and verb not in ("rejoin", "leave"):
-            raise self.late(verb)
-        self._shards.head.check()
-        if verb not in WITHOUT_STORE and self._backend is None:
+    def do(self, name: str, arguments: msgspec.Raw, numbers: Frames) -> Reply:
+        """One call. Raises StoreError as a Backend does, or msgspec's errors for wrong arguments."""
+        if (handler := self._site.handlers.get(name)) is None:
+            known = ", ".join(self._site.handlers)
+            raise InvalidArgument("call", f"verb: found {name[:40]!r}; expected one of {known}")
+        verb = handler.verb
+        values = verb.arguments.decode(arguments)
+        if self._late and verb not in (verbs.REJOIN, verbs.LEAVE):
+            raise self.late(name)
+        self._wing.check()
+        verb.check_caller(self.caller)
+        if verb.needs_store and self._backend is None:
             self._return()
-        handler: Callable[..., Reply] = getattr(self._shards if verb in VERBS_OF_SHARDS else self, verb)
-        return handler(*values, numbers) if verb in WITH_NUMBERS else handler(*values)
+        own = self if name in HANDLERS else self._wing
+        return handler.answer(own, numbers, *values)
+
+    @property
+    def caller(self) -> Caller:
+        """What this session is, for the table's `by`."""
+        if self.place is None:
+            return Caller.STRANGER | self._wing.caller
+        worker = self.place.role in (Role.WORKER, Role.NEW_WORKER)
+        return (Caller.WORKER if worker else Caller.OBSERVER) | self._wing.caller
 
     def late(self, verb: str) -> StoreError:
         """The error of a call that a silent client's end interrupted: a worker has to rejoin."""
@@ -112,29 +128,32 @@ class Handlers:
 
     def close(self) -> None:
         """Leave the store; the place is remembered. Idempotent."""
-        self._shards.head.forget()
+        self._wing.forget()
         backend, self._backend = self._backend, None
         self._staging, self._in_round = None, False
         if backend is not None:
             backend.close()
-        self._shards.head.close()
+        self._wing.close()
 
     @property
-    def _store(self) -> LocalBackend:
+    def past(self) -> Past:
+        """For the session's next thread."""
+        return Past(self.place, self._wing.caller & Caller.SERVER)
+
+    @property
+    def store(self) -> LocalBackend:
         if self._backend is None:
             raise InvalidArgument("call", "found no store open; expected `hello` first")
         return self._backend
 
     @property
     def layout(self) -> Layout:
-        return self._store.layout
+        return self.store.layout
 
     def _return(self) -> None:
         """After the session left: open the store again, and give an observer its place."""
-        if self.place is None:
-            raise InvalidArgument("call", "found no store open; expected `hello` first")
         self._backend = LocalBackend.open(self._site.store)
-        if self.place.role is Role.OBSERVER:
+        if self.place is not None and self.place.role is Role.OBSERVER:
             self._backend.join(Role.OBSERVER, -1)
 
     def _check_caller(self, protocol: int, name: str) -> None:
@@ -145,56 +164,60 @@ class Handlers:
         if self._backend is not None:
             raise InvalidArgument("hello", "found a second one; expected one for each session")
 
-    def hello(self, protocol: int, name: str) -> Reply:
+    @HANDLERS.plain(verbs.HELLO)
+    def hello(self, protocol: int, name: str) -> OpenReply:
         self._check_caller(protocol, name)
         self._backend = LocalBackend.open(name)
         self.place = Place()
         return self._opened()
 
-    def create(self, protocol: int, name: str, request_bytes: int, numbers: Frames) -> Reply:
+    @HANDLERS.bulk(verbs.CREATE)
+    def create(
+        self, numbers: Frames, protocol: int, name: str, request_bytes: int
+    ) -> tuple[OpenReply, Arrays]:
         self._check_caller(protocol, name)
-        request, initial, state = created_arrays(request_bytes, numbers)
-        options = {f.name: getattr(request, f.name) for f in fields(Config) if f.name != "initial"}
-        self._backend = LocalBackend.create(name, Config(initial=initial, **options), state)
+        self._backend = LocalBackend.create(name, *created_arrays(request_bytes, numbers))
         self.place = Place()
         self._site.created()
-        self._site.shards.open_log()
-        self._shards.head.created()
-        return self._opened()
+        self._site.shards.created()
+        self._wing.created()
+        return self._opened(), ()
 
-    def _opened(self) -> Reply:
+    def _opened(self) -> OpenReply:
         self._site.opened(self.layout)
-        site, store = self._site, self._store
+        site, store = self._site, self.store
         return OpenReply(
             site.server, site.client_timeout_seconds, store.layout, store.tensors, store.policy_params
-        ), ()
+        )
 
-    def join(self, role: Role, rank: int) -> Reply:
+    @HANDLERS.plain(verbs.JOIN)
+    def join(self, role: Role, rank: int) -> int:
         """Join, waiting for a rank whose worker has died until its silence was noticed."""
         deadline = time.monotonic() + 1.5 * self._site.client_timeout_seconds
         while True:
-            sequence = self._store.status().sequence
+            sequence = self.store.status().sequence
             try:
-                got = self._store.join(role, rank)
+                got = self.store.join(role, rank)
                 break
             except Busy:
                 if (left := deadline - time.monotonic()) <= 0.0:
                     raise
                 with contextlib.suppress(TimedOut):
-                    self._store.wait(sequence, left)
+                    self.store.wait(sequence, left)
         self.place, self._staging, self._in_round = Place(role, got), None, False
-        return got, ()
+        return got
 
-    def leave(self) -> Reply:
-        self._shards.head.forget()
+    @HANDLERS.plain(verbs.LEAVE)
+    def leave(self) -> None:
+        self._wing.forget()
         if self._backend is not None:
             self._backend.leave()
         self.place, self._late, self._staging = Place(), False, None
-        return None, ()
 
-    def rejoin(self) -> Reply:
+    @HANDLERS.plain(verbs.REJOIN)
+    def rejoin(self) -> None:
         if not self._late:
-            self._store.rejoin()
+            self.store.rejoin()
         elif self.place is not None and self.place.role is not None:
             backend = LocalBackend.open(self._site.store)
             try:
@@ -205,54 +228,48 @@ class Handlers:
             self._backend, self._late = backend, False
         self._staging, self._in_round = None, False
         self._transfers.begin_again()
-        self._shards.head.forget()
-        return None, ()
+        self._wing.forget()
 
-    def reap(self) -> Reply:
-        return self._store.reap(), ()
-
-    def start(self, timeout: float) -> Reply:
+    @HANDLERS.plain(verbs.START)
+    def start(self, timeout: float) -> Claim:
         self._transfers.begin_again()
-        self._shards.head.start()
-        claim: Claim = self._store.start(timeout)
-        return claim, ()
+        self._wing.start()
+        return self.store.start(timeout)
 
-    def start_ahead(self) -> Reply:
-        claim: Claim = self._store.start_ahead()
-        return claim, ()
-
-    def pull(self, count: int | None = None, numbers: Frames = ()) -> Reply:
-        """count: of the ranges; None: all parameters."""
-        if count is not None:
-            return self._pull_ranges(count, numbers)
+    @HANDLERS.bulk(verbs.PULL)
+    def pull(self, numbers: Frames, ranges: int | None) -> tuple[int, Arrays]:
+        if ranges is not None:
+            parts, out = self._sent_ranges("pull", numbers, ranges)
+            return self.store.pull(out, parts), (out,)
         check_size("pull", numbers, 0)
         flat = self.replies.take(np.float32, self.layout.flat_elements)
-        version = self._store.pull(flat)
+        version = self.store.pull(flat)
         self._keep_pulled(version, flat)
         return version, (flat,)
 
-    def _pull_ranges(self, count: int, numbers: Frames) -> Reply:
-        parts, rest = sent_ranges("pull", count, numbers, self.layout.flat_elements)
-        check_size("pull", rest, 0)
-        out = self.replies.take(np.float32, elements("pull", parts, self.layout.flat_elements))
-        return self._store.pull(out, parts), (out,)
+    @HANDLERS.bulk(verbs.READ)
+    def read(self, numbers: Frames, ranges: int, timeout: float) -> tuple[int, Arrays]:
+        parts, out = self._sent_ranges("read", numbers, ranges)
+        return self.store.read(Packer(parts, out), parts, timeout), (out,)
 
-    def read(self, count: int, timeout: float, numbers: Frames) -> Reply:
-        parts, rest = sent_ranges("read", count, numbers, self.layout.flat_elements)
-        check_size("read", rest, 0)
-        out = self.replies.take(np.float32, elements("read", parts, self.layout.flat_elements))
-        return self._store.read(Packer(parts, out), parts, timeout), (out,)
+    def _sent_ranges(self, what: str, numbers: Frames, count: int) -> tuple[Ranges, Flat]:
+        """The ranges that came, and memory for what they hold."""
+        parts, rest = sent_ranges(what, count, numbers, self.layout.flat_elements)
+        check_size(what, rest, 0)
+        size = elements(what, parts, self.layout.flat_elements)
+        return parts, self.replies.take(np.float32, size)
 
-    def pull_encoded(self, codec: Codec) -> Reply:
+    @HANDLERS.bulk(verbs.PULL_ENCODED)
+    def pull_encoded(self, numbers: Frames, codec: Codec) -> tuple[int, Arrays]:
         data = self.replies.take(np.uint8, encoded_vector_bytes(codec, self.layout))
-        version = self._store.pull_encoded(codec, data)
+        version = self.store.pull_encoded(codec, data)
         if self._needs_base_params:
             self._keep_pulled(version, decode_vector(data, codec, self.layout))
         return version, (data,)
 
     @cached_property
     def _needs_base_params(self) -> bool:
-        return native.policy_needs(self.layout.policy, self._store.policy_params).needs_base_params
+        return native.policy_needs(self.layout.policy, self.store.policy_params).needs_base_params
 
     def _keep_pulled(self, version: int, flat: Flat) -> None:
         """Where the policy needs base parameters, they need not travel back with their gradient."""
@@ -273,54 +290,58 @@ class Handlers:
         self._pulled = {v: flat for v, flat in self._pulled.items() if v >= wanted}  # later pushes' bases
         return found
 
-    def push(self, header: PushHeader, numbers: Frames) -> Reply:
-        result = self._pushed(header, numbers, lambda request: self._store.push(request))
-        return result, ()
+    @HANDLERS.bulk(verbs.PUSH)
+    def push(self, numbers: Frames, header: PushHeader) -> tuple[PushResult, Arrays]:
+        return self._pushed(header, numbers, self.store.push), ()
 
-    def exchange(self, header: PushHeader, back: Codec, numbers: Frames) -> Reply:
-        if back is not Codec.F32:
-            (result, _), (version, frames) = self.push(header, numbers), self.pull_encoded(back)
-            return (result, version), frames
+    @HANDLERS.bulk(verbs.EXCHANGE)
+    def exchange(
+        self, numbers: Frames, header: PushHeader, codec: Codec
+    ) -> tuple[tuple[PushResult, int], Arrays]:
+        if codec is not Codec.F32:
+            (result, _), (version, arrays) = self.push(numbers, header), self.pull_encoded((), codec)
+            return (result, version), arrays
         flat = self.replies.take(np.float32, self.layout.flat_elements)
-        both = self._pushed(header, numbers, lambda request: self._store.exchange(request, flat))
+        both = self._pushed(header, numbers, lambda request: self.store.exchange(request, flat))
         self._keep_pulled(both[1], flat)
         return both, (flat,)
 
-    def transfer(self, header: TransferHeader, numbers: Frames) -> Reply:
+    @HANDLERS.bulk(verbs.TRANSFER)
+    def transfer(self, numbers: Frames, header: TransferHeader) -> tuple[TransferReply, Arrays]:
         """Push, claim ahead and pull, as pyps.step.transfer has it."""
 
         def limit() -> None:
             if header.max_samples is not None:
-                self._store.set_max_samples(header.max_samples)
+                self.store.set_max_samples(header.max_samples)
 
-        def exchange() -> tuple[Any, Reply | None]:
+        def exchange() -> tuple[PushResult, tuple[int, Arrays] | None]:
             if header.codec is not Codec.F32:
-                return self.push(header.push, numbers)[0], None
-            (result, version), frames = self.exchange(header.push, header.codec, numbers)
-            return result, (version, frames)
+                return self.push(numbers, header.push)[0], None
+            (result, version), arrays = self.exchange(numbers, header.push, header.codec)
+            return result, (version, arrays)
 
         done = self._transfers.run(
             Ask(header.exchange, header.claims),
             {
                 Verb.LIMIT: limit,
-                Verb.PUSH: lambda: self.push(header.push, numbers)[0],
+                Verb.PUSH: lambda: self.push(numbers, header.push)[0],
                 Verb.EXCHANGE: exchange,
-                Verb.CLAIM: lambda: claim if (claim := self._store.start_ahead()).count else None,
+                Verb.CLAIM: lambda: claim if (claim := self.store.start_ahead()).count else None,
                 Verb.PULL: lambda: self._pull_as(header.codec),
             },
         )
-        version, frames = done.pulled or (None, ())
-        return TransferReply(done.result, done.claims, version, done.push_seconds), frames
+        version, arrays = done.pulled or (None, ())
+        return TransferReply(done.result, done.claims, version, done.push_seconds), arrays
 
-    def _pull_as(self, codec: Codec) -> Reply:
-        return self.pull() if codec is Codec.F32 else self.pull_encoded(codec)
+    def _pull_as(self, codec: Codec) -> tuple[int, Arrays]:
+        return self.pull((), None) if codec is Codec.F32 else self.pull_encoded((), codec)
 
-    def _pushed(self, header: PushHeader, numbers: Frames, send: Callable[[PushRequest], Any]) -> Any:
+    def _pushed(self, header: PushHeader, numbers: Frames, send: Callable[[PushRequest], T]) -> T:
         """Copy the gradient to a staging buffer and push it.
 
         The next call resumes a push that timed out in an open round: its gradient is already staged.
         """
-        if self._site.shards.has_log:
+        if self._site.shards.is_head:
             raise InvalidArgument(
                 "push", "found a model over several servers; expected its parts and a commit"
             )
@@ -328,7 +349,7 @@ class Handlers:
             found = f"hyper: found {len(header.hyper)}; expected {self.layout.groups}, one for each group"
             raise InvalidArgument("push", found)
         if self._staging is None:
-            self._staging = self._store.stage(native.timeout_seconds(header.timeout))
+            self._staging = self.store.stage(native.timeout_seconds(header.timeout))
         codec = header.encoding.codec if header.samples else Codec.F32
         fields = {name: getattr(header, name) for name in header.__struct_fields__}
         fields |= {"encoding": Encoding(codec, nonfinite=header.encoding.nonfinite), "ranges": None}
@@ -363,71 +384,59 @@ class Handlers:
         }
 
     def _fill(self, staging: int, codec: Codec, numbers: Frames) -> None:
-        flat = self._store.staging(staging)
+        flat = self.store.staging(staging)
         if codec is Codec.F32:
             from_frames("push", numbers, flat)
         else:
             trained = self.layout.trained_elements
-            codes = self._store.staging_codes(staging, encoded_bytes(codec, trained))
+            codes = self.store.staging_codes(staging, encoded_bytes(codec, trained))
             from_frames("push", numbers, codes, flat[trained:])
 
-    def should_continue(self, done: int, following: int) -> Reply:
-        advice = self._store.should_continue(done, following)
+    @HANDLERS.plain(verbs.SHOULD_CONTINUE)
+    def should_continue(self, done: int, following: int) -> Advice:
+        advice = self.store.should_continue(done, following)
         if advice is Advice.ABORT:  # the store has taken its staging buffers back
             self._staging, self._in_round = None, False
-            self._shards.head.abandon()
-        return advice, ()
+            self._wing.abandon()
+        return advice
 
-    def set_max_samples(self, most: int) -> Reply:
-        self._store.set_max_samples(most)
-        return None, ()
-
-    def set_data_set(self, data: DataSet) -> Reply:
-        self._store.set_data_set(data)
-        return None, ()
-
-    def snapshot(self, states: int, timeout: float) -> Reply:
+    @HANDLERS.bulk(verbs.SNAPSHOT)
+    def snapshot(self, numbers: Frames, states: int, timeout: float) -> tuple[int, Arrays]:
         layout = self.layout
         if states not in (0, layout.states):
             raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {layout.states}")
         vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + states)]
         steps = np.empty(layout.chunks, np.float64)
-        version = self._store.snapshot(vectors[0], vectors[1:], steps, timeout)
+        version = self.store.snapshot(vectors[0], vectors[1:], steps, timeout)
         self._keep_pulled(version, vectors[0])
         return version, (*vectors, steps)
 
-    def state(self, timeout: float) -> Reply:
-        found = self._store.state(timeout)
-        ranks = tuple(found.residuals)
-        return (found.header, ranks), (found.parameters, *found.vectors, *found.residuals.values())
+    @HANDLERS.bulk(verbs.STATE)
+    def state(self, numbers: Frames, timeout: float) -> tuple[tuple[StateHeader, tuple[int, ...]], Arrays]:
+        found = self.store.state(timeout)
+        arrays = (found.parameters, *found.vectors, *found.residuals.values())
+        return (found.header, tuple(found.residuals)), arrays
 
-    def status(self) -> Reply:
-        return self._store.status(), ()
 
-    def members(self) -> Reply:
-        return self._store.members(), ()
+def _by_store(verb: LinkVerb[P, R], function: Callable[Concatenate[LocalBackend, P], R]) -> None:
+    """The session's store does this by itself."""
 
-    def ranks(self) -> Reply:
-        return self._store.ranks(), ()
+    def answer(session: LinkSession, /, *arguments: P.args, **named: P.kwargs) -> R:
+        return function(session.store, *arguments, **named)
 
-    def costs(self) -> Reply:
-        return self._store.costs(), ()
+    HANDLERS.plain(verb)(answer)
 
-    def set_cost_model(self, model: CostModel) -> Reply:
-        self._store.set_cost_model(model)
-        return None, ()
 
-    def hyper(self) -> Reply:
-        return self._store.hyper(), ()
-
-    def replan(self, batches: tuple[int, ...], plan: int | None) -> Reply:
-        self._store.replan(batches, plan)
-        return None, ()
-
-    def set_schedule(self, schedule: TurnSchedule) -> Reply:
-        self._store.set_schedule(schedule)
-        return None, ()
-
-    def wait(self, sequence: int, timeout: float) -> Reply:
-        self._store.wait(sequence, timeout)
-        return None, ()
+_by_store(verbs.REAP, LocalBackend.reap)
+_by_store(verbs.START_AHEAD, LocalBackend.start_ahead)
+_by_store(verbs.SET_MAX_SAMPLES, LocalBackend.set_max_samples)
+_by_store(verbs.SET_DATA_SET, LocalBackend.set_data_set)
+_by_store(verbs.SET_COST_MODEL, LocalBackend.set_cost_model)
+_by_store(verbs.STATUS, LocalBackend.status)
+_by_store(verbs.MEMBERS, LocalBackend.members)
+_by_store(verbs.RANKS, LocalBackend.ranks)
+_by_store(verbs.COSTS, LocalBackend.costs)
+_by_store(verbs.HYPER, LocalBackend.hyper)
+_by_store(verbs.WAIT, LocalBackend.wait)
+_by_store(verbs.REPLAN, LocalBackend.replan)
+_by_store(verbs.SET_SCHEDULE, LocalBackend.set_schedule)

@@ -39,12 +39,13 @@ from pyps.remote.clients import (
 )
 from pyps.remote.connections import Connection, Connections
 from pyps.remote.framing import FRAME_BYTES
+from pyps.remote.handlers import HANDLERS
 from pyps.remote.keys import KeyFolder
 from pyps.remote.local import SocketFolder
 from pyps.remote.outbox import Outbox
 from pyps.remote.session import SessionReply
-from pyps.remote.shard_host import Home, ShardHost
-from pyps.remote.site import Site
+from pyps.remote.site import Home, Site, wing
+from pyps.remote.verbs import Handlers
 from pyps.remote.wire import (
     MAX_HEADER_BYTES,
     Bye,
@@ -113,7 +114,8 @@ class Server:
         _check_options(bind, keys, insecure, client_timeout_seconds, sessions_per_client)
         self.counters = Counters()
         self.store = store
-        self._shards = ShardHost(store, home, self._note_opened)
+        several = wing()
+        self._shards = several.host(store, home, self._note_opened)
         self._site = Site(
             store,
             secrets.token_bytes(8),
@@ -121,6 +123,7 @@ class Server:
             self._note_created,
             self._note_opened,
             self._shards,
+            Handlers({**HANDLERS, **several.handlers}),
         )
         self._created = self._closed = self._stopping = False
         self._held: LocalBackend | None = None

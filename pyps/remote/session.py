@@ -18,7 +18,7 @@ from pyps.errors import InvalidArgument, PypsError, StoreError, WaitInterrupted
 from pyps.native import interrupt
 from pyps.profiler.host_memory import trim_malloc
 from pyps.remote.framing import Frames, to_frames
-from pyps.remote.handlers import Handlers, Place
+from pyps.remote.handlers import STRANGER, LinkSession
 from pyps.remote.outbox import Outbox
 from pyps.remote.site import Site
 from pyps.remote.wire import MAX_MESSAGE_CHARACTERS, Answer, Call, Failure, encode, encode_raw, failure
@@ -44,7 +44,7 @@ class SessionThread(threading.Thread):
     ) -> None:
         super().__init__(name=f"pyps-session-{session[:4].hex()}", daemon=True)
         self.peer = peer
-        self.place: Place | None = None  # the client's place, once the thread has left
+        self.past = STRANGER  # what the session was, once the thread has left
         self._work: queue.SimpleQueue[tuple[Call, Frames] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._session, self._site, self._outbox, self._previous = session, site, outbox, previous
@@ -59,38 +59,38 @@ class SessionThread(threading.Thread):
         self._work.put(None)
 
     def run(self) -> None:
-        past = None
+        past = STRANGER
         if self._previous is not None:
             self._previous.join()  # until then its rank is taken; nothing in it waits any more
-            past, self._previous = self._previous.place, None
+            past, self._previous = self._previous.past, None
         interrupt.end_waits_on(self._ended)
-        handlers = Handlers(self._site, past)
+        calls = LinkSession(self._site, past)
         try:
             while (item := self._work.get()) is not None:
                 call, numbers = item
-                self._outbox.put(SessionReply(self._session, call.seq, self._frames(handlers, call, numbers)))
+                self._outbox.put(SessionReply(self._session, call.seq, self._frames(calls, call, numbers)))
                 made = call.verb == "create"
                 del item, call, numbers  # a gradient is not kept until the next one
                 if made:
                     trim_malloc()  # as much as a whole store, once
         finally:
-            self.place = handlers.place
-            handlers.close()
+            self.past = calls.past
+            calls.close()
 
-    def _frames(self, handlers: Handlers, call: Call, numbers: Frames) -> list[Any]:
+    def _frames(self, calls: LinkSession, call: Call, numbers: Frames) -> list[Any]:
         """What answers a call; those that the session's end interrupts or comes before were not done."""
         if self._ended.is_set():
-            return [failure(call.seq, handlers.late(call.verb))]
+            return [failure(call.seq, calls.late(call.verb))]
         try:
-            return _done(handlers, call, numbers)
+            return _done(calls, call, numbers)
         except WaitInterrupted:
-            return [failure(call.seq, handlers.late(call.verb))]
+            return [failure(call.seq, calls.late(call.verb))]
 
 
-def _done(handlers: Handlers, call: Call, numbers: Frames) -> list[Any]:
+def _done(calls: LinkSession, call: Call, numbers: Frames) -> list[Any]:
     try:
-        handlers.replies.begin(call.seq, call.received)
-        value, frames = handlers.do(call.verb, call.arguments, numbers)
+        calls.replies.begin(call.seq, call.received)
+        value, frames = calls.do(call.verb, call.arguments, numbers)
         return [encode(Answer(call.seq, encode_raw(value))), *to_frames(frames)]
     except WaitInterrupted:
         raise

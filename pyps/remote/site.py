@@ -1,21 +1,99 @@
-"""What every session of a server knows of it."""
+"""What every session of a server knows of it, and what a server asks of the wing for several servers.
+
+That wing, pyps.shards, is found by its name when a server starts or an address names several servers: no
+other room imports it.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from pyps.native.values import Layout
-from pyps.remote.shard_host import ShardHost
+from pyps.native.local import LocalBackend
+from pyps.native.state import StoreState
+from pyps.native.values import Config, Layout
+from pyps.remote.verbs import Caller, Handlers
+from pyps.store.backend import Backend
+
+Home = str | Callable[[], str]
+WING = "pyps.shards.wing"
+
+
+class WingSession(Protocol):
+    """One client's session: its calls are the wing's handlers, with this as their first argument."""
+
+    @property
+    def caller(self) -> Caller:
+        """What the wing's calls have made of the session; no flag: nothing."""
+
+    def check(self) -> None:
+        """Before each call. Raises LinkLost where all shards began anew since the session's first."""
+
+    def created(self) -> None:
+        """The session has made a store."""
+
+    def start(self) -> None:
+        """The worker starts afresh after a failure."""
+
+    def abandon(self) -> None:
+        """The store has taken its staging buffers back."""
+
+    def forget(self) -> None:
+        """The session leaves the store, or begins anew."""
+
+    def close(self) -> None:
+        """The session has left the store."""
+
+
+class WingHost(Protocol):
+    """What a server has of a model over several."""
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the server's store decides for others, so that no push goes to it alone."""
+
+    def open_existing(self) -> None:
+        """Go on with what an earlier server has left here. Raises StoreError."""
+
+    def created(self) -> None:
+        """The store has been made through the link."""
+
+    def session(self, site: Site, store: Callable[[], LocalBackend], caller: Caller) -> WingSession:
+        """For a session; store: gives its store. caller: what the wing's calls had made of it before."""
+
+    def close(self, remove: bool) -> None:
+        """End; remove: what is here of the model. Idempotent."""
+
+
+class Wing(Protocol):
+    """pyps.shards, as this room sees it."""
+
+    @property
+    def handlers(self) -> Handlers:
+        """What is done for its calls."""
+
+    def host(self, store: str, home: Home | None, opened: Callable[[Layout], None]) -> WingHost:
+        """For a server of this store; home, opened: as for pyps.remote.server.Server and Site."""
+
+    def backend(self, address: str, config: Config | None, state: StoreState | None) -> Backend:
+        """A store at this address of several servers: opened, or with a config made."""
+
+
+def wing() -> Wing:
+    found: Wing = importlib.import_module(WING).WING
+    return found
 
 
 @dataclass(frozen=True)
 class Site:
-    """A server: what it serves, its identity, and when a client counts as dead."""
+    """A server: what it serves, its identity, when a client counts as dead, and what it does for a call."""
 
     store: str
     server: bytes
     client_timeout_seconds: float
     created: Callable[[], None]  # called once the store has been made through the link
     opened: Callable[[Layout], None]  # called by every session that opens or makes the store
-    shards: ShardHost  # of a model over several servers
+    shards: WingHost  # of a model over several servers
+    handlers: Handlers

@@ -1,7 +1,7 @@
 """What goes over the link: which calls there are, and what each carries. One page is the whole protocol.
 
 A header is msgpack, at most MAX_HEADER_BYTES; bare numbers are frames (pyps.remote.framing). The calls are
-those of pyps.native, by name. Every call has a unique name, {session, seq}: a server does each one once, in
+those of pyps.remote.verbs. Every call has a unique name, {session, seq}: a server does each one once, in
 order, and answers a repeated one with the same bytes again. At most MAX_IN_FLIGHT calls of a session are
 under way at once; `received` says up to which seq the client has all replies.
 
@@ -22,9 +22,7 @@ Numbers are little-endian fp32, a codec's bytes, or (steps of a snapshot, ranges
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -32,17 +30,12 @@ import numpy as np
 from msgspec import Meta
 
 from pyps.errors import InvalidArgument, StoreError
-from pyps.formats.turns import TurnSchedule
 from pyps.native import ERRORS
 from pyps.native.state import StateHeader
-from pyps.native.status import Member, RankCounters, Status
 from pyps.native.values import (
-    Advice,
     Agreement,
     Claim,
     Codec,
-    CostModel,
-    DataSet,
     Encoding,
     Hyper,
     Layout,
@@ -50,26 +43,17 @@ from pyps.native.values import (
     PolicyParams,
     PushRequest,
     PushResult,
-    RankCost,
-    Role,
-    Tag,
     Tensor,
-    Ticket,
 )
+from pyps.store.backend import MAX_CALL_SECONDS, Count, Position
 
 PROTOCOL = 5
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them
 MAX_MESSAGE_CHARACTERS = 2000  # of an error: it may quote what was sent
-MAX_CALL_SECONDS = 3600.0  # no call waits longer, whatever was asked
 MAX_IN_FLIGHT = 16  # calls of a session: the transfers of the deepest pipeline, and some more
-STORE_TIMEOUT = -1.0
 
-CallSeconds = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
-Position = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Rank = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 RequestBytes = Annotated[int, Meta(ge=0, le=MAX_REQUEST_BYTES)]
 Session = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 
@@ -198,129 +182,6 @@ class TransferReply(msgspec.Struct, frozen=True):
     claims: tuple[Claim, ...]
     version: int | None
     push_seconds: float
-
-
-class LogKind(IntEnum):
-    """Of an entry of the log by which the first of several servers tells the others what it has decided.
-
-    APPLY: a push is the next version. DROP: a push that was sent is none. END: a client has no more pushes.
-    PIN, PIN_ALL: keep a copy of the parameters, or of all state, for a client to fetch. ENTER: a client may
-    send pushes.
-    """
-
-    APPLY = 0
-    DROP = 1
-    END = 2
-    PIN = 3
-    PIN_ALL = 4
-    ENTER = 5
-
-
-class LogEntry(msgspec.Struct, frozen=True, array_like=True):
-    """tag: of the push or the pin; its first number is the client's."""
-
-    kind: LogKind
-    tag: Tag
-    ticket: Ticket | None = None
-
-
-class Following(msgspec.Struct, frozen=True, array_like=True):
-    """Where a shard reads the log: from `index` on. When it has come to `end`, pushes of all other clients
-    than `live` that it still holds are not needed. log: another one for each start of the first server.
-    newest: the last client's number; they rise.
-    """
-
-    index: int
-    end: int
-    live: list[int]
-    log: int
-    newest: int
-
-
-class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the first of several servers decides at once: a push whose parts every server has been sent, the
-    claims of later steps, and the version to pull.
-
-    seq: the client's number of it. pin: PIN or PIN_ALL; None: nothing is pulled. transfer: it is one
-    (pyps.step.transfer), in which a rejected push is no error. exchange, max_samples, claims: as in
-    TransferHeader.
-    """
-
-    seq: Position
-    push: PushHeader | None = None
-    pin: LogKind | None = None
-    transfer: bool = False
-    exchange: bool = False
-    claims: Annotated[int, Meta(ge=0, le=MAX_IN_FLIGHT)] = 0
-    max_samples: Count | None = None
-
-
-class Verb:
-    """The types of a call's arguments and of its value."""
-
-    def __init__(self, arguments: Any, value: Any) -> None:
-        self.arguments = msgspec.msgpack.Decoder(arguments)
-        self.value = msgspec.msgpack.Decoder(value)
-
-
-VERBS: Mapping[str, Verb] = {
-    "hello": Verb(tuple[int, str], OpenReply),
-    "create": Verb(tuple[int, str, RequestBytes], OpenReply),
-    "join": Verb(tuple[Role, Rank], int),
-    "leave": Verb(tuple[()], None),
-    "rejoin": Verb(tuple[()], None),
-    "reap": Verb(tuple[()], int),
-    "start": Verb(tuple[CallSeconds], Claim),
-    "start_ahead": Verb(tuple[()], Claim),
-    "pull": Verb(tuple[Count | None], int),
-    "pull_encoded": Verb(tuple[Codec], int),
-    "read": Verb(tuple[Count, CallSeconds], int),
-    "push": Verb(tuple[PushHeader], PushResult),
-    "exchange": Verb(tuple[PushHeader, Codec], tuple[PushResult, int]),
-    "transfer": Verb(tuple[TransferHeader], TransferReply),
-    "should_continue": Verb(tuple[Count, Count], Advice),
-    "set_max_samples": Verb(tuple[Count], None),
-    "set_data_set": Verb(tuple[DataSet], None),
-    "snapshot": Verb(tuple[Count, CallSeconds], int),
-    "state": Verb(tuple[CallSeconds], tuple[StateHeader, tuple[Count, ...]]),
-    "status": Verb(tuple[()], Status),
-    "members": Verb(tuple[()], list[Member]),
-    "ranks": Verb(tuple[()], list[RankCounters]),
-    "hyper": Verb(tuple[()], list[Hyper | None]),
-    "costs": Verb(tuple[()], list[RankCost]),
-    "set_cost_model": Verb(tuple[CostModel], None),
-    "replan": Verb(tuple[tuple[Count, ...], Position | None], None),
-    "set_schedule": Verb(tuple[TurnSchedule], None),
-    "wait": Verb(tuple[Position, CallSeconds], None),
-    # of a model over several servers, to the first one
-    "enter": Verb(tuple[()], int),
-    "commit": Verb(tuple[CommitHeader], TransferReply),
-    "drop": Verb(tuple[Position, bool], None),
-    "made": Verb(tuple[()], None),
-    "pin_state": Verb(tuple[Position, CallSeconds], StateHeader),
-    "follow": Verb(tuple[Position, Position], Following),
-    "entries": Verb(tuple[Position, CallSeconds], list[LogEntry]),
-    "remove_head": Verb(tuple[int, str, Position], None),
-    # to each of them
-    "offer_shard": Verb(tuple[int, str, Count], None),
-    "create_shard": Verb(tuple[int, str, Count, RequestBytes], OpenReply),
-    "open_shard": Verb(tuple[int, str, Position, Count], OpenReply),
-    "stage": Verb(tuple[Position, Tag, PushHeader], None),
-    "pull_pinned": Verb(tuple[Position, Tag, Codec, CallSeconds], None),
-    "read_pinned": Verb(tuple[Position, Tag, Count, CallSeconds], None),
-}
-
-# calls that numbers follow
-WITH_NUMBERS = (
-    "push",
-    "exchange",
-    "transfer",
-    "create",
-    "pull",
-    "read",
-    "create_shard",
-    "stage",
-)
 
 
 def _plain(value: Any) -> Any:

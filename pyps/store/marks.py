@@ -12,7 +12,7 @@ MARK = re.compile(r"pyps\.([0-9a-f]{16})\.(\d+)\.(\d+)")
 
 
 def mark(run: int, servers: int, group: int) -> str:
-    """A tensor's name in the store of a head or a shard (pyps.remote.shards)."""
+    """A tensor's name in the store of a head or a shard (pyps.shards.cut)."""
     return f"pyps.{run:016x}.{servers}.{group}"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from pyps.errors import Busy, InputError, SegmentNotFound, StoreError
 
 PREFIX = "pyps-"
 STAGED = ".staged-"  # in the names of files with gradients, after that of their segment
+SHARD = re.compile(r"(?P<store>.*)\.shard-(?P<index>\d+)-of-(?P<count>\d+)")
 DEFAULT_FOLDER = "/dev/shm"
 
 
@@ -45,8 +48,13 @@ def segment_path(name: str) -> Path:
     return folder() / f"{PREFIX}{name}"
 
 
+def shard_name(store: str, index: int, count: int) -> str:
+    """The segment of a shard of a store over several servers."""
+    return f"{store}.shard-{index}-of-{count}"
+
+
 def staged_path(name: str, number: int) -> Path:
-    """A file with a gradient that was sent to this segment, one of several (pyps.remote.staged)."""
+    """A file with a gradient that was sent to this segment, one of several (pyps.shards.staged)."""
     return folder() / f"{PREFIX}{name}{STAGED}{number}"
 
 
@@ -100,3 +108,18 @@ def collect_garbage() -> tuple[list[Segment], list[Segment]]:
         except StoreError:
             kept.append(segment)  # opened since we looked
     return removed, kept
+
+
+def remove_all(store: str) -> None:
+    """Remove what servers of this store have left here: head, shards, and gradients sent to them."""
+    for path in sorted(folder().glob(f"{PREFIX}{store}*")):
+        name = path.name.removeprefix(PREFIX)
+        segment, staged, _ = name.partition(STAGED)
+        found = SHARD.fullmatch(segment)
+        if segment != store and (found is None or found["store"] != store):
+            continue
+        with contextlib.suppress(SegmentNotFound):
+            if staged:
+                path.unlink(missing_ok=True)
+            else:
+                native.unlink(name, force=True)

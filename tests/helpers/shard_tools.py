@@ -11,7 +11,7 @@ import numpy as np
 from pyps.native.values import Claim, Hyper, PushResult
 from pyps.remote import create_store
 from pyps.remote.server import Server
-from pyps.remote.sharded import ShardedBackend
+from pyps.shards.sharded import ShardedBackend
 from pyps.store import Store
 from pyps.store.request import push_request
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.native", "pyps.solver", "pyps.profiler", "pyps.step"}),
     frozenset({"pyps.store"}),
     frozenset({"pyps.remote"}),
+    frozenset({"pyps.shards"}),  # a wing: see WINGS
     frozenset({"pyps.checkpoint"}),
     frozenset({"pyps.worker", "pyps.report"}),
     frozenset({"pyps.run", "pyps.simulate", "pyps.torch"}),
@@ -29,6 +31,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.__main__"}),
     frozenset({"pyps"}),  # the front: names loaded when first used
 )
+# No other part imports these: a module of a part below knows the wing by its name alone, in this constant.
+WINGS = {"pyps.shards": "pyps.remote.site.WING"}
 MAX_TOP_FILES = 10
 HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
@@ -132,6 +136,18 @@ def test_what_a_part_must_not_import(part: str) -> None:
         for imported in imports(name, MODULES[name]):
             for banned in BANNED[part]:
                 assert not (imported + ".").startswith(banned + "."), f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("wing", sorted(WINGS))
+def test_no_part_imports_a_wing(wing: str) -> None:
+    outside = {name: path for name, path in MODULES.items() if not (name + ".").startswith(wing + ".")}
+    for name, path in outside.items():
+        found = {imported for imported in imports(name, path) if (imported + ".").startswith(wing + ".")}
+        assert not found, f"{name} imports {found}: {wing} is found by its name, in {WINGS[wing]}"
+    module, _, constant = WINGS[wing].rpartition(".")
+    named = {name for name, path in outside.items() if f'"{wing}.' in path.read_text(encoding="utf-8")}
+    assert named == {module}, "one place names it"
+    assert getattr(importlib.import_module(module), constant) in MODULES
 
 
 def test_the_top_of_pyps_has_few_files() -> None:

@@ -27,11 +27,11 @@ from pyps.native.local import LocalBackend
 from pyps.native.transfer import TransferRequest
 from pyps.native.values import Codec, Encoding, PushRequest, Role
 from pyps.remote import create_store, open_store
-from pyps.remote.backend import RemoteBackend
+from pyps.remote.link import LinkBackend
 from pyps.remote.server import Server
-from pyps.remote.shard_host import FarLog
-from pyps.remote.shard_store import MAX_PINS
-from pyps.remote.wire import PROTOCOL, CommitHeader, LogKind, OpenReply
+from pyps.shards.host import FarLog
+from pyps.shards.shard import MAX_PINS
+from pyps.shards.verbs import COMMIT, CommitHeader, LogKind
 from pyps.store import Store
 from pyps.store.backend import STORE_TIMEOUT
 from pyps.store.request import push_request
@@ -72,19 +72,12 @@ def test_a_gradient_from_before_a_rollback_is_in_no_version_after_it(shm: Path) 
                 store.close()
 
 
-class HeadOnly(RemoteBackend):
-    """A client of the head alone, as if it were a store."""
-
-    def _open(self) -> OpenReply:
-        reply: OpenReply = self.client.call("hello", PROTOCOL, "model")[0]
-        return reply
-
-
-def test_a_push_to_the_head_alone_is_refused(shm: Path) -> None:
+def test_a_push_to_the_head_alone_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the link, and from the first server's own host: no other server could apply it."""
+    monkeypatch.setattr("pyps.remote.link.run_and_servers", lambda _: None)  # it takes the head for a store
     with serving(2) as (address, (home, _)), make(address, batches=[1, 1]) as store:
         store.join(0)
-        raw = HeadOnly(home.address)
+        raw = LinkBackend(home.address)
         raw.join(Role.WORKER, 1)
         claim, staging = raw.start(5.0), raw.stage(5.0)
         raw.staging(staging)
@@ -218,7 +211,7 @@ def test_an_exchange_that_is_fenced_after_its_push_says_so_at_once(
 def pin(store: Store) -> None:
     """A pull whose second half, to fetch what was pinned, does not come."""
     calls = backend(store)
-    calls.client.call("commit", CommitHeader(next(calls._numbers), pin=LogKind.PIN))
+    calls.client.call(COMMIT(CommitHeader(next(calls._numbers), pin=LogKind.PIN)))
 
 
 def reconnect(server: Server) -> None:

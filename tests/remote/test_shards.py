@@ -48,11 +48,11 @@ from pyps.native.values import Hyper, PushResult
 from pyps.remote import create_store, open_store
 from pyps.remote.address import parse_servers
 from pyps.remote.server import Server
-from pyps.remote.shard_host import remove_all
-from pyps.remote.wire import CommitHeader
+from pyps.shards.verbs import COMMIT, CommitHeader
 from pyps.store import Store
 from pyps.store.codec import fed_back
 from pyps.store.policies import policy_named
+from pyps.store.segments import remove_all
 from pyps.worker.attach import inspect, open_or_create
 from pyps.worker.settings import Settings
 
@@ -197,7 +197,7 @@ def test_a_nan_in_one_part_refuses_the_push_at_every_server(
         staging.flat[-1] = np.nan
         with pytest.raises(NotFinite):
             store.push(staging, claim.count, ONE)
-        monkeypatch.setattr("pyps.remote.sharded._check_finite", len)
+        monkeypatch.setattr("pyps.shards.sharded.check_finite", lambda *_: None)
         with pytest.raises(NotFinite):
             store.push(staging, claim.count, ONE)
         assert store.status().version == 0
@@ -248,13 +248,13 @@ import sys
 address, helpers = sys.argv[1:]
 sys.path.insert(0, helpers)
 from pyps.remote import open_store
-from pyps.remote.wire import CommitHeader
+from pyps.shards.verbs import COMMIT, CommitHeader
 from shard_tools import backend, stage_parts
 stores = [open_store(address) for _ in range(2)]
 for rank, store in enumerate(stores, 1):
     store.join(rank)
 (_, _), (seq, header) = [stage_parts(store, -5.0) for store in stores]
-backend(stores[1]).client.post("commit", CommitHeader(seq, header))
+backend(stores[1]).client.post(COMMIT(CommitHeader(seq, header)))
 print("staged", flush=True)
 sys.stdin.read()
 """
@@ -427,7 +427,7 @@ def test_a_server_killed_after_the_decision_loses_no_part_of_it(pair: tuple[Serv
             assert only_value(store) == (value, version)
             seq, header = stage_parts(store, -5.0)
             far.process.send_signal(signal.SIGSTOP)
-            backend(store).client.call("commit", CommitHeader(seq, header))
+            backend(store).client.call(COMMIT(CommitHeader(seq, header)))
             value, version = value + 5.0, version + 1
             dies.end(signal.SIGKILL)
             far.process.send_signal(signal.SIGCONT)

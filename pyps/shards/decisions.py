@@ -1,6 +1,6 @@
 """What the first server of several tells the others: which pushes became which versions, in one order.
 
-The head (pyps.remote.shards) decides; every shard applies this log in its order, so all have the same
+The head (pyps.shards.cut) decides; every shard applies this log in its order, so all have the same
 versions, and a PIN comes between the same two versions everywhere. A ticket's tag names the gradient, which
 each shard has been sent before. What has a ticket is read from the head itself, so that a server that was
 killed after the decision finds it again; all else in the log ends with the sessions that it is about.
@@ -18,7 +18,7 @@ from typing import Protocol
 from pyps.errors import InvalidArgument, StoreClosed
 from pyps.native.local import LocalBackend
 from pyps.native.values import NO_TAG, Role, Tag
-from pyps.remote.wire import Following, LogEntry, LogKind
+from pyps.shards.verbs import Following, LogEntry, LogKind
 from pyps.store.marks import run_and_servers
 
 KEPT_ENTRIES = 1 << 14

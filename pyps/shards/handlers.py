@@ -1,14 +1,9 @@
-"""Handlers of the calls that only a model over several servers has (pyps.remote.shards).
-
-To the first server, which decides: made, enter, commit, drop, pin_state; the other servers follow its log.
-To each server: its part of a gradient, before the push is committed; its part of a version that was pinned.
-"""
+"""What a server does for the calls of pyps.shards.verbs: at the first server, which decides, and at each."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import fields
 
 import numpy as np
 
@@ -24,39 +19,21 @@ from pyps.errors import (
 )
 from pyps.native.local import LocalBackend
 from pyps.native.state import StateHeader
-from pyps.native.values import (
-    Codec,
-    Config,
-    Encoding,
-    Layout,
-    PolicyParams,
-    PushRequest,
-    PushResult,
-    Tag,
-)
+from pyps.native.values import Codec, Encoding, Layout, PushRequest, PushResult, Tag
 from pyps.remote.creation import created_arrays
-from pyps.remote.decisions import DecisionLog
-from pyps.remote.framing import Frames, Reply
-from pyps.remote.shard_host import ShardHost
-from pyps.remote.shard_store import ShardStore
+from pyps.remote.framing import Frames
 from pyps.remote.site import Site
-from pyps.remote.wire import PROTOCOL, CommitHeader, LogKind, OpenReply, PushHeader, TransferReply
+from pyps.remote.verbs import Arrays, Caller
+from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferReply
+from pyps.shards import verbs
+from pyps.shards.decisions import DecisionLog
+from pyps.shards.host import ShardHost
+from pyps.shards.shard import ShardStore
+from pyps.shards.verbs import HANDLERS, CommitHeader, CommitReply, Following, LogEntry, LogKind
 from pyps.step.transfer import Ask, Transfers, Verb
 from pyps.store.codec import encode
 
 MAX_ENTRIES_SECONDS = 1.0
-WITHOUT_HEAD = (  # on a session that has not opened the head
-    "follow",
-    "entries",
-    "remove_head",
-    "offer_shard",
-    "create_shard",
-    "open_shard",
-    "stage",
-    "pull_pinned",
-    "read_pinned",
-)
-VERBS_OF_SHARDS = ("enter", "commit", "drop", "made", "pin_state", *WITHOUT_HEAD)
 
 
 class HeadSession:
@@ -68,19 +45,19 @@ class HeadSession:
         self._log: DecisionLog | None = None  # that the client has entered
         self._staging: int | None = None  # handed out and not pushed
         self._transfers = Transfers()
-        self._unfinished: int | None = None  # the run whose shards the client makes
+        self.unfinished: int | None = None  # the run whose shards the client makes
 
     def created(self) -> None:
         """The client has made a store. If that is a head, its shards follow, then `made`."""
-        if self._host.has_log:
-            self._unfinished = self._host.log.run
+        if self._host.is_head:
+            self.unfinished = self._host.log.run
 
     def made(self) -> None:
-        self._unfinished = None
+        self.unfinished = None
 
     def close(self) -> None:
         """The session has left. A head whose shards it did not finish goes too: another client can begin."""
-        run, self._unfinished = self._unfinished, None
+        run, self.unfinished = self.unfinished, None
         if run is not None:
             with contextlib.suppress(StoreError):
                 self._host.remove_head(run)
@@ -120,6 +97,12 @@ class HeadSession:
             )
         return self._log, (self._client, seq)
 
+    def _reading(self, seq: int) -> tuple[DecisionLog, Tag]:
+        """For a call without a gradient: a client that only reads, or was silent, enters by it."""
+        if self._client is None or self._log is None:
+            self.enter()
+        return self._entered(seq)
+
     def drop(self, seq: int, transfer: bool) -> None:
         """A server has not taken its part of a push. Later transfers fail too: they would use its claim."""
         log, tag = self._entered(seq)
@@ -128,9 +111,9 @@ class HeadSession:
             self._transfers.fail(error)
         log.settle(tag)
 
-    def commit(self, store: LocalBackend, header: CommitHeader) -> TransferReply:
+    def commit(self, store: LocalBackend, header: CommitHeader) -> CommitReply:
         """Push, claim ahead and pin, as far as the header says. Raises as Store.push."""
-        log, tag = self._entered(header.seq)
+        log, tag = self._reading(header.seq) if header.push is None else self._entered(header.seq)
         layout = store.layout
 
         def limit() -> None:
@@ -146,7 +129,7 @@ class HeadSession:
             small = np.empty(layout.flat_elements, np.float32)
             return log.pin(tag, header.pin, lambda: store.pull(small))
 
-        verbs: dict[Verb, Callable[[], object]] = {
+        steps: dict[Verb, Callable[[], object]] = {
             Verb.LIMIT: limit,
             Verb.PUSH: push,
             Verb.EXCHANGE: lambda: (push(), None),
@@ -155,15 +138,16 @@ class HeadSession:
         }
         try:
             if header.transfer:
-                done = self._transfers.run(Ask(header.exchange, header.claims), verbs)
-                return TransferReply(done.result, done.claims, done.pulled, done.push_seconds)
+                done = self._transfers.run(Ask(header.exchange, header.claims), steps)
+                reply = TransferReply(done.result, done.claims, done.pulled, done.push_seconds)
+                return CommitReply(tag[0], reply)
             result = push()
             try:
-                return TransferReply(result, (), pin(), 0.0)
+                return CommitReply(tag[0], TransferReply(result, (), pin(), 0.0))
             except Fenced:
                 if result is None:
                     raise
-                return TransferReply(result, (), None, 0.0)
+                return CommitReply(tag[0], TransferReply(result, (), None, 0.0))
         finally:
             if header.push is not None and header.push.samples:
                 log.settle(tag)
@@ -185,7 +169,7 @@ class HeadSession:
         self._staging = None
         return result
 
-    def pin_state(self, store: LocalBackend, seq: int, timeout: float) -> StateHeader:
+    def pin_state(self, store: LocalBackend, seq: int, timeout: float) -> tuple[int, StateHeader]:
         """Pin all of one version, and what the head's state is at that version."""
         found: list[StateHeader] = []
 
@@ -193,68 +177,100 @@ class HeadSession:
             found.append(store.state(timeout).header)
             return found[-1].version
 
-        log, tag = self._entered(seq)
+        log, tag = self._reading(seq)
         log.pin(tag, LogKind.PIN_ALL, read)
-        return found[-1]
+        return tag[0], found[-1]
 
 
-class ShardCalls:
-    """The calls by their names on the link, of one session. store: gives its handle of the head's store."""
+class ShardSession:
+    """One session's calls, by their verbs. store: gives its handle of the head's store."""
 
-    def __init__(self, site: Site, store: Callable[[], LocalBackend]) -> None:
-        self.head = HeadSession(site.shards)
-        self._site, self._store = site, store
+    def __init__(
+        self, host: ShardHost, site: Site, store: Callable[[], LocalBackend], caller: Caller
+    ) -> None:
+        self.head = HeadSession(host)
+        self._host, self._site, self._store = host, site, store
+        self._follows = bool(caller & Caller.SERVER)
 
-    def enter(self) -> Reply:
-        return self.head.enter(), ()
+    @property
+    def caller(self) -> Caller:
+        found = Caller.SERVER if self._follows else Caller(0)
+        return found | Caller.CREATOR if self.head.unfinished is not None else found
 
-    def commit(self, header: CommitHeader) -> Reply:
-        return self.head.commit(self._store(), header), ()
+    def check(self) -> None:
+        self.head.check()
 
-    def made(self) -> Reply:
+    def created(self) -> None:
+        self.head.created()
+
+    def start(self) -> None:
+        self.head.start()
+
+    def abandon(self) -> None:
+        self.head.abandon()
+
+    def forget(self) -> None:
+        self.head.forget()
+
+    def close(self) -> None:
+        self.head.close()
+
+    @HANDLERS.plain(verbs.ENTER)
+    def enter(self) -> int:
+        return self.head.enter()
+
+    @HANDLERS.plain(verbs.COMMIT)
+    def commit(self, header: CommitHeader) -> CommitReply:
+        return self.head.commit(self._store(), header)
+
+    @HANDLERS.plain(verbs.MADE)
+    def made(self) -> None:
         self.head.made()
-        return None, ()
 
-    def drop(self, seq: int, transfer: bool) -> Reply:
+    @HANDLERS.plain(verbs.DROP)
+    def drop(self, seq: int, transfer: bool) -> None:
         self.head.drop(seq, transfer)
-        return None, ()
 
-    def pin_state(self, seq: int, timeout: float) -> Reply:
-        return self.head.pin_state(self._store(), seq, timeout), ()
+    @HANDLERS.plain(verbs.PIN_STATE)
+    def pin_state(self, seq: int, timeout: float) -> tuple[int, StateHeader]:
+        return self.head.pin_state(self._store(), seq, timeout)
 
-    def follow(self, run: int, version: int) -> Reply:
-        return self._site.shards.log.follow(run, version), ()
+    @HANDLERS.plain(verbs.FOLLOW)
+    def follow(self, run: int, version: int) -> Following:
+        found = self._host.log.follow(run, version)
+        self._follows = True
+        return found
 
-    def entries(self, index: int, timeout: float) -> Reply:
-        return self._site.shards.log.entries(index, min(timeout, MAX_ENTRIES_SECONDS)), ()
+    @HANDLERS.plain(verbs.ENTRIES)
+    def entries(self, index: int, timeout: float) -> list[LogEntry]:
+        return self._host.log.entries(index, min(timeout, MAX_ENTRIES_SECONDS))
 
-    def remove_head(self, protocol: int, name: str, run: int) -> Reply:
+    @HANDLERS.plain(verbs.REMOVE_HEAD)
+    def remove_head(self, protocol: int, name: str, run: int) -> None:
         """For a run that goes on from a checkpoint, since a shard of this one is lost."""
         self._check_caller(protocol, name)
-        self._site.shards.remove_head(run)
-        return None, ()
+        self._host.remove_head(run)
 
-    def offer_shard(self, protocol: int, name: str, index: int) -> Reply:
-        """Raises what `create_shard` would, as far as it is known before."""
+    @HANDLERS.plain(verbs.OFFER_SHARD)
+    def offer_shard(self, protocol: int, name: str, index: int) -> None:
         self._check_caller(protocol, name)
-        self._site.shards.check_place(index)
-        return None, ()
+        self._host.check_place(index)
 
+    @HANDLERS.bulk(verbs.CREATE_SHARD)
     def create_shard(
-        self, protocol: int, name: str, index: int, request_bytes: int, numbers: Frames
-    ) -> Reply:
+        self, numbers: Frames, protocol: int, name: str, index: int, request_bytes: int
+    ) -> tuple[OpenReply, Arrays]:
         self._check_caller(protocol, name)
-        request, initial, state = created_arrays(request_bytes, numbers)
-        options = {f.name: getattr(request, f.name) for f in fields(Config) if f.name != "initial"}
-        self._site.shards.create(index, Config(initial=initial, **options), state)
+        self._host.create(index, *created_arrays(request_bytes, numbers))
         self._site.created()
-        return self._opened()
+        return self._opened(), ()
 
-    def open_shard(self, protocol: int, name: str, run: int, index: int) -> Reply:
+    @HANDLERS.plain(verbs.OPEN_SHARD)
+    def open_shard(self, protocol: int, name: str, run: int, index: int) -> OpenReply:
         """Raises NotReady while there is no shard of this run that can go on, as while it is being made."""
         self._check_caller(protocol, name)
         try:
-            shard = self._site.shards.shard
+            shard = self._host.shard
         except SegmentNotFound as error:
             raise NotReady("open", error.message) from None
         if shard.fault is not None:
@@ -270,16 +286,20 @@ class ShardCalls:
         """Raises LinkLost where the shards began anew since the client opened them: clients have the same
         numbers again.
         """
-        shard = self._site.shards.shard
+        shard = self._host.shard
         if shard.run != run:
             raise LinkLost("session", "all shards went back to a checkpoint")
         return shard
 
-    def stage(self, run: int, tag: Tag, header: PushHeader, numbers: Frames) -> Reply:
+    @HANDLERS.bulk(verbs.STAGE)
+    def stage(self, numbers: Frames, run: int, tag: Tag, header: PushHeader) -> tuple[None, Arrays]:
         self._shard_of(run).stage(tag, header, numbers)
         return None, ()
 
-    def pull_pinned(self, run: int, tag: Tag, codec: Codec, timeout: float) -> Reply:
+    @HANDLERS.bulk(verbs.PULL_PINNED)
+    def pull_pinned(
+        self, numbers: Frames, run: int, tag: Tag, codec: Codec, timeout: float
+    ) -> tuple[None, Arrays]:
         shard = self._shard_of(run)
         flat = shard.pinned(tag, timeout).flat
         if codec is Codec.F32:
@@ -288,7 +308,10 @@ class ShardCalls:
         codes, _ = encode(flat[:trained], codec)
         return None, (codes, flat[trained:])
 
-    def read_pinned(self, run: int, tag: Tag, states: int, timeout: float) -> Reply:
+    @HANDLERS.bulk(verbs.READ_PINNED)
+    def read_pinned(
+        self, numbers: Frames, run: int, tag: Tag, states: int, timeout: float
+    ) -> tuple[None, Arrays]:
         kept = self._shard_of(run).pinned(tag, timeout)
         if kept.steps is None or states not in (0, len(kept.states)):
             raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {len(kept.states)}")
@@ -300,8 +323,8 @@ class ShardCalls:
         if name != self._site.store:
             raise SegmentNotFound("open", f"store: found {name[:80]!r}; this server's is another")
 
-    def _opened(self) -> Reply:
-        shard, site = self._site.shards.shard, self._site
+    def _opened(self) -> OpenReply:
+        shard, site = self._host.shard, self._site
         return OpenReply(
-            site.server, site.client_timeout_seconds, shard.layout, shard.tensors, PolicyParams()
-        ), ()
+            site.server, site.client_timeout_seconds, shard.layout, shard.tensors, shard.policy_params
+        )

@@ -1,6 +1,6 @@
 """A shard at its server: an ordinary store, and the one thread that changes it.
 
-The thread follows the first server's decisions (pyps.remote.decisions) and applies the gradients that were
+The thread follows the first server's decisions (pyps.shards.decisions) and applies the gradients that were
 sent here in the order of their tickets, so the store's version is the last ticket applied. Between two of
 them it copies what clients have pinned. A server that was killed goes on where its store is.
 """
@@ -34,11 +34,12 @@ from pyps.errors import (
 from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
 from pyps.native.values import Codec, Config, Encoding, Flat, PushRequest, Role, Tag
-from pyps.remote.decisions import Decisions
 from pyps.remote.framing import Frames, check_size, from_frames
-from pyps.remote.shards import SCALE_BLOCK
-from pyps.remote.staged import StagedFile, StagedGradients
-from pyps.remote.wire import LogEntry, LogKind, PushHeader
+from pyps.remote.wire import PushHeader
+from pyps.shards.cut import SCALE_BLOCK
+from pyps.shards.decisions import Decisions
+from pyps.shards.staged import StagedFile, StagedGradients
+from pyps.shards.verbs import LogEntry, LogKind
 from pyps.store.codec import encoded_vector_bytes
 from pyps.store.marks import run_and_servers
 from pyps.store.segments import staged_paths
@@ -90,6 +91,7 @@ class ShardStore:
             self._applier.join(Role.WORKER, 0)
             self._applier.reap()
             self.layout, self.tensors = self._applier.layout, self._applier.tensors
+            self.policy_params = self._applier.policy_params
             self._watcher = LocalBackend.open(name)  # pulls what is there, without looking ahead
             self._watcher.join(Role.OBSERVER, -1)
             marked = run_and_servers(self.tensors)

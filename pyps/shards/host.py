@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from pyps import native
 from pyps.errors import Busy, InvalidArgument, LinkLost, SegmentNotFound, StoreClosed, StoreError, TimedOut
@@ -15,34 +12,14 @@ from pyps.native.state import StoreState
 from pyps.native.values import Config, Layout
 from pyps.remote.address import parse_address
 from pyps.remote.client import Client
-from pyps.remote.decisions import DecisionLog, Decisions
-from pyps.remote.shard_store import ShardStore, create_shard
-from pyps.remote.wire import PROTOCOL, Following, LogEntry
+from pyps.remote.site import Home
+from pyps.remote.verbs import HELLO
+from pyps.remote.wire import PROTOCOL
+from pyps.shards.decisions import DecisionLog, Decisions
+from pyps.shards.shard import ShardStore, create_shard
+from pyps.shards.verbs import ENTRIES, FOLLOW, Following, LogEntry
 from pyps.store.marks import run_and_servers
-from pyps.store.segments import PREFIX, STAGED, folder
-
-Home = str | Callable[[], str]
-SHARD = re.compile(r"(?P<store>.*)\.shard-(?P<index>\d+)-of-(?P<count>\d+)")
-
-
-def shard_name(store: str, index: int, count: int) -> str:
-    """The segment of a shard."""
-    return f"{store}.shard-{index}-of-{count}"
-
-
-def remove_all(store: str) -> None:
-    """Remove what servers of this store have left here: head, shards, and gradients sent to them."""
-    for path in sorted(folder().glob(f"{PREFIX}{store}*")):
-        name = path.name.removeprefix(PREFIX)
-        segment, staged, _ = name.partition(STAGED)
-        found = SHARD.fullmatch(segment)
-        if segment != store and (found is None or found["store"] != store):
-            continue
-        with contextlib.suppress(SegmentNotFound):
-            if staged:
-                path.unlink(missing_ok=True)
-            else:
-                native.unlink(name, force=True)
+from pyps.store.segments import PREFIX, SHARD, STAGED, folder, shard_name
 
 
 class ShardHost:
@@ -64,7 +41,7 @@ class ShardHost:
     def open_existing(self) -> None:
         """Go on with what an earlier server has left here. Raises StoreError."""
         if self._home is None:
-            self.open_log()
+            self.created()
         for path in sorted(folder().glob(f"{PREFIX}{self._store}.shard-*")):
             name = path.name.removeprefix(PREFIX)
             found = SHARD.fullmatch(name)
@@ -78,7 +55,7 @@ class ShardHost:
                     if self._home is None:
                         raise  # this would be a second first one
 
-    def open_log(self) -> None:
+    def created(self) -> None:
         """Begin the log if the store is a head."""
         try:
             found = LocalBackend.open(self._store)
@@ -108,7 +85,7 @@ class ShardHost:
         return self._log
 
     @property
-    def has_log(self) -> bool:
+    def is_head(self) -> bool:
         return self._log is not None
 
     @property
@@ -164,7 +141,7 @@ class HomeLog:
         self._host = host
 
     def connect(self) -> Decisions:
-        if not self._host.has_log:
+        if not self._host.is_head:
             raise TimedOut("shard", "it has no head yet")
         return _Local(self._host.log)
 
@@ -211,7 +188,7 @@ class FarLog:
                 raise LinkLost("shard", "the server is ending")
             self._client = client
         try:
-            reply: Any = client.call("hello", PROTOCOL, address.store)[0]
+            reply = client.call(HELLO(PROTOCOL, address.store))
         except SegmentNotFound as error:
             raise TimedOut("shard", str(error)) from None
         client.set_server(reply.server, reply.client_timeout_seconds)
@@ -237,9 +214,7 @@ class _Far:
         self._client = client
 
     def follow(self, run: int, version: int) -> Following:
-        found: Following = self._client.call("follow", run, version)[0]
-        return found
+        return self._client.call(FOLLOW(run, version))
 
     def entries(self, index: int, timeout: float) -> list[LogEntry]:
-        found: list[LogEntry] = self._client.call("entries", index, timeout)[0]
-        return found
+        return self._client.call(ENTRIES(index, timeout))

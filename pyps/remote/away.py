@@ -1,0 +1,264 @@
+"""What every store behind a link has in its client: calls that one server answers, and gradients that leave.
+
+Staging buffers are this process's own memory. What is encoded is encoded here, and what the code does not
+carry (error feedback) is kept here too, for this process's next gradient: another process that inherits the
+rank begins without it, unless it is given to it (keep_residual).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps import native
+from pyps.errors import InvalidArgument, NotFinite, PushRejected, StoreError
+from pyps.native.transfer import Transferred, spans_of
+from pyps.native.values import (
+    Advice,
+    Claim,
+    Codec,
+    EncodeCounts,
+    Encoding,
+    Flat,
+    Layout,
+    PolicyParams,
+    PushRequest,
+    PushResult,
+    Role,
+    Tensor,
+)
+from pyps.remote import verbs
+from pyps.remote.address import Address
+from pyps.remote.client import Client
+from pyps.remote.verbs import call
+from pyps.remote.wire import OpenReply, PushHeader, TransferReply
+from pyps.store.backend import MAX_CALL_SECONDS
+from pyps.store.codec import Residual, encode
+
+NO_COUNTS = EncodeCounts(0, 0)
+
+
+class Away:
+    """The part of a Backend that is alike over one server and over several; `client` is at the one that
+    decides. Not thread-safe, but one thread may begin transfers while another finishes them.
+    """
+
+    undone = 0
+
+    def __init__(self, address: Address, client: Client, opened: OpenReply) -> None:
+        self.address, self.client, self._opened = address, client, opened
+        client.set_server(opened.server, opened.client_timeout_seconds)
+        trained = opened.layout.trained_elements
+        self._gaps = _gaps(opened.tensors, opened.layout.flat_elements)
+        self._joined = False
+        self._staging_buffers: dict[int, Flat] = {}
+        self._staging_taken: set[int] = set()
+        self._residual: Residual[Flat] = Residual(lambda: np.empty(trained, np.float32))
+        self._keep_residual: Callable[[int, Flat], None] | None = None
+        self._compute_began = time.monotonic()  # when the last claim or pull had come
+
+    @property
+    def layout(self) -> Layout:
+        return self._opened.layout
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._opened.tensors
+
+    @property
+    def policy_params(self) -> PolicyParams:
+        return self._opened.policy_params
+
+    reap = call(verbs.REAP)
+    start_ahead = call(verbs.START_AHEAD)
+    set_max_samples = call(verbs.SET_MAX_SAMPLES)
+    set_data_set = call(verbs.SET_DATA_SET)
+    set_cost_model = call(verbs.SET_COST_MODEL)
+    status = call(verbs.STATUS)
+    members = call(verbs.MEMBERS)
+    ranks = call(verbs.RANKS)
+    costs = call(verbs.COSTS)
+    hyper = call(verbs.HYPER)
+    set_schedule = call(verbs.SET_SCHEDULE)
+
+    def close(self) -> None:
+        """Leave and hang up."""
+        with suppress(StoreError):
+            if self._joined:
+                self.leave()
+        self.client.close()
+
+    def join(self, role: Role, rank: int) -> int:
+        self._staging_taken.clear()
+        got = self.client.call(verbs.JOIN(role, rank))
+        self._joined = True
+        return got
+
+    def leave(self) -> None:
+        self._joined = False
+        self.client.call(verbs.LEAVE())
+
+    def rejoin(self) -> None:
+        self.client.call(verbs.REJOIN())
+        self._staging_taken.clear()
+
+    def start(self, timeout: float) -> Claim:
+        claim = self.client.call(verbs.START(bounded(timeout)))
+        self._compute_began = time.monotonic()
+        return claim
+
+    def should_continue(self, done: int, following: int) -> Advice:
+        advice = self.client.call(verbs.SHOULD_CONTINUE(done, following))
+        if advice is Advice.ABORT:
+            self._staging_taken.clear()
+        return advice
+
+    def wait(self, sequence: int, timeout: float) -> None:
+        self.client.call(verbs.WAIT(sequence, bounded(timeout)))
+
+    def replan(self, batches: Sequence[int], plan: int | None) -> None:
+        self.client.call(verbs.REPLAN(tuple(native.u32_array("replan", "batches", batches)), plan))
+
+    def journal(self, path: str | None) -> None:
+        raise InvalidArgument("journal", f"{path}: the store is elsewhere, and so is its journal")
+
+    def stage(self, timeout: float) -> int:
+        """A staging buffer that no step has: it is free again when the reply to its push has come."""
+        count = self.layout.staging_buffers
+        for staging in range(count):
+            if staging not in self._staging_taken:
+                self._staging_taken.add(staging)
+                return staging
+        raise InvalidArgument("stage", f"all {count} staging buffers are in use; push one first")
+
+    def unstage(self, staging: int) -> None:
+        if staging not in self._staging_taken:
+            raise InvalidArgument("unstage", f"staging: found {staging}; expected one that stage() returned")
+        self._staging_taken.discard(staging)
+
+    def staging(self, staging: int) -> Flat:
+        flat = self._staging_buffers.get(staging)
+        if flat is None:
+            flat = self._staging_buffers[staging] = np.zeros(self.layout.flat_elements, np.float32)
+        return flat[:]  # a later holder of the staging buffer gets one that may be written again
+
+    def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
+        trained = self.layout.trained_elements
+        if start is not None and start.shape != (trained,):
+            found = f"{list(start.shape)}; expected [{trained}]"
+            raise InvalidArgument("residual", f"shape: found {found}")
+        self._residual.begin_with(start)
+        self._keep_residual = keep
+
+    @contextmanager
+    def _settling(self, request: PushRequest) -> Iterator[None]:
+        """A push that was encoded: its residual counts if it was admitted, and its staging buffer is free."""
+        try:
+            yield
+        except BaseException as error:
+            self._settle_residual(request, admitted=False)
+            if isinstance(error, PushRejected):
+                self._staging_taken.discard(request.staging)
+            raise
+        self._settle_residual(request, admitted=True)
+        self._staging_taken.discard(request.staging)
+
+    def _settle_residual(self, request: PushRequest, admitted: bool) -> None:
+        """A push has ended; whether a residual of it was kept here is known by its encoding."""
+        how = request.encoding
+        sent_here = request.samples > 0 and not request.encoded
+        if sent_here and how.codec is not Codec.F32 and how.error_feedback:
+            self._residual.commit(admitted)
+
+    def _finished(
+        self, reply: TransferReply, counts: EncodeCounts, began: float, pushed: float
+    ) -> Transferred:
+        """A transfer of which all has come, by this time. began, pushed: seconds of the monotonic clock."""
+        self._compute_began = time.monotonic()
+        result = None if reply.result is None else counted(reply.result, counts)
+        spans = spans_of(began, pushed, self._compute_began, result)
+        return Transferred(result, reply.claims, reply.version, spans)
+
+    def _header(self, request: PushRequest, scale: float) -> PushHeader:
+        timeout = None if request.timeout is None else bounded(native.timeout_seconds(request.timeout))
+        how = Encoding(request.encoding.codec, nonfinite=request.encoding.nonfinite)
+        seconds = request.compute_seconds or time.monotonic() - self._compute_began
+        return PushHeader.of(
+            replace(request, scale=scale, timeout=timeout, encoding=how, compute_seconds=seconds)
+        )
+
+    def _encode(
+        self, values: Flat, request: PushRequest, parts: Iterable[tuple[int, int]]
+    ) -> tuple[list[NDArray[np.uint8]], EncodeCounts]:
+        """Codes of parts of a gradient (first element and count), with the residual if errors are fed back.
+
+        Raises NotFinite.
+        """
+        how = request.encoding
+        old, new = self._residual.begin() if how.error_feedback else (None, None)
+        codes, nonfinite, skipped = [], 0, 0
+        try:
+            for first, count in parts:
+                own = slice(first, first + count)
+                data, counts = encode(
+                    values[own],
+                    how,
+                    scale=request.scale,
+                    first=first,
+                    residual=None if old is None else old[own],
+                    residual_out=None if new is None else new[own],
+                )
+                codes.append(data)
+                nonfinite, skipped = nonfinite + counts.nonfinite, skipped + counts.blocks_skipped
+        except BaseException:
+            if how.error_feedback:
+                self._residual.cancel()
+            raise
+        if new is not None and self._keep_residual is not None:
+            self._keep_residual(request.staging, new)
+        return codes, EncodeCounts(nonfinite, skipped)
+
+    def _values(self, request: PushRequest) -> NDArray[Any]:
+        """The push's fp32 numbers; of an encoded gradient only the averaged ones count."""
+        if request.gradient is None or request.encoded:
+            return self.staging(request.staging)
+        return request.gradient
+
+    def _without_gaps(self, request: PushRequest) -> Flat:
+        """The gradient's values, zero where no parameter lies."""
+        values: Flat = self._values(request)
+        for a, b in self._gaps:
+            if values[a:b].any():
+                values = values.copy() if values is request.gradient else values
+                values[a:b] = 0.0
+        return values
+
+
+def counted(result: PushResult, counts: EncodeCounts) -> PushResult:
+    """The result with what was not finite where the gradient was encoded."""
+    return replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
+
+
+def check_finite(request: PushRequest, values: NDArray[Any]) -> None:
+    """Raise NotFinite for values that a push in fp32 may not have."""
+    if request.encoding.nonfinite == "error" and not np.isfinite(values).all():
+        raise NotFinite("push", "the gradient has a value that is not finite")
+
+
+def bounded(timeout: float) -> float:
+    """A timeout that a server accepts."""
+    return min(timeout, MAX_CALL_SECONDS)
+
+
+def _gaps(tensors: Sequence[Tensor], elements: int) -> list[tuple[int, int]]:
+    """Where no parameter lies: between the end of a group and that of its last chunk."""
+    ends = sorted((t.offset, t.offset + t.elements) for t in tensors if t.elements)
+    edges = [(0, 0), *ends, (elements, elements)]
+    return [(a[1], b[0]) for a, b in pairwise(edges) if a[1] < b[0]]

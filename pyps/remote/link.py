@@ -1,0 +1,198 @@
+"""A store behind one server: pyps.store.backend over a link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.errors import InvalidArgument
+from pyps.native.ranges import Ranges, Visitor, elements
+from pyps.native.state import FlatState, StoreState
+from pyps.native.transfer import Finish, Transferred, TransferRequest
+from pyps.native.values import Codec, Config, EncodeCounts, Flat, PushRequest, PushResult, Traffic
+from pyps.remote import verbs
+from pyps.remote.address import parse_address
+from pyps.remote.away import NO_COUNTS, Away, bounded, check_finite, counted
+from pyps.remote.client import Client, Posted
+from pyps.remote.creation import created_numbers
+from pyps.remote.framing import Frames, from_frames
+from pyps.remote.parts import extents, packed, show
+from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
+from pyps.store.codec import decode_vector, encoded_vector_bytes
+from pyps.store.marks import run_and_servers
+
+Sent = tuple[PushHeader, tuple[NDArray[Any], ...], EncodeCounts]
+
+
+class LinkBackend(Away):
+    """An open store behind a server."""
+
+    servers = 1
+
+    def __init__(self, address: str, config: Config | None = None, state: StoreState | None = None) -> None:
+        """config, state: of a store to create there; None: to open the one that is there."""
+        where = parse_address(address)
+        client = Client(where)
+        try:
+            if config is None:
+                opened = _hello(client)
+            else:
+                size, numbers = created_numbers(config, state)
+                opened = client.exchange(verbs.CREATE(PROTOCOL, where.store, size), numbers)[0]
+        except BaseException:
+            client.close()
+            raise
+        super().__init__(where, client, opened)
+        self._back = np.empty(0, np.uint8)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.client.traffic
+
+    def pull(self, out: Flat, ranges: Ranges | None = None) -> int:
+        codec = self.address.pull if ranges is None else Codec.F32
+        if codec is not Codec.F32:
+            version, found = self.client.exchange(verbs.PULL_ENCODED(codec))
+        elif ranges is None:
+            version, found = self.client.exchange(verbs.PULL(None))
+        else:
+            version, found = self.client.exchange(verbs.PULL(len(ranges)), (ranges,))
+        self._receive("pull", found, out, codec)
+        self._compute_began = time.monotonic()
+        return version
+
+    def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
+        version, found = self.client.exchange(verbs.PULL_ENCODED(codec))
+        from_frames("pull", found, out)
+        self._compute_began = time.monotonic()
+        return version
+
+    def read(self, visit: Visitor, ranges: Ranges | None, timeout: float) -> int:
+        """One version's parameters come over, and are shown then."""
+        layout = self.layout
+        parts = extents(self._gaps, layout.flat_elements) if ranges is None else ranges
+        out = np.empty(elements("read", parts, layout.flat_elements), np.float32)
+        version, found = self.client.exchange(verbs.READ(len(parts), bounded(timeout)), (parts,))
+        from_frames("read", found, out)
+        show(parts, out, self._gaps, visit, layout.chunk_params)
+        return version
+
+    def snapshot(self, out: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float) -> int:
+        version, found = self.client.exchange(verbs.SNAPSHOT(len(state), bounded(timeout)))
+        from_frames("snapshot", found, out, *state, steps)
+        return version
+
+    def state(self, timeout: float) -> FlatState:
+        layout = self.layout
+        (header, ranks), found = self.client.exchange(verbs.STATE(bounded(timeout)))
+        vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + layout.states + len(ranks))]
+        from_frames("state", found, *vectors)
+        residuals = vectors[1 + layout.states :]
+        states = tuple(vectors[1 : 1 + layout.states])
+        return FlatState(header, vectors[0], states, dict(zip(ranks, residuals, strict=True)))
+
+    def push(self, request: PushRequest) -> PushResult:
+        header, numbers, counts = self._sent(request)
+        with self._settling(request):
+            result, _ = self.client.exchange(verbs.PUSH(header), numbers)
+        return counted(result, counts)
+
+    def exchange(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
+        header, numbers, counts = self._sent(request)
+        with self._settling(request):
+            asked = verbs.EXCHANGE(header, self.address.pull)
+            (result, version), found = self.client.exchange(asked, numbers)
+        self._receive("exchange", found, out, self.address.pull)
+        return counted(result, counts), version
+
+    def begin_transfer(self, request: TransferRequest) -> Finish:
+        header, numbers, counts = self._sent(request.push)
+        codec = self.address.pull if request.codec is Codec.F32 else request.codec
+        asked = TransferHeader(
+            push=header,
+            codec=codec,
+            exchange=request.exchange,
+            claims=request.claims,
+            max_samples=request.max_samples,
+        )
+        began, posted = time.monotonic(), self.client.post(verbs.TRANSFER(asked), numbers)
+        return partial(self._finish, request.push, posted, began, codec, counts)
+
+    def _finish(
+        self,
+        push: PushRequest,
+        posted: Posted[TransferReply],
+        began: float,
+        codec: Codec,
+        counts: EncodeCounts,
+        out: Flat,
+    ) -> Transferred:
+        try:
+            reply, found = self.client.take(posted)
+        except BaseException:
+            self._settle_residual(push, admitted=False)
+            raise
+        self._settle_residual(push, admitted=reply.result is not None)
+        self._staging_taken.discard(push.staging)
+        pulled = time.monotonic()
+        if reply.version is not None:
+            self._receive("transfer", found, out, codec)
+        # The server's clock is another: the way there counts as long as the way back.
+        pushed = began + reply.push_seconds + max(0.0, pulled - began - reply.push_seconds) / 2
+        return self._finished(reply, counts, began, pushed)
+
+    def _receive(self, what: str, found: Frames, flat: Flat, codec: Codec) -> None:
+        """Parameters, as they came back, to `flat`."""
+        if codec is Codec.F32:
+            from_frames(what, found, flat)
+            return
+        size = encoded_vector_bytes(codec, self.layout)
+        if self._back.size != size:
+            self._back = np.empty(size, np.uint8)
+        from_frames(what, found, self._back)
+        decode_vector(self._back, codec, self.layout, flat)
+
+    def _sent(self, request: PushRequest) -> Sent:
+        """What is sent for a push: its header, its numbers, and what was not finite among them.
+
+        Raises NotFinite, InvalidArgument.
+        """
+        if request.ranges is not None:
+            return self._header(request, request.scale), self._of_ranges(request, request.ranges), NO_COUNTS
+        whole, trained = self._values(request), self.layout.trained_elements
+        codec, scale, counts = request.encoding.codec, request.scale, NO_COUNTS
+        numbers: tuple[NDArray[Any], ...] = (whole,)
+        if request.encoded and request.gradient is not None:
+            numbers = (request.gradient, whole[trained:])
+        elif request.samples and codec is not Codec.F32:
+            (codes,), counts = self._encode(self._without_gaps(request), request, [(0, trained)])
+            numbers, scale = (codes, whole[trained:]), 1.0
+        elif request.samples:
+            check_finite(request, self._without_gaps(request)[:trained])
+        return self._header(request, scale), numbers if request.samples else (), counts
+
+    def _of_ranges(self, request: PushRequest, ranges: Ranges) -> tuple[NDArray[Any], ...]:
+        """The ranges of a push, and the gradient there."""
+        trained = self.layout.trained_elements
+        if request.encoding.codec is not Codec.F32:
+            found = f"codec: found {request.encoding.codec.name} with ranges"
+            raise InvalidArgument("push", f"{found}; expected F32")
+        if not request.samples:
+            return ()
+        values = packed(self._values(request), ranges) if request.gradient is None else request.gradient
+        size = int(np.minimum(ranges.sum(axis=1), trained).sum() - np.minimum(ranges[:, 0], trained).sum())
+        check_finite(request, values[:size])
+        return ranges, values
+
+
+def _hello(client: Client) -> OpenReply:
+    reply = client.call(verbs.HELLO(PROTOCOL, client.address.store))
+    if (marked := run_and_servers(reply.tensors)) is not None:
+        expected = f"the addresses of its {marked[1]} servers, as tcp://host:port,host:port/name"
+        raise InvalidArgument("open", f"address: found {client.address}; expected {expected}")
+    return reply
