@@ -26,7 +26,7 @@ from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, Tr
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.marks import run_and_servers
 
-Sent = tuple[PushHeader, tuple[NDArray[Any], ...], EncodeCounts]
+OutgoingPush = tuple[PushHeader, tuple[NDArray[Any], ...], EncodeCounts]
 
 
 class LinkBackend(Away):
@@ -157,7 +157,7 @@ class LinkBackend(Away):
         from_frames(what, found, self._back)
         decode_vector(self._back, codec, self.layout, flat)
 
-    def _sent(self, request: PushRequest) -> Sent:
+    def _sent(self, request: PushRequest) -> OutgoingPush:
         """What is sent for a push: its header, its numbers, and what was not finite among them.
 
         Raises NotFinite, InvalidArgument.

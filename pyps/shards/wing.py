@@ -16,7 +16,7 @@ from pyps.shards.verbs import HANDLERS
 from pyps.store.backend import Backend
 
 
-class Host(ShardHost):
+class AnsweringHost(ShardHost):
     """A server's part of a model, whose sessions answer the wing's calls."""
 
     def session(self, site: Site, store: Callable[[], LocalBackend], caller: Caller) -> WingSession:
@@ -31,7 +31,7 @@ class Shards:
         return HANDLERS
 
     def host(self, store: str, home: Home | None, opened: Callable[[Layout], None]) -> WingHost:
-        return Host(store, home, opened)
+        return AnsweringHost(store, home, opened)
 
     def backend(self, address: str, config: Config | None, state: StoreState | None) -> Backend:
         return ShardedBackend(address, config, state)
