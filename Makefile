@@ -13,7 +13,8 @@
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: 2 hours)
 #   make ray       runs on a Ray cluster of this machine; installs ray
-#   make site      README.md and docs/ as a web site, into build/site
+#   make reference  docs/reference: every public name, command, option, file format and source file
+#   make site      README.md, docs/ and the reference as a web site, into build/site
 #   make fuzz-input  5,000 hostile input files through the commands, and 200 through the real one
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
 #   make clean     removes what the other commands made
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-all test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize site clean
+.PHONY: demo test test-all test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -114,6 +115,9 @@ fuzz-input: .venv/core
 sanitize:
 	$(PYTHON) tests/c/programs.py address --faults 300
 	$(PYTHON) tests/c/programs.py thread
+
+reference: .venv/core
+	$(PY) docs/make_reference.py
 
 site: .venv/core
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -20,7 +20,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, device, *shares = sys.argv[1:]
     if shares:
-        share = shares[0].split(",")[int(os.environ["PYPS_RANK"])]
+        share = shares[0].split(",")[int(os.environ["LOCAL_RANK"])]
         os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = share
     task = load_task(model)
     task.model.to(device)

@@ -1,7 +1,7 @@
-"""Writes docs/reference/ from docstrings, the commands' options, csrc/pyps.h and each file's first lines.
+"""Writes docs/reference/: pages made of docstrings, options of commands, csrc/pyps.h and titles of files; and
+the JSON schemas of the formats.
 
-python docs/make_reference.py           writes the pages
-python docs/make_reference.py --check   exits with 1 if a page is not what the sources say
+`make reference` runs it, and so does `make site`. Git does not keep what it writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -20,14 +19,20 @@ import msgspec
 import typer
 from typer.core import TyperGroup
 
+from pyps.cli.simulate import SimulateOptions
+from pyps.formats import FORMATS, RunTable, options, schema
 from pyps.formats.events import RunEvent
+from pyps.formats.files import write_bytes, write_json
+from pyps.formats.options import VARIABLES, declared
 from pyps.formats.records import StepRecord
 from pyps.report.report import Report
+from pyps.run import RunOptions
+from pyps.worker.loop import join
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
 ROOMS = ("csrc", "pyps", "solver", "profiler")
-MADE = "<!-- Written by docs/make_reference.py; change the sources and run it again. -->"
+MADE = "<!-- Written by `make reference`; change the sources and run it again. -->"
 MODULES = {
     "pyps": "The public names. They are loaded when first used.",
     "pyps.torch": "Uneven data parallelism on DistributedDataParallel.",
@@ -46,25 +51,15 @@ C_TITLE = re.compile(r"/\*\s*(?:[\w.]+: )?(.*?)\*/", re.DOTALL)
 COMMANDS = ("profile", "plan", "run", "top", "report", "simulate", "serve", "keys", "shm")
 
 
-def main() -> int:
-    """Write the pages, or with --check compare them; the exit code."""
-    pages = {"python.md": python_page(), "cli.md": cli_page(), "c.md": c_page()}
+def write(folder: Path = PAGES) -> None:
+    """Write the pages, and the schemas beside them, each entirely or not at all."""
+    pages = {"python.md": python_page(), "cli.md": cli_page(), "options.md": options_page(), "c.md": c_page()}
     pages |= {"formats.md": formats_page(), "files.md": files_page()}
-    if "--check" in sys.argv[1:]:
-        stale = [name for name, text in pages.items() if not is_current(name, text)]
-        if stale:
-            print(f"docs/reference: {', '.join(stale)}: run `python docs/make_reference.py`", file=sys.stderr)
-        return int(bool(stale))
-    PAGES.mkdir(exist_ok=True)
+    (folder / "schemas").mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
-        (PAGES / name).write_text(text, encoding="utf-8")
-    return 0
-
-
-def is_current(name: str, text: str) -> bool:
-    """Whether a page on file has this text."""
-    page = PAGES / name
-    return page.is_file() and page.read_text(encoding="utf-8") == text
+        write_bytes(folder / name, text.encode())
+    for name in FORMATS:
+        write_json(folder / "schemas" / f"{name}.schema.json", schema(name))
 
 
 def python_page() -> str:
@@ -198,6 +193,35 @@ def command_lines(title: str, command: Any) -> list[str]:
     return lines
 
 
+def options_page() -> str:
+    """Every option of a run: what it is, its limits, and what may set it; then the user's variables."""
+    holders = {"`[run]`, pyps-plan": RunTable, "pyps run, Trainer": RunOptions}
+    holders |= {"pyps simulate": SimulateOptions, "pyps.join": join}
+    found: dict[str, tuple[msgspec.Meta, list[str]]] = {}
+    for title, holder in holders.items():
+        for name, _, meta in declared(holder):
+            found.setdefault(name, (meta, []))[1].append(title)
+    lines = ["# Options of a run", "", MADE, ""]
+    lines += [
+        "What sets an option takes it under its name; on a command line `micro_batch` is `--micro-batch`."
+    ]
+    lines += ["", "| option | | set by |", "|---|---|---|"]
+    for name, (meta, titles) in sorted(found.items()):
+        lines.append(f"| `{name}` | {meta.description}{limits(meta)} | {'; '.join(titles)} |")
+    lines += ["", "## Environment variables", ""]
+    lines += [f"- `{name}`: {text}" for name, text in VARIABLES.items()]
+    lines += ["", "`PYPS_RUN` is the launcher's: JSON that tells a worker of its run."]
+    return "\n".join(lines) + "\n"
+
+
+def limits(meta: msgspec.Meta) -> str:
+    """The unit and the limits of a number, behind what it is."""
+    unit = (meta.extra or {}).get("unit") or ""
+    most = f"at most {meta.le:,}" if meta.le is not None and meta.le < options.MAX_SECONDS else ""
+    said = ", ".join(filter(None, (unit, most)))
+    return f" ({said})" if said else ""
+
+
 def c_page() -> str:
     """The functions of pyps.h in its order, with the comment above or behind each."""
     header = (ROOT / "csrc" / "pyps.h").read_text(encoding="utf-8")
@@ -217,7 +241,10 @@ def formats_page() -> str:
     """The tables and objects of each file: what they hold, and their fields."""
     formats = importlib.import_module("pyps.formats")
     lines = ["# File formats", "", MADE, ""]
-    lines += ["`pyps.formats.schema(name)` returns a format's JSON schema, with types and limits."]
+    lines += [
+        "`python -m pyps.formats NAME` prints a format's JSON schema, with types and limits; the site has"
+    ]
+    lines += [f"them: {', '.join(f'[{name}](schemas/{name}.schema.json)' for name in FORMATS)}."]
     of_a_run = {"report": Report, "step record": StepRecord, "run event": RunEvent}
     for name, form in (formats.FORMATS | of_a_run).items():
         lines += ["", f"## {name}"]
@@ -281,4 +308,4 @@ def title(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write()

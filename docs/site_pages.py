@@ -1,4 +1,6 @@
-"""The pages of the site for mkdocs: README.md is the first, and links to source files become their names."""
+"""The pages of the site for mkdocs: README.md is the first, the reference is made, and links to source files
+become their names.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import make_reference
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_pre_build(config: Any) -> None:
+    """Write the reference into docs/."""
+    make_reference.write()
 
 
 def on_files(files: Any, config: Any) -> Any:

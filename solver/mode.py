@@ -16,7 +16,8 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats import Bits, Cluster
 from pyps.formats.cluster import CLUSTER_FILE
-from pyps.formats.mode import CODEC_BITS, FROM_PLAN, PLANNED_CODECS, CodecName, Pace, RunTable, WorkerMode
+from pyps.formats.mode import CODEC_BITS, FROM_PLAN, PLANNED_CODECS, Pace, RunTable, WorkerMode
+from pyps.formats.options import CodecName
 from pyps.solver.constrained import ConstrainedSolution
 from pyps.solver.links import ERROR, WIRE_BYTES, LinkCost, step_seconds
 

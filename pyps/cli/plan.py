@@ -13,11 +13,21 @@ import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from pyps.cli.options import with_options
 from pyps.cli.outputs import check_writable, inputs_of, not_an_input
 from pyps.cli.plan_mode import names_file, pace_of, with_mode
 from pyps.errors import InputError
-from pyps.formats import Cluster, Plan, Profile, WorkerGroup, encode, read_cluster, read_profile, write_json
-from pyps.formats.mode import CODEC_BITS
+from pyps.formats import (
+    Cluster,
+    Plan,
+    Profile,
+    RunTable,
+    WorkerGroup,
+    encode,
+    read_cluster,
+    read_profile,
+    write_json,
+)
 from pyps.profiler.select import fit_of
 from pyps.solver.auto_batch import best_global_batch
 from pyps.solver.constrained import ConstrainedProblem, Limit
@@ -56,7 +66,6 @@ app = typer.Typer(
 ClusterFile = Annotated[
     Path, typer.Argument(metavar="CLUSTER", show_default=False, help="The cluster file, in TOML.")
 ]
-CODECS = f"{', '.join(CODEC_BITS)}; plan: the planner chooses"
 MOST_SAMPLES = 1e12  # of a target, as in the cluster file
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
@@ -81,6 +90,7 @@ class _Planned:
 
 
 @app.command("plan", cls=_Plan)
+@with_options(RunTable, unset="")
 def plan_command(
     cluster: ClusterFile,
     output: Annotated[
@@ -103,23 +113,6 @@ def plan_command(
         float | None,
         typer.Option(metavar="N", help="Say how long N samples (or tokens) take, and their price."),
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Plan for this policy, as in pyps run.")] = None,
-    codec: Annotated[str | None, typer.Option(help=f"Encoding of gradients: {CODECS}, both ways.")] = None,
-    pull_codec: Annotated[str | None, typer.Option(help=f"Encoding of parameters: {CODECS}.")] = None,
-    pipeline: Annotated[
-        bool | None,
-        typer.Option("--pipeline/--no-pipeline", help="Transfers overlap with the next steps' compute."),
-    ] = None,
-    depth: Annotated[int | None, typer.Option(help="Steps under way; with --pipeline it is planned.")] = None,
-    accumulation: Annotated[
-        int | None, typer.Option(help="Micro-batches in which every worker may compute its batch.")
-    ] = None,
-    local_steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="H", help="Workers take H steps of their own optimizer between two pushes, on average."
-        ),
-    ] = None,
     explain: Annotated[
         bool,
         typer.Option(
@@ -139,11 +132,12 @@ def plan_command(
         typer.Option(metavar="FOLDER", help="Draw each profile and its planned batches into FOLDER."),
     ] = None,
     as_json: JsonOnly = False,
+    **given: Any,
 ) -> None:
     """Find the batches with which the slowest worker finishes as early as possible. The optimum is exact.
 
     The plan is for the mode of running that the file's run table states, or the options --policy to
-    --local-steps; it names the mode, and `pyps run` takes it from there.
+    --round-timeout; it names the mode, and `pyps run` takes it from there.
 
     pyps-plan what-if CLUSTER compares plans with more or fewer workers, pyps-plan pareto CLUSTER time and
     price.
@@ -154,7 +148,7 @@ def plan_command(
     for option, path in (("--output", output), ("--timeline", timeline), ("--ring", ring)):
         not_an_input(option, path, inputs_of(cluster, read))
         check_writable(option, path)
-    read = with_mode(cluster, read, policy, codec, pull_codec, pipeline, depth, accumulation, local_steps)
+    read = with_mode(cluster, read, given)
     profiles = _fitted_profiles(read)
     with names_file(cluster):
         ranks = planned_ranks(read, profiles)

@@ -5,53 +5,36 @@ The policies are imported only where a mode needs them: planning as such works w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from pyps.errors import Infeasible, InputError, one_of
 from pyps.formats import Cluster, Pace
 from pyps.formats.cluster import CLUSTER_FILE
-from pyps.formats.mode import CODEC_BITS, FROM_PLAN, MAX_LOCAL_STEPS, ROUND, RunTable, check_run_table
+from pyps.formats.mode import CODEC_BITS, FROM_PLAN, ROUND, RunTable, check_run_table
+from pyps.formats.options import check_limits
 from pyps.solver.mode import stated_policy
 
 
-def with_mode(
-    path: Path,
-    read: Cluster,
-    policy: str | None,
-    codec: str | None,
-    pull_codec: str | None,
-    pipeline: bool | None,
-    depth: int | None,
-    accumulation: int | None,
-    local_steps: int | None,
-) -> Cluster:
-    """The cluster with the given options instead of those of its [run]; None: not given.
+def with_mode(path: Path, read: Cluster, options: Mapping[str, Any]) -> Cluster:
+    """The cluster with the given options instead of those of its [run].
 
-    path: its file. read: the cluster. The others: keys of [run].
+    path: its file. read: the cluster. options: keys of [run]; None: not given.
 
     Raises InputError if one is out of range, or the policy allows no pipeline.
     """
-    for option, name in (("--codec", codec), ("--pull-codec", pull_codec)):
+    for key in ("codec", "pull_codec"):
+        name = options[key]
         if name is not None and name != FROM_PLAN and name not in CODEC_BITS:
-            raise InputError(option, "", repr(name), one_of(name, (*CODEC_BITS, FROM_PLAN)))
-    counts = (("--depth", depth), ("--accumulation", accumulation), ("--local-steps", local_steps))
-    for option, count in counts:
-        if count is not None and not 1 <= count <= MAX_LOCAL_STEPS:
-            raise InputError(option, "", str(count), f"1 to {MAX_LOCAL_STEPS}")
-    options = {
-        "policy": policy,
-        "codec": codec,
-        "pull_codec": pull_codec,
-        "pipeline": pipeline,
-        "depth": depth,
-        "accumulation": accumulation,
-        "local_steps": local_steps,
-    }
-    given: dict[str, object] = {key: value for key, value in options.items() if value is not None}
+            flag = f"--{key.replace('_', '-')}"
+            raise InputError(flag, "", repr(name), one_of(name, (*CODEC_BITS, FROM_PLAN)))
+    check_limits(RunTable, options, "--")
+    given = {key: value for key, value in options.items() if value is not None}
+    policy, pipeline, depth = (options[key] for key in ("policy", "pipeline", "depth"))
     if pipeline is not None or depth is not None:  # one overrides the other, too
         given |= {"pipeline": pipeline, "depth": depth}
     run: RunTable = msgspec.structs.replace(read.run, **given)

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from pyps.checkpoint.folder import KEEP
+from pyps.cli.options import with_options
 from pyps.cli.progress import Screen
 from pyps.errors import InputError
 from pyps.formats import encode
@@ -22,107 +22,41 @@ from pyps.metrics import SINKS
 from pyps.report.ring import TurnsReport
 from pyps.run import Report, RunOptions, run
 from pyps.run.launcher import TrainingFailed
+from pyps.run.options import options_from_json
 from pyps.run.resume import run_of
-from pyps.run.spec import CHECKPOINT_EVERY, MAX_RESTARTS, options_from_json
 from pyps.store.policies import Policy
 
 app = typer.Typer(add_completion=False)
-POLICY_HELP = f"Synchronization policy: {', '.join(Policy.known)}; parameters after a colon: ssp:bound=4."
-CODEC_HELP = "Encoding of gradients; f32, bf16, f16, int8, int4, nf4; plan: the plan's bits, both ways."
-AS_PLANNED = "Default: as planned."
-RUN_DIR_HELP = "Folder of the run, by default pyps-runs/<time>-<pid>."
-SCRIPT_HELP = "Python script that calls pyps.join()."
-ARGS_HELP = "The script's arguments."
-DEPTH_HELP = "Steps of a worker under way at once; 1: no pipeline."
-PIPELINE_HELP = "Overlap push and pull with the next step's compute."
-THROTTLE_HELP = "Emulate devices: by the plan's factors, or by the cost models of a cluster file."
-ROUND_TIMEOUT_HELP = "Seconds that one worker may delay the others."
-REBALANCE_HELP = "Move samples between workers that become slower or faster, on all hosts."
-RANKS_HELP = "Start only these ranks here; ones that the plan does not have join its run."
-PROFILE_HELP = "Profile of a rank that the plan does not have; without one it is measured."
-CONNECT_HELP = "Address of a store served by `pyps serve`: tcp://host:port/name."
-METRICS_HELP = f"Send figures while it trains: {', '.join(SINKS.values())}; may be repeated."
-NONFINITE_HELP = "Go on when the loss is not finite."
-MICRO_BATCH_HELP = "Most samples to compute at once; in between, saps:abort=true ends late steps."
-CHECKPOINT_HELP = "Versions (500) or time (30s, 5m, 2h) between checkpoints; 0: only at the end."
-KEEP_HELP = "Checkpoints to keep; 0: write none."
-RESUME_HELP = "Go on from a run's newest checkpoint in its folder, or begin a new run with one checkpoint."
 MOST_COLUMNS = 120  # of a table that no terminal limits
 MIN_REPORTED_OVERRUN = 0.02  # of the compute time
 SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
 @app.command("run", context_settings=SCRIPT_TAKES_THE_REST)
+@with_options(RunOptions, without=["args"], choices={"policy": Policy.known, "metrics": SINKS.values()})
 def run_command(
     ctx: typer.Context,
-    script: Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=SCRIPT_HELP)] = None,
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help=ARGS_HELP)] = None,
-    plan: Annotated[Path, typer.Option(help="Plan to train by (pyps.plan/1).")] = Path("plan.json"),
-    policy: Annotated[str | None, typer.Option(help=f"{POLICY_HELP} {AS_PLANNED}")] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples to train; 0: until the script ends.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Epochs to train, instead of --samples.")] = None,
-    dataset_size: Annotated[int | None, typer.Option(help="Samples in one epoch, with --epochs.")] = None,
-    throttle_from: Annotated[str | None, typer.Option(metavar="plan|CLUSTER", help=THROTTLE_HELP)] = None,
-    even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the plan's.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the order of samples.")] = 0,
-    codec: Annotated[str | None, typer.Option(help=f"{CODEC_HELP} {AS_PLANNED}")] = None,
-    journal: Annotated[bool, typer.Option("--journal", help="Record each decision, to replay it.")] = False,
-    pipeline: Annotated[
-        bool | None, typer.Option("--pipeline/--no-pipeline", help=f"{PIPELINE_HELP} {AS_PLANNED}")
+    script: Annotated[
+        Path | None, typer.Argument(metavar="SCRIPT", help="Python script that calls pyps.join().")
     ] = None,
-    depth: Annotated[int | None, typer.Option(help=f"{DEPTH_HELP} {AS_PLANNED}")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR_HELP)] = None,
-    round_timeout: Annotated[float | None, typer.Option(help=f"{ROUND_TIMEOUT_HELP} {AS_PLANNED}")] = None,
-    max_restarts: Annotated[int, typer.Option(help="Restarts allowed per rank.")] = MAX_RESTARTS,
-    checkpoint_every: Annotated[str, typer.Option(metavar="N|TIME", help=CHECKPOINT_HELP)] = CHECKPOINT_EVERY,
-    keep_checkpoints: Annotated[int, typer.Option(help=KEEP_HELP)] = KEEP,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN|CHECKPOINT", help=RESUME_HELP)] = None,
-    connect: Annotated[str | None, typer.Option(metavar="ADDRESS", help=CONNECT_HELP)] = None,
-    ranks: Annotated[str | None, typer.Option(metavar="R,R...", help=RANKS_HELP)] = None,
-    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
-    rebalance: Annotated[bool, typer.Option("--rebalance", help=REBALANCE_HELP)] = False,
-    allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help=NONFINITE_HELP)] = False,
-    micro_batch: Annotated[int | None, typer.Option(help=f"{MICRO_BATCH_HELP} {AS_PLANNED}")] = None,
-    metrics: Annotated[list[str] | None, typer.Option(metavar="SINK", help=METRICS_HELP)] = None,
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's arguments.")
+    ] = None,
+    plan: Annotated[Path, typer.Option(help="Plan to train by (pyps.plan/1).")] = Path("plan.json"),
+    epochs: Annotated[float | None, typer.Option(help="Epochs to train, instead of --samples.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
+    **given: Any,
 ) -> None:
     """Train: start SCRIPT once for each rank of the plan, restart workers that die, and report.
 
     The run's folder then holds report.json, trace.json (for ui.perfetto.dev), model.safetensors,
     checkpoints, logs and step records. With --resume, what is not given is as it was in the resumed run.
     """
-    if resume is not None and epochs is not None and dataset_size is None:
-        dataset_size = _saved_options(resume).dataset_size or None
-    wanted = _total_samples(samples, epochs, dataset_size, required=resume is None)
-    options = RunOptions(
-        samples=wanted,
-        dataset_size=dataset_size or 0,
-        policy=policy,
-        round_timeout=round_timeout,
-        args=args or (),
-        seed=seed,
-        codec=codec,
-        pipeline=pipeline,
-        depth=depth,
-        journal=journal,
-        run_dir=run_dir,
-        throttle_from=throttle_from,
-        even=even,
-        max_restarts=max_restarts,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        resume=resume,
-        connect=connect,
-        ranks=None if ranks is None else _rank_list(ranks),
-        profile=profile,
-        rebalance=rebalance,
-        allow_nonfinite=allow_nonfinite,
-        micro_batch=micro_batch,
-        metrics=metrics or (),
-    )
-    given = _given(ctx)
+    resume: Path | None = given["resume"]
+    options = _options(given, args, epochs)
+    on_command_line = _given(ctx)
     if resume is not None:
-        script, options = _resumed(resume, script, options, given)
+        script, options = _resumed(resume, script, options, on_command_line)
     if script is None:
         raise InputError("SCRIPT", "", "nothing", "a Python script that calls pyps.join()")
     misplaced = _misplaced(ctx, options.args)
@@ -133,7 +67,7 @@ def run_command(
         if misplaced:
             screen.notice(f"after {script}, so for it and not for pyps run: {', '.join(misplaced)}")
         report = run(
-            plan if resume is None or "plan" in given else None,
+            plan if resume is None or "plan" in on_command_line else None,
             script,
             options,
             on_line=screen.line,
@@ -144,6 +78,21 @@ def run_command(
         sys.stdout.write(encode(report).decode())
     else:
         show(report)
+
+
+def _options(given: dict[str, Any], args: list[str] | None, epochs: float | None) -> RunOptions:
+    """The options of the command line; of those that have more forms there, what they stand for."""
+    resume, dataset_size = given["resume"], given["dataset_size"] or None
+    if resume is not None and epochs is not None and dataset_size is None:
+        dataset_size = _saved_options(resume).dataset_size or None
+    more = {
+        "samples": _total_samples(given["samples"], epochs, dataset_size, required=resume is None),
+        "dataset_size": dataset_size or 0,
+        "args": args or (),
+        "ranks": None if given["ranks"] is None else _rank_list(given["ranks"]),
+        "metrics": given["metrics"] or (),
+    }
+    return RunOptions(**given | more)
 
 
 def _given(ctx: typer.Context) -> set[str]:

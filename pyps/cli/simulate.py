@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from pyps.cli.options import with_options
 from pyps.cli.outputs import check_picture, check_writable, inputs_of, not_an_input
 from pyps.errors import InputError
-from pyps.formats import read_cluster
+from pyps.formats import options, read_cluster
 from pyps.formats.files import write_bytes
+from pyps.formats.options import check_limits
 from pyps.simulate import (
     LocalOptimizer,
     Logistic,
@@ -40,15 +42,25 @@ LEARN_HELP = (
 )
 TASK_SAMPLES = 2048  # made by a torch task
 GANTT_ITERATIONS = 3
-REBALANCE_HELP = (
-    "Move samples between workers as `pyps run --rebalance` does; each policy is simulated with and without."
-)
-STATED = "Default: what the file's [run] says, if anything."
+STATED = "Default: what the file says, if anything."
 
 app = typer.Typer(add_completion=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """The options of a run that a simulation takes. rebalance: each policy is simulated with and without."""
+
+    even: options.EvenOption = False
+    micro_batch: options.MicroBatchOption | None = None
+    pipeline: options.PipelineOption | None = None
+    seed: options.SeedOption = 0
+    round_timeout: options.RoundTimeoutOption = 60.0
+    rebalance: options.RebalanceOption = False
+
+
 @app.command("simulate")
+@with_options(SimulateOptions)
 def simulate_command(
     cluster: Annotated[
         Path, typer.Argument(metavar="CLUSTER", show_default=False, help="Cluster file, TOML.")
@@ -63,7 +75,6 @@ def simulate_command(
             help="The cluster's plan.json: batches and turns of it, not of a new plan.", show_default=False
         ),
     ] = None,
-    even: Annotated[bool, typer.Option("--even", help="Equal batches instead of the planned ones.")] = False,
     learn: Annotated[str, typer.Option(help=LEARN_HELP)] = "",
     lr: Annotated[
         float | None,
@@ -79,23 +90,6 @@ def simulate_command(
         int | None,
         typer.Option(min=1, help="Samples between two measurements of the loss.", show_default=False),
     ] = None,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Most samples of a worker at once. Default: as planned.", show_default=False
-        ),
-    ] = None,
-    pipeline: Annotated[
-        bool | None,
-        typer.Option(
-            "--pipeline/--no-pipeline", help=f"Overlap push and pull with the next step's compute. {STATED}"
-        ),
-    ] = None,
-    rebalance: Annotated[bool, typer.Option("--rebalance", help=REBALANCE_HELP)] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter and of the order of samples.")] = 0,
-    round_timeout: Annotated[
-        float, typer.Option(help="Seconds that one worker may delay the others.")
-    ] = 60.0,
     show: Annotated[
         bool, typer.Option("--show", help="Print staleness and a Gantt chart of each policy.")
     ] = False,
@@ -108,21 +102,23 @@ def simulate_command(
         typer.Option(help="Draw curves, staleness, idle shares and Gantt charts as PNG.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
+    **given: Any,
 ) -> None:
     """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
+    check_limits(SimulateOptions, given, "--")
+    wanted = SimulateOptions(**given)
     read = read_cluster(cluster)
     for option, path in (("--trace", trace_to), ("--plot", plot)):
         not_an_input(option, path, [*inputs_of(cluster, read), plan])
     check_writable("--trace", trace_to)
     check_picture("--plot", plot)
     run = read.run
-    pipeline = run.depths[1] > 1 if pipeline is None else pipeline
-    chosen = _policies(policies or run.policy or "all", round_timeout, pipeline)
-    scenario = scenario_of(cluster, even=even, plan_path=plan)
-    if micro_batch is not None:
-        scenario = replace(
-            scenario, workers=tuple(replace(w, micro_batch=micro_batch) for w in scenario.workers)
-        )
+    pipeline = run.depths[1] > 1 if wanted.pipeline is None else wanted.pipeline
+    chosen = _policies(policies or run.policy or "all", wanted.round_timeout, pipeline)
+    scenario = scenario_of(cluster, even=wanted.even, plan_path=plan)
+    if wanted.micro_batch is not None:
+        workers = tuple(replace(w, micro_batch=wanted.micro_batch) for w in scenario.workers)
+        scenario = replace(scenario, workers=workers)
     if learn and scenario.local != (inner_lr is not None):
         expected = "a learning rate of local steps" if scenario.local else "none: the plan has no local steps"
         raise InputError("--inner-lr", "", str(inner_lr), expected)
@@ -131,8 +127,8 @@ def simulate_command(
             scenario,
             policy,
             iterations=iterations,
-            seed=seed,
-            objective=_objective(learn, seed),
+            seed=wanted.seed,
+            objective=_objective(learn, wanted.seed),
             lr=lr if lr is not None else LOCAL_LR if scenario.local else LR,
             local=LocalOptimizer(lr=inner_lr) if inner_lr is not None else None,
             target_loss=target_loss,
@@ -142,7 +138,7 @@ def simulate_command(
             rebalance=moves,
         )
         for policy in _progress(chosen)
-        for moves in (False, True)[: 1 + rebalance]
+        for moves in (False, True)[: 1 + wanted.rebalance]
     ]
     if trace_to is not None:
         write_bytes(trace_to, msgspec.json.encode(trace(results)))

@@ -188,7 +188,7 @@ def _with_noise(path: str | os.PathLike[str], goodput: GoodputInfo | None) -> Go
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of "profile", "cluster", "plan", "checkpoint" or "noise"; the files are in schemas/."""
+    """The JSON schema of "profile", "cluster", "plan", "checkpoint" or "noise"."""
     if name not in FORMATS:
         raise InputError("schema", "name", repr(name), f"one of {', '.join(FORMATS)}")
     return msgspec.json.schema(FORMATS[name])

@@ -1,21 +1,14 @@
-"""`python -m pyps.formats` writes the JSON schemas that the package publishes, into this folder."""
+"""`python -m pyps.formats plan` prints the JSON schema of a plan; so for the other formats."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 
-from pyps.formats import schema, write_json
-
-FOLDER = Path(__file__).parent / "schemas"
-PUBLISHED = ("checkpoint", "cluster", "plan", "profile", "noise")
-
-
-def schema_file(name: str) -> Path:
-    """Where the schema of a format lies."""
-    return FOLDER / f"{name}.schema.json"
-
+from pyps.errors import InputError
+from pyps.formats import encode, schema
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for name in PUBLISHED:
-        write_json(schema_file(name), schema(name))
+    try:
+        sys.stdout.write(encode(schema(*sys.argv[1:2] or [""])).decode())
+    except InputError as error:
+        sys.exit(f"pyps.formats: {error}")

@@ -238,16 +238,26 @@ def _type_at(kind: type[Struct], place: str) -> Any:
     node: Any = msgspec.inspect.type_info(kind)
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", place):
         node = node.item_type if index else next(field.type for field in node.fields if field.name == name)
-        if isinstance(node, msgspec.inspect.UnionType):
-            node = next(t for t in node.types if not isinstance(t, msgspec.inspect.NoneType))
+        node = next(t for t in _parts(node) if not isinstance(t, msgspec.inspect.NoneType))
     return node
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    """The types of a union, or the type itself, without what is said of them."""
+    if isinstance(node, msgspec.inspect.Metadata):
+        yield from _parts(node.type)
+    elif isinstance(node, msgspec.inspect.UnionType):
+        for part in node.types:
+            yield from _parts(part)
+    else:
+        yield node
 
 
 def _choices_at(kind: type[Struct], place: str) -> Iterator[Any]:
     """The values that may stand at a place of a format."""
     name, _, field = place.rpartition(".")
     node: Any = next(item.type for item in _type_at(kind, name).fields if item.name == field)
-    for part in node.types if isinstance(node, msgspec.inspect.UnionType) else (node,):
+    for part in _parts(node):
         yield from getattr(part, "values", ())
 
 

@@ -7,14 +7,15 @@ was made for.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from pyps.errors import InputError
+from pyps.formats import options
 from pyps.formats.kinds import Batch, Bits, Name, Seconds, Share
+from pyps.formats.options import MAX_DEPTH, CodecName
 
-CodecName = Literal["f32", "bf16", "f16", "int8", "int4", "nf4"]
 CODEC_BITS: Final[dict[CodecName, Bits]] = {
     "f32": 32,
     "bf16": 16,
@@ -25,8 +26,6 @@ CODEC_BITS: Final[dict[CodecName, Bits]] = {
 }  # of a number on the wire
 PLANNED_CODECS: Final[tuple[CodecName, ...]] = ("f32", "bf16", "int8", "int4")  # the planner chooses of these
 FROM_PLAN: Final = "plan"
-MAX_DEPTH: Final = 8  # steps of one worker that may be under way at once: its most staging buffers
-MAX_LOCAL_STEPS: Final = 100_000
 PaceKind = Literal["round", "clock", "turns", "free"]
 
 
@@ -45,23 +44,20 @@ ROUND: Final = Pace()
 
 
 class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[run]: the mode to plan for.
+    """[run]: the mode to plan for, in options of a run.
 
-    codec: of gradients. pull_codec: of parameters; by default f32. "plan": the planner chooses, for codec
-    both ways. pipeline: transfers overlap with compute, as deep as hides them. depth: the
-    steps under way, exactly; 1: no pipeline. accumulation: the most micro-batches of a worker's batch.
-    local_steps: steps of a worker's own optimizer between two pushes, on average. round_timeout: seconds that
-    one worker may delay the others.
+    codec "plan": the planner chooses, both ways; pull_codec is f32 by default. pipeline: as deep as hides the
+    transfers; depth: exactly so deep.
     """
 
-    policy: Name | None = None
-    codec: CodecName | Literal["plan"] | None = None
-    pull_codec: CodecName | Literal["plan"] | None = None
-    pipeline: bool | None = None
-    depth: Annotated[int, Meta(ge=1)] | None = None
-    accumulation: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    local_steps: Annotated[int, Meta(ge=1, le=MAX_LOCAL_STEPS)] | None = None
-    round_timeout: Seconds | None = None
+    policy: options.PolicyOption | None = None
+    codec: options.CodecOption | None = None
+    pull_codec: options.PullCodecOption | None = None
+    pipeline: options.PipelineOption | None = None
+    depth: options.DepthOption | None = None
+    accumulation: options.AccumulationOption | None = None
+    local_steps: options.LocalStepsOption | None = None
+    round_timeout: options.RoundTimeoutOption | None = None
 
     @property
     def is_stated(self) -> bool:
@@ -96,13 +92,11 @@ class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: Name
     round_timeout: Seconds | None = None
     workers: list[WorkerMode]
-    local_steps: Annotated[int, Meta(ge=1, le=MAX_LOCAL_STEPS)] | None = None
+    local_steps: options.LocalStepsOption | None = None
 
 
 def check_run_table(where: str, run: RunTable) -> None:
     """Raises InputError, naming the file `where`, if keys of [run] contradict each other."""
-    if run.depth is not None and run.depth > MAX_DEPTH:
-        raise InputError(where, "run.depth", str(run.depth), f"at most {MAX_DEPTH}")
     if run.local_steps is not None and (run.accumulation or 1) > 1:
         raise InputError(where, "run.accumulation", str(run.accumulation), "1 with local_steps")
     if run.depth is not None and run.pipeline is not None and run.pipeline != (run.depth > 1):

@@ -14,25 +14,23 @@ from pathlib import Path
 from pyps.errors import InputError
 from pyps.formats.setup import SETUP_FILE
 from pyps.ray.servers import NearStore, ShardedStore, node_id
-from pyps.worker.settings import Variable
+from pyps.worker.settings import stored_elsewhere
 
 
 @dataclass(frozen=True)
 class Work:
     """What a rank runs. train: a function, or a script's path. args: the script's. folder: where it starts.
 
-    env: its settings. store: where the run's store is.
+    env: its settings. run_dir: the run's folder. store: where the run's store is.
     """
 
+    rank: int
     train: Callable[[], object] | str
     args: Sequence[str]
     folder: str
     env: Mapping[str, str]
+    run_dir: Path
     store: NearStore | ShardedStore
-
-    @property
-    def rank(self) -> int:
-        return int(self.env[Variable.RANK])
 
 
 class RankActor:
@@ -55,14 +53,11 @@ class RankActor:
         return 0, ""
 
     def _train(self, work: Work) -> None:
-        os.environ.update(work.env)
-        run_dir = Path(work.env[Variable.RUN_DIR])
-        if not (run_dir / SETUP_FILE).exists():
-            raise InputError(
-                "run_dir", "", f"no {run_dir} on node {node_id()}", "a folder that all nodes have"
-            )
-        if (address := work.store.address(f"rank-{work.rank}")) is not None:
-            os.environ[Variable.STORE] = address
+        if not (work.run_dir / SETUP_FILE).exists():
+            found = f"no {work.run_dir} on node {node_id()}"
+            raise InputError("run_dir", "", found, "a folder that all nodes have")
+        address = work.store.address(f"rank-{work.rank}")
+        os.environ.update(work.env if address is None else stored_elsewhere(work.env, address))
         if os.path.isdir(work.folder):
             os.chdir(work.folder)
         if callable(work.train):

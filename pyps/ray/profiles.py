@@ -11,7 +11,7 @@ from typing import Any
 from pyps.errors import InputError
 from pyps.formats import encode
 from pyps.ray.cluster import Resources, actor_options, check_resources, connected_ray
-from pyps.run.spec import StrPath
+from pyps.run.options import StrPath
 
 ACCELERATOR = "accelerator_type:"
 NAME = re.compile(r"[A-Za-z0-9._-]+")

@@ -25,8 +25,9 @@ from pyps.ray.servers import TRAINER, NearStore, ShardedStore, StoreActor, node_
 from pyps.report.report import Report
 from pyps.run.launcher import OnNotice
 from pyps.run.main import run_prepared
+from pyps.run.options import RunOptions, StrPath
 from pyps.run.ranks import RankSpec
-from pyps.run.spec import RunOptions, RunSpec, StrPath, prepare
+from pyps.run.spec import RunSpec, prepare
 
 ONE_CPU: Resources = {"CPU": 1}
 CLIENT_TIMEOUT_SECONDS = 10.0
@@ -123,7 +124,7 @@ class Trainer:
         if isinstance(store, NearStore):
             env |= _environment()
         train = self._train if callable(self._train) else os.path.abspath(self._train)
-        return Work(train, spec.options.args, spec.folder, env, store)
+        return Work(rank.rank, train, spec.options.args, spec.folder, env, spec.run_dir, store)
 
     @contextmanager
     def _placed(self, ray: Any, bundles: list[dict[str, float]], strategy: str, field: str) -> Iterator[Any]:

@@ -26,7 +26,7 @@ from pyps.errors import (
     StoreError,
     TimedOut,
 )
-from pyps.formats.mode import MAX_DEPTH
+from pyps.formats.options import MAX_DEPTH
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, elements
 from pyps.native.state import StateHeader

@@ -10,10 +10,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from pyps.errors import InputError, PypsError, SegmentNotFound
 from pyps.formats.events import EVENTS, read_events
 from pyps.formats.records import RunReader, StepRecord
-from pyps.formats.setup import SETUP_FILE, RunSetup, read_setup
+from pyps.formats.setup import SETUP_FILE, VARIABLE, RunSetup, read_setup
 from pyps.native.status import Member, RankCounters
 from pyps.remote import open_store
 from pyps.remote.address import is_address
@@ -23,7 +25,6 @@ from pyps.store.segments import segments
 from pyps.store.store import Store
 
 RECENT_STEPS = 20  # of a rank, for means from its records
-RUN_DIR = b"PYPS_RUN_DIR="
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,12 @@ class TopStore:
     gap_seconds: float | None = None
     ranks: list[TopRank] = field(default_factory=list)
     error: str = ""
+
+
+class _Launched(msgspec.Struct):
+    """What is read here of a worker's settings."""
+
+    run_dir: str
 
 
 @dataclass(slots=True)
@@ -248,12 +255,17 @@ def _policy(number: int) -> str:
 
 
 def _run_dir_of(pid: int) -> Path | None:
+    """The run's folder, as its launcher wrote it into a worker's environment."""
     try:
         values = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    found = [value.removeprefix(RUN_DIR) for value in values if value.startswith(RUN_DIR)]
-    return Path(found[0].decode(errors="surrogateescape")) if found and found[0] else None
+    name = f"{VARIABLE}=".encode()
+    found = [value.removeprefix(name) for value in values if value.startswith(name)]
+    try:
+        return Path(msgspec.json.decode(found[0], type=_Launched).run_dir) if found else None
+    except msgspec.DecodeError:
+        return None
 
 
 def _setup_or_none(folder: Path) -> RunSetup | None:

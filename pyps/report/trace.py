@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyps.formats.events import RunEvent
-from pyps.formats.mode import MAX_DEPTH
+from pyps.formats.options import MAX_DEPTH
 from pyps.formats.records import Span, StepRecord, split_spans
 from pyps.formats.setup import RankSetup
 

@@ -10,6 +10,6 @@ puts it together. pyps.formats.events and records hold what happened, pyps.repor
 
 from pyps.report.report import Report
 from pyps.run.main import run
-from pyps.run.spec import RunOptions
+from pyps.run.options import RunOptions
 
 __all__ = ["Report", "RunOptions", "run"]

@@ -20,7 +20,8 @@ from pyps.report.report import REPORT, Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
 from pyps.report.watch import OnProgress, Watch
 from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice, Start, TrainingFailed, start_here
-from pyps.run.spec import RunOptions, RunSpec, StrPath, prepare, write_setup
+from pyps.run.options import RunOptions, StrPath
+from pyps.run.spec import RunSpec, prepare, write_setup
 from pyps.worker.agreement import check_agreed
 
 

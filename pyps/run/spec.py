@@ -1,4 +1,4 @@
-"""What to run: the user's options (RunOptions), checked and resolved by a plan (RunSpec)."""
+"""What to run: the user's options, checked and resolved by a plan (RunSpec)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from pyps.checkpoint.folder import KEEP
 from pyps.errors import InputError
 from pyps.formats import Plan, read_plan, write_json
 from pyps.formats.events import EVENTS
 from pyps.formats.files import encode
-from pyps.formats.mode import FROM_PLAN
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
 from pyps.formats.turns import TurnSchedule, plan_turns
-from pyps.native.values import Codec, CostModel
+from pyps.native.values import CostModel
 from pyps.remote import open_store
 from pyps.remote.address import is_address, parse_servers
-from pyps.run.interval import interval_of
+from pyps.run.options import RunOptions, StrPath, options_to_json
 from pyps.run.ranks import (
     RankSpec,
     cost_model_of,
@@ -37,78 +34,12 @@ from pyps.run.ranks import (
 from pyps.run.resume import Resumed, check_unfinished, continue_folder, find_resumed, run_of
 from pyps.store.policies import Policy
 from pyps.store.store import Store
-from pyps.worker.mode import ModeOptions, RankMode, departures, launched_mode, launched_policy
-from pyps.worker.sampling import MAX_SEED
+from pyps.worker.mode import RankMode, departures, launched_mode, launched_policy
 from pyps.worker.settings import STAGING_BUFFERS, Settings
 
-MAX_RESTARTS = 3
-CHECKPOINT_EVERY = "10m"
-MAX_COUNT = 2**63 - 1
 MAX_RANKS = 1000  # of any store
 ANEW = Resumed(None, None, None)
 PLAN = "plan.json"
-StrPath = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How to run a script by a plan. Each field has the name of its option of `pyps run`.
-
-    samples: sample positions of the whole run; 0: until the script ends.
-    policy: a synchronization policy, or its text, such as "ssp:bound=4"; None: the plan's, or bsp.
-    round_timeout: seconds that one worker may delay the others, with a policy by text; None: the plan's.
-    args: the script's arguments.
-    dataset_size: samples of an epoch: a script with a data set of another length is refused; 0: any.
-    seed: of the order of samples.
-    codec: how gradients travel, with error feedback; "plan": gradients and parameters with the plan's bits;
-        None: as the plan says, or f32.
-    pipeline: overlap push and pull with the next step's compute; None: as the plan says.
-    depth: steps under way, instead of pipeline.
-    journal: write every decision to run_dir/journal, for pyps.simulate.replay.
-    run_dir: a folder without a run in it; None: pyps-runs/<time>-<pid>.
-    throttle_from: "plan" or a cluster file, to emulate its devices (pyps.run.ranks.throttles).
-    even: equal batches instead of the plan's, for comparison.
-    max_restarts: restarts allowed per rank; a worker that dies before it joined ends the run.
-    checkpoint_every: versions (500) or a time (30s, 5m, 2h) between checkpoints; 0: only at the end, which a
-        signal or a failed worker brings too.
-    keep_checkpoints: the last ones that are kept; 0: none is written.
-    resume: a run's folder, to continue in it from its newest checkpoint, or one checkpoint, to begin a new
-        run with.
-    connect: the address of a store that `pyps serve` serves (pyps.remote); None: a store on this machine.
-    ranks: the ranks to start here, with connect; None: all. Ranks that the plan does not have join the run
-        beyond it.
-    profile: of the device of such a rank; None: its first steps are measured.
-    rebalance: move samples between ranks while the run trains (pyps.run.rebalance).
-    allow_nonfinite: go on when the loss is not finite, instead of ending the run.
-    micro_batch: the most samples that a worker computes at once; between such parts a policy may have it push
-        what is done, or abort; None: as planned.
-    metrics: sinks for figures while it trains, such as "prometheus:9100" (pyps.metrics.SINKS).
-    """
-
-    samples: int
-    policy: Policy | str | None = None
-    round_timeout: float | None = None
-    args: Sequence[str] = ()
-    dataset_size: int = 0
-    seed: int = 0
-    codec: Codec | str | None = None
-    pipeline: bool | None = None
-    depth: int | None = None
-    journal: bool = False
-    run_dir: StrPath | None = None
-    throttle_from: StrPath | None = None
-    even: bool = False
-    max_restarts: int = MAX_RESTARTS
-    checkpoint_every: int | str = CHECKPOINT_EVERY
-    keep_checkpoints: int = KEEP
-    resume: StrPath | None = None
-    connect: str | None = None
-    ranks: Sequence[int] | None = None
-    profile: StrPath | None = None
-    rebalance: bool = False
-    allow_nonfinite: bool = False
-    micro_batch: int | None = None
-    metrics: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,13 +157,7 @@ class RunSpec:
 
 def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSpec:
     """Check everything, then make the run's folder. plan None: that of the resumed run. Raises InputError."""
-    _check_range("samples", options.samples)
-    _check_range("max_restarts", options.max_restarts)
-    _check_range("keep_checkpoints", options.keep_checkpoints)
-    _check_range("seed", options.seed, MAX_SEED)
-    if options.micro_batch is not None and options.micro_batch < 1:
-        raise InputError("pyps.run", "micro_batch", str(options.micro_batch), "at least 1")
-    interval_of(options.checkpoint_every, "checkpoint_every")
+    options.check()
     path, expected = Path(script), "a Python script that calls pyps.join()"
     if not path.is_file():
         raise InputError("script", "", f"no file at {script}", expected)
@@ -243,12 +168,11 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
     check_unfinished(resumed, options.samples)
     planned, ranks, where = _load_ranks(plan, resumed, options)
     ranks_here = _ranks_to_start(ranks, options)
-    wanted = _mode_options(options)
-    policy = launched_policy(wanted, planned, where)
+    policy = launched_policy(options, planned, where)
     if policy.needs.uses_turns:
         plan_turns(planned, where)
     used = [worker for worker in planned.workers if worker.batch > 0]
-    modes = [launched_mode(wanted, policy, planned, worker, where) for worker in used]
+    modes = [launched_mode(options, policy, planned, worker, where) for worker in used]
     by_rank = {worker.rank: mode for worker, mode in zip(used, modes, strict=True)}
     modes += modes[:1] * (1 + max(rank.rank for rank in ranks_here) - len(modes))  # of ranks beyond the plan
     if options.journal and options.connect is not None:
@@ -296,46 +220,6 @@ def write_setup(spec: RunSpec) -> int:
     write_json(spec.plan_path, spec.plan)
     write_json(spec.run_dir / SETUP_FILE, spec.setup)
     return last
-
-
-def options_to_json(options: RunOptions) -> dict[str, Any]:
-    """The options as plain data, for run.json: all but those that name folders of runs."""
-    values = {
-        f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("run_dir", "resume")
-    }
-    if isinstance(policy := options.policy, Policy):
-        values |= {"policy": str(policy), "round_timeout": policy.round_timeout_seconds}
-    if isinstance(options.codec, Codec):
-        values["codec"] = options.codec.name.lower()
-    for name in ("throttle_from", "profile"):
-        if values[name] not in (None, FROM_PLAN):
-            values[name] = os.path.abspath(values[name])
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def options_from_json(where: str, values: dict[str, Any]) -> RunOptions:
-    """The options that `options_to_json` wrote. Raises InputError, naming the file `where`."""
-    if unknown := values.keys() - {f.name for f in fields(RunOptions)}:
-        expected = "options of this version of pyps"
-        raise InputError(where, f"options.{min(unknown)}", "an unknown option", expected)
-    if "samples" not in values:
-        raise InputError(where, "options.samples", "nothing", "the samples of the run")
-    return RunOptions(**values)
-
-
-def _mode_options(options: RunOptions) -> ModeOptions:
-    return ModeOptions(
-        policy=options.policy,
-        codec=options.codec,
-        pipeline=options.pipeline,
-        depth=options.depth,
-        round_timeout=options.round_timeout,
-    )
-
-
-def _check_range(name: str, value: int, most: int = MAX_COUNT) -> None:
-    if not 0 <= value <= most:
-        raise InputError(name, "", str(value), f"0 to {most}")
 
 
 def _store_name(connect: str | None) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from pyps.errors import InputError
-from pyps.formats.mode import MAX_DEPTH
+from pyps.formats.options import MAX_DEPTH
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.engine import Engine
 from pyps.simulate.local_steps import LocalOptimizer

@@ -26,12 +26,14 @@ import torch
 from torch import nn
 
 from pyps.errors import InputError
+from pyps.formats import options
+from pyps.formats.options import check_limits
 from pyps.formats.records import RecordWriter, drop_undone, record_path
 from pyps.native.values import Claim, Codec, Encoding, PushRequest, PushResult
 from pyps.profiler.host_memory import disable_malloc_trim
 from pyps.step.machine import Abort, Continue
 from pyps.step.parts import even_steps, next_part
-from pyps.store.policies import Policy, register_policy
+from pyps.store.policies import DEFAULT_POLICY, Policy, register_policy
 from pyps.store.store import Store
 from pyps.worker.agreement import check_agreed
 from pyps.worker.attach import check_same, hyper_of, inspect, open_or_create, set_planned_turns
@@ -49,6 +51,7 @@ from pyps.worker.local_steps import (
     with_local_steps,
 )
 from pyps.worker.misuse import shorten_tracebacks
+from pyps.worker.mode import ModeOptions
 from pyps.worker.position import (
     RunPosition,
     RunSchedule,
@@ -71,28 +74,39 @@ def join(
     rank: int | None = None,
     *,
     batches: list[int] | None = None,
-    policy: Policy | str | None = None,
-    samples: int | None = None,
-    seed: int | None = None,
-    run_dir: str | Path | None = None,
-    micro_batch: int | None = None,
-    codec: Codec | str | None = None,
-    pipeline: bool | int | None = None,
-    allow_nonfinite: bool | None = None,
+    policy: Policy | options.PolicyOption | None = None,
+    samples: options.SamplesOption | None = None,
+    seed: options.SeedOption | None = None,
+    run_dir: str | options.RunDirOption | None = None,
+    micro_batch: options.MicroBatchOption | None = None,
+    codec: Codec | str | options.CodecOption | None = None,
+    pipeline: options.PipelineOption | options.DepthOption | None = None,
+    allow_nonfinite: options.AllowNonfiniteOption | None = None,
 ) -> Worker:
     """Make this process a worker of a run. Under `pyps run` no argument is needed; otherwise at least store,
     rank and batches are. Arguments override the environment.
 
-    store: the segment's name or address. rank: in the store. batches: the planned batch of each rank. policy:
-    a policy or its text. samples: sample positions of the whole run; 0: without end. seed: of the order of
-    samples. run_dir: folder for step records. micro_batch: the most samples to compute at once; None: as
-    planned. codec: how gradients travel, with error feedback; "plan": gradients and parameters with the
-    plan's bits. pipeline: overlap push and pull with the next steps' compute, on older parameters: so many
-    steps under way at once, up to 8; True: as planned, or 2. allow_nonfinite: go on when the loss is not
-    finite. Raises InputError, naming what is missing.
+    store: the segment's name or address. rank: in the store. batches: the planned batch of each rank.
+    run_dir: folder for step records. pipeline: steps under way at once, or True: as many as planned, or 2.
+    codec: a name, or "plan": gradients and parameters with the plan's bits. pyps.formats.options says what
+    the others are. Raises InputError, naming what is missing or outside its limits.
     """
-    settings = Settings.from_env(
-        store, rank, batches, policy, samples, seed, run_dir, micro_batch, codec, pipeline, allow_nonfinite
+    given = {"samples": samples, "seed": seed, "micro_batch": micro_batch}
+    check_limits(join, given)
+    if store is not None and rank is None:
+        raise InputError("join", "rank", "nothing", "a whole number of at least 0, as store is given")
+    settings = Settings.from_env() if store is None else Settings(store, rank or 0, DEFAULT_POLICY)
+    depth = None if isinstance(pipeline, bool) else pipeline
+    mode = ModeOptions(
+        policy=policy, codec=codec, pipeline=pipeline if isinstance(pipeline, bool) else None, depth=depth
+    )
+    settings = settings.with_arguments(
+        mode,
+        rank=rank,
+        batches=batches,
+        run_dir=None if run_dir is None else Path(run_dir),
+        allow_nonfinite=allow_nonfinite,
+        **given,
     )
     shorten_tracebacks()
     return Worker(settings)

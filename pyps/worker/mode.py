@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyps.errors import InputError
-from pyps.formats import Plan, PlanWorker
+from pyps.formats import Plan, PlanWorker, options
 from pyps.formats.kinds import Bits
-from pyps.formats.mode import FROM_PLAN, MAX_DEPTH
+from pyps.formats.mode import FROM_PLAN
+from pyps.formats.options import MAX_DEPTH
 from pyps.native.values import Codec
 from pyps.store.codec import as_codec
 from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named
@@ -31,52 +32,52 @@ class RankMode:
     local_steps: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModeOptions:
-    """What an option or argument says; None: as the plan says.
+    """The options of a run that its plan answers where they are None.
 
     codec: of pushes alone, or "plan". pipeline: as deep as planned, or off. depth: instead. round_timeout:
-    seconds, for a policy given as text.
+    for a policy given as text.
     """
 
-    policy: Policy | str | None = None
-    codec: Codec | str | None = None
-    pipeline: bool | None = None
-    depth: int | None = None
-    round_timeout: float | None = None
+    policy: Policy | options.PolicyOption | None = None
+    codec: Codec | str | options.CodecOption | None = None
+    pipeline: options.PipelineOption | None = None
+    depth: options.DepthOption | None = None
+    round_timeout: options.RoundTimeoutOption | None = None
 
 
-def launched_policy(options: ModeOptions, plan: Plan | None, where: str = "plan") -> Policy:
+def launched_policy(wanted: ModeOptions, plan: Plan | None, where: str = "plan") -> Policy:
     """The policy of a run; where: the plan's file. Raises InputError for a text that names none."""
-    if isinstance(options.policy, Policy):
-        return options.policy
+    if isinstance(wanted.policy, Policy):
+        return wanted.policy
     run = plan.run if plan is not None else None
-    text = options.policy or (run.policy if run else DEFAULT_POLICY.name)
-    seconds = options.round_timeout or (run.round_timeout if run else None)
-    source = "policy" if options.policy else f"{where}: run.policy"
+    text = wanted.policy or (run.policy if run else DEFAULT_POLICY.name)
+    seconds = wanted.round_timeout or (run.round_timeout if run else None)
+    source = "policy" if wanted.policy else f"{where}: run.policy"
     return policy_named(text, seconds or DEFAULT_POLICY.round_timeout_seconds, source)
 
 
 def launched_mode(
-    options: ModeOptions, policy: Policy, plan: Plan | None, worker: PlanWorker | None, where: str = "plan"
+    wanted: ModeOptions, policy: Policy, plan: Plan | None, worker: PlanWorker | None, where: str = "plan"
 ) -> RankMode:
     """The mode of one rank.
 
-    options: what was asked for. policy: of the run. plan, worker: what was planned, and for which worker;
+    wanted: what was asked for. policy: of the run. plan, worker: what was planned, and for which worker;
     None: nothing. where: the plan's file, for errors.
 
     Raises InputError if the plan has no bits and is asked for them, or the policy allows no pipeline.
     """
     planned = planned_mode(plan, worker)
     push, pull, depth = planned.push, planned.pull, planned.depth
-    if options.codec == FROM_PLAN:
+    if wanted.codec == FROM_PLAN:
         push, pull = _planned_codecs(plan, worker, where)
-    elif options.codec is not None and as_codec(options.codec) is not push:
-        push, pull = as_codec(options.codec), Codec.F32
-    if options.depth is not None:
-        depth = options.depth
-    elif options.pipeline is not None:
-        depth = (depth if depth > 1 else _deepest_useful(plan, worker)) if options.pipeline else 1
+    elif wanted.codec is not None and as_codec(wanted.codec) is not push:
+        push, pull = as_codec(wanted.codec), Codec.F32
+    if wanted.depth is not None:
+        depth = wanted.depth
+    elif wanted.pipeline is not None:
+        depth = (depth if depth > 1 else _deepest_useful(plan, worker)) if wanted.pipeline else 1
     if not 1 <= depth <= MAX_DEPTH:
         raise InputError("depth", "", str(depth), f"1 to {MAX_DEPTH}")
     if depth > 1:

@@ -1,61 +1,43 @@
-"""The settings of one worker of a run, and the environment variables that carry them from the launcher.
+"""The settings of one worker of a run, and the environment variable that carries them from the launcher.
 
-`Settings.to_env` and `Settings.from_env` are the only readers and writers of these variables. Two others
-belong to the user: PYPS_KEYS (pyps.remote.address) and PYPS_SHM_DIR (pyps.store.segments).
+`Settings.to_env` writes the variable and `Settings.from_env` reads it: JSON, with the version of its layout.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.formats.learnt import learnt
+from pyps.formats.setup import VARIABLE
 from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec, CostModel, Encoding
-from pyps.store.codec import as_codec, fed_back
-from pyps.store.policies import Policy
+from pyps.store.codec import fed_back
+from pyps.store.policies import Policy, policy_named
 from pyps.worker.emulated_link import EmulatedLinks, LinkSpec
 from pyps.worker.mode import ModeOptions, RankMode, launched_mode, launched_policy
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
 
-ENVIRONMENT = "environment"
+VERSION = 1  # of the variable's layout
 UNENCODED = Encoding(Codec.F32)
 STAGING_BUFFERS = 2  # of a worker, at least
 
 
-class Variable(StrEnum):
-    """The environment variables of a worker; an empty one counts as absent."""
+class PolicyText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A policy in the variable, and the seconds that one worker may delay the others."""
 
-    STORE = "PYPS_STORE"  # the segment's name, or tcp://host:port/name
-    RANK = "PYPS_RANK"  # this worker's rank in the store
-    PLAN = "PYPS_PLAN"  # path of plan.json
-    POLICY = "PYPS_POLICY"  # bsp, ssp:bound=4 ...
-    ROUND_TIMEOUT = "PYPS_ROUND_TIMEOUT"  # seconds
-    SAMPLES = "PYPS_SAMPLES"  # sample positions of the whole run; 0: without end
-    DATASET_SIZE = "PYPS_DATASET_SIZE"  # samples of an epoch; 0: not said
-    SEED = "PYPS_SEED"  # of the order of samples
-    RUN_DIR = "PYPS_RUN_DIR"  # folder of the step records
-    CODEC = "PYPS_CODEC"  # of gradients: f32, int8 ...; plan: of gradients and parameters, as planned
-    PULL_CODEC = "PYPS_PULL_CODEC"  # of parameters, where CODEC is set
-    DEPTH = "PYPS_DEPTH"  # steps under way; 2: push and pull overlap with the next step's compute
-    ALLOW_NONFINITE = "PYPS_ALLOW_NONFINITE"  # 1: go on when the loss is not finite
-    MICRO_BATCH = "PYPS_MICRO_BATCH"  # the most samples to compute at once; 0: as planned
-    STAGING_BUFFERS = "PYPS_STAGING_BUFFERS"  # of each worker: the greatest depth of any
-    JOURNAL = "PYPS_JOURNAL"  # file of every decision, for pyps.simulate.replay
-    RESUME = "PYPS_RESUME"  # checkpoint that the store is made from
-    COST_MODEL = "PYPS_COST_MODEL"  # {"fixed_seconds": ...}: of a rank that the plan does not have
-    THROTTLE = "PYPS_THROTTLE"  # {"factor": F} or {"fit": {...}}: emulate a slower device
+    name: str
+    round_timeout: float
 
 
 class ThrottleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -66,6 +48,10 @@ class ThrottleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     factor: float | None = None
     fit: Fit | None = None
     links: tuple[LinkSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.factor is None) == (self.fit is None):
+            raise InputError("throttle", "", "not one of factor and fit", '{"factor": F} or {"fit": {...}}')
 
 
 @dataclass(frozen=True)
@@ -118,106 +104,68 @@ class Settings:
     cost_model: CostModel | None = None
 
     @classmethod
-    def from_env(
-        cls,
-        store: str | None = None,
-        rank: int | None = None,
-        batches: Sequence[int] | None = None,
-        policy: Policy | str | None = None,
-        samples: int | None = None,
-        seed: int | None = None,
-        run_dir: str | Path | None = None,
-        micro_batch: int | None = None,
-        codec: Codec | str | None = None,
-        pipeline: bool | int | None = None,
-        allow_nonfinite: bool | None = None,
-    ) -> Settings:
-        """The launcher's settings: arguments override the environment, and this the plan.
-
-        With `store` the environment is not read.
-
-        The arguments are those of pyps.join(). Raises InputError, naming the variable or argument that is
-        missing or wrong.
+    def from_env(cls) -> Settings:
+        """Those that the launcher gave this process. Raises InputError if there are none, or of another
+        version.
         """
-        env: Mapping[str, str] = os.environ if store is None else {}
-        name = store or env.get(Variable.STORE)
-        if not name:
+        if not (text := os.environ.get(VARIABLE)):
             expected = (
                 "a run: start the script with `pyps run`, or call pyps.join(store=..., rank=..., batches=...)"
             )
-            raise InputError(ENVIRONMENT, Variable.STORE, "nothing", expected)
-        if rank is None:
-            rank = _integer(env, Variable.RANK)
-        if micro_batch is None:
-            micro_batch = _integer(env, Variable.MICRO_BATCH, 0) or None
-        if micro_batch is not None and micro_batch < 1:
-            raise InputError("join", "micro_batch", str(micro_batch), "at least 1")
-        plan_path = _path(env, Variable.PLAN)
-        plan = read_plan(plan_path) if plan_path is not None else None
-        wanted = ModeOptions(
-            policy=policy or env.get(Variable.POLICY) or None,
-            codec=codec if codec is not None else env.get(Variable.CODEC) or None,
-            pipeline=pipeline if isinstance(pipeline, bool) else None,
-            depth=_depth(pipeline, env),
-            round_timeout=_round_timeout(env),
-        )
-        settings = cls(
-            store=name,
-            rank=rank,
-            policy=launched_policy(wanted, plan, str(plan_path)),
-            samples=samples if samples is not None else _integer(env, Variable.SAMPLES, 0),
-            dataset_size=_integer(env, Variable.DATASET_SIZE, 0),
-            seed=seed if seed is not None else _integer(env, Variable.SEED, 0),
-            allow_nonfinite=(
-                allow_nonfinite
-                if allow_nonfinite is not None
-                else _integer(env, Variable.ALLOW_NONFINITE, 0) > 0
-            ),
-            throttle=_throttle(env),
-            run_dir=Path(run_dir) if run_dir else _path(env, Variable.RUN_DIR),
-            journal=_path(env, Variable.JOURNAL),
-            staging_buffers=_integer(env, Variable.STAGING_BUFFERS, STAGING_BUFFERS),
-            launched=store is None,
-            resume=_path(env, Variable.RESUME),
-            cost_model=_cost_model(env),
-        )
-        if plan is not None and plan_path is not None:
-            settings = settings.with_plan(plan, plan_path)
-        if batches is not None and tuple(batches) != settings.batches:
-            settings = replace(settings, batches=tuple(batches), schedule=None)  # that of other batches
-        if micro_batch is not None:
-            settings = replace(settings, micro_batch=micro_batch)
-        worker = _planned_worker(plan, rank) if plan is not None else None
-        mode = launched_mode(wanted, settings.policy, plan, worker)
-        if codec is None and (pull := env.get(Variable.PULL_CODEC)):
-            mode = replace(mode, pull=as_codec(pull))
-        return settings.with_mode(mode)
+            raise InputError("environment", VARIABLE, "nothing", expected)
+        values = settings_values(text)
+        if values.pop("version", None) != VERSION:
+            found = f"{text[:60]!r}, of another version of pyps"
+            raise InputError("environment", VARIABLE, found, "a worker that has its launcher's version")
+        if unknown := values.keys() - {field.name for field in fields(cls)}:
+            _refuse(text, f"an unknown key {min(unknown)!r}")
+        try:
+            said = msgspec.convert(values.pop("policy", None), PolicyText)
+            policy = policy_named(said.name, said.round_timeout, f"{VARIABLE}: policy")
+            plain = values | {"policy": {}}  # which msgspec would read as the base class
+            settings = msgspec.convert(plain, learnt(cls), dec_hook=lambda kind, value: kind(value))
+        except msgspec.ValidationError as error:
+            _refuse(text, str(error))
+        return replace(settings, policy=policy)
 
     def to_env(self) -> dict[str, str]:
-        """Every variable, for the worker's process; from_env makes the same settings of them."""
-        throttle, model = ("" if v is None else _json(v) for v in (self.throttle, self.cost_model))
-        values = {
-            Variable.STORE: self.store,
-            Variable.RANK: self.rank,
-            Variable.PLAN: self.plan_path or "",
-            Variable.POLICY: self.policy,
-            Variable.ROUND_TIMEOUT: repr(self.policy.round_timeout_seconds),
-            Variable.SAMPLES: self.samples,
-            Variable.DATASET_SIZE: self.dataset_size,
-            Variable.SEED: self.seed,
-            Variable.RUN_DIR: self.run_dir or "",
-            Variable.CODEC: self.encoding.codec.name.lower(),
-            Variable.PULL_CODEC: self.pull_codec.name.lower(),
-            Variable.DEPTH: self.depth,
-            Variable.ALLOW_NONFINITE: int(self.allow_nonfinite),
-            Variable.MICRO_BATCH: self.micro_batch,
-            Variable.STAGING_BUFFERS: self.staging_buffers,
-            Variable.JOURNAL: self.journal or "",
-            Variable.RESUME: self.resume or "",
-            Variable.COST_MODEL: model,
-            Variable.THROTTLE: throttle,
-        }
-        return {variable.value: str(value) for variable, value in values.items()}
+        """The variable, for the worker's process; from_env makes the same settings of it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        policy = PolicyText(str(self.policy), self.policy.round_timeout_seconds)
+        plain = {"version": VERSION, **values, "policy": policy}
+        return {VARIABLE: msgspec.json.encode(plain, enc_hook=os.fspath).decode()}
+
+    def with_arguments(self, mode: ModeOptions, **given: Any) -> Settings:
+        """These settings with the arguments of pyps.join(), which override them; None: not given.
+
+        mode: the arguments that the plan may answer. given: the others, by the names of fields. Raises
+        InputError.
+        """
+        changes = {name: value for name, value in given.items() if value is not None}
+        batches = changes.pop("batches", None)
+        settings = self
+        if mode != ModeOptions() or "rank" in changes:
+            rank = changes.get("rank", self.rank)
+            settings = replace(self, rank=rank)._in_mode(mode)
+        if batches is not None and tuple(batches) != settings.batches:
+            changes |= {"batches": tuple(batches), "schedule": None}  # that of other batches
+        return replace(settings, **changes)
+
+    def _in_mode(self, wanted: ModeOptions) -> Settings:
+        """What the plan says for this rank, with the wanted mode; what is not asked for stays as it is."""
+        plan = read_plan(self.plan_path) if self.plan_path is not None else None
+        worker = _planned_worker(plan, self.rank) if plan is not None else None
+        wanted = replace(wanted, round_timeout=self.policy.round_timeout_seconds)
+        policy = launched_policy(wanted, None) if wanted.policy is not None else self.policy
+        if wanted.pipeline is None and wanted.depth is None:
+            wanted = replace(wanted, depth=self.depth)
+        mode = launched_mode(wanted, policy, plan, worker)
+        if wanted.codec is None:
+            mode = replace(mode, push=self.encoding.codec, pull=self.pull_codec)
+        settings = replace(self, policy=policy)
+        if plan is not None and self.plan_path is not None:
+            settings = settings.with_plan(plan, self.plan_path)
+        return replace(settings.with_mode(mode), micro_batch=self.micro_batch or settings.micro_batch)
 
     def with_plan(self, plan: Plan, path: Path) -> Settings:
         """These settings with what a plan gives this rank: batches, micro-batch, memory limits, turns.
@@ -292,62 +240,20 @@ def _micro_batch(worker: PlanWorker | None, plan: Plan) -> int:
     return worker.micro_batch if worker.accumulation > 1 else worker.max_batch or worker.micro_batch
 
 
-def _path(env: Mapping[str, str], variable: Variable) -> Path | None:
-    return Path(text) if (text := env.get(variable)) else None
-
-
-def _integer(env: Mapping[str, str], variable: Variable, default: int | None = None) -> int:
-    text = env.get(variable, "")
-    if text == "" and default is not None:
-        return default
-    if not text.isascii() or not text.isdigit():
-        where, field = (ENVIRONMENT, variable.value) if env else ("join", variable.name.lower())
-        raise InputError(where, field, repr(text) if text else "nothing", "a whole number of at least 0")
-    return int(text)
-
-
-def _depth(pipeline: bool | int | None, env: Mapping[str, str]) -> int | None:
-    """The number of steps under way that is asked for, if one is."""
-    if pipeline is None:
-        return _integer(env, Variable.DEPTH) if env.get(Variable.DEPTH) else None
-    return None if isinstance(pipeline, bool) else int(pipeline)
-
-
-def _round_timeout(env: Mapping[str, str]) -> float | None:
-    text = env.get(Variable.ROUND_TIMEOUT)
-    if not text:
-        return None
+def settings_values(text: str) -> dict[str, Any]:
+    """The variable's values as plain data. Raises InputError if it is not a JSON object."""
     try:
-        return float(text)
-    except ValueError:
-        expected = "seconds, a positive number"
-        raise InputError(ENVIRONMENT, Variable.ROUND_TIMEOUT, repr(text), expected) from None
-
-
-def _json(value: ThrottleSpec | CostModel) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def _cost_model(env: Mapping[str, str]) -> CostModel | None:
-    text = env.get(Variable.COST_MODEL)
-    if not text:
-        return None
-    try:
-        return msgspec.json.decode(text, type=learnt(CostModel))
+        return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        expected = '{"fixed_seconds": C, "sample_seconds": A}'
-        raise InputError(ENVIRONMENT, Variable.COST_MODEL, f"{text[:60]!r} ({error})", expected) from None
+        _refuse(text, str(error))
 
 
-def _throttle(env: Mapping[str, str]) -> ThrottleSpec | None:
-    text = env.get(Variable.THROTTLE)
-    if not text:
-        return None
-    expected = '{"factor": F} or {"fit": {...}}'
-    try:
-        spec = msgspec.json.decode(text, type=learnt(ThrottleSpec))
-    except msgspec.DecodeError as error:
-        raise InputError(ENVIRONMENT, Variable.THROTTLE, f"{text[:60]!r} ({error})", expected) from None
-    if (spec.factor is None) == (spec.fit is None):
-        raise InputError(ENVIRONMENT, Variable.THROTTLE, repr(text[:60]), expected)
-    return spec
+def stored_elsewhere(env: Mapping[str, str], address: str) -> dict[str, str]:
+    """A worker's environment, but for the store's address."""
+    values = settings_values(env[VARIABLE]) | {"store": address}
+    return {**env, VARIABLE: msgspec.json.encode(values).decode()}
+
+
+def _refuse(text: str, why: str) -> NoReturn:
+    expected = "JSON as the launcher writes it; to start a worker by hand, give pyps.join() its arguments"
+    raise InputError("environment", VARIABLE, f"{text[:60]!r} ({why})", expected)

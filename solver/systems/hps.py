@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyps.formats import Bits, HpsEstimate, HpsWorker
-from pyps.formats.mode import MAX_DEPTH
+from pyps.formats.options import MAX_DEPTH
 from pyps.solver.links import ERROR, LinkCost
 from pyps.solver.mode import SAME, error_of
 

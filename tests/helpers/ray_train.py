@@ -5,6 +5,7 @@ A process takes its first steps slowly, so that it can be killed among them, and
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ def train_wide() -> None:
 
 
 def pace(step: int) -> None:
-    go = Path(os.environ["PYPS_RUN_DIR"]) / "go"
+    go = Path(json.loads(os.environ["PYPS_RUN"])["run_dir"]) / "go"
     if step < SLOW_STEPS and not go.exists():
         time.sleep(SLOW_SECONDS)
     while step >= SLOW_STEPS and not go.exists():

@@ -30,8 +30,8 @@ inputs, targets = torch.randn(40, 4, generator=draws), torch.randn(40, 1, genera
 torch.manual_seed(1)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-rank, run_dir = int(os.environ["PYPS_RANK"]), Path(os.environ["PYPS_RUN_DIR"])
 with pyps.join() as worker:
+    rank, run_dir = worker.rank, worker.settings.run_dir
     worker.attach(model, optimizer)
     print("attached", *sys.argv[1:])
     for step, (x, y) in enumerate(worker.batches((inputs, targets))):

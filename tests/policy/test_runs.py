@@ -29,7 +29,7 @@ ROUND_TIMEOUT = 0.5
 
 # The loop without torch, which starts ten times as fast.
 LOOP = """
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 import numpy as np
 from pyps.errors import Ended, Fenced, PushRejected, SegmentNotFound, NotReady, TimedOut
@@ -37,9 +37,10 @@ from pyps.store.policies import policy_named
 from pyps.store import Store
 from pyps.native.values import Hyper
 
-rank, name = int(os.environ["PYPS_RANK"]), os.environ["PYPS_STORE"]
-policy = policy_named(os.environ["PYPS_POLICY"], float(os.environ["PYPS_ROUND_TIMEOUT"]))
-note = Path(os.environ["PYPS_RUN_DIR"]) / "befallen"
+settings = json.loads(os.environ["PYPS_RUN"])
+rank, name, policy = settings["rank"], settings["store"], settings["policy"]
+policy = policy_named(policy["name"], policy["round_timeout"])
+note = Path(settings["run_dir"]) / "befallen"
 if rank == 0:
     store = Store.create(
         name, {{"w": np.zeros(2000)}}, batches={batches}, policy=policy, samples=240, chunk_params=1024,
@@ -52,7 +53,7 @@ else:
             break
         except (SegmentNotFound, NotReady):
             time.sleep(0.01)
-store.journal(os.environ["PYPS_JOURNAL"])
+store.journal(settings["journal"])
 store.join(rank)
 step = 0
 flat = np.zeros(store.layout.flat_elements, np.float32)

@@ -15,7 +15,7 @@ from run_tools import make_record
 
 from pyps.formats import encode
 from pyps.formats.events import RunEvent
-from pyps.formats.mode import MAX_DEPTH
+from pyps.formats.options import MAX_DEPTH
 from pyps.formats.records import RecordWriter, Span, StepRecord, read_records
 from pyps.formats.setup import RankSetup
 from pyps.report.trace import make_trace

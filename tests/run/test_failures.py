@@ -46,12 +46,13 @@ SLOW = """
         (run_dir / f"pid-{rank}").write_text(str(os.getpid())); time.sleep(0.2)
 """
 SLEEPS = """
-import os, subprocess, sys, time
+import json, os, subprocess, sys, time
 from pathlib import Path
+settings = json.loads(os.environ["PYPS_RUN"])
 pids = [os.getpid()]
 if sys.argv[1:] == ["with-a-child"]:
     pids.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
-note = Path(os.environ["PYPS_RUN_DIR"]) / f"pid-{os.environ['PYPS_RANK']}"
+note = Path(settings["run_dir"]) / f"pid-{settings['rank']}"
 note.with_suffix(".tmp").write_text(" ".join(map(str, pids)))
 note.with_suffix(".tmp").rename(note)
 time.sleep(600)
@@ -305,7 +306,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 import numpy as np
 import pyps
 store = pyps.join().settings.store
-if os.environ["PYPS_RANK"] == "0":
+if settings["rank"] == 0:
     pyps.Store.create(store, {"w": np.zeros(4, np.float32)}, batches=[5, 3], keep=True)
 """
 

@@ -29,8 +29,8 @@ from small_resnet import make_data, make_resnet, make_schedule
 torch.set_num_threads(1)
 model, (x, y) = make_resnet(), make_data()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-rank, run_dir = int(os.environ["PYPS_RANK"]), Path(os.environ["PYPS_RUN_DIR"])
 with pyps.join() as worker:
+    rank, run_dir = worker.rank, worker.settings.run_dir
     worker.attach(model, optimizer, scheduler=make_schedule(optimizer))
     if rank == 1 and (run_dir / "killed").exists():
         (run_dir / "back").touch()

@@ -36,8 +36,8 @@ inputs, targets = torch.randn(40, 4, generator=draws), torch.randn(40, 2, genera
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-rank, mark = int(os.environ["PYPS_RANK"]), Path(os.environ["PYPS_RUN_DIR"]) / "killed"
 with pyps.join() as worker:
+    rank, mark = worker.rank, worker.settings.run_dir / "killed"
     worker.attach(model, optimizer)
     back = mark.exists()
     if rank == 1 and back:

@@ -22,10 +22,10 @@ from pyps.solver.online.members import share_out
 from pyps.store.policies import ASP, BSP, HPS, R2SP, Backup, Policy
 
 SCRIPT = """
-import os, signal, time
+import json, os, signal, time
 from pathlib import Path
 import torch, pyps
-run_dir = Path(os.environ["PYPS_RUN_DIR"])
+run_dir = Path(json.loads(os.environ["PYPS_RUN"])["run_dir"])
 def wait_for(name):  # events order the run, not its speed
     end = time.monotonic() + 60
     while not (run_dir / name).exists() and time.monotonic() < end:

@@ -12,14 +12,16 @@ import msgspec
 import pytest
 from run_tools import make_plan
 
+import pyps
 from pyps.errors import InputError
 from pyps.formats import Plan, RunMode, WorkerMode, read_plan, read_profile, write_json
+from pyps.formats.setup import VARIABLE
 from pyps.native.values import Codec
 from pyps.profiler.select import fit_of
 from pyps.run import RunOptions
-from pyps.run.spec import RunSpec, prepare
+from pyps.run.spec import RunSpec, prepare, write_setup
 from pyps.worker.mode import RankMode
-from pyps.worker.settings import Settings, Variable
+from pyps.worker.settings import Settings
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 TRAIN = """
@@ -100,11 +102,12 @@ def test_a_plan_of_other_devices_does_not_hold(tmp_path: Path) -> None:
         assert (spec.setup.predicted_iteration_seconds is None) == bool(words)
 
 
-def test_a_worker_that_joins_by_itself_takes_the_plan_s_mode(
+def test_a_worker_takes_the_plan_s_mode_and_its_arguments_win(
     plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable, value in ((Variable.STORE, "s"), (Variable.RANK, "0"), (Variable.PLAN, str(plan))):
-        monkeypatch.setenv(variable, value)
+    spec = spec_of(plan)
+    write_setup(spec)
+    monkeypatch.setenv(VARIABLE, spec.settings(spec.ranks[0]).to_env()[VARIABLE])
     found = Settings.from_env()
     assert (str(found.policy), found.encoding.codec, found.pull_codec, found.depth) == (
         "hps",
@@ -112,7 +115,7 @@ def test_a_worker_that_joins_by_itself_takes_the_plan_s_mode(
         Codec.BF16,
         2,
     )
-    other = Settings.from_env(policy="asp", codec="f32", pipeline=False)
+    other = pyps.join(policy="asp", codec="f32", pipeline=False).settings
     assert (str(other.policy), other.encoding.codec, other.pull_codec, other.depth) == (
         "asp",
         Codec.F32,

@@ -37,9 +37,10 @@ from pyps.run import run
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.interval import Interval, interval_of
 from pyps.run.launcher import TrainingFailed
+from pyps.run.options import RunOptions, options_from_json, options_to_json
 from pyps.run.ranks import with_split
 from pyps.run.resume import continue_folder
-from pyps.run.spec import RunOptions, options_from_json, options_to_json, prepare, write_setup
+from pyps.run.spec import prepare, write_setup
 from pyps.store.policies import SSP
 
 PYPS = str(Path(sys.executable).parent / "pyps")

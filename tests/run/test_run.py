@@ -28,12 +28,13 @@ from pyps.checkpoint.folder import checkpoints
 from pyps.errors import InputError
 from pyps.formats import Fit, write_json
 from pyps.formats.events import read_events
+from pyps.formats.setup import VARIABLE
 from pyps.native.values import Codec, Encoding
 from pyps.run import RunOptions, run
 from pyps.run.ranks import even_plan, rank_specs, throttles
 from pyps.run.spec import prepare, write_setup
 from pyps.store.policies import BSP
-from pyps.worker.settings import Settings, ThrottleSpec, Variable
+from pyps.worker.settings import Settings, ThrottleSpec
 
 
 def reference() -> dict[str, torch.Tensor]:
@@ -238,8 +239,8 @@ def test_throttles_come_from_the_plan_or_from_the_clusters_profiles(tmp_path: Pa
 def test_the_worker_reads_what_the_launcher_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, throttle: str | None, codec: str
 ) -> None:
-    monkeypatch.setenv("PYPS_THROTTLE", '{"factor": 99}')
-    monkeypatch.setenv("PYPS_JOURNAL", "of-another-run")
+    of_another_run = Settings("other", 7, BSP(), throttle=ThrottleSpec(factor=99.0), journal=tmp_path)
+    monkeypatch.setenv(VARIABLE, of_another_run.to_env()[VARIABLE])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write_json(tmp_path / "plan.json", make_plan(throttle=2.5))
     options = RunOptions(
@@ -268,8 +269,3 @@ def test_the_worker_reads_what_the_launcher_wrote(
     assert (found.run_dir, found.journal, found.launched) == (tmp_path / "out", None, True)
     cores = max(1, len(os.sched_getaffinity(0)) // len(spec.ranks))
     assert env["OMP_NUM_THREADS"] == ("1" if throttle else str(cores))
-
-
-def test_to_env_writes_every_variable(tmp_path: Path) -> None:
-    """A variable that another run left in the environment must not reach a worker."""
-    assert Settings("store", 0, BSP()).to_env().keys() == {variable.value for variable in Variable}

@@ -15,6 +15,7 @@ from run_scripts import pyps_run
 from run_tools import make_plan
 from worker_tools import X, Y, backward, loss_of, make_model, run_threads
 
+import pyps
 import pyps.remote
 from pyps.errors import InputError
 from pyps.formats import Plan, R2spSchedule, write_json
@@ -38,8 +39,8 @@ torch.set_num_threads(1)
 torch.manual_seed(1)
 model = torch.nn.Linear(4, 1)
 inputs, targets = torch.randn(40, 4), torch.randn(40, 1)
-seconds = [0.08, 0.12, 0.04][int(os.environ["PYPS_RANK"])]
 with pyps.join() as worker:
+    seconds = [0.08, 0.12, 0.04][worker.rank]
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
     for x, y in worker.batches((inputs, targets)):
         begun = time.monotonic()
@@ -182,5 +183,5 @@ def test_settings_carry_the_turns_of_a_policy_that_takes_them(
     for name, value in made["r2sp"].to_env().items():
         monkeypatch.setenv(name, value)
     assert Settings.from_env().schedule == plan_turns(plan)
-    assert Settings.from_env(batches=[4, 4, 4]).schedule == plan_turns(plan)
-    assert Settings.from_env(batches=[4, 4, 5]).schedule is None
+    assert pyps.join(batches=[4, 4, 4]).settings.schedule == plan_turns(plan)
+    assert pyps.join(batches=[4, 4, 5]).settings.schedule is None

@@ -22,7 +22,8 @@ from pyps.formats import (
     WorkerMode,
     encode,
 )
-from pyps.formats.mode import CODEC_BITS, MAX_DEPTH
+from pyps.formats.mode import CODEC_BITS
+from pyps.formats.options import MAX_DEPTH
 from pyps.solver.constrained import evaluate
 from pyps.solver.links import WIRE_BYTES
 from pyps.solver.milp.checks import agreement

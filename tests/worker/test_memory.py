@@ -27,6 +27,7 @@ from pyps.profiler.host_memory import (
     disable_malloc_trim,
     groups,
 )
+from pyps.store.policies import HPS
 from pyps.worker.loop import Worker
 from pyps.worker.memory import SHARE, MemoryBudget, budget_bytes
 from pyps.worker.settings import Settings
@@ -185,7 +186,7 @@ def test_tasks_shrink_with_memory_and_the_global_batch_stays(
     split, rounds = [10, 10, 10], 12
     settings = [
         replace(
-            Settings.from_env("room", k, split, "hps", rounds * 30, 5, tmp_path),
+            Settings("room", k, HPS(), rounds * 30, 5, batches=tuple(split), run_dir=tmp_path),
             memory=MODEL if k == 1 else None,
         )
         for k in range(3)
@@ -230,12 +231,13 @@ folder, run_dir = Path(sys.argv[1]), Path(sys.argv[2])
 import torch
 from pyps.formats import Memory
 from pyps.profiler.host_memory import groups
+from pyps.store.policies import HPS
 from pyps.worker.settings import Settings
 from pyps.worker.loop import Worker
 torch.set_num_threads(1)
 assert next(groups())[0].name == folder.name, list(groups())
 memory = Memory(fixed_bytes=0, bytes_per_sample=1 << 20, budget_bytes=1)
-settings = replace(Settings.from_env("room", 1, [3000, 3000], "hps", 0, 5, run_dir), memory=memory)
+settings = Settings("room", 1, HPS(), seed=5, batches=(3000, 3000), run_dir=run_dir, memory=memory)
 x, model = torch.zeros(10, 1), torch.nn.Linear(1, 1)
 with Worker(settings) as worker:
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
@@ -274,7 +276,7 @@ def test_tasks_in_a_real_group_whose_limit_shrinks(
     """Rank 1, the faster one, takes what fits into its control group: 2 GiB, and 1 GiB from round 8 on."""
     folder, limit = group
     (folder / limit).write_text(str(2048 * MIB))
-    settings = Settings.from_env("room", 0, [3000, 3000], "hps", 0, 5, tmp_path)
+    settings = Settings("room", 0, HPS(), seed=5, batches=(3000, 3000), run_dir=tmp_path)
     model = torch.nn.Linear(1, 1)
     child = subprocess.Popen([sys.executable, "-c", WITHIN, str(folder), str(tmp_path)])
     deadline = threading.Timer(60.0, child.kill)

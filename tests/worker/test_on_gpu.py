@@ -277,19 +277,18 @@ def test_memory_is_pinned_while_the_worker_trains(pipeline: int | bool) -> None:
 
 def test_a_worker_by_free_gpu_memory(worker: Worker) -> None:
     """hps: the batch is what fits, by the profile's memory model."""
-    from dataclasses import replace
-
     from pyps.formats import Memory
+    from pyps.store.policies import HPS
     from pyps.worker.settings import Settings
 
     worker.close()
     free, _ = torch.cuda.mem_get_info()
     fits = 4
     memory = Memory(fixed_bytes=0, bytes_per_sample=0.9 * free / (fits + 0.5), budget_bytes=free)
-    settings = Settings.from_env("hps", 0, [10], "hps", SAMPLES, 5, None, None, None, None, None)
+    settings = Settings("hps", 0, HPS(), SAMPLES, 5, batches=(10,), memory=memory)
     sizes = []
     model = model_of().to(GPU)
-    with Worker(replace(settings, memory=memory)) as trained:
+    with Worker(settings) as trained:
         trained.attach(model, sgd(model))
         for x, y in trained.batches((X, Y)):
             sizes.append(len(x))

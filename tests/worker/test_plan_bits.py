@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,14 @@ import torch
 from run_scripts import KILLED_ONCE, script
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
 
+import pyps
 from pyps.errors import InputError
 from pyps.formats.records import read_run
 from pyps.native.values import Codec
 from pyps.store.codec import decode
+from pyps.store.policies import ASP, BSP, policy_named
 from pyps.worker.loop import Worker
+from pyps.worker.mode import ModeOptions, RankMode
 from pyps.worker.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -36,28 +38,27 @@ def plan_of_bits(batches: list[int], bits: dict[int, tuple[int, int]]) -> dict[s
     return plan
 
 
-def by_plan(monkeypatch: pytest.MonkeyPatch, path: Path, plan: dict[str, Any], rank: int) -> Settings:
+def by_plan(path: Path, plan: dict[str, Any], rank: int) -> Settings:
     path.write_text(json.dumps(plan))
-    for name, value in (("STORE", "run"), ("RANK", rank), ("PLAN", path), ("CODEC", "plan")):
-        monkeypatch.setenv(f"PYPS_{name}", str(value))
-    return Settings.from_env()
+    launched = Settings("run", rank, BSP(), plan_path=path)
+    return launched.with_arguments(ModeOptions(codec="plan"))
 
 
-def test_each_rank_has_its_own_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_rank_has_its_own_each_way(tmp_path: Path) -> None:
     """Ranks of the store count workers with a batch; the plan's are the plan's."""
     plan = plan_of_bits([4, 0, 4, 4], {0: (32, 16), 2: (8, 4), 3: (4, 32)})
     expected = [(Codec.F32, Codec.BF16), (Codec.INT8, Codec.INT4), (Codec.INT4, Codec.F32)]
     for rank, (push, pull) in enumerate(expected):
-        settings = by_plan(monkeypatch, tmp_path / "plan.json", plan, rank)
+        settings = by_plan(tmp_path / "plan.json", plan, rank)
         assert (settings.encoding.codec, settings.pull_codec) == (push, pull)
         assert settings.encoding.error_feedback == (push is not Codec.F32)
 
 
-def test_a_plan_without_bits_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plan_without_bits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"hps\.workers: found 0 workers; expected bits for rank 1"):
-        by_plan(monkeypatch, tmp_path / "plan.json", plan_with([4, 4]), 1)
+        by_plan(tmp_path / "plan.json", plan_with([4, 4]), 1)
     with pytest.raises(InputError, match="'plan' without a plan"):
-        Settings.from_env("run", 0, [1], None, None, None, None, codec="plan")
+        pyps.join("run", 0, batches=[1], codec="plan")
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.BF16])
@@ -67,8 +68,8 @@ def test_parameters_are_what_the_code_carries_of_the_fp32_ones(
     shm: Path, codec: Codec, pipeline: bool, policy: str
 ) -> None:
     model = make_model()
-    settings = replace(
-        Settings.from_env("run", 0, [10], policy, SAMPLES, 5, None, pipeline=pipeline), pull_codec=codec
+    settings = Settings(
+        "run", 0, policy_named(policy), SAMPLES, 5, batches=(10,), depth=1 + pipeline, pull_codec=codec
     )
     expected: list[np.ndarray] = []
     with Worker(settings) as worker:
@@ -89,10 +90,8 @@ def test_few_bits_both_ways_train_as_well(shm: Path) -> None:
     losses = {}
     for codec in (Codec.F32, Codec.INT8):
         model = make_model()
-        base = Settings.from_env(
-            "run", 0, [SAMPLES], "asp", 300 * SAMPLES, 5, None, codec=codec, pipeline=True
-        )
-        with Worker(replace(base, pull_codec=codec)) as worker:
+        base = Settings("run", 0, ASP(), 300 * SAMPLES, 5, batches=(SAMPLES,))
+        with Worker(base.with_mode(RankMode(codec, codec, depth=2))) as worker:
             worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for x, y in worker.batches((X, Y)):
                 backward(loss_of(model, x, y))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,10 +33,13 @@ from worker_tools import (
 )
 
 from pyps.errors import Diverged, InputError
+from pyps.formats import read_plan
 from pyps.formats.records import read_run
 from pyps.store import Store
+from pyps.store.policies import policy_named
 from pyps.worker.loop import Worker, join
 from pyps.worker.sampling import indices
+from pyps.worker.settings import Settings, ThrottleSpec
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS)
@@ -216,15 +220,14 @@ def test_processes_under_a_launcher(shm: Path, tmp_path: Path, policy: str) -> N
     drawn = plan_with([7, 0, 4])  # the second is left out: store ranks 0 and 1
     drawn["workers"][2] |= {"micro_batch": 2, "accumulation": 2}
     plan.write_text(json.dumps(drawn))
-    common = {
-        "PYPS_STORE": "launched", "PYPS_PLAN": str(plan), "PYPS_POLICY": policy, "PYPS_SEED": "3",
-        "PYPS_RUN_DIR": str(tmp_path / "run"), "PYPS_SAMPLES": "120", "PYPS_ROUND_TIMEOUT": "30",
-        "PYPS_THROTTLE": '{"factor": 1.5}',
-    }  # fmt: skip
+    common = Settings(
+        "launched", 0, policy_named(policy, 30.0), 120, 3, run_dir=tmp_path / "run",
+        throttle=ThrottleSpec(factor=1.5), launched=True,
+    )  # fmt: skip
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],
-            env={**os.environ, **common, "PYPS_RANK": str(rank)},
+            env=os.environ | replace(common, rank=rank).with_plan(read_plan(plan), plan).to_env(),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in (1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,9 @@ from worker_tools import (
 import pyps
 from pyps.errors import InputError, SegmentNotFound
 from pyps.formats.records import RecordWriter, read_records, record_path
+from pyps.formats.setup import VARIABLE
 from pyps.store import Store
+from pyps.store.policies import BSP
 from pyps.worker.attach import inspect, load_parameters
 from pyps.worker.loop import Worker, join
 from pyps.worker.settings import Settings
@@ -286,33 +289,37 @@ def test_parameters_can_be_loaded_elsewhere(worker: Worker) -> None:
 def test_without_a_launcher_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in [name for name in os.environ if name.startswith("PYPS_")]:
         monkeypatch.delenv(variable)
-    with pytest.raises(InputError, match=r"PYPS_STORE: found nothing; expected a run: start .* `pyps run`"):
+    with pytest.raises(InputError, match=r"PYPS_RUN: found nothing; expected a run: start .* `pyps run`"):
         pyps.join()
     with pytest.raises(InputError, match="join: rank: found nothing"):
         pyps.join("name")
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "message"),
+    ("changes", "message"),
     [
-        ("PYPS_RANK", "x", "PYPS_RANK: found 'x'; expected a whole number"),
-        ("PYPS_SAMPLES", "-3", "PYPS_SAMPLES: found '-3'"),
-        ("PYPS_ROUND_TIMEOUT", "soon", "PYPS_ROUND_TIMEOUT: found 'soon'"),
-        ("PYPS_ROUND_TIMEOUT", "-1", "round_timeout_seconds: found -1.0"),
-        ("PYPS_POLICY", "spp", "policy: found 'spp'; expected one of bsp, asp"),
-        ("PYPS_THROTTLE", "{", "PYPS_THROTTLE: found"),
-        ("PYPS_THROTTLE", "{}", "PYPS_THROTTLE: found"),
-        ("PYPS_PLAN", "/nowhere/plan.json", "/nowhere/plan.json"),
+        ({"rank": "x"}, r"PYPS_RUN: found .*Expected `int`, got `str` - at `\$\.rank`"),
+        ({"policy": {"name": "spp", "round_timeout": 1.0}}, "policy: found 'spp'; expected one of bsp, asp"),
+        ({"policy": {"name": "bsp", "round_timeout": -1.0}}, "round_timeout_seconds: found -1.0"),
+        ({"throttle": {}}, "not one of factor and fit"),
+        ({"dept": 2}, "PYPS_RUN: found .*an unknown key 'dept'"),
+        ({"version": 2}, "of another version of pyps.*expected a worker that has its launcher's version"),
     ],
 )
-def test_bad_environment_is_named(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+def test_what_no_launcher_wrote_is_named(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setenv("PYPS_STORE", "x")
-    monkeypatch.setenv("PYPS_RANK", "0")
-    monkeypatch.setenv(variable, value)
+    values = json.loads(Settings("x", 0, BSP()).to_env()[VARIABLE])
+    monkeypatch.setenv(VARIABLE, json.dumps(values | changes))
     with pytest.raises(InputError, match=message):
-        Settings.from_env()
+        join()
+
+
+@pytest.mark.parametrize("text", ["{", "3", '{"version": 1}', "name=x"])
+def test_what_is_not_the_launcher_s_json_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(InputError, match=r"environment: PYPS_RUN: found .*; expected JSON as the launcher"):
+        join()
 
 
 def test_records_survive_a_kill(worker: Worker, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 import types
 
 LEFT_OUT = ("torch._dynamo", "torch._meta_registrations")
-QUICK = not {"PYPS_RANK", "QUICK_START"}.isdisjoint(os.environ)
+QUICK = not {"PYPS_RUN", "QUICK_START"}.isdisjoint(os.environ)
 
 
 class Empty(types.ModuleType):

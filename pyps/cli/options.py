@@ -1,0 +1,87 @@
+"""Options of a run on command lines: made of their declarations in pyps.formats.options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from msgspec import Meta
+
+from pyps.formats import RunTable
+from pyps.formats.options import declared
+
+PLAIN = (bool, int, float, str, Path)  # types that the command line reads; of others it takes the text
+PLANNED = (*RunTable.__struct_fields__, "micro_batch")  # as the plan says, where they are not given
+Command = Callable[..., None]
+
+
+def with_options(
+    kind: type,
+    *,
+    without: Sequence[str] = (),
+    choices: Mapping[str, Iterable[str]] = MappingProxyType({}),
+    unset: str = "Default: as planned.",
+) -> Callable[[Command], Command]:
+    """A command whose `**given` are the options of a class, by name, each with its default there.
+
+    without: those that it does not take. choices: what the help of an option lists. unset: what it says of an
+    option that is the plan's where it is not given.
+    """
+
+    def decorate(command: Command) -> Command:
+        parameters = inspect.signature(command, eval_str=True).parameters.values()
+        own = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters if p.kind != p.VAR_KEYWORD]
+        defaults = _defaults(kind)
+        made = [
+            _parameter(name, type_, meta, defaults[name], choices.get(name, ()), unset)
+            for name, type_, meta in declared(kind)
+            if name not in without
+        ]
+        shown = sorted([*own, *made], key=lambda p: p.name == "as_json")  # that is the last
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            command(**values)
+
+        run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in shown}
+        return run
+
+    return decorate
+
+
+def _parameter(
+    name: str, type_: Any, meta: Meta, default: Any, choices: Iterable[str], unset: str
+) -> inspect.Parameter:
+    """An option as typer takes it."""
+    said, extra = meta.description or "", meta.extra or {}
+    if listed := ", ".join(choices):
+        said = f"{said.removesuffix('.')}; one of {listed}."
+    if default is None and name in PLANNED:
+        said = f"{said} {unset}"
+    if type_ == Sequence[str]:
+        type_, default = list[str], None
+    elif type_ not in PLAIN:
+        type_ = str
+    flag = f"--{name.replace('_', '-')}"
+    names = [f"{flag}/--no-{flag[2:]}" if default is None else flag] if type_ is bool else []
+    shown = typer.Option(
+        *names, metavar=extra["text"] or None, help=said.strip(), show_default=default is not None
+    )
+    taken: Any = type_ if default is not None else type_ | None
+    annotation = Annotated[taken, shown]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _defaults(kind: type) -> Mapping[str, Any]:
+    """The default of each field; None where it has none."""
+    if is_dataclass(kind):
+        return {field.name: None if field.default is MISSING else field.default for field in fields(kind)}
+    return {field.name: field.default for field in msgspec.structs.fields(kind)}

@@ -1,0 +1,79 @@
+"""The options of a run as `pyps run` and Trainer take them, and as run.json keeps them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pyps.checkpoint.folder import KEEP
+from pyps.errors import InputError
+from pyps.formats import options
+from pyps.formats.mode import FROM_PLAN
+from pyps.native.values import Codec
+from pyps.run.interval import interval_of
+from pyps.store.policies import Policy
+from pyps.worker.mode import ModeOptions
+
+MAX_RESTARTS = 3
+CHECKPOINT_EVERY = "10m"
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ModeOptions):
+    """How to run a script by a plan; pyps.formats.options says what each option is.
+
+    dataset_size: a script with a data set of another length is refused; 0: any. throttle_from: see
+    pyps.run.ranks.throttles. max_restarts: a worker that dies before it joined ends the run.
+    checkpoint_every: a signal or a failed worker brings a checkpoint too. connect None: a store on this
+    machine. ranks None: all. metrics: see pyps.metrics.SINKS.
+    """
+
+    samples: options.SamplesOption
+    args: options.ArgsOption = ()
+    dataset_size: options.DatasetSizeOption = 0
+    seed: options.SeedOption = 0
+    journal: options.JournalOption = False
+    run_dir: StrPath | options.RunDirOption | None = None
+    throttle_from: StrPath | options.ThrottleFromOption | None = None
+    even: options.EvenOption = False
+    max_restarts: options.MaxRestartsOption = MAX_RESTARTS
+    checkpoint_every: options.CheckpointEveryOption = CHECKPOINT_EVERY
+    keep_checkpoints: options.KeepCheckpointsOption = KEEP
+    resume: StrPath | options.ResumeOption | None = None
+    connect: options.ConnectOption | None = None
+    ranks: options.RanksOption | None = None
+    profile: StrPath | options.ProfileOption | None = None
+    rebalance: options.RebalanceOption = False
+    allow_nonfinite: options.AllowNonfiniteOption = False
+    micro_batch: options.MicroBatchOption | None = None
+    metrics: options.MetricsOption = ()
+
+    def check(self) -> None:
+        """Raise InputError, naming the option, if a number is outside its limits."""
+        options.check_limits(RunOptions, vars(self))
+        interval_of(self.checkpoint_every, "checkpoint_every")
+
+
+def options_to_json(given: RunOptions) -> dict[str, Any]:
+    """The options as plain data, for run.json: all but those that name folders of runs."""
+    values = {f.name: getattr(given, f.name) for f in fields(given) if f.name not in ("run_dir", "resume")}
+    if isinstance(policy := given.policy, Policy):
+        values |= {"policy": str(policy), "round_timeout": policy.round_timeout_seconds}
+    if isinstance(given.codec, Codec):
+        values["codec"] = given.codec.name.lower()
+    for name in ("throttle_from", "profile"):
+        if values[name] not in (None, FROM_PLAN):
+            values[name] = os.path.abspath(values[name])
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def options_from_json(where: str, values: dict[str, Any]) -> RunOptions:
+    """The options that `options_to_json` wrote. Raises InputError, naming the file `where`."""
+    if unknown := values.keys() - {f.name for f in fields(RunOptions)}:
+        expected = "options of this version of pyps"
+        raise InputError(where, f"options.{min(unknown)}", "an unknown option", expected)
+    if "samples" not in values:
+        raise InputError(where, "options.samples", "nothing", "the samples of the run")
+    return RunOptions(**values)
