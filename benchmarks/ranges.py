@@ -20,7 +20,7 @@ import numpy as np
 from record import machine, milliseconds, seconds_of, table, write_section
 
 from pyps import Hyper, Store
-from pyps.native.create import create
+from pyps.native.local import LocalBackend
 from pyps.native.values import Codec, Config, Optimizer, Tensor
 from pyps.store.codec import encoded_bytes
 from pyps.store.policies import policy_named
@@ -86,7 +86,7 @@ def sparse_store(name: str, parameters: int) -> Store:
         snapshot_spares=0,
         staging_buffers=0,
     )
-    return Store(name, create(name, config), unlinks=True)
+    return Store(name, LocalBackend.create(name, config, keep=False))
 
 
 def resident() -> int:
