@@ -24,6 +24,11 @@ int pyps__given(const void *pointer, const char *argument) {
     return pointer ? PYPS_OK : fail(PYPS_EINVAL, "%s: found NULL; expected a pointer", argument);
 }
 
+int pyps__between(const char *field, uint64_t found, uint64_t low, uint64_t high) {
+    if (found >= low && found <= high) return PYPS_OK;
+    return fail(PYPS_EINVAL, "%s: found %lu; expected %lu to %lu", field, found, low, high);
+}
+
 int pyps__read_struct(const char *what, const void *from, size_t least, void *to, size_t known) {
     uint32_t size = 0;
     if (!from) return fail(PYPS_EINVAL, "%s: found NULL; expected a pointer", what);

@@ -210,19 +210,17 @@ typedef struct {
     uint64_t base_version;    /* 1 + the version that the gradient was computed on; 0: the one pulled last */
     uint64_t compute_nanoseconds; /* that the gradient took; 0: the time since its claim */
     uint64_t
-        position; /* of `hyper` in its schedule. A round takes the constants of the greatest one, of equal ones
-                          those of the lowest rank */
-    uint64_t
-        cost_nanoseconds; /* that the step cost its worker: compute and data; 0: what the gradient took */
+        position; /* of `hyper` in its schedule: a round takes the constants of the greatest, lowest rank */
+    uint64_t cost_nanoseconds; /* that the step cost: compute and data; 0: what the gradient took */
     uint64_t data_nanoseconds; /* of these, for data */
     const pyps_range *ranges;  /* [range_count] the gradient is of these parts of the flat vector alone, in
                                   ascending order and apart, as PYPS_F32; `gradient` and `base_params` hold their
                                   values one after the other. NULL: of all of it */
     uint64_t range_count;
     uint64_t tag[2]; /* the caller's own name of this push: pyps_get_ticket tells it again */
-    const struct pyps_ticket
-        *as; /* of a part of a model whose decisions another store takes: what that store's
-                                     ticket of this gradient was given, in place of this store's; NULL: none */
+    /* Of a part of a model whose decisions another store takes: what that store's ticket of this gradient was given, in
+     * place of this store's; NULL: none. */
+    const struct pyps_ticket *as;
 } pyps_push_args;
 
 typedef struct {
@@ -231,13 +229,12 @@ typedef struct {
     uint64_t samples;   /* samples that went into the ticket */
     uint32_t sources;   /* gradients that went into the ticket */
     uint32_t reserved;
-    uint64_t wait_nanoseconds; /* how long this call waited for others */
-    uint64_t nonfinite;        /* values that were NaN or infinite; of PYPS_F32 not counted */
-    uint64_t blocks_skipped;   /* blocks that were sent as zeros because of them; the same */
-    uint64_t
-        admitted_nanoseconds; /* when the gradient was taken, by the clock of the store's machine; 0: not taken */
-    uint64_t rank_pushes;     /* of this worker's rank that were admitted, with this one */
-    uint64_t saved_pushes; /* of these, those in the last state that was read, or begun from */
+    uint64_t wait_nanoseconds;     /* how long this call waited for others */
+    uint64_t nonfinite;            /* values that were NaN or infinite; of PYPS_F32 not counted */
+    uint64_t blocks_skipped;       /* blocks that were sent as zeros because of them; the same */
+    uint64_t admitted_nanoseconds; /* when the gradient was staged, by its machine's clock; 0: it was not */
+    uint64_t rank_pushes;          /* of this worker's rank that were admitted, with this one */
+    uint64_t saved_pushes;         /* of these, those in the last state that was read, or begun from */
 } pyps_push_result;
 
 PYPS_API int pyps_open(const char *name, pyps_store **out);
@@ -373,7 +370,7 @@ enum {                                                                          
        PYPS_SSP = 4,
        PYPS_DSSP = 5,
        PYPS_DYNSGD = 6,
-       PYPS_CONSGD = 7, /* PYPS_ASP under an earlier name; not with PYPS_SCALE_NONE */
+       PYPS_CONSGD = 7, /* PYPS_ASP by another name; not with PYPS_SCALE_NONE */
        PYPS_DCASGD = 8,
        PYPS_SAPS = 9,
        PYPS_R2SP = 10,
@@ -416,8 +413,7 @@ typedef struct {
     uint32_t staging_buffers;  /* of each worker, 1 to 8; 0: 2 */
     uint32_t optimizer;        /* PYPS_SGD ... */
     uint32_t policy;           /* PYPS_BSP ... */
-    uint32_t
-        ranks; /* planned workers, 0 .. ranks-1; no step starts before all with samples have joined once */
+    uint32_t ranks;  /* planned workers, 0 .. ranks-1; no step starts before all with samples have joined */
     uint32_t groups; /* parameter groups, at least 1 */
     uint32_t tensors;
     uint64_t samples;                 /* sample positions to assign in all; 0: without end */
@@ -428,9 +424,9 @@ typedef struct {
     pyps_policy_params policy_params; /* zeros if `size` ends before it */
     uint64_t plan; /* a digest of the plan that all workers must have; 0: not said. The store only keeps it */
     uint64_t seed; /* of the order of samples, which all workers must have too, if `plan` is said */
-    uint32_t
-        master; /* how trained parameters are kept: PYPS_F32, or PYPS_BF16: rounded at random after each step, by
-                        `seed`, version and place. States, averaged tensors and all that travels stay fp32 */
+    /* How trained parameters are kept: PYPS_F32, or PYPS_BF16: rounded at random after each step, by `seed`, version and
+     * place. States, averaged tensors and all that travels stay fp32. */
+    uint32_t master;
     uint32_t reserved;
 } pyps_config;
 
@@ -475,9 +471,8 @@ typedef struct {
     double joined_seconds; /* how long ago */
     double waited_seconds; /* the sum of its waits for others */
     double wait_seconds;   /* how long the present wait lasts */
-    double
-        claim_seconds; /* how long ago samples were claimed for it, by itself or a round; 0: it holds none */
-    double step_seconds; /* of its rank, from claim to gradient: a moving average; 0: no step yet */
+    double claim_seconds;  /* how long ago samples were claimed for it; 0: it holds none */
+    double step_seconds;   /* of its rank, from claim to gradient: a moving average; 0: no step yet */
 } pyps_member;
 
 typedef struct {

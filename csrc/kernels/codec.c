@@ -65,8 +65,8 @@ bool codec_replace_nonfinite(struct encoding *e, const float *x, const float *r,
 
 int codec_encode(struct encoding *e) {
     if (kernels_chosen()->encode(e)) return PYPS_OK;
-    return fail(PYPS_ENONFINITE, "value %llu: found one that is not finite; the policy is to stop",
-                (unsigned long long)e->stopped_at);
+    return fail(PYPS_ENONFINITE, "value %lu: found one that is not finite; the policy is to stop",
+                e->stopped_at);
 }
 
 bool codec_scales_finite(const float *scales, uint64_t count) {
@@ -84,12 +84,10 @@ int codec_check_data(const char *what, uint32_t codec, uint64_t count, const voi
     if (codec >= CODECS)
         return fail(PYPS_EINVAL, "%s: codec: found %u; expected PYPS_F32 to PYPS_NF4", what, codec);
     if (count > UINT64_C(1) << 44)
-        return fail(PYPS_EINVAL, "%s: count: found %llu; expected at most 2^44", what,
-                    (unsigned long long)count);
+        return fail(PYPS_EINVAL, "%s: count: found %lu; expected at most 2^44", what, count);
     if (bytes != pyps_encoded_bytes(codec, count))
-        return fail(PYPS_EINVAL, "%s: bytes: found %llu; expected %llu for %llu values", what,
-                    (unsigned long long)bytes, (unsigned long long)pyps_encoded_bytes(codec, count),
-                    (unsigned long long)count);
+        return fail(PYPS_EINVAL, "%s: bytes: found %lu; expected %lu for %lu values", what, bytes,
+                    pyps_encoded_bytes(codec, count), count);
     if (bytes && !data) return fail(PYPS_EINVAL, "%s: data: found NULL; expected a pointer", what);
     if ((uintptr_t)data % sizeof(float))
         return fail(PYPS_EINVAL, "%s: data: found address %p; expected a multiple of 4", what, data);
@@ -111,8 +109,8 @@ int codec_check_args(const char *what, const pyps_encode_args *a) {
     if (!isfinite(a->scale))
         return fail(PYPS_EINVAL, "%s: scale: found %g; expected a finite number", what, (double)a->scale);
     if (a->first % BLOCK_MAX)
-        return fail(PYPS_EINVAL, "%s: first: found %llu; expected a multiple of %u", what,
-                    (unsigned long long)a->first, BLOCK_MAX);
+        return fail(PYPS_EINVAL, "%s: first: found %lu; expected a multiple of %u", what, a->first,
+                    BLOCK_MAX);
     return PYPS_OK;
 }
 

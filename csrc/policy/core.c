@@ -11,11 +11,6 @@ struct pyps_core {
     struct view *view;
 };
 
-static int out_of_range(const char *field, uint32_t found, uint32_t low, uint32_t high) {
-    if (found >= low && found <= high) return PYPS_OK;
-    return fail(PYPS_EINVAL, "%s: found %u; expected %u to %u", field, found, low, high);
-}
-
 static struct view_config view_config_of(const pyps_config *c) {
     return (struct view_config){.participants = c->max_participants ? c->max_participants : c->ranks,
                                 .ranks = c->ranks,
@@ -34,9 +29,9 @@ int pyps_core_create(const pyps_config *asked, pyps_core **out) {
     *out = NULL;
     if ((rc = config_read(asked, &config)) || (rc = config_check_ranks(&config))) return rc;
     struct view_config view_config = view_config_of(&config);
-    if ((rc = out_of_range("max_participants", view_config.participants, view_config.ranks,
-                           CONFIG_MAX_RANKS)) ||
-        (rc = out_of_range("staging_buffers", view_config.staging_buffers, 1, MAX_STAGING_BUFFERS)))
+    if ((rc = pyps__between("max_participants", view_config.participants, view_config.ranks,
+                            CONFIG_MAX_RANKS)) ||
+        (rc = pyps__between("staging_buffers", view_config.staging_buffers, 1, MAX_STAGING_BUFFERS)))
         return rc;
     struct pyps_core *core = malloc(sizeof *core);
     if (core) core->view = malloc(view_bytes(view_config.participants, view_config.staging_buffers));
@@ -58,10 +53,10 @@ void pyps_core_free(pyps_core *core) {
 
 static int check(const pyps_core *core, const pyps_event *e) {
     const struct view *v = core->view;
-    int rc = out_of_range("kind", e->kind, PYPS_ON_JOIN, PYPS_ON_SCHEDULE);
-    if (!rc) rc = out_of_range("slot", e->slot, 0, v->participants - 1);
-    if (!rc && e->kind == PYPS_ON_PUSH) rc = out_of_range("staging", e->staging, 0, v->staging_buffers - 1);
-    if (!rc && e->kind == PYPS_ON_LEAVE) rc = out_of_range("state", e->state, PYPS_LEFT, PYPS_DEAD);
+    int rc = pyps__between("kind", e->kind, PYPS_ON_JOIN, PYPS_ON_SCHEDULE);
+    if (!rc) rc = pyps__between("slot", e->slot, 0, v->participants - 1);
+    if (!rc && e->kind == PYPS_ON_PUSH) rc = pyps__between("staging", e->staging, 0, v->staging_buffers - 1);
+    if (!rc && e->kind == PYPS_ON_LEAVE) rc = pyps__between("state", e->state, PYPS_LEFT, PYPS_DEAD);
     if (!rc && e->kind == PYPS_ON_REPLAN && !e->batches)
         rc = fail(PYPS_EINVAL, "batches: found NULL; expected one for each of %u ranks", v->ranks);
     if (!rc && e->kind == PYPS_ON_SCHEDULE)

@@ -1,65 +1,8 @@
-/* policy.c: the policies by number, what each needs, and the policies that only scale a gradient.
- *
- * ASP: every gradient is one step, applied at once.
- * DynSGD: a push takes 1 / (staleness + 1) of a step (Jiang, Cui, Zhang, Yu: Heterogeneity-aware distributed
- * parameter servers, SIGMOD 2017).
- * ConSGD: a push takes 1 / workers of a step.
- * DC-ASGD: ASP, with a gradient corrected for its delay (Zheng and others: Asynchronous SGD with delay
- * compensation, ICML 2017). The store corrects it, because only the store has both parameters.
- */
+/* policy.c: the policies by number, and what each needs. */
 #include "policy/policy.h"
 
-#include <math.h>
-
-#include "error.h"
-
-static enum push_decision admit(struct view *v, const struct event *e, struct outcome *out) {
-    (void)v, (void)e, (void)out;
-    return PUSH_ADMIT;
-}
-
-/* The last one may push what it holds while it rests already. */
-static float workers(const struct view *v) { return v->active ? (float)v->active : 1.0f; }
-
-/* The workers whose pushes make up a step, of which each takes its part by its samples already; 1 where each is one. */
-static float pushes_a_step(const struct view *v) {
-    return v->policy_params.scaling == PYPS_SCALE_NONE ? 1.0f : workers(v);
-}
-
-static enum push_decision admit_by_staleness(struct view *v, const struct event *e, struct outcome *out) {
-    (void)e;
-    out->scale = pushes_a_step(v) / (float)(out->staleness + 1);
-    return PUSH_ADMIT;
-}
-
-static enum push_decision admit_by_share(struct view *v, const struct event *e, struct outcome *out) {
-    (void)e;
-    out->scale = pushes_a_step(v) / workers(v);
-    return PUSH_ADMIT;
-}
-
-static int check_dcasgd(const pyps_policy_params *params) {
-    return policy_check_number("correction", params->correction, 0, 1e9);
-}
-
-static bool corrects(const pyps_policy_params *params) { return !params || params->correction > 0; }
-
-const struct policy policy_asp = {.name = "asp", .starts_at_once = true, .on_push = admit};
-const struct policy policy_dynsgd = {.name = "dynsgd", .starts_at_once = true, .on_push = admit_by_staleness};
-const struct policy policy_consgd = {.name = "consgd", .starts_at_once = true, .on_push = admit_by_share};
-const struct policy policy_dcasgd = {.name = "dcasgd",
-                                     .starts_at_once = true,
-                                     .needs_base_params = corrects,
-                                     .check_params = check_dcasgd,
-                                     .on_push = admit};
-
-static const struct policy *const policies[] = {
-    [PYPS_BSP] = &policy_bsp,           [PYPS_ASP] = &policy_asp,       [PYPS_BACKUP] = &policy_backup,
-    [PYPS_SOFTSYNC] = &policy_softsync, [PYPS_SSP] = &policy_ssp,       [PYPS_DSSP] = &policy_dssp,
-    [PYPS_DYNSGD] = &policy_dynsgd,     [PYPS_CONSGD] = &policy_consgd, [PYPS_DCASGD] = &policy_dcasgd,
-    [PYPS_SAPS] = &policy_saps,         [PYPS_R2SP] = &policy_r2sp,     [PYPS_HPS] = &policy_hps,
-    [PYPS_CUSTOM] = &policy_custom,
-};
+#define ROW(name, number) [number] = &policy_##name,
+static const struct policy *const policies[] = {POLICIES(ROW)};
 
 const struct policy *policy_find(uint32_t number) {
     return number < sizeof policies / sizeof *policies ? policies[number] : NULL;

@@ -1,14 +1,19 @@
-/* policy.h: a policy is a table of flags and small pure functions on the view. To add one, write a table, and
- * give it a number in policy.c and in pyps.h. Neither the store nor the simulator knows policies by name.
+/* policy.h: a policy is a row: what it waits for, its gate, its weight, what it asks of workers, in flags and small
+ * pure functions on the view. To add one, write a file with its row, and name the row in POLICIES. Neither the store
+ * nor the simulator knows policies by name.
+ *
+ * What a policy keeps of its own lies in words of the view that its file lays out: view->shared_state of the store,
+ * rank->own of each rank. They are 0 at first; the former are part of a state.
  *
  * A function may change the view it is given only if its answer is followed by a commit. If it answers WAIT,
- * it must leave the view as it was. *
+ * it must leave the view as it was.
+ *
  * WHO CALLS WHOM. The files stand on floors. A file calls only files that this list has before it
  * (tests/c/test_layers_c.py):
  *
  *   views      view_parts, view_clocks, view_samples
- *   policies   policy_round, policy_bounded, policy_custom, saps_bound, policy_saps, policy_r2sp, policy
- *   decisions  config, view_ranks, view_round, view
+ *   policies   saps_bound, policy_*, policy
+ *   decisions  config, view_ranks, view_round, view_valid, view
  *   runs       view_state, core, replay
  */
 #ifndef PYPS_POLICY_H
@@ -18,7 +23,6 @@
 #include "policy/view.h"
 
 enum start_decision { START_GO, START_WAIT };
-enum push_decision { PUSH_ADMIT, PUSH_STAGE, PUSH_REJECT };
 /* AGAIN: the view has changed; ask again at once. */
 enum gate_decision { GATE_OPEN, GATE_WAIT, GATE_AGAIN };
 
@@ -42,8 +46,11 @@ struct policy {
     enum start_decision (*on_start)(struct view *view, const struct event *event, struct outcome *out);
     /* May a ready gradient be sent now? NULL: at once. */
     enum gate_decision (*gate)(struct view *view, const struct event *event, struct outcome *out);
-    /* A gradient has arrived; out->staleness is known. out->scale multiplies it and is 1 by default. */
-    enum push_decision (*on_push)(struct view *view, const struct event *event, struct outcome *out);
+    /* What a gradient of this staleness is multiplied by. NULL: 1. */
+    float (*weight)(const struct view *view, uint64_t staleness);
+    /* A gradient has arrived; out->staleness and out->scale, its weight, are known. False: it is refused. NULL: every
+     * one is taken. */
+    bool (*on_push)(struct view *view, const struct event *event, struct outcome *out);
     /* A member has pulled. NULL: nothing to do. */
     void (*on_pull)(struct view *view, const struct event *event);
     /* Between micro-batches: PYPS_CONTINUE ... NULL: always continue. */
@@ -61,6 +68,16 @@ struct policy {
     int (*restore)(struct view *view, const pyps_state *state);
     /* Sets the turns, as given by the event. NULL: the policy has none. */
     void (*on_schedule)(struct view *view, const struct event *event);
+    /* A rank is new, or a worker takes it: its own words. NULL: nothing to do. */
+    void (*on_new_rank)(struct rank *rank, uint32_t number);
+    void (*on_join)(struct rank *rank);
+    /* What a state has of a rank's own words. NULL: nothing. */
+    void (*save_rank)(const struct rank *rank, pyps_rank_state *out);
+    void (*restore_rank)(struct rank *rank, const pyps_rank_state *from);
+    /* False: the policy's own words name what there is not, in a view from shared memory of so many ranks. */
+    bool (*valid)(const struct view *view, uint32_t ranks);
+    /* What a status shows of them. NULL: nothing. */
+    void (*report)(const struct view *view, pyps_status *out);
     /* The store will have `ranks` ranks, more than now. NULL: nothing to do. */
     void (*on_grow)(struct view *view, uint32_t ranks, uint64_t now);
     /* Planned batches have changed. NULL: nothing to do. */
@@ -71,12 +88,16 @@ struct policy {
     uint64_t (*progress)(const struct view *view);
 };
 
-extern const struct policy policy_bsp, policy_backup, policy_softsync, policy_hps;  /* policy_round.c */
-extern const struct policy policy_asp, policy_dynsgd, policy_consgd, policy_dcasgd; /* policy.c */
-extern const struct policy policy_ssp, policy_dssp;                                 /* policy_bounded.c */
-extern const struct policy policy_saps;                                             /* policy_saps.c */
-extern const struct policy policy_custom;                                           /* policy_custom.c */
-extern const struct policy policy_r2sp;                                             /* policy_r2sp.c */
+/* The rows, with the numbers by which stores and states know them. */
+#define POLICIES(row)                                                                                        \
+    row(bsp, PYPS_BSP) row(asp, PYPS_ASP) row(backup, PYPS_BACKUP) row(softsync, PYPS_SOFTSYNC)              \
+        row(ssp, PYPS_SSP) row(dssp, PYPS_DSSP) row(dynsgd, PYPS_DYNSGD) row(consgd, PYPS_CONSGD)            \
+            row(dcasgd, PYPS_DCASGD) row(saps, PYPS_SAPS) row(r2sp, PYPS_R2SP) row(hps, PYPS_HPS)            \
+                row(custom, PYPS_CUSTOM)
+
+#define DECLARE_ROW(name, number) extern const struct policy policy_##name;
+POLICIES(DECLARE_ROW)
+#undef DECLARE_ROW
 
 /* A whole number of at most `max` from any float, even one of a damaged view. */
 static inline uint64_t policy_whole(double x, uint64_t max) {

@@ -11,6 +11,9 @@
  */
 #include "policy/policy.h"
 
+/* In the first of a rank's own words. */
+static uint64_t *extra_steps(const struct rank *rank) { return (uint64_t *)(uintptr_t)rank->own; }
+
 static uint64_t progress(const struct view *v) { return v->min_clock; }
 
 static bool holds_up(const struct view *v, uint32_t slot, uint64_t now) {
@@ -64,24 +67,27 @@ static enum start_decision with_extra(struct view *v, const struct event *e, str
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
     uint64_t ahead = steps_ahead(v, e), max_ahead = (uint64_t)v->policy_params.bound + v->policy_params.extra;
     if (within_bound(v, e, out) == START_GO) {
-        rank->extra_steps = 0;
+        *extra_steps(rank) = 0;
         return START_GO;
     }
     if (ahead > max_ahead) return START_WAIT;
-    if (!rank->extra_steps) {
+    if (!*extra_steps(rank)) {
         const struct rank *slow = slowest(v);
         if (m->clock < v->max_clock || !slow || !slow->interval || !rank->interval) return START_WAIT;
         uint32_t steps = grant(rank, slow, (uint32_t)(max_ahead + 1 - ahead));
         if (!steps) return START_WAIT;
-        rank->extra_steps = steps;
+        *extra_steps(rank) = steps;
     }
-    rank->extra_steps--;
+    --*extra_steps(rank);
     return START_GO;
 }
 
-static enum push_decision admit(struct view *v, const struct event *e, struct outcome *out) {
-    (void)v, (void)e, (void)out;
-    return PUSH_ADMIT;
+static void save_rank(const struct rank *rank, pyps_rank_state *out) {
+    out->extra_steps = (uint32_t)*extra_steps(rank);
+}
+
+static void restore_rank(struct rank *rank, const pyps_rank_state *from) {
+    *extra_steps(rank) = from->extra_steps;
 }
 
 static int check_dssp(const pyps_policy_params *params) {
@@ -89,10 +95,11 @@ static int check_dssp(const pyps_policy_params *params) {
 }
 
 const struct policy policy_ssp = {
-    .name = "ssp", .on_start = within_bound, .on_push = admit, .holds_up = holds_up, .progress = progress};
+    .name = "ssp", .on_start = within_bound, .holds_up = holds_up, .progress = progress};
 const struct policy policy_dssp = {.name = "dssp",
                                    .check_params = check_dssp,
                                    .on_start = with_extra,
-                                   .on_push = admit,
+                                   .save_rank = save_rank,
+                                   .restore_rank = restore_rank,
                                    .holds_up = holds_up,
                                    .progress = progress};

@@ -60,12 +60,12 @@ static enum start_decision on_start(struct view *v, const struct event *e, struc
     return START_GO;
 }
 
-static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
+static bool on_push(struct view *v, const struct event *e, struct outcome *out) {
     pyps_policy_context context = context_of(v, e->slot, e->now);
     context.samples = e->samples, context.staleness = out->staleness;
     int answer = callbacks.push(&context, v->shared_state, &out->scale);
     if (answer < 0) failed(out);
-    return answer > 0 ? PUSH_ADMIT : PUSH_REJECT;
+    return answer > 0;
 }
 
 /* A worker that holds samples, or that the policy lets start but that has not started. */

@@ -15,23 +15,16 @@
 
 static uint64_t progress(const struct view *v) { return v->round; }
 
-static enum push_decision stage(struct view *v, const struct event *e, struct outcome *out) {
-    (void)v, (void)e, (void)out;
-    return PUSH_STAGE;
-}
-
 static bool all_staged(const struct view *v) { return !v->outstanding; }
 
 static bool enough_staged(const struct view *v) {
     return !v->outstanding || v->staged + (uint64_t)v->policy_params.backup >= v->active;
 }
 
-static enum push_decision stage_by_staleness(struct view *v, const struct event *e, struct outcome *out) {
-    (void)e;
-    /* A round is one part in `splits` of a step by its samples already. */
-    if (v->policy_params.scaling != PYPS_SCALE_NONE) out->scale = (float)v->policy_params.splits;
-    if (out->staleness) out->scale /= (float)out->staleness;
-    return PUSH_STAGE;
+/* A round is one part in `splits` of a step by its samples already. */
+static float by_staleness(const struct view *v, uint64_t staleness) {
+    float whole = v->policy_params.scaling == PYPS_SCALE_NONE ? 1.0f : (float)v->policy_params.splits;
+    return staleness ? whole / (float)staleness : whole;
 }
 
 static bool split_staged(const struct view *v) {
@@ -128,7 +121,6 @@ const struct policy policy_bsp = {.name = "bsp",
                                   .assigns_rounds = true,
                                   .stages = true,
                                   .waits_for_round = true,
-                                  .on_push = stage,
                                   .closes = all_staged,
                                   .progress = progress};
 const struct policy policy_backup = {.name = "backup",
@@ -136,13 +128,12 @@ const struct policy policy_backup = {.name = "backup",
                                      .stages = true,
                                      .waits_for_round = true,
                                      .drops_late = true,
-                                     .on_push = stage,
                                      .closes = enough_staged,
                                      .progress = progress};
 const struct policy policy_softsync = {.name = "softsync",
                                        .check_params = check_softsync,
                                        .stages = true,
-                                       .on_push = stage_by_staleness,
+                                       .weight = by_staleness,
                                        .closes = split_staged};
 const struct policy policy_hps = {.name = "hps",
                                   .assigns_rounds = true,
@@ -150,7 +141,6 @@ const struct policy policy_hps = {.name = "hps",
                                   .waits_for_round = true,
                                   .overlaps_rounds = true,
                                   .resizes_batches = true,
-                                  .on_push = stage,
                                   .closes = all_staged,
                                   .on_open = size_batches,
                                   .progress = progress};

@@ -41,7 +41,7 @@ static bool is_measured(const struct view *v) { return v->policy_params.threshol
 static bool is_fixed(const struct view *v) { return v->policy_params.threshold == PYPS_FIXED; }
 
 static double noise_bound(const struct view *v) {
-    const struct staleness_limit *l = &v->staleness_limit;
+    const struct staleness_limit *l = saps_limit(v);
     double spread = l->n * l->xx - l->x * l->x, least = v->active, greatest = MAX_NOISE * least;
     if (l->n < 8 || spread <= 1e-6 * l->n * l->xx)
         return UNKNOWN_NOISE * least; /* the line has no slope yet */
@@ -54,7 +54,7 @@ static double noise_bound(const struct view *v) {
 }
 
 static uint64_t bound(const struct view *v, const struct member *m) {
-    const struct staleness_limit *l = &v->staleness_limit;
+    const struct staleness_limit *l = saps_limit(v);
     if (is_fixed(v)) return v->policy_params.bound == UINT32_MAX ? UINT64_MAX : v->policy_params.bound;
     if (is_measured(v)) return l->limit > 0 ? policy_whole(l->limit, UINT64_MAX / 2) : UINT64_MAX;
     double found = v->policy_params.threshold == PYPS_RINGMASTER ? noise_bound(v) : l->quantile;
@@ -64,21 +64,22 @@ static uint64_t bound(const struct view *v, const struct member *m) {
 
 /* Of a gradient computed on what its worker pulled last, or on the `older` versions before that. */
 static double staleness_of(const struct view *v, const struct member *m, uint64_t older) {
-    const struct staleness_limit *l = &v->staleness_limit;
+    const struct staleness_limit *l = saps_limit(v);
     if (!is_measured(v) || !(l->mean_batch > 0)) return (double)(v->version - m->pulled_version + older);
-    return (double)(l->samples - m->pulled_samples) / l->mean_batch + (double)older;
+    uint64_t pulled = saps_rank(view_rank(v, (uint32_t)m->rank))->pulled_samples;
+    return (double)(l->samples - pulled) / l->mean_batch + (double)older;
 }
 
 /* Stochastic approximation of a quantile (Robbins and Monro, 1951). */
 static void track_quantile(struct view *v, uint64_t staleness) {
-    struct staleness_limit *l = &v->staleness_limit;
+    struct staleness_limit *l = saps_limit(v);
     double step = STEP * (l->quantile > 1 ? l->quantile : 1), q = v->policy_params.quantile;
     l->quantile += (double)staleness > l->quantile ? step * q : -step * (1 - q);
     if (l->quantile < 0) l->quantile = 0;
 }
 
 static void fit_line(struct view *v, const struct event *e) {
-    struct staleness_limit *l = &v->staleness_limit;
+    struct staleness_limit *l = saps_limit(v);
     double x = 1.0 / e->samples, y = e->grad_norm_squared;
     l->n = l->n * DECAY + 1, l->x = l->x * DECAY + x, l->y = l->y * DECAY + y;
     l->xx = l->xx * DECAY + x * x, l->xy = l->xy * DECAY + x * y;
@@ -89,13 +90,13 @@ static void fit_line(struct view *v, const struct event *e) {
 static void size_claims(struct view *v, const struct member *m, uint64_t staleness, uint64_t limit) {
     struct rank *rank = view_rank(v, (uint32_t)m->rank);
     double per_sample = (double)staleness / m->claim_count;
-    rank->staleness_per_sample =
-        rank->staleness_per_sample > 0
-            ? rank->staleness_per_sample + (per_sample - rank->staleness_per_sample) / RECENT
-            : per_sample;
+    struct saps_rank *own = saps_rank(rank);
+    if (own->staleness_per_sample > 0)
+        own->staleness_per_sample += (per_sample - own->staleness_per_sample) / RECENT;
+    else own->staleness_per_sample = per_sample;
     rank->next_batch = 0;
-    if (rank->staleness_per_sample * rank->total.batch <= (double)limit) return; /* in time */
-    double fits = MARGIN * (double)limit / rank->staleness_per_sample;
+    if (own->staleness_per_sample * rank->total.batch <= (double)limit) return; /* in time */
+    double fits = MARGIN * (double)limit / own->staleness_per_sample;
     rank->next_batch = (uint32_t)policy_whole(fits, rank->total.batch);
     if (rank->next_batch == 1 && !view_samples_single(v)) rank->next_batch = 2;
 }
@@ -104,7 +105,7 @@ static void size_claims(struct view *v, const struct member *m, uint64_t stalene
 static void observe(struct view *v, const struct event *e, uint32_t samples, uint64_t staleness,
                     uint64_t limit) {
     const struct member *m = view_member(v, e->slot);
-    struct staleness_limit *l = &v->staleness_limit;
+    struct staleness_limit *l = saps_limit(v);
     track_quantile(v, staleness);
     if (is_fixed(v) && v->policy_params.late == PYPS_DROP) size_claims(v, m, staleness, limit);
     if (!is_measured(v)) return;
@@ -117,10 +118,10 @@ static void observe(struct view *v, const struct event *e, uint32_t samples, uin
 
 /* Is a late gradient applied all the same? Counts those of a worker that are not. */
 static bool is_heard(struct view *v, const struct member *m) {
-    struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    struct saps_rank *own = saps_rank(view_rank(v, (uint32_t)m->rank));
     if (v->policy_params.late == PYPS_WEIGH) return true;
-    if (is_fixed(v) || rank->rejected < PATIENCE) {
-        rank->rejected += rank->rejected < PATIENCE;
+    if (is_fixed(v) || own->rejected < PATIENCE) {
+        own->rejected += own->rejected < PATIENCE;
         return false;
     }
     return true;
@@ -135,27 +136,28 @@ static enum start_decision on_start(struct view *v, const struct event *e, struc
 }
 
 static void on_pull(struct view *v, const struct event *e) {
-    struct member *m = view_member(v, e->slot);
-    m->pulled_samples = v->staleness_limit.samples;
+    const struct member *m = view_member(v, e->slot);
+    struct saps_rank *own = saps_rank(view_rank(v, (uint32_t)m->rank));
+    own->pulled_samples = saps_limit(v)->samples;
     for (uint64_t k = v->version; k > m->pulled_version && k + v->tickets > v->version; k--)
-        m->pulled_samples -= view_ticket(v, k)->samples; /* admitted since that version */
+        own->pulled_samples -= view_ticket(v, k)->samples; /* admitted since that version */
 }
 
-static enum push_decision on_push(struct view *v, const struct event *e, struct outcome *out) {
+static bool on_push(struct view *v, const struct event *e, struct outcome *out) {
     const struct member *m = view_member(v, e->slot);
-    if (!e->samples) return PUSH_ADMIT;
+    if (!e->samples) return true;
     uint64_t limit = bound(v, m);
     observe(v, e, e->samples, out->staleness, limit);
     if (e->grad_norm_squared > 0 && isfinite(e->grad_norm_squared)) fit_line(v, e);
     limit = is_measured(v) ? bound(v, m) : limit;
     double staleness = staleness_of(v, m, out->staleness - (v->version - m->pulled_version));
     if (staleness > (double)limit) {
-        if (!is_heard(v, m)) return PUSH_REJECT;
+        if (!is_heard(v, m)) return false;
         out->scale = (float)((double)limit / staleness);
     }
-    view_rank(v, (uint32_t)m->rank)->rejected = 0;
-    v->staleness_limit.samples += e->samples;
-    return PUSH_ADMIT;
+    saps_rank(view_rank(v, (uint32_t)m->rank))->rejected = 0;
+    saps_limit(v)->samples += e->samples;
+    return true;
 }
 
 /* Staleness grows with the work: the next micro-batch makes it (done + next) / done times as much. */
@@ -175,12 +177,22 @@ static int on_check(struct view *v, const struct event *e) {
 
 /* Batches have changed, and times with them. */
 static void on_replan(struct view *v) {
-    for (uint32_t r = 0; r < v->ranks; r++) view_rank(v, r)->cycles = 0;
+    for (uint32_t r = 0; r < v->ranks; r++) saps_rank(view_rank(v, r))->cycles = 0;
+}
+
+static void on_join(struct rank *rank) { saps_rank(rank)->cycles = 0, saps_rank(rank)->pulled_samples = 0; }
+
+static void save_rank(const struct rank *rank, pyps_rank_state *out) {
+    out->staleness_per_sample = saps_rank(rank)->staleness_per_sample;
+}
+
+static void restore_rank(struct rank *rank, const pyps_rank_state *from) {
+    saps_rank(rank)->staleness_per_sample = from->staleness_per_sample;
 }
 
 static int restore(struct view *v, const pyps_state *state) {
     (void)state;
-    struct staleness_limit *l = &v->staleness_limit;
+    struct staleness_limit *l = saps_limit(v);
     const double numbers[] = {l->limit, l->quantile, l->n, l->x, l->y, l->xx, l->xy, l->mean_batch};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (!(numbers[i] >= 0 && isfinite(numbers[i])))
@@ -215,4 +227,7 @@ const struct policy policy_saps = {.name = "saps",
                                    .on_push = on_push,
                                    .on_check = on_check,
                                    .on_replan = on_replan,
+                                   .on_join = on_join,
+                                   .save_rank = save_rank,
+                                   .restore_rank = restore_rank,
                                    .restore = restore};

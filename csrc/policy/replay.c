@@ -63,8 +63,7 @@ static bool can_be_event(const struct journal_entry *entry, const struct view *v
 static int start_at(struct replay *r, const struct journal_entry *entry) {
     const struct view *v = (const struct view *)(entry + 1);
     if (!can_be_view(entry, v))
-        return fail(PYPS_ECORRUPT, "journal: view %llu is not a valid view",
-                    (unsigned long long)entry->sequence);
+        return fail(PYPS_ECORRUPT, "journal: view %lu is not a valid view", entry->sequence);
     size_t bytes = view_bytes(v->participants, v->staging_buffers);
     free(r->view), free(r->next);
     r->view = calloc(1, bytes), r->next = malloc(bytes), r->capacity = bytes;
@@ -84,16 +83,15 @@ static bool same_outcome(const struct outcome *a, const struct outcome *b) {
 static void count_difference(pyps_replay_result *out, const struct journal_entry *entry, const char *what) {
     const struct event *e = &entry->event;
     if (!out->differences++)
-        snprintf(out->first, sizeof out->first, "view %llu, event %u of slot %u: %s",
-                 (unsigned long long)entry->sequence, (unsigned)e->kind, e->slot, what);
+        snprintf(out->first, sizeof out->first, "view %lu, event %u of slot %u: %s", entry->sequence,
+                 (unsigned)e->kind, e->slot, what);
 }
 
 static int decide(struct replay *r, const struct journal_entry *entry) {
     struct event e = entry->event;
     struct outcome o;
     if (!can_be_event(entry, r->view))
-        return fail(PYPS_ECORRUPT, "journal: an event on view %llu is not valid",
-                    (unsigned long long)entry->sequence);
+        return fail(PYPS_ECORRUPT, "journal: an event on view %lu is not valid", entry->sequence);
     e.batches = e.kind == EVENT_REPLAN ? (const uint32_t *)(entry + 1) : NULL;
     e.turns = e.kind == EVENT_SCHEDULE ? (const pyps_turn *)(entry + 1) : NULL;
     memcpy(r->next, r->view, r->capacity);
@@ -155,8 +153,7 @@ static int find_entries(uint8_t *data, size_t bytes, struct journal_entry ***out
     for (size_t at = 0; at + sizeof(struct journal_entry) <= bytes;) {
         struct journal_entry *entry = (struct journal_entry *)(void *)(data + at);
         if (entry->bytes < sizeof *entry || entry->bytes > JOURNAL_MAX_ENTRY_BYTES || entry->bytes & 7)
-            return fail(PYPS_ECORRUPT, "journal: byte %zu: an entry of %llu bytes", at,
-                        (unsigned long long)entry->bytes);
+            return fail(PYPS_ECORRUPT, "journal: byte %zu: an entry of %lu bytes", at, entry->bytes);
         if (entry->bytes > bytes - at) break;
         entries[(*count)++] = entry;
         at += entry->bytes;
@@ -180,8 +177,7 @@ static int read_all(const char *path, uint8_t **data, size_t *bytes) {
         *bytes += (size_t)got;
     }
     close(fd);
-    return *data ? PYPS_OK
-                 : fail(PYPS_ENOSPC, "out of memory for a journal of %lld bytes", (long long)status.st_size);
+    return *data ? PYPS_OK : fail(PYPS_ENOSPC, "out of memory for a journal of %ld bytes", status.st_size);
 }
 
 int pyps_replay(const char *path, pyps_replay_result *out) {

@@ -21,31 +21,36 @@
 
 void saps_time_claim(struct view *v, const struct event *e, uint32_t samples) {
     const struct member *m = view_member(v, e->slot);
-    struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    const struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    struct saps_rank *own = saps_rank(rank);
     if (!samples || e->now <= m->claim_since) return;
     double seconds = (double)(e->now - m->claim_since) * 1e-9 * rank->total.batch / samples;
-    if (rank->cycles < UINT32_MAX) rank->cycles++;
-    if (rank->cycles == 1) rank->cycle_seconds = seconds;
-    else policy_average(&rank->cycle_seconds, seconds, rank->cycles, WINDOW);
+    if (own->cycles < UINT32_MAX) own->cycles++;
+    if (own->cycles == 1) own->cycle_seconds = seconds;
+    else policy_average(&own->cycle_seconds, seconds, own->cycles, WINDOW);
 }
 
 static double seconds_of(const struct view *v, const struct rank *rank, uint64_t now) {
     const struct member *m = view_member(v, rank->slot_plus_1 - 1);
     double under_way = m->claim_count && now > m->claim_since ? (double)(now - m->claim_since) * 1e-9 : 0;
-    return rank->cycle_seconds > under_way ? rank->cycle_seconds : under_way;
+    double known = saps_rank(rank)->cycle_seconds;
+    return known > under_way ? known : under_way;
+}
+
+static struct rank *at_place(const struct view *v, uint32_t place) {
+    return view_rank(v, saps_rank(view_rank(v, place))->by_speed);
 }
 
 /* The ranks at places 0 .. count-1 are to be sorted. */
 static bool slower(const struct view *v, uint32_t a, uint32_t b) {
-    const struct rank *x = view_rank(v, view_rank(v, a)->by_speed);
-    const struct rank *y = view_rank(v, view_rank(v, b)->by_speed);
+    const struct saps_rank *x = saps_rank(at_place(v, a)), *y = saps_rank(at_place(v, b));
     return x->claim_seconds > y->claim_seconds;
 }
 
 static void swap(struct view *v, uint32_t a, uint32_t b) {
-    uint32_t kept = view_rank(v, a)->by_speed;
-    view_rank(v, a)->by_speed = view_rank(v, b)->by_speed;
-    view_rank(v, b)->by_speed = kept;
+    struct saps_rank *x = saps_rank(view_rank(v, a)), *y = saps_rank(view_rank(v, b));
+    uint32_t kept = x->by_speed;
+    x->by_speed = y->by_speed, y->by_speed = kept;
 }
 
 static void sift_down(struct view *v, uint32_t from, uint32_t count) {
@@ -72,27 +77,28 @@ static uint32_t find_times(struct view *v, uint64_t now) {
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
         if (!rank->slot_plus_1) continue;
-        rank->claim_seconds = seconds_of(v, rank, now);
-        if (!(rank->claim_seconds > 0)) continue;
-        view_rank(v, count++)->by_speed = r;
+        saps_rank(rank)->claim_seconds = seconds_of(v, rank, now);
+        if (!(saps_rank(rank)->claim_seconds > 0)) continue;
+        saps_rank(view_rank(v, count++))->by_speed = r;
         samples += rank->total.batch;
     }
-    v->staleness_limit.mean_batch = count ? (double)samples / count : 0;
+    saps_limit(v)->mean_batch = count ? (double)samples / count : 0;
     return count;
 }
 
 void saps_set_bound(struct view *v, uint64_t now) {
-    struct staleness_limit *l = &v->staleness_limit;
+    struct staleness_limit *l = saps_limit(v);
     uint32_t count = find_times(v, now);
     double late = v->policy_params.noise, rho = 0, longest = 0, least = INFINITY;
     sort_by_speed(v, count);
     for (uint32_t place = 0; place < count; place++) {
-        const struct rank *rank = view_rank(v, view_rank(v, place)->by_speed);
+        const struct rank *rank = at_place(v, place);
+        double seconds = saps_rank(rank)->claim_seconds;
         double batch = rank->total.batch / l->mean_batch;
         double depth = 1.0 + view_member(v, rank->slot_plus_1 - 1)->wants_ahead;
-        double delay = depth * rank->claim_seconds;
+        double delay = depth * seconds;
         if (delay > longest) longest = delay;
-        late += depth * batch, rho += batch / rank->claim_seconds;
+        late += depth * batch, rho += batch / seconds;
         if (late > rho * least * (1 + ROUNDING)) continue;
         least = late / rho;
         l->limit = ceil(ROOM * longest * rho * (1 - ROUNDING));

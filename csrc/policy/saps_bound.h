@@ -4,9 +4,43 @@
 
 #include "policy/view.h"
 
+/* SaPS's own words of a view. */
+struct staleness_limit {
+    double limit;           /* measured; 0: not yet */
+    double quantile;        /* of the stalenesses */
+    double n, x, y, xx, xy; /* decayed sums over pushes, of x = 1 / samples and y = |g|^2 */
+    double mean_batch;      /* planned, of the workers whose times are known */
+    uint64_t samples;       /* of all pushes */
+    uint64_t pushes;        /* since the limit was set, rejected ones included */
+    uint64_t interval;      /* pushes after which it is set again */
+} __attribute__((may_alias));
+
+/* And of a rank. */
+struct saps_rank {
+    double cycle_seconds;        /* of a claim of its planned batch: a moving average */
+    double staleness_per_sample; /* of a claim: a moving average */
+    double claim_seconds;        /* as the bound was last set by */
+    uint64_t pulled_samples;     /* of all pushes up to the version that its worker pulled last */
+    uint32_t cycles;             /* how many were measured */
+    uint32_t by_speed;           /* the rank that was at place `this index` when the bound was last set */
+    uint32_t rejected;           /* of its gradients, in a row */
+    uint32_t reserved;
+} __attribute__((may_alias));
+
+_Static_assert(sizeof(struct staleness_limit) <= sizeof((struct view *)0)->shared_state,
+               "in the view's words");
+_Static_assert(sizeof(struct saps_rank) <= sizeof((struct rank *)0)->own, "in a rank's words");
+
+static inline struct staleness_limit *saps_limit(const struct view *v) {
+    return (struct staleness_limit *)(uintptr_t)v->shared_state;
+}
+static inline struct saps_rank *saps_rank(const struct rank *r) {
+    return (struct saps_rank *)(uintptr_t)r->own;
+}
+
 /* A push ends a claim, or a check finds `samples` of it computed: notes how long they took. */
 void saps_time_claim(struct view *view, const struct event *event, uint32_t samples);
-/* Sets staleness_limit.limit and mean_batch. */
+/* Sets limit and mean_batch. */
 void saps_set_bound(struct view *view, uint64_t now);
 
 #endif

@@ -29,7 +29,8 @@ static void take_rank(struct view *v, uint32_t slot, uint32_t number, uint64_t n
     if (number >= v->ranks) view_ranks_add(v, number + 1, now);
     struct rank *rank = view_rank(v, number);
     rank->slot_plus_1 = slot + 1, rank->joined = 1;
-    rank->turn_skipped = rank->cycles = 0;
+    const struct policy *policy = policy_find(v->policy);
+    if (policy->on_join) policy->on_join(rank);
     view_forget_cost(rank);
 }
 
@@ -237,15 +238,14 @@ static enum verdict set_data_set(struct view *v, const struct event *e, struct o
         const pyps_data_set *other = &view_rank(v, r)->data_set;
         if (!other->size) continue;
         if (mine->length != other->length)
-            return step_refuse(out,
-                               fail(PYPS_EINVAL, "data set: rank %d has %llu samples, rank %u has %llu", rank,
-                                    (unsigned long long)mine->length, r, (unsigned long long)other->length));
+            return step_refuse(out, fail(PYPS_EINVAL, "data set: rank %d has %lu samples, rank %u has %lu",
+                                         rank, mine->length, r, other->length));
         if (mine->digest != other->digest)
-            return step_refuse(
-                out, fail(PYPS_EINVAL,
-                          "data set: rank %d and rank %u read different types, labels or texts "
-                          "(digests %llx, %llx)",
-                          rank, r, (unsigned long long)mine->digest, (unsigned long long)other->digest));
+            return step_refuse(out,
+                               fail(PYPS_EINVAL,
+                                    "data set: rank %d and rank %u read different types, labels or texts "
+                                    "(digests %lx, %lx)",
+                                    rank, r, mine->digest, other->digest));
         if (!(fabs(mine->mean - other->mean) <= mine->tolerance + other->tolerance))
             return step_refuse(out,
                                fail(PYPS_EINVAL,
@@ -272,8 +272,7 @@ static bool needs_member(enum event_kind kind) {
 static int member_code(const struct view *v, const struct event *e) {
     const struct member *m = view_member(v, e->slot);
     if (m->id != e->id || m->state == PYPS_LEFT || m->state == PYPS_DEAD)
-        return fail(PYPS_EFENCED, "this participant was found dead at view %llu; join again",
-                    (unsigned long long)v->sequence);
+        return fail(PYPS_EFENCED, "this participant was found dead at view %lu; join again", v->sequence);
     if (m->rank < 0 && needs_rank(e->kind)) return fail(PYPS_EINVAL, "slot %u: no worker is in it", e->slot);
     if (m->state == PYPS_FENCED && e->kind != EVENT_REJOIN)
         return fail(PYPS_EFENCED, "rank %d was later than the round timeout and is fenced; rejoin", m->rank);

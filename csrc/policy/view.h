@@ -16,8 +16,6 @@
  *   outcome at            a waiting worker asks again at that time, even if nothing happens
  *   claim_since           when a member got its claim; last_event_at: its last event that changed the view.
  *                         One of the two is the time since which it holds others up.
- *   round_robin           turn_since: when the turn began, or its push was sent; push_not_before: none before;
- *                         gap, period: lengths of time
  */
 #ifndef PYPS_VIEW_H
 #define PYPS_VIEW_H
@@ -30,6 +28,7 @@
 
 #define MAX_STAGING_BUFFERS 8u
 #define RESIDUALS_A_SLOT    4u /* see store/encoded.c */
+#define RANK_WORDS          6u /* of a rank, that a policy may use as it likes */
 #define TRY_AGAIN           1  /* not an error: what was read has changed meanwhile */
 
 /* Events of virtual time have their public numbers. */
@@ -123,17 +122,16 @@ struct member {
     uint64_t clock, pulled_version;
     uint64_t ticket; /* that its last gradient went into; 0: none yet, or the step was skipped */
     uint64_t claim_first;
-    uint64_t claim_since;    /* when it was claimed */
-    uint64_t last_event_at;  /* its last event that changed the view */
-    uint32_t claim_count;    /* 0: holds no samples */
-    uint32_t claim_started;  /* 1 once its start has returned the claim */
-    uint32_t staged;         /* bit by staging buffer: it waits for the round to close */
-    uint32_t ahead;          /* claims after this one, of a pipelined worker: see view_ahead */
-    uint32_t ahead_started;  /* the first of them, which its start_ahead has returned */
-    uint32_t wants_ahead;    /* the most that it has asked for: one less than the depth of its pipeline */
-    uint64_t pushed_at;      /* its last push since it joined; 0: none */
-    uint64_t pulled_samples; /* saps: samples of all pushes up to the version that it pulled last */
-    uint64_t steps;          /* its pushes since it joined */
+    uint64_t claim_since;   /* when it was claimed */
+    uint64_t last_event_at; /* its last event that changed the view */
+    uint32_t claim_count;   /* 0: holds no samples */
+    uint32_t claim_started; /* 1 once its start has returned the claim */
+    uint32_t staged;        /* bit by staging buffer: it waits for the round to close */
+    uint32_t ahead;         /* claims after this one, of a pipelined worker: see view_ahead */
+    uint32_t ahead_started; /* the first of them, which its start_ahead has returned */
+    uint32_t wants_ahead;   /* the most that it has asked for: one less than the depth of its pipeline */
+    uint64_t pushed_at;     /* its last push since it joined; 0: none */
+    uint64_t steps;         /* its pushes since it joined */
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* the slot's: last ticket of each staging buffer */
 };
 
@@ -146,26 +144,15 @@ struct rank {
     uint32_t held_residual;    /* the same as of the snapshot, which may still read it */
     uint32_t next_batch;       /* samples of its next claim, set by the policy; 0: the planned batch */
     uint32_t max_samples;      /* that its memory holds; 0: no limit */
-    uint32_t extra_steps;      /* dssp: that it may still take beyond the bound */
-    uint32_t turn_skipped;     /* r2sp: 1: its turns are skipped until it asks for one */
-    uint32_t turn_place;       /* r2sp: its place in the ring */
-    uint32_t turn_rank;        /* r2sp: the rank whose turn is at place `this index` of the ring */
-    uint32_t cycles;           /* r2sp, saps: how many were measured, for cycle_seconds */
     uint32_t lags, reserved;   /* how many were measured, for `lag` */
     double lag;                /* steps that others take between its pull and its push: a moving average */
-    uint64_t turn_gap; /* r2sp: planned, from the push at place `this index` to the next, nanoseconds */
-    uint64_t clock;    /* of its last worker, here or in the store that this one goes on from */
+    uint64_t clock;            /* of its last worker, here or in the store that this one goes on from */
     uint64_t pushed_at, interval;        /* its last push, and the time since the one before, nanoseconds */
     double step_seconds, sample_seconds; /* from claim to gradient, of a step and a sample: moving averages */
-    double cycle_seconds; /* r2sp: from push to push without the wait for its turn; saps: of a claim of its
-                                  * planned batch: moving averages */
-    double staleness_per_sample; /* saps: of a claim, a moving average */
-    double claim_seconds;        /* saps: as the bound was last set by */
-    uint64_t saved_pushes;       /* of its pushes, those in the last state */
-    uint32_t by_speed;           /* saps: the rank that was at place `this index` then */
-    uint32_t rejected;           /* saps: of its gradients, in a row */
-    pyps_data_set data_set;      /* that its workers read; size 0: not known */
+    uint64_t saved_pushes;               /* of its pushes, those in the last state */
+    pyps_data_set data_set;              /* that its workers read; size 0: not known */
     pyps_rank_cost cost;
+    uint64_t own[RANK_WORDS]; /* the policy's own */
 };
 
 enum ticket_kind { TICKET_NONE, TICKET_PUSH, TICKET_ROUND };
@@ -191,28 +178,6 @@ struct source {
 
 struct range {
     uint64_t first, count;
-};
-
-struct round_robin {          /* r2sp */
-    uint64_t turn;            /* is at place turn % ranks of the ring; never goes back */
-    uint64_t turn_since;      /* when it began */
-    uint64_t push_not_before; /* the earliest time of its push */
-    uint64_t period, gap;     /* the slowest cycle measured, and the mean gap kept; 0: none */
-    uint64_t pushed;          /* 1: the turn's push has come, the pull after it has not */
-    uint64_t cycle;           /* how long a cycle takes if each turn begins after its gap, at slack 1 */
-    uint64_t scheduled;       /* ranks whose turn_gap is set: all, or none is */
-    uint64_t planned_period;  /* 0: none, or batches have changed since */
-    double stretch;           /* scheduled: what the planned gaps are multiplied by */
-};
-
-struct staleness_limit {    /* saps */
-    double limit;           /* measured; 0: not yet */
-    double quantile;        /* of the stalenesses */
-    double n, x, y, xx, xy; /* decayed sums over pushes, of x = 1 / samples and y = |g|^2 */
-    double mean_batch;      /* planned, of the workers whose times are known */
-    uint64_t samples;       /* of all pushes */
-    uint64_t pushes;        /* since the limit was set, rejected ones included */
-    uint64_t interval;      /* pushes after which it is set again */
 };
 
 /* What a view is made from. */
@@ -250,11 +215,7 @@ struct view {
     uint64_t snapshot, snapshot_version;
     uint64_t snapshot_since; /* when it began */
     uint32_t snapshot_slot, snapshot_active;
-    union { /* the policy's own state */
-        uint64_t shared_state[PYPS_STATE_WORDS];
-        struct round_robin round_robin;
-        struct staleness_limit staleness_limit;
-    };
+    uint64_t shared_state[PYPS_STATE_WORDS]; /* the policy's own */
     uint32_t event_kind, event_slot;
     uint64_t event_id;
 };
@@ -270,18 +231,20 @@ struct source *view_pending(const struct view *view); /* of the open round, in o
 struct range *view_ranges(const struct view *view);
 struct range *view_ahead(const struct view *view, uint32_t slot); /* its claims after the current one */
 
-void view_init(struct view *view, const struct view_config *config);
-
 /* Do the sizes of its parts follow from its participants and staging buffers? */
 bool view_sized(const struct view *view);
-/* False if an index in a view that came from shared memory is out of range. */
-bool view_valid(const struct view *view, const struct view *expected);
+/* Makes the sizes of an empty view: all but its ranks, of which there are none. */
+void view_clear(struct view *view, const struct view_config *config);
 bool view_takes_part(const struct view *view, const struct member *member); /* active, its rank has samples */
 
 /* view.c: the only way to change a view */
 enum verdict view_step(struct view *view, const struct event *event, struct outcome *out);
 
+/* view_valid.c: false if an index in a view that came from shared memory is out of range */
+bool view_valid(const struct view *view, const struct view *expected);
+
 /* view_ranks.c */
+void view_init(struct view *view, const struct view_config *config);
 void view_enter(struct view *view, struct member *member);            /* after it became active */
 void view_ranks_add(struct view *view, uint32_t ranks, uint64_t now); /* there are so many from now on */
 pyps_rank_cost view_cost(const struct rank *rank);

@@ -13,14 +13,30 @@ void view_enter(struct view *v, struct member *m) {
     view_clock_enter(v, m);
 }
 
+static struct rank *add_rank(struct view *v, const struct policy *policy) {
+    uint32_t number = v->ranks++;
+    struct rank *rank = view_rank(v, number);
+    *rank = (struct rank){0};
+    if (policy->on_new_rank) policy->on_new_rank(rank, number);
+    return rank;
+}
+
+void view_init(struct view *v, const struct view_config *c) {
+    view_clear(v, c);
+    v->policy = c->policy, v->policy_params = c->policy_params;
+    v->limit = c->samples, v->round_timeout = c->round_timeout;
+    for (uint32_t slot = 0; slot < v->participants; slot++) view_member(v, slot)->rank = -1;
+    while (v->ranks < c->ranks) {
+        uint32_t batch = c->batches[v->ranks];
+        add_rank(v, policy_find(v->policy))->total.batch = batch;
+    }
+}
+
 /* Ranks that nothing was planned for: they rest until a re-plan gives them samples. */
 void view_ranks_add(struct view *v, uint32_t ranks, uint64_t now) {
     const struct policy *policy = policy_find(v->policy);
     if (policy->on_grow) policy->on_grow(v, ranks, now);
-    while (v->ranks < ranks) {
-        uint32_t rank = v->ranks++;
-        *view_rank(v, rank) = (struct rank){.turn_place = rank, .turn_rank = rank};
-    }
+    while (v->ranks < ranks) add_rank(v, policy);
 }
 
 pyps_rank_cost view_cost(const struct rank *rank) {
@@ -57,8 +73,8 @@ enum verdict view_step_replan(struct view *v, const struct event *e, struct outc
         return step_refuse(out, fail(PYPS_EINVAL, "batches: found %u; expected one for each of %u ranks",
                                      e->count, v->ranks));
     if (e->plan_plus_1 && e->plan_plus_1 - 1 != v->plan)
-        return step_refuse(out, fail(PYPS_EPLAN, "plan: found %llu; the store's is %llu",
-                                     (unsigned long long)e->plan_plus_1 - 1, (unsigned long long)v->plan));
+        return step_refuse(
+            out, fail(PYPS_EPLAN, "plan: found %lu; the store's is %lu", e->plan_plus_1 - 1, v->plan));
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
         if (rank->total.batch == e->batches[r]) continue;

@@ -184,20 +184,20 @@ enum verdict view_step_push(struct view *v, const struct event *e, struct outcom
         v->version - (e->base_version && e->base_version - 1 < m->pulled_version ? e->base_version - 1
                                                                                  : m->pulled_version);
     if (e->samples) measure_lag(v, view_rank(v, (uint32_t)m->rank), out->staleness);
-    enum push_decision decision = policy->on_push(v, e, out);
+    if (policy->weight) out->scale = policy->weight(v, out->staleness);
+    bool taken = !policy->on_push || policy->on_push(v, e, out);
     if (out->code) return STEP_REFUSED;
-    if (decision == PUSH_REJECT) {
+    if (!taken) {
         view_samples_return(v, e->slot, 0);
         end_claim(v, e->slot, e->now);
-        out->code = fail(PYPS_EREJECTED, "the policy %s refused a push with staleness %llu", policy->name,
-                         (unsigned long long)out->staleness);
+        out->code = fail(PYPS_EREJECTED, "the policy %s refused a push with staleness %lu", policy->name,
+                         out->staleness);
         return STEP_COMMIT;
     }
     if (e->samples) view_samples_return(v, e->slot, e->samples);
     if (e->residual) view_rank(v, (uint32_t)m->rank)->residual = e->residual;
-    if (decision == PUSH_STAGE) stage(v, e, out);
-    else admit(v, e, out);
-    if (decision != PUSH_STAGE) commit_residual(v, e->slot);
+    if (policy->stages) stage(v, e, out);
+    else admit(v, e, out), commit_residual(v, e->slot);
     return STEP_COMMIT;
 }
 

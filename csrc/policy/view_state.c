@@ -116,13 +116,11 @@ static void capture_rank(const struct view *v, uint32_t r, pyps_rank_state *out)
     if (rank->slot_plus_1) out->clock = view_member(v, rank->slot_plus_1 - 1)->clock;
     out->interval = rank->interval;
     out->step_seconds = rank->step_seconds, out->sample_seconds = rank->sample_seconds;
-    out->staleness_per_sample = rank->staleness_per_sample;
     out->lag = rank->lag, out->lags = rank->lags;
     out->next_batch = rank->next_batch, out->max_samples = rank->max_samples;
-    out->extra_steps = rank->extra_steps;
-    out->turn_rank = rank->turn_rank, out->turn_gap = rank->turn_gap;
     out->has_residual = rank->version_residual != 0;
     out->data_set = rank->data_set;
+    if (policy_find(v->policy)->save_rank) policy_find(v->policy)->save_rank(rank, out);
     uncount_staged(v, r, out);
 }
 
@@ -160,31 +158,25 @@ int view_capture(struct view *v, pyps_state *out, pyps_rank_state *ranks, pyps_r
 
 /* ---- restore ---- */
 
-static int check_count(const char *field, uint64_t found, uint64_t most) {
-    if (found <= most) return PYPS_OK;
-    return fail(PYPS_EINVAL, "state: %s: found %llu; expected at most %llu", field, (unsigned long long)found,
-                (unsigned long long)most);
-}
-
 static int check_counts(const struct view *v, const pyps_state *state) {
     uint64_t end = v->limit < MAX_COUNT ? v->limit : MAX_COUNT;
     const struct {
         const char *field;
         uint64_t found, most;
     } fields[] = {
-        {"version", state->version, MAX_STEPS},
-        {"round", state->round, MAX_COUNT},
-        {"plan", state->plan, MAX_COUNT},
-        {"samples_assigned", state->samples_assigned, end},
-        {"samples_dropped", state->samples_dropped, state->samples_assigned},
-        {"fastest", state->fastest, MAX_COUNT},
-        {"slowest", state->slowest, state->fastest},
-        {"ranks", state->ranks, UINT16_MAX},
-        {"ranges", state->ranges, v->ranges},
+        {"state: version", state->version, MAX_STEPS},
+        {"state: round", state->round, MAX_COUNT},
+        {"state: plan", state->plan, MAX_COUNT},
+        {"state: samples_assigned", state->samples_assigned, end},
+        {"state: samples_dropped", state->samples_dropped, state->samples_assigned},
+        {"state: fastest", state->fastest, MAX_COUNT},
+        {"state: slowest", state->slowest, state->fastest},
+        {"state: ranks", state->ranks, UINT16_MAX},
+        {"state: ranges", state->ranges, v->ranges},
     };
     int rc = PYPS_OK;
     for (size_t i = 0; i < sizeof fields / sizeof *fields && !rc; i++)
-        rc = check_count(fields[i].field, fields[i].found, fields[i].most);
+        rc = pyps__between(fields[i].field, fields[i].found, 0, fields[i].most);
     if (!rc && ((state->ranks && !state->rank) || (state->ranges && !state->range)))
         rc = fail(PYPS_EINVAL, "state: rank, range: found NULL; expected %u and %u of them", state->ranks,
                   state->ranges);
@@ -200,10 +192,9 @@ static int check_ranges(const pyps_state *state, struct piece *sorted) {
         if (r->first < end || !r->count || r->first > state->samples_assigned ||
             r->count > state->samples_assigned - r->first)
             return fail(PYPS_EINVAL,
-                        "state: range[%u]: found %llu samples from %llu; expected at least 1, of no other "
-                        "range, before %llu",
-                        sorted[i].order, (unsigned long long)r->count, (unsigned long long)r->first,
-                        (unsigned long long)state->samples_assigned);
+                        "state: range[%u]: found %lu samples from %lu; expected at least 1, of no other "
+                        "range, before %lu",
+                        sorted[i].order, r->count, r->first, state->samples_assigned);
         end = r->first + r->count;
     }
     return PYPS_OK;
@@ -227,11 +218,11 @@ static int check_rank(const pyps_state *state, uint32_t r) {
                         times[i]);
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
         if (counts[i] > MAX_COUNT)
-            return fail(PYPS_EINVAL, "state: rank %u: found a count of %llu; expected at most 2^62", r,
-                        (unsigned long long)counts[i]);
+            return fail(PYPS_EINVAL, "state: rank %u: found a count of %lu; expected at most 2^62", r,
+                        counts[i]);
     if (rank->clock > state->fastest)
-        return fail(PYPS_EINVAL, "state: rank %u: clock: found %llu; expected at most %llu, the fastest's", r,
-                    (unsigned long long)rank->clock, (unsigned long long)state->fastest);
+        return fail(PYPS_EINVAL, "state: rank %u: clock: found %lu; expected at most %lu, the fastest's", r,
+                    rank->clock, state->fastest);
     const pyps_data_set *data = &rank->data_set;
     if (data->size && (data->size != sizeof *data || !isfinite(data->mean) || !(data->tolerance >= 0) ||
                        isinf(data->tolerance)))
@@ -240,8 +231,7 @@ static int check_rank(const pyps_state *state, uint32_t r) {
                     "finite numbers",
                     r, data->size, data->mean, data->tolerance, sizeof *data);
     if (rank->lags > UINT32_MAX)
-        return fail(PYPS_EINVAL, "state: rank %u: lags: found %llu; expected below 2^32", r,
-                    (unsigned long long)rank->lags);
+        return fail(PYPS_EINVAL, "state: rank %u: lags: found %lu; expected below 2^32", r, rank->lags);
     if (rank->next_batch > INT32_MAX || rank->has_residual > 1)
         return fail(PYPS_EINVAL,
                     "state: rank %u: next_batch, has_residual: found %u, %u; expected below 2^31, 0 or 1", r,
@@ -249,7 +239,8 @@ static int check_rank(const pyps_state *state, uint32_t r) {
     return PYPS_OK;
 }
 
-static void restore_rank(struct rank *rank, const pyps_rank_state *from, bool same_policy) {
+static void restore_rank(struct rank *rank, const pyps_rank_state *from, const struct policy *policy,
+                         bool same_policy) {
     uint32_t batch = rank->total.batch;
     rank->total = from->total;
     rank->total.batch = batch, rank->total.reserved = 0;
@@ -260,8 +251,8 @@ static void restore_rank(struct rank *rank, const pyps_rank_state *from, bool sa
     rank->data_set = from->data_set;
     rank->lag = from->lag, rank->lags = (uint32_t)from->lags;
     if (!same_policy) return;
-    rank->staleness_per_sample = from->staleness_per_sample;
-    rank->next_batch = from->next_batch, rank->extra_steps = from->extra_steps;
+    rank->next_batch = from->next_batch;
+    if (policy->restore_rank) policy->restore_rank(rank, from);
 }
 
 static int check_state(const struct view *v, const pyps_state *state) {
@@ -295,7 +286,7 @@ int view_restore(struct view *v, const pyps_state *state) {
     for (uint32_t i = 0; i < state->ranges; i++)
         view_ranges(v)[i] = (struct range){state->range[i].first, state->range[i].count};
     for (uint32_t r = 0; r < state->ranks && r < v->ranks; r++)
-        restore_rank(view_rank(v, r), &state->rank[r], same_policy);
+        restore_rank(view_rank(v, r), &state->rank[r], policy, same_policy);
     if (!same_policy) return PYPS_OK;
     memcpy(v->shared_state, state->policy_state, sizeof v->shared_state);
     return policy->restore ? policy->restore(v, state) : PYPS_OK;

@@ -221,8 +221,7 @@ int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version) {
         if (rc < 0) return rc;
         /* A ticket that left the ring is complete, so the chunk must have advanced meanwhile. */
         if (rc == TRY_AGAIN && word_version(load_acquire(&s->words[chunk])) == have && ++retries > 3)
-            return fail(PYPS_ECORRUPT, "chunk %u: at version %llu, but the next ticket is gone", chunk,
-                        (unsigned long long)have);
+            return fail(PYPS_ECORRUPT, "chunk %u: at version %lu, but the next ticket is gone", chunk, have);
     }
 }
 

@@ -78,7 +78,7 @@ int segment_lock_byte(int fd, short type, int64_t byte) {
     struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = LOCK_BASE + byte, .l_len = 1};
     if (fcntl(fd, F_OFD_SETLK, &lock) == 0) return PYPS_OK;
     if (errno == EAGAIN || errno == EACCES) return PYPS_EBUSY;
-    return fail(PYPS_ESYS, "locking byte %lld of the segment: %s", (long long)byte, strerror(errno));
+    return fail(PYPS_ESYS, "locking byte %ld of the segment: %s", byte, strerror(errno));
 }
 
 int segment_byte_locked(int fd, int64_t byte) {
@@ -93,8 +93,8 @@ int store_check_usable(pyps_store *s, bool joined) {
                     "this handle belongs to the parent process; open the store again after fork");
     struct stat status = {0}; /* what is behind a file's end cannot be read: SIGBUS */
     if (fstat(s->fd, &status) || (uint64_t)status.st_size < s->layout.bytes)
-        return fail(PYPS_ECORRUPT, "the segment was truncated: found %lld bytes; expected %llu",
-                    (long long)status.st_size, (unsigned long long)s->layout.bytes);
+        return fail(PYPS_ECORRUPT, "the segment was truncated: found %ld bytes; expected %lu", status.st_size,
+                    s->layout.bytes);
     if (joined && s->slot == NONE) return fail(PYPS_EINVAL, "not a participant; join first");
     return PYPS_OK;
 }

@@ -12,12 +12,6 @@
 
 static uint64_t round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 
-static int out_of_range(const char *field, uint64_t found, uint64_t low, uint64_t high) {
-    if (found >= low && found <= high) return 0;
-    return fail(PYPS_EINVAL, "%s: found %llu; expected %llu to %llu", field, (unsigned long long)found,
-                (unsigned long long)low, (unsigned long long)high);
-}
-
 static int check(const struct geometry *g) {
     const struct {
         const char *field;
@@ -37,7 +31,7 @@ static int check(const struct geometry *g) {
         {"round_timeout_nanoseconds", g->round_timeout_nanoseconds, 1000000, UINT64_MAX / 4},
     };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
-        int rc = out_of_range(fields[i].field, fields[i].found, fields[i].low, fields[i].high);
+        int rc = pyps__between(fields[i].field, fields[i].found, fields[i].low, fields[i].high);
         if (rc) return rc;
     }
     int rc = policy_check(g->policy, &g->policy_params);

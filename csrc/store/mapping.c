@@ -155,10 +155,9 @@ int segment_allocate(pyps_store *s, uint64_t offset, uint64_t bytes) {
     if (!error) return PYPS_OK;
     if (error == ENOSPC)
         return fail(PYPS_ENOSPC,
-                    "%s: no room for %llu MiB more; enlarge it (Docker: --shm-size) or set PYPS_SHM_DIR",
-                    segment_directory(), (unsigned long long)(bytes >> 20) + 1);
-    return fail(PYPS_ESYS, "%s: allocating %llu bytes: %s", segment_directory(), (unsigned long long)bytes,
-                strerror(error));
+                    "%s: no room for %lu MiB more; enlarge it (Docker: --shm-size) or set PYPS_SHM_DIR",
+                    segment_directory(), (bytes >> 20) + 1);
+    return fail(PYPS_ESYS, "%s: allocating %lu bytes: %s", segment_directory(), bytes, strerror(error));
 }
 
 void segment_release(pyps_store *s, uint64_t offset, uint64_t bytes) {

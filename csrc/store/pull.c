@@ -21,9 +21,7 @@ static int round_complete(pyps_store *s) {
 
 int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     int rc = store_check_usable(s, true);
-    if (!rc) rc = given(flat);
-    if (!rc) rc = given(version_out);
-    if (rc) return rc;
+    if (rc || (rc = given(flat)) || (rc = given(version_out))) return rc;
     uint64_t word, oldest = UINT64_MAX;
     if ((rc = round_complete(s)) || (rc = lookahead_set(s))) return rc;
     for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {

@@ -23,8 +23,7 @@
 
 int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     int rc = store_check_worker(s);
-    if (!rc) rc = given(out);
-    if (rc) return rc;
+    if (rc || (rc = given(out))) return rc;
     struct event e = store_event(s, EVENT_START);
     struct outcome outcome;
     uint64_t waited;
@@ -39,8 +38,7 @@ int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
 
 int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
     int rc = store_check_worker(s);
-    if (!rc) rc = given(out);
-    if (rc) return rc;
+    if (rc || (rc = given(out))) return rc;
     struct event e = store_event(s, EVENT_START_AHEAD);
     struct outcome outcome;
     enum verdict verdict;
@@ -121,8 +119,8 @@ int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *staging_out) {
         if (wait_now_nanoseconds() >= waiting.deadline)
             return fail(
                 PYPS_ETIMEDOUT,
-                "stage: process %llu, which may be stopped, still reads an earlier gradient of this worker",
-                (unsigned long long)process_that_reads(s));
+                "stage: process %lu, which may be stopped, still reads an earlier gradient of this worker",
+                process_that_reads(s));
         slots_release_dead(s);
         wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), STALL_NANOSECONDS);
     }
@@ -168,8 +166,7 @@ static int finish_round(pyps_store *s, uint32_t staging, pyps_push_result *out) 
     ticket = *(const volatile uint64_t *)&pinned_member(s, v, s->slot)->ticket;
     uint64_t version = v->version;
     view_unpin(s);
-    if (ticket > version)
-        return fail(PYPS_ECORRUPT, "ticket %llu: not admitted yet", (unsigned long long)ticket);
+    if (ticket > version) return fail(PYPS_ECORRUPT, "ticket %lu: not admitted yet", ticket);
     out->version = s->stream_ticket = ticket;
     if (ticket && (rc = view_load_ticket(s, ticket)) == PYPS_OK) {
         out->sources = s->source_count, out->samples = s->ticket.samples;
@@ -332,8 +329,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
 
 int pyps_should_continue(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {
     int rc = store_check_worker(s);
-    if (!rc) rc = given(advice_out);
-    if (rc) return rc;
+    if (rc || (rc = given(advice_out))) return rc;
     struct event e = store_event(s, EVENT_CHECK);
     struct outcome outcome;
     enum verdict verdict;

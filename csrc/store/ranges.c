@@ -26,17 +26,15 @@ static uint64_t count_of(const pyps_store *s, uint32_t slot, uint32_t staging) {
 int ranges_check(const pyps_store *s, const char *what, const pyps_range *ranges, uint64_t count) {
     uint64_t end = 0, flat = store_elements(s);
     if (!count || count > s->layout.most_ranges)
-        return fail(PYPS_EINVAL, "%s: range_count: found %llu; expected 1 to %llu", what,
-                    (unsigned long long)count, (unsigned long long)s->layout.most_ranges);
+        return fail(PYPS_EINVAL, "%s: range_count: found %lu; expected 1 to %lu", what, count,
+                    s->layout.most_ranges);
     for (uint64_t i = 0; i < count; i++) {
         uint64_t first = ranges[i].first, room = first < flat ? flat - first : 0;
         if (first < end || !ranges[i].count || ranges[i].count > room)
-            return fail(
-                PYPS_EINVAL,
-                "%s: ranges[%llu]: found %llu floats from %llu on; expected at least one, from %llu on, "
-                "below %llu",
-                what, (unsigned long long)i, (unsigned long long)ranges[i].count, (unsigned long long)first,
-                (unsigned long long)end, (unsigned long long)flat);
+            return fail(PYPS_EINVAL,
+                        "%s: ranges[%lu]: found %lu floats from %lu on; expected at least one, from %lu on, "
+                        "below %lu",
+                        what, i, ranges[i].count, first, end, flat);
         end = first + ranges[i].count;
     }
     return PYPS_OK;

@@ -235,16 +235,15 @@ static int check_header(const struct header *h, uint64_t size, struct layout *la
     if (load32_acquire(&h->state) != SEGMENT_READY)
         return fail(PYPS_ENOTREADY, "state: the segment is not ready");
     if (h->bytes != size)
-        return fail(PYPS_ECORRUPT, "bytes: the file has %llu; its header says %llu", (unsigned long long)size,
-                    (unsigned long long)h->bytes);
+        return fail(PYPS_ECORRUPT, "bytes: the file has %lu; its header says %lu", size, h->bytes);
     if (h->clock_offset != wait_clock_offset())
         return fail(PYPS_EABI,
-                    "clock_offset: found %lld ns; expected %lld: its creator is in another time namespace",
-                    (long long)h->clock_offset, (long long)wait_clock_offset());
+                    "clock_offset: found %ld ns; expected %ld: its creator is in another time namespace",
+                    h->clock_offset, wait_clock_offset());
     int rc = layout_compute(&h->geometry, layout);
     if (rc == PYPS_EPOLICY) return rc;
     if (rc || layout->bytes != size)
-        return fail(PYPS_ECORRUPT, "geometry: does not give a file of %llu bytes", (unsigned long long)size);
+        return fail(PYPS_ECORRUPT, "geometry: does not give a file of %lu bytes", size);
     return PYPS_OK;
 }
 

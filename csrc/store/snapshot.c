@@ -65,14 +65,14 @@ static int copy_saved(pyps_store *s, uint32_t chunk, const struct target *to) {
     uint32_t buffer = word_buffer(saved);
     if (saved_snapshot(saved) != to->snapshot || saved_state(saved) != SAVED_BUFFER ||
         buffer >= s->layout.buffer_count)
-        return fail(PYPS_ESTALE, "snapshot at version %llu: cancelled", (unsigned long long)to->version);
+        return fail(PYPS_ESTALE, "snapshot at version %lu: cancelled", to->version);
     FAILPOINT("snapshot.found");
     store_seq(&s->slots[s->slot].chunk_hazard, buffer + UINT64_C(1));
     int rc = view_load_snapshot(s);
     if (!rc && (!s->snapshot_active || s->snapshot != to->snapshot))
         rc = fail(PYPS_ESTALE,
-                  "snapshot at version %llu: cancelled, because it delayed pushes or another snapshot",
-                  (unsigned long long)to->version);
+                  "snapshot at version %lu: cancelled, because it delayed pushes or another snapshot",
+                  to->version);
     if (!rc) rc = copy_chunk(s, chunk, buffer, to);
     chunk_unpin(s);
     return rc;
@@ -191,8 +191,7 @@ static int begin_reading(pyps_store *s, double timeout_seconds, struct view *beg
 
 int pyps_state_begin(pyps_store *s, double timeout_seconds, pyps_state *out) {
     int rc = store_check_usable(s, true);
-    if (!rc) rc = given(out);
-    if (rc) return rc;
+    if (rc || (rc = given(out))) return rc;
     if (s->reading) return fail(PYPS_EINVAL, "state: begun already; end that one first");
     struct view *begun = view_allocate(s);
     s->reading = reading_allocate(s);
@@ -250,8 +249,8 @@ int pyps_state_residual(pyps_store *s, uint32_t rank, float *flat) {
     FAILPOINT("state.hazard");
     rc = view_load_snapshot(s);
     if (!rc && (!s->snapshot_active || s->snapshot != s->reading->snapshot))
-        rc = fail(PYPS_ESTALE, "state at version %llu: cancelled, because it delayed pushes or another one",
-                  (unsigned long long)s->reading->version);
+        rc = fail(PYPS_ESTALE, "state at version %lu: cancelled, because it delayed pushes or another one",
+                  s->reading->version);
     const float *from = rc ? NULL : residual_at(s, s->reading->residuals[rank]);
     for (uint32_t chunk = 0; chunk < s->geometry.chunks && !rc; chunk++)
         chunk_put(s, chunk, from + (uint64_t)chunk * s->geometry.chunk_params, flat);

@@ -69,8 +69,7 @@ void *pyps_staging_codes(pyps_store *s, uint32_t staging, uint64_t bytes) {
     if (staging_check(s, staging)) return NULL;
     uint64_t room = s->layout.staging_base_params - s->layout.staging_codes;
     if (bytes > room) {
-        fail(PYPS_EINVAL, "staging_codes: bytes: found %llu; expected at most %llu",
-             (unsigned long long)bytes, (unsigned long long)room);
+        fail(PYPS_EINVAL, "staging_codes: bytes: found %lu; expected at most %lu", bytes, room);
         return NULL;
     }
     return staging_allocate_codes(s, staging, bytes) ? NULL : staging_codes(s, s->slot, staging);

@@ -9,8 +9,7 @@
 
 int pyps_get_layout(pyps_store *s, pyps_layout *out) {
     int rc = store_check_usable(s, false);
-    if (!rc) rc = given(out);
-    if (rc) return rc;
+    if (rc || (rc = given(out))) return rc;
     const struct geometry *g = &s->geometry;
     *out = (pyps_layout){.segment_bytes = s->layout.bytes,
                          .flat_elements = (uint64_t)g->chunks * g->chunk_params,
@@ -42,8 +41,7 @@ int pyps_get_policy_params(pyps_store *s, pyps_policy_params *out) {
 
 int pyps_get_tensor(pyps_store *s, uint32_t index, pyps_tensor *out) {
     int rc = store_check_usable(s, false);
-    if (!rc) rc = given(out);
-    if (rc) return rc;
+    if (rc || (rc = given(out))) return rc;
     if (index >= s->geometry.tensors)
         return fail(PYPS_EINVAL, "tensor: found %u; expected below %u", index, s->geometry.tensors);
     *out = s->tensors[index];
@@ -63,8 +61,8 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
     struct view head, *v = &head;
     int rc = store_check_usable(s, false);
     if (rc || (rc = given(out))) return rc;
-    bool turns = s->policy->uses_turns; /* which the ranks have; else a short look is enough */
-    if ((rc = turns ? copy_view(s, &v) : view_observe_head(s, v))) return rc;
+    bool whole = s->policy->report; /* of a policy's own words; else a short look is enough */
+    if ((rc = whole ? copy_view(s, &v) : view_observe_head(s, v))) return rc;
     *out = (pyps_status){.sequence = v->sequence,
                          .version = v->version,
                          .round = v->round,
@@ -73,13 +71,10 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
                          .samples_dropped = v->samples_dropped,
                          .active = v->active,
                          .all_joined = v->all_joined,
-                         .period_nanoseconds = turns ? v->round_robin.cycle : 0,
-                         .gap_nanoseconds = turns ? v->round_robin.gap : 0,
                          .turn_rank = -1,
-                         .scheduled = turns && v->round_robin.scheduled == v->ranks,
                          .ranks = v->ranks};
-    if (!turns) return PYPS_OK;
-    out->turn_rank = (int32_t)view_rank(v, (uint32_t)(v->round_robin.turn % v->ranks))->turn_rank;
+    if (!whole) return PYPS_OK;
+    s->policy->report(v, out);
     free(v);
     return PYPS_OK;
 }
@@ -192,8 +187,7 @@ int pyps_wait(pyps_store *s, uint64_t sequence, double timeout_seconds) {
         uint32_t seen = view_sequence_word(s);
         if (word_version(load_acquire(&s->header->view)) > sequence) return PYPS_OK;
         uint64_t now = wait_now_nanoseconds();
-        if (now >= deadline)
-            return fail(PYPS_ETIMEDOUT, "no event after view %llu", (unsigned long long)sequence);
+        if (now >= deadline) return fail(PYPS_ETIMEDOUT, "no event after view %lu", sequence);
         view_wait(s, seen, deadline - now < WAIT_SLICE_NANOSECONDS ? deadline - now : WAIT_SLICE_NANOSECONDS);
         if ((rc = store_check_interrupt())) return rc;
     }
@@ -205,10 +199,10 @@ int pyps_get_ticket(pyps_store *s, uint64_t version, pyps_ticket *out) {
     if (rc || (rc = copy_view(s, &v))) return rc;
     const struct ticket *t = view_ticket(v, version);
     if (!version || version > v->version || t->number != version)
-        rc = fail(PYPS_EINVAL, "ticket: found %llu; expected one of the last %u versions up to %llu",
-                  (unsigned long long)version, v->tickets, (unsigned long long)v->version);
+        rc = fail(PYPS_EINVAL, "ticket: found %lu; expected one of the last %u versions up to %lu", version,
+                  v->tickets, v->version);
     else if (t->kind != TICKET_PUSH)
-        rc = fail(PYPS_EINVAL, "ticket: found %llu, a round; expected one push", (unsigned long long)version);
+        rc = fail(PYPS_EINVAL, "ticket: found %lu, a round; expected one push", version);
     else
         *out = (pyps_ticket){.size = sizeof *out,
                              .version = version,

@@ -109,11 +109,10 @@ struct pyps_store {
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* last ticket admitted from each staging buffer; 0: none */
     bool staging_taken[MAX_STAGING_BUFFERS];      /* the caller has it, or it waits in a round */
     uint32_t parked; /* bit by staging buffer: it waits in a round, and no call waits for that round */
-    uint32_t data_allocated,
-        base_params_allocated; /* bit by staging buffer: these parts have memory, all of it */
-    uint64_t codes_allocated[MAX_STAGING_BUFFERS]; /* bytes of each that have memory */
-    uint32_t residuals_allocated;                  /* bit by residual of this slot */
-    double lookahead;                              /* during a pull or an exchange: in global batches */
+    uint32_t data_allocated, base_params_allocated; /* bit by staging buffer: they have memory */
+    uint64_t codes_allocated[MAX_STAGING_BUFFERS];  /* bytes of each that have memory */
+    uint32_t residuals_allocated;                   /* bit by residual of this slot */
+    double lookahead;                               /* during a pull or an exchange: in global batches */
     /* This worker's gradient that was applied last, until its staging buffer is written again. ticket 0: none */
     struct {
         uint64_t ticket;
@@ -121,17 +120,15 @@ struct pyps_store {
         float scale;
         double norm; /* of the one staged last, if it is clipped by its norm */
     } own;
-    float
-        *chunk_floats; /* [chunk_params] parameters that lie otherwise in their chunk; NULL: not needed yet */
-    float *stream_to;  /* during an exchange: the caller's copy of the parameters */
-    uint64_t *streamed; /* [chunks] the ticket with which a chunk was copied there */
+    float *chunk_floats; /* [chunk_params] parameters that lie otherwise in their chunk; NULL: none yet */
+    float *stream_to;    /* during an exchange: the caller's copy of the parameters */
+    uint64_t *streamed;  /* [chunks] the ticket with which a chunk was copied there */
     uint64_t stream_ticket;
     bool in_round; /* round_staging is staged into `round`, and no push has returned its outcome yet */
     uint32_t round_staging;
     pyps_push_result staged; /* what that push knew when it was staged */
     uint64_t round, pulled_version;
-    uint64_t
-        claimed_at; /* nanoseconds: when start returned the current claim, or the push before it was taken */
+    uint64_t claimed_at;       /* when start returned the current claim, or the push before it was taken */
     uint64_t complete_version; /* every chunk has been seen at this version or later */
 
     struct ticket ticket; /* the last one read, with the view's snapshot at that time */

@@ -65,8 +65,8 @@ static int copy_pinned(pyps_store *s, struct view *out, uint64_t *word) {
     memcpy((char *)out + used, (const char *)present + used, rest);
     view_unpin(s);
     if (!view_valid(out, s->expected) || out->sequence != word_version(*word))
-        return fail(PYPS_ECORRUPT, "view %llu: its counts or indices are impossible; the segment is damaged",
-                    (unsigned long long)word_version(*word));
+        return fail(PYPS_ECORRUPT, "view %lu: its counts or indices are impossible; the segment is damaged",
+                    word_version(*word));
     return PYPS_OK;
 }
 
@@ -100,8 +100,8 @@ static int observe(pyps_store *s, struct view *out, size_t bytes) {
     bool whole = bytes == bytes_of_view(s);
     if (word_buffer(word) >= s->layout.view_count || out->sequence != word_version(word) ||
         (whole && !view_valid(out, s->expected)))
-        return fail(PYPS_ECORRUPT, "view %llu: its counts or indices are impossible; the segment is damaged",
-                    (unsigned long long)word_version(word));
+        return fail(PYPS_ECORRUPT, "view %lu: its counts or indices are impossible; the segment is damaged",
+                    word_version(word));
     return PYPS_OK;
 }
 
@@ -204,8 +204,8 @@ static bool ticket_possible(const pyps_store *s, const struct ticket *t) {
 
 static int load_ticket_from(pyps_store *s, const struct view *v, uint64_t number) {
     if (number > v->version)
-        return fail(PYPS_ECORRUPT, "ticket %llu: not among the %llu admitted; the segment is damaged",
-                    (unsigned long long)number, (unsigned long long)v->version);
+        return fail(PYPS_ECORRUPT, "ticket %lu: not among the %lu admitted; the segment is damaged", number,
+                    v->version);
     FAILPOINT("ticket.checked");
     struct ticket ticket = *(const struct ticket *)part_of_view(s, v, view_ticket(s->expected, number));
     if (ticket.number != number || (ticket.kind == TICKET_ROUND && v->round_ticket != number))
@@ -215,8 +215,7 @@ static int load_ticket_from(pyps_store *s, const struct view *v, uint64_t number
     s->source_count = sources <= s->geometry.max_participants ? sources : 0;
     memcpy(s->sources, part_of_view(s, v, view_sources(s->expected)), s->source_count * sizeof *s->sources);
     if (!ticket_possible(s, &ticket))
-        return fail(PYPS_ECORRUPT, "ticket %llu: names a staging buffer that does not exist",
-                    (unsigned long long)number);
+        return fail(PYPS_ECORRUPT, "ticket %lu: names a staging buffer that does not exist", number);
     s->ticket = ticket;
     store_snapshot_seen(s, v);
     return PYPS_OK;

@@ -17,10 +17,10 @@ uint64_t wait_now_nanoseconds(void) {
 
 /* A time namespace shifts the clock of the processes in it; 0 where the kernel has none. */
 int64_t wait_clock_offset(void) {
-    long long seconds = 0, nanoseconds = 0;
+    long seconds = 0, nanoseconds = 0;
     FILE *file = fopen("/proc/self/timens_offsets", "re");
     if (!file) return 0;
-    if (fscanf(file, "monotonic %lld %lld", &seconds, &nanoseconds) != 2) seconds = nanoseconds = 0;
+    if (fscanf(file, "monotonic %ld %ld", &seconds, &nanoseconds) != 2) seconds = nanoseconds = 0;
     fclose(file);
     return seconds * 1000000000 + nanoseconds;
 }

@@ -189,7 +189,7 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
         rounds = str(10 * faults)
         return [*commands, ("threads", "asp", rounds), ("threads", "bsp", rounds)]
     torture = [
-        ("torture", policy, optimizer, str(faults), "1", chunks, buffers, clip_norm)
+        ("torture", policy, optimizer, str(faults), "1", chunks, buffers, clip_norm, "1", "0")
         for policy, optimizer, chunks, buffers, clip_norm in (
             ("asp", "adamw", "4", "2", "0"),
             ("bsp", "momentum", "1", "1", "100"),

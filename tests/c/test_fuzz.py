@@ -40,7 +40,7 @@ MUTATIONS = {
     "ranks are believed": (
         "attach",
         programs.Change(
-            "policy/view_parts.c",
+            "policy/view_valid.c",
             "if (slot_plus_1 > v->participants) return false;",
             "",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_policies_are_named_in_their_own_folder_only() -> None:
 
 
 COMMENT = re.compile(r"/\*.*?\*/", re.S)
-FLOOR = re.compile(r"^ \*   \w+ {2,}(\w+(?:, \w+)*)$", re.M)
+FLOOR = re.compile(r"^ \*   \w+ {2,}(\w+\*?(?:, \w+\*?)*)$", re.M)
 SECTION = re.compile(r"^/\* (\w+)\.c(?:: [^*]*)? \*/\n", re.M)
 FUNCTION = re.compile(
     r"^(?!static|typedef|return)[A-Za-z_][\w \*]*?\b(\w+)\([^;{}]*?\)\s*(?:__attribute__[^;{]*)?([{;])", re.M
@@ -74,7 +75,9 @@ def floors(folder: str) -> list[str]:
     listed = (
         (CSRC / folder / header).read_text(encoding="utf-8").split("WHO CALLS WHOM", 1)[1].split("*/", 1)[0]
     )
-    return [name for line in FLOOR.findall(listed) for name in line.split(", ")]
+    names = [name for line in FLOOR.findall(listed) for name in line.split(", ")]
+    others = sorted({path.stem for path in sources(folder) if path.suffix == ".c"} - set(names))
+    return [file for name in names for file in (fnmatch.filter(others, name) if "*" in name else [name])]
 
 
 def defined(folder: str) -> dict[str, str]:
