@@ -8,13 +8,14 @@
 #define READER_GRACE_NANOSECONDS UINT64_C(20000000) /* the time that helpers get to finish reading */
 #define READER_SLICE_NANOSECONDS UINT64_C(100000)
 
-/* Is any staging buffer of this slot still needed, by a round that has not closed or by a helper that still
- * reads a completed ticket? */
+/* Is any staging buffer of this slot still needed: by a round that has not closed, by a ticket that this handle has not
+ * seen complete (its round may have closed since), or by a helper that still reads a completed one? */
 static bool staging_is_needed(pyps_store *s, const struct member *before) {
     bool needed = before->staged;
     for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
         s->staging_ticket[staging] = before->staging_ticket[staging];
-        needed |= s->staging_ticket[staging] && staging_has_reader(s, s->staging_ticket[staging]);
+        uint64_t ticket = s->staging_ticket[staging];
+        needed |= ticket > s->complete_version || (ticket && staging_has_reader(s, ticket));
     }
     return needed;
 }
@@ -206,6 +207,7 @@ int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
 static void give_back_staging(pyps_store *s) {
     uint64_t version, word;
     if (s->role != PYPS_WORKER || view_version(s, &version) || chunks_complete(s, version)) return;
+    FAILPOINT("leave.completed");
     const struct view *v = view_pin(s, &word);
     bool needed = !v || staging_is_needed(s, pinned_member(s, v, s->slot));
     view_unpin(s);

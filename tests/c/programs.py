@@ -44,6 +44,7 @@ PROTOCOL = (
     "late-decision",
     "late-remover",
     "stopped-pusher",
+    "leaver",
     "fork-while-opening",
     "anonymous-reader",
 )

@@ -238,6 +238,50 @@ static void stopped_pusher(pyps_store *worker) {
     must(pyps_unlink("passing", 0), "unlink");
 }
 
+static void *run_leave(void *argument) {
+    self = argument;
+    self->rc = pyps_leave(self->store);
+    return NULL;
+}
+
+/* Three workers under softsync: a step from two gradients once one has left. */
+static void open_three(pyps_store **s) {
+    static const uint32_t batches[] = {4, 4, 4};
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
+    pyps_config config = small_config(&tensor, batches, 3, policy_numbered("softsync"));
+    config.policy_params.splits = 1, config.max_participants = 3;
+    must(pyps_create("passing", &config, &s[0]), "create");
+    must(pyps_open("passing", &s[1]), "open"), must(pyps_open("passing", &s[2]), "open");
+    for (int k = 0; k < 3; k++) must(pyps_join(s[k], PYPS_WORKER, k, NULL), "join");
+}
+
+/* The round's two gradients are 1, and so is their mean. */
+static void close_three(pyps_store **s, struct stalled *closer) {
+    uint64_t version;
+    float flat[FLAT];
+    let_go(closer);
+    must(closer->rc, "push");
+    must(pyps_pull(s[2], flat, &version), "pull");
+    CHECK(version == 1 && flat[PARAMETERS - 1] == -1, "found %g at version %llu",
+          (double)flat[PARAMETERS - 1], (unsigned long long)version);
+    for (int k = 0; k < 3; k++) must(pyps_close(s[k]), "close");
+    must(pyps_unlink("passing", 0), "unlink");
+}
+
+/* A worker with a gradient in a round leaves. The round closes when it has completed all tickets but has not looked
+ * what its staging buffers are needed for: its gradient is in a ticket that no participant has applied. */
+static void leaver(pyps_store *worker) {
+    static struct stalled leaves, closes;
+    pyps_store *s[3];
+    (void)worker;
+    open_three(s), push(s[0]);
+    stall(&leaves, s[0], run_leave, "leave.completed");
+    stall(&closes, s[1], run_push, "push.admitted");
+    let_go(&leaves);
+    must(leaves.rc, "leave");
+    close_three(s, &closes);
+}
+
 static void *run_open(void *argument) {
     self = argument;
     self->rc = pyps_open("passing", &self->store);
@@ -301,10 +345,15 @@ static const struct {
     void (*body)(pyps_store *worker);
     double round_timeout; /* seconds */
 } tests[] = {
-    {"late-reader", late_reader, 60},           {"late-reader-meets-saver", late_reader_meets_saver, 60},
-    {"stopped-reader", stopped_reader, 0.2},    {"observer-steps", observer_steps, 60},
-    {"late-decision", late_decision, 60},       {"late-remover", late_remover, 60},
-    {"stopped-pusher", stopped_pusher, 60},     {"fork-while-opening", fork_while_opening, 60},
+    {"late-reader", late_reader, 60},
+    {"late-reader-meets-saver", late_reader_meets_saver, 60},
+    {"stopped-reader", stopped_reader, 0.2},
+    {"observer-steps", observer_steps, 60},
+    {"late-decision", late_decision, 60},
+    {"late-remover", late_remover, 60},
+    {"stopped-pusher", stopped_pusher, 60},
+    {"leaver", leaver, 60},
+    {"fork-while-opening", fork_while_opening, 60},
     {"anonymous-reader", anonymous_reader, 60},
 };
 
