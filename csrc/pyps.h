@@ -181,7 +181,8 @@ enum { PYPS_F32 = 0, PYPS_BF16 = 1, PYPS_F16 = 2, PYPS_INT8 = 3, PYPS_INT4 = 4, 
 enum { PYPS_NEAREST = 0, PYPS_STOCHASTIC = 1 }; /* rounding */
 /* What is done with NaN and infinities: refuse, take their block as zeros, take them as zeros. A block of PYPS_F32 is of
  * 1024 values; with `ranges` blocks are counted from the beginning of each range, and of each chunk that it goes through,
- * not from that of the flat vector. To refuse costs a read more of a gradient that lies in its staging buffer. */
+ * not from that of the flat vector. Of averaged tensors such a value is refused, or leaves the store's as it is.
+ * To refuse costs a read more of a gradient that lies in its staging buffer. */
 enum { PYPS_NONFINITE_ERROR = 0, PYPS_NONFINITE_SKIP = 1, PYPS_NONFINITE_ZERO = 2 };
 
 typedef struct {

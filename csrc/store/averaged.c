@@ -8,15 +8,19 @@
  * that all wait for, otherwise the ticket's part of a global batch (policy/view_round.c), so that all tickets of a
  * global batch together move x about as far as a round. The result lies between x and x_i: neither many workers nor
  * stale ones make x overshoot, and a variance stays positive. (Adding the workers' changes would do both.) A value
- * that all workers stage as it is keeps its bits.
+ * that all workers stage as it is keeps its bits, and so does one that is not finite.
  */
+#include <math.h>
 #include <string.h>
 
 #include "store/store.h"
 
-/* sum += weight * (x - theirs) */
+/* sum += weight * (x - theirs). A value that is not finite does not move x, and such an x is not moved. */
 static void add_distance(float *sum, const float *x, const float *theirs, float weight, size_t length) {
-    for (size_t i = 0; i < length; i++) sum[i] += weight * (x[i] - theirs[i]);
+    for (size_t i = 0; i < length; i++) {
+        float distance = weight * (x[i] - theirs[i]);
+        sum[i] += isfinite(distance) ? distance : 0;
+    }
 }
 
 void averaged_step(const pyps_store *s, const struct step *step, float lr, uint64_t at) {
@@ -36,6 +40,7 @@ void averaged_step(const pyps_store *s, const struct step *step, float lr, uint6
                          count == 1 ? 1.0f : (float)sources[i].samples, step->length);
     if (count > 1) kernels_chosen()->divide(out, (float)ticket->samples, step->length);
     for (size_t i = 0; i < step->length; i++) out[i] = x[i] - part * out[i];
-    if (count == 1 && part == 1.0f) memcpy(out, first, bytes);
+    for (size_t i = 0; i < step->length && count == 1 && part == 1.0f; i++)
+        if (isfinite(x[i]) && isfinite(first[i])) out[i] = first[i];
     if (step->copy) memcpy(step->copy, out, bytes);
 }

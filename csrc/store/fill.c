@@ -68,18 +68,20 @@ static int fill_floats(pyps_store *s, const pyps_push_args *a) {
     float *data = staging_data(s, s->slot, a->staging);
     int rc = staging_allocate(s, a->staging);
     if (rc || !a->gradient) return rc;
-    if (a->nonfinite == PYPS_NONFINITE_ERROR) return finite_check(s, a->gradient, data);
+    if (a->nonfinite == PYPS_NONFINITE_ERROR) return finite_check(s, a->gradient, 0, data);
     memcpy(data, a->gradient, 4 * store_elements(s));
     return PYPS_OK;
 }
 
-/* Sums the gradient's norm, if it is to be clipped, and finds whether what lies in the buffer is finite. */
+/* Sums the gradient's norm, if it is to be clipped, and finds whether what lies in the buffer is finite: all of it, or
+ * averaged tensors alone where an encoder or the norm has told of the rest. */
 static int finish_fill(pyps_store *s, const pyps_push_args *a) {
-    bool finite = false, checked = a->codec != PYPS_F32 || a->gradient || a->ranges;
+    bool finite = false, checked = a->ranges || (a->codec == PYPS_F32 && a->gradient);
     if (s->policy->stages) norm_reset(s, a->staging);
     else norm_of_push(s, a->staging, &finite);
-    if (finite || checked || a->nonfinite != PYPS_NONFINITE_ERROR) return PYPS_OK;
-    return finite_check(s, staging_data(s, s->slot, a->staging), NULL);
+    if (checked || a->nonfinite != PYPS_NONFINITE_ERROR) return PYPS_OK;
+    uint64_t first = finite || a->codec != PYPS_F32 ? s->trained / s->geometry.chunk_params : 0;
+    return finite_check(s, staging_data(s, s->slot, a->staging), (uint32_t)first, NULL);
 }
 
 static uint32_t form(const pyps_push_args *a) {

@@ -4,7 +4,7 @@
  * gradient that is applied as it lies there. Chunks are looked at from the last one to the first: the apply that
  * follows begins at the first, and finds those in the caches. Where a gradient is copied anyway, each chunk is looked
  * at while it is copied; where its norm is summed anyway (clip_norm.c), the norm says it. Where a push asks for zeros in
- * place of such values, they are looked for block by block while it is applied (encoded.c), which costs no read.
+ * place of such values, they are looked for block by block while it is applied (gradient.c), which costs no read.
  */
 #include <math.h>
 #include <string.h>
@@ -15,18 +15,18 @@ static int refuse(const pyps_store *s, const float *values, uint64_t at, uint64_
     while (length-- > 1 && isfinite(*values)) values++, at++;
     uint32_t t = 0;
     while (t + 1 < s->geometry.tensors && at - s->tensors[t].offset >= s->tensors[t].elements) t++;
-    return fail(PYPS_ENONFINITE, "push: the gradient of '%.159s' has a value that is not finite (%g)",
-                s->tensors[t].name, (double)*values);
+    return fail(PYPS_ENONFINITE, "push: %s of '%.159s' has a value that is not finite (%g)",
+                at < s->trained ? "the gradient" : "the average", s->tensors[t].name, (double)*values);
 }
 
 static int check_run(const pyps_store *s, const float *values, uint64_t at, uint64_t length) {
     return kernels_chosen()->finite(values, length) ? PYPS_OK : refuse(s, values, at, length);
 }
 
-int finite_check(const pyps_store *s, const float *values, float *to) {
-    for (uint32_t chunk = s->geometry.chunks; chunk-- > 0;) {
+int finite_check(const pyps_store *s, const float *values, uint32_t first, float *to) {
+    for (uint32_t chunk = s->geometry.chunks; chunk-- > first;) {
         uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
-        int rc = s->chunks[chunk].averaged ? PYPS_OK : check_run(s, values + at, at, s->chunks[chunk].length);
+        int rc = check_run(s, values + at, at, s->chunks[chunk].length);
         if (rc) return rc;
         if (to) memcpy(to + at, values + at, s->geometry.chunk_params * sizeof *to);
     }
@@ -38,10 +38,7 @@ int finite_check_ranges(const pyps_store *s, const float *values, bool packed, c
     int rc = PYPS_OK;
     for (uint64_t i = 0; i < count && !rc; i++) {
         struct run run = {ranges[i].first, ranges[i].first + ranges[i].count};
-        const float *from = packed ? values : values + run.first;
-        uint64_t trained = run.first < s->trained ? s->trained - run.first : 0;
-        if (trained > ranges[i].count) trained = ranges[i].count;
-        rc = check_run(s, from, run.first, trained);
+        rc = check_run(s, packed ? values : values + run.first, run.first, ranges[i].count);
         if (packed) values += ranges[i].count;
     }
     return rc;

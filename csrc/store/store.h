@@ -407,8 +407,8 @@ int participant_leave(pyps_store *s); /* pyps_leave, but the staging buffers sta
 /* ---- push ---- */
 
 /* finite.c */
-/* That every value for a trained tensor is finite; copies the gradient meanwhile, unless `to` is NULL. */
-int finite_check(const pyps_store *s, const float *values, float *to);
+/* That every value is finite, from the chunk `first` on; copies the gradient meanwhile, unless `to` is NULL. */
+int finite_check(const pyps_store *s, const float *values, uint32_t first, float *to);
 /* The same of ranges, which lie at their places, or packed one after the other. */
 int finite_check_ranges(const pyps_store *s, const float *values, bool packed, const pyps_range *ranges,
                         uint64_t count);

@@ -16,7 +16,6 @@ PAGE = (ROOT / "docs" / "how-to" / "add-policy.md").read_text(encoding="utf-8")
 USED = """
 import numpy as np
 import pyps
-from pyps.simulate import Scenario, Worker, simulate
 from pyps.store import Store
 
 assert pyps.__file__.startswith({root!r}), pyps.__file__

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyps
-from pyps.errors import InputError, InvalidArgument
-from pyps.native.values import Flat, Optimizer, PushResult
+from pyps.errors import InputError, InvalidArgument, NotFinite
+from pyps.native.values import Codec, Encoding, Flat, Optimizer, PushResult
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 
 pytestmark = pytest.mark.usefixtures("shm")
@@ -246,3 +246,42 @@ def test_a_round_takes_the_constants_of_the_greatest_position(leader: int) -> No
         assert first.hyper()[0] == hypers[0]  # of equal positions the lowest rank's
         for store in stores[1:]:
             store.close()
+
+
+@pytest.mark.parametrize("codec", [Codec.F32, Codec.INT8])
+@pytest.mark.parametrize("nonfinite", ["error", "skip", "zero"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_an_average_that_is_not_finite_is_refused_or_changes_nothing(
+    value: float, nonfinite: Any, codec: Codec
+) -> None:
+    encoding = Encoding(codec, nonfinite=nonfinite)
+    with store_of("bsp", [4], "sgd") as store:
+        store.join()
+        store.start()
+        buffer = store.stage()
+        buffer.flat.fill(0.0)
+        buffer["s"][:] = 0.5
+        buffer["s"][3] = value
+        if nonfinite == "error":
+            with pytest.raises(NotFinite, match="average of 's'"):
+                store.push(buffer, 4, HYPER, encoding=encoding)
+            buffer["s"][3] = 0.5
+        store.push(buffer, 4, HYPER, encoding=encoding)
+        moved = merged(START, [np.full(M, 0.5, np.float32)], [4], np.float32(LR))
+        if nonfinite != "error":
+            moved[3] = START[3]
+        assert np.array_equal(store.snapshot().tensors["s"], moved)
+
+
+@pytest.mark.parametrize("policy", ["bsp", "asp"])
+def test_a_stored_infinity_stays_one(policy: str) -> None:
+    start = np.array([np.inf, -np.inf, 1.0], np.float32)
+    tensors: dict[str, Any] = {"groups": {"s": 1}, "averaged": ["s"], "optimizer": "sgd"}
+    with pyps.Store.create(
+        "infinite", {"w": np.ones(3), "s": start}, batches=[4], policy=policy, **tensors
+    ) as store:
+        store.join()
+        for hyper in (HYPER, WHOLE):
+            store.start()
+            push(store, np.zeros(3, np.float32), np.full(3, 0.5, np.float32), 4, hyper=hyper)
+        assert store.snapshot().tensors["s"].tolist() == [np.inf, -np.inf, 0.5]
