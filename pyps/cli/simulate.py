@@ -42,7 +42,7 @@ LEARN_HELP = (
 )
 TASK_SAMPLES = 2048  # made by a torch task
 GANTT_ITERATIONS = 3
-STATED = "Default: what the file says, if anything."
+STATED = "Default: what the plan or the file says, if anything."
 
 app = typer.Typer(add_completion=False)
 
@@ -72,7 +72,8 @@ def simulate_command(
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="The cluster's plan.json: batches and turns of it, not of a new plan.", show_default=False
+            help="The cluster's plan.json: its batches, bits, depths and turns, not those of a new plan.",
+            show_default=False,
         ),
     ] = None,
     learn: Annotated[str, typer.Option(help=LEARN_HELP)] = "",
@@ -112,10 +113,9 @@ def simulate_command(
         not_an_input(option, path, [*inputs_of(cluster, read), plan])
     check_writable("--trace", trace_to)
     check_picture("--plot", plot)
-    run = read.run
-    pipeline = run.depths[1] > 1 if wanted.pipeline is None else wanted.pipeline
-    chosen = _policies(policies or run.policy or "all", wanted.round_timeout, pipeline)
     scenario = scenario_of(cluster, even=wanted.even, plan_path=plan)
+    pipeline = scenario.pipelined if wanted.pipeline is None else wanted.pipeline
+    chosen = _policies(policies or scenario.policy or "all", wanted.round_timeout, pipeline)
     if wanted.micro_batch is not None:
         workers = tuple(replace(w, micro_batch=wanted.micro_batch) for w in scenario.workers)
         scenario = replace(scenario, workers=workers)

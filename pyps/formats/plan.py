@@ -54,6 +54,13 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_batch: Batch = 1
     batch_multiple: Batch = 1
 
+    @property
+    def most_at_once(self) -> int:
+        """The most samples of a micro-batch: as planned where the batch is split, else what the rank's memory
+        holds, which leaves room for a batch that grows while the run trains.
+        """
+        return self.micro_batch if self.accumulation > 1 else self.max_batch or self.micro_batch
+
 
 class R2spRemedies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The changes that would each make the turns fit; null where a change cannot help.

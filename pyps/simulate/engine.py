@@ -10,19 +10,19 @@ import math
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
-from pyps.errors import Busy, Ended, Fenced, PushRejected, PypsError
+from pyps.errors import Busy, PypsError
 from pyps.native.core import Core
 from pyps.native.status import MemberState
 from pyps.native.values import Advice, Config, Decision, EventKind, Optimizer
 from pyps.simulate.clock import Clock, Process
 from pyps.simulate.devices import DeviceModel
-from pyps.simulate.metrics import COMPUTE, PULL, PUSH, WAIT, Metrics
+from pyps.simulate.metrics import PULL, PUSH, WAIT, Metrics
 from pyps.simulate.network import LinkClass, Network
 from pyps.simulate.optimizer import Vector
-from pyps.simulate.pipelined import Merge, PipelinedWorker, Pulled
 from pyps.simulate.problem import Model
 from pyps.simulate.scenario import Fault, Scenario
-from pyps.step.parts import even_steps, merges_after, next_part
+from pyps.simulate.worker import Parameters, Step, WorkerProcess
+from pyps.step.machine import Rules
 from pyps.store.policies import Policy, register_policy
 
 WAIT_VERDICT = 2
@@ -94,11 +94,8 @@ class Engine:
         self._wake_epoch = self._next_deadline = self._tick_at = 0
         self._staging_buffers = [0] * len(self.workers)  # bit k: staging buffer k waits in the open round
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
-        self._computed: list[list[int]] = [[] for _ in self.workers]  # nanoseconds of steps to be pushed
         self.ending = False  # a worker has found no samples
         self._own: dict[int, Vector] = {}  # each worker's gradient that was applied last
-        # What each worker pulled last between two pushes, and the samples of the local steps before.
-        self._merged: dict[int, tuple[Pulled, int]] = {}
         self._idle_checks = self._events_checked = 0
         self._sizes = (scenario.down_bytes, scenario.up_bytes)
         self._warm_at = scenario.global_batch  # samples: the peak counts after a first step of all at once
@@ -128,37 +125,9 @@ class Engine:
     # One worker.
 
     def _process(self, k: int) -> Process:
-        depth = self.depths[k]
-        return PipelinedWorker(self, k, depth).process() if depth > 1 else self._serial_process(k)
-
-    def _serial_process(self, k: int) -> Process:
-        yield from self.join(k)
-        pulled: Pulled | None = None
-        while True:
-            try:
-                first, count = yield from self.start(k)
-                claimed = self.clock.now
-                if pulled is None:
-                    pulled = yield from self.pull(k, k)
-                checks = self.needs.checks_between_micro_batches
-                done = yield from self.compute(k, count, checks=checks, merge=self._merging(k, first, pulled))
-                pulled, taken = self._merged.pop(k, (pulled, 0))
-                if done:
-                    gradient = self.gradient(k, pulled[0], first + taken, done - taken)
-                    pulled = yield from self.push(k, k, done, gradient, pulled[0], claimed)
-                else:
-                    pulled = None
-                    self.model.forget(k)
-                    self.metrics.aborted += 1
-            except Ended:
-                break
-            except PushRejected:
-                self.rejected(k)
-                pulled = None
-            except Fenced:
-                self.rejoin(k)
-                pulled = None
-        self.leave(k)
+        scenario = self.scenario
+        rules = Rules(self.depths[k], self.needs, len(self.workers), scenario.local, scenario.merges)
+        return WorkerProcess(self, k, rules).process()
 
     def join(self, k: int) -> StepProcess:
         """Join as rank k. Waits while a predecessor's gradient is still in the open round."""
@@ -203,8 +172,6 @@ class Engine:
     def _forget(self, k: int) -> None:
         """A worker begins anew: what it computed and did not push is gone."""
         self._own.pop(k, None)
-        self._merged.pop(k, None)
-        self._computed[k].clear()
         self.model.forget(k)
 
     def rejected(self, k: int) -> None:
@@ -218,7 +185,8 @@ class Engine:
         self._note(d)
         return (d.first, d.count) if d.count else None
 
-    def start(self, k: int) -> Generator[int | None, None, tuple[int, int]]:
+    def start(self, k: int) -> Generator[int | None, None, tuple[int, int, int]]:
+        """Claim samples: first, count, and the store's version."""
         began = self.clock.now
         while True:
             d = self.core.step(EventKind.START, k, self.clock.now)
@@ -227,18 +195,34 @@ class Engine:
                 break
             self.clock.park(k, d.until, d.at)
             yield None
-            d = self.core.last
         first, count = d.first, d.count
         self.metrics.add(k, WAIT, began, self.clock.now, self.version)
-        return first, count
+        return first, count, self.version
 
-    def pull(self, k: int, channel: int) -> Generator[int | None, None, Pulled]:
-        """Pull; `channel` is the process that transfers: the worker's own, or its transfer process."""
-        w, version = self.ahead(k), self.version
-        yield from self.travel_down(k, channel, (), version)
+    def check(self, k: int, done: int, following: int) -> Advice:
+        """What the policy says between two micro-batches."""
+        d = self.core.step(EventKind.CHECK, k, self.clock.now, done=done, next=following)
+        self._note(d)
+        return Advice(d.advice)
+
+    def gave_up(self, k: int, *, counts: bool) -> None:
+        """A step was given up; `counts`: by the policy's advice."""
+        self.model.forget(k)
+        self.metrics.aborted += counts
+
+    def pull_at_store(self, k: int) -> Parameters:
+        """The parameters as the store gives them to worker k now, with their version."""
+        w, version = self._ahead(k), self.version
+        self._note(self.core.pull(k, self.clock.now, version))
         return w, version
 
-    def ahead(self, k: int) -> Vector:
+    def pull(self, k: int, channel: int) -> Generator[int | None, None, Parameters]:
+        """Pull; `channel` is the process that transfers: the worker's own, or its transfer process."""
+        pulled = self.pull_at_store(k)
+        yield from self.travel_down(k, channel, (), pulled[1])
+        return pulled
+
+    def _ahead(self, k: int) -> Vector:
         """The parameters as worker k pulls them."""
         return self.model.ahead(self.core.lookahead(k), self._own.get(k))
 
@@ -249,107 +233,37 @@ class Engine:
         self.metrics.add(channel, PUSH, began, self.clock.now, self.version)
 
     def travel_down(self, k: int, channel: int, turn: Iterable[int | None], version: int) -> StepProcess:
-        """The way of a version's parameters to the worker, which has then pulled them."""
+        """The way of a version's parameters to the worker."""
         began = self.clock.now
         yield from self._transfer(k, channel, DOWN, turn)
-        self._note(self.core.pull(k, self.clock.now, version))
         self.metrics.add(channel, PULL, began, self.clock.now, version)
 
     def gradient(self, k: int, w: Vector, first: int, count: int) -> tuple[Vector, float] | None:
         """What worker k pushes that has computed these samples from these parameters, and the loss."""
         return self.model.gradient(w, first, count, k, self.workers[k].micro_batch)
 
-    def _merging(self, k: int, first: int, pulled: Pulled) -> Merge | None:
-        """How a worker merges between two micro-batches of a step; None: it does not."""
-        if not self.scenario.merges or self.needs.waits_for_rounds or self.needs.uses_turns:
-            return None
+    def compute_nanoseconds(self, k: int, samples: int) -> int:
+        """What a micro-batch takes that begins now."""
+        return _ns(self.devices[k].seconds(samples, self.clock.now * 1e-9))
 
-        def merge(before: int, done: int, count: int) -> StepProcess:
-            if not merges_after(before, done, count, self.scenario.merges):
-                return
-            (w, _), taken = self._merged.get(k, (pulled, 0))
-            self.model.advance(w, first + taken, done - taken, k, self.workers[k].micro_batch)
-            newest = yield from self.pull(k, k)
-            self._merged[k] = newest, done
+    def push(self, k: int, channel: int, step: Step, compute_nanoseconds: int) -> StepProcess:
+        """Push a gradient that has arrived, and wait for its turn or its round, as the store does.
 
-        return merge
-
-    def compute(
-        self, k: int, count: int, *, checks: bool, merge: Merge | None = None
-    ) -> Generator[int | None, None, int]:
-        """Compute a step; returns the samples that its gradient covers, 0 if it was given up.
-
-        merge: between two micro-batches; gets the samples before the last one, after it, and of the step.
+        k: the worker. channel: the process that transfers. compute_nanoseconds: as in PushRequest.
         """
-        began, device, done, cost = self.clock.now, self.devices[k], 0, 0
-        limit = self.workers[k].micro_batch or count
-        while done < count:
-            part = even_steps(count - done, limit) if self.scenario.local else next_part(count - done, limit)
-            if done and checks:
-                d = self.core.step(EventKind.CHECK, k, self.clock.now, done=done, next=part)
-                self._note(d)
-                if d.advice == Advice.ABORT:
-                    done = 0
-                if d.advice != Advice.CONTINUE:
-                    break
-            seconds = _ns(device.seconds(part, self.clock.now * 1e-9))
-            yield self.clock.now + seconds
-            done, cost = done + part, cost + seconds
-            if merge is not None and done < count:
-                stopped = self.clock.now
-                yield from merge(done - part, done, count)
-                if self.clock.now > stopped:
-                    self.metrics.add(k, COMPUTE, began, stopped, self.version)
-                    began = self.clock.now
-        self.metrics.add(k, COMPUTE, began, self.clock.now, self.version)
-        if done:
-            self._computed[k].append(cost)
-        return done
-
-    def push(
-        self,
-        k: int,
-        channel: int,
-        done: int,
-        gradient: tuple[Vector, float] | None,
-        base: Vector,
-        claimed: int,
-        base_version: int = 0,
-        travelled: bool = False,
-    ) -> Generator[int | None, None, Pulled | None]:
-        """Push a gradient; returns the parameters of the turn's pull, None under policies without turns.
-
-        k: the worker. channel: the process that transfers. done: its samples. gradient: with the loss; None:
-        there is no objective. base: the parameters that it is computed on. claimed: the time at which the
-        step began. base_version: of a pipelined push, 1 + the version of `base`; 0: the last pull's.
-        travelled: the gradient is at the store already.
-        """
-        clock, began = self.clock, self.clock.now
-        compute_nanoseconds, cost = clock.now - claimed, self._computed[k].pop(0) if self._computed[k] else 0
-        norm = float(gradient[0] @ gradient[0]) if gradient else 0.0
-        while self.needs.uses_turns:
-            d = self.core.step(EventKind.GATE, k, clock.now)
-            self._note(d)
-            if d.verdict != WAIT_VERDICT:
-                break
-            clock.park(channel, d.until, d.at)
-            yield None
-        opened = clock.now
-        waited = opened - began
+        clock, began, gradient = self.clock, self.clock.now, step.gradient
         while self._staging_buffers[k] == (1 << self._staging_count) - 1:  # all wait in a round
             clock.park(channel, 0, 0)
             yield None
         staging = (~self._staging_buffers[k] & self._staging_buffers[k] + 1).bit_length() - 1  # the first
-        self.metrics.add(channel, WAIT, began, clock.now, self.version)
-        if not travelled:
-            yield from self.travel_up(k, channel)
-        began = clock.now
+        norm = float(gradient[0] @ gradient[0]) if gradient else 0.0
+        w, version = step.pulled
         while True:
-            self._staged[k, staging] = (gradient[0], base) if gradient else None
+            self._staged[k, staging] = (gradient[0], w) if gradient else None
             self._staging_buffers[k] |= 1 << staging
             try:
-                more = compute_nanoseconds, norm, base_version, waited, clock.now - opened, cost
-                d = self.core.push(k, clock.now, staging, done, *more)
+                more = compute_nanoseconds, norm, 1 + version, clock.now - began, 0, step.nanoseconds
+                d = self.core.push(k, clock.now, staging, step.done, *more)
             except PypsError:
                 self._release(k, staging)
                 raise
@@ -360,12 +274,12 @@ class Engine:
             clock.park(channel, d.until, d.at)
             yield None
         until = d.until
-        self._admitted(k, staging, done, d)
+        self._admitted(k, staging, step.done, d)
         while until > clock.progress:  # the round is still open
             clock.park(channel, until, 0)
             yield None
         self.metrics.add(channel, WAIT, began, clock.now, self.version)
-        return (yield from self.pull(k, channel)) if self.needs.uses_turns else None
+        return d
 
     def _transfer(self, k: int, channel: int, network: int, turn: Iterable[int | None]) -> StepProcess:
         worker = self.workers[k]

@@ -81,6 +81,7 @@ class Fault:
 @dataclass(frozen=True)
 class Scenario:
     """A cluster in virtual time. `down_bytes` and `up_bytes` are one pull and one push of one worker.
+    `policy`: the plan's, where one is stated. `pipelined`: the plan has several steps of a worker under way.
     `schedule`: the planned turns, for policies that take turns; None: in the order of ranks. `local`: each
     micro-batch of a worker is a local step. `merges`: so many times between two pushes a worker pulls, and
     goes on from there; not where workers wait for rounds, take turns, or have a pipeline.
@@ -95,6 +96,8 @@ class Scenario:
     schedule: TurnSchedule | None = None
     local: bool = False
     merges: int = 0
+    policy: str = ""
+    pipelined: bool = False
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -149,20 +152,25 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     if even:
         batches = dict(zip(names, even_batches(plan.global_batch, len(names)), strict=True))
     local = plan.run is not None and plan.run.local_steps is not None
-    micro = {w.name: w.max_batch or 0 if local else 0 if even else w.micro_batch for w in plan.workers}
+    micro = {w.name: w.most_at_once for w in plan.workers}
+    if even:
+        micro = {w.name: w.max_batch or 0 if local else 0 for w in plan.workers}
+    limits = {w.name: w.max_batch or 0 for w in plan.workers}
     used = [name for name in names if batches[name] > 0]
     planned = {w.name: w for w in plan.workers}
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
     simulation = cluster.simulation
-    shares = {names[mode.rank]: _byte_shares(mode) for mode in plan.run.workers} if plan.run else {}
+    modes = {names[mode.rank]: mode for mode in plan.run.workers} if plan.run else {}
+    shares = {name: _byte_shares(mode) for name, mode in modes.items()}
     depths = {names[w.rank]: max(2, w.depth) for w in plan.hps.workers}
-    if plan.run and any(mode.depth > 1 for mode in plan.run.workers):
-        depths = {names[mode.rank]: mode.depth for mode in plan.run.workers}
+    if any(mode.depth > 1 for mode in modes.values()):
+        depths = {name: mode.depth for name, mode in modes.items()}
     workers = tuple(
         replace(
             built[name],
             batch=batches[name],
             micro_batch=micro[name],
+            max_samples=0 if even else limits[name],
             up_share=shares[name][0] if shares else 1.0,
             down_share=shares[name][1] if shares else 1.0,
             depth=depths.get(name, 2),
@@ -182,6 +190,8 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
         schedule=None if even else plan_turns(plan, str(plan_path or path)),
         local=local,
+        policy=plan.run.policy if plan.run and plan_path is not None else cluster.run.policy or "",
+        pipelined=any(mode.depth > 1 for mode in modes.values()),
     )
 
 

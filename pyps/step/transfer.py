@@ -93,21 +93,25 @@ class Transfers:
     """
 
     def __init__(self) -> None:
-        self._failed: BaseException | None = None
+        self._failed: Exception | None = None
 
-    def run(self, ask: Ask, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
-        """Make a transfer by these calls. Raises what ended it, or an earlier one."""
+    def steps(self, ask: Ask) -> Transfer:
+        """The verbs of a transfer, as `transfer` has them. Raises what ended an earlier one."""
         if self._failed is not None:
             raise self._failed
         try:
-            done = _run(transfer(ask), verbs)
-        except BaseException as error:
+            done = yield from transfer(ask)
+        except Exception as error:
             self._failed = error
             raise
         self._failed = done.fenced
         return done
 
-    def fail(self, error: BaseException) -> None:
+    def run(self, ask: Ask, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
+        """Make a transfer by these calls. Raises what ended it, or an earlier one."""
+        return _run(self.steps(ask), verbs)
+
+    def fail(self, error: Exception) -> None:
         """A transfer failed before its push."""
         self._failed = error
 

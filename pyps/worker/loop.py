@@ -31,7 +31,7 @@ from pyps.formats.options import check_limits
 from pyps.formats.records import RecordWriter, drop_undone, record_path
 from pyps.native.values import Claim, Codec, Encoding, PushRequest, PushResult
 from pyps.profiler.host_memory import disable_malloc_trim
-from pyps.step.machine import Abort, Continue
+from pyps.step.events import Abort, Continue
 from pyps.step.parts import even_steps, next_part
 from pyps.store.policies import DEFAULT_POLICY, Policy, register_policy
 from pyps.store.store import Store

@@ -229,15 +229,11 @@ def _planned_worker(plan: Plan, rank: int) -> PlanWorker | None:
 
 
 def _micro_batch(worker: PlanWorker | None, plan: Plan) -> int:
-    """The most samples at once: as planned where the batch is split, else what the worker's memory holds.
-
-    The latter leaves room for a batch that grows while the run trains. A local step of a worker that the plan
-    does not have is one of its smallest.
-    """
+    """The most samples at once. A worker that the plan does not have takes the smallest local steps of it."""
     if worker is None:
         is_local = plan.run is not None and plan.run.local_steps is not None
-        return min(_micro_batch(one, plan) for one in plan.workers if one.batch) if is_local else 0
-    return worker.micro_batch if worker.accumulation > 1 else worker.max_batch or worker.micro_batch
+        return min(one.most_at_once for one in plan.workers if one.batch) if is_local else 0
+    return worker.most_at_once
 
 
 def settings_values(text: str) -> dict[str, Any]:

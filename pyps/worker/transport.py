@@ -26,7 +26,7 @@ from pyps.errors import Ended, Fenced, InputError
 from pyps.formats.records import Span
 from pyps.native.values import Claim as StoreClaim
 from pyps.native.values import Flat, PushRequest, PushResult
-from pyps.step.machine import (
+from pyps.step.events import (
     Action,
     Advised,
     Arrived,
@@ -52,14 +52,13 @@ from pyps.step.machine import (
     Rejoin,
     Rejoined,
     Return,
-    Rules,
     Send,
     Sent,
-    StepMachine,
     Take,
     Wanted,
     WasFenced,
 )
+from pyps.step.machine import Rules, StepMachine
 from pyps.step.transfer import Ask
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store

@@ -86,13 +86,13 @@ def test_hps_ends_rounds_together() -> None:
     assert max(last) / min(last) < 1.05
 
 
-def test_r2sp_cycles_with_the_slowest_and_one_transfer_at_a_time() -> None:
+def test_r2sp_cycles_with_the_slowest_and_spreads_transfers() -> None:
+    """A gradient travels before its turn at the store, as in a run."""
     ring = Scenario(workers(), up_bytes=1e6, down_bytes=1e6, server_bandwidth=1e9)
     result = simulate(ring, "r2sp", iterations=50)
-    assert result.peak_transfers == 1
-    assert result.iteration_seconds <= 1.07 * (SLOWEST + 0.002)
     bsp = simulate(ring, "bsp", iterations=50)
-    assert bsp.peak_transfers == 4
+    assert result.peak_transfers < bsp.peak_transfers == 4
+    assert result.iteration_seconds <= 1.07 * (SLOWEST + 0.002)
 
 
 @pytest.mark.parametrize("count", range(2, 9))
@@ -195,9 +195,8 @@ def test_a_successor_waits_for_its_own_transfer() -> None:
     alone = Scenario((SimWorker("w", 4, lambda b: 0.1, bandwidth=1e6),), down_bytes=1e6)
     faults = (Fault(0, 0.5, "kill", 0.1),)  # in the middle of a pull
     result = simulate(replace(alone, faults=faults), "asp", iterations=2, timeline=True)
-    assert [end - begin for _, kind, begin, end, _ in result.timeline if kind == "pull"] == [
-        pytest.approx(1.0, rel=1e-6)
-    ] * 2
+    pulls = [end - begin for _, kind, begin, end, _ in result.timeline if kind == "pull"]
+    assert pulls == [pytest.approx(1.0, rel=1e-6)] * 3, "the successor's first, and one in each exchange"
 
 
 def test_a_successor_is_not_stopped_where_the_dead_worker_was() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyps.native.values import Advice, PolicyNeeds
-from pyps.step.machine import (
-    TRANSITIONS,
+from pyps.step.events import (
     Abort,
     Action,
     Advised,
@@ -33,16 +32,13 @@ from pyps.step.machine import (
     Rejoin,
     Rejoined,
     Return,
-    Rules,
     Send,
     Sent,
-    State,
-    StepMachine,
     Take,
     Wanted,
     WasFenced,
-    WrongEvent,
 )
+from pyps.step.machine import TRANSITIONS, Rules, State, StepMachine, WrongEvent
 from pyps.step.transfer import Ask
 from pyps.store.policies import Policy
 
