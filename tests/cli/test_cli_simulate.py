@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from pyps.cli.simulate import app
 from pyps.errors import InputError
-from pyps.formats import Pace, read_cluster, read_profile
+from pyps.formats import Pace, Plan, read_cluster, read_profile, write_json
 from pyps.profiler.select import fit_of
 from pyps.simulate import scenario_of, simulate
 from pyps.solver.plan import make_plan
@@ -103,6 +103,34 @@ def test_each_worker_has_as_many_steps_under_way_as_in_the_plan(cluster: Path) -
     planned = [mode.depth for mode in plan.run.workers]
     assert planned == [1, 1, 2], "two have no link"
     assert [worker.depth for worker in scenario_of(cluster).workers] == planned
+
+
+def planned_run(cluster: Path, run: str) -> tuple[Path, Plan]:
+    """A plan in the mode of `run`, which the cluster file then does not repeat."""
+    links = "bandwidth = 2e7\nlatency = 0.01\n"
+    text = CLUSTER.replace('profile = "fast.json"\n', f'profile = "fast.json"\n{links}')
+    cluster.write_text(text + run)
+    fits = {name: read_profile(cluster.with_name(f"{name}.json")) for name in ("fast", "slow")}
+    profiles = [msgspec.structs.replace(one, fit=fit_of(one)) for one in fits.values()]
+    plan = make_plan(read_cluster(cluster), profiles, Policy.known["hps"]().pace)
+    write_json(cluster.with_name("plan.json"), plan)
+    cluster.write_text(text)
+    return cluster.with_name("plan.json"), plan
+
+
+@pytest.mark.parametrize(
+    "run",
+    ["", "pipeline = true\ndepth = 2\n", 'codec = "int8"\npull_codec = "bf16"\n'],
+    ids=["serial", "deep", "bits"],
+)
+def test_a_plan_is_simulated_in_its_own_mode(cluster: Path, run: str) -> None:
+    """Policy, depth, bits and sizes are the plan's, whatever the cluster file says now."""
+    path, plan = planned_run(cluster, f'[run]\npolicy = "hps"\n{run}')
+    (found,) = json.loads(ask(cluster, "--plan", path, "--iterations", "60", "--json"))
+    assert found["policy"] == "hps"
+    assert found["iteration_seconds"] == pytest.approx(plan.iteration_seconds, rel=0.05)
+    most = {worker.name: worker.most_at_once for worker in plan.workers}
+    assert all(w.micro_batch == most[w.name] for w in scenario_of(cluster, plan_path=path).workers)
 
 
 LINK = {"via": "gloo", "latency_seconds": 0.001, "bytes_per_second": 1e8}
