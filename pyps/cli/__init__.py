@@ -36,21 +36,21 @@ def main() -> None:
     """`pyps COMMAND ...`. Exits."""
     arguments = sys.argv[1:]
     if arguments and arguments[0] in COMMANDS:
-        _call(arguments[0], f"pyps {arguments[0]}", arguments[1:])
+        call_command(arguments[0], f"pyps {arguments[0]}", arguments[1:])
     _invoke(_overview(), "pyps", arguments)
 
 
 def main_plan() -> None:
     """`pyps-plan ...`, the same as `pyps plan`. Exits."""
-    _call("plan", "pyps-plan", sys.argv[1:])
+    call_command("plan", "pyps-plan", sys.argv[1:])
 
 
 def main_profile() -> None:
     """`pyps-profile ...`, the same as `pyps profile`. Exits."""
-    _call("profile", "pyps-profile", sys.argv[1:])
+    call_command("profile", "pyps-profile", sys.argv[1:])
 
 
-def _call(name: str, program: str, arguments: Sequence[str]) -> None:
+def call_command(name: str, program: str, arguments: Sequence[str]) -> None:
     """Run the `app` of a subcommand's module and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -130,6 +130,6 @@ def _options(version: Annotated[bool, VERSION] = False) -> None:
 
 def _caller(name: str) -> Callable[[], None]:
     def call() -> None:
-        _call(name, f"pyps {name}", ())
+        call_command(name, f"pyps {name}", ())
 
     return call

@@ -228,7 +228,7 @@ class DDPHook(WeightedHook):
         if buffer.device.type == "cpu":
             factor = float(self._scale)  # three times as fast as a float64 tensor of one
             return buffer.mul_(factor) if factor else buffer.zero_()
-        _multiply(buffer, self._factors, self._scale)
+        multiply(buffer, self._factors, self._scale)
         return buffer.masked_fill_(self._scale == 0, 0) if self._may_be_zero else buffer
 
     @contextmanager
@@ -273,7 +273,7 @@ class DDPHook(WeightedHook):
         buffer.copy_(total)
 
 
-def _multiply(buffer: torch.Tensor, factors: dict[torch.dtype, torch.Tensor], exact: torch.Tensor) -> None:
+def multiply(buffer: torch.Tensor, factors: dict[torch.dtype, torch.Tensor], exact: torch.Tensor) -> None:
     """Multiply in place by a factor on the same device, which half precision would round. factors: filled."""
     wide = buffer.to(torch.float32) if buffer.dtype in HALVES.values() else buffer
     if wide.dtype not in factors:
@@ -286,6 +286,6 @@ def _multiply(buffer: torch.Tensor, factors: dict[torch.dtype, torch.Tensor], ex
 def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
     """Multiply a sum that was scaled with another W; mostly the ratio is 1."""
     if buffer.device.type != "cpu":
-        _multiply(buffer, {}, ratio)
+        multiply(buffer, {}, ratio)
     elif (factor := float(ratio)) != 1.0:
         buffer.mul_(factor)

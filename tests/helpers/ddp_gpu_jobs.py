@@ -110,18 +110,18 @@ def goes_on(group: dist.ProcessGroup) -> bool:
     hook = weighted_hook(ddp)
     streams: dict[str, Any] = {}
     hook.on_ready.append(lambda: streams.update(backward=torch.cuda.current_stream()))
-    multiplied = hook_module._multiply
+    multiplied = hook_module.multiply
 
     def multiply(*arguments: Any) -> None:
         streams["weighed"] = torch.cuda.current_stream()
         multiplied(*arguments)
 
-    hook_module._multiply = multiply
+    hook_module.multiply = multiply
     try:
         for _ in range(2):
             square(ddp, *part(0, [8], alone)).backward()
     finally:
-        hook_module._multiply = multiplied
+        hook_module.multiply = multiplied
     return bool(streams["weighed"] != streams["backward"])
 
 

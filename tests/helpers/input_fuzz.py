@@ -227,7 +227,7 @@ def in_process(command: str, arguments: list[str], folder: Path) -> Outcome:
     try:
         signal.setitimer(signal.ITIMER_REAL, 3 * LIMIT_SECONDS)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            cli._call(command, f"pyps {command}", arguments)
+            cli.call_command(command, f"pyps {command}", arguments)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     finally:
