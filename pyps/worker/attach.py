@@ -28,7 +28,7 @@ from pyps.formats.turns import TurnSchedule
 from pyps.formats.undone import Undone, append_undone
 from pyps.native.values import Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
-from pyps.remote.address import is_address
+from pyps.remote.address import is_address, is_sharded
 from pyps.store.creation import kept_as
 from pyps.store.store import Store
 from pyps.worker.agreement import agreement_of
@@ -214,7 +214,12 @@ def check_same(store: Store, attachment: Attachment) -> None:
 def open_or_create(settings: Settings, attachment: Attachment, timeout: float) -> Store:
     """Open the store. Rank 0 creates it unless it exists (after a restart); the others wait for it. Where it,
     or a shard of it, was lost elsewhere, rank 0 makes it again from the run's last checkpoint.
+
+    Raises InputError for clip_norm on several servers.
     """
+    if attachment.clip_norm and is_sharded(settings.store):
+        expected = "None: the norm is of the whole gradient, which no single server has"
+        raise InputError("attach", "clip_norm", f"{attachment.clip_norm:g}, on several servers", expected)
     deadline = time.monotonic() + timeout
     pause, longest = POLL_SECONDS
     while True:
