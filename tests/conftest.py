@@ -33,7 +33,7 @@ settings.register_profile("seeded", derandomize=True)  # --hypothesis-profile=de
 settings.load_profile("seeded")
 
 TIMED_RERUNS = 3  # what is right but for a stall passes one of four; what is wrong fails all
-SLOW_FOLDERS = ("benchmarks", "c", "remote", "run", "torch")  # of processes and sanitizers
+SLOW_FOLDERS = ("benchmarks", "c", "matrix", "remote", "run", "torch")  # of processes and sanitizers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,39 @@
+"""Whatever a user combines is refused before anything trains, or equals its simulation, or ends in the same
+bits, and every sample counts once. tests/matrix/cells.py says what is combined.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cells import Cell
+from matrix import Judged, judged, sampled, whole
+from zygote import Zygote
+
+pytestmark = pytest.mark.slow
+PARTS = 24
+
+
+@pytest.mark.parametrize("cell", sampled(), ids=str)
+def test_a_cell(
+    cell: Cell, shm: Path, tmp_path: Path, worker_processes: Zygote, run_cells: list[Judged]
+) -> None:
+    found = judged(cell, tmp_path, worker_processes)
+    run_cells.append(found)
+    assert not found.faults, "\n".join(found.faults)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_triples(
+    part: int, shm: Path, tmp_path: Path, worker_processes: Zygote, run_cells: list[Judged]
+) -> None:
+    """In parts, as it takes seconds to find the cells."""
+    found = []
+    for number, cell in enumerate(whole()[part::PARTS]):
+        (folder := tmp_path / str(number)).mkdir()
+        found.append(judged(cell, folder, worker_processes))
+    run_cells += found
+    assert not "\n".join(f"{one.cell}: {fault}" for one in found for fault in one.faults)
