@@ -219,12 +219,12 @@ def parameters(node: ast.FunctionDef) -> list[str]:
 
 
 def option_lists(tree: Tree) -> list[str]:
-    """Files that list what a user may set of a run, with the lines of each list."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for path, node in nodes(tree):
-        if len(OPTIONS & {name.lower() for name in names_in(node)}) >= ENOUGH_OPTIONS:
-            found[path].append(getattr(node, "lineno", 1))
-    return [f"{path}: lines {sorted(lines)}" for path, lines in found.items()]
+    """Places that list what a user may set of a run."""
+    return [
+        f"{path}:{getattr(node, 'lineno', 1)}"
+        for path, node in nodes(tree)
+        if len(OPTIONS & {name.lower() for name in names_in(node)}) >= ENOUGH_OPTIONS
+    ]
 
 
 def names_in(node: ast.AST) -> Iterable[str]:
@@ -364,7 +364,7 @@ MEASURES: dict[str, Measure] = {
     f"files past {MOST_FILE_LINES} lines": long_files,
     f"classes past {MOST_METHODS} public methods": wide_classes,
     f"constructors past {MOST_PARAMETERS} parameters": wide_constructors,
-    "files that list a run's options": option_lists,
+    "places that list a run's options": option_lists,
     "PYPS_* variables": environment,
     "Python files in circles of imports": python_circles,
     "C files in circles of calls": c_circles,

@@ -246,7 +246,7 @@ bool view_valid(const struct view *view, const struct view *expected);
 /* view_ranks.c */
 void view_init(struct view *view, const struct view_config *config);
 void view_enter(struct view *view, struct member *member);            /* after it became active */
-void view_ranks_add(struct view *view, uint32_t ranks, uint64_t now); /* there are so many from now on */
+void view_ranks_add(struct view *view, uint32_t ranks, uint64_t now); /* the store has `ranks` from now on */
 pyps_rank_cost view_cost(const struct rank *rank);
 void view_forget_cost(struct rank *rank);
 void view_find_all_joined(struct view *view);

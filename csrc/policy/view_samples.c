@@ -22,7 +22,7 @@ bool view_samples_single(const struct view *v) {
     return false;
 }
 
-/* The samples of a rank's next claim if so many are left in its range. None is left over alone unless the model can train
+/* The samples of a rank's next claim if `left` are left in its range. None is left over alone unless the model can train
  * on one: the claim before takes one less, or of two one more if the rank is planned more than two. */
 static uint64_t claim_size(const struct view *v, const struct rank *rank, uint64_t left) {
     uint32_t batch = rank->next_batch ? rank->next_batch : rank->total.batch;

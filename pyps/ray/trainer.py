@@ -45,9 +45,9 @@ class Trainer:
     pyps.plan/1 file; None: the resumed run's. resources: what a worker of the plan takes, by its name or its
     group's, as ray.cluster_resources() names them; {"CPU": 1} for those not named, if every name given is
     a worker's. strategy: of Ray's placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD. servers: 1:
-    the store is on the node that calls `fit`; more: it is spread over so many nodes, each with a server.
+    the store is on the node that calls `fit`; more: it is spread over that many nodes, each with a server.
     server_resources: what each of several takes. client_timeout: a worker on another node that is silent for
-    so many seconds is dead. placement_timeout: seconds to wait for the resources. options: fields of
+    this number of seconds is dead. placement_timeout: seconds to wait for the resources. options: fields of
     pyps.run.RunOptions; `run_dir` is a folder that all nodes share.
 
     Raises InputError for a wrong plan, option or amount.

@@ -32,7 +32,7 @@ class ReplyBuffers:
         self._seq, self._received = seq, received
 
     def take(self, kind: type[np.generic], size: int) -> NDArray[Any]:
-        """An array of so many numbers, contents undefined."""
+        """An array of `size` numbers, contents undefined."""
         for index, (seq, array) in enumerate(self._used):
             if seq <= self._received and array.dtype == kind and array.size == size:
                 self._used[index] = (self._seq, array)

@@ -120,7 +120,7 @@ class Calls(Protocol):
         """Make the store and open it. Numbers: pyps.remote.creation."""
 
     def pull(self, ranges: Count | None) -> int:
-        """Numbers: the ranges, so many; None: all parameters. Back: their values, after the version."""
+        """Numbers: the ranges; None: all parameters. Back: their values, after the version."""
 
     def pull_encoded(self, codec: Codec) -> int:
         """Back: the codes."""

@@ -367,7 +367,7 @@ class Launcher:
             self.log.write(replan.kind, detail=str(replan.change))
 
     def _save_last(self, seconds: float) -> None:
-        """Write a checkpoint of what is new since the last one, in so many seconds at most.
+        """Write a checkpoint of what is new since the last one, in at most `seconds`.
 
         Meanwhile what workers print is read, and a second signal ends it at once.
         """

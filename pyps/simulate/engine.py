@@ -104,13 +104,13 @@ class Engine:
         self._reached = False
 
     def measure(self, every: int, target: float | None) -> None:
-        """Record the loss every so many samples; stop when it is at most `target`."""
+        """Record the loss every `every` samples; stop when it is at most `target`."""
         self._measure_every, self._target = every, target
         self.metrics.curve.append((0.0, 0, self.model.loss()))
         self._measure_at = every
 
     def work(self, seconds: float = math.inf) -> None:
-        """Run until every worker has ended, or for so many seconds. Raises Deadlock."""
+        """Run until every worker has ended, or for `seconds`. Raises Deadlock."""
         clock = self.clock
         for k in range(len(self.workers)):
             clock.begin(k, self._process(k), 1)

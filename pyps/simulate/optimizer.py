@@ -49,7 +49,7 @@ class OptimizerState:
         return w - moved
 
     def ahead(self, w: Vector, distance: float, gradient: Vector | None = None) -> Vector:
-        """`w` after so many steps more, if all their gradients are like this one; None: zero.
+        """`w` after `distance` more steps, if all their gradients are like this one; None: zero.
 
         Weight decay is left out. This gradient is the less like those the longer the distance: above 1 it
         counts for a step of 1 / distance**2.

@@ -161,8 +161,8 @@ class Model:
         self.w = self._optimizer.step(self.w, mean, part)
 
     def ahead(self, distance: float, gradient: Vector | None) -> Vector:
-        """The parameters as they will be after so many global batches, if their gradients are like this
-        one.
+        """The parameters as they will be after `distance` global batches, if their gradients are like
+        this one.
         """
         return self._optimizer.ahead(self.w, distance, gradient) if self._objective else self.w
 

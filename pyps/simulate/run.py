@@ -42,8 +42,8 @@ def simulate(
     objective: real gradients; None: only times. lr: learning rate of a global batch, or all of an optimizer's
     constants. optimizer: "sgd", "momentum", "adamw", "adam" or "adagrad". target_loss: stop once the loss is
     that low; needs an objective. seconds: stop after so much virtual time. timeline: record what each worker
-    did and when, for pictures. pipeline: workers overlap transfers with the next steps' compute: so many
-    steps under way; True: as the scenario says of each worker, or 2. measure_every: samples between
+    did and when, for pictures. pipeline: workers overlap transfers with the next steps' compute, with this
+    number of steps under way; True: as the scenario says of each worker, or 2. measure_every: samples between
     two measurements of the loss; 0: a global batch, or more so that there are at most about 200. local: the
     workers' own optimizer, in a scenario of local steps; `lr` and `optimizer` are then the store's, for the
     difference that local steps make. rebalance: move samples between workers as `pyps run --rebalance` does;

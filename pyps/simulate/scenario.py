@@ -83,7 +83,7 @@ class Scenario:
     """A cluster in virtual time. `down_bytes` and `up_bytes` are one pull and one push of one worker.
     `policy`: the plan's, where one is stated. `pipelined`: the plan has several steps of a worker under way.
     `schedule`: the planned turns, for policies that take turns; None: in the order of ranks. `local`: each
-    micro-batch of a worker is a local step. `merges`: so many times between two pushes a worker pulls, and
+    micro-batch of a worker is a local step. `merges`: the times that a worker pulls between two pushes, and
     goes on from there; not where workers wait for rounds, take turns, or have a pipeline.
     """
 

@@ -291,7 +291,7 @@ class StepMachine:
     # Transfers that have ended.
 
     def _settle(self, goal: Goal, most: int, *, polls: bool = True) -> Action:
-        """Take the transfers that have ended, and wait until at most so many are under way."""
+        """Take the transfers that have ended, and wait until at most `most` are under way."""
         self._goal, self._most, self._polls = goal, most, polls
         self._fenced = False
         return self._take()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 def even_steps(samples: int, most: int) -> int:
-    """The samples of the next local step if so many are left, at most so many in one: all are alike."""
+    """The samples of the next local step if `samples` are left, at most `most` in one: all are alike."""
     return -(-samples // -(-samples // most))
 
 
 def next_part(samples: int, most: int) -> int:
-    """The samples of the next micro-batch if so many are left: as many as may be, but one less where a single
-    one would be left over, which batch normalization cannot train on.
+    """The samples of the next micro-batch if `samples` are left: what `most` allows, but one less where a
+    single one would be left over, which batch normalization cannot train on.
     """
     return min(samples, most - (samples - most == 1 and most > 2))
 

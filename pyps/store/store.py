@@ -141,7 +141,7 @@ class Store(StoreHandle):
         """Become a participant; the rank, -1 for an observer. None: the lowest rank that no live worker has.
 
         A dead worker's rank is inherited. A "new_worker" may have a rank beyond the planned ones, below
-        max_participants: the store then has so many ranks, and it rests until `replan` gives it samples.
+        max_participants: the store then has all ranks up to it, and it rests until `replan` gives it samples.
         Raises Busy if a live process has the rank, StoreFull, InvalidArgument for a part of a model over
         several servers.
         """

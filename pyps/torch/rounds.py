@@ -117,7 +117,7 @@ class Rounds(ABC):
 
 
 class TrainedRounds:
-    """The rounds of a sampler's pass that were trained, counted after each. trained: so many of this pass."""
+    """The rounds of a sampler's pass that were trained, counted after each: `trained` in this pass."""
 
     def __init__(self, sampler: Rounds) -> None:
         self._sampler = sampler

@@ -41,7 +41,7 @@ class BufferPace:
     counted: int | None = None
 
     def part(self, past: int, forwards: int = 1) -> float:
-        """Of the way, in the global batch after `past` others, or in so many forwards of it."""
+        """Of the way, in the global batch after `past` others, or in `forwards` forward passes of it."""
         if self.counted is None:
             return 1.0 - (1.0 - self.momentum) ** forwards if forwards > 1 else self.momentum
         return 1.0 / (self.counted + past + 1)
@@ -197,8 +197,8 @@ class BufferBinding:
 
     @torch.no_grad()
     def begin_step(self, past: int, planned: int, forwards: int = 1) -> None:
-        """A step begins, after `past` global batches, planned in so many micro-batches. The buffers move as
-        by so many forwards of a worker: by each of its local steps, or one.
+        """A step begins, after `past` global batches, in `planned` micro-batches. The buffers move as by
+        `forwards` forward passes of a worker: one for each of its local steps, or one.
         """
         self._past, self._planned, self._done, self._forwards = past, planned, 0, forwards
         for group in self._groups:

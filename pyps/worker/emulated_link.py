@@ -86,7 +86,7 @@ class EmulatedLinks:
         return bool(self._links[Way.TO_STORE])
 
     def send(self, way: Way, size: int) -> int:
-        """When a message of so many bytes that leaves now arrives, in time.monotonic_ns()."""
+        """When a message of `size` bytes that leaves now arrives, in time.monotonic_ns()."""
         at = time.monotonic_ns()
         for link, wire in self._links[way]:
             at = wire.occupy(at, round(size / link.bytes_per_second / NANOSECOND))
@@ -94,7 +94,7 @@ class EmulatedLinks:
         return at
 
     def carry(self, way: Way, size: int) -> None:
-        """Return when a message of so many bytes has crossed the links."""
+        """Return when a message of `size` bytes has crossed the links."""
         sleep_until(self.send(way, size))
 
 
@@ -116,7 +116,7 @@ class RoundTrips(Generic[T]):
         self._far_end: BackgroundThread[tuple[T, int]] = BackgroundThread(name)
 
     def begin(self, size: int, answer: Callable[[], tuple[T, int]]) -> Callable[[], T]:
-        """Send a message of so many bytes. When it has arrived, `answer` makes the answer, and its size; what
+        """Send a message of `size` bytes. When it has arrived, `answer` makes the answer, and its size; what
         is returned waits until that is here. It raises what `answer` raised.
         """
         self._far_end.submit(partial(self._answer, self._links.send(Way.TO_STORE, size), answer))

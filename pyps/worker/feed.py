@@ -47,7 +47,7 @@ class BatchFeed:
     source, options: as for Loader.
     client: whose claims these are.
     claim_ahead: claims the next step's samples now.
-    at_once: of so many samples, how many may be computed at once now.
+    at_once: how many of a number of samples may be computed at once now.
     forecast: of claims, under a policy without claims ahead.
     """
 

@@ -37,7 +37,7 @@ def probe_store(sizes: Sequence[int] = SIZES_BYTES, repeats: int = REPEATS) -> L
 
 
 def _store_seconds(size: int, repeats: int) -> list[float]:
-    """Half of a push and a pull of a store of so many bytes, a few times."""
+    """Half of a push and a pull of a store of `size` bytes, a few times."""
     found = []
     values, hyper = {"w": np.zeros(size // 4)}, Hyper(lr=0.1)
     with Store.create(f"link-{os.getpid()}", values, batches=[1], policy="asp", max_participants=1) as store:

@@ -52,7 +52,7 @@ class LocalState:
         self._newest = KEEP_FILES + settings.depth
 
     def load(self, pushes: int) -> None:
-        """Go on from the state after so many pushes of this rank, in the run's folder or in the checkpoint
+        """Go on from the state after `pushes` pushes of this rank, in the run's folder or in the checkpoint
         that the run was resumed from; warns if there is none. Raises InputError for another optimizer's.
         """
         run_dir, rank = self._settings.run_dir, self._settings.rank
@@ -72,8 +72,8 @@ class LocalState:
         self._put(path)
 
     def residual(self, pushes: int) -> Flat | None:
-        """What the codes of so many pushes of this rank have not carried, from where load() looks; warns if
-        there is nothing.
+        """What the codes of this rank's first `pushes` pushes have not carried, from where load() looks;
+        warns if there is nothing.
         """
         run_dir, rank = self._settings.run_dir, self._settings.rank
         path = residual_file(run_dir, rank, pushes) if run_dir is not None else None
@@ -112,7 +112,7 @@ class LocalState:
         self._optimizer.load_state_dict({**now, "state": state["state"]})
 
     def save(self, pushes: int) -> None:
-        """Write the state for the push that will be the rank's so many-th; warns once if that fails."""
+        """Write the state for the push that will be the rank's number `pushes`; warns once if that fails."""
         tensors: dict[str, torch.Tensor] = {}
         kept = {"kind": type(self._optimizer).__name__, "state": self._optimizer.state_dict()["state"]}
         packed = pack(kept, "s", tensors)

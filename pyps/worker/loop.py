@@ -189,8 +189,8 @@ class Worker:
         their mean over the global batch; elsewhere of each by itself; with local steps, of each of these.
         local_steps: steps of `optimizer`, then any of torch's, between two pushes of the difference that they
         made; "plan": as planned, by default none. outer: the store's optimizer for these differences; None:
-        SGD with lr 1, so that the store gets the mean of the workers' parameters. merges: so many times
-        between two pushes the worker pulls, and goes on from there with the local steps that it has taken;
+        SGD with lr 1, so that the store gets the mean of the workers' parameters. merges: how often
+        the worker pulls between two pushes, and goes on from there with the local steps that it has taken;
         without effect where workers wait for rounds, take turns, or have a pipeline. master: how a new store
         keeps the parameters, "f32" or "bf16" (as in Store.create); None: as the checkpoint says, else "f32".
         resume: a checkpoint, or a folder of which the newest is taken, that a new store goes on from in place

@@ -68,8 +68,8 @@ class Settings:
     memory: what samples take of it, as profiled.
     encoding, pull_codec: how gradients and parameters travel.
     depth: steps under way; 1: one after another, 2: push and pull overlap with the next step's compute.
-    local_steps: each micro-batch is a step of the worker's own optimizer; of the workers so many on average
-        between two pushes; 0: the store steps.
+    local_steps: each micro-batch is a step of the worker's own optimizer; their number between two pushes,
+        on average over the workers; 0: the store steps.
     allow_nonfinite: go on when the loss is not finite.
     schedule: the plan's turns, under a policy that takes turns.
     staging_buffers: of each worker, if this one creates the store: at least the depth of any.

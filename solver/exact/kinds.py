@@ -7,8 +7,8 @@ waits only for the workers that all choices in the box use, and may be used in p
 this relaxation is a fractional knapsack: the workers with the most samples for their need come first. The
 relaxation rounded down is tried as a choice; the exact solver splits the batch over the choices that win.
 
-Hosts that prepare samples are left to the program of pyps.solver.milp, and so is a problem with so many
-unlike workers that MOST_BOXES do not settle it.
+Hosts that prepare samples are left to the program of pyps.solver.milp, and so is a problem of so unlike
+workers that MOST_BOXES do not settle it.
 """
 
 from __future__ import annotations

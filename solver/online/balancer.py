@@ -239,7 +239,7 @@ class Balancer:
         return max(1, min(TRIED, int(equal)), int(FIRST_SHARE * equal))
 
     def _split(self, among: frozenset[int], taken: int, size: int) -> Split:
-        """The split among these ranks, but for so many samples: the one that they had before, or the best."""
+        """The split among these ranks, without `taken` samples: the one that they had before, or the best."""
         required = among - self._hopeless()
         before = self._remembered.get(among) if not taken else None
         if before is None:
@@ -253,7 +253,7 @@ class Balancer:
         return before if better is None else better.after
 
     def _shared(self, samples: int, among: frozenset[int], required: Collection[int], size: int) -> Split:
-        """The best split of so many samples among these ranks."""
+        """The best split of `samples` among these ranks."""
         costs, bounds = [estimate.cost for estimate in self._estimates], self._bounds
         return share_out(
             samples,

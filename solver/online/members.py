@@ -48,7 +48,7 @@ def share_out(
     min_batches: Sequence[int] | None = None,
     batch_multiples: Sequence[int] | None = None,
 ) -> Split:
-    """The split of so many samples with the shortest step, among these ranks; the others of `size` get none.
+    """The split of `samples` with the shortest step, among these ranks; the others of `size` get none.
 
     costs, max_batches: of each rank. required: ranks that get at least a sample. min_batches,
     batch_multiples: of ranks with samples; 1 by default. What no cap allows is missing. Where the samples do

@@ -49,7 +49,7 @@ PROPORTIONAL = Line(0.0, 1e-3)
 
 @dataclass(frozen=True)
 class Timed:
-    """What is known of one batch: its mean seconds, over so many steps, and the scatter of a step."""
+    """What is known of one batch: its mean seconds over `steps`, and the scatter of a step."""
 
     seconds: float
     steps: int = 1
@@ -286,7 +286,7 @@ def _solved(
 
 
 def at_least(cost: Cost, seconds: float) -> Cost:
-    """The cost, but never less than so many seconds."""
+    """The cost, but never less than `seconds`."""
     if isinstance(cost, Table):
         return Table(tuple((b, max(seconds, s)) for b, s in cost.points))
     return replace(cost, floor_seconds=max(seconds, cost.floor_seconds))
