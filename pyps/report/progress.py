@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
-from pyps.report.activity import StoreActivity, activities, explain
 from pyps.report.steps import PHASES, phase_seconds
+from pyps.store.activity import StoreActivity, activities, explain
 
 WINDOW_SECONDS = 20.0
 LEAST_ITERATIONS = 4  # that a window holds, however long they take

@@ -19,7 +19,7 @@ from pyps.formats.setup import SETUP_FILE, VARIABLE, RunSetup, read_setup
 from pyps.native.status import Member, RankCounters
 from pyps.remote import open_store
 from pyps.remote.address import is_address
-from pyps.report.activity import Activity, StoreActivity, activities, look
+from pyps.store.activity import Activity, StoreActivity, activities, look
 from pyps.store.policies import Policy
 from pyps.store.segments import segments
 from pyps.store.store import Store

@@ -11,8 +11,8 @@ from pyps.formats.events import RunEvent
 from pyps.formats.records import RunReader
 from pyps.formats.setup import RunSetup
 from pyps.metrics import Reading, Sink
-from pyps.report.activity import StoreActivity
 from pyps.report.progress import RunProgress, Tracker
+from pyps.store.activity import StoreActivity
 
 REFRESH_SECONDS = 0.25
 SINK_SECONDS = 1.0

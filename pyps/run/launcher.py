@@ -33,7 +33,6 @@ from pyps.formats.events import EventLog
 from pyps.formats.records import record_path
 from pyps.formats.undone import read_undone
 from pyps.remote.address import is_address
-from pyps.report.activity import StoreActivity, look
 from pyps.report.report import StoreTotals
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.guard import Guard
@@ -43,6 +42,7 @@ from pyps.run.rebalance import RunRebalancer, present_ranks
 from pyps.run.restarts import Restarts
 from pyps.run.spec import RunSpec
 from pyps.run.store import RunStore
+from pyps.store.activity import StoreActivity, look
 from pyps.store.segments import segment_path
 from pyps.store.store import Store
 

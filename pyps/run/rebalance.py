@@ -15,13 +15,13 @@ from pyps.formats import MAX_BATCH, Plan
 from pyps.native.status import MemberState
 from pyps.native.values import CostModel, PolicyNeeds, RankCost, Role
 from pyps.profiler.statistics import median_and_error
-from pyps.report.activity import StoreActivity
 from pyps.report.report import LOADING_SHARE
 from pyps.solver.costs import Line
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import Split, SplitChange
 from pyps.solver.online.device import Bounds, Device, planned_device
 from pyps.solver.online.members import Ranks
+from pyps.store.activity import StoreActivity
 
 HERE = (MemberState.ACTIVE, MemberState.FENCED)  # a fenced worker comes back by itself
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 from pyps.errors import LinkLost, NotReady, SegmentNotFound, StoreFull
 from pyps.remote.address import is_sharded
-from pyps.report.activity import StoreActivity, look
 from pyps.run.spec import RunSpec
+from pyps.store.activity import StoreActivity, look
 from pyps.store.store import Store
 from pyps.worker.agreement import check_agreed
 

@@ -8,8 +8,8 @@ from itertools import count
 from pyps.formats import Plan
 from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind
 from pyps.native.values import CostModel, RankCost, Role
-from pyps.report.activity import StoreActivity
 from pyps.run.rebalance import Replan, RunRebalancer, present_ranks
+from pyps.store.activity import StoreActivity
 from pyps.store.policies import DEFAULT_POLICY, Policy
 
 KEPT = 8  # as PYPS_TIMED_STEPS

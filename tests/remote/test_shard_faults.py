@@ -302,3 +302,19 @@ def test_each_server_of_one_machine_goes_on_with_its_own_shard(shm: Path) -> Non
         with Server("model", "tcp://127.0.0.1:*", home=home.address, **options) as again:
             assert again._shards.shard.name == "model.shard-1-of-2"
             again._shards.shard.close(remove=True)
+
+
+def test_an_observer_may_be_silent_over_several_servers(shm: Path) -> None:
+    """It left the first server, and enters again by what it reads next."""
+    with serving(2) as (address, servers), make(address) as store, open_store(address) as reader:
+        store.join(0)
+        reader.join(role="observer")
+        push(store)
+        assert only_value(reader) == (1.0, 1)
+        for client in (reader.backend.client, *reader.backend._shards):
+            client._heartbeat.stop()  # its pings stop, as a stopped process's do
+            client._heartbeat.stop = lambda: None
+        eventually(lambda: all(server.counters.timed_out for server in servers))
+        push(store)
+        assert only_value(reader) == (2.0, 2)
+        assert reader.snapshot().version == reader.state().header.version == 2

@@ -9,8 +9,8 @@ from run_tools import make_record, make_setup
 from pyps.formats.records import StepRecord
 from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind
 from pyps.native.values import Role
-from pyps.report.activity import StoreActivity, activities, explain
 from pyps.report.progress import RunProgress, Tracker
+from pyps.store.activity import StoreActivity, activities, explain
 
 BATCHES = (7, 3)
 B = sum(BATCHES)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from shard_tools import serving
 from torch import nn
 from worker_tools import (
     OPTIMIZERS,
@@ -64,3 +67,12 @@ def test_a_bound_that_is_none_is_refused(bad: float) -> None:
     model = make_model()
     with pytest.raises(InputError, match=r"clip_norm: found .*; expected a finite number above 0"):
         inspect(model, OPTIMIZERS["sgd"](model), bad)
+
+
+def test_several_servers_are_refused_before_there_is_a_store(shm: Path) -> None:
+    """No server has the whole gradient."""
+    model = make_model(0)
+    with serving(2) as (address, _), join(address, 0, batches=[4], policy="asp") as worker:
+        with pytest.raises(InputError, match="clip_norm: found .* with several servers; expected None"):
+            worker.attach(model, OPTIMIZERS["nesterov"](model), clip_norm=CLIP_NORM)
+        assert not list(shm.iterdir())
