@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
@@ -308,7 +308,7 @@ class LocalBackend:
         out[trained:].view(np.uint8)[:] = codes[codes.size - averaged :]
         return version
 
-    def keep_residual(self, start: Flat | None, keep: Any) -> None:
+    def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
         """The segment itself keeps what codes do not carry."""
 
     # Looking.
