@@ -73,6 +73,6 @@ def test_several_servers_are_refused_before_there_is_a_store(shm: Path) -> None:
     """No server has the whole gradient."""
     model = make_model(0)
     with serving(2) as (address, _), join(address, 0, batches=[4], policy="asp") as worker:
-        with pytest.raises(InputError, match="with several servers; expected None"):
+        with pytest.raises(InputError, match="on several servers; expected None"):
             worker.attach(model, OPTIMIZERS["nesterov"](model), clip_norm=CLIP_NORM)
         assert not list(shm.iterdir())
