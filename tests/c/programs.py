@@ -107,9 +107,11 @@ class Change(NamedTuple):
 def compile_core(folder: Path, flags: Iterable[str], compiler: Iterable[str]) -> list[Path]:
     """The core's objects, compiled with these flags into `folder` unless they are there."""
     if not folder.exists():
-        folder.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=folder.parent))  # a build that is interrupted is none
         sources = [str(path) for path in sorted(CSRC.rglob("*.c"))]
-        subprocess.run([*compiler, *flags, "-c", *sources], check=True, cwd=folder)
+        subprocess.run([*compiler, *flags, "-c", *sources], check=True, cwd=part)
+        part.rename(folder)
     return sorted(folder.glob("*.o"))
 
 

@@ -12,6 +12,8 @@ import pytest
 import torture
 from sampled import sampled
 
+pytestmark = pytest.mark.timeout(300)  # the first test of a sanitizer builds the core
+
 FAULTS = 100  # in each case; `make torture` has 5,000
 
 

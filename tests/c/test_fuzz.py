@@ -10,6 +10,8 @@ import programs
 import pytest
 from sampled import sampled
 
+pytestmark = pytest.mark.timeout(300)  # the first test of a sanitizer builds the core
+
 RUNS = {"attach": 2_000, "decode": 10_000, "journal": 10_000}  # in segments, rounds wait for real deadlines
 
 

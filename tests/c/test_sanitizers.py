@@ -9,6 +9,8 @@ import programs
 import pytest
 from sampled import sampled
 
+pytestmark = pytest.mark.timeout(300)  # the first test of a sanitizer builds the core
+
 
 @pytest.fixture
 def threads(programs_folder: Path) -> Path:

@@ -18,13 +18,13 @@ def examples(few: int, many: int) -> int:
 def sampled(values: Iterable[Any], *kept: int) -> list[Any]:
     """For parametrize: the values at `kept` (the first if none is named), and the others marked thorough.
 
-    A tuple holds one value for each argument, as parametrize takes it.
+    A tuple that is no named one holds one value for each argument, as parametrize takes it.
     """
     listed = list(values)
     places = {place % len(listed) for place in kept or (0,)}
     return [
         value
         if place in places
-        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.thorough)
+        else pytest.param(*(value if type(value) is tuple else (value,)), marks=pytest.mark.thorough)
         for place, value in enumerate(listed)
     ]
