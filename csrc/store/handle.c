@@ -14,6 +14,16 @@ static pthread_mutex_t handles_lock = PTHREAD_MUTEX_INITIALIZER;
 static pyps_store *handles;
 static int (*interrupted)(void);
 
+/* The descriptor leads to the segment: its process has not closed it, with or without another file there since. */
+static bool has_file(const pyps_store *s, struct stat *found) {
+    return !fstat(s->fd, found) && found->st_dev == s->device && found->st_ino == s->inode;
+}
+
+void handle_close_file(const pyps_store *s) {
+    struct stat found;
+    if (has_file(s, &found)) close(s->fd);
+}
+
 static void before_fork(void) { pthread_mutex_lock(&handles_lock); }
 static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
 
@@ -21,7 +31,7 @@ static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
  * be found dead. It does not have the mapping (mapping.c). */
 static void after_fork_child(void) {
     for (pyps_store *s = handles; s; s = s->next) {
-        close(s->fd);
+        handle_close_file(s);
         journal_close(s);
         s->fd = -1, s->process = 0, s->base = NULL, s->detached = NULL;
     }
@@ -91,10 +101,13 @@ int store_check_usable(pyps_store *s, bool joined) {
     if (!s->process)
         return fail(PYPS_EFORKED,
                     "this handle belongs to the parent process; open the store again after fork");
-    struct stat status = {0}; /* what is behind a file's end cannot be read: SIGBUS */
-    if (fstat(s->fd, &status) || (uint64_t)status.st_size < s->layout.bytes)
-        return fail(PYPS_ECORRUPT, "the segment was truncated: found %ld bytes; expected %lu", status.st_size,
-                    s->layout.bytes);
+    struct stat status; /* what is behind a file's end cannot be read: SIGBUS */
+    if (!has_file(s, &status))
+        return fail(PYPS_ESYS, "descriptor %d is not the segment's any more: this process has closed it",
+                    s->fd);
+    if ((uint64_t)status.st_size < s->layout.bytes)
+        return fail(PYPS_ECORRUPT, "the segment was truncated: found %ld bytes; expected %lu",
+                    (long)status.st_size, s->layout.bytes);
     if (joined && s->slot == NONE) return fail(PYPS_EINVAL, "not a participant; join first");
     return PYPS_OK;
 }

@@ -85,6 +85,8 @@ static pyps_store *new_handle(int fd) {
         return fail(PYPS_ENOSPC, "out of memory for a handle"), NULL;
     }
     handle_list(s);
+    struct stat file;
+    if (!fstat(fd, &file)) s->device = file.st_dev, s->inode = file.st_ino;
     s->fd = fd, s->process = getpid();
     s->slot = s->private_view = s->private_buffer = s->reclaims = NONE;
     s->rank = s->journal = -1;
@@ -95,7 +97,7 @@ static pyps_store *new_handle(int fd) {
 static void destroy(pyps_store *s) {
     handle_unlist(s);
     mapping_end(s);
-    if (s->fd >= 0) close(s->fd);
+    handle_close_file(s);
     journal_close(s);
     reading_drop(s);
     free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->chunk_floats),

@@ -72,6 +72,8 @@
 
 struct pyps_store {
     int fd;
+    dev_t device; /* with the inode: what file the descriptor must lead to */
+    ino_t inode;
     pid_t process; /* that may use the handle; 0 in a forked child */
     uint8_t *base;
     uint64_t detached_from, detached_to; /* of the mapping: staging buffers given up; 0: none */
@@ -198,6 +200,8 @@ int store_check_usable(pyps_store *s, bool joined); /* PYPS_OK, PYPS_EFORKED or 
 int store_check_worker(pyps_store *s);              /* the same, and that it has joined as a worker */
 uint64_t store_deadline(const pyps_store *s, double timeout_seconds); /* of a timeout as in pyps.h */
 int store_check_interrupt(void);
+void handle_close_file(
+    const pyps_store *s);        /* unless the process has closed it, and maybe opened another one */
 void handle_list(pyps_store *s); /* with forks held */
 void handle_unlist(const pyps_store *s);
 bool handle_is_listed(const pyps_store *s);

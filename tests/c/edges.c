@@ -3,6 +3,7 @@
  * Usage: edges NAME. Each case makes its own store, of one chunk unless it says otherwise; a push of 1 adds
  * -1 to all parameters.
  */
+#include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
 #include <sys/resource.h>
@@ -77,6 +78,28 @@ static void out_of_descriptors(void) {
     CHECK(!dead, "a process without descriptors found %u dead", dead);
     let_push(pid, go);
     must(pyps_close(s), "close");
+}
+
+/* The process has closed the segment's descriptor, and another file of its has got the number. */
+static void taken_descriptor(void) {
+    static char before[1 << 20], after[sizeof before];
+    pyps_store *s = created(1, PYPS_ASP, 60);
+    FILE *own = tmpfile();
+    pyps_push_result result;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join"), must(push_value(s, 1, PYPS_F32, &result), "push");
+    memset(before, 7, sizeof before);
+    CHECK(own && fwrite(before, sizeof before, 1, own) == 1 && !fflush(own), "no file");
+    int fd = s->fd;
+    CHECK(dup2(fileno(own), fd) == fd, "no descriptor");
+    expect(push_value(s, 1, PYPS_F32, &result), PYPS_ESYS, "push");
+    expect(pyps_leave(s), PYPS_ESYS, "leave");
+    pid_t child = fork();
+    if (!child) _exit(fcntl(fd, F_GETFD) < 0);
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && !status, "a forked child has lost its file");
+    expect(pyps_close(s), PYPS_ESYS, "close");
+    CHECK(pread(fd, after, sizeof after, 0) == sizeof after && !memcmp(before, after, sizeof after),
+          "the file has changed");
 }
 
 static void *push_in_thread(void *argument) {
@@ -449,6 +472,7 @@ static const struct test_case tests[] = {
     {"many-deaths", many_deaths},
     {"full-house", full_house},
     {"out-of-descriptors", out_of_descriptors},
+    {"taken-descriptor", taken_descriptor},
     {"first-thread-ends", first_thread_ends},
     {"staging-in-round", staging_in_round},
     {"retry-in-round", retry_in_round},

@@ -84,6 +84,7 @@ EDGES = (
     "false-master",
     "many-deaths",
     "out-of-descriptors",
+    "taken-descriptor",
     "first-thread-ends",
     "staging-in-round",
     "retry-in-round",
