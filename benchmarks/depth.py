@@ -94,7 +94,7 @@ def made_plan(folder: Path, mode: str) -> tuple[Path, Plan, float]:
     subprocess.run([PYPS, "plan", cluster, "-o", plan], check=True, capture_output=True)
     made = read_plan(plan)
     assert made.run is not None
-    depth = max(worker.depth for worker in made.run.workers)
+    depth = max(made.mode_of(worker).depth for worker in made.workers)
     virtual = simulate(scenario_of(cluster), "hps", iterations=200, pipeline=depth)
     return plan, made, virtual.iteration_seconds
 
@@ -130,7 +130,7 @@ def outcomes(runs: int, iterations: int = ITERATIONS) -> list[Outcome]:
         for mode in ("depth = 2", "pipeline = true"):
             plan, made, simulated = made_plan(folder, mode)
             assert made.run is not None
-            depth = max(worker.depth for worker in made.run.workers)
+            depth = max(made.mode_of(worker).depth for worker in made.workers)
             measured = tuple(run_once(folder, plan, iterations) for _ in range(runs))
             found.append(Outcome(depth, made.iteration_seconds, simulated, measured))
     return found

@@ -230,7 +230,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
     return Outcome(
         case,
         tuple(w.batch for w in plan.workers),
-        tuple(w.depth for w in plan.run.workers) if plan.run else (),
+        tuple(plan.mode_of(w).depth for w in plan.workers) if plan.run else (),
         plan.iteration_seconds,
         report.iteration_seconds.median,
     )

@@ -43,7 +43,7 @@ class Mode:
         """Every choice for one worker, the most exact and then the shallowest first."""
         depths = range(self.depths[0], self.depths[1] + 1)
         found = [
-            WorkerMode(rank=0, push_codec=push, pull_codec=pull, depth=depth)
+            WorkerMode(push_codec=push, pull_codec=pull, depth=depth)
             for push, pull, depth in itertools.product(self.push, self.pull, depths)
         ]
         return sorted(found, key=lambda option: (*error_of(*bits_of(option)), option.depth))
@@ -88,6 +88,11 @@ def _allowed(codec: CodecName | str, cluster: Cluster) -> tuple[CodecName, ...]:
 def bits_of(worker: WorkerMode) -> tuple[Bits, Bits]:
     """The bits of a number in a worker's pushes and pulls."""
     return CODEC_BITS[worker.push_codec], CODEC_BITS[worker.pull_codec]
+
+
+def codec_of(bits: Bits) -> CodecName:
+    """The codec of so many bits that the planner chooses."""
+    return next(name for name in PLANNED_CODECS if CODEC_BITS[name] == bits)
 
 
 def error_of(push: Bits, pull: Bits) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from pyps.solver.local_steps import idle_warning, round_samples
 from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
 from pyps.solver.milp.relaxed import subset_bound
-from pyps.solver.mode import bits_of, mode_of, most_exact, stated_policy
+from pyps.solver.mode import bits_of, codec_of, mode_of, most_exact, stated_policy
 from pyps.solver.noise import Noise, forecast, iteration_quantile, levels, noise_of, too_few
 from pyps.solver.ranks import (
     PlannedRank,
@@ -57,7 +57,7 @@ from pyps.solver.ranks import (
 )
 from pyps.solver.report.warnings import Remark, doubtful_links, in_lines, link_warnings, warnings_of
 from pyps.solver.systems.goodput import efficiency_of
-from pyps.solver.systems.hps import hps_estimate
+from pyps.solver.systems.hps import PipelineDesign, hps_designs, hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
 from pyps.solver.units import by_rank
 
@@ -317,6 +317,7 @@ def plan_of(
     crossed = links_of(cluster, ranks)
     links = [in_series(crossed[k]) or ranks[k].link for k in used]
     here = [modes[k] for k in used]
+    designs = hps_designs(compute, links, cluster.quantization.error_budget or 0.0)
     in_rounds = cluster.run.local_steps is not None  # then other samples are not another global batch
     r2sp = _turns(constrained, used, compute, links, here)
     if in_rounds and (found := r2sp.remedies) is not None:
@@ -342,11 +343,11 @@ def plan_of(
         lower_bound_seconds=_lower_bound(constrained, seconds),
         even_split=even,
         speedup_over_even=even.seconds / seconds if even.seconds else None,
-        workers=workers,
+        workers=_with_modes(cluster, workers, modes, dict(zip(used, designs, strict=False))),
         r2sp=r2sp,
-        hps=hps_estimate(used, compute, links, cluster.quantization.error_budget or 0.0),
+        hps=hps_estimate(compute, links, designs),
         warnings=warnings,
-        run=_run_mode(cluster, modes) if cluster.run.is_stated else None,
+        run=_run_mode(cluster) if cluster.run.is_stated else None,
         sync=SyncEstimate(kind=constrained.sync.kind, seconds=solution.sync_seconds)
         if cluster.sync
         else None,
@@ -383,14 +384,36 @@ def _lower_bound(constrained: ConstrainedProblem, iteration_seconds: float) -> f
     return subset_bound(constrained.problem, constrained.sync, iteration_seconds)
 
 
-def _run_mode(cluster: Cluster, modes: Sequence[WorkerMode]) -> RunMode:
-    """The mode that the plan is made for, with each rank's codecs and depth."""
+def _run_mode(cluster: Cluster) -> RunMode:
+    """The mode that the plan is made for."""
     return RunMode(
         policy=stated_policy(cluster.run),
         round_timeout=cluster.run.round_timeout,
-        workers=[msgspec.structs.replace(mode, rank=rank) for rank, mode in enumerate(modes)],
+        pipeline=cluster.run.depths[1] > 1,
         local_steps=cluster.run.local_steps,
     )
+
+
+def _with_modes(
+    cluster: Cluster,
+    workers: Sequence[PlanWorker],
+    modes: Sequence[WorkerMode],
+    designs: Mapping[int, PipelineDesign],
+) -> list[PlanWorker]:
+    """The workers, each with the mode that the plan is made for, or with what would hide its transfers.
+
+    modes: that it is made for. designs: of pipelines, by rank.
+    """
+    found = []
+    for worker, mode in zip(workers, modes, strict=True):
+        design, chosen = designs.get(worker.rank), mode if cluster.run.is_stated else None
+        if chosen is None and design is not None:
+            push, pull = codec_of(design.push_bits), codec_of(design.pull_bits)
+            chosen = WorkerMode(push_codec=push, pull_codec=pull, depth=design.depth)
+        elif chosen is not None and cluster.run.depths[1] == 1:
+            chosen = msgspec.structs.replace(chosen, depth=design.depth if design is not None else 1)
+        found.append(msgspec.structs.replace(worker, mode=chosen))
+    return found
 
 
 def _turns(

@@ -27,7 +27,6 @@ from pyps.formats import (
     WorkerGroup,
 )
 from pyps.formats.cluster import CLUSTER_FILE
-from pyps.formats.mode import RunMode
 
 BYTES = 4  # of a parameter, and of its gradient
 STATE_BYTES = {"SGD": 0, "SGD with momentum": 4, "Adam": 8, "AdamW": 8, "NAdam": 8, "RAdam": 8, "Adamax": 8}
@@ -162,14 +161,11 @@ def by_rank(plan: Plan, workers: list[list[PlanWorker]]) -> Plan:
     for ranks in workers:
         first.append(first[-1] + len(ranks))
     numbered = [one for ranks in workers for one in ranks]
-    pipelines = [msgspec.structs.replace(one, rank=first[one.rank]) for one in plan.hps.workers]
     return msgspec.structs.replace(
         plan,
         workers=[msgspec.structs.replace(one, rank=k) for k, one in enumerate(numbered)],
         noise=None if plan.noise is None else _noise_by_rank(plan.noise, workers),
-        run=None if plan.run is None else _modes_by_rank(plan.run, workers),
         r2sp=_turns_by_rank(plan.r2sp, first),
-        hps=msgspec.structs.replace(plan.hps, workers=pipelines),
     )
 
 
@@ -181,13 +177,6 @@ def _noise_by_rank(noise: NoiseForecast, workers: list[list[PlanWorker]]) -> Noi
 
     nominal, robust = expanded(noise.nominal), expanded(noise.robust)
     return msgspec.structs.replace(noise, nominal=nominal, robust=robust)
-
-
-def _modes_by_rank(run: RunMode, workers: list[list[PlanWorker]]) -> RunMode:
-    modes = [mode for mode, ranks in zip(run.workers, workers, strict=True) for _ in ranks]
-    return msgspec.structs.replace(
-        run, workers=[msgspec.structs.replace(mode, rank=k) for k, mode in enumerate(modes)]
-    )
 
 
 def _turns_by_rank(ring: R2spSchedule, first: list[int]) -> R2spSchedule:

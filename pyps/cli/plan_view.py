@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.formats import Plan, PlanWorker, RunMode, Unit
+from pyps.formats.mode import CODEC_BITS
 from pyps.solver.milp.pareto import ParetoPoint
 from pyps.solver.plan import even_batches
 from pyps.solver.report.explain import Explanation
@@ -37,7 +38,7 @@ def _summary(plan: Plan) -> list[str]:
     below = f" (no split can be below {ms(bound)})" if bound else ""
     lines = [f"iteration  {ms(plan.iteration_seconds)}{below}"]
     if plan.run:
-        lines.append(f"mode       {mode_text(plan.run, [w.rank for w in plan.workers if w.batch])}")
+        lines.append(f"mode       {mode_text(plan, plan.run)}")
     elif plan.sync is None:
         lines += _other_modes(plan)
     if plan.sync and plan.sync.kind == "none":
@@ -89,20 +90,20 @@ def _other_modes(plan: Plan) -> list[str]:
         return []
     if min(hps.pipelined_seconds, hps.quantized_seconds) > plan.iteration_seconds * WORTH_SAYING:
         return []
-    deep = max(worker.depth for worker in hps.workers)
-    bits = min(min(worker.push_bits, worker.pull_bits) for worker in hps.workers)
-    slowest = max(hps.workers, key=lambda worker: worker.period_seconds)
-    limit = f"{ms(slowest.period_seconds)}, by {plan.workers[slowest.rank].name},"
-    fewer = f", {limit} with {bits} bits and {deep} steps under way" if bits < 32 else ""
+    modes = [worker.mode for worker in plan.workers if worker.mode is not None]
+    deep = max(mode.depth for mode in modes)
+    bits = min(CODEC_BITS[codec] for mode in modes for codec in (mode.push_codec, mode.pull_codec))
+    limit = f"{ms(hps.quantized_seconds)} with {bits} bits and {deep} steps under way"
+    fewer = f", {limit}" if bits < 32 else ""
     return [
         f"transfers  {ms(hps.transfer_seconds or 0.0)} after {ms(hps.compute_seconds or 0.0)} of compute; "
         f"in a pipeline {ms(hps.pipelined_seconds)}{fewer} (--pipeline --codec plan)"
     ]
 
 
-def mode_text(run: RunMode, used: Sequence[int]) -> str:
-    """A mode in a line. used: the ranks in use."""
-    workers = [run.workers[rank] for rank in used]
+def mode_text(plan: Plan, run: RunMode) -> str:
+    """A plan's mode in a line."""
+    workers = [plan.mode_of(worker) for worker in plan.workers if worker.batch]
     pushes, pulls = ({getattr(w, f"{way}_codec") for w in workers} for way in ("push", "pull"))
     depths = ", ".join(map(str, sorted({w.depth for w in workers})))
     text = f"{run.policy}; gradients {' and '.join(sorted(pushes))}, parameters {' and '.join(sorted(pulls))}"

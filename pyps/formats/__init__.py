@@ -40,7 +40,6 @@ from pyps.formats.plan import (
     Forecast,
     GoodputEstimate,
     HpsEstimate,
-    HpsWorker,
     NoiseForecast,
     Plan,
     PlanWorker,
@@ -49,6 +48,7 @@ from pyps.formats.plan import (
     SyncEstimate,
     TargetEstimate,
     check_plan,
+    upgraded,
 )
 from pyps.formats.profile import (
     PROFILE_SCHEMA,
@@ -84,7 +84,6 @@ __all__ = [
     "GradientNoiseRecord",
     "Host",
     "HpsEstimate",
-    "HpsWorker",
     "Jitter",
     "Job",
     "Limits",
@@ -140,7 +139,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 def read_plan(path: str | os.PathLike[str], unit: Unit = "samples") -> Plan:
     """Reads and checks a pyps.plan/1 file. unit: what the reader's batches count. Raises InputError."""
     raw = read_json(path, PLAN_SCHEMA)
-    plan = typed(str(path), raw, Plan, check_plan)
+    plan = typed(str(path), upgraded(raw), Plan, check_plan)
     if plan.unit != unit:
         raise InputError(str(path), "unit", repr(plan.unit), f"a plan in {unit}")
     return plan

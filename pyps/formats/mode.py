@@ -73,9 +73,8 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class WorkerMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the worker of one rank runs: its codecs, and its steps under way (1: no pipeline)."""
+    """A worker's codecs, and its steps under way in a pipeline (1: none helps)."""
 
-    rank: Share
     push_codec: CodecName = "f32"
     pull_codec: CodecName = "f32"
     depth: Batch = 1
@@ -84,14 +83,15 @@ class WorkerMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The mode that a plan was made for; its predictions hold in this one.
 
-    policy: as in `pyps run --policy`. workers: all of the plan's, in rank order. local_steps: steps
+    policy: as in `pyps run --policy`. pipeline: transfers overlap with compute, as deep as each worker's mode
+    says; else steps follow one another. local_steps: steps
     of a worker's own optimizer between two pushes, on average; each worker takes its `accumulation`, of
     micro_batch samples. null: none, the store steps with their gradients.
     """
 
     policy: Name
     round_timeout: Seconds | None = None
-    workers: list[WorkerMode]
+    pipeline: bool = False
     local_steps: options.LocalStepsOption | None = None
 
 

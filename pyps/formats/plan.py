@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from pyps.errors import InputError
 from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Name, Seconds, Share, Unit
-from pyps.formats.mode import RunMode
+from pyps.formats.mode import CODEC_BITS, PLANNED_CODECS, RunMode, WorkerMode
 from pyps.formats.profile import Fit, Memory
 
 PLAN_SCHEMA = "pyps.plan/1"
@@ -33,7 +34,8 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     from one to the next. link_seconds are the rank's transfers each iteration over its own and its shared
     links; they are part of predicted_seconds or, in a pipeline, overlap with the rest of it. required: a run
     may not leave the rank out. min_batch, batch_multiple: bounds of its batch, unless it is left out, that a
-    run keeps too.
+    run keeps too. mode: how it runs in the plan's mode; of a plan that names none, what `pyps run --pipeline`
+    and `--codec plan` take: what hides its transfers within the error budget. null: its link is not known.
     """
 
     rank: Share
@@ -53,6 +55,7 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     required: bool = False
     min_batch: Batch = 1
     batch_multiple: Batch = 1
+    mode: WorkerMode | None = None
 
     @property
     def most_at_once(self) -> int:
@@ -91,16 +94,6 @@ class R2spSchedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     remedies: R2spRemedies | None = None
 
 
-class HpsWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank's pipeline: iterations in flight, bits each way, and its period when it is full."""
-
-    rank: Share
-    depth: Batch
-    push_bits: Bits
-    pull_bits: Bits
-    period_seconds: Seconds
-
-
 class HpsEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Period with and without overlapping transfer and compute; empty if a bandwidth is unknown.
 
@@ -113,7 +106,6 @@ class HpsEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     serial_seconds: Seconds | None = None
     pipelined_seconds: Seconds | None = None
     quantized_seconds: Seconds | None = None
-    workers: list[HpsWorker] = []
 
 
 class SyncEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,6 +195,49 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     target: TargetEstimate | None = None
     unit: Unit = "samples"
 
+    def mode_of(self, worker: PlanWorker) -> WorkerMode:
+        """The codecs and steps under way of one of its workers, in the mode that it was made for."""
+        if self.run is None or worker.mode is None:
+            return WorkerMode()
+        return worker.mode if self.run.pipeline else replace(worker.mode, depth=1)
+
+
+def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
+    """A plan as plain data, of this version: earlier ones said codecs and depths in `run.workers`, and bits
+    and depths in `hps.workers`. What is not such a plan stays as it is, for the errors of its reader.
+    """
+    run, hps, workers = (raw.get(key) for key in ("run", "hps", "workers"))
+    stated, offered = (one.get("workers", []) if isinstance(one, dict) else [] for one in (run, hps))
+    lists = (workers, stated, offered)
+    if not all(isinstance(one, list) and all(isinstance(w, dict) for w in one) for one in lists):
+        return raw
+    if stated and [one.get("rank") for one in stated] != list(range(len(workers))):
+        return raw
+    if not any(isinstance(one, dict) and "workers" in one for one in (run, hps)):
+        return raw
+    modes = {str(one.get("rank")): _offered(one) for one in offered}
+    plain = raw | {"hps": _without_workers(hps)}
+    if stated:
+        pipeline = any(one.get("depth", 1) != 1 for one in stated)
+        plain["run"] = _without_workers(run) | {"pipeline": pipeline}
+        for one in stated:
+            k = str(one.get("rank"))
+            deep = one if pipeline else modes.get(k, {})
+            codecs = {key: value for key, value in one.items() if key != "rank"}
+            modes[k] = codecs | {"depth": deep.get("depth", 1)}
+    plain["workers"] = [w | {"mode": modes.get(str(k))} for k, w in enumerate(workers)]
+    return plain
+
+
+def _without_workers(value: Any) -> Any:
+    return {k: v for k, v in value.items() if k != "workers"} if isinstance(value, dict) else value
+
+
+def _offered(one: dict[str, Any]) -> dict[str, Any]:
+    names: dict[Any, str] = {CODEC_BITS[name]: name for name in PLANNED_CODECS}
+    codecs = {f"{way}_codec": names.get(one.get(f"{way}_bits"), "f32") for way in ("push", "pull")}
+    return codecs | {"depth": one.get("depth", 1)}
+
 
 def check_plan(where: str, plan: Plan) -> None:
     """Raises InputError, naming the file `where`, if ranks, batches or weights do not fit together."""
@@ -226,10 +261,6 @@ def check_plan(where: str, plan: Plan) -> None:
         raise InputError(
             where, "global_batch", str(plan.global_batch), f"the sum of the workers' batches, {total}"
         )
-    if plan.run is not None:
-        ranks = [worker.rank for worker in plan.run.workers]
-        if ranks != list(range(len(plan.workers))):
-            raise InputError(where, "run.workers", f"ranks {ranks[:8]}", f"0 to {len(plan.workers) - 1}")
 
 
 def _adds_up(worker: PlanWorker) -> bool:

@@ -160,20 +160,18 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     planned = {w.name: w for w in plan.workers}
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
     simulation = cluster.simulation
-    modes = {names[mode.rank]: mode for mode in plan.run.workers} if plan.run else {}
-    shares = {name: _byte_shares(mode) for name, mode in modes.items()}
-    depths = {names[w.rank]: max(2, w.depth) for w in plan.hps.workers}
-    if any(mode.depth > 1 for mode in modes.values()):
-        depths = {name: mode.depth for name, mode in modes.items()}
+    modes = {w.name: plan.mode_of(w) for w in plan.workers} if plan.run else {}
+    shares = {w.name: _byte_shares(plan.mode_of(w)) for w in plan.workers}
+    depths = {w.name: _pipeline_depth(plan, w) for w in plan.workers}
     workers = tuple(
         replace(
             built[name],
             batch=batches[name],
             micro_batch=micro[name],
             max_samples=0 if even else limits[name],
-            up_share=shares[name][0] if shares else 1.0,
-            down_share=shares[name][1] if shares else 1.0,
-            depth=depths.get(name, 2),
+            up_share=shares[name][0],
+            down_share=shares[name][1],
+            depth=depths[name],
             planned=planned[name] if planned[name].batch else None,
         )
         for name in used
@@ -193,6 +191,13 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         policy=plan.run.policy if plan.run and plan_path is not None else cluster.run.policy or "",
         pipelined=any(mode.depth > 1 for mode in modes.values()),
     )
+
+
+def _pipeline_depth(plan: Plan, worker: PlanWorker) -> int:
+    """The steps under way of a worker in a pipeline: those planned; of a plan for none, 2 or more."""
+    if plan.run is not None and plan.run.pipeline:
+        return plan.mode_of(worker).depth
+    return max(2, worker.mode.depth) if worker.mode is not None else 2
 
 
 def _byte_shares(mode: WorkerMode) -> tuple[float, float]:

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 
 from pyps.errors import InputError
 from pyps.formats import Plan, PlanWorker, options
-from pyps.formats.kinds import Bits
 from pyps.formats.mode import FROM_PLAN
 from pyps.formats.options import MAX_DEPTH
 from pyps.native.values import Codec
 from pyps.store.codec import as_codec
 from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named
-
-CODECS: dict[Bits, Codec] = {32: Codec.F32, 16: Codec.BF16, 8: Codec.INT8, 4: Codec.INT4}
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def launched_mode(
     if wanted.depth is not None:
         depth = wanted.depth
     elif wanted.pipeline is not None:
-        depth = (depth if depth > 1 else _deepest_useful(plan, worker)) if wanted.pipeline else 1
+        depth = (depth if depth > 1 else _useful_depth(worker)) if wanted.pipeline else 1
     if not 1 <= depth <= MAX_DEPTH:
         raise InputError("depth", "", str(depth), f"1 to {MAX_DEPTH}")
     if depth > 1:
@@ -95,30 +92,24 @@ def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> RankMode:
     local_steps = plan.run.local_steps or 0
     if worker is None:
         return RankMode(local_steps=local_steps)
-    mode = plan.run.workers[worker.rank]
+    mode = plan.mode_of(worker)
     return RankMode(as_codec(mode.push_codec), as_codec(mode.pull_codec), mode.depth, local_steps)
 
 
-def _deepest_useful(plan: Plan | None, worker: PlanWorker | None) -> int:
-    """The depth that a plan made for no pipeline gives H-PS's worker of this rank; 2 where it gives none."""
-    for found in plan.hps.workers if plan is not None and worker is not None else ():
-        if worker is not None and found.rank == worker.rank:
-            return max(2, min(found.depth, MAX_DEPTH))
-    return 2
+def _useful_depth(worker: PlanWorker | None) -> int:
+    """The depth of a pipeline that the plan, made for none, gives a worker; 2 where it gives none."""
+    planned = worker.mode if worker is not None else None
+    return 2 if planned is None else max(2, min(planned.depth, MAX_DEPTH))
 
 
 def _planned_codecs(plan: Plan | None, worker: PlanWorker | None, where: str) -> tuple[Codec, Codec]:
     """A worker's codecs for pushes and for pulls. Raises InputError where the plan has none."""
     if plan is None or worker is None:
         raise InputError("join", "codec", "'plan' without a plan", "a codec's name, or a run by a plan")
-    if plan.run is not None:
-        planned = planned_mode(plan, worker)
-        return planned.push, planned.pull
-    for found in plan.hps.workers:
-        if found.rank == worker.rank:
-            return CODECS[found.push_bits], CODECS[found.pull_bits]
-    expected = f"bits for rank {worker.rank}: plan again with --codec plan and bandwidths"
-    raise InputError(where, "hps.workers", f"{len(plan.hps.workers)} workers", expected)
+    if worker.mode is None:
+        expected = "codecs: plan again with --codec plan and bandwidths"
+        raise InputError(where, f"workers[{worker.rank}].mode", "nothing", expected)
+    return as_codec(worker.mode.push_codec), as_codec(worker.mode.pull_codec)
 
 
 def departures(plan: Plan, policy: Policy, modes: dict[int, RankMode]) -> list[str]:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pyps.formats import Bits, HpsEstimate, HpsWorker
+from pyps.formats import Bits, HpsEstimate
 from pyps.formats.options import MAX_DEPTH
 from pyps.solver.links import ERROR, LinkCost
 from pyps.solver.mode import SAME, error_of
@@ -56,17 +56,16 @@ def design_pipeline(
 
 
 def hps_estimate(
-    ranks: Sequence[int],
-    compute_seconds: Sequence[float],
-    links: Sequence[LinkCost | None],
-    error_budget: float = 0.0,
+    compute_seconds: Sequence[float], links: Sequence[LinkCost | None], designs: Sequence[PipelineDesign]
 ) -> HpsEstimate:
-    """The slowest worker's iteration with and without overlap; empty if a link is unknown."""
+    """The slowest worker's iteration with and without overlap; empty if a link is unknown.
+
+    compute_seconds, links: of each worker. designs: their pipelines, as `hps_designs` gives them.
+    """
     known = [link for link in links if link is not None]
-    if len(known) < len(ranks):
+    if not designs:
         return HpsEstimate()
     pairs = [(t, link.seconds()) for t, link in zip(compute_seconds, known, strict=True)]
-    chosen = _chosen(compute_seconds, known, error_budget)
     return HpsEstimate(
         compute_seconds=max(compute_seconds),
         transfer_seconds=max(x for _, x in pairs),
@@ -74,18 +73,16 @@ def hps_estimate(
         pipelined_seconds=max(
             design_pipeline(t, x).period_seconds for t, x in zip(compute_seconds, known, strict=True)
         ),
-        quantized_seconds=max(design.period_seconds for design in chosen),
-        workers=[
-            HpsWorker(
-                rank=rank,
-                depth=design.depth,
-                push_bits=design.push_bits,
-                pull_bits=design.pull_bits,
-                period_seconds=design.period_seconds,
-            )
-            for rank, design in zip(ranks, chosen, strict=True)
-        ],
+        quantized_seconds=max(design.period_seconds for design in designs),
     )
+
+
+def hps_designs(
+    compute_seconds: Sequence[float], links: Sequence[LinkCost | None], error_budget: float = 0.0
+) -> list[PipelineDesign]:
+    """Each worker's pipeline, with the most exact bits that make none slower; empty if a link is unknown."""
+    known = [link for link in links if link is not None]
+    return _chosen(compute_seconds, known, error_budget) if len(known) == len(links) else []
 
 
 def _chosen(

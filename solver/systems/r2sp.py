@@ -45,7 +45,7 @@ def r2sp_schedule(
 
     ranks: those in use. compute_seconds, links, modes: of each; by default serial, at 32 bits.
     """
-    modes = modes or [WorkerMode(rank=rank) for rank in ranks]
+    modes = modes or [WorkerMode() for _ in ranks]
     known = [link for link in links if link is not None]
     complete = len(known) == len(ranks)
     turns = [x.seconds(*bits_of(mode)) if x else 0.0 for x, mode in zip(links, modes, strict=True)]

@@ -100,7 +100,7 @@ def test_each_worker_has_as_many_steps_under_way_as_in_the_plan(cluster: Path) -
     profiles = [msgspec.structs.replace(one, fit=fit_of(one)) for one in fits.values()]
     plan = make_plan(read_cluster(cluster), profiles, Pace("free"))
     assert plan.run is not None
-    planned = [mode.depth for mode in plan.run.workers]
+    planned = [plan.mode_of(worker).depth for worker in plan.workers]
     assert planned == [1, 1, 2], "two have no link"
     assert [worker.depth for worker in scenario_of(cluster).workers] == planned
 

@@ -11,7 +11,7 @@ import pytest
 
 from pyps.formats import Bits
 from pyps.solver.links import CHUNK, ERROR, WIRE_BYTES, LinkCost, link_cost, moved_parameters, step_seconds
-from pyps.solver.systems.hps import design_pipeline, hps_estimate
+from pyps.solver.systems.hps import design_pipeline, hps_designs, hps_estimate
 from pyps.solver.systems.r2sp import fits, r2sp_schedule, remedies
 from pyps.store.codec import decode, encode, encoded_bytes
 from pyps.store.store import Store
@@ -107,10 +107,13 @@ def test_turns_that_do_not_fit_say_what_would_make_them() -> None:
 
 
 def test_overlap_is_estimated_only_where_transfers_are_known() -> None:
-    assert msgspec.to_builtins(hps_estimate([0, 1], [1.0, 2.0], [both_ways(0.5), None])) == {}
-    both = hps_estimate([0, 1], [1.0, 2.0], [both_ways(1.5), both_ways(0.25)])
+    assert hps_designs([1.0, 2.0], [both_ways(0.5), None]) == []
+    assert msgspec.to_builtins(hps_estimate([1.0, 2.0], [both_ways(0.5), None], [])) == {}
+    links = [both_ways(1.5), both_ways(0.25)]
+    designs = hps_designs([1.0, 2.0], links)
+    both = hps_estimate([1.0, 2.0], links, designs)
     assert (both.serial_seconds, both.pipelined_seconds) == (2.5, 2.0)
-    assert [(w.depth, w.push_bits, w.pull_bits) for w in both.workers] == [(2, 32, 32), (2, 32, 32)]
+    assert [(w.depth, w.push_bits, w.pull_bits) for w in designs] == [(2, 32, 32), (2, 32, 32)]
 
 
 def test_a_pipeline_is_as_deep_as_latency_asks() -> None:
@@ -135,7 +138,8 @@ def test_bits_are_the_most_exact_ones_at_the_least_period(budget: float) -> None
     for _ in range(20):
         compute = luck.uniform(0.1, 1.0, 3).tolist()
         links = [LinkCost(float(luck.uniform(0, 0.01)), float(luck.uniform(0.01, 2.0))) for _ in range(3)]
-        made = hps_estimate([0, 1, 2], compute, links, budget)
+        designs = hps_designs(compute, links, budget)
+        made = hps_estimate(compute, links, designs)
         allowed = [bits for bits in CODECS if ERROR[bits] <= budget]
         ways = list(itertools.product(allowed, allowed))
         least = max(
@@ -143,7 +147,7 @@ def test_bits_are_the_most_exact_ones_at_the_least_period(budget: float) -> None
             for t, x in zip(compute, links, strict=True)
         )
         assert made.quantized_seconds == pytest.approx(least)
-        for worker, t, x in zip(made.workers, compute, links, strict=True):
+        for worker, t, x in zip(designs, compute, links, strict=True):
             better = [
                 way
                 for way in ways

@@ -69,7 +69,7 @@ def test_only_workers_behind_a_link_overlap() -> None:
     )
     plan = make_plan(cluster, [profile(0.05 / speed, 0.0) for speed in SPEEDS], Pace("round"))
     assert plan.run is not None
-    assert [worker.depth for worker in plan.run.workers] == [1, 2, 2, 1]
+    assert [plan.mode_of(worker).depth for worker in plan.workers] == [1, 2, 2, 1]
     assert [worker.batch for worker in plan.workers] == [20, 40, 60, 80]
     assert plan.iteration_seconds == pytest.approx(1.0)
 
@@ -82,7 +82,7 @@ def test_without_any_link_a_pipeline_is_shallow(steps: int | None, depth: int) -
     cluster = Cluster(job=Job(global_batch=12), worker=groups, run=run)
     plan = make_plan(cluster, [profile(0.01, 0.0)] * 3, Pace("round"))
     assert plan.run is not None
-    assert [worker.depth for worker in plan.run.workers] == [depth] * 3
+    assert [plan.mode_of(worker).depth for worker in plan.workers] == [depth] * 3
 
 
 def test_one_transfer_for_all_steps_of_a_round() -> None:

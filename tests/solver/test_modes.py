@@ -64,13 +64,13 @@ def test_a_device_behind_20_megabytes_a_second_is_worth_having() -> None:
     joint = planned(cluster, NEAR_AND_FAR, policy_named("hps").pace)
     assert all(w.batch for w in joint.workers)
     assert joint.run is not None
-    far = joint.run.workers[1]
+    far = joint.mode_of(joint.workers[1])
     assert (far.push_codec, far.pull_codec, far.depth) == ("int8", "int8", 3)
     assert joint.iteration_seconds == max(w.predicted_seconds for w in joint.workers)
     assert 4 * MOVED * 1.015625 / 4 / 2e7 < joint.iteration_seconds < 0.009, "one way, at int8, and compute"
     launched = valued(cluster, NEAR_AND_FAR, Pace(), [w.batch for w in serial.workers])
     assert launched > 2 * joint.iteration_seconds
-    assert joint.hps.workers  # an estimate of what more overlap or fewer bits would do
+    assert joint.hps.pipelined_seconds  # an estimate of what more overlap or fewer bits would do
 
 
 def valued(cluster: Cluster, profiles: list[Profile], pace: Pace, batches: list[int]) -> float:
@@ -152,10 +152,11 @@ def test_the_joint_plan_is_the_best_of_all_splits_codecs_and_depths(
     if pace.kind != "free":
         assert plan.iteration_seconds == pytest.approx(best, rel=CLOSE)
         assert plan.lower_bound_seconds <= plan.iteration_seconds
-    mine = longest(links, profiles, pace, split, plan.run.workers)
+    modes = [plan.mode_of(worker) for worker in plan.workers]
+    mine = longest(links, profiles, pace, split, modes)
     for k, worker in enumerate(plan.workers):
         assert worker.batch == 0 or worker.predicted_seconds == pytest.approx(
-            step(profiles[k], links[k], worker.batch, plan.run.workers[k])
+            step(profiles[k], links[k], worker.batch, modes[k])
         )
     if pace.kind == "free":
         rate = sum(w.batch / w.predicted_seconds for w in plan.workers if w.batch)
@@ -188,8 +189,7 @@ def test_no_worker_could_be_more_exact_or_shallower_alone(case: tuple[Cluster, l
         if not worker.batch:
             continue
         limit = worker.predicted_seconds if pace.kind == "free" else slowest
-        mine = msgspec.structs.replace(plan.run.workers[k], rank=0)
-        for option in order[: order.index(mine)]:
+        for option in order[: order.index(plan.mode_of(worker))]:
             assert step(profiles[k], links[k], worker.batch, option) > limit * (1 + SAME)
 
 
@@ -296,6 +296,8 @@ def test_the_even_split_is_valued_in_the_mode() -> None:
 def test_a_depth_that_no_worker_has_is_refused() -> None:
     from pyps.formats import check_cluster
 
-    for run in ({"depth": MAX_DEPTH + 1}, {"depth": 1, "pipeline": True}, {"depth": 2, "pipeline": False}):
+    with pytest.raises(msgspec.ValidationError, match=r"run\.depth"):
+        cluster_of(8, [{}], run={"depth": MAX_DEPTH + 1})
+    for run in ({"depth": 1, "pipeline": True}, {"depth": 2, "pipeline": False}):
         with pytest.raises(InputError, match=r"run\.depth"):
             check_cluster("c.toml", cluster_of(8, [{}], run=run))

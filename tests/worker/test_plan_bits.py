@@ -55,7 +55,7 @@ def test_each_rank_has_its_own_each_way(tmp_path: Path) -> None:
 
 
 def test_a_plan_without_bits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"hps\.workers: found 0 workers; expected bits for rank 1"):
+    with pytest.raises(InputError, match=r"workers\[1\]\.mode: found nothing; expected codecs"):
         by_plan(tmp_path / "plan.json", plan_with([4, 4]), 1)
     with pytest.raises(InputError, match="'plan' without a plan"):
         pyps.join("run", 0, batches=[1], codec="plan")
@@ -128,7 +128,7 @@ def test_pyps_run_pipes_with_the_plans_bits_and_survives_a_kill(shm: Path, tmp_p
     ("options", "said"),
     [
         (("--policy", "bsp", "--pipeline"), "where every step waits for the one before it"),
-        (("--codec", "plan"), "hps.workers: found 0 workers"),
+        (("--codec", "plan"), "workers[0].mode: found nothing"),
     ],
 )
 def test_pyps_run_refuses_before_it_starts(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
