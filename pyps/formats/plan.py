@@ -206,7 +206,7 @@ def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
     """A plan as plain data, of this version: earlier ones said codecs and depths in `run.workers`, and bits
     and depths in `hps.workers`. What is not such a plan stays as it is, for the errors of its reader.
     """
-    run, hps, workers = (raw.get(key) for key in ("run", "hps", "workers"))
+    run, hps, workers = raw.get("run"), raw.get("hps"), raw.get("workers", [])
     stated, offered = (one.get("workers", []) if isinstance(one, dict) else [] for one in (run, hps))
     lists = (workers, stated, offered)
     if not all(isinstance(one, list) and all(isinstance(w, dict) for w in one) for one in lists):
