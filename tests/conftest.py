@@ -1,4 +1,4 @@
-"""Fixtures: a folder for a test's segments that must be empty at its end, workers, ranks, the built wheel.
+"""Fixtures: a folder for a test's segments that must be empty at its end, workers, ranks, the built wheel and reference.
 
 Options: --cpu prints what the tests cost; with --real-torch no process leaves a part of torch out.
 """
@@ -160,3 +160,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     (built,) = out.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="session")
+def reference() -> Path:
+    """docs/reference, as `make reference` writes it."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "make_reference.py"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return ROOT / "docs" / "reference"

@@ -160,7 +160,6 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     planned = {w.name: w for w in plan.workers}
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
     simulation = cluster.simulation
-    modes = {w.name: plan.mode_of(w) for w in plan.workers} if plan.run else {}
     shares = {w.name: _byte_shares(plan.mode_of(w)) for w in plan.workers}
     depths = {w.name: _pipeline_depth(plan, w) for w in plan.workers}
     workers = tuple(
@@ -189,7 +188,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         schedule=None if even else plan_turns(plan, str(plan_path or path)),
         local=local,
         policy=plan.run.policy if plan.run and plan_path is not None else cluster.run.policy or "",
-        pipelined=any(mode.depth > 1 for mode in modes.values()),
+        pipelined=plan.run is not None and plan.run.pipeline,
     )
 
 

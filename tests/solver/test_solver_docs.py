@@ -76,8 +76,8 @@ def test_the_cluster_file_is_one() -> None:
     assert cluster.run.policy == "hps"
 
 
-def test_every_field_is_in_the_tables() -> None:
-    text = (DOCS / "reference" / "formats.md").read_text()
+def test_every_field_is_in_the_tables(reference: Path) -> None:
+    text = (reference / "formats.md").read_text()
     for kind in KINDS:
         missing = [field for field in kind.__struct_fields__ if f"`{field}`" not in text]
         assert not missing, kind

@@ -12,7 +12,6 @@ from pyps import errors
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "concepts" / "store.md").read_text()
-REFERENCE = (DOCS / "reference" / "python.md").read_text()
 
 
 @pytest.mark.usefixtures("shm")
@@ -24,6 +23,7 @@ def test_the_examples_run() -> None:
         exec(compile(example, "docs/concepts/store.md", "exec"), names)
 
 
-def test_every_error_is_in_the_reference() -> None:
+def test_every_error_is_in_the_reference(reference: Path) -> None:
+    page = (reference / "python.md").read_text()
     for kind in errors.StoreError.__subclasses__():
-        assert f"- `{kind.__name__}` ({kind.code}): " in REFERENCE
+        assert f"- `{kind.__name__}` ({kind.code}): " in page
