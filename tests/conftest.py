@@ -1,4 +1,4 @@
-"""Fixtures: a folder for segments that must be empty at a test's end, workers, ranks, the built wheel, the reference.
+"""Fixtures: an empty folder for segments, workers, ranks, the built wheel, the reference.
 
 Options: --cpu prints what the tests cost; with --real-torch no process leaves a part of torch out.
 """
