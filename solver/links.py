@@ -1,9 +1,8 @@
 """The seconds that a push and a pull take over a worker's link to the store, by the bits of a number on the
 wire.
 
-A link is full duplex: pushes do not take bandwidth from pulls. In each direction messages follow one another,
-but only for the time that their bytes take; latencies overlap. A store on the worker's own machine is reached
-without a link: one transfer follows the other. The store moves whole chunks of parameters.
+What a link does is pyps.solver.wire's. A store on the worker's own machine is reached without a link: one
+transfer follows the other. The store moves whole chunks of parameters.
 
 Bytes and errors are those of the codecs: 32 is f32, 16 bf16, 8 int8 in blocks of 256, 4 int4 in blocks of 64,
 with an fp32 scale a block. An error is the root mean square of the loss, relative to that of the numbers. It

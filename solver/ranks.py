@@ -34,6 +34,7 @@ from pyps.solver.local_steps import local_groups, round_samples
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.sync import Sync
 from pyps.solver.units import ALL_REDUCE, inside_seconds, of_node, of_one_rank, passes_of
+from pyps.solver.wire import shared_links
 
 STORE = "store"  # how a link was measured that is a store on the worker's own machine
 TURNS = "turns"  # the name of the server's link, which one worker at a time uses
@@ -205,11 +206,10 @@ def links_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[list[LinkCo
     """The links that each rank's transfers cross: its shared links, or its own; with [sync], none."""
     if cluster.sync is not None:
         return [[] for _ in ranks]
-    shared = {one.name: one for one in cluster.shared if one.bandwidth is not None}
     found = []
     for rank in ranks:
-        names = [name for name in rank.group.shares if name in shared]
-        links = [link_cost(_parameters(rank), shared[n].bandwidth, shared[n].latency) for n in names]
+        shared = shared_links(cluster, rank.group)
+        links = [link_cost(_parameters(rank), x.bytes_per_second, x.latency_seconds) for x in shared]
         found.append([link for link in links or [rank.link] if link is not None])
     return found
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats import Cluster, Fit, Plan, PlanWorker, WorkerGroup, read_cluster, read_profile
+from pyps.formats import Fit, Plan, PlanWorker, read_cluster, read_profile
 from pyps.formats.mode import FROM_PLAN
 from pyps.native.values import CostModel
 from pyps.profiler.fit import fit_points, predict_seconds
@@ -23,7 +23,7 @@ from pyps.solver.costs import Line, Table
 from pyps.solver.online.prior import prior_of
 from pyps.solver.plan import even_batches
 from pyps.solver.systems.r2sp import r2sp_schedule
-from pyps.worker.emulated_link import LinkSpec
+from pyps.solver.wire import stated_links
 from pyps.worker.settings import ThrottleSpec
 
 SAME_COST = 1e-3  # relative: fits of the same points on unlike machines
@@ -59,7 +59,7 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
     cluster = read_cluster(source)
     for group in cluster.worker:
         profile = read_profile(group.profile)
-        spec = ThrottleSpec(fit=fit_of(profile), links=_links(group, cluster))
+        spec = ThrottleSpec(fit=fit_of(profile), links=stated_links(cluster, group))
         specs |= dict.fromkeys(group.worker_names(), spec)
     for k, worker in enumerate(plan.workers):
         if worker.name not in specs:
@@ -83,18 +83,6 @@ def other_devices(plan: Plan, ranks: Sequence[RankSpec], source: str | os.PathLi
         if not math.isclose(planned, now, rel_tol=SAME_COST):
             found.append(f"{worker.name}'s profile has changed since: {now / planned:.2f} times the seconds")
     return found
-
-
-def _links(group: WorkerGroup, cluster: Cluster) -> tuple[LinkSpec, ...]:
-    """The links that the file states for a group's workers: those that they share, or their own."""
-    shared = tuple(
-        LinkSpec(one.latency, one.bandwidth, one.name)
-        for one in cluster.shared
-        if one.bandwidth is not None and one.name in group.shares
-    )
-    if shared or group.bandwidth is None:
-        return shared
-    return (LinkSpec(group.latency or 0.0, group.bandwidth),)
 
 
 def rank_specs(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> list[RankSpec]:

@@ -17,7 +17,6 @@ from pyps.formats import (
     Plan,
     PlanWorker,
     Profile,
-    Shared,
     WorkerGroup,
     WorkerMode,
     read_cluster,
@@ -31,6 +30,7 @@ from pyps.solver.links import WIRE_BYTES, moved_parameters
 from pyps.solver.mode import bits_of, stated_policy
 from pyps.solver.plan import even_batches, make_plan
 from pyps.solver.ranks import PlannedRank
+from pyps.solver.wire import LinkSpec, shared_links
 from pyps.store.policies import policy_named
 
 FP32_BYTES = 4
@@ -182,7 +182,11 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         up_bytes=size,
         down_bytes=size,
         server_bandwidth=bandwidth * simulation.servers if bandwidth else math.inf,
-        hosts={one.name: one.bandwidth for one in cluster.shared if one.bandwidth}
+        hosts={
+            one.shared: one.bytes_per_second
+            for group in cluster.worker
+            for one in shared_links(cluster, group)
+        }
         | {host.name: host.bandwidth for host in simulation.host},
         faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
         schedule=None if even else plan_turns(plan, str(plan_path or path)),
@@ -243,17 +247,17 @@ def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str
             jitter=simulation.jitter,
             slowdowns=slow,
             bandwidth=bandwidth or math.inf,
-            latency=shared.latency if shared else latency or 0.0,
-            host=shared.name if shared else host_of.get(name, ""),
+            latency=shared.latency_seconds if shared else latency or 0.0,
+            host=shared.shared if shared else host_of.get(name, ""),
         )
     return found
 
 
-def _shared_link(cluster: Cluster, group: WorkerGroup) -> Shared | None:
+def _shared_link(cluster: Cluster, group: WorkerGroup) -> LinkSpec | None:
     """The [[shared]] link that a group's transfers cross, not its own. Raises InputError for several."""
-    found = [one for one in cluster.shared if one.name in group.shares and one.bandwidth and not cluster.sync]
+    found = shared_links(cluster, group)
     if len(found) > 1:
-        names, expected = ", ".join(one.name for one in found), "one link, or a [[simulation.host]]"
+        names, expected = ", ".join(one.shared for one in found), "one link, or a [[simulation.host]]"
         raise InputError(group.name, "shares", names, expected)
     return found[0] if found else None
 

@@ -1,43 +1,29 @@
-"""Emulates a worker's link to the store: a message occupies the link while its bytes pass, and arrives a
-latency later.
+"""Emulates a worker's links to the store: a message takes as long as pyps.solver.wire says.
 
-Links are full duplex: pushes and pulls do not share bandwidth. In each direction one message follows the
-other, also those of other workers where a link is shared: a file in the run's folder says from when on it is
-free. Latencies overlap. What the real transfer takes comes on top; on one machine that is little.
+For a link that workers share, a file in the run's folder says which messages are on it. What the real
+transfer takes comes on top; on one machine that is little.
 """
 
 from __future__ import annotations
 
 import fcntl
-import struct
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from pyps.errors import TimedOut
 from pyps.profiler.throttle import NANOSECOND, sleep_until
+from pyps.solver.wire import FairShares, LinkSpec
 from pyps.worker.background import BackgroundThread
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the clock begins again with it
-TIME = struct.Struct("<q")
 T = TypeVar("T")
-
-
-class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A link: seconds of an empty message, bytes a second each way; `shared` names one that several workers
-    use.
-    """
-
-    latency_seconds: float
-    bytes_per_second: float
-    shared: str = ""
 
 
 class Way(Enum):
@@ -47,30 +33,58 @@ class Way(Enum):
     FROM_STORE = "down"
 
 
-class OneWay:
+class OneWay(Protocol):
     """One direction of a link. Times are those of time.monotonic_ns()."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """path: of the file that says when a shared one is free."""
-        self._path = path
-        self._free_at = 0
-        self._lock = threading.Lock()
+    def carry(self, size: int, begin: int) -> int:
+        """Return when a message of `size` bytes that comes at `begin` has passed; that time."""
 
-    def occupy(self, begin: int, duration: int) -> int:
-        """When a message that is here at `begin` has passed: it waits for those that came before."""
-        with self._lock:
-            if self._path is None:
-                self._free_at = max(begin, self._free_at) + duration
-                return self._free_at
+
+class OwnWay:
+    """The messages are one worker's, and follow one another."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate, self._free_at = bytes_per_second, 0
+
+    def carry(self, size: int, begin: int) -> int:
+        self._free_at = max(begin, self._free_at) + round(size / self._rate / NANOSECOND)
+        sleep_until(self._free_at)
+        return self._free_at
+
+
+class SharedWay:
+    """Messages of several processes divide the bandwidth; the file at `path` has those that are under way.
+
+    A worker that is killed leaves its message there, which passes all the same.
+    """
+
+    def __init__(self, bytes_per_second: float, path: Path) -> None:
+        self._rate, self._path = bytes_per_second, path
+
+    def carry(self, size: int, begin: int) -> int:
+        number, passes_at = 0, begin
+        while True:
             with self._path.open("a+b", buffering=0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 file.seek(0)
-                found = file.read(TIME.size)
-                free_at = TIME.unpack(found)[0] if len(found) == TIME.size else 0
-                free_at = max(begin, free_at) + duration
+                shares = _read(file.read())
+                if not number:
+                    number = shares.add(max(begin, shares.time), size, self._rate)
+                shares.advance(time.monotonic_ns(), self._rate)
+                until = shares.end(number, self._rate)
                 file.truncate(0)
-                file.write(TIME.pack(free_at))
-                return free_at
+                file.write(msgspec.msgpack.encode(shares))
+            if until is None:
+                return passes_at
+            passes_at = until  # unless others come meanwhile
+            sleep_until(until)
+
+
+def _read(found: bytes) -> FairShares:
+    try:
+        return msgspec.msgpack.decode(found, type=FairShares)
+    except msgspec.DecodeError:  # empty, or a writer was killed
+        return FairShares()
 
 
 class EmulatedLinks:
@@ -78,20 +92,22 @@ class EmulatedLinks:
 
     def __init__(self, links: tuple[LinkSpec, ...] = (), folder: Path | None = None) -> None:
         """folder: that of the run, which holds the files of shared links."""
-        self._links = {way: [(link, _one_way(link, way, folder)) for link in links] for way in Way}
-        self._links[Way.FROM_STORE].reverse()
+        self._latency = round(sum(link.latency_seconds for link in links) / NANOSECOND)
+        self._ways = {way: [_one_way(link, way, folder) for link in links] for way in Way}
+        self._ways[Way.FROM_STORE].reverse()
 
     @property
     def emulated(self) -> bool:
-        return bool(self._links[Way.TO_STORE])
+        return bool(self._ways[Way.TO_STORE])
 
-    def send(self, way: Way, size: int) -> int:
-        """When a message of `size` bytes that leaves now arrives, in time.monotonic_ns()."""
-        at = time.monotonic_ns()
-        for link, wire in self._links[way]:
-            at = wire.occupy(at, round(size / link.bytes_per_second / NANOSECOND))
-            at += round(link.latency_seconds / NANOSECOND)
-        return at
+    def send(self, way: Way, size: int, at: int | None = None) -> int:
+        """Return when a message that leaves `at` a time, by default now, has passed all links; when it
+        arrives, a latency later, in time.monotonic_ns(). One thread at a time may send messages of one way.
+        """
+        at = time.monotonic_ns() if at is None else at
+        for wire in self._ways[way]:
+            at = wire.carry(size, at)
+        return at + self._latency
 
     def carry(self, way: Way, size: int) -> None:
         """Return when a message of `size` bytes has crossed the links."""
@@ -100,9 +116,10 @@ class EmulatedLinks:
 
 def _one_way(link: LinkSpec, way: Way, folder: Path | None) -> OneWay:
     if not link.shared or folder is None:
-        return OneWay()
+        return OwnWay(link.bytes_per_second)
     boot = BOOT_ID.read_text().strip()
-    return OneWay(folder / f"link-{link.shared.replace('/', '_')}-{way.value}-{boot}")
+    path = folder / f"link-{link.shared.replace('/', '_')}-{way.value}-{boot}"
+    return SharedWay(link.bytes_per_second, path)
 
 
 class RoundTrips(Generic[T]):
@@ -113,26 +130,39 @@ class RoundTrips(Generic[T]):
     def __init__(self, links: EmulatedLinks, name: str) -> None:
         """name: of the thread in which the store answers."""
         self._links = links
-        self._far_end: BackgroundThread[tuple[T, int]] = BackgroundThread(name)
+        self._up: BackgroundThread[int] = BackgroundThread(f"{name}-up")
+        self._far_end: BackgroundThread[tuple[T, int, int]] = BackgroundThread(name)
+        self._down: BackgroundThread[tuple[T, int]] = BackgroundThread(f"{name}-down")
 
     def begin(self, size: int, answer: Callable[[], tuple[T, int]]) -> Callable[[], T]:
         """Send a message of `size` bytes. When it has arrived, `answer` makes the answer, and its size; what
         is returned waits until that is here. It raises what `answer` raised.
         """
-        self._far_end.submit(partial(self._answer, self._links.send(Way.TO_STORE, size), answer))
+        self._up.submit(partial(self._links.send, Way.TO_STORE, size, time.monotonic_ns()))
+        self._far_end.submit(partial(self._answer, answer))
+        self._down.submit(self._return)
         return self._take
 
-    def _answer(self, arrives: int, answer: Callable[[], tuple[T, int]]) -> tuple[T, int]:
-        sleep_until(arrives)
+    def _answer(self, answer: Callable[[], tuple[T, int]]) -> tuple[T, int, int]:
+        sleep_until(self._up.take())
         made, size = answer()
-        return made, self._links.send(Way.FROM_STORE, size)
+        return made, size, time.monotonic_ns()
+
+    def _return(self) -> tuple[T, int]:
+        made, size, answered = self._far_end.take()
+        return made, self._links.send(Way.FROM_STORE, size, answered)
 
     def _take(self) -> T:
-        made, arrives = self._far_end.take()
+        made, arrives = self._down.take()
         sleep_until(arrives)
         return made
 
     def close(self, last: Callable[[], None], timeout: float) -> None:
         """Run `last` at the store's end after what is under way, and wait so long for it."""
-        with suppress(TimedOut):
-            self._far_end.close(last, timeout)
+        for thread, end in ((self._up, _nothing), (self._far_end, last), (self._down, _nothing)):
+            with suppress(TimedOut):
+                thread.close(end, timeout)
+
+
+def _nothing() -> None:
+    """The store's end is the other thread."""

@@ -20,9 +20,10 @@ from pyps.formats.learnt import learnt
 from pyps.formats.setup import VARIABLE
 from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec, CostModel, Encoding
+from pyps.solver.wire import LinkSpec
 from pyps.store.codec import fed_back
 from pyps.store.policies import Policy, policy_named
-from pyps.worker.emulated_link import EmulatedLinks, LinkSpec
+from pyps.worker.emulated_link import EmulatedLinks
 from pyps.worker.mode import ModeOptions, RankMode, launched_mode, launched_policy
 
 if TYPE_CHECKING:

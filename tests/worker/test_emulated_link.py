@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from threads import in_threads
 from pyps.formats import Fit, write_json
 from pyps.formats.records import read_run, split_spans
 from pyps.run.ranks import throttles
+from pyps.solver.wire import LinkSpec
 from pyps.store.policies import ASP, BSP
-from pyps.worker.emulated_link import EmulatedLinks, LinkSpec, OneWay, RoundTrips, Way
+from pyps.worker.emulated_link import EmulatedLinks, RoundTrips, SharedWay, Way
 from pyps.worker.loop import Worker
 from pyps.worker.settings import Settings, ThrottleSpec
 
@@ -48,62 +49,68 @@ bandwidth = 5e6
 """
 
 
+class Clock:
+    """The clock of emulated links, in nanoseconds; sleeping passes its time at once."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def sleep(self, seconds: float) -> None:
+        self.at += round(1e9 * seconds)
+
+
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
-    """Sets the clock of emulated links, in seconds; at first 0."""
-
-    def set_clock(seconds: float) -> None:
-        monkeypatch.setattr(time, "monotonic_ns", lambda: round(1e9 * seconds))
-
-    set_clock(0.0)
-    yield set_clock
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: made.at)
+    monkeypatch.setattr(time, "sleep", made.sleep)
+    yield made
     monkeypatch.undo()
 
 
-def arrival(links: EmulatedLinks, way: Way, size: int) -> float:
-    return links.send(way, size) * 1e-9
+def arrival(links: EmulatedLinks, way: Way, size: int, leaves: float = 0.0) -> float:
+    return links.send(way, size, round(1e9 * leaves)) * 1e-9
 
 
-Now = Callable[[float], None]
-
-
-def test_a_message_takes_its_bytes_and_its_latency_on_each_link(now: Now) -> None:
+def test_a_message_takes_its_bytes_and_its_latency_on_each_link(clock: Clock) -> None:
     links = EmulatedLinks((LinkSpec(0.02, 1e6), LinkSpec(0.0, 2e6)))
     assert arrival(links, Way.TO_STORE, 20_000) == pytest.approx(0.02 + 0.02 + 0.01)
     assert arrival(links, Way.FROM_STORE, 20_000) == pytest.approx(0.01 + 0.02 + 0.02)
     assert arrival(EmulatedLinks(), Way.TO_STORE, 10**12) == 0.0
 
 
-def test_bytes_follow_one_another_each_way_and_latencies_overlap(now: Now) -> None:
+def test_bytes_follow_one_another_each_way_and_latencies_overlap(clock: Clock) -> None:
     links = EmulatedLinks((LinkSpec(0.5, 1e6),))
     assert [arrival(links, Way.TO_STORE, 100_000) for _ in range(3)] == pytest.approx([0.6, 0.7, 0.8])
     assert arrival(links, Way.FROM_STORE, 100_000) == pytest.approx(0.6), "the other way is free"
-    now(0.25)
-    assert arrival(links, Way.TO_STORE, 100_000) == pytest.approx(0.9), "the first three have 50 ms left"
-    now(2.0)
-    assert arrival(links, Way.TO_STORE, 100_000) == pytest.approx(2.6)
+    assert arrival(links, Way.TO_STORE, 100_000, 0.25) == pytest.approx(0.9), "50 ms are left"
+    assert arrival(links, Way.TO_STORE, 100_000, 2.0) == pytest.approx(2.6)
 
 
-def test_workers_take_turns_on_a_shared_link_each_way(now: Now, tmp_path: Path) -> None:
-    shared = LinkSpec(0.5, 1e6, "rack/1")
-    one, other = (EmulatedLinks((shared,), tmp_path) for _ in range(2))
-    assert arrival(one, Way.TO_STORE, 30_000) == pytest.approx(0.53)
-    assert arrival(other, Way.TO_STORE, 30_000) == pytest.approx(0.56)
-    assert arrival(other, Way.FROM_STORE, 30_000) == pytest.approx(0.53)
-    assert arrival(one, Way.FROM_STORE, 30_000) == pytest.approx(0.56)
+def test_a_shared_link_alone_is_a_link(clock: Clock, tmp_path: Path) -> None:
+    links = EmulatedLinks((LinkSpec(0.5, 1e6, "rack/1"),), tmp_path)
+    assert [arrival(links, Way.TO_STORE, 100_000) for _ in range(3)] == pytest.approx([0.6, 0.7, 0.8])
     (tmp_path / "link-other-up").write_bytes(b"half")  # a writer was killed there
-    assert OneWay(tmp_path / "link-other-up").occupy(5, 2) == 7
+    began = clock.at
+    assert SharedWay(1e9, tmp_path / "link-other-up").carry(5, began) == began + 5
 
 
-def test_processes_that_share_a_link_never_overlap(tmp_path: Path) -> None:
-    ends: list[int] = []
+@pytest.mark.timed
+def test_processes_divide_a_shared_link(tmp_path: Path) -> None:
+    """Three messages of 0.1 s that come together end together; one that comes then is alone."""
+    ends: list[float] = []
+    began = time.monotonic_ns()
 
     def use() -> None:
-        wire = OneWay(tmp_path / "wire")
-        ends.extend(wire.occupy(0, 10) for _ in range(50))
+        way = SharedWay(1e6, tmp_path / "wire")
+        ends.append((way.carry(100_000, began) - began) * 1e-9)
 
-    in_threads(*(use for _ in range(4)))
-    assert sorted(ends) == [10 * k for k in range(1, 201)]
+    in_threads(*(use for _ in range(3)))
+    assert ends == pytest.approx([0.3] * 3, abs=0.05)
+    last = time.monotonic_ns()
+    assert (SharedWay(1e6, tmp_path / "wire").carry(100_000, last) - last) * 1e-9 == pytest.approx(
+        0.1, abs=1e-6
+    )
 
 
 def test_round_trips_are_under_way_at_once_and_answered_in_order() -> None:
