@@ -8,7 +8,7 @@
  * A function may change the view it is given only if its answer is followed by a commit. If it answers WAIT,
  * it must leave the view as it was.
  *
- * WHO CALLS WHOM. The files stand on floors. A file calls only files that this list has before it
+ * WHICH FILE CALLS WHICH. The files stand on floors. A file calls only files that this list has before it
  * (tests/c/test_layers_c.py):
  *
  *   views      view_parts, view_clocks, view_samples

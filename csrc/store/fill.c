@@ -74,7 +74,7 @@ static int fill_floats(pyps_store *s, const pyps_push_args *a) {
 }
 
 /* Sums the gradient's norm, if it is to be clipped, and finds whether what lies in the buffer is finite: all of it, or
- * averaged tensors alone where an encoder or the norm has told of the rest. */
+ * averaged tensors alone where an encoder or the norm has looked at the rest. */
 static int finish_fill(pyps_store *s, const pyps_push_args *a) {
     bool finite = false, checked = a->ranges || (a->codec == PYPS_F32 && a->gradient);
     if (s->policy->stages) norm_reset(s, a->staging);

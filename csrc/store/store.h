@@ -32,7 +32,7 @@
  * cached ticket (tickets do not change), a pinned view (its CAS is lost, and with it the decision), marks of
  * waiters (one wake-up too many, or one slice of waiting too long).
  *
- * WHO CALLS WHOM. The files stand on floors. A file calls only files that this list has before it
+ * WHICH FILE CALLS WHICH. The files stand on floors. A file calls only files that this list has before it
  * (tests/c/test_layers_c.py):
  *
  *   words         wait, activity, layout, geometry, handle, mapping, places

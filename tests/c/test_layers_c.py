@@ -72,9 +72,8 @@ def code(path: Path) -> str:
 def floors(folder: str) -> list[str]:
     """The files of a folder in the order that its header says: each may call those before it."""
     header = {"store": "store.h", "policy": "policy.h"}[folder]
-    listed = (
-        (CSRC / folder / header).read_text(encoding="utf-8").split("WHO CALLS WHOM", 1)[1].split("*/", 1)[0]
-    )
+    head = (CSRC / folder / header).read_text(encoding="utf-8").split("WHICH FILE CALLS WHICH", 1)[1]
+    listed = head.split("*/", 1)[0]
     names = [name for line in FLOOR.findall(listed) for name in line.split(", ")]
     others = sorted({path.stem for path in sources(folder) if path.suffix == ".c"} - set(names))
     return [file for name in names for file in (fnmatch.filter(others, name) if "*" in name else [name])]
