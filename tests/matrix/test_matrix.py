@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cells import Cell
 from matrix import Judged, judged, sampled, whole
+from mutants import MUTANTS, ROOT, Mutant
 from zygote import Zygote
 
 pytestmark = pytest.mark.slow
@@ -37,3 +38,9 @@ def test_all_triples(
         found.append(judged(cell, folder, worker_processes))
     run_cells += found
     assert not "\n".join(f"{one.cell}: {fault}" for one in found for fault in one.faults)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.path)
+def test_the_faults_that_can_be_put_back_still_can(mutant: Mutant) -> None:
+    """python tests/matrix/mutants.py says which the matrix finds."""
+    assert (ROOT / mutant.path).read_text().count(mutant.old) == 1
