@@ -40,7 +40,7 @@ FREE_SECONDS = 0.001  # a step of a run that follows no simulation takes this ti
 ATTACH_SECONDS = 20.0
 CHANGE_SAMPLES = (SAMPLES // 4, SAMPLES // 2)  # trained when a rebalanced cell changes its split
 RESUME_SAMPLES = SAMPLES // 2  # trained when a run that is resumed ends
-KILLED, KILLED_STEPS = 1, 1  # the rank that is killed, and the steps that it has trained by then
+KILLED, KILLED_STEPS = 1, 1  # the rank that is killed, and the micro-batches that it has computed by then
 LOOK_SECONDS = 0.001
 Gate = Callable[[int], None]
 Vector = NDArray[np.float32]
@@ -284,19 +284,16 @@ class Worker:
         )
 
     def train(self, gate: Gate) -> None:
-        """To the run's end; passes the gate with each whole gradient. All but rank 0, which made the store,
-        leave it then.
+        """To the run's end; passes the gate with each micro-batch. All but rank 0, which made the store, leave
+        it then.
         """
         torch.set_num_threads(1)
-        worker, done = self.worker, 0
+        worker = self.worker
         try:
             for (chosen,) in worker.batches((INPUTS,)):
                 loss = self.model(chosen)
                 loss.backward()
-                done += len(chosen)
-                if worker.claim is not None and done >= worker.claim.count:
-                    gate(worker.rank)
-                    done = 0
+                gate(worker.rank)
                 worker.step()
         except Stopped:
             worker.close()
@@ -306,7 +303,7 @@ class Worker:
 
 
 class WaitingGate:
-    """Lets every rank take one step more than the one that is killed, and others when it is dead."""
+    """Lets every rank compute one micro-batch more than the one that is killed, until it is dead."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -330,7 +327,7 @@ def killed_and_replaced(cell: Cell, seat: Seat, zygote: Zygote, when_dead: Calla
 
 
 def work_in_a_process(cell: Cell, seat: Seat, segments: str, steps: int | None) -> None:
-    """steps: after which it is killed; None: it is not."""
+    """steps: micro-batches after which it is killed; None: it is not."""
     os.environ["PYPS_SHM_DIR"] = segments
     left = itertools.count() if steps is None else itertools.chain(range(steps), [None])
     worker = Worker(cell, seat)
