@@ -1,10 +1,10 @@
 """A run that follows its simulation: workers push in the order in which they do in virtual time.
 
 The simulation says which worker computes when. A worker with a micro-batch's gradient waits at a gate; the
-conductor opens it for one worker after the other, in the order in which their computing ends in virtual time, each time after
-all that should have happened by then has: every worker whose next step had begun is at its gate, and in a
-pipeline the parameters that had come back are there. A run that decides otherwise than its simulation then
-shows by a gate that is not reached, by other parameters, or by other counters.
+conductor opens it for one worker after the other, in the order in which their computing ends in virtual time,
+each time after all that should have happened by then has: every worker whose next step had begun is at its
+gate, and in a pipeline the parameters that had come back are there. A run that decides otherwise than its
+simulation then shows by a gate that is not reached, by other parameters, or by other counters.
 """
 
 from __future__ import annotations

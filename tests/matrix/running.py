@@ -284,8 +284,8 @@ class Worker:
         )
 
     def train(self, gate: Gate) -> None:
-        """To the run's end; passes the gate with each micro-batch. All but rank 0, which made the store, leave
-        it then.
+        """To the run's end; passes the gate with each micro-batch. All but rank 0, which made the store,
+        leave it then.
         """
         torch.set_num_threads(1)
         worker = self.worker
