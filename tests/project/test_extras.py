@@ -27,7 +27,8 @@ LEFT_OUT = (
     "zmq",
 )
 WITHOUT = f"import sys\nsys.modules |= dict.fromkeys({LEFT_OUT})\n"
-NEED_THEIRS = ("pyps.remote.", "pyps.torch.accelerate", "pyps.torch.lightning", "pyps.torch.transformers")
+NEED_THEIRS = ("pyps.remote.", "pyps.shards.", "pyps.torch.accelerate", "pyps.torch.lightning")
+NEED_THEIRS += ("pyps.torch.transformers",)
 IMPORT_ALL = f"""{WITHOUT}
 import importlib, pkgutil, pyps
 for module in pkgutil.walk_packages(pyps.__path__, "pyps."):

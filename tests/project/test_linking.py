@@ -14,7 +14,7 @@ import pytest
 
 from pyps import native
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first test builds the wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 STRICT = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
