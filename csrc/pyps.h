@@ -302,6 +302,9 @@ enum { PYPS_CONTINUE = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 }; /* what pyps_shou
 /* Between two micro-batches: `done` samples of the claim are computed, the next micro-batch has `next`. The
  * advice is to continue, to push what there is, or to abort: the samples go back; start again. */
 PYPS_API int pyps_should_continue(pyps_store *store, uint32_t done, uint32_t next, int *advice_out);
+/* Under a policy with turns: waits until this worker's push may be sent. A push waits for its turn in any case;
+ * a caller that sends the gradient over a link calls this before, so that the link carries one at a time. */
+PYPS_API int pyps_await_turn(pyps_store *store, double timeout_seconds);
 /* Limits this worker's claims to the samples that its memory holds, from the next claim on; 0: no limit. */
 PYPS_API int pyps_set_max_samples(pyps_store *store, uint32_t samples);
 

@@ -125,7 +125,7 @@ static void reset_membership(pyps_store *s) {
     memset(s->staging_ticket, 0, sizeof s->staging_ticket);
     memset(s->staging_taken, 0, sizeof s->staging_taken);
     staging_forget_memory(s);
-    s->parked = 0, s->claimed_at = s->own.ticket = 0;
+    s->parked = 0, s->turn_opened_at = s->turn_waited = 0, s->claimed_at = s->own.ticket = 0;
 }
 
 static int enter(pyps_store *s, int role, int rank) {

@@ -208,6 +208,22 @@ static int set_staged_version(pyps_store *s, struct event *e) {
     return rc ? rc : chunks_complete(s, e->version);
 }
 
+int pyps_await_turn(pyps_store *s, double timeout_seconds) {
+    int rc = store_check_worker(s);
+    if (rc) return rc;
+    uint64_t began = wait_now_nanoseconds(), deadline = store_deadline(s, timeout_seconds), waited;
+    struct outcome outcome;
+    do {
+        struct event e = store_event(s, EVENT_GATE);
+        rc = view_commit_waiting(s, &e, PYPS_WAITS_TURN, deadline, &outcome, &waited);
+    } while (rc == TRY_AGAIN);
+    if (rc) return rc;
+    s->turn_opened_at = wait_now_nanoseconds();
+    s->turn_waited = s->turn_opened_at - began;
+    if (s->claimed_at) s->claimed_at += s->turn_waited; /* a wait is no computing */
+    return PYPS_OK;
+}
+
 /* TRY_AGAIN: the rank's residual has changed, or the policy wants to be asked again. */
 static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struct outcome *outcome,
                         pyps_push_result *out) {
@@ -216,13 +232,15 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
         enum verdict verdict;
         uint32_t seen = view_sequence_word(s);
         int rc = set_staged_version(s, e);
-        e->waited = wait_now_nanoseconds() - waiting.since;
+        e->waited = wait_now_nanoseconds() - waiting.since + s->turn_waited;
+        e->sent = s->turn_opened_at ? wait_now_nanoseconds() - s->turn_opened_at : 0;
         if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
         out->wait_nanoseconds = e->now - waiting.since;
         if (verdict != STEP_WAIT) {
             out->admitted_nanoseconds = e->now;
             return PYPS_OK;
         }
+        s->turn_opened_at = 0; /* the turn passed while the gradient travelled */
         if ((rc = view_wait_for_others(s, &waiting, seen, outcome->at))) return rc;
     }
 }
@@ -293,6 +311,7 @@ static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_resul
     }
     s->own.ticket = 0;
     rc = admit(s, args, deadline, &outcome, out);
+    s->turn_opened_at = s->turn_waited = 0;
     if (rc == PYPS_EREJECTED) s->staging_taken[args->staging] = false; /* no other participant has seen it */
     if (rc) return rc;
     FAILPOINT("push.admitted");

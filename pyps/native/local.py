@@ -167,6 +167,9 @@ class LocalBackend:
         check("should_continue", lib.pyps_should_continue(self.pointer, done, following, advice))
         return Advice(advice[0])
 
+    def await_turn(self, timeout: float) -> None:
+        check("await_turn", lib.pyps_await_turn(self.pointer, timeout))
+
     def set_max_samples(self, most: int) -> None:
         what = "set_max_samples"
         check(what, lib.pyps_set_max_samples(self.pointer, unsigned(what, "samples", most, 32)))

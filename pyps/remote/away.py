@@ -120,6 +120,11 @@ class Away:
             self._staging_taken.clear()
         return advice
 
+    def await_turn(self, timeout: float) -> None:
+        began = time.monotonic()
+        self.client.call(verbs.AWAIT_TURN(bounded(timeout)))
+        self._compute_began += time.monotonic() - began  # a wait is no computing
+
     def wait(self, sequence: int, timeout: float) -> None:
         self.client.call(verbs.WAIT(sequence, bounded(timeout)))
 

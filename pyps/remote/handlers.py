@@ -400,6 +400,10 @@ class LinkSession:
             self._wing.abandon()
         return advice
 
+    @HANDLERS.plain(verbs.AWAIT_TURN)
+    def await_turn(self, timeout: float) -> None:
+        self.store.await_turn(timeout)
+
     @HANDLERS.bulk(verbs.SNAPSHOT)
     def snapshot(self, numbers: Frames, states: int, timeout: float) -> tuple[int, Arrays]:
         layout = self.layout

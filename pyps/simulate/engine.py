@@ -21,7 +21,7 @@ from pyps.simulate.network import LinkClass, Network
 from pyps.simulate.optimizer import Vector
 from pyps.simulate.problem import Model
 from pyps.simulate.scenario import Fault, Scenario
-from pyps.simulate.worker import Parameters, Step, WorkerProcess
+from pyps.simulate.worker import Parameters, Step, Turn, WorkerProcess
 from pyps.step.machine import Rules
 from pyps.store.policies import Policy, register_policy
 
@@ -246,6 +246,23 @@ class Engine:
         """What a micro-batch takes that begins now."""
         return _ns(self.devices[k].seconds(samples, self.clock.now * 1e-9))
 
+    def sends_in_turn(self, k: int) -> bool:
+        """Whether worker k's gradients wait for their turn before they travel: over a link they do."""
+        return self.needs.uses_turns and self._kinds[k] >= 0
+
+    def await_turn(self, k: int, channel: int) -> Generator[int | None, None, Turn]:
+        """Wait until worker k's gradient may be sent."""
+        began = self.clock.now
+        while True:
+            d = self.core.step(EventKind.GATE, k, self.clock.now)
+            self._note(d)
+            if d.verdict != WAIT_VERDICT:
+                break
+            self.clock.park(channel, d.until, d.at)
+            yield None
+        self.metrics.add(channel, WAIT, began, self.clock.now, self.version)
+        return Turn(self.clock.now, self.clock.now - began)
+
     def push(self, k: int, channel: int, step: Step, compute_nanoseconds: int) -> StepProcess:
         """Push a gradient that has arrived, and wait for its turn or its round, as the store does.
 
@@ -258,11 +275,14 @@ class Engine:
         staging = (~self._staging_buffers[k] & self._staging_buffers[k] + 1).bit_length() - 1  # the first
         norm = float(gradient[0] @ gradient[0]) if gradient else 0.0
         w, version = step.pulled
+        opened, waited = step.turn or (0, 0)
         while True:
             self._staged[k, staging] = (gradient[0], w) if gradient else None
             self._staging_buffers[k] |= 1 << staging
             try:
-                more = compute_nanoseconds, norm, 1 + version, clock.now - began, 0, step.nanoseconds
+                sent = clock.now - opened if opened else 0
+                waits = waited + clock.now - began
+                more = compute_nanoseconds, norm, 1 + version, waits, sent, step.nanoseconds
                 d = self.core.push(k, clock.now, staging, step.done, *more)
             except PypsError:
                 self._release(k, staging)
@@ -271,6 +291,7 @@ class Engine:
                 break
             self._release(k, staging)
             self._note(d)
+            opened = 0  # the turn passed while the gradient travelled
             clock.park(channel, d.until, d.at)
             yield None
         until = d.until

@@ -52,6 +52,14 @@ from pyps.step.transfer import Ask, Done, Transfers, Verb
 if TYPE_CHECKING:
     from pyps.simulate.engine import Engine
 
+
+class Turn(NamedTuple):
+    """A worker's turn over a link. opened: when; waited: for it. Nanoseconds."""
+
+    opened: int
+    waited: int
+
+
 Parameters = tuple[Vector, int]  # with their version
 SampleRange = tuple[int, int]  # first, count
 Gradient = tuple[Vector, float]  # with the loss
@@ -74,6 +82,7 @@ class Step:
     gradient: Gradient | None = None
     nanoseconds: int = 0  # of computing
     lasted: int = 0  # from its beginning until its gradient was ready
+    turn: Turn | None = None  # in which its gradient travels
 
 
 class Back(NamedTuple):
@@ -282,7 +291,12 @@ class WorkerProcess:
 
     def _transfer(self, number: int, channel: int, step: Step, ask: Ask) -> Steps:
         """A transfer: the gradient travels, the store answers, and the parameters travel back."""
-        left, k, engine = self._clock.now, self._k, self._engine
+        k, engine = self._k, self._engine
+        if engine.sends_in_turn(k):
+            yield from self._in_turn(STORE, number, channel)
+            with suppress(Fenced):  # the store will say so again
+                step.turn = yield from engine.await_turn(k, channel)
+        left = self._clock.now
         yield from engine.travel_up(k, channel, self._in_turn(UP, number, channel))
         self._pass(UP)
         yield from self._in_turn(STORE, number, channel)
@@ -333,7 +347,9 @@ class WorkerProcess:
             return done
 
     def _push(self, channel: int, step: Step) -> Steps:
-        lasted = step.lasted if self._rules.depth > 1 else self._clock.now - step.claimed
+        lasted = step.lasted
+        if self._rules.depth == 1:
+            lasted = self._clock.now - step.claimed - (step.turn.waited if step.turn is not None else 0)
         return (yield from self._engine.push(self._k, channel, step, lasted))
 
     def _in_turn(self, what: int, number: int, channel: int) -> Steps:

@@ -116,6 +116,13 @@ class Backend(Protocol):
     def should_continue(self, done: Count, following: Count) -> Advice:
         """Between two micro-batches: go on, push the `done` samples now, or give them up. Raises Fenced."""
 
+    def await_turn(self, timeout: Timeout) -> None:
+        """Under a policy with turns, wait until this worker's push may be sent; else nothing.
+
+        A push waits for its turn in any case; after this its gradient has the link for itself. Raises Fenced,
+        TimedOut.
+        """
+
     def set_max_samples(self, most: Count) -> None:
         """Samples that fit this worker's memory at once, from the next claim on; 0: no limit."""
 

@@ -395,6 +395,19 @@ class Store(StoreHandle):
         with self._calls as backend:
             return backend.should_continue(done, following)
 
+    def await_turn(self, timeout: float | None = None) -> None:
+        """Under a policy with turns, wait until this worker's push may be sent; else nothing.
+
+        A push waits for its turn in any case, but over a link its gradient travels before that; after this
+        call it has the link for itself. Other threads may use a store that is elsewhere meanwhile. Raises
+        Fenced, TimedOut.
+        """
+        if self.servers:
+            self.backend.await_turn(native.timeout_seconds(timeout))
+            return
+        with self._calls as backend:
+            backend.await_turn(native.timeout_seconds(timeout))
+
     def set_max_samples(self, most: int) -> None:
         """Say how many samples fit this worker's memory at once, from the next claim on; 0: no limit."""
         with self._calls as backend:

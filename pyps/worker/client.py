@@ -63,6 +63,8 @@ class StoreClient:
         self._links = links or EmulatedLinks()
         self.fenced = 0
         self._codec, self._budget = pull, budget
+        self._has_link = store.servers > 0 or self._links.emulated
+        self._uses_turns = store.policy_needs().uses_turns
         self._codes: NDArray[np.uint8] | None = None
         self.ahead: deque[Claim] = deque()
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
@@ -136,13 +138,28 @@ class StoreClient:
             return self._travel(request, ask)
         if not self.store.servers:
             return partial(self.transfer, request, ask)
+        try:
+            turn = self._await_turn(request)
+        except Fenced:
+            return _fenced
         most = None if self._budget is None else self._budget.change()
         whole = TransferRequest(request, self._codec, ask.exchanges, ask.claims, most)
         try:
-            return partial(self._finish, request.samples > 0, False, self.store.begin_transfer(whole))
+            return partial(self._finish, turn, request.samples > 0, False, self.store.begin_transfer(whole))
         except NotFinite:
             skip = replace(whole, push=PushRequest(request.staging, 0, request.hyper))
-            return partial(self._finish, False, True, self.store.begin_transfer(skip))
+            return partial(self._finish, turn, False, True, self.store.begin_transfer(skip))
+
+    def _await_turn(self, request: PushRequest) -> list[Span]:
+        """Over a link, wait until the gradient has the link for itself, where the policy has turns; the wait.
+
+        Raises Fenced, TimedOut.
+        """
+        if not (self._has_link and self._uses_turns and request.samples):
+            return []
+        began = time.monotonic()
+        self.store.await_turn()
+        return [("wait", began, time.monotonic())]
 
     def _travel(self, request: PushRequest, ask: Ask) -> Callable[[Flat], Transfer]:
         """A transfer over emulated links."""
@@ -158,7 +175,8 @@ class StoreClient:
             return transfer, self._bytes(self._codec)
 
         size = self._bytes(request.encoding.codec) if request.samples else 0
-        return partial(self._arrive, self._trips.begin(size, answer), params)
+        before = partial(self._await_turn, request) if self._uses_turns and request.samples else None
+        return partial(self._arrive, self._trips.begin(size, answer, before), params)
 
     def _arrive(self, receive: Callable[[], Transfer], params: Flat, out: Flat) -> Transfer:
         transfer = receive()
@@ -171,10 +189,15 @@ class StoreClient:
 
     def send(self, request: PushRequest, ask: Ask, out: Flat) -> Transfer:
         """A whole transfer now, over emulated links too."""
+        try:
+            turn = self._await_turn(request)
+        except Fenced:
+            return _fenced(out)
         began = time.monotonic()
         if request.samples:
             self._links.carry(Way.TO_STORE, self._bytes(request.encoding.codec))
         transfer = self.transfer(request, ask, out, began)
+        transfer.outcome.spans[:0] = turn
         if transfer.outcome.version is not None and self._links.emulated:
             arrived = time.monotonic()
             self._links.carry(Way.FROM_STORE, self._bytes(self._codec))
@@ -254,7 +277,9 @@ class StoreClient:
                 outcome.spans.append(("wait", began, waited))
             outcome.spans.append(("push" if request.samples else "skip", waited, done))
 
-    def _finish(self, pushes: bool, unencodable: bool, finish: Finish, out: Flat) -> Transfer:
+    def _finish(
+        self, turn: list[Span], pushes: bool, unencodable: bool, finish: Finish, out: Flat
+    ) -> Transfer:
         """A remote store's transfer, as a local one's."""
         try:
             done = finish(out)
@@ -266,7 +291,7 @@ class StoreClient:
             rejected=done.result is None,
             unencodable=unencodable,
             version=done.version,
-            spans=spans,
+            spans=[*turn, *spans],
         )
         for claim in done.claims:
             self._note(claim)
@@ -301,6 +326,11 @@ class StoreClient:
             self.store.close()
         else:
             self._trips.close(self.store.close, CLOSE_SECONDS)
+
+
+def _fenced(_: Flat) -> Transfer:
+    """A transfer whose worker was fenced before its gradient left."""
+    return Transfer(Outcome(), fenced=True)
 
 
 def _ignore(_: Claim) -> None:

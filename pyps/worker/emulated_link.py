@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from pyps.errors import TimedOut
+from pyps.errors import Fenced, TimedOut
 from pyps.profiler.throttle import NANOSECOND, sleep_until
 from pyps.solver.wire import FairShares, LinkSpec
 from pyps.worker.background import BackgroundThread
@@ -134,17 +134,28 @@ class RoundTrips(Generic[T]):
         self._far_end: BackgroundThread[tuple[T, int, int]] = BackgroundThread(name)
         self._down: BackgroundThread[tuple[T, int]] = BackgroundThread(f"{name}-down")
 
-    def begin(self, size: int, answer: Callable[[], tuple[T, int]]) -> Callable[[], T]:
+    def begin(
+        self, size: int, answer: Callable[[], tuple[T, int]], before: Callable[[], object] | None = None
+    ) -> Callable[[], T]:
         """Send a message of `size` bytes. When it has arrived, `answer` makes the answer, and its size; what
-        is returned waits until that is here. It raises what `answer` raised.
+        is returned waits until that is here. It raises what `answer` raised. before: a wait at the store,
+        after the last answer, until the message may be sent; if it raises Fenced, so will `answer`.
         """
-        self._up.submit(partial(self._links.send, Way.TO_STORE, size, time.monotonic_ns()))
-        self._far_end.submit(partial(self._answer, answer))
+        if before is None:
+            self._up.submit(partial(self._links.send, Way.TO_STORE, size, time.monotonic_ns()))
+        self._far_end.submit(partial(self._answer, answer, size, before))
         self._down.submit(self._return)
         return self._take
 
-    def _answer(self, answer: Callable[[], tuple[T, int]]) -> tuple[T, int, int]:
-        sleep_until(self._up.take())
+    def _answer(
+        self, answer: Callable[[], tuple[T, int]], size: int, before: Callable[[], object] | None
+    ) -> tuple[T, int, int]:
+        if before is None:
+            sleep_until(self._up.take())
+        else:
+            with suppress(Fenced):
+                before()
+            sleep_until(self._links.send(Way.TO_STORE, size, time.monotonic_ns()))
         made, size = answer()
         return made, size, time.monotonic_ns()
 

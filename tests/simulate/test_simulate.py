@@ -87,11 +87,11 @@ def test_hps_ends_rounds_together() -> None:
 
 
 def test_r2sp_cycles_with_the_slowest_and_spreads_transfers() -> None:
-    """A gradient travels before its turn at the store, as in a run."""
+    """A gradient that crosses a link waits for its turn before it travels, as in a run."""
     ring = Scenario(workers(), up_bytes=1e6, down_bytes=1e6, server_bandwidth=1e9)
     result = simulate(ring, "r2sp", iterations=50)
     bsp = simulate(ring, "bsp", iterations=50)
-    assert result.peak_transfers < bsp.peak_transfers == 4
+    assert (result.peak_transfers, bsp.peak_transfers) == (1, 4)
     assert result.iteration_seconds <= 1.07 * (SLOWEST + 0.002)
 
 
