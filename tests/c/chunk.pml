@@ -13,7 +13,7 @@
  *     search may wait for what the dead one has, so for ever; with three and one push for the living alone.
  *   - Memory is sequentially consistent. atomics.h argues why the store may be seen so.
  *
- * Snapshots, staging and the buffers of views are left out.
+ * Snapshots and the buffers of views are left out; clip.pml and leave.pml have staging buffers.
  */
 
 #ifndef CHUNKS

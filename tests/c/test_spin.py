@@ -39,6 +39,7 @@ SIZES = {  # as Spin 6.5.2 counts states: another number is another protocol
     "no process waits for the dead": ("chunk.pml", {"PUSHES": 1, "SPARES": 3}, 180_391),
     "a push passes a chunk": ("chunk.pml", {"PUSHES": 2, "PASSES": 1}, 886_169),  # PUSHES 3: 5,679,525
     "one norm for every chunk of a round": ("clip.pml", {}, 484_178),
+    "what is in a round or a ticket keeps its pages": ("leave.pml", {}, 1_087_945),
     "a late joiner dies": ("chunk.pml", {"PUSHES": 2, "DEATHS": 1}, 1_898_780),  # DEATHS 2: 3,419,580
 }
 
@@ -66,7 +67,7 @@ MUTANTS = {
     "STOPPED": TORN,
     "HELP_FIRST": "found",  # there is no buffer left
 }
-OVERWRITTEN = "gradient=="  # a gradient that is read is of another round
+OVERWRITTEN = "gradient=="  # a gradient that is read is of another round, or gone
 NORM_MUTANTS = {
     "NO_RECHECK": OVERWRITTEN,
     "NO_HAZARDS": OVERWRITTEN,
@@ -76,6 +77,8 @@ NORM_MUTANTS = {
     "NO_RELEASE": "admitted",  # the next round never begins
     "STOPPED": OVERWRITTEN,
 }
+
+LEAVE_MUTANTS = ["TWO_LOOKS", "NO_ROUND", "NO_HAZARDS"]
 
 
 @pytest.mark.parametrize("mutant", sampled(MUTANTS, 1, 5))
@@ -88,6 +91,11 @@ def test_a_fault_in_the_protocol_is_found(tmp_path: Path, mutant: str) -> None:
 @pytest.mark.parametrize("mutant", sampled(NORM_MUTANTS, 1))
 def test_a_fault_in_finding_the_norm_is_found(tmp_path: Path, mutant: str) -> None:
     assert_found(NORM_MUTANTS[mutant], *search(tmp_path, "clip.pml", MUTANT=mutant))
+
+
+@pytest.mark.parametrize("mutant", sampled(LEAVE_MUTANTS))
+def test_a_fault_in_giving_staging_back_is_found(tmp_path: Path, mutant: str) -> None:
+    assert_found(OVERWRITTEN, *search(tmp_path, "leave.pml", MUTANT=mutant))
 
 
 def assert_found(violated: str, errors: int, _: int, output: str) -> None:
