@@ -14,14 +14,23 @@ static pthread_mutex_t handles_lock = PTHREAD_MUTEX_INITIALIZER;
 static pyps_store *handles;
 static int (*interrupted)(void);
 
-/* The descriptor leads to the segment: its process has not closed it, with or without another file there since. */
-static bool has_file(const pyps_store *s, struct stat *found) {
-    return !fstat(s->fd, found) && found->st_dev == s->device && found->st_ino == s->inode;
+static bool is_of(const struct stat *found, struct file file) {
+    return found->st_dev == file.device && found->st_ino == file.inode;
 }
 
-void handle_close_file(const pyps_store *s) {
+struct file file_behind(int fd) {
     struct stat found;
-    if (has_file(s, &found)) close(s->fd);
+    if (fstat(fd, &found)) return (struct file){0};
+    return (struct file){.device = found.st_dev, .inode = found.st_ino};
+}
+
+bool file_is_behind(int fd, struct file file) {
+    struct stat found;
+    return !fstat(fd, &found) && is_of(&found, file);
+}
+
+void file_close(int fd, struct file file) {
+    if (file_is_behind(fd, file)) close(fd);
 }
 
 static void before_fork(void) { pthread_mutex_lock(&handles_lock); }
@@ -31,7 +40,7 @@ static void after_fork_parent(void) { pthread_mutex_unlock(&handles_lock); }
  * be found dead. It does not have the mapping (mapping.c). */
 static void after_fork_child(void) {
     for (pyps_store *s = handles; s; s = s->next) {
-        handle_close_file(s);
+        file_close(s->fd, s->file);
         journal_close(s);
         s->fd = -1, s->process = 0, s->base = NULL, s->detached = NULL;
     }
@@ -70,7 +79,7 @@ bool handle_is_listed(const pyps_store *s) {
 }
 
 void journal_close(pyps_store *s) {
-    if (s->journal >= 0) close(s->journal);
+    if (s->journal >= 0) file_close(s->journal, s->journal_file);
     s->journal = -1;
 }
 
@@ -102,7 +111,7 @@ int store_check_usable(pyps_store *s, bool joined) {
         return fail(PYPS_EFORKED,
                     "this handle belongs to the parent process; open the store again after fork");
     struct stat status; /* what is behind a file's end cannot be read: SIGBUS */
-    if (!has_file(s, &status))
+    if (fstat(s->fd, &status) || !is_of(&status, s->file))
         return fail(PYPS_ESYS, "descriptor %d is not the segment's any more: this process has closed it",
                     s->fd);
     if ((uint64_t)status.st_size < s->layout.bytes)

@@ -18,10 +18,15 @@ static int put(int fd, struct journal_entry *entry, const void *more, size_t byt
     return rc == (ssize_t)entry->bytes ? PYPS_OK : fail(PYPS_ESYS, "journal: writing: %s", strerror(errno));
 }
 
-/* A full disk ends the journal, not the training: a replay then lacks the later events. */
+/* A full disk ends the journal, not the training: a replay then lacks the later events. So does a descriptor that leads
+ * to another file of this process by now. */
 void journal_event(pyps_store *s, const struct event *e, const struct outcome *o, enum verdict verdict,
                    const struct view *v) {
     if (s->journal < 0) return;
+    if (!file_is_behind(s->journal, s->journal_file)) {
+        s->journal = -1;
+        return;
+    }
     struct journal_entry entry;
     memset(&entry, 0, sizeof entry);
     entry.sequence = v->sequence, entry.verdict = verdict, entry.event = *e, entry.outcome = *o;

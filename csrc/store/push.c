@@ -265,6 +265,9 @@ static int admit(pyps_store *s, const pyps_push_args *args, uint64_t deadline, s
     }
 }
 
+/* It is admitted: a participant that finds a buffer completes it. */
+static int unless_full(int rc) { return rc == PYPS_EFULL ? PYPS_OK : rc; }
+
 /* The gradient is staged into a round that no call waits for. The push that closes the round completes it. */
 static int park(pyps_store *s, const pyps_push_args *args, const struct outcome *outcome,
                 pyps_push_result *out) {
@@ -276,7 +279,7 @@ static int park(pyps_store *s, const pyps_push_args *args, const struct outcome 
     int rc = view_load_ticket(s, outcome->ticket);
     if (!rc) out->sources = s->source_count, out->samples = s->ticket.samples;
     if (rc < 0) return rc;
-    return chunks_complete(s, outcome->ticket);
+    return unless_full(chunks_complete(s, outcome->ticket));
 }
 
 /* For pulls that look ahead. A gradient that is compensated when it is applied is not kept, nor is one of ranges. */
@@ -330,9 +333,7 @@ static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_resul
     if (!outcome.ticket) return PYPS_OK; /* skipped */
     out->version = s->stream_ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
     keep_own(s, args, &outcome);
-    rc = chunks_follow(s, outcome.ticket, outcome.ticket);
-    return rc == PYPS_EFULL ? PYPS_OK
-                            : rc; /* it is admitted: a participant that finds a buffer completes it */
+    return unless_full(chunks_follow(s, outcome.ticket, outcome.ticket));
 }
 
 int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) {

@@ -85,9 +85,7 @@ static pyps_store *new_handle(int fd) {
         return fail(PYPS_ENOSPC, "out of memory for a handle"), NULL;
     }
     handle_list(s);
-    struct stat file;
-    if (!fstat(fd, &file)) s->device = file.st_dev, s->inode = file.st_ino;
-    s->fd = fd, s->process = getpid();
+    s->fd = fd, s->file = file_behind(fd), s->process = getpid();
     s->slot = s->private_view = s->private_buffer = s->reclaims = NONE;
     s->rank = s->journal = -1;
     for (size_t i = 0; i < sizeof s->free_cache / sizeof *s->free_cache; i++) s->free_cache[i] = NONE;
@@ -97,7 +95,7 @@ static pyps_store *new_handle(int fd) {
 static void destroy(pyps_store *s) {
     handle_unlist(s);
     mapping_end(s);
-    handle_close_file(s);
+    file_close(s->fd, s->file);
     journal_close(s);
     reading_drop(s);
     free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->chunk_floats),

@@ -232,6 +232,7 @@ int pyps_journal(pyps_store *s, const char *path) {
     if (!path) return PYPS_OK;
     s->journal = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
     if (s->journal < 0) return fail(PYPS_ESYS, "journal: %s: %s", path, strerror(errno));
+    s->journal_file = file_behind(s->journal);
     if ((rc = begin_journal(s))) journal_close(s);
     return rc;
 }

@@ -70,10 +70,15 @@
 #define STALL_NANOSECONDS      UINT64_C(500000)    /* a predecessor that takes longer on a chunk is helped */
 #define SNAPSHOT_GRACE_SECONDS 1.0 /* a pusher without spares for so long cancels the snapshot */
 
+/* What a descriptor leads to, until this process closes it: then another file may get its number. */
+struct file {
+    dev_t device;
+    ino_t inode;
+};
+
 struct pyps_store {
     int fd;
-    dev_t device; /* with the inode: what file the descriptor must lead to */
-    ino_t inode;
+    struct file file;
     pid_t process; /* that may use the handle; 0 in a forked child */
     uint8_t *base;
     uint64_t detached_from, detached_to; /* of the mapping: staging buffers given up; 0: none */
@@ -152,7 +157,8 @@ struct pyps_store {
         uint32_t *residuals; /* [max_participants] as in struct rank */
     } *reading;
 
-    int journal; /* file of its events; -1: none */
+    int journal; /* descriptor of the file of its events; -1: none */
+    struct file journal_file;
 
     pyps_store *next; /* list of open handles, for fork */
 };
@@ -202,8 +208,10 @@ int store_check_usable(pyps_store *s, bool joined); /* PYPS_OK, PYPS_EFORKED or 
 int store_check_worker(pyps_store *s);              /* the same, and that it has joined as a worker */
 uint64_t store_deadline(const pyps_store *s, double timeout_seconds); /* of a timeout as in pyps.h */
 int store_check_interrupt(void);
-void handle_close_file(
-    const pyps_store *s);        /* unless the process has closed it, and maybe opened another one */
+struct file file_behind(int fd);
+bool file_is_behind(int fd, struct file file);
+/* Unless this process has closed it, and maybe opened another one. */
+void file_close(int fd, struct file file);
 void handle_list(pyps_store *s); /* with forks held */
 void handle_unlist(const pyps_store *s);
 bool handle_is_listed(const pyps_store *s);

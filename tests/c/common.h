@@ -38,19 +38,23 @@ static inline uint32_t policy_numbered(const char *name) {
 /* A store of one tensor of zeros, `parameters` long, in chunks of 1024, with plain SGD unless changed. */
 static inline pyps_config small_config(const pyps_tensor *tensor, const uint32_t *batches, uint32_t ranks,
                                        uint32_t policy) {
-    return (pyps_config){
-        .size = sizeof(pyps_config),
-        .chunk_params = 1024,
-        .max_participants = 8,
-        .ranks = ranks,
-        .groups = 1,
-        .tensors = 1,
-        .policy = policy,
-        .policy_params =
-            {.backup = 1, .bound = 2, .extra = 2, .slack = 1, .patience = 2, .scaling = PYPS_SCALE_NONE},
-        .round_timeout_seconds = 60,
-        .batches = batches,
-        .tensor = tensor};
+    return (pyps_config){.size = sizeof(pyps_config),
+                         .chunk_params = 1024,
+                         .max_participants = 8,
+                         .ranks = ranks,
+                         .groups = 1,
+                         .tensors = 1,
+                         .policy = policy,
+                         .policy_params = {.backup = 1,
+                                           .splits = 1,
+                                           .bound = 2,
+                                           .extra = 2,
+                                           .slack = 1,
+                                           .patience = 2,
+                                           .scaling = PYPS_SCALE_NONE},
+                         .round_timeout_seconds = 60,
+                         .batches = batches,
+                         .tensor = tensor};
 }
 
 enum { PARAMETERS = 1000, FLAT = 1024 }; /* of a store of one chunk */

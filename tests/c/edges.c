@@ -3,7 +3,6 @@
  * Usage: edges NAME. Each case makes its own store, of one chunk unless it says otherwise; a push of 1 adds
  * -1 to all parameters.
  */
-#include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
 #include <sys/resource.h>
@@ -80,26 +79,63 @@ static void out_of_descriptors(void) {
     must(pyps_close(s), "close");
 }
 
+enum { SEVENS = 1 << 20 };
+
+/* Another file of this process has got the number `fd`; it is all sevens. */
+static void take_descriptor(int fd) {
+    static char sevens[SEVENS];
+    FILE *own = tmpfile();
+    memset(sevens, 7, sizeof sevens);
+    CHECK(own && fwrite(sevens, sizeof sevens, 1, own) == 1 && !fflush(own), "no file");
+    CHECK(dup2(fileno(own), fd) == fd, "no descriptor");
+}
+
+static void check_untouched(int fd) {
+    static char found[SEVENS + 1];
+    CHECK(pread(fd, found, sizeof found, 0) == SEVENS, "the file is closed, or has another length");
+    for (int i = 0; i < SEVENS; i++) CHECK(found[i] == 7, "the file has changed at %d", i);
+}
+
+static void check_untouched_by_fork(int fd) {
+    int status;
+    pid_t child = fork();
+    if (!child) check_untouched(fd), _exit(0);
+    CHECK(waitpid(child, &status, 0) == child && !status, "a forked child has lost its file");
+}
+
 /* The process has closed the segment's descriptor, and another file of its has got the number. */
 static void taken_descriptor(void) {
-    static char before[1 << 20], after[sizeof before];
     pyps_store *s = created(1, PYPS_ASP, 60);
-    FILE *own = tmpfile();
     pyps_push_result result;
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join"), must(push_value(s, 1, PYPS_F32, &result), "push");
-    memset(before, 7, sizeof before);
-    CHECK(own && fwrite(before, sizeof before, 1, own) == 1 && !fflush(own), "no file");
     int fd = s->fd;
-    CHECK(dup2(fileno(own), fd) == fd, "no descriptor");
+    take_descriptor(fd);
     expect(push_value(s, 1, PYPS_F32, &result), PYPS_ESYS, "push");
     expect(pyps_leave(s), PYPS_ESYS, "leave");
-    pid_t child = fork();
-    if (!child) _exit(fcntl(fd, F_GETFD) < 0);
-    int status;
-    CHECK(waitpid(child, &status, 0) == child && !status, "a forked child has lost its file");
+    check_untouched_by_fork(fd);
     expect(pyps_close(s), PYPS_ESYS, "close");
-    CHECK(pread(fd, after, sizeof after, 0) == sizeof after && !memcmp(before, after, sizeof after),
-          "the file has changed");
+    check_untouched(fd);
+}
+
+/* The same of the journal's: the journal ends there, the training goes on, and another journal may begin. */
+static void taken_journal(void) {
+    char path[] = "/tmp/pyps-edges-XXXXXX";
+    int file = mkstemp(path);
+    pyps_store *s = created(1, PYPS_ASP, 60);
+    pyps_push_result result;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    for (int again = 0; again < 2; again++) {
+        must(pyps_journal(s, path), "journal"), must(push_value(s, 1, PYPS_F32, &result), "push");
+        off_t written = lseek(file, 0, SEEK_END);
+        int fd = s->journal;
+        take_descriptor(fd);
+        check_untouched_by_fork(fd);
+        if (!again) must(push_value(s, 1, PYPS_F32, &result), "push");
+        must(pyps_journal(s, NULL), "no journal");
+        check_untouched(fd);
+        CHECK(written > 0 && lseek(file, 0, SEEK_END) == written, "the journal is written to");
+    }
+    must(pyps_close(s), "close"), must(close(file), "close"), must(remove(path), "remove");
 }
 
 static void *push_in_thread(void *argument) {
@@ -473,6 +509,7 @@ static const struct test_case tests[] = {
     {"full-house", full_house},
     {"out-of-descriptors", out_of_descriptors},
     {"taken-descriptor", taken_descriptor},
+    {"taken-journal", taken_journal},
     {"first-thread-ends", first_thread_ends},
     {"staging-in-round", staging_in_round},
     {"retry-in-round", retry_in_round},

@@ -175,11 +175,11 @@ static void interrupted(void) {
     close_two();
 }
 
-static bool full;
+static bool disk_full;
 
-/* In place of the C library's: the file system is full when the test says so. */
+/* In place of the C library's: the file system is full when a case says so. */
 int posix_fallocate(int fd, off_t offset, off_t bytes) {
-    return full ? ENOSPC : fallocate(fd, 0, offset, bytes) ? errno : 0;
+    return disk_full ? ENOSPC : fallocate(fd, 0, offset, bytes) ? errno : 0;
 }
 
 static void no_space(void) {
@@ -188,19 +188,125 @@ static void no_space(void) {
     pyps_push_result out;
     start(second);
     pyps_push_args args = {.size = sizeof args, .staging = staging, .samples = samples, .scale = 1};
-    args.hyper = &push_hyper, args.codec = PYPS_INT8, full = true;
+    args.hyper = &push_hyper, args.codec = PYPS_INT8, disk_full = true;
     expect(pyps_push(first, &args, &out), PYPS_ENOSPC, "no memory for codes");
     CHECK(!out.admitted_nanoseconds && pyps_staging(first, staging)[3] == 1, "the gradient is gone");
-    full = false;
+    disk_full = false;
     must(pyps_push(first, &args, &out), "the same with room");
     check_version(first, 1, -1);
     close_two();
 }
 
+/* As if stopped participants held every buffer that is free, or as if they had gone on. */
+static void hold_buffers(bool held) {
+    uint64_t from = held ? HOLDER_NONE : 8, to = held ? 8 : HOLDER_NONE; /* slot 7 + 1 */
+    for (uint32_t b = 0; b < first->layout.buffer_count; b++) {
+        uint64_t owner = load_acquire(&first->owners[b]);
+        bool named = b == word_buffer(load_acquire(&first->words[0]));
+        if (!named && owner_holder(owner) == from)
+            store_seq(&first->owners[b], owner_make(owner_generation(owner), to, owner_chunk(owner)));
+    }
+}
+
+/* A push that is admitted at once is complete for its worker: the others complete it when they find a buffer. */
+static void full(void) {
+    open_two(PYPS_ASP, 60);
+    pyps_push_result out;
+    uint32_t samples = start(first).count, staging = stage(first, 1);
+    start(second), hold_buffers(true);
+    must(push(first, staging, samples, 10, &out), "a push without a free buffer");
+    CHECK(out.admitted_nanoseconds && out.version == 1 && !is_callers(first, staging), "found it not staged");
+    hold_buffers(false);
+    must(push(second, stage(second, 2), samples, 10, &out), "the other's");
+    check_version(second, 2, -3);
+    close_two();
+}
+
+/* In a round the same call goes on, and stages nothing twice. */
+static void full_round(void) {
+    open_two(PYPS_BSP, 60);
+    pyps_push_result out;
+    uint32_t samples = start(first).count, early = stage(first, 1), late = stage(second, 3);
+    start(second);
+    expect(push(first, early, samples, 0.05, &out), PYPS_ETIMEDOUT, "a round without the other");
+    hold_buffers(true);
+    expect(push(second, late, samples, 10, &out), PYPS_EFULL, "a round without a free buffer");
+    CHECK(out.admitted_nanoseconds, "found it not staged");
+    expect(pyps_unstage(second, late), PYPS_EINVAL, "unstage");
+    hold_buffers(false);
+    must(push(second, late, samples, 10, &out), "the same");
+    CHECK(out.version == 1 && out.sources == 2, "found %u sources", out.sources);
+    must(push(first, early, samples, 10, &out), "the other's");
+    check_version(first, 1, -2);
+    close_two();
+}
+
+/* Where no call waits for a round: its last push is complete for its worker, and the next is not staged before it is. */
+static void full_before(void) {
+    open_two(PYPS_SOFTSYNC, 60);
+    pyps_push_result out;
+    uint32_t samples = start(first).count, early = stage(first, 1), next = stage(first, 5);
+    uint32_t late = stage(second, 3);
+    start(second);
+    must(push(first, early, samples, 10, &out), "the first of a round");
+    hold_buffers(true);
+    must(push(second, late, samples, 10, &out), "the last, without a free buffer");
+    CHECK(out.version == 1 && out.sources == 2 && !is_callers(second, late), "found %u sources", out.sources);
+    hold_buffers(false), start(first), hold_buffers(true);
+    expect(push(first, next, samples, 10, &out), PYPS_EFULL, "the next");
+    CHECK(!out.admitted_nanoseconds && pyps_staging(first, next)[3] == 5, "the gradient is gone");
+    hold_buffers(false);
+    must(push(first, next, samples, 10, &out), "the same");
+    CHECK(out.admitted_nanoseconds && !out.version, "found it in no round");
+    check_version(first, 1, -2);
+    close_two();
+}
+
+/* A damaged segment: no call does harm, and the handle can be closed. */
+static void damaged(void) {
+    open_two(PYPS_ASP, 60);
+    pyps_push_result out;
+    uint32_t samples = start(first).count, staging = stage(first, 1), other = stage(second, 1);
+    start(second);
+    store_seq(&first->words[0], word_make(0, first->layout.buffer_count));
+    expect(push(first, staging, samples, 10, &out), PYPS_ECORRUPT, "a chunk in an impossible buffer");
+    expect(push(second, other, samples, 10, &out), PYPS_ECORRUPT, "the other's");
+    expect(pyps_stage(first, 10, &staging), PYPS_ECORRUPT, "stage");
+    close_two();
+}
+
+/* This process has closed the descriptor: the others find it gone, with its lock. */
+static void no_descriptor(void) {
+    open_two(PYPS_ASP, 60);
+    pyps_push_result out;
+    uint32_t samples = start(first).count, staging = stage(first, 1), dead;
+    start(second);
+    must(close(first->fd), "close");
+    expect(push(first, staging, samples, 10, &out), PYPS_ESYS, "a push without a descriptor");
+    expect(push(first, staging, samples, 10, &out), PYPS_ESYS, "the same once more");
+    expect(pyps_close(first), PYPS_ESYS, "close");
+    must(pyps_reap(second, &dead), "reap");
+    CHECK(dead == 1, "found %u dead", dead);
+    must(push(second, stage(second, 2), samples, 10, &out), "the other's");
+    check_version(second, 1, -2);
+    must(pyps_close(second), "close");
+}
+
 static const struct test_case cases[] = {
-    {"invalid", invalid},         {"not-finite", not_finite},        {"rejected", rejected},
-    {"fenced", fenced},           {"before-turn", timed_out_before}, {"staged", timed_out_staged},
-    {"left-staged", left_staged}, {"interrupted", interrupted},      {"no-space", no_space},
+    {"invalid", invalid},
+    {"not-finite", not_finite},
+    {"rejected", rejected},
+    {"fenced", fenced},
+    {"before-turn", timed_out_before},
+    {"staged", timed_out_staged},
+    {"left-staged", left_staged},
+    {"interrupted", interrupted},
+    {"no-space", no_space},
+    {"full", full},
+    {"full-round", full_round},
+    {"full-before", full_before},
+    {"damaged", damaged},
+    {"no-descriptor", no_descriptor},
 };
 
 int main(int argc, char **argv) {

@@ -75,6 +75,11 @@ OUTCOMES = (
     "left-staged",
     "interrupted",
     "no-space",
+    "full",
+    "full-round",
+    "full-before",
+    "damaged",
+    "no-descriptor",
 )
 WAITS = ("passed-time", "odd-timeouts", "paused-job", "killed-waiter", "interrupted-wait")
 EDGES = (
@@ -85,6 +90,7 @@ EDGES = (
     "many-deaths",
     "out-of-descriptors",
     "taken-descriptor",
+    "taken-journal",
     "first-thread-ends",
     "staging-in-round",
     "retry-in-round",
