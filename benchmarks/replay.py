@@ -32,7 +32,7 @@ from pyps.solver import Cost, Line
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.cadence import Cadence
 from pyps.solver.online.decide import Split, best_split, round_seconds
-from pyps.solver.online.device import Device, Reading
+from pyps.solver.online.device import BalancedDevice, DeviceReading
 from pyps.solver.online.members import Ranks
 from pyps.solver.online.refit import stretched
 
@@ -109,7 +109,7 @@ class Driven:
 
     def __init__(self, rules: Rules, split: Split) -> None:
         self.split = split
-        self.devices = [Device(profile) for profile in PROFILES]
+        self.devices = [BalancedDevice(profile) for profile in PROFILES]
         self.balancer = Balancer(self.devices, split, rules)
         self.changes: list[int] = []
 
@@ -137,7 +137,7 @@ class OfDDP(Driven):
         super().__init__(rules, split)
         self._cadence, self._ask = Cadence(rules.window), ask
         self._asked: set[int] = set()  # rounds in which all know that one asks
-        self._readings: list[Reading] = []
+        self._readings: list[DeviceReading] = []
         self._found: tuple[int, Split] | None = None  # decided: from which round on
         self._coming: tuple[int, Split] | None = None  # read
         self._step = self._reported = 0

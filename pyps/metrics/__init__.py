@@ -6,6 +6,43 @@
 A sink's package is imported when the sink is opened.
 """
 
-from pyps.metrics.sink import SINKS, Reading, Sink, open_sink
+from __future__ import annotations
+
+from pyps.errors import InputError
+from pyps.metrics.sink import Reading, Sink
 
 __all__ = ["SINKS", "Reading", "Sink", "open_sink"]
+
+SINKS = {
+    "tensorboard": "tensorboard[:DIR]",
+    "prometheus": "prometheus:PORT",
+    "otel": "otel[:ENDPOINT]",
+}
+
+
+def open_sink(text: str, default_folder: str = "tensorboard") -> Sink:
+    """The sink that a text names: one of the values of SINKS.
+
+    default_folder: of TensorBoard's files, where the text has none. Raises InputError for an unknown sink, a
+    port that is taken, a folder that cannot be written, and a package that is missing.
+    """
+    name, _, rest = text.partition(":")
+    if name == "tensorboard":
+        from pyps.metrics.tensorboard import TensorBoardSink
+
+        return TensorBoardSink(rest or default_folder)
+    if name == "prometheus":
+        from pyps.metrics.prometheus import PrometheusSink
+
+        return PrometheusSink(_port(text, rest))
+    if name == "otel":
+        from pyps.metrics.otel import OpenTelemetrySink
+
+        return OpenTelemetrySink(rest or None)
+    raise InputError("metrics", "", repr(text), f"one of {', '.join(SINKS.values())}")
+
+
+def _port(text: str, port: str) -> int:
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise InputError("metrics", "", repr(text), "prometheus:PORT, 0 to 65535; 0: a free one")
+    return int(port)

@@ -1,4 +1,4 @@
-"""The protocol of sinks, and how one is opened by its text, such as "prometheus:9100"."""
+"""The protocol of sinks, and the figures that they take."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from types import ModuleType, TracebackType
 from typing import Self
 
 from pyps.errors import InputError
-
-SINKS = {
-    "tensorboard": "tensorboard[:DIR]",
-    "prometheus": "prometheus:PORT",
-    "otel": "otel[:ENDPOINT]",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +43,6 @@ class Sink(ABC):
         self.close()
 
 
-def open_sink(text: str, default_folder: str = "tensorboard") -> Sink:
-    """The sink that a text names: one of the values of SINKS.
-
-    default_folder: of TensorBoard's files, where the text has none. Raises InputError for an unknown sink, a
-    port that is taken, a folder that cannot be written, and a package that is missing.
-    """
-    name, _, rest = text.partition(":")
-    if name == "tensorboard":
-        from pyps.metrics.tensorboard import TensorBoardSink
-
-        return TensorBoardSink(rest or default_folder)
-    if name == "prometheus":
-        from pyps.metrics.prometheus import PrometheusSink
-
-        return PrometheusSink(_port(text, rest))
-    if name == "otel":
-        from pyps.metrics.otel import OpenTelemetrySink
-
-        return OpenTelemetrySink(rest or None)
-    raise InputError("metrics", "", repr(text), f"one of {', '.join(SINKS.values())}")
-
-
 def needed(module: str, sink: str) -> ModuleType:
     """Import a sink's package. Raises InputError, naming what to install."""
     try:
@@ -78,9 +50,3 @@ def needed(module: str, sink: str) -> ModuleType:
     except ImportError as error:
         missing = error.name or module
         raise InputError("metrics", sink, f"no {missing}", f"pip install 'pyps-train[{sink}]'") from None
-
-
-def _port(text: str, port: str) -> int:
-    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise InputError("metrics", "", repr(text), "prometheus:PORT, 0 to 65535; 0: a free one")
-    return int(port)

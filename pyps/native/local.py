@@ -38,7 +38,7 @@ from pyps.native.create import create
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState, StoreState, read_state
 from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind, rank_cost
-from pyps.native.transfer import Finish, Transferred, TransferRequest, spans_of
+from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest, spans_of
 from pyps.native.values import (
     Advice,
     Claim,
@@ -272,7 +272,7 @@ class LocalBackend:
             self.staging_codes(request.staging, request.gradient.size)[:] = request.gradient
         return push_args(what, request)
 
-    def begin_transfer(self, request: TransferRequest) -> Finish:
+    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         return partial(self._transfer, request)
 
     def _transfer(self, request: TransferRequest, out: Flat) -> Transferred:

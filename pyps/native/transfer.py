@@ -51,4 +51,4 @@ def spans_of(began: float, pushed: float, pulled: float, result: PushResult | No
     return [("push", began, arrived), *waits, ("pull", pushed, pulled)]
 
 
-Finish = Callable[[Flat], Transferred]  # waits, and writes the parameters
+FinishTransfer = Callable[[Flat], Transferred]  # waits, and writes the parameters

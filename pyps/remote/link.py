@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyps.errors import InvalidArgument
 from pyps.native.ranges import Ranges, Visitor, elements
 from pyps.native.state import FlatState, StoreState
-from pyps.native.transfer import Finish, Transferred, TransferRequest
+from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import Codec, Config, EncodeCounts, Flat, PushRequest, PushResult, Traffic
 from pyps.remote import verbs
 from pyps.remote.address import parse_address
@@ -110,7 +110,7 @@ class LinkBackend(Away):
         self._receive("exchange", found, out, self.address.pull)
         return counted(result, counts), version
 
-    def begin_transfer(self, request: TransferRequest) -> Finish:
+    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         header, numbers, counts = self._sent(request.push)
         codec = self.address.pull if request.codec is Codec.F32 else request.codec
         asked = TransferHeader(

@@ -70,7 +70,7 @@ class TrainingFailed(PypsError):
         super().__init__(f"{message}: {error}" if error else message)
 
 
-class Interrupted(PypsError):
+class RunInterrupted(PypsError):
     """A signal asked the run to end; `exit_code` is 128 + the signal, as in a shell."""
 
     def __init__(self, number: int) -> None:
@@ -145,8 +145,8 @@ class Launcher:
         """Return when every worker has ended well. Raises TrainingFailed, Interrupted, after a checkpoint."""
         try:
             self._train()
-        except (TrainingFailed, Interrupted) as end:
-            if isinstance(end, Interrupted):
+        except (TrainingFailed, RunInterrupted) as end:
+            if isinstance(end, RunInterrupted):
                 self._notice(f"{end}: writing a checkpoint; a second signal ends the run without it")
             self._save_last(LAST_CHECKPOINT_SECONDS)
             if self.last_checkpoint is not None:
@@ -172,7 +172,7 @@ class Launcher:
                 self._notice(self._restart_at.pop(rank)[1])
                 self._start(rank, "restarted")
             if self._signal:
-                raise Interrupted(self._signal)
+                raise RunInterrupted(self._signal)
         if not self._store.was_open:
             raise TrainingFailed("every worker ended, but none joined: the script has to call pyps.join()")
         deadline = time.monotonic() + AWAY_SECONDS

@@ -19,7 +19,7 @@ from pyps.remote.address import is_address
 from pyps.report.report import REPORT, Report, RunOutcome, make_report
 from pyps.report.trace import make_trace
 from pyps.report.watch import OnProgress, Watch
-from pyps.run.launcher import Interrupted, Launcher, OnLine, OnNotice, Start, TrainingFailed, start_here
+from pyps.run.launcher import Launcher, OnLine, OnNotice, RunInterrupted, Start, TrainingFailed, start_here
 from pyps.run.options import RunOptions, StrPath
 from pyps.run.spec import RunSpec, prepare, write_setup
 from pyps.worker.agreement import check_agreed
@@ -111,7 +111,7 @@ def launch(launcher: Launcher) -> Report:
         with launcher:
             launcher.run()
         outcome = "finished"
-    except Interrupted as stop:
+    except RunInterrupted as stop:
         outcome, error, ended = "interrupted", str(stop), stop
         raise
     except BaseException as failure:

@@ -19,7 +19,7 @@ from pyps.report.report import LOADING_SHARE
 from pyps.solver.costs import Line
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import Split, SplitChange
-from pyps.solver.online.device import Bounds, Device, planned_device
+from pyps.solver.online.device import BalancedDevice, Bounds, planned_device
 from pyps.solver.online.members import Ranks
 from pyps.store.activity import StoreActivity
 
@@ -105,12 +105,12 @@ class RunRebalancer:
             devices[rank].see(batch, cost.steps, cost.seconds)
 
 
-def _new(model: CostModel | None) -> Device:
+def _new(model: CostModel | None) -> BalancedDevice:
     """A rank that the plan does not have: as its worker's profile says, or once its first steps are timed."""
     if model is None:
-        return Device(known=False)
+        return BalancedDevice(known=False)
     line = Line(model.fixed_seconds, model.sample_seconds, model.least_seconds)
-    return Device(line, Bounds(most=model.max_batch or MAX_BATCH))
+    return BalancedDevice(line, Bounds(most=model.max_batch or MAX_BATCH))
 
 
 def _loading_reasons(found: Sequence[RankCost], ranks: Iterable[int]) -> list[str]:

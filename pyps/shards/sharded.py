@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pyps.errors import Fenced, InvalidArgument, NotReady, SegmentExists, ShardLost
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import VECTORS, FlatState, StoreState
-from pyps.native.transfer import Finish, Transferred, TransferRequest
+from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import (
     Codec,
     Config,
@@ -304,7 +304,7 @@ class ShardedBackend(Away):
             self.client.call(verbs.DROP(seq, transfer))
             raise
 
-    def begin_transfer(self, request: TransferRequest) -> Finish:
+    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         """The parts of the gradient are sent now, the rest is for what is returned."""
         push, seq = request.push, next(self._numbers)
         header, parts, counts = self._sent(push)

@@ -4,9 +4,8 @@ result = simulate(scenario_of("cluster.toml"), "ssp:bound=4", iterations=100)
 """
 
 from pyps.simulate.devices import Slowdown
-from pyps.simulate.local_steps import LocalOptimizer
 from pyps.simulate.metrics import RankResult, Result
-from pyps.simulate.problem import Logistic, Objective, TorchObjective
+from pyps.simulate.problem import LocalOptimizer, Logistic, Objective, TorchObjective
 from pyps.simulate.quadratic import Quadratic
 from pyps.simulate.replay import replay
 from pyps.simulate.run import compare, simulate

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from pyps.simulate.network import Network
 
 Process = Generator[int | None, None, None]
-Action = Callable[[], None]
+Callback = Callable[[], None]
 When = tuple[int, int]  # a time, and a number that orders events of the same time
 NEVER: When = (1 << 127, 0)
 
@@ -29,7 +29,7 @@ class Clock:
         self.parked: dict[int, tuple[int, int]] = {}  # process -> since when, and park_id
         self.stopped_until = [0] * processes
         self.networks = networks
-        self._queue: list[tuple[int, int, int, Action | None]] = []  # time, order, process or -1, action
+        self._queue: list[tuple[int, int, int, Callback | None]] = []  # time, order, process or -1, action
         self._order = 0
         self._processes: list[Process | None] = [None] * processes
         self._expected = [0] * processes  # the order of the only entry that may resume a process
@@ -52,7 +52,7 @@ class Clock:
         if process is not None:
             process.close()
 
-    def call(self, at: int, action: Action) -> None:
+    def call(self, at: int, action: Callback) -> None:
         """Call `action` at a time, or now if that time is past."""
         self._order += 1
         heapq.heappush(self._queue, (max(at, self.now), self._order, -1, action))

@@ -21,8 +21,8 @@ from pyps.simulate.network import LinkClass, Network
 from pyps.simulate.optimizer import Vector
 from pyps.simulate.problem import Model
 from pyps.simulate.scenario import Fault, Scenario
-from pyps.simulate.worker import Parameters, Step, Turn, WorkerProcess
-from pyps.step.machine import Rules
+from pyps.simulate.worker import Parameters, SimulatedStep, SimulatedWorker, Turn
+from pyps.step.machine import StepRules
 from pyps.store.policies import Policy, register_policy
 
 WAIT_VERDICT = 2
@@ -126,8 +126,8 @@ class Engine:
 
     def _process(self, k: int) -> Process:
         scenario = self.scenario
-        rules = Rules(self.depths[k], self.needs, len(self.workers), scenario.local, scenario.merges)
-        return WorkerProcess(self, k, rules).process()
+        rules = StepRules(self.depths[k], self.needs, len(self.workers), scenario.local, scenario.merges)
+        return SimulatedWorker(self, k, rules).process()
 
     def join(self, k: int) -> StepProcess:
         """Join as rank k. Waits while a predecessor's gradient is still in the open round."""
@@ -263,7 +263,7 @@ class Engine:
         self.metrics.add(channel, WAIT, began, self.clock.now, self.version)
         return Turn(self.clock.now, self.clock.now - began)
 
-    def push(self, k: int, channel: int, step: Step, compute_nanoseconds: int) -> StepProcess:
+    def push(self, k: int, channel: int, step: SimulatedStep, compute_nanoseconds: int) -> StepProcess:
         """Push a gradient that has arrived, and wait for its turn or its round, as the store does.
 
         k: the worker. channel: the process that transfers. compute_nanoseconds: as in PushRequest.

@@ -72,7 +72,7 @@ class RankResult:
 
 
 @dataclass(frozen=True)
-class Replan:
+class SimulatedReplan:
     """A change of the split at time `at` (seconds), with its reasons.
 
     expected_seconds: of a round before and after it, by what the Balancer knew. iteration_seconds: for one
@@ -112,7 +112,7 @@ class Result:
     events: int
     timeline: tuple[Slice, ...]
     pushed_at: tuple[tuple[int, float], ...]
-    replans: tuple[Replan, ...] | None = None
+    replans: tuple[SimulatedReplan, ...] | None = None
 
     @property
     def idle_share(self) -> float:

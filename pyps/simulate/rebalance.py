@@ -9,11 +9,11 @@ from itertools import accumulate, pairwise
 
 from pyps.formats import MAX_BATCH
 from pyps.simulate.engine import Engine
-from pyps.simulate.metrics import Replan
+from pyps.simulate.metrics import SimulatedReplan
 from pyps.simulate.scenario import SimWorker
 from pyps.solver.costs import Table
 from pyps.solver.online.balancer import Balancer, Rules
-from pyps.solver.online.device import Bounds, Device, planned_device
+from pyps.solver.online.device import BalancedDevice, Bounds, planned_device
 from pyps.solver.online.members import Ranks
 
 LOOK_NANOSECONDS = 50_000_000  # between two looks, as a launcher's
@@ -57,7 +57,7 @@ class Rebalancing:
         self._ids = ids
         return Ranks(ids, split)
 
-    def replans(self) -> tuple[Replan, ...]:
+    def replans(self) -> tuple[SimulatedReplan, ...]:
         """The changes that were made, once the run has ended."""
         engine = self._engine
         marks = [*self._marks, (engine.finished_at, engine.trained)]
@@ -67,7 +67,7 @@ class Rebalancing:
             for (then, before), (now, trained) in pairwise(marks)
         ]
         return tuple(
-            Replan(
+            SimulatedReplan(
                 at=marks[k + 1][0] * 1e-9,
                 before=change.before,
                 after=change.after,
@@ -79,11 +79,11 @@ class Rebalancing:
         )
 
 
-def _device(worker: SimWorker, depth: int, global_batch: int) -> Device:
+def _device(worker: SimWorker, depth: int, global_batch: int) -> BalancedDevice:
     """What a run knows of a worker before it has timed its steps."""
     if worker.planned is not None:
         return planned_device(worker.planned, depth)
     most = min(worker.max_samples or MAX_BATCH, MAX_BATCH)
     sizes = sorted({max(1, round(global_batch * (k + 1) / KNOTS)) for k in range(KNOTS)} | {worker.batch})
     seconds = accumulate((worker.cost(size) for size in sizes), max)  # a Table never falls
-    return Device(Table(tuple(zip(sizes, seconds, strict=True))), Bounds(most=min(most, sizes[-1])))
+    return BalancedDevice(Table(tuple(zip(sizes, seconds, strict=True))), Bounds(most=min(most, sizes[-1])))

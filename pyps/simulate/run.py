@@ -9,9 +9,8 @@ from pyps.errors import InputError
 from pyps.formats.options import MAX_DEPTH
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.engine import Engine
-from pyps.simulate.local_steps import LocalOptimizer
-from pyps.simulate.metrics import Metrics, Replan, Result, rank_results
-from pyps.simulate.problem import Model, Objective
+from pyps.simulate.metrics import Metrics, Result, SimulatedReplan, rank_results
+from pyps.simulate.problem import LocalOptimizer, Model, Objective
 from pyps.simulate.rebalance import Rebalancing
 from pyps.simulate.scenario import Scenario
 from pyps.store.policies import Policy, check_pipeline, policy_named
@@ -91,7 +90,7 @@ def compare(scenario: Scenario, policies: Iterable[Policy | str], **arguments: o
     return [simulate(scenario, policy, **arguments) for policy in policies]  # type: ignore[arg-type]
 
 
-def _result(engine: Engine, policy: Policy, seed: int, replans: tuple[Replan, ...] | None) -> Result:
+def _result(engine: Engine, policy: Policy, seed: int, replans: tuple[SimulatedReplan, ...] | None) -> Result:
     metrics, scenario = engine.metrics, engine.scenario
     counters = engine.core.ranks()
     samples = sum(c.samples for c in counters)

@@ -21,8 +21,8 @@ from pyps.step.events import (
     Advised,
     Arrived,
     Check,
-    Claim,
     Claimed,
+    ClaimNext,
     Compute,
     Computed,
     Continue,
@@ -45,7 +45,7 @@ from pyps.step.events import (
     Wanted,
     WasFenced,
 )
-from pyps.step.machine import Rules, StepMachine
+from pyps.step.machine import StepMachine, StepRules
 from pyps.step.parts import even_steps, next_part
 from pyps.step.transfer import Ask, Done, Transfers, Verb
 
@@ -68,7 +68,7 @@ UP, STORE, DOWN = range(3)  # what transfers use in turn
 
 
 @dataclass
-class Step:
+class SimulatedStep:
     """A step under way: its samples, what it goes on from, and how far it is."""
 
     first: int
@@ -101,20 +101,20 @@ class Queue:
     waiting: dict[int, int] = field(default_factory=dict)  # transfer -> its process
 
 
-class WorkerProcess:
+class SimulatedWorker:
     """Worker k of an engine with N workers: process k computes, k + N, k + 2 N ... transfer in turn."""
 
-    def __init__(self, engine: Engine, k: int, rules: Rules) -> None:
+    def __init__(self, engine: Engine, k: int, rules: StepRules) -> None:
         self._engine, self._k, self._clock = engine, k, engine.clock
         self._machine, self._transfers = StepMachine(rules), Transfers()
         self._rules = rules
         self._claims: deque[SampleRange] = deque()  # of the next steps
         self._claimed = 0  # when the last of them was made by this process
-        self._step: Step | None = None
+        self._step: SimulatedStep | None = None
         self._pulled: Parameters | None = None  # the newest in the model
         self._arrived: Parameters | None = None  # the newest that came back
         self._ways: deque[Vector] = deque()  # pseudo-gradients under way, which these do not have
-        self._sent: deque[tuple[Step, Ask]] = deque()
+        self._sent: deque[tuple[SimulatedStep, Ask]] = deque()
         self._results: deque[Back] = deque()  # of transfers that have ended
         self._count = 0  # transfers that began
         self._queues = (Queue(), Queue(), Queue())
@@ -136,7 +136,7 @@ class WorkerProcess:
     def _do(self, action: Action) -> Generator[int | None, None, Event]:
         """Carry out one action."""
         match action:
-            case Claim():
+            case ClaimNext():
                 return (yield from self._claim(action.ahead))
             case Pull():
                 return (yield from self._pull(merges=action.merges))
@@ -200,7 +200,7 @@ class WorkerProcess:
     # Computing a step.
 
     @property
-    def _now(self) -> Step:
+    def _now(self) -> SimulatedStep:
         assert self._step is not None
         return self._step
 
@@ -226,7 +226,7 @@ class WorkerProcess:
         assert self._pulled is not None
         first, count = self._claims.popleft()
         claimed = self._claimed if self._rules.depth == 1 else self._clock.now
-        self._step = Step(first, count, self._pulled, self._base(), claimed)
+        self._step = SimulatedStep(first, count, self._pulled, self._base(), claimed)
         return (yield from self._compute())
 
     def _compute(self) -> Generator[int | None, None, Event]:
@@ -289,7 +289,7 @@ class WorkerProcess:
         version = done.pulled[1] if done.pulled is not None else None
         return Arrived(version, len(done.claims), False, waited, way, step.nanoseconds)
 
-    def _transfer(self, number: int, channel: int, step: Step, ask: Ask) -> Steps:
+    def _transfer(self, number: int, channel: int, step: SimulatedStep, ask: Ask) -> Steps:
         """A transfer: the gradient travels, the store answers, and the parameters travel back."""
         k, engine = self._k, self._engine
         if engine.sends_in_turn(k):
@@ -316,7 +316,7 @@ class WorkerProcess:
         if self._waiting:
             self._clock.resume(k)
 
-    def _at_store(self, channel: int, step: Step, ask: Ask) -> Generator[int | None, None, Done]:
+    def _at_store(self, channel: int, step: SimulatedStep, ask: Ask) -> Generator[int | None, None, Done]:
         """What the store does for a transfer: pyps.step.transfer in virtual time."""
         engine, k = self._engine, self._k
         steps = self._transfers.steps(ask)
@@ -346,7 +346,7 @@ class WorkerProcess:
             done: Done = end.value
             return done
 
-    def _push(self, channel: int, step: Step) -> Steps:
+    def _push(self, channel: int, step: SimulatedStep) -> Steps:
         lasted = step.lasted
         if self._rules.depth == 1:
             lasted = self._clock.now - step.claimed - (step.turn.waited if step.turn is not None else 0)

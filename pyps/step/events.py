@@ -122,7 +122,7 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ClaimNext:
     """Claim the next step, waiting until the policy allows it, then up to `ahead` after it: Claimed, RanOut
     or WasFenced.
     """
@@ -236,4 +236,4 @@ Event = (
     | Interrupted
 )
 Control = Compute | Continue | Finish | Abort | Return | End
-Action = Claim | Pull | Check | Send | Take | Load | Rejoin | Control
+Action = ClaimNext | Pull | Check | Send | Take | Load | Rejoin | Control

@@ -33,8 +33,8 @@ from pyps.step.events import (
     Advised,
     Arrived,
     Check,
-    Claim,
     Claimed,
+    ClaimNext,
     Compute,
     Computed,
     Continue,
@@ -96,7 +96,7 @@ class Goal(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class StepRules:
     """What a worker's steps obey. depth: steps of the worker that may be under way at once. needs: of the
     policy. ranks: of the store. local: steps are rounds of local steps. merges: between two pushes, in serial
     local steps that wait for no others.
@@ -145,7 +145,7 @@ def has_run_ahead(waited: float, way: float, computed: float) -> bool:
 class StepMachine:
     """One worker's steps. Give each event to `receive`, and carry out the action that it returns."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: StepRules) -> None:
         self.rules = rules
         self.state = State.IDLE
         self.version: int | None = None  # of the parameters in the model, where a step may use them
@@ -195,7 +195,7 @@ class StepMachine:
             return self._settle(Goal.STEP, len(self._under_way) - 1)
         if self._claims and self.version is not None:
             return self._compute()
-        return self._go(State.CLAIMING, Claim(self.rules.depth - 1))
+        return self._go(State.CLAIMING, ClaimNext(self.rules.depth - 1))
 
     def _claimed(self, event: Event) -> Action:
         assert isinstance(event, Claimed)

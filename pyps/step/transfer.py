@@ -52,10 +52,10 @@ class Done:
     push_seconds: float = 0.0
 
 
-Transfer = Generator[Verb, Any, Done]
+TransferVerbs = Generator[Verb, Any, Done]
 
 
-def transfer(ask: Ask) -> Transfer:
+def transfer(ask: Ask) -> TransferVerbs:
     """The verbs of a transfer, in order; send each one's answer, or throw what it raised.
 
     A rejected push is part of a transfer. A worker that is fenced after its push has pushed nonetheless. Any
@@ -95,7 +95,7 @@ class Transfers:
     def __init__(self) -> None:
         self._failed: Exception | None = None
 
-    def steps(self, ask: Ask) -> Transfer:
+    def steps(self, ask: Ask) -> TransferVerbs:
         """The verbs of a transfer, as `transfer` has them. Raises what ended an earlier one."""
         if self._failed is not None:
             raise self._failed
@@ -120,7 +120,7 @@ class Transfers:
         self._failed = None
 
 
-def _run(steps: Transfer, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
+def _run(steps: TransferVerbs, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
     began, pushed = time.monotonic(), 0.0
     try:
         verb = next(steps)

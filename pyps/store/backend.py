@@ -20,7 +20,7 @@ from pyps.formats.turns import TurnSchedule
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState
 from pyps.native.status import Member, RankCounters, Status
-from pyps.native.transfer import Finish, TransferRequest
+from pyps.native.transfer import FinishTransfer, TransferRequest
 from pyps.native.values import (
     Advice,
     Claim,
@@ -180,7 +180,7 @@ class Backend(Protocol):
     def exchange(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
         """A push and the pull after it in one pass; the version that `out` holds."""
 
-    def begin_transfer(self, request: TransferRequest) -> Finish:
+    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         """Send a push, claims of later steps and a pull; what is returned waits for their end, and writes the
         parameters. Several may be under way, to be finished in order, in another thread if need be. A store
         on this machine does all of it at the end. After one has failed later ones fail alike, until the

@@ -25,7 +25,7 @@ from pyps.formats.turns import TurnSchedule
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, Visitor, as_ranges, elements
 from pyps.native.state import StoreState
-from pyps.native.transfer import Finish, Transferred, TransferRequest
+from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import (
     Advice,
     Agreement,
@@ -335,7 +335,7 @@ class Store(StoreHandle):
         with self._calls as backend:
             return backend.exchange(self._checked(request), out)
 
-    def begin_transfer(self, request: TransferRequest) -> Finish:
+    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         """Send a step's push, claims of later steps and pull; what is returned waits for their end. As
         Backend.begin_transfer, which see: one thread may begin transfers while another finishes them.
         """
@@ -343,7 +343,7 @@ class Store(StoreHandle):
             finish = backend.begin_transfer(replace(request, push=self._checked(request.push)))
         return finish if self.servers else partial(self._finish_here, finish)
 
-    def _finish_here(self, finish: Finish, out: Flat) -> Transferred:
+    def _finish_here(self, finish: FinishTransfer, out: Flat) -> Transferred:
         with self._calls:
             return finish(out)
 

@@ -1,6 +1,7 @@
-"""Decisions: how the ranks of DDP agree on a change of the split. Each reports, the first decides, all read.
+"""SplitDecisions: how the ranks of DDP agree on a change of the split.
 
-When they do is the Cadence's; what is decided is the Balancer's, on the first rank.
+Each reports, the first decides, all read. When they do is the Cadence's; what is decided is the
+Balancer's, on the first rank.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import msgspec
 from pyps.solver.online.balancer import Balancer
 from pyps.solver.online.cadence import Cadence
 from pyps.solver.online.decide import SplitChange
-from pyps.solver.online.device import Device, Reading
+from pyps.solver.online.device import BalancedDevice, DeviceReading
 from pyps.solver.online.state import ReadingMessage
 from pyps.torch.consensus import Consensus
 from pyps.torch.rounds import RoundIndex, Rounds, TrainedRounds
 
 
-class Report(msgspec.Struct, frozen=True):
+class WindowReport(msgspec.Struct, frozen=True):
     """A rank at the end of a window: what it read, and where it is in its pass over the data."""
 
     reading: ReadingMessage
@@ -29,7 +30,7 @@ class Report(msgspec.Struct, frozen=True):
     rounds: int | None  # of the pass, if known
 
 
-class Decision(msgspec.Struct, frozen=True):
+class SplitDecision(msgspec.Struct, frozen=True):
     """What all ranks read: the state of each rank, and the change of the split if there is one."""
 
     states: list[RankState]
@@ -51,7 +52,7 @@ class RankState(msgspec.Struct, frozen=True):
     waiting: float
 
 
-class Decisions:
+class SplitDecisions:
     """A rank's part in them. device: this rank's. balancer: with the changes that were made; only the first
     rank's decides. on_read: called with each decision; whether it takes effect is known by then.
     """
@@ -59,11 +60,11 @@ class Decisions:
     def __init__(
         self,
         consensus: Consensus,
-        device: Device,
+        device: BalancedDevice,
         balancer: Balancer,
         sampler: Rounds,
         trained: TrainedRounds,
-        on_read: Callable[[Decision], None],
+        on_read: Callable[[SplitDecision], None],
     ) -> None:
         self._consensus, self._device, self._balancer = consensus, device, balancer
         self._sampler, self._trained, self._on_read = sampler, trained, on_read
@@ -86,30 +87,30 @@ class Decisions:
         self._reported_pass = trained.passes
         drawn = sampler.max_drawn(trained.trained)
         position = sampler.epoch, trained.trained, drawn, sampler.rounds
-        self._consensus.report(number, Report(ReadingMessage.of(reading), *position))
+        self._consensus.report(number, WindowReport(ReadingMessage.of(reading), *position))
 
     def decide(self, number: int, lead: int) -> None:
         """As in Cadence: decide, on the first rank. lead: rounds that each rank draws before it reads."""
         if self._consensus.decides:
-            reports = self._consensus.reports(number, Report)
+            reports = self._consensus.reports(number, WindowReport)
             self._consensus.decide(number, self._decided(reports, lead))
 
     def read(self, number: int) -> bool:
         """As in Cadence: take the decision; whether it is a change of the split."""
-        decision = self._consensus.decision(number, Decision)
+        decision = self._consensus.decision(number, SplitDecision)
         self._adopt(decision)
         self._on_read(decision)
         return decision.change is not None
 
-    def _decided(self, reports: Sequence[Report], lead: int) -> Decision:
+    def _decided(self, reports: Sequence[WindowReport], lead: int) -> SplitDecision:
         readings = [report.reading.reading() for report in reports]
         states, start = _states(readings), _start(reports, lead)
         if start is None and all(reading.seconds is not None for reading in readings):
-            return Decision(states, idle="no round of the epoch is left when all have read a decision")
+            return SplitDecision(states, idle="no round of the epoch is left when all have read a decision")
         change, idle = self._balancer.decide_read(readings, self.steps - self._cadence.since)
-        return Decision(states, replace(change, start=start) if change is not None else None, idle)
+        return SplitDecision(states, replace(change, start=start) if change is not None else None, idle)
 
-    def _adopt(self, decision: Decision) -> None:
+    def _adopt(self, decision: SplitDecision) -> None:
         change = decision.change
         if change is None or change.start is None:
             return
@@ -119,7 +120,7 @@ class Decisions:
         self._balancer.adopt(change, [state.slowdown for state in decision.states])
 
 
-def _start(reports: Sequence[Report], lead: int) -> RoundIndex | None:
+def _start(reports: Sequence[WindowReport], lead: int) -> RoundIndex | None:
     """The first round that no rank will have handed out when it reads the decision, or None.
 
     lead: rounds that each rank draws between its report and that.
@@ -132,7 +133,7 @@ def _start(reports: Sequence[Report], lead: int) -> RoundIndex | None:
     return (epoch + 1, 0) if trained + lead <= rounds else None
 
 
-def _states(readings: Sequence[Reading]) -> list[RankState]:
+def _states(readings: Sequence[DeviceReading]) -> list[RankState]:
     seconds = [r.seconds if r.seconds is not None else r.estimate.cost.seconds(r.batch) for r in readings]
     longest = max(seconds)
     return [

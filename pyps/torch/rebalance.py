@@ -32,12 +32,12 @@ from pyps.formats.learnt import learnt
 from pyps.solver.costs import Cost
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import SplitChange
-from pyps.solver.online.device import Bounds, Device
+from pyps.solver.online.device import BalancedDevice, Bounds
 from pyps.solver.online.global_batch import RankDevice
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import DeviceState
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
-from pyps.torch.decisions import Decision, Decisions, RankState
+from pyps.torch.decisions import RankState, SplitDecision, SplitDecisions
 from pyps.torch.rounds import Rounds, TrainedRounds
 from pyps.torch.timer import ComputeTimer
 from pyps.torch.weighted import WeightedHook
@@ -103,11 +103,11 @@ class Rebalancer:
         self.hook = hook
         self.timer = ComputeTimer(hook)
         self._sampler, self._trained = sampler, TrainedRounds(sampler)
-        self._device = Device(prior, self._bounds)
+        self._device = BalancedDevice(prior, self._bounds)
         rules = Rules(window=window, deadband=deadband, rests=False)
         self._balancer = Balancer([], sampler.split, rules)  # its decisions are the first rank's
         every = consensus, self._device, self._balancer, sampler, self._trained
-        self._decisions = Decisions(*every, self._read)
+        self._decisions = SplitDecisions(*every, self._read)
         self._lockstep = hook.lockstep
         self._lockstep.calls, self._lockstep.sampler = 0, sampler
         self._idle: list[str] = []  # why the latest windows moved nothing
@@ -220,7 +220,7 @@ class Rebalancer:
         size, own = trained
         return own if size == self._sampler.global_batch else None
 
-    def _read(self, decision: Decision) -> None:
+    def _read(self, decision: SplitDecision) -> None:
         """A window's result is known."""
         self.states = decision.states
         self._idle = [*self._idle, decision.idle] if decision.idle else []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from pyps.native.values import PolicyNeeds
-from pyps.step.machine import Rules
+from pyps.step.machine import StepRules
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment
 from pyps.worker.binding import Binding
@@ -88,7 +88,7 @@ def attached(
         client,
         binding,
         report,
-        Rules(settings.depth, needs, store.layout.ranks, local is not None, merges),
+        StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges),
         timeout=TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds),
         merge=local.merge if local is not None else None,
     )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pyps.errors import Fenced, NotFinite, PushRejected, TimedOut
 from pyps.formats.records import Span
-from pyps.native.transfer import Finish, TransferRequest
+from pyps.native.transfer import FinishTransfer, TransferRequest
 from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest, PushResult
 from pyps.step.transfer import Ask, Transfers, Verb
 from pyps.store.codec import decode_vector, encoded_vector_bytes
@@ -278,7 +278,7 @@ class StoreClient:
             outcome.spans.append(("push" if request.samples else "skip", waited, done))
 
     def _finish(
-        self, turn: list[Span], pushes: bool, unencodable: bool, finish: Finish, out: Flat
+        self, turn: list[Span], pushes: bool, unencodable: bool, finish: FinishTransfer, out: Flat
     ) -> Transfer:
         """A remote store's transfer, as a local one's."""
         try:

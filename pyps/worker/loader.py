@@ -82,7 +82,7 @@ class BatchPart:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedBatch:
     """A batch. seconds: for which it kept the loader busy. early: as of its parts, or there is no loader
     process: a wait for it is what loading costs.
     """
@@ -175,7 +175,7 @@ class Loader:
         with self._lock:
             self._request(wanted, divided=len(wanted) < self.workers, early=True)
 
-    def take(self, wanted: Positions) -> Loaded:
+    def take(self, wanted: Positions) -> LoadedBatch:
         """A batch that align() asked for."""
         self.fingerprint()
         parts, spent, early = [], 0.0, True
@@ -191,7 +191,7 @@ class Loader:
             early = early and piece.early
             if piece.last:
                 seconds = spent / max(1, self.workers)
-                return Loaded(join_batches(parts), seconds, early or not self.workers)
+                return LoadedBatch(join_batches(parts), seconds, early or not self.workers)
 
     def close(self) -> None:
         """End the loader processes. Idempotent."""

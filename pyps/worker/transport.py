@@ -24,15 +24,14 @@ import numpy as np
 
 from pyps.errors import Ended, Fenced, InputError
 from pyps.formats.records import Span
-from pyps.native.values import Claim as StoreClaim
-from pyps.native.values import Flat, PushRequest, PushResult
+from pyps.native.values import Claim, Flat, PushRequest, PushResult
 from pyps.step.events import (
     Action,
     Advised,
     Arrived,
     Check,
-    Claim,
     Claimed,
+    ClaimNext,
     Compute,
     Computed,
     Continue,
@@ -58,7 +57,7 @@ from pyps.step.events import (
     Wanted,
     WasFenced,
 )
-from pyps.step.machine import Rules, StepMachine
+from pyps.step.machine import StepMachine, StepRules
 from pyps.step.transfer import Ask
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
@@ -72,7 +71,7 @@ Merge = Callable[[Callable[[], int]], int]
 BACK_BUFFERS = 2
 
 
-class Way(Protocol):
+class TransferWay(Protocol):
     """How the transfers of a worker are made; one is taken after the other, in the order of the sends."""
 
     def send(self, request: PushRequest, ask: Ask) -> None: ...
@@ -186,7 +185,7 @@ class Transport:
         client: StoreClient,
         binding: Binding,
         report: StepCallback,
-        rules: Rules,
+        rules: StepRules,
         *,
         timeout: float,
         merge: Merge | None = None,
@@ -195,12 +194,12 @@ class Transport:
         self._client, self._binding, self._report = client, binding, report
         self._merge = merge or (lambda bring: bring())
         self._machine = StepMachine(rules)
-        self._way: Way = (
+        self._way: TransferWay = (
             Serial(client, binding.flat) if rules.depth == 1 else Overlapped(client, binding.flat, timeout)
         )
         self._sent: deque[Step] = deque()
         self._sending: tuple[Step, PushRequest] | None = None
-        self._claims: deque[tuple[StoreClaim, StagingBuffer]] = deque()  # of the next steps
+        self._claims: deque[tuple[Claim, StagingBuffer]] = deque()  # of the next steps
         self._failure: BaseException | None = None  # nothing can follow a transfer that failed
         self._waits: list[Span] = []  # since the last step began
         self._ready = 0.0  # when the next step's claim was there
@@ -319,7 +318,7 @@ class Transport:
 
     def _do(self, action: Action) -> Event:
         match action:
-            case Claim():
+            case ClaimNext():
                 return self._claim(action.ahead)
             case Pull():
                 return Pulled(self._merging(self._pull) if action.merges else self._pull())

@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pyps.solver.online.decide import Split, SplitChange, decide, gain_worth_a_change, round_seconds
-from pyps.solver.online.device import Bounds, Device, Estimate, Reading
+from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading, Estimate
 from pyps.solver.online.members import Ranks, share_out, why_ranks_changed
 from pyps.solver.online.window import CONFIRMED
 
@@ -64,7 +64,7 @@ class Balancer:
     and whether it corrected the split for the same devices: with `history` all that a checkpoint keeps.
     """
 
-    def __init__(self, devices: Sequence[Device], split: Split, rules: Rules) -> None:
+    def __init__(self, devices: Sequence[BalancedDevice], split: Split, rules: Rules) -> None:
         """split: the first one, which its devices' ranks have."""
         self.devices = list(devices)
         self.rules = rules
@@ -122,7 +122,7 @@ class Balancer:
         begins = rank is not None and change.after[rank] > 0
         self._probe = _Probe(rank, self._round, change.before) if begins and rank is not None else None
 
-    def decide_read(self, readings: Sequence[Reading], step: int) -> tuple[SplitChange | None, str]:
+    def decide_read(self, readings: Sequence[DeviceReading], step: int) -> tuple[SplitChange | None, str]:
         """The change that is due where each rank has timed its own steps; or why none can be."""
         unmeasured = [rank for rank, reading in enumerate(readings) if reading.seconds is None]
         if unmeasured:

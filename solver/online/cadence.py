@@ -15,7 +15,7 @@ from typing import Protocol
 LEAD = 2  # rounds that each rank draws between its report and the step at which it reads the decision
 
 
-class Part(Protocol):
+class Messenger(Protocol):
     """What a rank does with its messages. number: of the report and its decision."""
 
     def report(self, number: int, asked: bool) -> None:
@@ -37,7 +37,7 @@ class Cadence:
         self._number = 0  # of that report
         self._under_way = False  # its decision is still to come
 
-    def step(self, asked: bool, part: Part) -> bool:
+    def step(self, asked: bool, part: Messenger) -> bool:
         """A step has ended. asked: a rank asks for a decision, as all ranks know. Whether one was made on
         what is known now, so that this rank need not ask for another.
         """
@@ -53,7 +53,7 @@ class Cadence:
             self._report(part, asked)
         return due and asked
 
-    def _report(self, part: Part, asked: bool) -> None:
+    def _report(self, part: Messenger, asked: bool) -> None:
         """Begin a decision; where a rank asked for it, end it, too."""
         self._number, self.since, self._under_way = self._number + 1, 0, True
         part.report(self._number, asked)
@@ -61,6 +61,6 @@ class Cadence:
             part.decide(self._number, 0)
             self._read(part)
 
-    def _read(self, part: Part) -> bool:
+    def _read(self, part: Messenger) -> bool:
         self._under_way = False
         return part.read(self._number)

@@ -1,7 +1,7 @@
-"""Device: one rank as a Balancer knows it: its timed steps, the estimate that they give, its batch's bounds.
+"""BalancedDevice: one rank as a Balancer knows it: its timed steps, their estimate, its batch's bounds.
 
-Where all steps are seen in one place (a store), one process keeps a Device of each rank. Where each rank
-times its own (DDP), it keeps its own Device and gives the others an Estimate: all that a decision needs.
+Where all steps are seen in one place (a store), one process keeps a BalancedDevice of each rank. Where each
+rank times its own (DDP), it keeps its own and gives the others an Estimate: all that a decision needs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DeviceReading:
     """A rank at the end of a window, where each rank times its own steps.
 
     seconds: of a step of `batch`; None if nothing new was measured. changing: another batch is to come, or
@@ -66,7 +66,7 @@ class Reading:
     changing: bool
 
 
-class Device:
+class BalancedDevice:
     """A rank's device. batch: of its latest steps. times: seconds of steps that were not taken in yet.
 
     known: whether anything is known of it: a profile, or steps.
@@ -148,7 +148,7 @@ class Device:
         self.known = True
         return counted
 
-    def read(self, window: int, asked: bool, batch: int, next_batch: int) -> Reading:
+    def read(self, window: int, asked: bool, batch: int, next_batch: int) -> DeviceReading:
         """Take in the window's steps, and say what is known. batch, next_batch: the rank's own, and the one
         that was decided last. asked: the window is not over, so that what was known before may do.
         """
@@ -159,7 +159,7 @@ class Device:
         if seconds is None and asked and self.online.known:
             seconds = self.online.cost.seconds(self.batch)
         changing = self.batch != next_batch or self.online.awaits(self.batch)
-        return Reading(self.batch, seconds, self.estimate, self.bounds, changing)
+        return DeviceReading(self.batch, seconds, self.estimate, self.bounds, changing)
 
     def renew(self) -> None:
         """Take in the last step of a rank that rested: its device may be another one by now."""
@@ -168,7 +168,7 @@ class Device:
         self.times = []
 
 
-def planned_device(worker: PlanWorker, depth: int = 1) -> Device:
+def planned_device(worker: PlanWorker, depth: int = 1) -> BalancedDevice:
     """The device of a plan's worker, with its cost model; without one, or in micro-batches, time is in
     proportion to the batch. depth: steps under way.
     """
@@ -179,4 +179,4 @@ def planned_device(worker: PlanWorker, depth: int = 1) -> Device:
         prior = Line(0.0, (compute_seconds or worker.batch) / worker.batch)
     most = min(MAX_BATCH, (worker.max_batch or MAX_BATCH) * worker.max_accumulation)
     bounds = Bounds(worker.min_batch, most, worker.batch_multiple, worker.required)
-    return Device(prior, bounds, link_seconds=worker.link_seconds, depth=depth)
+    return BalancedDevice(prior, bounds, link_seconds=worker.link_seconds, depth=depth)

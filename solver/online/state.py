@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pyps.solver.costs import Cost, Line, Table
-from pyps.solver.online.device import Bounds, Device, Estimate, Reading
+from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading, Estimate
 from pyps.solver.online.refit import NOISE, Timed
 
 
@@ -41,7 +41,7 @@ class ReadingMessage(msgspec.Struct, frozen=True):
     changing: bool
 
     @staticmethod
-    def of(reading: Reading) -> ReadingMessage:
+    def of(reading: DeviceReading) -> ReadingMessage:
         """The message of a reading."""
         e = reading.estimate
         return ReadingMessage(
@@ -56,11 +56,11 @@ class ReadingMessage(msgspec.Struct, frozen=True):
             changing=reading.changing,
         )
 
-    def reading(self) -> Reading:
+    def reading(self) -> DeviceReading:
         """The reading itself."""
         costs = self.cost.cost(), self.proportional.cost()
         estimate = Estimate(*costs, self.level, self.error, self.unsure)
-        return Reading(self.batch, self.seconds, estimate, self.bounds, self.changing)
+        return DeviceReading(self.batch, self.seconds, estimate, self.bounds, self.changing)
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     scatter: float = NOISE
 
     @staticmethod
-    def of(device: Device) -> DeviceState:
+    def of(device: BalancedDevice) -> DeviceState:
         """All that is known of a device, but steps that were not taken in."""
         online = device.online
         return DeviceState(
@@ -94,7 +94,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
             level=online.level,
         )
 
-    def restore(self, device: Device) -> None:
+    def restore(self, device: BalancedDevice) -> None:
         """Give a device that knowledge."""
         online, timed = device.online, [*self.timed, *[(1, NOISE)] * (len(self.known) - len(self.timed))]
         online.prior, online.profiled = self.prior.cost(), self.profiled

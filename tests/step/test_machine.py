@@ -11,8 +11,8 @@ from pyps.step.events import (
     Advised,
     Arrived,
     Check,
-    Claim,
     Claimed,
+    ClaimNext,
     Compute,
     Computed,
     Continue,
@@ -38,7 +38,7 @@ from pyps.step.events import (
     Wanted,
     WasFenced,
 )
-from pyps.step.machine import TRANSITIONS, Rules, State, StepMachine, WrongEvent
+from pyps.step.machine import TRANSITIONS, State, StepMachine, StepRules, WrongEvent
 from pyps.step.transfer import Ask
 from pyps.store.policies import Policy
 
@@ -50,7 +50,7 @@ def needs(policy: str) -> PolicyNeeds:
 
 
 def machine(policy: str = "asp", depth: int = 1, **more: int) -> StepMachine:
-    return StepMachine(Rules(depth, needs(policy), RANKS, **more))  # type: ignore[arg-type]
+    return StepMachine(StepRules(depth, needs(policy), RANKS, **more))  # type: ignore[arg-type]
 
 
 def play(m: StepMachine, *script: tuple[Event, Action]) -> None:
@@ -59,7 +59,7 @@ def play(m: StepMachine, *script: tuple[Event, Action]) -> None:
         assert m.receive(event) == action, number
 
 
-STEP = ((Wanted(), Claim()), (Claimed(1, 0), Pull()), (Pulled(0), Compute(0, may_claim=True)))
+STEP = ((Wanted(), ClaimNext()), (Claimed(1, 0), Pull()), (Pulled(0), Compute(0, may_claim=True)))
 
 
 def test_a_serial_step_waits_for_its_push() -> None:
@@ -70,7 +70,7 @@ def test_a_serial_step_waits_for_its_push() -> None:
         (Computed(), Send(Ask(pulls=False))),
         (Sent(), Take()),
         (Arrived(), Return()),
-        (Wanted(), Claim()),
+        (Wanted(), ClaimNext()),
         (Claimed(1, 1), Pull()),
         (Pulled(1), Compute(1, may_claim=True)),
     )
@@ -84,19 +84,19 @@ def test_an_exchange_brings_the_next_parameters_unless_they_are_old() -> None:
         (Arrived(4), Load()),
         (Loaded(), Return()),
     )
-    play(m, *STEP, *exchange, (Wanted(), Claim()), (Claimed(1, 4 + RANKS), Compute(4, may_claim=True)))
-    play(m, *exchange, (Wanted(), Claim()), (Claimed(1, 5 + RANKS), Pull()))
+    play(m, *STEP, *exchange, (Wanted(), ClaimNext()), (Claimed(1, 4 + RANKS), Compute(4, may_claim=True)))
+    play(m, *exchange, (Wanted(), ClaimNext()), (Claimed(1, 5 + RANKS), Pull()))
 
 
 def test_a_turn_that_brought_parameters_is_never_old() -> None:
     m = machine("r2sp")
     play(m, *STEP, (Computed(), Send(Ask(exchanges=True))), (Sent(), Take()), (Arrived(4), Load()))
-    play(m, (Loaded(), Return()), (Wanted(), Claim()), (Claimed(1, 99), Compute(4, may_claim=True)))
+    play(m, (Loaded(), Return()), (Wanted(), ClaimNext()), (Claimed(1, 99), Compute(4, may_claim=True)))
 
 
 def test_a_pipeline_claims_ahead_and_keeps_depth_minus_one_under_way() -> None:
     m, ask = machine("hps", 3), Ask(claims=1)
-    play(m, (Wanted(), Claim(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Wanted(), ClaimNext(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
     play(m, (Computed(), Send(ask)), (Sent(), Return()), (Wanted(), Compute(0)))
     play(
         m, (Computed(), Take(waits=False)), (Pending(), Send(ask)), (Sent(), Return()), (Wanted(), Compute(0))
@@ -114,30 +114,36 @@ def test_a_pipeline_claims_ahead_and_keeps_depth_minus_one_under_way() -> None:
 
 def test_a_pipeline_without_claims_waits_for_one() -> None:
     m = machine("ssp", 2)
-    play(m, (Wanted(), Claim(1)), (Claimed(1, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Wanted(), ClaimNext(1)), (Claimed(1, 0), Pull()), (Pulled(0), Compute(0)))
     play(m, (Computed(), Send(Ask(claims=2))), (Sent(), Return()))
-    play(m, (Wanted(), Take()), (Arrived(1, 0), Load()), (Loaded(), Claim(1)))
+    play(m, (Wanted(), Take()), (Arrived(1, 0), Load()), (Loaded(), ClaimNext(1)))
     play(m, (Claimed(2, 3), Pull()), (Pulled(3), Compute(3)))
 
 
 def test_fenced_in_a_pipeline_all_that_travels_fails_and_the_step_is_dropped() -> None:
     m = machine("hps", 3)
-    play(m, (Wanted(), Claim(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Wanted(), ClaimNext(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
     play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
     play(m, (Computed(), Take(waits=False)), (Pending(), Send(Ask(claims=1))), (Sent(), Return()))
     play(m, (Wanted(), Compute(0)), (Computed(), Take()), (Arrived(fenced=True), Take()))
-    play(m, (Arrived(fenced=True), Rejoin()), (Rejoined(), Return(dropped=True)), (Wanted(), Claim(2)))
+    play(m, (Arrived(fenced=True), Rejoin()), (Rejoined(), Return(dropped=True)), (Wanted(), ClaimNext(2)))
 
 
 def test_fenced_before_a_step_the_worker_claims_anew() -> None:
     m = machine("bsp")
-    play(m, (Wanted(), Claim()), (WasFenced(), Rejoin()), (Rejoined(), Claim()), (Claimed(1, 0), Pull()))
-    play(m, (WasFenced(), Rejoin()), (Rejoined(), Claim()), (RanOut(), End()))
+    play(
+        m,
+        (Wanted(), ClaimNext()),
+        (WasFenced(), Rejoin()),
+        (Rejoined(), ClaimNext()),
+        (Claimed(1, 0), Pull()),
+    )
+    play(m, (WasFenced(), Rejoin()), (Rejoined(), ClaimNext()), (RanOut(), End()))
 
 
 def test_a_worker_that_ran_ahead_waits_once_for_all() -> None:
     m = machine("hps", 3)
-    play(m, (Wanted(), Claim(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Wanted(), ClaimNext(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
     play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
     play(m, (Computed(), Take(waits=False)), (Pending(), Send(Ask(claims=1))), (Sent(), Return()))
     late = Arrived(1, 1, waited=3.0, way=1.0, computed=1.0)
@@ -149,7 +155,7 @@ def test_a_worker_that_ran_ahead_waits_once_for_all() -> None:
 
 def test_local_steps_wait_for_their_first_transfer() -> None:
     m = machine("asp", 2, local=True)
-    play(m, (Wanted(), Claim(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Wanted(), ClaimNext(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
     play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()))
     play(m, (Wanted(), Take()), (Arrived(1, 1), Load()), (Loaded(), Compute(1)))
     play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(1)))
@@ -157,7 +163,7 @@ def test_local_steps_wait_for_their_first_transfer() -> None:
 
 def test_local_steps_of_a_pipeline_go_on_from_what_has_arrived() -> None:
     m = machine("asp", 2, local=True)
-    play(m, (Wanted(), Claim(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Wanted(), ClaimNext(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
     play(m, (Partial(0, 2, 8, 2), Continue(0)), (Computed(), Send(Ask(exchanges=True, claims=1))))
     play(m, (Sent(), Return()), (Wanted(), Take()), (Arrived(1, 1), Load()), (Loaded(), Compute(1)))
     play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(1)))
@@ -187,21 +193,21 @@ def test_a_policy_that_looks_between_micro_batches_may_end_a_step() -> None:
     m, check = machine("saps"), (Partial(0, 2, 8, 2), Check(2, 2))
     assert needs("saps").checks_between_micro_batches
     play(m, *STEP, check, (Advised(Advice.CONTINUE), Continue(0)))
-    play(m, check, (Advised(Advice.PUSH_NOW), Finish()), (Wanted(), Claim()), (Claimed(1, 0), Pull()))
+    play(m, check, (Advised(Advice.PUSH_NOW), Finish()), (Wanted(), ClaimNext()), (Claimed(1, 0), Pull()))
     play(
         m,
         (Pulled(0), Compute(0, may_claim=True)),
         check,
         (Advised(Advice.ABORT), Abort()),
-        (Wanted(), Claim()),
+        (Wanted(), ClaimNext()),
     )
     play(m, (Claimed(1, 0), Pull()), (Pulled(0), Compute(0, may_claim=True)), check)
-    play(m, (WasFenced(), Rejoin()), (Rejoined(), Abort(fenced=True)), (Wanted(), Claim()))
+    play(m, (WasFenced(), Rejoin()), (Rejoined(), Abort(fenced=True)), (Wanted(), ClaimNext()))
 
 
 def test_nothing_is_under_way_after_a_flush() -> None:
     m = machine("hps", 2)
-    play(m, (Wanted(), Claim(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Wanted(), ClaimNext(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
     play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
     play(m, (Flush(), Take()), (Arrived(1, 1), Load()), (Loaded(), Return()), (Refreshed(5), Return()))
     play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(5)))
@@ -209,7 +215,7 @@ def test_nothing_is_under_way_after_a_flush() -> None:
 
 def test_after_a_pipelines_transfer_has_failed_nothing_follows() -> None:
     m = machine("hps", 2)
-    play(m, (Wanted(), Claim(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Wanted(), ClaimNext(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
     play(
         m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)), (Computed(), Take())
     )

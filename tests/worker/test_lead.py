@@ -12,7 +12,7 @@ from worker_tools import X, Y, backward, loss_of, make_model, run_threads
 
 from pyps.formats.records import read_run
 from pyps.simulate import Fault, Scenario, SimWorker, simulate
-from pyps.step.machine import Rules, has_run_ahead
+from pyps.step.machine import StepRules, has_run_ahead
 from pyps.store.policies import Policy
 from pyps.worker.loop import join
 
@@ -65,9 +65,9 @@ def test_in_virtual_time_too(local: bool) -> None:
 @pytest.mark.parametrize("depth", [2, 3])
 def test_two_steps_under_way_are_one_version_late_in_any_case(depth: int) -> None:
     rounds, free = Policy.known["hps"]().needs, Policy.known["asp"]().needs
-    assert Rules(depth, rounds, 3).may_run_ahead is (depth > 2)
-    assert Rules(depth, rounds, 3, local=True).may_run_ahead
-    assert not Rules(depth, free, 3, local=True).may_run_ahead
+    assert StepRules(depth, rounds, 3).may_run_ahead is (depth > 2)
+    assert StepRules(depth, rounds, 3, local=True).may_run_ahead
+    assert not StepRules(depth, free, 3, local=True).may_run_ahead
 
 
 @pytest.mark.parametrize(("waited", "way", "ahead"), [(1.5, 0.1, True), (1.5, 0.6, False), (0.9, 0.0, False)])
