@@ -29,7 +29,7 @@ Events = list[tuple[int, float]]
 SPEEDS = (1.0, 1.37, 0.61)  # seconds of each rank's step
 LATENCY_SECONDS = 1e-6  # so that pulls are in the timeline
 CONDUCTED = 0.7  # of all steps; towards the end workers that wake at once race for the last samples
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0  # more than a busy machine stands still
 LOOK_SECONDS = 0.0005
 
 

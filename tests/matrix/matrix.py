@@ -18,6 +18,12 @@ SEED = 1
 DISTURBANCES = ("rebalance", "fault")
 SAMPLED = 3  # of the disturbed cells in pairs every third is sampled
 
+NAMED = (
+    Cell("asp", clip=True, backend="shards"),  # refused, although its pairs are not
+    Cell("dcasgd:lambda=10", depth=2),  # corrected from what a pipelined gradient was computed on
+    Cell("bsp", optimizer="adamw", codec="int8", fault="resume"),  # the same bits, residuals and moments too
+)
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -39,11 +45,9 @@ def judged(cell: Cell, folder: Path, zygote: Zygote) -> Judged:
 
 
 def sampled() -> list[Cell]:
-    """All pairs of what can be combined in a run that nothing disturbs; some that something does; and the
-    one triple that is refused although its pairs are not.
-    """
+    """All pairs of what a run combines that nothing disturbs, some that something does, and NAMED."""
     disturbed = _cells(_array(AXES, 2))[::SAMPLED]
-    return [*_cells(_array(_plain(), 2)), *disturbed, Cell("asp", clip=True, backend="shards")]
+    return list(dict.fromkeys([*_cells(_array(_plain(), 2)), *disturbed, *NAMED]))
 
 
 @lru_cache(maxsize=1)
