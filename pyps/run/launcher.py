@@ -173,7 +173,8 @@ class Launcher:
                 self._start(rank, "restarted")
             if self._signal:
                 raise RunInterrupted(self._signal)
-        if not self._store.was_open:
+        # Workers may have joined and ended between two looks.
+        if not self._store.was_open and self._store.open() is None:
             raise TrainingFailed("every worker ended, but none joined: the script has to call pyps.join()")
         deadline = time.monotonic() + AWAY_SECONDS
         while not self._end(deadline):
