@@ -52,7 +52,7 @@ COMMANDS = ("profile", "plan", "run", "top", "report", "simulate", "serve", "key
 
 
 def write(folder: Path = PAGES) -> None:
-    """Write the pages, and the schemas beside them, each entirely or not at all."""
+    """Write the pages and the schemas, each entirely or not at all."""
     pages = {"python.md": python_page(), "cli.md": cli_page(), "options.md": options_page(), "c.md": c_page()}
     pages |= {"formats.md": formats_page(), "files.md": files_page()}
     (folder / "schemas").mkdir(parents=True, exist_ok=True)
